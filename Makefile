@@ -1,0 +1,34 @@
+# Everything runs in .venv. `make setup` makes it; the other targets call it first, which takes no time once it is done.
+
+PYTHON ?= python3   # makes .venv; any of 3.11, 3.12
+TORCH_INDEX ?=      # where PyTorch comes from; empty: its CPU index if reachable
+JOBS ?= 2           # test workers
+ARGS ?=             # passed on: make test ARGS="-k softmax"
+
+VENV_PYTHON := .venv/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench clean
+
+help: ## show the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## make .venv, install everything, build the native runtime (PYTHON=, TORCH_INDEX=)
+	@TORCH_INDEX="$(strip $(TORCH_INDEX))" $(PYTHON) scripts/setup.py
+
+demo: setup ## the demonstration (ARGS=)
+	@$(VENV_PYTHON) -m benchmarks.demo $(ARGS)
+
+lint: setup ## ruff and mypy
+	$(VENV_PYTHON) -m ruff check .
+	$(VENV_PYTHON) -m mypy
+
+test: lint ## lint, then all tests (JOBS=, ARGS=)
+	$(VENV_PYTHON) -m pytest -n $(strip $(JOBS)) --dist worksteal --durations=10 --durations-min=1 $(ARGS)
+
+bench: setup ## time training steps against PyTorch (ARGS=)
+	@$(VENV_PYTHON) -m benchmarks.train $(ARGS)
+
+clean: ## remove what builds and tests leave behind; .venv stays
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .dacecache _dacegraphs
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

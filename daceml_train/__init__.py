@@ -1,0 +1,41 @@
+"""A training compiler for PyTorch and ONNX models, built on DaCe.
+
+The public names are imported at first use, so `import daceml_train` is quick. No submodule bears a public name:
+importing it would bind it as an attribute here, where it would hide the function of the same name.
+"""
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "optimize": "daceml_train.driver",
+    "training_step": "daceml_train.driver",
+    "report": "daceml_train.reporting",
+    "explore": "daceml_train.explorer",
+    "TRAINING": "daceml_train.transformations.pipelines",
+    "INFERENCE": "daceml_train.transformations.pipelines",
+    "Pipeline": "daceml_train.passes",
+    "Pass": "daceml_train.passes",
+    "Rewrite": "daceml_train.passes",
+    "Unsupported": "daceml_train.errors",
+    "Invalid": "daceml_train.errors",
+    "Refused": "daceml_train.errors",
+}
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its module; AttributeError for every other name."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, imported or not, and what the module holds."""
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,135 @@
+"""Reverse-mode differentiation of an operator graph.
+
+Walks the operators backwards and lets each emit its VJP, so the backward pass is a graph of the same operators.
+No cotangent is built for arrays outside the paths from `wrt` to `of`; contributions at a fan-out are added; a
+broadcast operand's cotangent is summed here, once, for all operators. An operator on such a path without a
+derivative is an error, never a dropped gradient (Griewank & Walther, Evaluating Derivatives, 2008, ch. 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from daceml_train.errors import Invalid, Unsupported
+from daceml_train.graph.graph import Graph, Node
+from daceml_train.ops.elementwise import Elementwise
+from daceml_train.ops.operator import Operator, Value, vjp_parameters
+from daceml_train.tensor import Dim, same, same_shape, show_shape
+
+
+def sum_to(value: Value, shape: Sequence[Dim]) -> Value:
+    """Sum out what broadcasting from `shape` added; the adjoint of broadcasting."""
+    if same_shape(value.shape, shape):
+        return value
+    lead = len(value.shape) - len(shape)
+    grown = [d + lead for d, size in enumerate(shape) if same(size, 1) and not same(value.shape[d + lead], 1)]
+    dims = (*range(lead), *grown)
+    summed = value.sum(dims) if dims else value
+    return summed.view(shape)
+
+
+def active_arrays(graph: Graph, wrt: Sequence[str]) -> set[str]:
+    """Arrays through which a change of `wrt` is felt: what a gradient may have to pass."""
+    active = set(wrt)
+    for node in graph.nodes:
+        if passes_gradient(node.op) and not active.isdisjoint(node.inputs):
+            active.update(name for name in node.outputs if graph.tensors[name].dtype.is_float)
+    return active
+
+
+def passes_gradient(op: Operator) -> bool:
+    """Whether the derivative of `op` is not zero almost everywhere."""
+    if isinstance(op, Elementwise):
+        return any(formula is not None for formula in op.row.gradients)
+    return not op.zero_gradient
+
+
+def differentiate(graph: Graph, of: Mapping[str, Value], wrt: Sequence[str]) -> dict[str, Value | None]:
+    """Append the backward pass to `graph`.
+
+    `of` gives each differentiated array its cotangent (a value of `graph`, of the array's shape); the result gives
+    each array of `wrt` its gradient, None where `of` does not depend on it. Raises `Unsupported`, naming the
+    operator and the user's line, where an operator in between has no derivative.
+    """
+    active = active_arrays(graph, wrt)
+    contributions: dict[str, list[Value]] = {}
+    for name, cotangent in of.items():
+        if not same_shape(cotangent.shape, graph.tensors[name].shape):
+            expected = show_shape(graph.tensors[name].shape)
+            raise Invalid(f"cotangent of {name} has shape {show_shape(cotangent.shape)}, expected {expected}")
+        contributions[name] = [cotangent]
+    total: dict[str, Value | None] = {}
+
+    def cotangent_of(name: str) -> Value | None:
+        if name not in total:
+            parts = contributions.pop(name, [])
+            result = parts[0] if parts else None
+            for part in parts[1:]:
+                assert result is not None
+                result = result + part
+            total[name] = result
+        return total[name]
+
+    for node in list(reversed(graph.nodes)):
+        if active.isdisjoint(node.outputs) or active.isdisjoint(node.inputs) or not passes_gradient(node.op):
+            continue
+        with graph.at(node.origin):
+            cotangents = [cotangent_of(name) if name in active else None for name in node.outputs]
+            if all(c is None for c in cotangents):
+                continue
+            gradients = operand_cotangents(graph, node, cotangents, active)
+            for name, gradient in zip(node.inputs, gradients, strict=True):
+                if gradient is not None and name in active:
+                    contributions.setdefault(name, []).append(sum_to(gradient, graph.tensors[name].shape))
+    return {name: cotangent_of(name) for name in wrt}
+
+
+def operand_cotangents(
+    graph: Graph, node: Node, cotangents: Sequence[Value | None], active: set[str]
+) -> Sequence[Value | None]:
+    """One cotangent per input of `node`, from those of its outputs."""
+    op, operands = node.op, tuple(graph.value(i) for i in node.inputs)
+    results = tuple(graph.value(o) for o in node.outputs)
+    if isinstance(op, Elementwise):
+        (g,) = cotangents
+        assert g is not None
+        return [
+            op.gradient(graph, i, operands, results[0], g) if name in active else None
+            for i, name in enumerate(node.inputs)
+        ]
+    if op.vjp is None:
+        raise Unsupported(
+            f"operator {op.label} has no derivative but a gradient flows through it",
+            where=str(node.origin),
+            advice="detach its input, or register a derivative for it",
+        )
+    scope = named_operands(op, operands) | dict(zip(result_names(op, len(results)), results, strict=True))
+    scope |= {f"grad_{n}": c for n, c in zip(result_names(op, len(results)), cotangents, strict=True)}
+    if op.results and op.results[-1].startswith("*"):
+        scope[op.results[-1][1:]] = results
+        scope[f"grad_{op.results[-1][1:]}"] = tuple(cotangents)
+    answer = op.vjp(graph, *(scope[p] for p in vjp_parameters(type(op).vjp)))
+    if isinstance(answer, Value) or answer is None:
+        answer = (answer,)
+    if op.operands and op.operands[-1].startswith("*"):
+        answer = (*answer[: len(op.operands) - 1], *answer[-1])
+    if len(answer) != len(operands):
+        raise Invalid(f"the VJP of {op.label} gave {len(answer)} cotangents for {len(operands)} operands")
+    return tuple(answer)
+
+
+def named_operands(op: Operator, operands: tuple[Value, ...]) -> dict[str, object]:
+    """Operand name -> value, a tuple of values for a variadic last name."""
+    fixed = [n for n in op.operands if not n.startswith("*")]
+    scope: dict[str, object] = dict(zip(fixed, operands, strict=False))
+    if len(fixed) < len(op.operands):
+        scope[op.operands[-1][1:]] = operands[len(fixed) :]
+    return scope
+
+
+def result_names(op: Operator, count: int) -> list[str]:
+    """A name per result; results of a variadic name are numbered."""
+    if op.results and op.results[-1].startswith("*"):
+        fixed = list(op.results[:-1])
+        return fixed + [f"{op.results[-1][1:]}{i}" for i in range(count - len(fixed))]
+    return list(op.results)

@@ -1,0 +1,1 @@
+"""Calls into vendor libraries: one file per library."""

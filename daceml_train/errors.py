@@ -1,0 +1,42 @@
+"""The errors of the project: what went wrong, where in the user's source, and what to do next."""
+
+from __future__ import annotations
+
+
+class DacemlError(Exception):
+    """Base of every error this package raises on purpose.
+
+    `where` names the user's source line or module path, if it is known; `advice` says what to do next.
+    """
+
+    def __init__(self, message: str, *, where: str = "", advice: str = "") -> None:
+        self.message, self.where, self.advice = message, where, advice
+        text = message + (f" (at {where})" if where else "") + (f"; {advice}" if advice else "")
+        super().__init__(text)
+
+
+class Unsupported(DacemlError):
+    """The model uses something that is not compiled yet; eager execution goes on where that is possible."""
+
+
+class Invalid(DacemlError, ValueError):
+    """An argument, a graph or an input breaks its contract; nothing has run."""
+
+
+class Refused(DacemlError):
+    """A transformation or lowering does not apply; the sentence names the node that is in the way."""
+
+
+class CompilerError(DacemlError):
+    """The native compiler is missing or failed; its output is in the message."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+
+
+class ExecutionError(DacemlError):
+    """A compiled program failed while running; `tag` is the launch that failed."""
+
+    def __init__(self, message: str, tag: int, *, where: str = "") -> None:
+        self.tag = tag
+        super().__init__(message, where=where)

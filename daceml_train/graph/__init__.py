@@ -1,0 +1,1 @@
+"""The operator graph: how it is built, shown as text, verified, interpreted and measured in bytes."""

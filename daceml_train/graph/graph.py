@@ -1,0 +1,184 @@
+"""Graph: a training step or model as operators over arrays in SSA form.
+
+Every array is written once, by one node or as an input. What a step mutates (parameters, running statistics,
+optimizer state) is a pair in `writes`: the input's name and the name of its value after the step. Nodes stand in
+topological order. `daceml_train.graph.sdfg` gives the same graph as an SDFG of library nodes and back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import sympy
+
+from daceml_train.errors import Invalid
+from daceml_train.ops.operator import Operator, Origin, Value
+from daceml_train.tensor import Tensor
+
+
+class Role(enum.Enum):
+    """What an input is to the user."""
+
+    input = "input"
+    parameter = "parameter"
+    buffer = "buffer"
+    state = "state"
+    """Optimizer state or hyper-parameter, bound by the runtime."""
+    saved = "saved"
+    """Kept by the forward pass for the backward pass."""
+    cotangent = "cotangent"
+
+
+@dataclass(frozen=True)
+class Input:
+    """An input array: its type, its role, and the user's name for it (`layer.0.weight`)."""
+
+    tensor: Tensor
+    role: Role = Role.input
+    path: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """One operator applied: names of what it reads and of what it makes."""
+
+    op: Operator
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    origin: Origin = Origin()
+
+    def __str__(self) -> str:
+        made, read = (", ".join(f"%{name}" for name in names) for names in (self.outputs, self.inputs))
+        return f"{made} = {self.op.label}({read})"
+
+
+@dataclass
+class Graph:
+    """Operators over SSA arrays. Passes never edit nodes: they build another graph with `rebuild`."""
+
+    name: str = "graph"
+    inputs: dict[str, Input] = field(default_factory=dict)
+    nodes: list[Node] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    outputs: list[str] = field(default_factory=list)
+    writes: dict[str, str] = field(default_factory=dict)
+    origin: Origin = Origin()
+    """Given to nodes emitted from here on; see `at`."""
+    _counter: dict[str, int] = field(default_factory=dict, repr=False)
+
+    # ---- building -----------------------------------------------------------------------------------------------
+    def fresh(self, base: str) -> str:
+        """A name that no array has: `base`, or `base_1`, `base_2`, ..."""
+        if base not in self.tensors:
+            return base
+        count = self._counter.get(base, 0)
+        while True:
+            count += 1
+            if f"{base}_{count}" not in self.tensors:
+                self._counter[base] = count
+                return f"{base}_{count}"
+
+    def input(self, name: str, tensor: Tensor, role: Role = Role.input, path: str = "") -> Value:
+        """Declare an input array. Raises `Invalid` if the name is taken."""
+        if name in self.tensors:
+            raise Invalid(f"array {name!r} exists already in graph {self.name!r}")
+        self.inputs[name] = Input(tensor, role, path)
+        self.tensors[name] = tensor
+        return Value(self, name, tensor)
+
+    def emit(self, op: Operator, *operands: Value) -> tuple[Value, ...]:
+        """Append `op`; names of the results derive from its label."""
+        return self.append(op, tuple(v.name for v in operands))
+
+    def append(
+        self, op: Operator, inputs: tuple[str, ...], outputs: Sequence[str] = (), origin: Origin | None = None
+    ) -> tuple[Value, ...]:
+        """Append `op` on named arrays, with chosen result names where given."""
+        for name in inputs:
+            if name not in self.tensors:
+                raise Invalid(f"{op.label} reads {name!r}, which no node of graph {self.name!r} makes")
+        types = op.infer(*(self.tensors[i] for i in inputs))
+        made: list[Value] = []
+        for position, tensor in enumerate(types):
+            base = op.label.rsplit(".", 1)[-1]
+            name = outputs[position] if outputs else self.fresh(base)
+            if name in self.tensors:
+                raise Invalid(f"array {name!r} would be written twice, the second time by {op.label}")
+            self.tensors[name] = tensor
+            made.append(Value(self, name, tensor))
+        self.nodes.append(Node(op, inputs, tuple(v.name for v in made), origin or self.origin))
+        return tuple(made)
+
+    def value(self, name: str) -> Value:
+        """The array called `name`, for building on."""
+        return Value(self, name, self.tensors[name])
+
+    def output(self, *values: Value) -> None:
+        """Declare results of the graph, in order."""
+        self.outputs += [v.name for v in values]
+
+    def write(self, target: str, value: Value) -> None:
+        """Declare that input `target` holds `value` after the step."""
+        if target not in self.inputs:
+            raise Invalid(f"{target!r} is written but is no input of graph {self.name!r}")
+        self.writes[target] = value.name
+
+    @contextlib.contextmanager
+    def at(self, origin: Origin) -> Iterator[None]:
+        """Nodes emitted inside carry `origin`."""
+        before, self.origin = self.origin, origin
+        try:
+            yield
+        finally:
+            self.origin = before
+
+    # ---- reading ------------------------------------------------------------------------------------------------
+    def producers(self) -> dict[str, Node]:
+        """Array name -> the node that makes it (inputs are absent)."""
+        return {name: node for node in self.nodes for name in node.outputs}
+
+    def readers(self) -> dict[str, list[Node]]:
+        """Array name -> nodes that read it, in order, each once."""
+        readers: dict[str, list[Node]] = {name: [] for name in self.tensors}
+        for node in self.nodes:
+            for name in dict.fromkeys(node.inputs):
+                readers[name].append(node)
+        return readers
+
+    @property
+    def results(self) -> list[str]:
+        """Every array that is visible after the step: outputs and written values."""
+        return [*self.outputs, *self.writes.values()]
+
+    @property
+    def symbols(self) -> set[sympy.Symbol]:
+        """The size symbols of the inputs."""
+        return {s for i in self.inputs.values() for s in i.tensor.symbols}
+
+    # ---- rebuilding ---------------------------------------------------------------------------------------------
+    def empty(self, name: str = "") -> Graph:
+        """A graph with the same inputs and nothing else."""
+        other = Graph(name or self.name)
+        for key, entry in self.inputs.items():
+            other.input(key, entry.tensor, entry.role, entry.path)
+        return other
+
+    def finish(self, other: Graph, names: dict[str, str]) -> Graph:
+        """Give `other` this graph's outputs and writes; `names` maps arrays of this graph to those of `other`."""
+        other.outputs = [names.get(n, n) for n in self.outputs]
+        other.writes = {target: names.get(n, n) for target, n in self.writes.items()}
+        return other
+
+    def copy(self) -> Graph:
+        """An independent graph with the same nodes."""
+        return Graph(
+            self.name, dict(self.inputs), list(self.nodes), dict(self.tensors), list(self.outputs), dict(self.writes)
+        )
+
+    def __str__(self) -> str:
+        from daceml_train.graph.text import show
+
+        return show(self)

@@ -1,0 +1,299 @@
+"""Elementwise operators: one table. A row is an expression, its derivative per operand, and its cost.
+
+Expressions are Python over the operands `a`, `b`, `c`, the result `y`, the cotangent `g`, and the functions of
+`FUNCTIONS`; they are evaluated by NumPy here and printed as C++ by `codegen.expression`. All numeric operands of a
+row have one element type (the frontend casts); comparisons give booleans.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from daceml_train.errors import Invalid
+from daceml_train.ops.operator import Array, Builder, Operator, Value, make, register
+from daceml_train.tensor import Dim, DType, Shape, Tensor, broadcast, product
+
+
+def _erf(x: Array) -> Array:
+    import torch  # NumPy has no erf; torch's is accurate to the last bit in float64
+
+    return torch.erf(torch.as_tensor(x)).numpy()
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "exp": np.exp, "log": np.log, "log1p": np.log1p, "expm1": np.expm1, "sqrt": np.sqrt,
+    "tanh": np.tanh, "sin": np.sin, "cos": np.cos, "tan": np.tan, "atan": np.arctan, "erf": _erf, "abs": np.abs,
+    "floor": np.floor, "ceil": np.ceil, "round": np.round, "trunc": np.trunc, "sign": np.sign,
+    "pow": np.power, "fmod": np.fmod, "max": np.maximum, "min": np.minimum, "where": np.where, "isnan": np.isnan,
+    "sigmoid": lambda x: np.where(x >= 0, 1 / (1 + np.exp(-np.abs(x))), np.exp(-np.abs(x)) / (1 + np.exp(-np.abs(x)))),
+    "rsqrt": lambda x: 1 / np.sqrt(x), "floor_divide": np.floor_divide, "isinf": np.isinf,
+    "logical_and": np.logical_and, "logical_or": np.logical_or, "logical_not": np.logical_not,
+}  # fmt: skip
+"""Functions an expression may call, with their NumPy meaning. `max` and `min` keep NaN, as PyTorch's do."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One elementwise operator: `y = expression`, `gradients[i]` = cotangent of operand i (None: zero)."""
+
+    expression: str
+    gradients: tuple[str | None, ...] = ()
+    flops: int = 1
+    result: str = "same"
+    """Element type of the result: `same` as the last operand, or `bool`."""
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Operand names, `a`, `b`, `c` in order."""
+        return tuple(n for n in "abc" if n in names(self.expression))
+
+
+@functools.cache
+def names(expression: str) -> frozenset[str]:
+    """Variables in an expression."""
+    tree = ast.parse(expression, mode="eval")
+    called = {id(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)}
+    return frozenset(n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and id(n) not in called)
+
+
+_GELU_INNER = "0.7978845608028654 * (a + 0.044715 * a * a * a)"
+_PHI = "0.5 * (1 + erf(a * 0.7071067811865476))"
+
+TABLE: dict[str, Row] = {
+    #           y =                          cotangents                                              FLOPs
+    "add": Row("a + b", ("g", "g")),
+    "sub": Row("a - b", ("g", "-g")),
+    "mul": Row("a * b", ("g * b", "g * a")),
+    "div": Row("a / b", ("g / b", "-g * y / b"), 4),
+    "pow": Row("pow(a, b)", ("where(b == 0, 0 * g, g * b * pow(a, b - 1))",
+                             "where((a == 0) & (b >= 0), 0 * g, g * y * log(a))"), 20),
+    "fmod": Row("fmod(a, b)", ("g", "-g * trunc(a / b)"), 8),
+    "remainder": Row("a - b * floor(a / b)", ("g", "-g * floor(a / b)"), 8),
+    "maximum": Row("max(a, b)", ("where(a > b, g, where(a == b, g / 2, 0 * g))",
+                                 "where(b > a, g, where(a == b, g / 2, 0 * g))")),
+    "minimum": Row("min(a, b)", ("where(a < b, g, where(a == b, g / 2, 0 * g))",
+                                 "where(b < a, g, where(a == b, g / 2, 0 * g))")),
+    "where": Row("where(a, b, c)", (None, "where(a, g, 0 * g)", "where(a, 0 * g, g)")),
+    "neg": Row("-a", ("-g",)),
+    "abs": Row("abs(a)", ("g * sign(a)",)),
+    "sign": Row("sign(a)", (None,)),
+    "square": Row("a * a", ("2 * g * a",)),
+    "reciprocal": Row("1 / a", ("-g * y * y",), 4),
+    "sqrt": Row("sqrt(a)", ("g / (2 * y)",), 4),
+    "rsqrt": Row("rsqrt(a)", ("-0.5 * g * y * y * y",), 5),
+    "exp": Row("exp(a)", ("g * y",), 10),
+    "expm1": Row("expm1(a)", ("g * (y + 1)",), 10),
+    "log": Row("log(a)", ("g / a",), 10),
+    "log1p": Row("log1p(a)", ("g / (a + 1)",), 10),
+    "sin": Row("sin(a)", ("g * cos(a)",), 10),
+    "cos": Row("cos(a)", ("-g * sin(a)",), 10),
+    "tan": Row("tan(a)", ("g * (1 + y * y)",), 12),
+    "atan": Row("atan(a)", ("g / (1 + a * a)",), 12),
+    "tanh": Row("tanh(a)", ("g * (1 - y * y)",), 12),
+    "sigmoid": Row("sigmoid(a)", ("g * y * (1 - y)",), 12),
+    "erf": Row("erf(a)", ("g * 1.1283791670955126 * exp(-a * a)",), 15),
+    "relu": Row("where(a < 0, 0 * a, a)", ("where(y <= 0, 0 * g, g)",)),
+    "silu": Row("a * sigmoid(a)", ("g * sigmoid(a) * (1 + a * (1 - sigmoid(a)))",), 13),
+    "gelu_erf": Row(f"a * {_PHI}", (f"g * ({_PHI} + a * 0.3989422804014327 * exp(-0.5 * a * a))",), 20),
+    "gelu_tanh": Row(f"0.5 * a * (1 + tanh({_GELU_INNER}))",
+                     (f"g * (0.5 * (1 + tanh({_GELU_INNER})) + 0.5 * a * (1 - tanh({_GELU_INNER}) * "
+                      f"tanh({_GELU_INNER})) * 0.7978845608028654 * (1 + 0.134145 * a * a))",), 20),
+    "softplus": Row("max(a, 0) + log1p(exp(-abs(a)))", ("g * sigmoid(a)",), 25),
+    "floor": Row("floor(a)", (None,)),
+    "ceil": Row("ceil(a)", (None,)),
+    "round": Row("round(a)", (None,)),
+    "trunc": Row("trunc(a)", (None,)),
+    "floor_divide": Row("floor_divide(a, b)", (None, None), 4),
+    "eq": Row("a == b", (None, None), result="bool"),
+    "ne": Row("a != b", (None, None), result="bool"),
+    "lt": Row("a < b", (None, None), result="bool"),
+    "le": Row("a <= b", (None, None), result="bool"),
+    "gt": Row("a > b", (None, None), result="bool"),
+    "ge": Row("a >= b", (None, None), result="bool"),
+    "isnan": Row("isnan(a)", (None,), result="bool"),
+    "isinf": Row("isinf(a)", (None,), result="bool"),
+    "logical_and": Row("logical_and(a, b)", (None, None), result="bool"),
+    "logical_or": Row("logical_or(a, b)", (None, None), result="bool"),
+    "logical_not": Row("logical_not(a)", (None,), result="bool"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Elementwise(Operator):
+    """The operator `kind` of `TABLE`, with broadcasting."""
+
+    kind: str
+
+    @property
+    def row(self) -> Row:
+        """The table row."""
+        return TABLE[self.kind]
+
+    @property
+    def label(self) -> str:
+        return self.kind
+
+    def attributes(self) -> dict[str, Any]:
+        return {}
+
+    def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        if len(operands) != len(self.row.operands):
+            raise Invalid(f"{self.kind} takes {len(self.row.operands)} operands, not {len(operands)}")
+        numeric = operands[1:] if self.kind == "where" else operands
+        if len({t.dtype for t in numeric}) != 1:
+            raise Invalid(f"{self.kind} got element types {', '.join(t.dtype.short for t in numeric)}; cast first")
+        dtype = DType.bool if self.row.result == "bool" else operands[-1].dtype
+        shape = broadcast(*(t.shape for t in operands))
+        order = next((t.order for t in operands if t.order and t.rank == len(shape) and t.shape == shape), None)
+        return (Tensor(shape, dtype, order),)
+
+    def evaluate(self, *operands: Array) -> tuple[Array, ...]:
+        with np.errstate(all="ignore"):
+            scope = dict(zip("abc", operands, strict=False))
+            result = eval(compile(self.row.expression, self.kind, "eval"), {**FUNCTIONS, "__builtins__": {}}, scope)
+        if self.row.result != "bool" and result.dtype != operands[-1].dtype:
+            result = result.astype(operands[-1].dtype)
+        return (np.asarray(result),)
+
+    def gradient(self, b: Builder, index: int, operands: tuple[Value, ...], y: Value, g: Value) -> Value | None:
+        """The cotangent of operand `index`, in the broadcast shape; None where it is zero."""
+        formula = self.row.gradients[index]
+        if formula is None:
+            return None
+        scope = dict(zip("abc", operands, strict=False)) | {"y": y, "g": g}
+        return emit_expression(b, formula, scope)
+
+    def flops(self, *operands: Tensor) -> Dim:
+        return self.row.flops * product(self.infer(*operands)[0].shape)
+
+
+_BINARY = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.BitAnd: "logical_and"}
+_COMPARE = {ast.Eq: "eq", ast.NotEq: "ne", ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge"}
+_CALLS = {"max": "maximum", "min": "minimum"}
+
+
+def emit_expression(b: Builder, expression: str, scope: dict[str, Value]) -> Value:
+    """Emit the operators of an expression over `scope`; equal subexpressions are emitted once."""
+    done: dict[str, Value | float] = {}
+
+    def visit(node: ast.expr) -> Value | float:
+        key = ast.dump(node)
+        if key not in done:
+            done[key] = build(node)
+        return done[key]
+
+    def combine(kind: str, *operands: Value | float) -> Value | float:
+        like = next((v for v in operands if isinstance(v, Value) and v.dtype is not DType.bool), None)
+        like = like or next(v for v in operands if isinstance(v, Value))
+        values = [v if isinstance(v, Value) else like.constant(v) for v in operands]
+        (result,) = b.emit(make(kind), *values)
+        return result
+
+    def build(node: ast.expr) -> Value | float:
+        match node:
+            case ast.Name(id=name):
+                return scope[name]
+            case ast.Constant(value=int() | float() as value):
+                return value
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                inner = visit(operand)
+                return combine("neg", inner) if isinstance(inner, Value) else -inner
+            case ast.BinOp(left=left, op=op, right=right):
+                return combine(_BINARY[type(op)], visit(left), visit(right))
+            case ast.Compare(left=left, ops=[op], comparators=[right]):
+                return combine(_COMPARE[type(op)], visit(left), visit(right))
+            case ast.Call(func=ast.Name(id=name), args=args):
+                return combine(_CALLS.get(name, name), *map(visit, args))
+        raise Invalid(f"expression {expression!r} uses {ast.unparse(node)!r}, which no operator computes")
+
+    result = visit(ast.parse(expression, mode="eval").body)
+    assert isinstance(result, Value)
+    return result
+
+
+def _constructor(kind: str) -> Callable[..., Operator]:
+    return functools.partial(Elementwise, kind=kind)
+
+
+for _kind in TABLE:
+    register(_kind, _constructor(_kind))
+
+
+@dataclass(frozen=True)
+class Cast(Operator):
+    """`x` in another element type, rounded or truncated as C++ does."""
+
+    name = "cast"
+    dtype: DType
+
+    def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        (x,) = operands
+        return (Tensor(x.shape, self.dtype, x.order),)
+
+    def evaluate(self, *operands: Array) -> tuple[Array, ...]:
+        (x,) = operands
+        wide = "float64" if self.dtype in (DType.float32, DType.bfloat16, DType.float16) else self.dtype.numpy
+        return (x.astype(wide),)
+
+    def vjp(self, b: Builder, x: Value, grad_y: Value) -> Value | None:
+        return grad_y.cast(x.dtype) if x.dtype.is_float else None
+
+    @property
+    def zero_gradient(self) -> bool:  # type: ignore[override]
+        """Casting to an integer cuts the gradient."""
+        return not self.dtype.is_float
+
+
+@dataclass(frozen=True)
+class Full(Operator):
+    """A tensor of one constant."""
+
+    name = "full"
+    operands = ()
+    zero_gradient = True
+    value: float | int | bool
+    shape: Shape = ()
+    dtype: DType = DType.float32
+
+    def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        return (Tensor(self.shape, self.dtype),)
+
+    def evaluate(self, *operands: Array) -> tuple[Array, ...]:
+        wide = "float64" if self.dtype.is_float else self.dtype.numpy
+        return (np.full(self.shape, self.value, wide),)
+
+    def flops(self, *operands: Tensor) -> Dim:
+        return 0
+
+
+@dataclass(frozen=True)
+class Iota(Operator):
+    """Indices along one dimension: `y[i0, ..., ik] = start + step * i_dim`, of shape `shape`."""
+
+    name = "iota"
+    operands = ()
+    zero_gradient = True
+    shape: Shape
+    dim: int = 0
+    dtype: DType = DType.int64
+    start: int | float = 0
+    step: int | float = 1
+
+    def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        return (Tensor(self.shape, self.dtype),)
+
+    def evaluate(self, *operands: Array) -> tuple[Array, ...]:
+        index = np.arange(self.shape[self.dim]) * self.step + self.start
+        shape = [1] * len(self.shape)
+        shape[self.dim] = -1
+        wide = "float64" if self.dtype.is_float else self.dtype.numpy
+        return (np.broadcast_to(index.reshape(shape), self.shape).astype(wide),)
+
+    def flops(self, *operands: Tensor) -> Dim:
+        return 0

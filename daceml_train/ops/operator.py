@@ -1,0 +1,243 @@
+"""Operator: the one place for all that is true of an operator, and the Builder through which it emits others.
+
+An operator is a frozen dataclass whose fields are its attributes. Its methods stand in the order signature, shapes,
+lowering, VJP, cost. `Value` is a tensor in a graph being built; arithmetic on it emits elementwise operators.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from daceml_train.errors import Invalid
+from daceml_train.tensor import Dim, DType, Shape, Tensor
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value comes from: the user's module path (`encoder.layer.3`) and source line (`model.py:12`)."""
+
+    module: str = ""
+    source: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(part for part in (self.module, self.source) if part)
+
+
+class Builder(Protocol):
+    """What an operator's lowering and VJP may do: emit other operators."""
+
+    def emit(self, op: Operator, *operands: Value) -> tuple[Value, ...]:
+        """Append `op` on `operands`; its results as values."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """A tensor in a graph being built: its builder, its name there, and its type."""
+
+    builder: Builder
+    name: str
+    tensor: Tensor
+
+    @property
+    def shape(self) -> Shape:
+        """Sizes of the tensor."""
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> DType:
+        """Element type of the tensor."""
+        return self.tensor.dtype
+
+    def apply(self, op: Operator, *others: Value) -> Value:
+        """The only result of `op` on this value and `others`."""
+        (result,) = self.builder.emit(op, self, *others)
+        return result
+
+    def _binary(self, kind: str, other: Value | float, swap: bool = False) -> Value:
+        b = other if isinstance(other, Value) else self.constant(other)
+        first, second = (b, self) if swap else (self, b)
+        (result,) = self.builder.emit(make(kind), first, second)
+        return result
+
+    def constant(self, value: float) -> Value:
+        """A 0-d constant of this value's element type."""
+        (result,) = self.builder.emit(make("full", value=value, shape=(), dtype=self.dtype))
+        return result
+
+    def __add__(self, other: Value | float) -> Value:
+        return self._binary("add", other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Value | float) -> Value:
+        return self._binary("sub", other)
+
+    def __rsub__(self, other: float) -> Value:
+        return self._binary("sub", other, swap=True)
+
+    def __mul__(self, other: Value | float) -> Value:
+        return self._binary("mul", other)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Value | float) -> Value:
+        return self._binary("div", other)
+
+    def __rtruediv__(self, other: float) -> Value:
+        return self._binary("div", other, swap=True)
+
+    def __neg__(self) -> Value:
+        return self.unary("neg")
+
+    def __matmul__(self, other: Value) -> Value:
+        return self.apply(make("matmul"), other)
+
+    def unary(self, kind: str) -> Value:
+        """The elementwise operator `kind` of this value, such as `exp`."""
+        return self.apply(make(kind))
+
+    def compare(self, kind: str, other: Value | float) -> Value:
+        """`eq`, `ne`, `lt`, `le`, `gt` or `ge` with another value: a boolean tensor."""
+        return self._binary(kind, other)
+
+    def where(self, yes: Value | float, no: Value | float) -> Value:
+        """`yes` where this boolean value holds, else `no`; at least one of them is a Value."""
+        like = yes if isinstance(yes, Value) else no
+        assert isinstance(like, Value)
+        a = yes if isinstance(yes, Value) else like.constant(yes)
+        b = no if isinstance(no, Value) else like.constant(no)
+        return self.apply(make("where"), a, b)
+
+    def cast(self, dtype: DType) -> Value:
+        """This value in another element type; itself if it has it already."""
+        return self if dtype is self.dtype else self.apply(make("cast", dtype=dtype))
+
+    def reduce(self, kind: str, dims: Sequence[int], keepdim: bool = False) -> Value:
+        """`sum`, `max`, `min` or `prod` over `dims`."""
+        return self.apply(make("reduce", kind=kind, dims=tuple(dims), keepdim=keepdim))
+
+    def sum(self, dims: Sequence[int], keepdim: bool = False) -> Value:
+        """Sum over `dims`."""
+        return self.reduce("sum", dims, keepdim)
+
+    def mean(self, dims: Sequence[int], keepdim: bool = False) -> Value:
+        """Mean over `dims`."""
+        return self.apply(make("mean", dims=tuple(dims), keepdim=keepdim))
+
+    def view(self, shape: Sequence[Dim]) -> Value:
+        """The same elements in row-major order under another shape; itself if the shape is the same."""
+        return self if tuple(shape) == self.shape else self.apply(make("view", shape=tuple(shape)))
+
+    def permute(self, dims: Sequence[int]) -> Value:
+        """Dimensions reordered: result dimension i is this value's dimension `dims[i]`."""
+        return self if tuple(dims) == tuple(range(len(dims))) else self.apply(make("permute", dims=tuple(dims)))
+
+    def expand(self, shape: Sequence[Dim]) -> Value:
+        """Broadcast to `shape`."""
+        return self if tuple(shape) == self.shape else self.apply(make("expand", shape=tuple(shape)))
+
+    def slice(self, dim: int, start: Dim, stop: Dim, step: int = 1) -> Value:
+        """Elements `start:stop:step` along `dim`."""
+        return self.apply(make("slice", dim=dim, start=start, stop=stop, step=step))
+
+    @property
+    def T(self) -> Value:
+        """The last two dimensions exchanged."""
+        rank = len(self.shape)
+        return self.permute((*range(rank - 2), rank - 1, rank - 2))
+
+
+REGISTRY: dict[str, Callable[..., Operator]] = {}
+"""Operator name in texts -> constructor taking the attributes as keywords."""
+
+
+def register(name: str, constructor: Callable[..., Operator]) -> None:
+    """Make `name` known. A duplicate name raises and names both owners."""
+    if name in REGISTRY:
+        raise Invalid(f"operator {name!r} is defined twice: by {REGISTRY[name]!r} and by {constructor!r}")
+    REGISTRY[name] = constructor
+
+
+def make(name: str, **attributes: Any) -> Operator:
+    """The operator called `name` with these attributes. Raises `Invalid` for an unknown name."""
+    if name not in REGISTRY:
+        raise Invalid(f"no operator is called {name!r}", advice=f"known: {', '.join(sorted(REGISTRY))}")
+    return REGISTRY[name](**attributes)
+
+
+class Operator:
+    """Base of all operators; subclasses are frozen dataclasses.
+
+    A leaf has `evaluate` (its meaning on NumPy arrays); a composite has `lower` (its meaning as other operators).
+    A subclass with a class attribute `name` registers itself under it; a *vendor* leaf runs as a library call,
+    the others inside kernels that we generate.
+    """
+
+    name: ClassVar[str]
+    operands: ClassVar[tuple[str, ...]] = ("x",)
+    """Names of the inputs; a last name that starts with `*` takes any number."""
+    results: ClassVar[tuple[str, ...]] = ("y",)
+    vendor: ClassVar[bool] = False
+    zero_gradient: ClassVar[bool] = False
+    """True where the derivative is zero almost everywhere (rounding, comparison, indices)."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if isinstance(cls.__dict__.get("name"), str):
+            register(cls.name, cls)
+
+    @property
+    def label(self) -> str:
+        """The name in texts and pictures."""
+        return self.name
+
+    def attributes(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, in order: what the text form shows."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
+
+    def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        """Types of the results. Raises `Invalid` on operands that do not fit."""
+        raise NotImplementedError(f"{self.label} has no shape rule")
+
+    @property
+    def is_composite(self) -> bool:
+        """Whether this operator is defined by others (`lower`) rather than by `evaluate`."""
+        return type(self).lower is not Operator.lower
+
+    def lower(self, b: Builder, *operands: Value) -> Sequence[Value]:
+        """The results, computed by simpler operators."""
+        raise NotImplementedError(f"{self.label} is a leaf")
+
+    def evaluate(self, *operands: Array) -> tuple[Array, ...]:
+        """The results on NumPy arrays; floats come as float64."""
+        raise NotImplementedError(f"{self.label} has no reference")
+
+    vjp: ClassVar[Callable[..., Any] | None] = None
+    """`vjp(self, b, ...)`: one cotangent (or None) per operand, or a single Value for one operand.
+
+    Further parameters are named after operands, results and `grad_<result>`: they say what the backward pass reads.
+    A variadic operand arrives as a tuple and its cotangent is a tuple. `grad_<result>` is None where the result got
+    no cotangent (only operators with several results see that). Cotangents may have the broadcast shape: the reverse
+    pass sums them to the operand's.
+    """
+
+    def flops(self, *operands: Tensor) -> Dim:
+        """Floating-point operations."""
+        return sum((t.size for t in self.infer(*operands)), start=0)
+
+
+@functools.cache
+def vjp_parameters(vjp: Callable[..., Any]) -> tuple[str, ...]:
+    """What an operator class's `vjp` reads: names of operands, results and cotangents."""
+    return tuple(inspect.signature(vjp).parameters)[2:]

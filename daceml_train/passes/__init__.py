@@ -1,0 +1,1 @@
+"""Rewrites, passes and pipelines as immutable values, and the plugins that add to them."""

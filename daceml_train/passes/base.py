@@ -1,0 +1,168 @@
+"""Pass and Rewrite: a transformation as an immutable value with typed options.
+
+A `Pass` maps a graph to a graph. A `Rewrite` is a pass that replaces one operator (the *root* of a match) by others:
+its docstring draws `before => after`, `find` recognises, `legality` gives clauses each with the sentence that
+explains a refusal, `traffic` promises the bytes, `emit` builds the replacement. Matches are found in one topological
+sweep over the operators, never by searching for subgraphs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from daceml_train.errors import Refused
+from daceml_train.graph.graph import Graph, Node
+from daceml_train.graph.verify import verify
+from daceml_train.ops.operator import Value
+from daceml_train.tensor import Dim
+
+LEVELS = ("forward", "intra_operator", "fusion", "layout", "global_movement")
+"""Stages of a pipeline, in order. `forward` runs before differentiation, the others on the whole training graph."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A transformation of the whole graph; subclasses are frozen dataclasses whose fields are the options."""
+
+    level: ClassVar[str]
+
+    def run(self, graph: Graph) -> Graph:
+        """The transformed graph; `graph` itself is left alone."""
+        raise NotImplementedError
+
+    @property
+    def name(self) -> str:
+        """The class name in snake case, as it stands in pipelines' texts."""
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
+
+    def __str__(self) -> str:
+        options = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in options.items())})"
+
+
+@dataclass(frozen=True)
+class View:
+    """A graph with the lookups that matching needs, computed once per sweep."""
+
+    graph: Graph
+    producers: Mapping[str, Node]
+    readers: Mapping[str, Sequence[Node]]
+    visible: frozenset[str]
+    """Arrays that are outputs or written values."""
+
+    @staticmethod
+    def of(graph: Graph) -> View:
+        """The lookups of `graph`."""
+        return View(graph, graph.producers(), graph.readers(), frozenset(graph.results))
+
+    def only_reader(self, name: str, reader: Node) -> bool:
+        """Whether `reader` is all that sees array `name`."""
+        return name not in self.visible and list(self.readers[name]) == [reader]
+
+    def bytes(self, *names: str) -> Dim:
+        """Bytes of arrays together."""
+        total: Dim = 0
+        for name in names:
+            total = total + self.graph.tensors[name].bytes
+        return total
+
+
+@dataclass(frozen=True)
+class Match:
+    """One place where a rewrite applies or says why not."""
+
+    rewrite: Rewrite
+    view: View
+    root: Node
+    parts: Mapping[str, Any]
+    """What `find` recognised, by the names used in the rewrite's picture."""
+
+    @property
+    def refusal(self) -> str | None:
+        """Why this match must not be rewritten, or None."""
+        return next((why for holds, why in self.rewrite.legality(self) if not holds), None)
+
+    @property
+    def traffic(self) -> Dim:
+        """Bytes that applying adds (negative: saves)."""
+        return self.rewrite.traffic(self)
+
+    def apply(self) -> Graph:
+        """The graph with this one match rewritten. Raises `Refused` with the reason where it is not legal."""
+        if reason := self.refusal:
+            raise Refused(f"{self.rewrite.name} at {self.root}: {reason}", where=str(self.root.origin))
+        return self.rewrite.sweep(self.view.graph, {id(self.root): self})
+
+
+@dataclass(frozen=True)
+class Rewrite(Pass):
+    """A pass that replaces matched operators; see the module's text."""
+
+    def find(self, view: View, node: Node) -> Mapping[str, Any] | None:
+        """The parts of a match whose last operator is `node`, or None where the picture does not fit."""
+        raise NotImplementedError
+
+    def legality(self, match: Match) -> Iterator[tuple[bool, str]]:
+        """Clauses (holds, sentence that explains a refusal), lazily: the first that fails speaks."""
+        yield True, ""
+
+    def traffic(self, match: Match) -> Dim:
+        """Bytes added by applying (negative: saved)."""
+        return 0
+
+    def emit(self, match: Match, builder: Graph, now: Mapping[str, Value]) -> Iterable[Value]:
+        """Build what replaces the root's results; `now` maps arrays of the old graph to those of the new one."""
+        raise NotImplementedError
+
+    def matches(self, graph: Graph) -> list[Match]:
+        """Every place where the picture fits, refused ones included."""
+        view = View.of(graph)
+        found = ((node, self.find(view, node)) for node in graph.nodes)
+        return [Match(self, view, node, parts) for node, parts in found if parts is not None]
+
+    def run(self, graph: Graph) -> Graph:
+        chosen = {id(m.root): m for m in self.matches(graph) if m.refusal is None}
+        return self.sweep(graph, chosen) if chosen else graph
+
+    def sweep(self, graph: Graph, chosen: Mapping[int, Match]) -> Graph:
+        """Rebuild `graph` with the roots in `chosen` replaced and unread operators dropped."""
+        other = graph.empty()
+        now = {name: other.value(name) for name in graph.inputs}
+        for node in graph.nodes:
+            if match := chosen.get(id(node)):
+                with other.at(node.origin):
+                    made: Sequence[Value] = tuple(self.emit(match, other, now))
+            else:
+                names = [n if n not in other.tensors else other.fresh(n) for n in node.outputs]
+                made = other.append(node.op, tuple(now[i].name for i in node.inputs), names, node.origin)
+            now.update(zip(node.outputs, made, strict=True))
+        return without_dead_code(graph.finish(other, {old: value.name for old, value in now.items()}))
+
+
+def without_dead_code(graph: Graph) -> Graph:
+    """The graph without operators whose results nobody sees."""
+    needed = set(graph.results)
+    kept: list[Node] = []
+    for node in reversed(graph.nodes):
+        if not needed.isdisjoint(node.outputs):
+            needed.update(node.inputs)
+            kept.append(node)
+    other = graph.copy()
+    other.nodes = kept[::-1]
+    made = {name for node in kept for name in node.outputs}
+    other.tensors = {n: t for n, t in graph.tensors.items() if n in made or n in graph.inputs}
+    return other
+
+
+def checked(transformation: Pass, graph: Graph) -> Graph:
+    """Run a pass and verify its result; an invalid graph is an error that names the pass."""
+    result = transformation.run(graph)
+    try:
+        verify(result)
+    except Exception as error:
+        error.add_note(f"after pass {transformation}")
+        raise
+    return result

@@ -1,0 +1,276 @@
+// The C interface of the executor, for ctypes. Every function that can fail returns a status, or a negative number, and
+// leaves the failure in thread-local storage: `executor_error_*` reads it on the same thread.
+
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "plan.h"
+#include "python_error.h"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace daceml {
+namespace {
+
+enum Status : int { ok = 0, failed = 1, mismatch = 2, invalid = 3 };
+
+// `number` is the tag of the failed launch, or the index of the refused input.
+struct Failure {
+  std::string message;
+  int number = -1;
+  _object* python = nullptr;
+};
+thread_local Failure failure;
+
+struct PlanHandle {
+  Plan plan;
+  std::unique_ptr<Call> call;  // being built
+};
+
+std::string message_of(const c10::Error& error) { return error.what_without_backtrace(); }
+std::string message_of(const std::exception& error) { return error.what(); }
+
+int fail(Status status, std::string message, int number) {
+  std::string python;
+  failure.python = take_python_error(python);
+  failure.message = failure.python != nullptr ? python : std::move(message);
+  failure.number = number;
+  return status;
+}
+
+// Runs `body`, and turns what it throws into a status. `tag` is read after a failure.
+template <class Body, class Tag>
+int guarded(Body body, Tag tag) {
+  try {
+    body();
+    return ok;
+  } catch (const InputMismatch& error) {
+    return fail(mismatch, error.what(), error.index);
+  } catch (const c10::ValueError& error) {
+    return fail(invalid, message_of(error), tag());
+  } catch (const c10::Error& error) {
+    return fail(failed, message_of(error), tag());
+  } catch (const std::bad_alloc&) {
+    return fail(failed, "out of memory", tag());
+  } catch (const std::exception& error) {
+    return fail(failed, message_of(error), tag());
+  } catch (...) {
+    return fail(failed, "an exception of unknown type", tag());
+  }
+}
+
+// For builders: the number that `body` returns, or -1.
+template <class Body>
+int build(Body body) {
+  int result = -1;
+  const int status = guarded([&] { result = body(); }, [] { return -1; });
+  return status == ok ? result : -1;
+}
+
+Call& building(PlanHandle* handle) {
+  TORCH_CHECK_VALUE(handle->call != nullptr, "begin a call before its arguments");
+  return *handle->call;
+}
+
+template <class T, class From>
+int add_list(PlanHandle* handle, const From* items, int count) {
+  return build([&] {
+    c10::List<T> list;
+    for (int i = 0; i < count; ++i) list.push_back(static_cast<T>(items[i]));
+    building(handle).add_constant(std::move(list));
+    return 0;
+  });
+}
+
+template <class T>
+int add_constant(PlanHandle* handle, T value) {
+  return build([&] {
+    building(handle).add_constant(c10::IValue(std::move(value)));
+    return 0;
+  });
+}
+
+}  // namespace
+}  // namespace daceml
+
+using namespace daceml;
+
+EXPORT const char* executor_error_message() { return failure.message.c_str(); }
+EXPORT int executor_error_number() { return failure.number; }
+// A new reference to the Python exception behind the failure, once; null if there is none.
+EXPORT void* executor_error_python() { return std::exchange(failure.python, nullptr); }
+EXPORT const char* executor_dtype_name(int dtype) { return c10::toString(static_cast<c10::ScalarType>(dtype)); }
+
+EXPORT void pool_install() { Pool::instance(); }
+EXPORT int pool_gate(int open) { return std::exchange(Pool::gate(), open != 0); }
+EXPORT int64_t pool_trim() { return static_cast<int64_t>(Pool::instance().trim()); }
+EXPORT void pool_statistics(int64_t* three) {
+  const PoolStatistics statistics = Pool::instance().statistics();
+  std::memcpy(three, &statistics, sizeof statistics);
+}
+
+EXPORT void* arena_create() { return new std::shared_ptr<Arena>(std::make_shared<Arena>()); }
+EXPORT void arena_destroy(void* arena) { delete static_cast<std::shared_ptr<Arena>*>(arena); }
+EXPORT int64_t arena_capacity(void* handle) {
+  Arena& arena = **static_cast<std::shared_ptr<Arena>*>(handle);
+  return static_cast<int64_t>(arena.capacity());
+}
+EXPORT int arena_grow(void* handle, int64_t bytes) {
+  Arena& arena = **static_cast<std::shared_ptr<Arena>*>(handle);
+  return build([&] {
+    const std::lock_guard<Turn> guard(arena.turn);
+    arena.grow(static_cast<size_t>(bytes));
+    return 0;
+  });
+}
+
+EXPORT void* plan_create(int slots, void* arena) {
+  return new PlanHandle{Plan(slots, *static_cast<std::shared_ptr<Arena>*>(arena)), nullptr};
+}
+EXPORT void plan_destroy(PlanHandle* handle) { delete handle; }
+
+EXPORT int plan_arena_slot(PlanHandle* handle, int slot, int64_t offset) {
+  return build([&] {
+    handle->plan.values.declare(slot, Home::arena).offset = offset;
+    return 0;
+  });
+}
+EXPORT int plan_input_slot(PlanHandle* handle, int slot, int index, int dtype, const int64_t* sizes, const int64_t* strides,
+                           int dimensions, int is_mutable) {
+  return build([&] {
+    TORCH_CHECK_VALUE(index >= 0, "an input index must not be negative");
+    Layout layout(dtype, sizes, strides, dimensions);
+    Slot& declared = handle->plan.values.declare(slot, Home::input);
+    declared.index = index;
+    declared.is_mutable = is_mutable != 0;
+    declared.layout = std::move(layout);
+    return 0;
+  });
+}
+EXPORT int plan_owned_slot(PlanHandle* handle, int slot, int is_fresh, int dtype, const int64_t* sizes,
+                           const int64_t* strides, int dimensions) {
+  return build([&] {
+    Layout layout(dtype, sizes, strides, dimensions);
+    handle->plan.values.declare(slot, is_fresh ? Home::fresh : Home::result).layout = std::move(layout);
+    return 0;
+  });
+}
+EXPORT int plan_view(PlanHandle* handle, int slot, int64_t offset, int dtype, const int64_t* sizes, const int64_t* strides,
+                     int dimensions) {
+  return build([&] { return handle->plan.values.add_view(slot, offset, Layout(dtype, sizes, strides, dimensions)); });
+}
+
+EXPORT int plan_kernel(PlanHandle* handle, void* function, const int* slots, const int64_t* offsets, int pointers,
+                       const int64_t* integers, int count, int tag) {
+  return build([&] {
+    TORCH_CHECK_VALUE(function != nullptr, "the kernel's address is null");
+    Kernel kernel{reinterpret_cast<KernelFunction>(function), {}, {integers, integers + count}};
+    for (int i = 0; i < pointers; ++i) kernel.pointers.push_back({slots[i], offsets[i]});
+    return handle->plan.add_kernel(std::move(kernel), tag);
+  });
+}
+EXPORT int plan_product(PlanHandle* handle, int kind, int out, int bias, int a, int b, double beta, double alpha, int tag) {
+  return build([&] {
+    return handle->plan.add_product({static_cast<Product::Kind>(kind), out, bias, a, b, beta, alpha}, tag);
+  });
+}
+EXPORT int plan_release(PlanHandle* handle, int slot, int tag) {
+  return build([&] {
+    handle->plan.values.slot(slot);
+    return handle->plan.add(Step::release, tag, slot, {});
+  });
+}
+EXPORT int plan_copy(PlanHandle* handle, int to, int64_t to_offset, int from, int64_t from_offset, int64_t bytes, int tag) {
+  return build([&] {
+    TORCH_CHECK_VALUE(to_offset >= 0 && from_offset >= 0 && bytes >= 0, "offsets and bytes must not be negative");
+    return handle->plan.add_copy({{to, to_offset}, {from, from_offset}, bytes}, tag);
+  });
+}
+
+EXPORT int call_begin(PlanHandle* handle, const char* name, const char* overload) {
+  return build([&] {
+    handle->call = std::make_unique<Call>(name, overload);
+    return 0;
+  });
+}
+EXPORT int call_none(PlanHandle* handle) {
+  return build([&] {
+    building(handle).add_constant(c10::IValue());
+    return 0;
+  });
+}
+EXPORT int call_tensor(PlanHandle* handle, int view) {
+  return build([&] {
+    building(handle).add_tensor(view);
+    return 0;
+  });
+}
+EXPORT int call_tensors(PlanHandle* handle, const int* views, int count) {
+  return build([&] {
+    building(handle).add_tensors({views, views + count});
+    return 0;
+  });
+}
+EXPORT int call_integer(PlanHandle* handle, int64_t value) { return add_constant(handle, value); }
+EXPORT int call_double(PlanHandle* handle, double value) { return add_constant(handle, value); }
+EXPORT int call_boolean(PlanHandle* handle, int value) { return add_constant(handle, value != 0); }
+EXPORT int call_string(PlanHandle* handle, const char* value) { return add_constant(handle, std::string(value)); }
+EXPORT int call_device(PlanHandle* handle, const char* value) {
+  return build([&] {
+    building(handle).add_constant(c10::Device(value));
+    return 0;
+  });
+}
+EXPORT int call_integers(PlanHandle* handle, const int64_t* items, int count) {
+  return add_list<int64_t>(handle, items, count);
+}
+EXPORT int call_doubles(PlanHandle* handle, const double* items, int count) { return add_list<double>(handle, items, count); }
+EXPORT int call_booleans(PlanHandle* handle, const int* items, int count) { return add_list<bool>(handle, items, count); }
+EXPORT int call_result(PlanHandle* handle, int slot, int view) {
+  return build([&] {
+    building(handle).add_result({slot, view});
+    return 0;
+  });
+}
+EXPORT int call_end(PlanHandle* handle, int tag) {
+  return build([&] {
+    building(handle);
+    return handle->plan.add_call(std::move(*std::exchange(handle->call, nullptr)), tag);
+  });
+}
+
+EXPORT int plan_finalize(PlanHandle* handle, int64_t arena_bytes, const int* outputs, int count) {
+  return build([&] {
+    handle->plan.finalize(arena_bytes, {outputs, outputs + count});
+    return 0;
+  });
+}
+
+EXPORT int plan_run(PlanHandle* handle, void* const* inputs, int64_t count, void** outputs, int profile) {
+  Plan& plan = handle->plan;
+  int tag = -1;
+  return guarded(
+      [&] {
+        const std::lock_guard<Turn> guard(plan.turn);
+        try {
+          plan.run(inputs, static_cast<size_t>(count), outputs, profile != 0);
+        } catch (...) {
+          tag = plan.current_tag();
+          throw;
+        }
+      },
+      [&] { return tag; });
+}
+
+EXPORT int plan_seconds(PlanHandle* handle, double* seconds, int count) {
+  return build([&] {
+    const std::lock_guard<Turn> guard(handle->plan.turn);
+    const auto& measured = handle->plan.seconds();
+    TORCH_CHECK_VALUE(count == static_cast<int>(measured.size()), "the plan has ", measured.size(), " launches");
+    std::copy(measured.begin(), measured.end(), seconds);
+    return 0;
+  });
+}

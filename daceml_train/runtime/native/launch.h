@@ -1,0 +1,79 @@
+// What a plan does, step by step: kernels, matrix products, boxed calls, releases and copies.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include <ATen/ops/addmm_cpu_dispatch.h>
+#include <ATen/ops/baddbmm_cpu_dispatch.h>
+#include <ATen/ops/bmm_cpu_dispatch.h>
+#include <ATen/ops/mm_cpu_dispatch.h>
+
+#include "values.h"
+
+namespace daceml {
+
+enum class Step : uint8_t { kernel, product, call, release, copy };
+
+// `index` finds the step's own data; `uses` and `defines` are slots, for the check and the allocations.
+struct Launch {
+  Step step;
+  int tag;
+  int index;
+  std::vector<int> uses, defines;
+  std::vector<int> fresh;  // allocated just before this launch
+};
+
+// Slot and bytes into it.
+struct Place {
+  int slot;
+  int64_t offset;
+};
+
+using KernelFunction = void (*)(void** pointers, const int64_t* integers);
+
+struct Kernel {
+  KernelFunction function;
+  std::vector<Place> pointers;
+  std::vector<int64_t> integers;
+
+  void run(const Values& values, void** scratch) const {
+    size_t i = 0;
+    for (const Place& place : pointers) scratch[i++] = values.slots[place.slot].pointer + place.offset;
+    function(scratch, integers.data());
+  }
+};
+
+// out = alpha * (a @ b) + beta * bias; views. The CPU kernels are called directly: the dispatcher would find the same ones.
+struct Product {
+  enum class Kind : int { mm, addmm, bmm, baddbmm };
+  Kind kind;
+  int out, bias, a, b;
+  c10::Scalar beta, alpha;
+
+  void run(Values& values) const {
+    at::Tensor& result = values.bind(out);
+    const at::Tensor& left = values.bind(a);
+    const at::Tensor& right = values.bind(b);
+    switch (kind) {
+      case Kind::mm: at::cpu::mm_out(result, left, right); break;
+      case Kind::bmm: at::cpu::bmm_out(result, left, right); break;
+      case Kind::addmm: at::cpu::addmm_out(result, values.bind(bias), left, right, beta, alpha); break;
+      case Kind::baddbmm: at::cpu::baddbmm_out(result, values.bind(bias), left, right, beta, alpha); break;
+    }
+  }
+};
+
+struct Copy {
+  Place to, from;
+  int64_t bytes;
+
+  void run(const Values& values) const {
+    if (bytes == 0) return;
+    std::memcpy(values.slots[to.slot].pointer + to.offset, values.slots[from.slot].pointer + from.offset,
+                static_cast<size_t>(bytes));
+  }
+};
+
+}  // namespace daceml

@@ -1,0 +1,203 @@
+// A plan: the values and the launches of one compiled program, and how they are run.
+#pragma once
+
+#include <time.h>
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/GradMode.h>
+
+#include "arena.h"
+#include "call.h"
+#include "launch.h"
+#include "lifetime.h"
+#include "pool.h"
+
+namespace daceml {
+
+inline double now() {
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+class Plan {
+ public:
+  Plan(int slots, std::shared_ptr<Arena> arena) : values(slots), arena_(std::move(arena)) {}
+
+  Values values;
+  Turn turn;
+
+  // Appends a launch; returns its position.
+  int add(Step step, int tag, int index, std::vector<int> uses, std::vector<int> defines = {}) {
+    open();
+    launches_.push_back({step, tag, index, std::move(uses), std::move(defines), {}});
+    return static_cast<int>(launches_.size()) - 1;
+  }
+
+  int add_kernel(Kernel kernel, int tag) {
+    std::vector<int> uses;
+    for (const Place& place : kernel.pointers) uses.push_back(place.slot);
+    kernels_.push_back(std::move(kernel));
+    return add(Step::kernel, tag, last(kernels_), std::move(uses));
+  }
+
+  int add_product(Product product, int tag) {
+    std::vector<int> uses;
+    for (int view : {product.bias, product.a, product.b, product.out}) {
+      if (view >= 0) uses.push_back(values.view(view).slot);
+    }
+    products_.push_back(std::move(product));
+    return add(Step::product, tag, last(products_), std::move(uses));
+  }
+
+  int add_call(Call call, int tag) {
+    call.complete();
+    std::vector<int> uses, defines;
+    for (int view : call.views()) uses.push_back(values.view(view).slot);
+    for (const Result& result : call.results()) {
+      if (result.view >= 0) uses.push_back(values.view(result.view).slot);
+      if (result.slot >= 0) defines.push_back(result.slot);
+    }
+    calls_.push_back(std::move(call));
+    return add(Step::call, tag, last(calls_), std::move(uses), std::move(defines));
+  }
+
+  int add_copy(Copy copy, int tag) {
+    copies_.push_back(copy);
+    return add(Step::copy, tag, last(copies_), {copy.from.slot, copy.to.slot});
+  }
+
+  // Checks the whole list and closes it.
+  void finalize(int64_t arena_bytes, std::vector<int> outputs) {
+    open();
+    Lifetime(values, launches_).check(arena_bytes, outputs);
+    size_t most = 1;
+    for (const Kernel& kernel : kernels_) most = std::max(most, kernel.pointers.size());
+    scratch_.resize(most);
+    for (size_t i = 0; i < values.slots.size(); ++i) {
+      const Slot& slot = values.slots[i];
+      if (slot.owned()) owned_.push_back(static_cast<int>(i));
+      if (slot.home != Home::input) continue;
+      bound_.push_back(static_cast<int>(i));
+      inputs_ = std::max(inputs_, static_cast<size_t>(slot.index) + 1);
+    }
+    arena_bytes_ = static_cast<size_t>(arena_bytes);
+    outputs_ = std::move(outputs);
+    seconds_.assign(launches_.size(), 0.0);
+    final_ = true;
+  }
+
+  // Runs all launches; `outputs` receives one owned `at::Tensor*` per output. Throws InputMismatch before anything has run,
+  // and whatever a launch throws; `current()` is then its position. Every owned value is gone afterwards. Hold `turn`.
+  void run(void* const* inputs, size_t count, void** outputs, bool profile) {
+    current_ = -1;
+    TORCH_CHECK(final_, "the plan is not finalised");
+    TORCH_CHECK(count == inputs_, "the plan takes ", inputs_, " inputs, given ", count);
+    const auto* const* tensors = reinterpret_cast<const c10::TensorImpl* const*>(inputs);
+    for (int index : bound_) {
+      const Slot& slot = values.slots[index];
+      const c10::TensorImpl* tensor = tensors[slot.index];
+      if (C10_UNLIKELY(tensor == nullptr || !fits(*tensor, slot.layout))) refuse(slot.index, tensor, slot.layout);
+    }
+    // A known dispatch state: no autograd, autocast, tracing or Python mode of the caller leaks into the launches.
+    c10::impl::ForceDispatchKeyGuard dispatch(
+        c10::default_included_set - c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView),
+        c10::default_excluded_set | c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+    c10::NoGradGuard no_grad;
+    Gate gate(true);
+    const std::lock_guard<Turn> arena_guard(arena_->turn);
+    Cleanup cleanup{*this, inputs};
+    bind(inputs);
+    if (profile) {
+      launch<true>();
+    } else {
+      launch<false>();
+    }
+    for (size_t i = 0; i < outputs_.size(); ++i) outputs[i] = new at::Tensor(values.slots[outputs_[i]].value);
+  }
+
+  // The tag of the launch that ran last, -1 before the first.
+  int current_tag() const { return current_ < 0 ? -1 : launches_[current_].tag; }
+  size_t outputs() const { return outputs_.size(); }
+  // Seconds per launch in the last profiled run, allocation of its fresh slots included.
+  const std::vector<double>& seconds() const { return seconds_; }
+
+ private:
+  // Versions move even if a launch failed: it may have written before.
+  struct Cleanup {
+    Plan& plan;
+    void* const* inputs;
+    ~Cleanup() {
+      for (int index : plan.owned_) plan.values.drop(index);
+      for (int index : plan.bound_) {
+        const Slot& slot = plan.values.slots[index];
+        auto* tensor = static_cast<c10::TensorImpl*>(inputs[slot.index]);
+        if (slot.is_mutable && plan.current_ >= 0 && !tensor->is_inference()) tensor->bump_version();
+      }
+    }
+  };
+
+  template <class T>
+  static int last(const std::vector<T>& list) {
+    return static_cast<int>(list.size()) - 1;
+  }
+
+  void open() const { TORCH_CHECK_VALUE(!final_, "the plan is finalised: it takes no more launches"); }
+
+  void bind(void* const* inputs) {
+    for (int index : bound_) {
+      Slot& slot = values.slots[index];
+      auto* tensor = static_cast<c10::TensorImpl*>(inputs[slot.index]);
+      // `mutable_data` ends a lazy copy; reading must not.
+      slot.pointer = static_cast<char*>(slot.is_mutable ? tensor->mutable_data() : const_cast<void*>(tensor->data()));
+    }
+    arena_->grow(arena_bytes_);
+    if (arena_->base() == base_) return;
+    base_ = arena_->base();
+    for (Slot& slot : values.slots) {
+      if (slot.home == Home::arena) slot.pointer = base_ + slot.offset;
+    }
+  }
+
+  template <bool profile>
+  void launch() {
+    double before = profile ? now() : 0.0;
+    for (size_t i = 0; i < launches_.size(); ++i) {
+      const Launch& launch = launches_[i];
+      current_ = static_cast<int>(i);
+      for (int slot : launch.fresh) values.own(slot, allocate(values.slots[slot].layout));
+      switch (launch.step) {
+        case Step::kernel: kernels_[launch.index].run(values, scratch_.data()); break;
+        case Step::product: products_[launch.index].run(values); break;
+        case Step::call: calls_[launch.index].run(values); break;
+        case Step::release: values.drop(launch.index); break;
+        case Step::copy: copies_[launch.index].run(values); break;
+      }
+      if constexpr (profile) {
+        const double after = now();
+        seconds_[i] = after - before;
+        before = after;
+      }
+    }
+  }
+
+  std::shared_ptr<Arena> arena_;
+  std::vector<Launch> launches_;
+  std::vector<Kernel> kernels_;
+  std::vector<Product> products_;
+  std::vector<Call> calls_;
+  std::vector<Copy> copies_;
+  std::vector<int> owned_, bound_, outputs_;
+  std::vector<void*> scratch_;
+  std::vector<double> seconds_;
+  size_t inputs_ = 0, arena_bytes_ = 0;
+  char* base_ = nullptr;
+  int current_ = -1;
+  bool final_ = false;
+};
+
+}  // namespace daceml

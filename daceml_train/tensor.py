@@ -1,0 +1,174 @@
+"""Tensor: what is known of an array before it exists: symbolic shape, element type, memory layout, bytes."""
+
+from __future__ import annotations
+
+import builtins
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import sympy
+
+from daceml_train.errors import Invalid
+
+Dim: TypeAlias = Any
+"""A size: a Python int, or a SymPy expression over symbols that `symbol` made (SymPy carries no types)."""
+Shape: TypeAlias = tuple[Dim, ...]
+
+
+class DType(enum.Enum):
+    """Element types: value is (short name in texts, bytes, C++ type, NumPy type of the same meaning)."""
+
+    float32 = ("f32", 4, "float", "float32")
+    float64 = ("f64", 8, "double", "float64")
+    bfloat16 = ("bf16", 2, "__bf16", "float32")
+    float16 = ("f16", 2, "_Float16", "float16")
+    int64 = ("i64", 8, "int64_t", "int64")
+    int32 = ("i32", 4, "int32_t", "int32")
+    int16 = ("i16", 2, "int16_t", "int16")
+    int8 = ("i8", 1, "int8_t", "int8")
+    uint8 = ("u8", 1, "uint8_t", "uint8")
+    bool = ("b1", 1, "bool", "bool")
+    complex64 = ("c64", 8, "dace::complex64", "complex64")
+    complex128 = ("c128", 16, "dace::complex128", "complex128")
+
+    @property
+    def short(self) -> str:
+        """The name in graph texts, such as `f32`."""
+        return self.value[0]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes per element."""
+        return self.value[1]
+
+    @property
+    def c(self) -> str:
+        """The C++ type in generated kernels."""
+        return self.value[2]
+
+    @property
+    def numpy(self) -> str:
+        """The NumPy type with which the interpreter holds such values."""
+        return self.value[3]
+
+    @property
+    def is_float(self) -> builtins.bool:  # plain `bool` is a member here
+        """Whether values of this type can carry a gradient (complex ones included)."""
+        return self.short[0] in "fc" or self is DType.bfloat16
+
+    @staticmethod
+    def parse(short: str) -> DType:
+        """The type named `short` in a graph text."""
+        for dtype in DType:
+            if dtype.short == short:
+                return dtype
+        raise Invalid(f"no element type is called {short!r}", advice=f"known: {', '.join(d.short for d in DType)}")
+
+
+def symbol(name: str) -> sympy.Symbol:
+    """The size symbol called `name`: a positive integer."""
+    return sympy.Symbol(name, integer=True, positive=True)
+
+
+def simplify(size: Dim) -> Dim:
+    """The size as an int where it is one, else expanded so that equal sizes compare equal."""
+    if isinstance(size, int):
+        return size
+    expanded = sympy.expand(size)
+    return int(expanded) if expanded.is_Integer else expanded
+
+
+def product(sizes: Iterable[Dim]) -> Dim:
+    """The product of sizes; 1 for none."""
+    result: Dim = 1
+    for size in sizes:
+        result = result * size
+    return simplify(result)
+
+
+def same(a: Dim, b: Dim) -> bool:
+    """Whether two sizes are equal for all values of their symbols."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return bool(a == b) or simplify(a - b) == 0
+
+
+def same_shape(a: Sequence[Dim], b: Sequence[Dim]) -> bool:
+    """Whether two shapes are equal, size by size."""
+    return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+
+
+def broadcast(*shapes: Sequence[Dim]) -> Shape:
+    """The shape to which `shapes` broadcast (NumPy's rule). Raises `Invalid` where they do not."""
+    rank = max((len(s) for s in shapes), default=0)
+    result: list[Dim] = []
+    for position in range(rank):
+        size: Dim = 1
+        for shape in shapes:
+            index = position - rank + len(shape)
+            if index < 0 or same(shape[index], 1):
+                continue
+            if not same(size, 1) and not same(size, shape[index]):
+                raise Invalid(f"shapes {', '.join(map(show_shape, shapes))} do not broadcast")
+            size = shape[index]
+        result.append(size)
+    return tuple(result)
+
+
+def show_shape(shape: Sequence[Dim]) -> str:
+    """A shape as it stands in texts: `[8, s0, 64]`."""
+    return "[" + ", ".join(str(s) for s in shape) + "]"
+
+
+def contiguous_strides(shape: Sequence[Dim], order: Sequence[int] | None = None) -> tuple[Dim, ...]:
+    """Strides in elements of a dense array whose dimensions lie in memory in `order`, outermost first."""
+    order = range(len(shape)) if order is None else order
+    strides: list[Dim] = [1] * len(shape)
+    step: Dim = 1
+    for d in reversed(list(order)):
+        strides[d] = step
+        step = simplify(step * shape[d]) if not (isinstance(shape[d], int) and shape[d] == 0) else step
+    return tuple(strides)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An array's type: sizes, element type, and the order of its dimensions in memory (outermost first).
+
+    `order` is None for row-major; channels-last of four dimensions is (0, 2, 3, 1). Arrays are dense.
+    """
+
+    shape: Shape
+    dtype: DType = DType.float32
+    order: tuple[int, ...] | None = None
+
+    @property
+    def rank(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> Dim:
+        """Number of elements."""
+        return product(self.shape)
+
+    @property
+    def bytes(self) -> Dim:
+        """Bytes of the array."""
+        return simplify(self.size * self.dtype.bytes)
+
+    @property
+    def strides(self) -> tuple[Dim, ...]:
+        """Strides in elements."""
+        return contiguous_strides(self.shape, self.order)
+
+    @property
+    def symbols(self) -> set[sympy.Symbol]:
+        """The size symbols that occur in the shape."""
+        return {s for size in self.shape if not isinstance(size, int) for s in size.free_symbols}
+
+    def __str__(self) -> str:
+        order = "" if self.order is None else "@" + "".join(map(str, self.order))
+        return f"{self.dtype.short}{show_shape(self.shape)}{order}"

@@ -1,0 +1,1 @@
+"""The second level: fewer arrays between operators."""

@@ -1,0 +1,1 @@
+"""The fourth level: fewer bytes over the whole step. (`global` is a Python keyword.)"""

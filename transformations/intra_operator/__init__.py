@@ -1,0 +1,1 @@
+"""The first level: fewer bytes inside one operator."""

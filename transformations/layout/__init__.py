@@ -1,0 +1,1 @@
+"""The third level: fewer reorders and strided accesses."""
