@@ -29,13 +29,14 @@ def _erf(x: Array) -> Array:
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "exp": np.exp, "log": np.log, "log1p": np.log1p, "expm1": np.expm1, "sqrt": np.sqrt,
     "tanh": np.tanh, "sin": np.sin, "cos": np.cos, "tan": np.tan, "atan": np.arctan, "erf": _erf, "abs": np.abs,
-    "floor": np.floor, "ceil": np.ceil, "round": np.round, "trunc": np.trunc, "sign": np.sign,
+    "floor": np.floor, "ceil": np.ceil, "round": np.round, "trunc": np.trunc, "sign": lambda x: np.where(x > 0, 1, np.where(x < 0, -1, 0)),
     "pow": np.power, "fmod": np.fmod, "max": np.maximum, "min": np.minimum, "where": np.where, "isnan": np.isnan,
     "sigmoid": lambda x: np.where(x >= 0, 1 / (1 + np.exp(-np.abs(x))), np.exp(-np.abs(x)) / (1 + np.exp(-np.abs(x)))),
     "rsqrt": lambda x: 1 / np.sqrt(x), "floor_divide": np.floor_divide, "isinf": np.isinf,
     "logical_and": np.logical_and, "logical_or": np.logical_or, "logical_not": np.logical_not,
 }  # fmt: skip
-"""Functions an expression may call, with their NumPy meaning. `max` and `min` keep NaN, as PyTorch's do."""
+"""Functions an expression may call, with their NumPy meaning, which is PyTorch's: `max` and `min` keep NaN, the sign of
+NaN is 0."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +72,16 @@ TABLE: dict[str, Row] = {
     "sub": Row("a - b", ("g", "-g")),
     "mul": Row("a * b", ("g * b", "g * a")),
     "div": Row("a / b", ("g / b", "-g * y / b"), 4),
-    "pow": Row("pow(a, b)", ("where(b == 0, 0 * g, g * b * pow(a, b - 1))",
-                             "where((a == 0) & (b >= 0), 0 * g, g * y * log(a))"), 20),
+    "pow": Row("pow(a, b)", ("where(b == 0, 0, g * b * pow(a, b - 1))",
+                             "where((a == 0) & (b >= 0), 0, g * y * log(a))"), 20),
     "fmod": Row("fmod(a, b)", ("g", "-g * trunc(a / b)"), 8),
-    "remainder": Row("a - b * floor(a / b)", ("g", "-g * floor(a / b)"), 8),
-    "maximum": Row("max(a, b)", ("where(a > b, g, where(a == b, g / 2, 0 * g))",
-                                 "where(b > a, g, where(a == b, g / 2, 0 * g))")),
-    "minimum": Row("min(a, b)", ("where(a < b, g, where(a == b, g / 2, 0 * g))",
-                                 "where(b < a, g, where(a == b, g / 2, 0 * g))")),
-    "where": Row("where(a, b, c)", (None, "where(a, g, 0 * g)", "where(a, 0 * g, g)")),
+    "remainder": Row("where((fmod(a, b) != 0) & ((fmod(a, b) < 0) != (b < 0)), fmod(a, b) + b, fmod(a, b))",
+                     ("g", "-g * floor(a / b)"), 12),
+    "maximum": Row("max(a, b)", ("where(a < b, 0, where(a == b, g / 2, g))",
+                                 "where(b < a, 0, where(a == b, g / 2, g))")),
+    "minimum": Row("min(a, b)", ("where(a > b, 0, where(a == b, g / 2, g))",
+                                 "where(b > a, 0, where(a == b, g / 2, g))")),
+    "where": Row("where(a, b, c)", (None, "where(a, g, 0)", "where(a, 0, g)")),
     "neg": Row("-a", ("-g",)),
     "abs": Row("abs(a)", ("g * sign(a)",)),
     "sign": Row("sign(a)", (None,)),
@@ -98,7 +100,7 @@ TABLE: dict[str, Row] = {
     "tanh": Row("tanh(a)", ("g * (1 - y * y)",), 12),
     "sigmoid": Row("sigmoid(a)", ("g * y * (1 - y)",), 12),
     "erf": Row("erf(a)", ("g * 1.1283791670955126 * exp(-a * a)",), 15),
-    "relu": Row("where(a < 0, 0 * a, a)", ("where(y <= 0, 0 * g, g)",)),
+    "relu": Row("where(a < 0, 0, a)", ("where(y <= 0, 0, g)",)),
     "silu": Row("a * sigmoid(a)", ("g * sigmoid(a) * (1 + a * (1 - sigmoid(a)))",), 13),
     "gelu_erf": Row(f"a * {_PHI}", (f"g * ({_PHI} + a * 0.3989422804014327 * exp(-0.5 * a * a))",), 20),
     "gelu_tanh": Row(f"0.5 * a * (1 + tanh({_GELU_INNER}))",

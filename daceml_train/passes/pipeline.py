@@ -100,7 +100,7 @@ class Pipeline:
                 result = checked(transformation, graph)
                 if watch is not None:
                     seconds = time.perf_counter() - start
-                    before, after = traffic(graph).total, traffic(result).total
+                    before, after = traffic(graph).bytes, traffic(result).bytes
                     step = Step(level, transformation, before, after, len(graph.nodes), len(result.nodes), seconds)
                     watch(step, result)
                 graph = result

@@ -28,7 +28,7 @@ class Call {
 
   void add_constant(c10::IValue value) {
     const size_t position = next();
-    arguments_.push_back({Kind::constant, -1, coerce(value, schema(), position), {}});
+    arguments_.push_back({Kind::constant, -1, coerce(value, schema(), position), {}, {}});
   }
 
   void add_tensor(int view) {
@@ -41,7 +41,7 @@ class Call {
     }
     TORCH_CHECK_VALUE(kind == c10::TypeKind::TensorType, place(schema(), position), " wants ",
                       schema().arguments()[position].type()->str(), ", given a view");
-    arguments_.push_back({Kind::tensor, view, {}, {}});
+    arguments_.push_back({Kind::tensor, view, {}, {}, {}});
   }
 
   // A view of -1 stands for None, where the schema takes optional tensors.
@@ -57,7 +57,7 @@ class Call {
       TORCH_CHECK_VALUE(view >= 0 || element->kind() == c10::TypeKind::OptionalType, place(schema(), position),
                         " takes no None in its list");
     }
-    arguments_.push_back({Kind::tensors, -1, element, std::move(views)});
+    arguments_.push_back({Kind::tensors, -1, {}, std::move(views), element});
   }
 
   void add_result(Result result) { results_.push_back(result); }
@@ -68,7 +68,7 @@ class Call {
     while (position_ < declared.size()) {
       TORCH_CHECK_VALUE(declared[position_].default_value().has_value(), place(schema(), position_),
                         " is missing and has no default");
-      arguments_.push_back({Kind::constant, -1, *declared[position_].default_value(), {}});
+      arguments_.push_back({Kind::constant, -1, *declared[position_].default_value(), {}, {}});
       ++position_;
     }
   }
@@ -104,11 +104,7 @@ class Call {
     int view;
     c10::IValue constant;
     std::vector<int> views;
-    c10::TypePtr element;
-    Argument(Kind kind, int view, c10::IValue constant, std::vector<int> views)
-        : kind(kind), view(view), constant(std::move(constant)), views(std::move(views)) {}
-    Argument(Kind kind, int view, c10::TypePtr element, std::vector<int> views)
-        : kind(kind), view(view), views(std::move(views)), element(std::move(element)) {}
+    c10::TypePtr element;  // of a list of tensors
   };
 
   size_t next() {

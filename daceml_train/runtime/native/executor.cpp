@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "plan.h"
-#include "python_error.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -21,7 +20,6 @@ enum Status : int { ok = 0, failed = 1, mismatch = 2, invalid = 3 };
 struct Failure {
   std::string message;
   int number = -1;
-  _object* python = nullptr;
 };
 thread_local Failure failure;
 
@@ -34,10 +32,7 @@ std::string message_of(const c10::Error& error) { return error.what_without_back
 std::string message_of(const std::exception& error) { return error.what(); }
 
 int fail(Status status, std::string message, int number) {
-  std::string python;
-  failure.python = take_python_error(python);
-  failure.message = failure.python != nullptr ? python : std::move(message);
-  failure.number = number;
+  failure = {std::move(message), number};
   return status;
 }
 
@@ -100,8 +95,6 @@ using namespace daceml;
 
 EXPORT const char* executor_error_message() { return failure.message.c_str(); }
 EXPORT int executor_error_number() { return failure.number; }
-// A new reference to the Python exception behind the failure, once; null if there is none.
-EXPORT void* executor_error_python() { return std::exchange(failure.python, nullptr); }
 EXPORT const char* executor_dtype_name(int dtype) { return c10::toString(static_cast<c10::ScalarType>(dtype)); }
 
 EXPORT void pool_install() { Pool::instance(); }

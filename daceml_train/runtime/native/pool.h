@@ -51,7 +51,9 @@ class Pool final : public c10::Allocator {
   }
 
   // `raw_allocate` may have been served by either allocator, so this deleter takes blocks of both.
-  c10::DeleterFnPtr raw_deleter() const override { return &Pool::release; }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return previous_->raw_deleter() == nullptr ? nullptr : &Pool::release;
+  }
 
   void copy_data(void* destination, const void* source, size_t bytes) const override {
     default_copy_data(destination, source, bytes);

@@ -1,0 +1,184 @@
+"""ATen: which library call runs each vendor operator.
+
+A call is data: an overload of a PyTorch operator and its arguments, in which `Operand(i)` stands for the i-th input
+array and `Result(i)` for an output array that the call writes in place. The executor turns it into views and calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from daceml_train.errors import Unsupported
+from daceml_train.ops.fallback import Operand
+from daceml_train.ops.operator import Operator
+from daceml_train.tensor import DType, Tensor
+
+
+@dataclass(frozen=True)
+class Result:
+    """Stands for the i-th output array, which the call fills."""
+
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class Call:
+    """One library call.
+
+    `target` is an overload such as `aten::convolution` (with `overload` its name), or one of the executor's direct
+    entries `mm`, `addmm`, `bmm`, `baddbmm`, whose first argument is the result. `returns` lists, per value that the
+    call returns, the output it becomes (None: dropped); outputs written through `Result` are not in it.
+    """
+
+    target: str
+    arguments: tuple[Any, ...]
+    overload: str = ""
+    returns: tuple[int | None, ...] = (0,)
+
+    @property
+    def direct(self) -> bool:
+        """Whether the executor calls this without the dispatcher."""
+        return "::" not in self.target
+
+
+def call_for(op: Operator, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
+    """The library call of a vendor operator. Raises `Unsupported` for one that has none."""
+    rule = CALLS.get(op.label) or CALLS.get(op.name)
+    if rule is None:
+        raise Unsupported(f"no library call is known for operator {op.label}")
+    return rule(op, operands, results)
+
+
+Rule = Callable[[Any, tuple[Tensor, ...], tuple[Tensor, ...]], Call]
+
+
+def _matmul(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
+    direct = "mm" if operands[0].rank == 2 else "bmm"
+    return Call(direct, (Result(), Operand(0), Operand(1)), returns=())
+
+
+def _matmul_add(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
+    direct = "addmm" if operands[1].rank == 2 else "baddbmm"
+    return Call(direct, (Result(), Operand(0), Operand(1), Operand(2)), returns=())
+
+
+def _window(op: Any) -> tuple[Any, ...]:
+    return (op.stride, op.padding, op.dilation, op.transposed, op.output_padding, op.groups)
+
+
+def _convolution(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
+    bias = Operand(2) if len(operands) > 2 else None
+    return Call("aten::convolution", (Operand(0), Operand(1), bias, *_window(op)))
+
+
+def _convolution_backward(op: Any, x: Any, w: Any, mask: tuple[bool, bool, bool]) -> Call:
+    returns = tuple(0 if wanted else None for wanted in mask)
+    return Call("aten::convolution_backward", (Operand(0), x, w, None, *_window(op), mask), returns=returns)
+
+
+def _input_grad(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
+    # The derivative by the input does not read the input: any array of its shape will do, so one without elements
+    # in memory stands in for it.
+    return _convolution_backward(op, Placeholder(results[0]), Operand(1), (True, False, False))
+
+
+def _weight_grad(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
+    return _convolution_backward(op, Operand(1), Placeholder(results[0]), (False, True, False))
+
+
+@dataclass(frozen=True)
+class Placeholder:
+    """Stands for an array of this type whose elements are never read."""
+
+    tensor: Tensor
+
+
+def _pool_arguments(op: Any) -> tuple[Any, ...]:
+    return (op.kernel, op.stride, op.padding, op.dilation, op.ceil_mode)
+
+
+def _average_arguments(op: Any) -> tuple[Any, ...]:
+    return (op.kernel, op.stride, op.padding, op.ceil_mode, op.count_include_pad, op.divisor)
+
+
+def _pad(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
+    amounts = tuple(amount for pair in reversed(op.pads) for amount in pair)
+    return Call("aten::constant_pad_nd", (Operand(0), amounts, op.value))
+
+
+def _attention(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
+    mask = Operand(3) if len(operands) > 3 else None
+    arguments = (Operand(0), Operand(1), Operand(2), 0.0, op.causal, mask, op.scale)
+    return Call("aten::_scaled_dot_product_flash_attention_for_cpu", arguments, returns=(0, 1))
+
+
+def _attention_grad(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
+    mask = Operand(6) if len(operands) > 6 else None
+    arguments = (*(Operand(i) for i in range(6)), 0.0, op.causal, mask, op.scale)
+    target = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
+    return Call(target, arguments, returns=(0, 1, 2))
+
+
+def _fallback(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
+    namespace, name, overload = op.target.split(".")
+    returns = tuple(range(len(results)))
+    return Call(f"{namespace}::{name}", Keywords(op.arguments, op.keywords).positional(op.target), _plain(overload), returns)
+
+
+def _plain(overload: str) -> str:
+    return "" if overload == "default" else overload
+
+
+@dataclass(frozen=True)
+class Keywords:
+    """Arguments as a user writes them, to be put in the order of the operator's schema."""
+
+    arguments: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...]
+
+    def positional(self, target: str) -> tuple[Any, ...]:
+        """All arguments in schema order, defaults filled in."""
+        import torch
+
+        namespace, name, overload = target.split(".")
+        schema = getattr(getattr(getattr(torch.ops, namespace), name), overload)._schema
+        named = dict(self.keywords)
+        ordered: list[Any] = list(self.arguments)
+        for argument in schema.arguments[len(ordered) :]:
+            ordered.append(named[argument.name] if argument.name in named else argument.default_value)
+        return tuple(ordered)
+
+
+CALLS: dict[str, Rule] = {
+    "matmul": _matmul,
+    "matmul_add": _matmul_add,
+    "convolution": _convolution,
+    "convolution_input_grad": _input_grad,
+    "convolution_weight_grad": _weight_grad,
+    "max_pool2d": lambda op, i, o: Call(
+        "aten::max_pool2d_with_indices", (Operand(0), *_pool_arguments(op)), returns=(0, 1)
+    ),
+    "max_pool2d_grad": lambda op, i, o: Call(
+        "aten::max_pool2d_with_indices_backward", (Operand(0), Operand(1), *_pool_arguments(op), Operand(2))
+    ),
+    "avg_pool2d": lambda op, i, o: Call("aten::avg_pool2d", (Operand(0), *_average_arguments(op))),
+    "avg_pool2d_grad": lambda op, i, o: Call(
+        "aten::avg_pool2d_backward", (Operand(0), Operand(1), *_average_arguments(op))
+    ),
+    "embedding": lambda op, i, o: Call("aten::embedding", (Operand(0), Operand(1), op.padding_idx, False, False)),
+    "embedding_grad": lambda op, i, o: Call(
+        "aten::embedding_dense_backward", (Operand(0), Operand(1), op.rows, op.padding_idx, False)
+    ),
+    "attention": _attention,
+    "attention_grad": _attention_grad,
+    "pad": _pad,
+    "concat": lambda op, i, o: Call("aten::cat", (tuple(Operand(k) for k in range(len(i))), op.dim)),
+    "flip": lambda op, i, o: Call("aten::flip", (Operand(0), op.dims)),
+    "aten": _fallback,
+}
+"""Operator label -> its library call."""
+
+TORCH_TYPES = {d: d.name for d in DType}
+"""Element type -> name of the `torch.dtype`."""

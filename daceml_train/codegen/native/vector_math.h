@@ -1,0 +1,231 @@
+// Functions of generated kernels. Those on float are written so that gcc vectorises them in `omp simd` loops; they
+// keep NaN, give 0 and infinity where they should, and are accurate to a few units in the last place (tests/codegen).
+// Nothing is included but <stdint.h>: what a kernel costs to compile is mostly what its header includes.
+#pragma once
+#include <stdint.h>
+#define VM static inline __attribute__((always_inline))
+
+namespace vm {
+
+VM float bits(int32_t i) { float f; __builtin_memcpy(&f, &i, 4); return f; }
+VM int32_t bits(float f) { int32_t i; __builtin_memcpy(&i, &f, 4); return i; }
+VM double bits64(int64_t i) { double f; __builtin_memcpy(&f, &i, 8); return f; }
+
+// ---- 16-bit floats ------------------------------------------------------------------------------------------------
+VM float from_bfloat16(uint16_t h) { return bits((int32_t)((uint32_t)h << 16)); }
+VM uint16_t to_bfloat16(float x) {  // to nearest, ties to even
+  uint32_t u = (uint32_t)bits(x);
+  uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  return (uint16_t)(x != x ? 0x7fc0u : rounded);
+}
+VM float from_float16(uint16_t h) { _Float16 f; __builtin_memcpy(&f, &h, 2); return (float)f; }
+VM uint16_t to_float16(float x) { _Float16 f = (_Float16)x; uint16_t h; __builtin_memcpy(&h, &f, 2); return h; }
+
+// ---- comparisons --------------------------------------------------------------------------------------------------
+template <typename T> VM T max(T a, T b) { return (a != a || a > b) ? a : b; }  // NaN if any is
+template <typename T> VM T min(T a, T b) { return (a != a || a < b) ? a : b; }
+template <typename T> VM bool isnan(T a) { return a != a; }
+VM bool isinf(float a) { return __builtin_fabsf(a) == __builtin_inff(); }
+VM bool isinf(double a) { return __builtin_fabs(a) == __builtin_inf(); }
+template <typename T> VM bool isinf(T) { return false; }
+template <typename T> VM bool logical_and(T a, T b) { return (a != 0) & (b != 0); }
+template <typename T> VM bool logical_or(T a, T b) { return (a != 0) | (b != 0); }
+template <typename T> VM bool logical_not(T a) { return a == 0; }
+VM float abs(float a) { return __builtin_fabsf(a); }
+VM double abs(double a) { return __builtin_fabs(a); }
+template <typename T> VM T abs(T a) { return a < 0 ? -a : a; }
+VM float sign(float a) { float s = a > 0.0f ? 1.0f : 0.0f; s = a < 0.0f ? -1.0f : s; return a != a ? a : s; }
+VM double sign(double a) { double s = a > 0.0 ? 1.0 : 0.0; s = a < 0.0 ? -1.0 : s; return a != a ? a : s; }
+template <typename T> VM T sign(T a) { return (T)((a > 0) - (a < 0)); }
+
+// ---- division and rounding ----------------------------------------------------------------------------------------
+VM float floor(float a) { return __builtin_floorf(a); }
+VM double floor(double a) { return __builtin_floor(a); }
+VM float ceil(float a) { return __builtin_ceilf(a); }
+VM double ceil(double a) { return __builtin_ceil(a); }
+VM float trunc(float a) { return __builtin_truncf(a); }
+VM double trunc(double a) { return __builtin_trunc(a); }
+VM float round(float a) { return __builtin_rintf(a); }  // ties to even
+VM double round(double a) { return __builtin_rint(a); }
+VM float fmod(float a, float b) { return __builtin_fmodf(a, b); }
+VM double fmod(double a, double b) { return __builtin_fmod(a, b); }
+VM float floor_divide(float a, float b) { return __builtin_floorf(a / b); }
+VM double floor_divide(double a, double b) { return __builtin_floor(a / b); }
+template <typename T> VM T truncate_divide(T a, T b) { return b == 0 ? 0 : b == (T)-1 ? (T)(0 - a) : (T)(a / b); }
+template <typename T> VM T floor_divide(T a, T b) {
+  T q = truncate_divide(a, b);
+  return b == 0 ? 0 : (T)(q - ((q * b != a) & ((a < 0) != (b < 0))));
+}
+VM float sqrt(float a) { return __builtin_sqrtf(a); }
+VM double sqrt(double a) { return __builtin_sqrt(a); }
+VM float rsqrt(float a) { return 1.0f / __builtin_sqrtf(a); }
+VM double rsqrt(double a) { return 1.0 / __builtin_sqrt(a); }
+
+// ---- exponentials and logarithms (coefficients: Cephes) -----------------------------------------------------------
+VM float exp(float x) {
+  float c = x < -104.0f ? 0.0f : x;  // not -104: that would pass through denormals, which are slow
+  c = c > 89.0f ? 89.0f : c;
+  float n = __builtin_rintf(c * 1.44269504088896341f);
+  float r = __builtin_fmaf(n, -0.693359375f, c);
+  r = __builtin_fmaf(n, 2.12194440e-4f, r);
+  float p = 1.9875691500e-4f;
+  p = __builtin_fmaf(p, r, 1.3981999507e-3f);
+  p = __builtin_fmaf(p, r, 8.3334519073e-3f);
+  p = __builtin_fmaf(p, r, 4.1665795894e-2f);
+  p = __builtin_fmaf(p, r, 1.6666665459e-1f);
+  p = __builtin_fmaf(p, r, 5.0000001201e-1f);
+  p = __builtin_fmaf(p, r * r, r) + 1.0f;
+  int32_t k = (int32_t)n, k1 = k >> 1, k2 = k - k1;
+  float y = p * bits((k1 + 127) << 23) * bits((k2 + 127) << 23);
+  return x < -104.0f ? 0.0f : y;
+}
+VM float log(float x) {
+  bool small = x < 1.17549435e-38f;
+  float s = small ? x * 8388608.0f : x;
+  int32_t i = bits(s);
+  int32_t e = ((i >> 23) & 0xff) - 126 - (small ? 23 : 0);
+  float m = bits((i & 0x007fffff) | 0x3f000000);  // in [0.5, 1)
+  bool low = m < 0.707106781186547524f;
+  float f = (low ? m + m : m) - 1.0f;
+  float n = (float)(low ? e - 1 : e);
+  float z = f * f;
+  float p = 7.0376836292e-2f;
+  p = __builtin_fmaf(p, f, -1.1514610310e-1f);
+  p = __builtin_fmaf(p, f, 1.1676998740e-1f);
+  p = __builtin_fmaf(p, f, -1.2420140846e-1f);
+  p = __builtin_fmaf(p, f, 1.4249322787e-1f);
+  p = __builtin_fmaf(p, f, -1.6668057665e-1f);
+  p = __builtin_fmaf(p, f, 2.0000714765e-1f);
+  p = __builtin_fmaf(p, f, -2.4999993993e-1f);
+  p = __builtin_fmaf(p, f, 3.3333331174e-1f);
+  float y = p * f * z;
+  y = __builtin_fmaf(n, -2.12194440e-4f, y);
+  y = __builtin_fmaf(-0.5f, z, y);
+  y = __builtin_fmaf(n, 0.693359375f, f + y);
+  y = x == 0.0f ? -__builtin_inff() : y;
+  y = x < 0.0f ? __builtin_nanf("") : y;
+  return (x == __builtin_inff() || x != x) ? x : y;
+}
+VM float log1p(float x) {  // Kahan: the rounding of 1 + x cancels
+  float u = 1.0f + x;
+  float d = u - 1.0f;
+  float y = log(u) * (x / (d == 0.0f ? 1.0f : d));
+  y = d == 0.0f ? x : y;
+  return x == __builtin_inff() ? x : x == -1.0f ? -__builtin_inff() : y;
+}
+VM float expm1(float x) {
+  float z = x * x;
+  float p = 2.7557319e-6f;  // Taylor, for |x| <= 0.5
+  p = __builtin_fmaf(p, x, 2.4801587e-5f);
+  p = __builtin_fmaf(p, x, 1.9841270e-4f);
+  p = __builtin_fmaf(p, x, 1.3888889e-3f);
+  p = __builtin_fmaf(p, x, 8.3333333e-3f);
+  p = __builtin_fmaf(p, x, 4.1666667e-2f);
+  p = __builtin_fmaf(p, x, 1.6666667e-1f);
+  p = __builtin_fmaf(p, x, 0.5f);
+  float near = __builtin_fmaf(p, z, x);
+  float far = exp(x) - 1.0f;
+  return __builtin_fabsf(x) <= 0.5f ? near : far;
+}
+VM float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
+VM float tanh(float x) {
+  float a = __builtin_fabsf(x), z = x * x;
+  float p = -5.70498872745e-3f;
+  p = __builtin_fmaf(p, z, 2.06390887954e-2f);
+  p = __builtin_fmaf(p, z, -5.37397155531e-2f);
+  p = __builtin_fmaf(p, z, 1.33314422036e-1f);
+  p = __builtin_fmaf(p, z, -3.33332819422e-1f);
+  float near = __builtin_fmaf(p * z, x, x);
+  float far = __builtin_copysignf(1.0f - 2.0f / (exp(2.0f * a) + 1.0f), x);
+  return a < 0.625f ? near : far;
+}
+VM float erf(float x) {  // Abramowitz and Stegun 7.1.26 beyond 0.5, Taylor below
+  float a = __builtin_fabsf(x), z = x * x;
+  float t = 1.0f / __builtin_fmaf(0.3275911f, a, 1.0f);
+  float p = 1.061405429f;
+  p = __builtin_fmaf(p, t, -1.453152027f);
+  p = __builtin_fmaf(p, t, 1.421413741f);
+  p = __builtin_fmaf(p, t, -0.284496736f);
+  p = __builtin_fmaf(p, t, 0.254829592f);
+  float far = __builtin_copysignf(1.0f - p * t * exp(-z), x);
+  float q = 5.2239776e-3f;
+  q = __builtin_fmaf(q, z, -2.6866171e-2f);
+  q = __builtin_fmaf(q, z, 1.1283792e-1f);
+  q = __builtin_fmaf(q, z, -3.7612639e-1f);
+  q = __builtin_fmaf(q, z, 1.1283792f);
+  return a < 0.5f ? q * x : far;
+}
+
+// ---- trigonometry -------------------------------------------------------------------------------------------------
+VM float sine(float x, int32_t quarter) {  // sin(x + quarter * pi / 2)
+  double n = __builtin_rint((double)x * 0.63661977236758134308);
+  float r = (float)((double)x - n * 1.57079632679489661923);
+  int32_t q = ((int32_t)n + quarter) & 3;
+  float z = r * r;
+  float s = __builtin_fmaf(__builtin_fmaf(-1.9515295891e-4f, z, 8.3321608736e-3f), z, -1.6666654611e-1f);
+  s = __builtin_fmaf(s * z, r, r);
+  float c = __builtin_fmaf(__builtin_fmaf(2.443315711809948e-5f, z, -1.388731625493765e-3f), z, 4.166664568298827e-2f);
+  c = __builtin_fmaf(c * z, z, __builtin_fmaf(-0.5f, z, 1.0f));
+  float y = (q & 1) ? c : s;
+  return (q & 2) ? -y : y;
+}
+VM float sin(float x) { return sine(x, 0); }
+VM float cos(float x) { return sine(x, 1); }
+VM float tan(float x) { return sine(x, 0) / sine(x, 1); }
+VM float atan(float x) {
+  float a = __builtin_fabsf(x);
+  bool far = a > 2.414213562373095f, middle = a > 0.4142135623730950f;
+  float u = far ? -1.0f / a : middle ? (a - 1.0f) / (a + 1.0f) : a;
+  float base = far ? 1.5707963267948966f : middle ? 0.7853981633974483f : 0.0f;
+  float z = u * u;
+  float p = 8.05374449538e-2f;
+  p = __builtin_fmaf(p, z, -1.38776856032e-1f);
+  p = __builtin_fmaf(p, z, 1.99777106478e-1f);
+  p = __builtin_fmaf(p, z, -3.33329491539e-1f);
+  return __builtin_copysignf(base + __builtin_fmaf(p * z, u, u), x);
+}
+VM float pow(float x, float y) { return __builtin_powf(x, y); }
+
+VM double exp(double x) { return __builtin_exp(x); }
+VM double log(double x) { return __builtin_log(x); }
+VM double log1p(double x) { return __builtin_log1p(x); }
+VM double expm1(double x) { return __builtin_expm1(x); }
+VM double sigmoid(double x) { return 1.0 / (1.0 + __builtin_exp(-x)); }
+VM double tanh(double x) { return __builtin_tanh(x); }
+VM double erf(double x) { return __builtin_erf(x); }
+VM double sin(double x) { return __builtin_sin(x); }
+VM double cos(double x) { return __builtin_cos(x); }
+VM double tan(double x) { return __builtin_tan(x); }
+VM double atan(double x) { return __builtin_atan(x); }
+VM double pow(double x, double y) { return __builtin_pow(x, y); }
+
+// ---- random numbers: Philox2x32-10, as in ops/random.py -----------------------------------------------------------
+VM uint64_t random_key(int64_t seed, int64_t stream) {
+  uint64_t z = (uint64_t)seed + 0x9E3779B97F4A7C15ull * ((uint64_t)stream + 1);
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+  return z ^ (z >> 31);
+}
+VM void philox(uint64_t key, uint64_t index, uint32_t& low, uint32_t& high) {
+  uint32_t k = (uint32_t)key;
+  low = (uint32_t)index, high = (uint32_t)(index >> 32) ^ (uint32_t)(key >> 32);
+#pragma GCC unroll 10
+  for (int round = 0; round < 10; ++round) {
+    uint64_t wide = (uint64_t)low * 0xD256D193u;
+    low = (uint32_t)(wide >> 32) ^ k ^ high;
+    high = (uint32_t)wide;
+    k += 0x9E3779B9u;
+  }
+}
+VM float uniform_float(uint64_t key, uint64_t index) {
+  uint32_t low, high;
+  philox(key, index, low, high);
+  return (float)(int32_t)(low >> 8) * 5.9604644775390625e-8f;
+}
+VM double uniform_double(uint64_t key, uint64_t index) {
+  uint32_t low, high;
+  philox(key, index, low, high);
+  return (double)(int64_t)(((uint64_t)(low >> 5) << 26) + (high >> 6)) * 1.1102230246251565e-16;
+}
+
+}  // namespace vm

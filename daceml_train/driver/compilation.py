@@ -1,0 +1,342 @@
+"""Compilation: from a captured graph to executables, through differentiation, passes, lowering and the cache."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import daceml_train.frontends
+import daceml_train.transformations
+from daceml_train.autodiff.partition import partition
+from daceml_train.autodiff.reverse import active_arrays, differentiate
+from daceml_train.codegen.compile import compile_kernels, load
+from daceml_train.codegen.launch import KernelCode
+from daceml_train.graph.graph import Graph, Role
+from daceml_train.graph.text import canonical_text, show
+from daceml_train.graph.traffic import traffic
+from daceml_train.ops.elementwise import Full
+from daceml_train.passes.base import without_dead_code
+from daceml_train.passes.pipeline import Pipeline, Step
+from daceml_train.runtime.cache import Cache, default_folder
+from daceml_train.runtime.executable import Executable
+from daceml_train.runtime.executor import Arena
+from daceml_train.runtime.lowering import lower
+from daceml_train.runtime.optimizers import Update
+from daceml_train.runtime.program import CallLaunch, KernelLaunch, Program
+from daceml_train.tensor import Dim, DType, Tensor
+from daceml_train.transformations.pipelines import TRAINING
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did: bytes and operators before and after, and its seconds."""
+
+    level: str
+    name: str
+    bytes_before: Dim
+    bytes_after: Dim
+    operators_before: int
+    operators_after: int
+    seconds: float
+
+
+@dataclass
+class Record:
+    """What is known of one compiled program, for the report."""
+
+    name: str
+    bytes_captured: Dim = 0
+    """Bytes with one kernel or call per operator, as an eager framework runs them, gradients and update included."""
+    flops: Dim = 0
+    passes: list[PassRecord] = field(default_factory=list)
+    kernels: int = 0
+    distinct_kernels: int = 0
+    calls: dict[str, int] = field(default_factory=dict)
+    fallbacks: list[tuple[str, str]] = field(default_factory=list)
+    """(operator, the user's line) of operators that run in ATen for want of a lowering."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds per stage of compilation."""
+    warm: bool = False
+    """Whether the program came from the cache."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Values of the size symbols when it was compiled."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How graphs are compiled.
+
+    `jobs` compiler processes run at once (None: one per core); `observe` names a folder that receives the graph's
+    text after each pass; `progress` is told (kernels done, kernels in all) while kernels compile.
+    """
+
+    pipeline: Pipeline = TRAINING
+    cache: Cache = field(default_factory=lambda: Cache(default_folder()))
+    jobs: int | None = None
+    observe: Path | None = None
+    progress: Callable[[int, int], None] | None = None
+
+
+@dataclass
+class Differentiable:
+    """A forward program and, if gradients can be asked for, its backward program; see `autodiff.partition.Halves`.
+
+    `gradients[i]` says to which captured input the backward program's i-th output belongs; `cotangents` lists the
+    captured outputs whose cotangents it takes.
+    """
+
+    forward: Executable
+    backward: Executable | None
+    results: int
+    kept: tuple[str, ...]
+    cotangents: tuple[int, ...]
+    gradients: tuple[str, ...]
+    records: list[Record]
+
+
+def compile_differentiable(graph: Graph, wrt: Sequence[str], outputs: Sequence[int], options: Options) -> Differentiable:
+    """Compile a captured graph for forward calls and for gradients by the inputs `wrt` of the outputs `outputs`."""
+    description = f"differentiable wrt={tuple(wrt)} outputs={tuple(outputs)}"
+    return _cached(graph, description, options, lambda: _differentiable(graph, wrt, outputs, options), _link_pair)
+
+
+@dataclass
+class _Pair:
+    forward: Program
+    backward: Program | None
+    results: int
+    kept: tuple[str, ...]
+    cotangents: tuple[int, ...]
+    gradients: tuple[str, ...]
+    records: list[Record]
+
+
+def _differentiable(graph: Graph, wrt: Sequence[str], outputs: Sequence[int], options: Options) -> _Pair:
+    record = Record(graph.name)
+    watch = _watcher(record, options)
+    graph = options.pipeline.run(graph, ("forward",), watch)
+    results = len(graph.outputs)
+    felt = active_arrays(graph, wrt)
+    cotangents = tuple(i for i in outputs if graph.outputs[i] in felt)
+    joint = graph.copy()
+    given: dict[str, Any] = {}
+    for i in cotangents:
+        name = graph.outputs[i]
+        seed = joint.input(joint.fresh(f"grad_{name}"), graph.tensors[name], Role.cotangent)
+        given[name] = given[name] + seed if name in given else seed
+    found = differentiate(joint, given, wrt) if given else {}
+    gradients = {name: value for name, value in found.items() if value is not None}
+    joint.outputs += [value.name for value in gradients.values()]
+    _measure_captured(joint, record)
+    joint = options.pipeline.run(joint, ("intra_operator",), watch)
+    if not gradients:
+        forward = _lowered(without_dead_code(joint), options, record, watch)
+        return _Pair(forward, None, results, (), (), (), [record])
+    halves = partition(joint, results)
+    forward = _lowered(halves.forward, options, record, watch)
+    reverse = Record(f"{graph.name} backward")
+    backward = _lowered(halves.backward, options, reverse, _watcher(reverse, options))
+    records = [record, reverse]
+    return _Pair(forward, backward, results, halves.kept, cotangents, tuple(gradients), records)
+
+
+def _link_pair(pair: _Pair, options: Options) -> Differentiable:
+    arena = Arena()
+    programs = [pair.forward] + ([pair.backward] if pair.backward else [])
+    addresses = _addresses([c for p in programs for c in p.codes], options, pair.records[0])
+    forward = Executable(pair.forward, addresses, arena)
+    backward = Executable(pair.backward, addresses, arena) if pair.backward else None
+    return Differentiable(
+        forward, backward, pair.results, pair.kept, pair.cotangents, pair.gradients, pair.records
+    )
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A parameter that a step updates: its input, its update, and the position of its learning rate."""
+
+    parameter: str
+    update: Update
+    rate: int
+    first: bool = False
+    """Whether the step makes the state, rather than reading it."""
+
+
+@dataclass
+class WholeStep:
+    """A training step as one program.
+
+    Its inputs are the captured ones, then one float64 learning rate per group (`rates`), then the state of each
+    trained parameter (`state` names them as (parameter, state name)). Outputs: the loss, then gradients of
+    `gradients`, then for first steps the state they make, in the order of `made`.
+    """
+
+    executable: Executable
+    rates: int
+    state: tuple[tuple[str, str], ...]
+    trained: tuple[str, ...]
+    gradients: tuple[str, ...]
+    made: tuple[tuple[str, str], ...]
+    records: list[Record]
+
+
+@dataclass
+class _Step:
+    program: Program
+    rates: int
+    state: tuple[tuple[str, str], ...]
+    trained: tuple[str, ...]
+    gradients: tuple[str, ...]
+    made: tuple[tuple[str, str], ...]
+    records: list[Record]
+
+
+def compile_step(
+    graph: Graph, trained: Sequence[Trained], keep_gradients: Sequence[str], options: Options
+) -> WholeStep:
+    """Compile a captured graph whose first output is the loss into a step with gradients and update."""
+    updates = "; ".join(f"{t.parameter} {t.rate} {t.first} {t.update}" for t in trained)
+    description = f"step keep={tuple(keep_gradients)} updates={updates}"
+    return _cached(graph, description, options, lambda: _step(graph, trained, keep_gradients, options), _link_step)
+
+
+def _step(graph: Graph, trained: Sequence[Trained], keep: Sequence[str], options: Options) -> _Step:
+    record = Record(graph.name)
+    watch = _watcher(record, options)
+    graph = options.pipeline.run(graph, ("forward",), watch).copy()
+    loss = graph.value(graph.outputs[0])
+    (one,) = graph.emit(Full(1.0, loss.shape, loss.dtype))
+    wrt = list(dict.fromkeys([*(t.parameter for t in trained), *keep]))
+    gradients = differentiate(graph, {loss.name: one}, wrt)
+    graph.outputs = [loss.name]
+    kept = tuple(name for name in keep if gradients[name] is not None)
+    graph.outputs += [g.name for name in kept if (g := gradients[name]) is not None]
+    rates = max((t.rate for t in trained), default=-1) + 1
+    rate = [graph.input(graph.fresh(f"rate{i}"), Tensor((), DType.float64), Role.state) for i in range(rates)]
+    state: list[tuple[str, str]] = []
+    made: list[tuple[str, str]] = []
+    updated = []
+    for entry in trained:
+        gradient = gradients[entry.parameter]
+        if gradient is None:
+            continue
+        updated.append(entry.parameter)
+        p = graph.value(entry.parameter)
+        before = []
+        if not entry.first:
+            for name in entry.update.state:
+                tensor = Tensor((), DType.float32) if name == "step" else p.tensor
+                label = graph.fresh(f"{entry.parameter}_{name}")
+                before.append(graph.input(label, tensor, Role.state, graph.inputs[entry.parameter].path))
+                state.append((entry.parameter, name))
+        after = entry.update.emit(p, gradient, rate[entry.rate], before)
+        graph.write(entry.parameter, after[0])
+        if entry.first:
+            made += [(entry.parameter, name) for name in entry.update.state]
+            graph.outputs += [value.name for value in after[1:]]
+        else:
+            for old, new in zip(before, after[1:], strict=True):
+                graph.write(old.name, new)
+    graph = without_dead_code(graph)
+    _measure_captured(graph, record)
+    graph = options.pipeline.run(graph, ("intra_operator",), watch)
+    program = _lowered(graph, options, record, watch)
+    return _Step(program, rates, tuple(state), tuple(updated), kept, tuple(made), [record])
+
+
+def _link_step(step: _Step, options: Options) -> WholeStep:
+    addresses = _addresses(step.program.codes, options, step.records[0])
+    executable = Executable(step.program, addresses)
+    return WholeStep(executable, step.rates, step.state, step.trained, step.gradients, step.made, step.records)
+
+
+# ---- shared stages --------------------------------------------------------------------------------------------------
+def _cached(graph: Graph, description: str, options: Options, build: Callable[[], Any], link: Callable[..., Any]) -> Any:
+    """The linked result of `build`, whose plain data comes from the cache where it is there."""
+    start = time.perf_counter()
+    text = "\n".join([canonical_text(graph), description, str(options.pipeline), environment()])
+    key = hashlib.sha256(text.encode()).hexdigest()
+    entry = None if options.observe else options.cache.load(key)
+    if entry is None:
+        entry = build()
+        entry.records[0].seconds["passes and lowering"] = time.perf_counter() - start
+        options.cache.store(key, entry)
+    else:
+        for record in entry.records:
+            record.warm, record.seconds = True, {"load": time.perf_counter() - start}
+    return link(entry, options)
+
+
+@functools.cache
+def environment() -> str:
+    """What a program depends on besides its graph: our own source, versions, processor, compiler."""
+    own = hashlib.sha256()
+    for package in (daceml_train, daceml_train.transformations, daceml_train.frontends):
+        for path in sorted(Path(package.__path__[0]).resolve().rglob("*")):
+            if path.suffix in (".py", ".h", ".cpp"):
+                own.update(path.read_bytes())
+    flags = ""
+    if (info := Path("/proc/cpuinfo")).exists():
+        flags = next((line for line in info.read_text().splitlines() if line.startswith("flags")), "")
+    versions = [f"{name} {version(name)}" for name in ("torch", "dace", "sympy")]
+    return "\n".join([own.hexdigest(), *versions, platform.machine(), flags, os.environ.get("CXX", "g++")])
+
+
+def _lowered(
+    graph: Graph, options: Options, record: Record, watch: Callable[[Step, Graph], None]
+) -> Program:
+    graph = options.pipeline.run(graph, ("fusion", "layout", "global_movement"), watch)
+    program = lower(graph)
+    record.flops = record.flops + traffic(graph).flops
+    for launch in program.launches:
+        if isinstance(launch, KernelLaunch):
+            record.kernels += 1
+        elif isinstance(launch, CallLaunch):
+            record.calls[launch.target] = record.calls.get(launch.target, 0) + 1
+    record.distinct_kernels = len({code.key for code in program.codes})
+    record.fallbacks += [(n.op.label, str(n.origin)) for n in graph.nodes if n.op.name == "aten"]
+    return program
+
+
+def _measure_captured(graph: Graph, record: Record) -> None:
+    record.bytes_captured = traffic(graph).total
+
+
+def _watcher(record: Record, options: Options) -> Callable[[Step, Graph], None]:
+    def watch(step: Step, graph: Graph) -> None:
+        record.passes.append(
+            PassRecord(
+                step.level,
+                step.transformation.name,
+                step.bytes_before,
+                step.bytes_after,
+                step.operators_before,
+                step.operators_after,
+                step.seconds,
+            )
+        )
+        if options.observe:
+            options.observe.mkdir(parents=True, exist_ok=True)
+            number = len(list(options.observe.glob("*.txt")))
+            path = options.observe / f"{number:03}_{record.name}_{step.level}_{step.transformation.name}.txt"
+            path.write_text(show(graph))
+
+    return watch
+
+
+def _addresses(codes: Sequence[KernelCode], options: Options, record: Record) -> dict[str, int]:
+    """Entry points of kernels, compiled where they are not on disk."""
+    start = time.perf_counter()
+    distinct = list({code.key: code for code in codes}.values())
+    paths = compile_kernels(distinct, options.cache.kernels, options.jobs, options.progress)
+    addresses = {key: load(path, key) for key, path in paths.items()}
+    record.seconds["kernels"] = time.perf_counter() - start
+    return addresses

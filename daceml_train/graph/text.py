@@ -1,0 +1,370 @@
+"""Text: a graph as a program that people read, and back, exactly.
+
+    graph mlp(x: f32[8, s0] input, w: f32[16, s0] parameter "fc.weight", seen: i64[] buffer) {
+      %permute: f32[s0, 16] = permute(%w, dims=(1, 0))
+      %matmul: f32[8, 16] = matmul(%x, %permute)  # fc model.py:12
+      %kernel: f32[8, 16], i64[] = kernel(x0=%matmul, x1=%seen) {
+        %v0 = relu(%x0)
+        yield %v0, %x1 over %x1
+      }
+      write seen <- %kernel_1
+      return %kernel
+    }
+
+An attribute may be such a block too: `backward=body(x, y, g) { ...; yield %v, None }`, written on several lines.
+Types of results may be left out; they are then inferred. A comment after an operator is its origin: the module path
+and the source line. `grammar.py` says how attribute values are written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from daceml_train.errors import Invalid
+from daceml_train.graph.grammar import Reader, show_name, show_type, show_value
+from daceml_train.graph.graph import Graph, Input, Node, Role
+from daceml_train.ops.fallback import Body
+from daceml_train.ops.kernel import Kernel, Statement
+from daceml_train.ops.operator import Operator, Origin, make
+from daceml_train.tensor import Tensor
+
+_WIDTH = 120
+_MODULE = re.compile(r"""[^\s:"]+""")
+_SOURCE = re.compile(r"""[^\s"]+:\d+""")
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+def show(graph: Graph) -> str:
+    """The graph as text. Raises `Invalid` for an attribute that texts cannot hold."""
+    return "\n".join(_lines(graph, origins=True)) + "\n"
+
+
+def canonical_text(graph: Graph) -> str:
+    """The graph as text without origins: equal for equal programs, wherever in the user's source they come from."""
+    return "\n".join(_lines(graph, origins=False)) + "\n"
+
+
+def show_operator(op: Operator) -> str:
+    """An operator without operands: `reduce(kind="sum", dims=(0,))`."""
+    return "\n".join(_call(op, (), "", ""))
+
+
+def show_frame(graph: Graph) -> list[str]:
+    """The lines of the graph around its operators: signature, writes, results."""
+    return [*_signature(graph), *_results(graph)]
+
+
+def _lines(graph: Graph, origins: bool) -> Iterator[str]:
+    yield from _signature(graph)
+    for node in graph.nodes:
+        results = ", ".join("%" + show_name(o) for o in node.outputs)
+        types = ", ".join(show_type(graph.tensors[o]) for o in node.outputs)
+        start = f"{results}: {types} = " if node.outputs else ""
+        origin = _origin(node.origin) if origins else ""
+        yield from ("  " + line for line in _call(node.op, node.inputs, start, origin))
+    yield from _results(graph)
+
+
+def _signature(graph: Graph) -> list[str]:
+    inputs = []
+    for name, entry in graph.inputs.items():
+        path = f" {json.dumps(entry.path)}" if entry.path else ""
+        inputs.append(f"{show_name(name)}: {show_type(entry.tensor)} {entry.role.value}{path}")
+    line = f"graph {show_name(graph.name)}({', '.join(inputs)}) {{"
+    if len(line) <= _WIDTH:
+        return [line]
+    return [f"graph {show_name(graph.name)}(", *(f"    {i}," for i in inputs), ") {"]
+
+
+def _results(graph: Graph) -> Iterator[str]:
+    for target, name in graph.writes.items():
+        yield f"  write {show_name(target)} <- %{show_name(name)}"
+    yield "  return " + ", ".join("%" + show_name(o) for o in graph.outputs) if graph.outputs else "  return"
+    yield "}"
+
+
+def _call(op: Operator, inputs: Sequence[str], start: str, origin: str) -> Iterator[str]:
+    if isinstance(op, Kernel):
+        updated = dict(op.updates)
+        yields = [
+            f"%{show_name(y)}" + (f" over %{show_name(op.arguments[updated[i]])}" if i in updated else "")
+            for i, y in enumerate(op.yields)
+        ]
+        lines = list(_block("kernel", op.arguments, inputs, op.statements, yields))
+        yield f"{start}{lines[0]}{origin}"
+        yield from lines[1:]
+        return
+    items = ["%" + show_name(i) for i in inputs]
+    items += [f"{key}={_attribute(value)}" for key, value in op.attributes().items()]
+    yield from f"{start}{text_name(op)}({', '.join(items)}){origin}".split("\n")
+
+
+def _attribute(value: Any) -> str:
+    """An attribute value; a body is a block of several lines."""
+    if not isinstance(value, Body):
+        return show_value(value)
+    yields = ["None" if y is None else "%" + show_name(y) for y in value.yields]
+    return "\n".join(_block("body", value.arguments, (), value.statements, yields))
+
+
+def _block(
+    word: str, arguments: Sequence[str], inputs: Sequence[str], statements: Sequence[Statement], yields: Sequence[str]
+) -> Iterator[str]:
+    """`word(arguments) { statements; yield ... }`, with the operand of each argument where there are `inputs`."""
+    names = [show_name(a) for a in arguments]
+    if inputs:
+        names = [f"{a}=%{show_name(i)}" for a, i in zip(names, inputs, strict=True)]
+    yield f"{word}({', '.join(names)}) {{"
+    for statement in statements:
+        results = ", ".join("%" + show_name(o) for o in statement.outputs)
+        start = f"{results} = " if results else ""
+        yield from ("  " + line for line in _call(statement.op, statement.inputs, start, ""))
+    yield f"  yield {', '.join(yields)}".rstrip()
+    yield "}"
+
+
+def text_name(op: Operator) -> str:
+    """The name under which `make` builds an operator: its class's, or its label where one class has many names."""
+    return getattr(type(op), "name", None) or op.label
+
+
+def _origin(origin: Origin) -> str:
+    if origin == Origin():
+        return ""
+    plain = not origin.module or _MODULE.fullmatch(origin.module)
+    if plain and (not origin.source or _SOURCE.fullmatch(origin.source)):
+        return f"  # {origin}"
+    return f"  # {json.dumps(origin.module)} {json.dumps(origin.source)}"
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+def parse(text: str) -> Graph:
+    """The graph that `text` shows. Raises `Invalid` naming the line where the text is malformed.
+
+    Types that the text gives are checked against the operators; nothing in a text is ever executed.
+    """
+    read = Reader(text)
+    try:
+        graph = _graph(read)
+        read.end()
+        return graph
+    except RecursionError:
+        raise read.error("the text is nested too deeply") from None
+
+
+def parse_operator(text: str) -> Operator:
+    """The operator that `show_operator` shows. Raises `Invalid` naming the line."""
+    read = Reader(text)
+    try:
+        op, inputs = _read_call(read)
+        read.end()
+    except RecursionError:
+        raise read.error("the text is nested too deeply") from None
+    if inputs:
+        raise Invalid(f"operands stand in the text of an operator: {text!r}")
+    return op
+
+
+def parse_frame(lines: Sequence[str]) -> Graph:
+    """The graph that `show_frame` shows: its inputs, outputs and writes without its operators. Raises `Invalid`."""
+    read = Reader("\n".join(lines))
+    graph = _read_signature(read)
+    _read_end(read, graph, complete=False)
+    read.end()
+    return graph
+
+
+def _graph(read: Reader) -> Graph:
+    graph = _read_signature(read)
+    while read.text not in ("return", "write"):
+        _node(read, graph)
+    _read_end(read, graph, complete=True)
+    return graph
+
+
+def _read_signature(read: Reader) -> Graph:
+    read.word("graph")
+    graph = Graph(read.name())
+    read.sign("(")
+    while not read.take(")"):
+        name = read.name()
+        read.sign(":")
+        tensor, role = read.type(), read.name()
+        if role not in Role.__members__:
+            raise read.error(f"{role!r} is no role of an input: {', '.join(Role.__members__)}")
+        entry = Input(tensor, Role[role], read.string() if read.kind == "string" else "")
+        with read.located():
+            graph.input(name, entry.tensor, entry.role, entry.path)
+        if not read.take(","):
+            read.sign(")")
+            break
+    read.sign("{")
+    return graph
+
+
+def _read_end(read: Reader, graph: Graph, complete: bool) -> None:
+    """Read writes and outputs; `complete` if the arrays must be defined."""
+
+    def result() -> str:
+        line, name = read.line, read.array()
+        if complete and name not in graph.tensors:
+            raise read.error(f"%{name} is not defined", line)
+        return name
+
+    while read.take("write"):
+        line, target = read.line, read.name()
+        read.sign("<-")
+        if target not in graph.inputs:
+            raise read.error(f"{target!r} is written but is no input", line)
+        graph.writes[target] = result()
+    read.word("return")
+    while read.text == "%":
+        graph.outputs.append(result())
+        if not read.take(","):
+            break
+    read.sign("}")
+
+
+def _node(read: Reader, graph: Graph) -> None:
+    line = read.line
+    outputs, types = _read_left(read)
+    op, inputs = _read_call(read)
+    origin = _read_origin(read.comment)
+    with read.located(line):
+        for name in inputs:
+            if name not in graph.tensors:
+                raise Invalid(f"{op.label} reads %{name}, which is not defined above")
+        made = list(op.infer(*(graph.tensors[i] for i in inputs)))
+        if len(made) != len(outputs):
+            raise Invalid(f"{op.label} makes {len(made)} arrays, not {len(outputs)}")
+        if types and [show_type(t) for t in types] != [show_type(t) for t in made]:
+            shown, expected = (", ".join(map(show_type, t)) for t in (types, made))
+            raise Invalid(f"{op.label} makes {expected}, not {shown}")
+        for name, tensor in zip(outputs, made, strict=True):
+            if name in graph.tensors:
+                raise Invalid(f"%{name} is written twice")
+            graph.tensors[name] = tensor
+    graph.nodes.append(Node(op, inputs, outputs, origin))
+
+
+def _read_left(read: Reader) -> tuple[tuple[str, ...], list[Tensor]]:
+    outputs: list[str] = []
+    types: list[Tensor] = []
+    while read.text == "%":
+        outputs.append(read.array())
+        if not read.take(","):
+            break
+    if outputs:
+        if read.take(":"):
+            types.append(read.type())
+            while read.take(","):
+                types.append(read.type())
+        read.sign("=")
+    return tuple(outputs), types
+
+
+def _read_call(read: Reader) -> tuple[Operator, tuple[str, ...]]:
+    line, name = read.line, read.name()
+    read.sign("(")
+    if name == Kernel.name:
+        return _read_kernel(read)
+    inputs: list[str] = []
+    attributes: dict[str, Any] = {}
+    while not read.take(")"):
+        if read.text == "%":
+            if attributes:
+                raise read.error("operands stand before attributes")
+            inputs.append(read.array())
+        else:
+            key = read.name()
+            read.sign("=")
+            if key in attributes:
+                raise read.error(f"attribute {key!r} is given twice")
+            attributes[key] = _read_body(read) if read.take("body") else read.value()
+        if not read.take(","):
+            read.sign(")")
+            break
+    with read.located(line):
+        return make(name, **attributes), tuple(inputs)
+
+
+def _read_kernel(read: Reader) -> tuple[Kernel, tuple[str, ...]]:
+    arguments, inputs = _read_arguments(read)
+    comment = read.comment
+    statements = _read_statements(read)
+    yields: list[str] = []
+    updates: list[tuple[int, int]] = []
+    while read.text == "%":
+        yields.append(read.array())
+        if read.take("over"):
+            line, target = read.line, read.array()
+            if target not in arguments:
+                raise read.error(f"%{target} is no argument of the kernel", line)
+            updates.append((len(yields) - 1, arguments.index(target)))
+        if not read.take(","):
+            break
+    read.sign("}")
+    read.comment = comment
+    return Kernel(tuple(arguments), statements, tuple(yields), tuple(updates)), tuple(inputs)
+
+
+def _read_body(read: Reader) -> Body:
+    read.sign("(")
+    arguments, inputs = _read_arguments(read)
+    if inputs:
+        raise read.error("a body has no operands")
+    statements = _read_statements(read)
+    yields: list[str | None] = []
+    while read.text != "}":
+        yields.append(None if read.take("None") else read.array())
+        if not read.take(","):
+            break
+    read.sign("}")
+    return Body(tuple(arguments), statements, tuple(yields))
+
+
+def _read_arguments(read: Reader) -> tuple[list[str], list[str]]:
+    """Read names of arguments and, where they stand, operands, up to `{`."""
+    arguments: list[str] = []
+    inputs: list[str] = []
+    while not read.take(")"):
+        arguments.append(read.name())
+        if read.take("="):
+            inputs.append(read.array())
+        if not read.take(","):
+            read.sign(")")
+            break
+    if inputs and len(inputs) != len(arguments):
+        raise read.error("every argument is given an operand, or none is")
+    read.sign("{")
+    return arguments, inputs
+
+
+def _read_statements(read: Reader) -> tuple[Statement, ...]:
+    """Read the statements of a block, and the word `yield` after them."""
+    statements: list[Statement] = []
+    while not read.take("yield"):
+        line = read.line
+        outputs, types = _read_left(read)
+        if types:
+            raise read.error("a body states no types", line)
+        op, operands = _read_call(read)
+        statements.append(Statement(op, operands, outputs))
+    return tuple(statements)
+
+
+def _read_origin(comment: str) -> Origin:
+    quoted = re.fullmatch(r"""("(?:[^"\\]|\\.)*") ("(?:[^"\\]|\\.)*")""", comment)
+    if quoted:
+        try:
+            return Origin(json.loads(quoted[1]), json.loads(quoted[2]))
+        except ValueError:
+            return Origin()
+    words = comment.split(" ")
+    source = words.pop() if _SOURCE.fullmatch(words[-1]) else ""
+    if words and (len(words) > 1 or not _MODULE.fullmatch(words[0])):
+        return Origin()  # a remark, no origin
+    return Origin(words[0] if words else "", source)

@@ -1,0 +1,228 @@
+"""Executable: a program bound to kernels and memory, run on tensors.
+
+Each set of sizes and thread count gets a plan of its own (offsets, integers, views); the last few are kept.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+
+from daceml_train.backends.aten import Placeholder
+from daceml_train.codegen.launch import block_count
+from daceml_train.errors import ExecutionError, Invalid
+from daceml_train.runtime.executor import Arena, Plan, View, pooled
+from daceml_train.runtime.lowering import touched
+from daceml_train.runtime.memory import Lifetime, plan_arena
+from daceml_train.runtime.program import CallLaunch, CopyLaunch, Home, KernelLaunch, Place, Program
+from daceml_train.tensor import Dim, DType, Tensor
+
+KEPT_PLANS = 8
+"""Plans per executable that are kept for sizes seen before."""
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """The `torch.dtype` of an element type."""
+    found: torch.dtype = getattr(torch, dtype.name)
+    return found
+
+
+class Executable:
+    """A compiled program. `addresses` gives the entry point of each of the program's kernels by its key."""
+
+    def __init__(self, program: Program, addresses: dict[str, int], arena: Arena | None = None) -> None:
+        self.program, self.addresses = program, addresses
+        self.arena = arena or Arena()
+        self._plans: OrderedDict[tuple[int, ...], BoundPlan] = OrderedDict()
+        self._lock = threading.Lock()
+        self._symbols = list(program.symbols.items())
+
+    def plan(self, sizes: Sequence[int]) -> BoundPlan:
+        """The plan for these values of the program's size symbols, in the order of `program.symbols`."""
+        key = (torch.get_num_threads(), *sizes)
+        with self._lock:
+            if key in self._plans:
+                self._plans.move_to_end(key)
+                return self._plans[key]
+            names = [name for name, _ in self._symbols]
+            plan = BoundPlan(self.program, self.addresses, dict(zip(names, sizes, strict=True)), key[0], self.arena)
+            self._plans[key] = plan
+            while len(self._plans) > KEPT_PLANS:
+                self._plans.popitem(last=False)
+            return plan
+
+    def sizes_of(self, inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """The values of the size symbols on these inputs."""
+        return tuple(inputs[index].shape[dim] for _, (index, dim) in self._symbols)
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run on `inputs`, in the program's order; the outputs are new tensors.
+
+        Raises `Invalid` (before anything runs) for an input of another type or layout than the program was made for,
+        `ExecutionError` naming the user's line where a launch fails.
+        """
+        if len(inputs) != len(self.program.inputs):
+            raise Invalid(f"{self.program.name} takes {len(self.program.inputs)} tensors, given {len(inputs)}")
+        return self.plan(self.sizes_of(inputs)).run(inputs)
+
+
+class BoundPlan:
+    """A program for one set of sizes and one thread count."""
+
+    def __init__(
+        self, program: Program, addresses: dict[str, int], sizes: dict[str, int], threads: int, arena: Arena
+    ) -> None:
+        self.program, self.threads = program, threads
+        self.value = _evaluator(sizes)
+        self.stand_in = len(program.slots)
+        """A further slot, at the arena's start, under arrays whose elements no call reads."""
+        self.plan = Plan(self.stand_in + 1, arena)
+        self.plan.arena_slot(self.stand_in, 0)
+        self.used = [i for i, s in enumerate(program.slots) if s.first >= 0 or s.home is Home.input]
+        self._views: dict[tuple[Any, ...], View] = {}
+        self.arena_bytes = self._slots()
+        self._placeholder_bytes = 0
+        self._last_use: dict[int, list[int]] = {}
+        keep = {place.slot for place in program.outputs}
+        for slot in self.used:
+            entry = program.slots[slot]
+            if entry.home in (Home.fresh, Home.result) and slot not in keep:
+                self._last_use.setdefault(entry.last, []).append(slot)
+        for index, launch in enumerate(program.launches):
+            self._launch(index, launch, addresses)
+            for slot in self._last_use.get(index, ()):
+                self.plan.release(slot, tag=index)
+        self.owners = list(dict.fromkeys(place.slot for place in program.outputs))
+        self.plan.finalize(max(self.arena_bytes, self._placeholder_bytes), self.owners)
+        self._shapes = [self._output(place) for place in program.outputs]
+
+    # ---- slots --------------------------------------------------------------------------------------------------
+    def _slots(self) -> int:
+        program, value = self.program, self.value  # scratch of kernels is sized for as many blocks as threads
+        arena = [i for i in self.used if program.slots[i].home is Home.arena]
+        slots = [program.slots[i] for i in arena]
+        lifetimes = [Lifetime(value(slot.bytes, self.threads), slot.first, slot.last) for slot in slots]
+        offsets, size = plan_arena(lifetimes)
+        for slot, offset in zip(arena, offsets, strict=True):
+            self.plan.arena_slot(slot, offset)
+        for i in self.used:
+            slot = program.slots[i]
+            if slot.home is Home.arena:
+                continue
+            layout = (torch_dtype(slot.dtype), self._ints(slot.shape), self._ints(slot.strides))
+            if slot.home is Home.input:
+                self.plan.input_slot(i, slot.input, *layout, slot.mutable)
+            elif slot.home is Home.fresh:
+                self.plan.fresh_slot(i, *layout)
+            else:
+                self.plan.result_slot(i, *layout)
+        return size
+
+    def _ints(self, dims: Sequence[Dim]) -> list[int]:
+        return [self.value(d) for d in dims]
+
+    # ---- launches -----------------------------------------------------------------------------------------------
+    def _launch(self, index: int, launch: KernelLaunch | CallLaunch | CopyLaunch, addresses: dict[str, int]) -> None:
+        match launch:
+            case KernelLaunch(code=number, places=places):
+                code = self.program.codes[number]
+                blocks = block_count(self.value(code.rows), self.value(code.work), self.threads)
+                integers = [self.value(d, blocks) for d in code.integers]
+                pointers = [(p.slot, self.value(p.offset) * p.dtype.bytes) for p in places]
+                self.plan.kernel(addresses[code.key], pointers, integers, tag=index)
+            case CopyLaunch(target=target, source=source):
+                size = self.value(Tensor(source.shape, source.dtype).bytes)
+                to = (target.slot, self.value(target.offset) * target.dtype.bytes)
+                self.plan.copy(to, (source.slot, self.value(source.offset) * source.dtype.bytes), size, tag=index)
+            case CallLaunch(target=name, overload=overload, arguments=arguments, returns=returns, direct=direct):
+                values = [self._argument(a) for a in arguments]
+                if direct:
+                    getattr(self.plan, name)(*values, tag=index)
+                else:
+                    self.plan.call(name, overload, values, returns, tag=index)
+
+    def _argument(self, argument: Any) -> Any:
+        match argument:
+            case Place():
+                return self._view(argument)
+            case Placeholder(tensor=tensor):
+                self._placeholder_bytes = max(self._placeholder_bytes, self.value(tensor.bytes))
+                return self._view(Place(self.stand_in, tensor.dtype, tensor.shape, tensor.strides))
+            case DType():
+                return torch_dtype(argument)
+            case tuple() | list():
+                return [self._argument(a) for a in argument]
+            case sympy.Expr():
+                return self.value(argument)
+        return argument
+
+    def _view(self, place: Place) -> View:
+        offset = self.value(place.offset) * place.dtype.bytes
+        layout = (torch_dtype(place.dtype), tuple(self._ints(place.shape)), tuple(self._ints(place.strides)))
+        key = (place.slot, offset, *layout)
+        if key not in self._views:
+            self._views[key] = self.plan.view(place.slot, offset, *layout)
+        return self._views[key]
+
+    def _output(self, place: Place) -> tuple[int, list[int], list[int], int] | int:
+        """The position among the owners, with a layout if the output is not the whole slot as it is."""
+        slot, position = self.program.slots[place.slot], self.owners.index(place.slot)
+        layout = (self._ints(place.shape), self._ints(place.strides), self.value(place.offset))
+        if layout == (self._ints(slot.shape), self._ints(slot.strides), 0):
+            return position
+        return (position, *layout)
+
+    # ---- running ------------------------------------------------------------------------------------------------
+    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run on `inputs`; see `Executable.__call__`."""
+        return self.collect(lambda: self.plan.run(inputs))
+
+    def run_addresses(self, inputs: ctypes.Array[ctypes.c_void_p]) -> list[torch.Tensor]:
+        """Run on an array of `tensor._cdata`."""
+        return self.collect(lambda: self.plan.run_addresses(inputs))
+
+    def collect(self, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+        """Run, and view the results as the program's outputs."""
+        try:
+            owned = run()
+        except ExecutionError as error:
+            launch = self.program.launches[error.tag] if 0 <= error.tag < len(self.program.launches) else None
+            where = launch.origin if launch else ""
+            raise ExecutionError(error.message, error.tag, where=where) from error
+        outputs = []
+        for shape in self._shapes:
+            if isinstance(shape, int):
+                outputs.append(owned[shape])
+            else:
+                position, sizes, strides, offset = shape
+                outputs.append(owned[position].as_strided(sizes, strides, offset))
+        return outputs
+
+
+def _evaluator(sizes: dict[str, int]) -> Callable[..., int]:
+    """A function from size expressions to integers; `blocks` may be given where the expression has it."""
+    known: dict[Any, int] = {}
+
+    @functools.cache
+    def free(expression: sympy.Expr) -> bool:
+        return any(str(s) == "blocks" for s in expression.free_symbols)
+
+    def value(size: Dim, blocks: int = 1) -> int:
+        if isinstance(size, int):
+            return size
+        key = (size, blocks) if free(size) else size
+        if key not in known:
+            known[key] = int(size.subs({s: blocks if str(s) == "blocks" else sizes[str(s)] for s in size.free_symbols}))
+        return known[key]
+
+    return value
+
+
+__all__ = ["Executable", "pooled", "torch_dtype", "touched"]

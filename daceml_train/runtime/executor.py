@@ -1,0 +1,418 @@
+"""Runs a launch list natively: kernels, matrix products and any operator of PyTorch, on planned and pooled memory.
+
+The work is done by `native/executor.cpp`; this is its typed face. A `Plan` is built once and run many times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from ctypes import c_char_p, c_double, c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
+
+import torch
+
+from daceml_train.errors import ExecutionError, Invalid
+from daceml_train.runtime.native_build import build
+
+DTYPE_NUMBERS: dict[torch.dtype, int] = {
+    torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4, torch.float16: 5, torch.float32: 6,
+    torch.float64: 7, torch.complex32: 8, torch.complex64: 9, torch.complex128: 10, torch.bool: 11, torch.bfloat16: 15,
+    torch.float8_e5m2: 23, torch.float8_e4m3fn: 24, torch.float8_e5m2fnuz: 25, torch.float8_e4m3fnuz: 26,
+    torch.uint16: 27, torch.uint32: 28, torch.uint64: 29,
+}  # fmt: skip
+"""PyTorch's `ScalarType` numbers: operators take dtypes as integers."""
+
+_MEMORY_FORMATS = {
+    torch.contiguous_format: 0, torch.preserve_format: 1, torch.channels_last: 2, torch.channels_last_3d: 3,
+}  # fmt: skip
+_LAYOUTS = {torch.strided: 0}
+_PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 2, "baddbmm": 3}
+_MISMATCH = 2
+
+_HANDLE, _POINTER = c_void_p, c_void_p
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "executor_error_message": (c_char_p, []),
+    "executor_error_number": (c_int, []),
+    "executor_dtype_name": (c_char_p, [c_int]),
+    "pool_install": (None, []),
+    "pool_gate": (c_int, [c_int]),
+    "pool_trim": (c_int64, []),
+    "pool_statistics": (None, [_POINTER]),
+    "arena_create": (_HANDLE, []),
+    "arena_destroy": (None, [_HANDLE]),
+    "arena_capacity": (c_int64, [_HANDLE]),
+    "arena_grow": (c_int, [_HANDLE, c_int64]),
+    "plan_create": (_HANDLE, [c_int, _HANDLE]),
+    "plan_destroy": (None, [_HANDLE]),
+    "plan_arena_slot": (c_int, [_HANDLE, c_int, c_int64]),
+    "plan_input_slot": (c_int, [_HANDLE, c_int, c_int, c_int, _POINTER, _POINTER, c_int, c_int]),
+    "plan_owned_slot": (c_int, [_HANDLE, c_int, c_int, c_int, _POINTER, _POINTER, c_int]),
+    "plan_view": (c_int, [_HANDLE, c_int, c_int64, c_int, _POINTER, _POINTER, c_int]),
+    "plan_kernel": (c_int, [_HANDLE, c_void_p, _POINTER, _POINTER, c_int, _POINTER, c_int, c_int]),
+    "plan_product": (c_int, [_HANDLE, c_int, c_int, c_int, c_int, c_int, c_double, c_double, c_int]),
+    "plan_release": (c_int, [_HANDLE, c_int, c_int]),
+    "plan_copy": (c_int, [_HANDLE, c_int, c_int64, c_int, c_int64, c_int64, c_int]),
+    "call_begin": (c_int, [_HANDLE, c_char_p, c_char_p]),
+    "call_none": (c_int, [_HANDLE]),
+    "call_tensor": (c_int, [_HANDLE, c_int]),
+    "call_tensors": (c_int, [_HANDLE, _POINTER, c_int]),
+    "call_integer": (c_int, [_HANDLE, c_int64]),
+    "call_double": (c_int, [_HANDLE, c_double]),
+    "call_boolean": (c_int, [_HANDLE, c_int]),
+    "call_string": (c_int, [_HANDLE, c_char_p]),
+    "call_device": (c_int, [_HANDLE, c_char_p]),
+    "call_integers": (c_int, [_HANDLE, _POINTER, c_int]),
+    "call_doubles": (c_int, [_HANDLE, _POINTER, c_int]),
+    "call_booleans": (c_int, [_HANDLE, _POINTER, c_int]),
+    "call_result": (c_int, [_HANDLE, c_int, c_int]),
+    "call_end": (c_int, [_HANDLE, c_int]),
+    "plan_finalize": (c_int, [_HANDLE, c_int64, _POINTER, c_int]),
+    "plan_run": (c_int, [_HANDLE, _POINTER, c_int64, _POINTER, c_int]),
+    "plan_seconds": (c_int, [_HANDLE, _POINTER, c_int]),
+}
+
+_capsule = cast(Callable[[Any, None, None], Any], ctypes.pythonapi.PyCapsule_New)
+ctypes.pythonapi.PyCapsule_New.restype = ctypes.py_object
+ctypes.pythonapi.PyCapsule_New.argtypes = [c_void_p, c_char_p, c_void_p]
+
+
+class InputMismatch(Invalid):
+    """Input `index` of a run differs from the layout its plan was specialised for; nothing has run."""
+
+    def __init__(self, message: str, index: int) -> None:
+        self.index = index
+        super().__init__(message, advice="build a plan for these inputs")
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor over a part of a slot, as an argument or a result of an operator."""
+
+    number: int
+
+
+Items: TypeAlias = "Sequence[View | None] | Sequence[bool] | Sequence[int] | Sequence[float]"
+Argument: TypeAlias = (
+    "View | bool | int | float | str | torch.device | torch.dtype | torch.layout | torch.memory_format | Items | None"
+)
+
+
+class PoolStatistics(NamedTuple):
+    """Bytes: blocks handed out, resident blocks kept for reuse, and the most that was ever handed out."""
+
+    in_use: int
+    free: int
+    high_water: int
+
+
+def default_directory() -> Path:
+    """Where the executor's library is kept if nobody says otherwise."""
+    own = os.environ.get("DACEML_TRAIN_CACHE")
+    root = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "daceml_train"
+    return root / "native"
+
+
+@functools.cache
+def library(directory: Path | None = None) -> ctypes.CDLL:
+    """The executor, built if need be, loaded, and its pool put in front of PyTorch's CPU allocator.
+
+    Raises CompilerError. A process that wants its own directory asks for it before it makes a plan.
+    """
+    if directory is None and _loaded:
+        return _loaded[0]
+    source = Path(__file__).parent / "native" / "executor.cpp"
+    native = ctypes.CDLL(str(build(source, directory or default_directory())))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(native, name)
+        function.restype, function.argtypes = result, arguments
+    native.pool_install()
+    _loaded.append(native)
+    return native
+
+
+_loaded: list[ctypes.CDLL] = []
+
+
+def pool_statistics() -> PoolStatistics:
+    """What the process-wide pool holds now."""
+    three = (c_int64 * 3)()
+    library().pool_statistics(three)
+    return PoolStatistics(*three)
+
+
+def pool_trim() -> int:
+    """Gives the pool's free blocks back to the system; returns how many bytes."""
+    return int(library().pool_trim())
+
+
+@contextlib.contextmanager
+def pooled() -> Iterator[None]:
+    """Within it, this thread's CPU tensors of 4 KiB and more come from the pool."""
+    before = library().pool_gate(1)
+    try:
+        yield
+    finally:
+        library().pool_gate(before)
+
+
+class Arena:
+    """A buffer for planned values, shared by the plans that are given it; it grows and never shrinks.
+
+    Plans of one arena exclude each other. Growing keeps the contents, so a plan may read what another one left.
+    """
+
+    def __init__(self) -> None:
+        native = library()
+        self._native, self._handle = native, native.arena_create()
+        weakref.finalize(self, native.arena_destroy, self._handle)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes allocated: 0 until a plan runs or `grow` is called."""
+        return int(self._native.arena_capacity(self._handle))
+
+    def grow(self, nbytes: int) -> None:
+        """Makes room for `nbytes` ahead of the first run."""
+        if self._native.arena_grow(self._handle, nbytes) < 0:
+            raise ExecutionError(_last_error(self._native), -1)
+
+
+class Plan:
+    """An ordered list of launches over numbered value slots.
+
+    Declare the slots, add launches, `finalize`, then `run` as often as wanted, from any thread. Launches return their
+    position. Errors: Invalid for what breaks the contract, InputMismatch before anything ran, ExecutionError with the
+    launch's tag while running; after it, the plan can be run again.
+    """
+
+    def __init__(self, n_slots: int, arena: Arena | None = None) -> None:
+        native = library()
+        self.arena = arena or Arena()
+        self._native, self._handle = native, native.plan_create(n_slots, self.arena._handle)
+        weakref.finalize(self, native.plan_destroy, self._handle)
+        self._launches = self._inputs = self._outputs = 0
+        self._input_array = self._output_array = c_void_p * 0
+
+    # Slots
+
+    def arena_slot(self, slot: int, offset: int) -> None:
+        """The slot lies in the arena, `offset` bytes from its start."""
+        self._checked(self._native.plan_arena_slot(self._handle, slot, offset))
+
+    def input_slot(
+        self,
+        slot: int,
+        index: int,
+        dtype: torch.dtype,
+        sizes: Sequence[int],
+        strides: Sequence[int],
+        mutable: bool = False,
+    ) -> None:
+        """The slot is the memory of input `index`, which every run compares with this layout.
+
+        A mutable input's version counter moves with every run.
+        """
+        layout = _layout(dtype, sizes, strides)
+        self._checked(self._native.plan_input_slot(self._handle, slot, index, *layout, mutable))
+        self._inputs = max(self._inputs, index + 1)
+
+    def fresh_slot(self, slot: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]) -> None:
+        """The slot is allocated, uninitialised, just before the first launch that uses it."""
+        self._checked(self._native.plan_owned_slot(self._handle, slot, True, *_layout(dtype, sizes, strides)))
+
+    def result_slot(self, slot: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]) -> None:
+        """The slot holds what a `call` returns; other strides are brought to these, other sizes are an error."""
+        self._checked(self._native.plan_owned_slot(self._handle, slot, False, *_layout(dtype, sizes, strides)))
+
+    def view(self, slot: int, offset: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]) -> View:
+        """A tensor over the slot, `offset` bytes from its start; strides in elements.
+
+        It does not keep the memory alive: an operator must not keep the tensor beyond its call.
+        """
+        return View(self._checked(self._native.plan_view(self._handle, slot, offset, *_layout(dtype, sizes, strides))))
+
+    # Launches
+
+    def kernel(
+        self, address: int, pointers: Sequence[tuple[int, int]], integers: Sequence[int] = (), *, tag: int = -1
+    ) -> int:
+        """Calls `void f(void** pointers, const int64_t* integers)`; pointers are (slot, offset in bytes)."""
+        slots = _integers([slot for slot, _ in pointers], c_int)
+        places = slots, _integers([offset for _, offset in pointers]), len(pointers)
+        numbers = _integers(integers), len(integers)
+        return self._added(self._native.plan_kernel(self._handle, address, *places, *numbers, tag))
+
+    def mm(self, out: View, a: View, b: View, *, tag: int = -1) -> int:
+        """Writes a @ b to `out`."""
+        return self._product("mm", out, None, a, b, 0.0, 1.0, tag)
+
+    def bmm(self, out: View, a: View, b: View, *, tag: int = -1) -> int:
+        """Writes a[i] @ b[i] to `out[i]`."""
+        return self._product("bmm", out, None, a, b, 0.0, 1.0, tag)
+
+    def addmm(
+        self, out: View, bias: View, a: View, b: View, *, beta: float = 1.0, alpha: float = 1.0, tag: int = -1
+    ) -> int:
+        """Writes beta * bias + alpha * (a @ b) to `out`; the bias broadcasts."""
+        return self._product("addmm", out, bias, a, b, beta, alpha, tag)
+
+    def baddbmm(
+        self, out: View, bias: View, a: View, b: View, *, beta: float = 1.0, alpha: float = 1.0, tag: int = -1
+    ) -> int:
+        """Writes beta * bias[i] + alpha * (a[i] @ b[i]) to `out[i]`."""
+        return self._product("baddbmm", out, bias, a, b, beta, alpha, tag)
+
+    def call(
+        self,
+        name: str,
+        overload: str,
+        arguments: Sequence[Argument],
+        results: Sequence[int | View | None],
+        *,
+        tag: int = -1,
+    ) -> int:
+        """Calls any registered operator, for instance `call("aten::relu", "", [x], [slot])`.
+
+        Arguments are positional; those left out at the end take their defaults. A result goes to a result slot, is
+        copied through a view, or (None) is dropped; results that are lists count element by element. A result that
+        shares memory with an argument is copied, so that values stay independent.
+        """
+        self._checked(self._native.call_begin(self._handle, name.encode(), overload.encode()))
+        for argument in arguments:
+            self._checked(self._add_argument(argument))
+        for result in results:
+            view = result.number if isinstance(result, View) else -1
+            slot = result if isinstance(result, int) else -1
+            self._checked(self._native.call_result(self._handle, slot, view))
+        return self._added(self._native.call_end(self._handle, tag))
+
+    def release(self, slot: int, *, tag: int = -1) -> int:
+        """Drops an owned value after its last use: its memory returns to the pool."""
+        return self._added(self._native.plan_release(self._handle, slot, tag))
+
+    def copy(self, to: tuple[int, int], source: tuple[int, int], nbytes: int, *, tag: int = -1) -> int:
+        """Copies bytes between (slot, offset) places that do not overlap."""
+        return self._added(self._native.plan_copy(self._handle, *to, *source, nbytes, tag))
+
+    def finalize(self, arena_bytes: int, outputs: Sequence[int]) -> None:
+        """Closes the list. Raises Invalid if a value is used before it exists, after its release, or leaves the arena.
+
+        `outputs` are owned slots; each run hands their tensors over.
+        """
+        self._checked(self._native.plan_finalize(self._handle, arena_bytes, _integers(outputs, c_int), len(outputs)))
+        self._outputs = len(outputs)
+        self._input_array = c_void_p * self._inputs
+        self._output_array = c_void_p * self._outputs
+
+    # Running
+
+    def run(self, inputs: Sequence[torch.Tensor], *, profile: bool = False) -> list[torch.Tensor]:
+        """Runs all launches on these tensors and returns the outputs, which belong to the caller."""
+        if len(inputs) != self._inputs:
+            raise Invalid(f"the plan takes {self._inputs} inputs, given {len(inputs)}")
+        return self.run_addresses(self._input_array(*[tensor._cdata for tensor in inputs]), profile=profile)
+
+    def run_addresses(self, inputs: ctypes.Array[c_void_p], *, profile: bool = False) -> list[torch.Tensor]:
+        """`run` on an array of `tensor._cdata`, which the caller keeps; the tensors must stay alive meanwhile."""
+        outputs = self._output_array()
+        status = self._native.plan_run(self._handle, inputs, len(inputs), outputs, profile)
+        if status:
+            self._raise(status)
+        if not self._outputs:
+            return []
+        capsules = [_capsule(address, None, None) for address in outputs]
+        return torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(capsules)
+
+    def seconds(self) -> list[float]:
+        """Seconds per launch in the last run with `profile=True`, in the order of the list."""
+        measured = (c_double * self._launches)()
+        self._checked(self._native.plan_seconds(self._handle, measured, self._launches))
+        return list(measured)
+
+    def _product(
+        self, kind: str, out: View, bias: View | None, a: View, b: View, beta: float, alpha: float, tag: int
+    ) -> int:
+        bias_number = -1 if bias is None else bias.number
+        return self._added(
+            self._native.plan_product(
+                self._handle, _PRODUCTS[kind], out.number, bias_number, a.number, b.number, beta, alpha, tag
+            )
+        )
+
+    def _add_argument(self, value: Argument) -> int:
+        native, handle = self._native, self._handle
+        added: Any
+        if value is None:
+            added = native.call_none(handle)
+        elif isinstance(value, View):
+            added = native.call_tensor(handle, value.number)
+        elif isinstance(value, bool):  # before int, which it is
+            added = native.call_boolean(handle, value)
+        elif isinstance(value, int):
+            added = native.call_integer(handle, value)
+        elif isinstance(value, float):
+            added = native.call_double(handle, value)
+        elif isinstance(value, str):
+            added = native.call_string(handle, value.encode())
+        elif isinstance(value, torch.device):
+            added = native.call_device(handle, str(value).encode())
+        elif isinstance(value, torch.dtype):
+            added = native.call_integer(handle, DTYPE_NUMBERS[value])
+        elif isinstance(value, torch.memory_format):
+            added = native.call_integer(handle, _MEMORY_FORMATS[value])
+        elif isinstance(value, torch.layout):
+            added = native.call_integer(handle, _LAYOUTS[value])
+        else:
+            added = self._add_list(value)
+        return int(added)
+
+    def _add_list(self, items: Items) -> int:
+        native, handle, count = self._native, self._handle, len(items)
+        kinds = {type(item) for item in items}
+        added: Any
+        if kinds & {View, type(None)}:
+            numbers = [item.number if isinstance(item, View) else -1 for item in items]
+            added = native.call_tensors(handle, _integers(numbers, c_int), count)
+        elif kinds == {bool}:
+            added = native.call_booleans(handle, (c_int * count)(*cast("Sequence[int]", items)), count)
+        elif float in kinds:
+            added = native.call_doubles(handle, (c_double * count)(*cast("Sequence[float]", items)), count)
+        else:
+            added = native.call_integers(handle, _integers(cast("Sequence[int]", items)), count)
+        return int(added)
+
+    def _checked(self, number: int) -> int:
+        if number < 0:
+            raise Invalid(_last_error(self._native))
+        return number
+
+    def _added(self, position: int) -> int:
+        self._launches = self._checked(position) + 1
+        return position
+
+    def _raise(self, status: int) -> NoReturn:
+        message, number = _last_error(self._native), self._native.executor_error_number()
+        if status == _MISMATCH:
+            raise InputMismatch(message, number)
+        raise ExecutionError(message, number)
+
+
+def _layout(dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, Any, Any, int]:
+    if len(sizes) != len(strides):
+        raise Invalid(f"{len(sizes)} sizes but {len(strides)} strides")
+    return DTYPE_NUMBERS[dtype], _integers(sizes), _integers(strides), len(sizes)
+
+
+def _integers(items: Sequence[int], kind: type[c_int] | type[c_int64] = c_int64) -> Any:
+    return (kind * len(items))(*items)
+
+
+def _last_error(native: ctypes.CDLL) -> str:
+    return cast(bytes, native.executor_error_message()).decode(errors="replace")

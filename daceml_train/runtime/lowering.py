@@ -1,0 +1,321 @@
+"""Lowering: from an operator graph to a `Program`.
+
+Movement operators become strided views where that is possible and copies where it is not; operators of our own become
+kernels; vendor operators become library calls; written inputs are updated in place by the kernel that computes them,
+or by a copy at the end, after the last reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import sympy
+
+from daceml_train.backends.aten import Call, Placeholder, Result, call_for
+from daceml_train.codegen.launch import KernelCode, Layout, generate
+from daceml_train.errors import Invalid, Unsupported
+from daceml_train.graph.graph import Graph, Node
+from daceml_train.ops.elementwise import Cast, Full, Iota
+from daceml_train.ops.fallback import Operand
+from daceml_train.ops.kernel import Kernel, Statement
+from daceml_train.ops.movement import Expand, Permute, Slice, View
+from daceml_train.runtime.program import (
+    CallLaunch,
+    CopyLaunch,
+    Home,
+    KernelLaunch,
+    Launch,
+    Place,
+    Program,
+    ProgramInput,
+    Slot,
+)
+from daceml_train.tensor import Dim, DType, Shape, Tensor, product, same, simplify
+
+ALIASES = (View, Permute, Expand, Slice)
+
+
+def lower(graph: Graph) -> Program:
+    """The program of a graph of leaves and kernels. Raises `Unsupported` for an operator without lowering."""
+    return _Lowering(graph).run()
+
+
+class _Lowering:
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.program = graph, Program(graph.name)
+        self.places: dict[str, Place] = {}
+        self.nodes = graph.producers()
+        self.codes: dict[str, int] = {}
+        self.visible = {self.base(name) for name in graph.outputs}
+        self.result_of = {value: target for target, value in graph.writes.items()}
+
+    def base(self, name: str) -> str:
+        """The array whose memory `name` is a view of, if all movement operators on the way can be views."""
+        while (node := self.nodes.get(name)) is not None and isinstance(node.op, ALIASES):
+            name = node.inputs[0]
+        return name
+
+    def run(self) -> Program:
+        self.inputs()
+        for node in self.graph.nodes:
+            self.node(node)
+        self.program.outputs = [self.output(name) for name in self.graph.outputs]
+        sources = {target: self.source(value) for target, value in self.graph.writes.items()}
+        for target, source in sources.items():
+            self.write(target, source)
+        set_lifetimes(self.program)
+        return self.program
+
+    def inputs(self) -> None:
+        program = self.program
+        for index, (name, entry) in enumerate(self.graph.inputs.items()):
+            t, mutable = entry.tensor, name in self.graph.writes
+            program.inputs.append(ProgramInput(name, entry.role, entry.path, t.dtype, t.shape, t.strides, mutable))
+            self.places[name] = self.new_place(Slot(Home.input, t.dtype, t.shape, t.strides, index, mutable))
+            for dim, size in enumerate(t.shape):
+                if isinstance(size, sympy.Symbol):
+                    program.symbols.setdefault(str(size), (index, dim))
+        if missing := {str(s) for s in self.graph.symbols} - set(program.symbols):
+            raise Unsupported(f"no input has exactly the size {', '.join(sorted(missing))}")
+
+    # ---- places -------------------------------------------------------------------------------------------------
+    def new_place(self, slot: Slot) -> Place:
+        self.program.slots.append(slot)
+        return Place(len(self.program.slots) - 1, slot.dtype, slot.shape, slot.strides)
+
+    def allocate(self, name: str, tensor: Tensor) -> Place:
+        """Memory for a value that a kernel or an in-place library call computes."""
+        home = Home.fresh if name in self.visible else Home.arena
+        return self.new_place(Slot(home, tensor.dtype, tensor.shape, tensor.strides))
+
+    def place(self, name: str) -> Place:
+        """Where array `name` lies; constants are materialised when something must read them from memory."""
+        if name not in self.places:
+            node = self.nodes[name]
+            self.places[name] = self.allocate(name, self.graph.tensors[name])
+            self.kernel(node, Kernel((), (Statement(node.op, (), ("v0",)),), ("v0",)), (), [name])
+        return self.places[name]
+
+    def copy_of(self, place: Place, shape: Shape, home: Home, origin: str) -> Place:
+        """A dense row-major copy of `place`, of the same sizes."""
+        tensor = Tensor(shape, place.dtype)
+        target = self.new_place(Slot(home, place.dtype, shape, tensor.strides))
+        self.copy(place, target, origin)
+        return target
+
+    def copy(self, source: Place, target: Place, origin: str) -> None:
+        """Copy between layouts: bytes as they are where both are dense alike, else by a kernel."""
+        dense = Tensor(source.shape).strides
+        if source.dtype is target.dtype and source.strides == target.strides == dense:
+            self.program.launches.append(CopyLaunch(target, source, origin))
+            return
+        body = Kernel(("x0",), (Statement(Cast(target.dtype), ("x0",), ("v0",)),), ("v0",))
+        self.launch(body, [source], [target], origin)
+
+    # ---- nodes --------------------------------------------------------------------------------------------------
+    def node(self, node: Node) -> None:
+        op = node.op
+        if isinstance(op, Full | Iota):
+            return  # inlined into the kernels that read them, or materialised by `place`
+        if isinstance(op, ALIASES):
+            self.places[node.outputs[0]] = self.alias(node)
+        elif isinstance(op, Kernel):
+            self.compute(node, op)
+        elif op.vendor:
+            self.call(node)
+        elif op.is_composite:
+            raise Invalid(f"composite operator {op.label} reached lowering", where=str(node.origin))
+        else:
+            arguments = tuple(f"x{i}" for i in range(len(node.inputs)))
+            results = tuple(f"v{i}" for i in range(len(node.outputs)))
+            self.compute(node, Kernel(arguments, (Statement(op, arguments, results),), results))
+
+    def alias(self, node: Node) -> Place:
+        x, op, name = self.place(node.inputs[0]), node.op, node.outputs[0]
+        shape = self.graph.tensors[name].shape
+        match op:
+            case Permute(dims=dims):
+                return replace(x, shape=shape, strides=tuple(x.strides[d] for d in dims))
+            case Expand():
+                lead = len(shape) - len(x.shape)
+                strides: list[Dim] = [0] * lead
+                for d, size in enumerate(x.shape):
+                    strides.append(x.strides[d] if same(size, shape[d + lead]) else 0)
+                return replace(x, shape=shape, strides=tuple(strides))
+            case Slice(dim=dim, start=start, step=step):
+                moved = list(x.strides)
+                moved[dim] = simplify(x.strides[dim] * step)
+                return replace(x, shape=shape, strides=tuple(moved), offset=simplify(x.offset + start * x.strides[dim]))
+        viewed = view_strides(x.shape, x.strides, shape)
+        if viewed is not None:
+            return replace(x, shape=shape, strides=viewed)
+        home = Home.fresh if self.base(name) in self.visible else Home.arena
+        dense = self.copy_of(x, x.shape, home, str(node.origin))
+        return replace(dense, shape=shape, strides=Tensor(shape).strides)
+
+    def compute(self, node: Node, kernel: Kernel) -> None:
+        """Launch a kernel, with the constants it reads moved into its body."""
+        names, constants, inputs = list(kernel.arguments), [], []
+        for argument, array in zip(kernel.arguments, node.inputs, strict=True):
+            producer = self.nodes.get(array)
+            if producer is not None and isinstance(producer.op, Full | Iota) and array not in self.places:
+                constants.append(Statement(producer.op, (), (argument,)))
+                names.remove(argument)
+            else:
+                inputs.append(array)
+        if constants:
+            updates = tuple((y, names.index(kernel.arguments[a])) for y, a in kernel.updates)
+            kernel = Kernel(tuple(names), (*constants, *kernel.statements), kernel.yields, updates)
+        self.kernel(node, kernel, tuple(inputs), list(node.outputs))
+
+    def kernel(self, node: Node, kernel: Kernel, inputs: tuple[str, ...], outputs: list[str]) -> None:
+        updates = dict(kernel.updates)
+        operands = [self.place(name) for name in inputs]
+        results = []
+        for position, name in enumerate(outputs):
+            if position in updates:
+                self.places[name] = operands[updates[position]]
+            elif name not in self.places:
+                self.places[name] = self.allocate(name, self.graph.tensors[name])
+            results.append(self.places[name])
+        self.launch(kernel, operands, results, str(node.origin))
+
+    def launch(self, kernel: Kernel, operands: Sequence[Place], results: Sequence[Place], origin: str) -> None:
+        """Generate a kernel for these layouts and add its launch, with memory for its scratch arrays."""
+        code = generate(kernel, [_layout(p) for p in operands], [_layout(p) for p in results])
+        updated = {y for y, _ in kernel.updates}
+        written = [p for position, p in enumerate(results) if position not in updated]
+        scratch = []
+        for bytes_ in code.scratch:
+            scratch.append(self.new_place(Slot(Home.arena, DType.uint8, (bytes_,), (1,))))
+        places = (*operands, *written, *scratch)
+        self.program.launches.append(KernelLaunch(self.code(code), places, origin))
+
+    def code(self, code: KernelCode) -> int:
+        self.program.codes.append(code)
+        return len(self.program.codes) - 1
+
+    def call(self, node: Node) -> None:
+        graph = self.graph
+        operands = tuple(graph.tensors[i] for i in node.inputs)
+        results = tuple(graph.tensors[o] for o in node.outputs)
+        call = call_for(node.op, operands, results)
+        places = [self.place(name) for name in node.inputs]
+        made = {index for index in call.returns if index is not None}
+        for index, name in enumerate(node.outputs):
+            if index in made:
+                t = results[index]
+                self.places[name] = self.new_place(Slot(Home.result, t.dtype, t.shape, t.strides))
+            else:
+                self.places[name] = self.allocate(name, results[index])
+
+        def resolve(argument: Any) -> Any:
+            match argument:
+                case Operand(index=index):
+                    return places[index]
+                case Result(index=index):
+                    return self.places[node.outputs[index]]
+                case tuple() | list():
+                    return tuple(resolve(a) for a in argument)
+            return argument
+
+        arguments = tuple(resolve(a) for a in call.arguments)
+        returns = tuple(None if i is None else self.places[node.outputs[i]].slot for i in call.returns)
+        self.program.launches.append(
+            CallLaunch(call.target, call.overload, arguments, returns, call.direct, str(node.origin))
+        )
+
+    # ---- results ------------------------------------------------------------------------------------------------
+    def source(self, value: str) -> Place:
+        """Where a written value lies; one that is another written input is copied before any write happens."""
+        place, name = self.place(value), self.base(value)
+        if name in self.graph.writes and self.graph.writes[name] != value:
+            return self.copy_of(place, place.shape, Home.arena, f"write of {value}")
+        return place
+
+    def write(self, target: str, source: Place) -> None:
+        """Bring a written input to its new value, unless a kernel updated it in place."""
+        destination = self.places[target]
+        if source != destination:
+            self.copy(source, destination, f"write {target}")
+
+    def output(self, name: str) -> Place:
+        """A result in memory of its own: never an input's, never the arena's, never shared with a kept view."""
+        place = self.place(name)
+        if self.program.slots[place.slot].home in (Home.fresh, Home.result):
+            return place
+        return self.copy_of(place, place.shape, Home.fresh, "output")
+
+
+def _layout(place: Place) -> Layout:
+    return Layout(place.shape, place.strides, place.dtype)
+
+
+def view_strides(shape: Shape, strides: Sequence[Dim], target: Shape) -> tuple[Dim, ...] | None:
+    """Strides under which an array of this layout has sizes `target`, or None where that takes a copy.
+
+    The rule of PyTorch's `computeStride`: dimensions that lie in memory as one may be split and merged freely.
+    """
+    if any(isinstance(size, int) and size == 0 for size in shape):
+        return Tensor(target).strides
+    chunks: list[tuple[Dim, Dim]] = []  # (elements, stride of the innermost) of maximal runs that lie as one
+    for size, stride in zip(shape, strides, strict=True):
+        if same(size, 1):
+            continue
+        if chunks and same(chunks[-1][1], size * stride):
+            chunks[-1] = (simplify(chunks[-1][0] * size), stride)
+        else:
+            chunks.append((size, stride))
+    result: list[Dim] = [0] * len(target)
+    dims = list(range(len(target)))
+    for size, stride in reversed(chunks):
+        covered: Dim = 1
+        while not same(covered, size):
+            while dims and same(target[dims[-1]], 1):
+                result[dims.pop()] = simplify(stride * covered)
+            if not dims:
+                return None
+            d = dims.pop()
+            result[d] = simplify(stride * covered)
+            covered = simplify(covered * target[d])
+            if isinstance(covered, int) and isinstance(size, int) and covered > size:
+                return None
+    step: Dim = 1
+    for d in reversed(dims):
+        if not same(target[d], 1):
+            return None
+        result[d] = step
+    return tuple(result)
+
+
+def set_lifetimes(program: Program) -> None:
+    """Set each slot's first and last launch."""
+    for index, launch in enumerate(program.launches):
+        for slot in touched(launch):
+            entry = program.slots[slot]
+            entry.first = index if entry.first < 0 else entry.first
+            entry.last = index
+
+
+def touched(launch: Launch) -> list[int]:
+    """Slots that a launch reads or writes."""
+    match launch:
+        case KernelLaunch(places=places):
+            return [p.slot for p in places]
+        case CopyLaunch(target=target, source=source):
+            return [target.slot, source.slot]
+        case CallLaunch(arguments=arguments, returns=returns):
+            return [p.slot for p in _places(arguments)] + [s for s in returns if s is not None]
+
+
+def _places(argument: Any) -> list[Place]:
+    if isinstance(argument, Place):
+        return [argument]
+    if isinstance(argument, tuple):
+        return [p for a in argument for p in _places(a)]
+    return []
+
+
+__all__ = ["Call", "Placeholder", "lower", "product", "set_lifetimes", "touched", "view_strides"]

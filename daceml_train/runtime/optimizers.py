@@ -1,0 +1,78 @@
+"""PyTorch's optimizers as operators: which update runs, on what state, and how the state is bound.
+
+The state lives in the optimizer object, under PyTorch's own names, so that `state_dict()`, `load_state_dict()` and
+learning-rate schedulers keep working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from daceml_train.errors import Unsupported
+from daceml_train.ops.operator import Operator, Value
+from daceml_train.ops.optimizer import AdamUpdate, SGDUpdate
+
+
+@dataclass(frozen=True)
+class Update:
+    """How one parameter group is updated: the operator, and the names of its state in operand order."""
+
+    op: Operator
+    state: tuple[str, ...]
+
+    def emit(self, p: Value, gradient: Value, rate: Value, state: Sequence[Value]) -> list[Value]:
+        """The next parameter and the next state, in the order of `state`."""
+        return list(p.builder.emit(self.op, p, gradient, rate, *state))
+
+
+def update_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Update:
+    """The update of a parameter group. Raises `Unsupported` for an optimizer or option that has none."""
+    kind = type(optimizer)
+    if group.get("differentiable") or group.get("capturable"):
+        raise Unsupported(f"{kind.__name__} with differentiable=True or capturable=True", advice="leave it False")
+    if kind is torch.optim.SGD:
+        names = ("momentum", "dampening", "nesterov", "weight_decay", "maximize")
+        op: Operator = SGDUpdate(**{n: group[n] for n in names})
+        return Update(op, ("momentum_buffer",) if group["momentum"] else ())
+    if kind in (torch.optim.Adam, torch.optim.AdamW):
+        beta1, beta2 = (float(b) for b in group["betas"])
+        decoupled = kind is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
+        op = AdamUpdate(
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=decoupled,
+            amsgrad=group["amsgrad"],
+            maximize=group["maximize"],
+        )
+        return Update(op, ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())))
+    raise Unsupported(
+        f"optimizer {kind.__module__}.{kind.__name__} has no update inside the graph",
+        advice="SGD, Adam and AdamW have; the step runs with PyTorch's own update",
+    )
+
+
+def ready(update: Update, state: Mapping[str, Any]) -> bool:
+    """Whether a parameter's state exists. SGD's first step with dampening makes the buffer it needs itself."""
+    return all(isinstance(state.get(name), torch.Tensor) for name in update.state)
+
+
+def initial_state(update: Update, parameter: torch.Tensor) -> dict[str, torch.Tensor] | None:
+    """The state before the first step, or None where the first step needs another update than later ones.
+
+    A zero momentum buffer gives SGD's first step exactly, unless dampening scales the gradient only from the second.
+    """
+    if isinstance(update.op, SGDUpdate) and update.op.dampening:
+        return None
+    made: dict[str, torch.Tensor] = {}
+    for name in update.state:
+        if name == "step":
+            made[name] = torch.tensor(0.0, dtype=torch.float32)
+        else:
+            made[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    return made

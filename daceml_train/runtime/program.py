@@ -1,0 +1,118 @@
+"""Program: a lowered graph as plain data: where every array lies, and the launches in order.
+
+Sizes are expressions over the size symbols of the inputs; `runtime.executable` evaluates them once per set of sizes.
+A program holds no addresses and no kernels' code, so it can be stored and loaded again.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+from daceml_train.codegen.launch import KernelCode
+from daceml_train.graph.graph import Role
+from daceml_train.tensor import Dim, DType, Shape, Tensor
+
+
+class Home(enum.Enum):
+    """Where a slot's memory comes from."""
+
+    input = "input"
+    arena = "arena"
+    fresh = "fresh"
+    """Allocated at each run and handed to the caller."""
+    result = "result"
+    """Made by a library call, which allocates it."""
+
+
+@dataclass
+class Slot:
+    """A stretch of memory that holds one array in one layout."""
+
+    home: Home
+    dtype: DType
+    shape: Shape
+    strides: tuple[Dim, ...]
+    input: int = -1
+    mutable: bool = False
+    first: int = -1
+    """Index of the launch that writes it first."""
+    last: int = -1
+    """Index of the last launch that touches it."""
+
+    @property
+    def bytes(self) -> Dim:
+        """Bytes from the first to behind the last element of a dense array."""
+        return Tensor(self.shape, self.dtype).bytes
+
+
+@dataclass(frozen=True)
+class Place:
+    """An array as a strided view of a slot; the offset counts elements."""
+
+    slot: int
+    dtype: DType
+    shape: Shape
+    strides: tuple[Dim, ...]
+    offset: Dim = 0
+
+
+@dataclass(frozen=True)
+class KernelLaunch:
+    """Run kernel `code` on these places (operands, then results, then scratch)."""
+
+    code: int
+    places: tuple[Place, ...]
+    origin: str
+
+
+@dataclass(frozen=True)
+class CallLaunch:
+    """Run a library call; `Place`s and `Placeholder`s stand among its arguments. `returns` are slots or None."""
+
+    target: str
+    overload: str
+    arguments: tuple[Any, ...]
+    returns: tuple[int | None, ...]
+    direct: bool
+    origin: str
+
+
+@dataclass(frozen=True)
+class CopyLaunch:
+    """Copy a dense array onto another of the same layout."""
+
+    target: Place
+    source: Place
+    origin: str
+
+
+Launch = KernelLaunch | CallLaunch | CopyLaunch
+
+
+@dataclass(frozen=True)
+class ProgramInput:
+    """What a caller hands over: name, role, the user's path, and the expected type and layout."""
+
+    name: str
+    role: Role
+    path: str
+    dtype: DType
+    shape: Shape
+    strides: tuple[Dim, ...]
+    mutable: bool
+
+
+@dataclass
+class Program:
+    """The lowered graph. `outputs` are views of `fresh` or `result` slots; several may share one."""
+
+    name: str
+    inputs: list[ProgramInput] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
+    codes: list[KernelCode] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
+    outputs: list[Place] = field(default_factory=list)
+    symbols: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Size symbol -> (input, dimension) that has exactly this size."""

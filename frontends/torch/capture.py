@@ -1,0 +1,276 @@
+"""Capture: a Dynamo graph and its example inputs become an operator graph, and a description of inputs and outputs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from daceml_train.errors import Unsupported
+from daceml_train.frontends.torch import fallback, names, source, types
+from daceml_train.frontends.torch.operators import custom_functions
+from daceml_train.frontends.torch.trace import fake, fake_mode, trace
+from daceml_train.frontends.torch.translate import Translator
+from daceml_train.graph.graph import Graph, Node, Role
+from daceml_train.ops.operator import Origin, Value
+from daceml_train.tensor import Dim, Shape
+
+assert names.RULES  # filled by importing the table
+
+
+@dataclass(frozen=True, eq=False)
+class InputSource:
+    """Where one operand of the captured graph comes from.
+
+    `kind` is `tensor` (graph input `name`), `size` (an integer: `value` is its symbol's name, or its expression),
+    `constant` (`value`, burned in), or `attribute` (graph input `name`, bound to the tensor `value`). `position` is
+    that of the placeholder, None for an attribute. `copy`: the tensor is not dense and has to be made contiguous.
+    """
+
+    kind: str
+    position: int | None
+    name: str = ""
+    source: str = ""
+    value: Any = None
+    copy: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """A view of an input: sizes, strides and offset in elements, as for `as_strided`."""
+
+    shape: Shape
+    strides: Shape
+    offset: Dim
+
+
+@dataclass(frozen=True, eq=False)
+class OutputSource:
+    """What one flattened result is.
+
+    `kind` is `graph` (graph output `index`), `input` (the input at position `index`, itself, or `view` of it),
+    `size` (`value`, an expression over symbols), or `constant` (`value`).
+    """
+
+    kind: str
+    index: int = 0
+    view: View | None = None
+    value: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """A captured graph: inputs in the order of the placeholders, then attributes, then `seed` where there is one."""
+
+    graph: Graph
+    inputs: tuple[InputSource, ...]
+    outputs: tuple[OutputSource, ...]
+    out_spec: pytree.TreeSpec
+    detached: tuple[bool, ...]
+    """Per result: whether it requires no gradient in eager execution."""
+    fallbacks: tuple[tuple[str, Origin], ...]
+    """ATen operators without a rule, and where the user's code has them."""
+
+    @property
+    def random(self) -> bool:
+        """Whether the graph draws random numbers: it then has the input `seed`."""
+        return "seed" in self.graph.inputs
+
+
+def capture(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Captured:
+    """The operator graph of `gm`. Raises `Unsupported`, naming the user's line, for what cannot be captured."""
+    grad_enabled = torch.is_grad_enabled()
+    mode = fake_mode(example_inputs)
+    operands = [fake(mode, x, i) for i, x in enumerate(example_inputs)]
+    held = dict(gm.named_parameters(remove_duplicate=False)) | dict(gm.named_buffers(remove_duplicate=False))
+    attributes = {name: fake(mode, t, len(operands) + i) for i, (name, t) in enumerate(held.items())}
+    _annotate(gm, mode, operands)
+    _refuse_gradients_into_inputs(gm, grad_enabled)
+    token = custom_functions.set([])
+    try:
+        traced, signature = trace(gm, attributes, operands, grad_enabled)
+        traced.graph.eliminate_dead_code()
+        graph = Graph("forward")
+        t = Translator(graph, fallback.emit)
+        inputs = _inputs(t, gm, example_inputs, operands, grad_enabled)
+        bound = [_attribute(t, name, held[name], example) for name, example in attributes.items()]
+        values = [graph.value(i.name) if i.name else i.value for i in (*bound, *inputs)]
+        made = t.run(traced, values)
+    finally:
+        custom_functions.reset(token)
+    written = _writes(t, traced, signature, made, values)
+    outputs, detached = _outputs(gm, t, made[written:], grad_enabled)
+    graph.nodes = _live(graph)
+    spec = pytree.tree_structure(_output_node(gm).args[0])
+    return Captured(graph, (*inputs, *bound), outputs, spec, detached, tuple(t.fallbacks))
+
+
+def _live(graph: Graph) -> list[Node]:
+    """The nodes that outputs or writes depend on; results that are views of inputs leave others behind."""
+    needed = set(graph.results)
+    kept: list[Node] = []
+    for node in reversed(graph.nodes):
+        if not needed.isdisjoint(node.outputs):
+            needed.update(node.inputs)
+            kept.append(node)
+        else:
+            for name in node.outputs:
+                del graph.tensors[name]
+    return kept[::-1]
+
+
+# ---- inputs ------------------------------------------------------------------------------------------------------
+
+
+def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in gm.graph.nodes if n.op == "placeholder"]
+
+
+def _output_node(gm: fx.GraphModule) -> fx.Node:
+    return next(n for n in gm.graph.nodes if n.op == "output")
+
+
+def _annotate(gm: fx.GraphModule, mode: Any, operands: Sequence[Any]) -> None:
+    """Give a graph that does not come from Dynamo the examples that Dynamo's nodes carry."""
+    if all("example_value" in n.meta for n in _placeholders(gm)):
+        return
+
+    class Annotator(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            n.meta["example_value"] = result = super().run_node(n)
+            return result
+
+    flags = [n.meta.get("requires_grad", False) for n in _placeholders(gm)]
+    with mode, torch.enable_grad():
+        fresh = [
+            x.detach().clone().requires_grad_(flag) if isinstance(x, Tensor) else x
+            for x, flag in zip(operands, flags, strict=True)
+        ]
+        Annotator(gm, garbage_collect_values=False).run(*fresh)
+
+
+def _example(node: fx.Node) -> Any:
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def _refuse_gradients_into_inputs(gm: fx.GraphModule, grad_enabled: bool) -> None:
+    """Raise where an input that needs no gradient is overwritten by values that carry one."""
+    for node in _placeholders(gm):
+        example = _example(node)
+        if grad_enabled and isinstance(example, Tensor) and example.requires_grad and example.grad_fn is not None:
+            if example._version and not example.is_leaf:
+                raise Unsupported(
+                    f"an in-place change of the input {_path(node)} by values that carry a gradient",
+                    advice="detach the value that is written",
+                )
+
+
+def _source(node: fx.Node) -> str:
+    held = getattr(node, "_dynamo_source", None)
+    if held is None:
+        return ""
+    text = held.name
+    return str(text() if callable(text) else text)
+
+
+def _path(node: fx.Node) -> str:
+    return source.path(_source(node)) or node.name
+
+
+def _inputs(
+    t: Translator, gm: fx.GraphModule, given: Sequence[object], operands: Sequence[Any], grad_enabled: bool
+) -> list[InputSource]:
+    made: list[InputSource] = []
+    for position, (node, real, example) in enumerate(zip(_placeholders(gm), given, operands, strict=True)):
+        text = _source(node)
+        if isinstance(example, Tensor):
+            name, copy = _declare(t, _path(node), example, _role(real, text))
+            if grad_enabled and isinstance(real, Tensor) and real.requires_grad:
+                t.require_gradient(t.graph.value(name))
+            made.append(InputSource("tensor", position, name, text, None, copy))
+        elif isinstance(example, torch.SymInt):
+            size = types.size(example)
+            made.append(InputSource("size", position, "", text, size))
+        elif isinstance(example, int | float | bool | str | None):
+            made.append(InputSource("constant", position, "", text, example))
+        else:
+            raise Unsupported(f"an input of type {type(example).__name__} ({text or node.name})")
+    return made
+
+
+def _attribute(t: Translator, path: str, real: Tensor, example: Tensor) -> InputSource:
+    role = Role.parameter if isinstance(real, nn.Parameter) else Role.buffer
+    name, copy = _declare(t, path, example, role)
+    if real.requires_grad:
+        t.require_gradient(t.graph.value(name))
+    return InputSource("attribute", None, name, path, real, copy)
+
+
+def _declare(t: Translator, path: str, example: Tensor, role: Role) -> tuple[str, bool]:
+    """Declare a graph input; its name, and whether its memory is not dense."""
+    if example.layout is not torch.strided:
+        raise Unsupported(f"the input {path} of layout {example.layout}")
+    name = t.graph.fresh(re.sub(r"\W+", "_", path).strip("_") or "x")
+    t.graph.input(name, types.tensor(example, laid_out=True), role, path)
+    return name, types.order_of(example) is None
+
+
+def _role(real: object, text: str) -> Role:
+    if isinstance(real, nn.Parameter):
+        return Role.parameter
+    return Role.buffer if "_buffers" in text else Role.input
+
+
+# ---- outputs -----------------------------------------------------------------------------------------------------
+
+
+def _writes(t: Translator, traced: fx.GraphModule, signature: Any, made: Sequence[Any], values: Sequence[Any]) -> int:
+    """Declare the changed inputs as writes; how many outputs of the trace they take."""
+    placeholders = [n.name for n in traced.graph.nodes if n.op == "placeholder"]
+    changed = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}
+    results = [o.name if isinstance(o, fx.Node) else None for o in _output_node(traced).args[0]]  # type: ignore[union-attr]
+    for position, target in enumerate(changed.values()):
+        value, owner = made[position], values[placeholders.index(target)]
+        assert isinstance(value, Value) and isinstance(owner, Value) and results[position] in changed
+        t.graph.write(owner.name, value)
+    return len(changed)
+
+
+def _outputs(
+    gm: fx.GraphModule, t: Translator, made: Sequence[Any], grad_enabled: bool
+) -> tuple[tuple[OutputSource, ...], tuple[bool, ...]]:
+    leaves = pytree.tree_leaves(_output_node(gm).args[0])
+    examples = [_example(n) for n in _placeholders(gm)]
+    storages = {e.untyped_storage()._cdata: i for i, e in enumerate(examples) if isinstance(e, Tensor)}
+    positions: dict[fx.Node, int] = {}
+    outputs: list[OutputSource] = []
+    detached: list[bool] = []
+    for leaf, value in zip(leaves, made, strict=True):
+        example = _example(leaf) if isinstance(leaf, fx.Node) else leaf
+        detached.append(not (grad_enabled and isinstance(example, Tensor) and example.requires_grad))
+        owner = storages.get(example.untyped_storage()._cdata) if isinstance(example, Tensor) else None
+        if owner is not None and isinstance(example, Tensor):
+            outputs.append(OutputSource("input", owner, _view(example, examples[owner])))
+        elif isinstance(value, Value):
+            if leaf not in positions:
+                positions[leaf] = len(t.graph.outputs)
+                t.graph.output(value)
+            outputs.append(OutputSource("graph", positions[leaf]))
+        elif isinstance(value, sympy.Expr):
+            outputs.append(OutputSource("size", value=value))
+        else:
+            outputs.append(OutputSource("constant", value=value))
+    return tuple(outputs), tuple(detached)
+
+
+def _view(example: Tensor, owner: Tensor) -> View | None:
+    """How `example` looks at the memory of `owner`; None where it is `owner` itself."""
+    if example is owner:
+        return None
+    return View(types.sizes(example.shape), types.sizes(example.stride()), types.size(example.storage_offset()))

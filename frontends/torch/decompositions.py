@@ -1,0 +1,45 @@
+"""Which ATen operators are taken apart in a trace: PyTorch's core table without those that this project keeps whole."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._decomp import core_aten_decompositions
+
+KEPT = frozenset(
+    """
+    detach graft attention custom_vjp
+    convolution native_layer_norm native_group_norm _native_batch_norm_legit _native_batch_norm_legit_functional
+    embedding _embedding_bag _softmax _log_softmax logsumexp native_dropout linalg_vector_norm
+    gelu silu mish leaky_relu elu softplus hardtanh hardsigmoid hardswish threshold tanh sigmoid
+    nll_loss_forward nll_loss2d_forward mse_loss binary_cross_entropy _ctc_loss
+    max_pool2d_with_indices avg_pool2d split split_with_sizes unbind stack
+    std var std_mean var_mean sinc logaddexp logaddexp2
+    im2col col2im index_add index_copy index_fill renorm cdist pdist take bernoulli
+    reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
+    _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d
+    max_unpool2d max_unpool3d multi_margin_loss multilabel_margin_loss_forward
+    """.split()
+)
+"""Kept because we have the operator, because its parts would lose a gradient at a kink, or because ATen runs it well."""
+
+
+@functools.cache
+def table() -> dict[Any, Callable[..., Any]]:
+    """Operator overload -> its decomposition, for `aot_export_module` and `make_fx`."""
+    return {target: rule for target, rule in core_aten_decompositions().items() if _name(target) not in KEPT}
+
+
+@functools.cache
+def derivative_table() -> dict[Any, Callable[..., Any]]:
+    """The table for derivatives of single operators: what it keeps, PyTorch's derivative formulas may use whole."""
+    kept = {"_embedding_bag_dense_backward", "embedding_dense_backward", "convolution_backward", "col2im", "im2col"}
+    return {target: rule for target, rule in table().items() if _name(target) not in kept}
+
+
+def _name(target: torch._ops.OpOverload) -> str:
+    return target._schema.name.split("::")[1]

@@ -1,0 +1,176 @@
+"""ATen and custom operators that have no rule: called as they are, with PyTorch's own derivative as a body."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch.utils import _pytree as pytree
+
+from daceml_train.errors import DacemlError, Unsupported
+from daceml_train.frontends.torch import types
+from daceml_train.frontends.torch.decompositions import derivative_table
+from daceml_train.frontends.torch.translate import Translator
+from daceml_train.graph.graph import Graph
+from daceml_train.ops.fallback import Aten, Body, Operand
+from daceml_train.ops.kernel import Statement
+from daceml_train.ops.operator import Value
+
+
+def emit(t: Translator, node: fx.Node, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
+    """Emit the operator of `node` as a call of PyTorch's; its results in PyTorch's structure."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        raise Unsupported(f"the call of {target}")
+    examples, structure = pytree.tree_flatten(node.meta["val"])
+    made = [e for e in examples if isinstance(e, Tensor)]
+    if any(_depends_on_data(e) for e in made):
+        raise Unsupported(f"{target}, whose result's size depends on data")
+    operands: list[Value] = []
+    call = _functional(target)
+    op = Aten(
+        target=str(call),
+        arguments=tuple(_captured(a, operands) for a in arguments),
+        keywords=tuple((k, _captured(a, operands)) for k, a in keywords.items() if k != "pin_memory"),
+        types=tuple(types.tensor(e, laid_out=call is target) for e in made),
+        random=torch.Tag.nondeterministic_seeded in target.tags,
+    )
+    if not op.zero_gradient and any(t.active(v) for v in operands):
+        op = Aten(op.target, op.arguments, op.types, op.keywords, op.random, _derivative(node, op, operands))
+    t.fallbacks.append((op.target, t.graph.origin))
+    results = iter(t.graph.emit(op, *operands))
+    return pytree.tree_unflatten([next(results) if isinstance(e, Tensor) else e for e in examples], structure)
+
+
+def _functional(target: torch._ops.OpOverload) -> torch._ops.OpOverload:
+    """The operator that gives a copy where `target` gives a view: results own their memory."""
+    if not any(r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns):
+        return target
+    packet = getattr(getattr(torch.ops, target.namespace), f"{target._opname}_copy", None)
+    return getattr(packet, target._overloadname, target) if packet is not None else target
+
+
+def _depends_on_data(example: Tensor) -> bool:
+    return any(
+        isinstance(s, torch.SymInt) and any(str(n).startswith("u") for n in s.node.expr.free_symbols)
+        for s in example.shape
+    )
+
+
+def _captured(argument: Any, operands: list[Value]) -> Any:
+    """An argument as `Aten` holds it; tensors are appended to `operands`."""
+    match argument:
+        case Value():
+            operands.append(argument)
+            return Operand(len(operands) - 1)
+        case tuple() | list():
+            return tuple(_captured(a, operands) for a in argument)
+        case torch.dtype():
+            return types.element_type(argument)
+        case torch.layout() | torch.memory_format() | torch.device():
+            return str(argument)
+        case None | bool() | int() | float() | str() | complex() | sympy.Expr():
+            return argument
+    raise Unsupported(f"an argument of type {type(argument).__name__}")
+
+
+# ---- derivatives -------------------------------------------------------------------------------------------------
+
+
+def _derivative(node: fx.Node, op: Aten, operands: Sequence[Value]) -> Body | None:
+    """PyTorch's derivative of this one call as a body; None where PyTorch has none."""
+    try:
+        return _traced_derivative(node, op, operands)
+    except (DacemlError, RuntimeError, NotImplementedError, AssertionError):
+        return None  # the reverse pass raises, naming the operator, if a gradient has to flow through it
+
+
+def _traced_derivative(node: fx.Node, op: Aten, operands: Sequence[Value]) -> Body | None:
+    flat, structure = pytree.tree_flatten((node.args, node.kwargs))
+    nodes = [a for a in flat if isinstance(a, fx.Node) and isinstance(a.meta["val"], Tensor)]
+    assert len(nodes) == len(operands)
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+
+    def call(*tensors: Tensor) -> list[Tensor]:
+        given = iter(tensors)
+        arguments = [
+            a if not isinstance(a, fx.Node) else next(given) if isinstance(a.meta["val"], Tensor) else a.meta["val"]
+            for a in flat
+        ]
+        args, kwargs = pytree.tree_unflatten(arguments, structure)
+        return [r for r in pytree.tree_leaves(target(*args, **kwargs)) if isinstance(r, Tensor)]
+
+    mode = nodes[0].meta["val"].fake_mode
+    with mode, torch.enable_grad():
+        leaves = [_leaf(n.meta["val"]) for n in nodes]
+        differentiable = [i for i, r in enumerate(call(*leaves)) if r.requires_grad]
+        wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
+        if not differentiable or not wanted:
+            return None
+
+        def chosen(*tensors: Tensor) -> tuple[Tensor, ...]:
+            results = call(*tensors)
+            return tuple(results[i].clone() for i in differentiable)
+
+        joint = aot_export_joint_simple(chosen, leaves, trace_joint=True, decompositions=derivative_table())
+    assert isinstance(joint, fx.GraphModule)
+    return _body(joint, node, op, operands, differentiable, wanted)
+
+
+def _leaf(example: Tensor) -> Tensor:
+    made = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)
+    return made.requires_grad_(example.is_floating_point() or example.is_complex())
+
+
+def _body(
+    joint: fx.GraphModule, node: fx.Node, op: Aten, operands: Sequence[Value], differentiable: list[int],
+    wanted: list[int],
+) -> Body:  # fmt: skip
+    """The body of a traced forward and backward, in which the operator's own results stand for the forward."""
+    graph = Graph("derivative")
+    xs = [graph.input(f"x{i}", v.tensor) for i, v in enumerate(operands)]
+    ys = [graph.input(f"y{i}", made) for i, made in enumerate(op.types)]
+    cotangents = {i: graph.input(f"g{i}", made) for i, made in enumerate(op.types) if made.dtype.is_float}
+    if not all(i in cotangents for i in differentiable):
+        raise Unsupported(f"the derivative of {op.label}")
+    t = Translator(graph, emit)
+    first = next((n for n in joint.graph.nodes if n.target is node.target), None)
+    if first is not None:
+        examples, structure = pytree.tree_flatten(node.meta["val"])
+        results = iter(ys)
+        t.given[first] = pytree.tree_unflatten(
+            [next(results) if isinstance(e, Tensor) else e for e in examples], structure
+        )
+    elif op.random:
+        raise Unsupported(f"the derivative of {op.label}, which is random")
+    made = t.run(joint, [*xs, *(cotangents[i] for i in differentiable)])[len(differentiable) :]
+    gradients: list[str | None] = [None] * len(operands)
+    for position, value in zip(_gradient_positions(made, wanted, len(operands)), made, strict=True):
+        if isinstance(value, Value):
+            gradients[position] = value.name
+    return body_of(graph, gradients)
+
+
+def _gradient_positions(made: Sequence[Any], wanted: Sequence[int], count: int) -> Sequence[int]:
+    """Which operand each traced gradient belongs to: PyTorch gives one per operand, or one per differentiable one."""
+    return range(count) if len(made) == count else wanted
+
+
+def body_of(graph: Graph, yields: Sequence[str | None]) -> Body:
+    """A graph as a body that yields these arrays, without the nodes that do not contribute."""
+    return Body(tuple(graph.inputs), tuple(_live(graph, yields)), tuple(yields))
+
+
+def _live(graph: Graph, yields: Sequence[str | None]) -> Iterator[Statement]:
+    needed = {name for name in yields if name is not None}
+    kept = []
+    for node in reversed(graph.nodes):
+        if not needed.isdisjoint(node.outputs):
+            needed.update(node.inputs)
+            kept.append(Statement(node.op, node.inputs, node.outputs))
+    return reversed(kept)

@@ -1,0 +1,183 @@
+"""ATen's operators of neural networks: convolutions, normalisations, pools, attention, dropout, losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from daceml_train.frontends.torch.translate import Translator, rule
+from daceml_train.ops.normalization import running_statistics
+from daceml_train.ops.operator import Value
+from daceml_train.tensor import DType, product, simplify
+
+REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
+
+
+@rule("convolution.default")
+def _convolution(
+    t: Translator, x: Value, w: Value, bias: Value | None, stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
+) -> Value:  # fmt: skip
+    spatial = len(w.shape) - 2
+    if len(x.shape) == len(w.shape) - 1:
+        x = x.view((1, *x.shape))
+    geometry = {
+        "stride": _spread(stride, spatial), "padding": _spread(padding, spatial),
+        "dilation": _spread(dilation, spatial), "transposed": transposed,
+        "output_padding": _spread(output_padding, spatial), "groups": groups,
+    }  # fmt: skip
+    y = t.emit("convolution", x, w, *(() if bias is None else (bias,)), **geometry)
+    return y.view(t.type.shape)
+
+
+def _spread(values: int | Sequence[int], count: int) -> tuple[int, ...]:
+    """One value per spatial dimension, where one may be given for all."""
+    values = (values,) if isinstance(values, int) else tuple(values)
+    return values * count if len(values) == 1 else values
+
+
+def _affine(t: Translator, weight: Value | None, bias: Value | None) -> tuple[Value, ...]:
+    if weight is None and bias is not None:
+        weight = t.full(1, bias.shape, bias.dtype)
+    return tuple(v for v in (weight, bias) if v is not None)
+
+
+@rule("native_layer_norm.default")
+def _layer_norm(
+    t: Translator, x: Value, shape: Sequence[Any], weight: Value | None, bias: Value | None, eps: float
+) -> tuple[Value, ...] | None:
+    if 0 in x.shape:
+        return None
+    return t.emit_all("layer_norm", x, *_affine(t, weight, bias), dims=len(shape), eps=eps)
+
+
+@rule("native_group_norm.default")
+def _group_norm(
+    t: Translator, x: Value, weight: Value | None, bias: Value | None, n: Any, c: Any, hw: Any, groups: int, eps: float
+) -> tuple[Value, ...]:
+    return t.emit_all("group_norm", x, *_affine(t, weight, bias), groups=groups, eps=eps)
+
+
+@rule("_native_batch_norm_legit_functional.default", "_native_batch_norm_legit.default")
+def _batch_norm(
+    t: Translator, x: Value, weight: Value | None, bias: Value | None, mean: Value, variance: Value, training: bool,
+    momentum: float, eps: float,
+) -> tuple[Value | None, ...]:  # fmt: skip
+    if not training:
+        return (_inference(t, x, weight, bias, mean, variance, eps), None, None, mean, variance)
+    y, batch_mean, rstd, batch_variance = t.emit_all("batch_norm", x, *_affine(t, weight, bias), eps=eps)
+    count = simplify(product((x.shape[0], *x.shape[2:])))
+    following = running_statistics(t.graph, mean, variance, batch_mean, batch_variance, momentum, count)
+    return (y, batch_mean, rstd, *following)
+
+
+@rule("_native_batch_norm_legit.no_stats")
+def _batch_norm_without_statistics(
+    t: Translator, x: Value, weight: Value | None, bias: Value | None, training: bool, momentum: float, eps: float
+) -> tuple[Value, ...]:
+    return t.emit_all("batch_norm", x, *_affine(t, weight, bias), eps=eps)[:3]
+
+
+@rule("_native_batch_norm_legit_no_training.default")
+def _batch_norm_inference(
+    t: Translator, x: Value, weight: Value | None, bias: Value | None, mean: Value, variance: Value, momentum: float,
+    eps: float,
+) -> tuple[Value | None, ...]:  # fmt: skip
+    return (_inference(t, x, weight, bias, mean, variance, eps), None, None)
+
+
+def _inference(
+    t: Translator, x: Value, weight: Value | None, bias: Value | None, mean: Value, variance: Value, eps: float
+) -> Value:
+    return t.emit("batch_norm_inference", x, mean, variance, *_affine(t, weight, bias), eps=eps)
+
+
+@rule("_softmax.default")
+def _softmax(t: Translator, x: Value, dim: int, half_to_float: bool) -> Value | None:
+    return _along(t, x.cast(t.type.dtype), dim, "softmax")
+
+
+@rule("_log_softmax.default")
+def _log_softmax(t: Translator, x: Value, dim: int, half_to_float: bool) -> Value | None:
+    return _along(t, x.cast(t.type.dtype), dim, "log_softmax")
+
+
+def _along(t: Translator, x: Value, dim: int, name: str) -> Value | None:
+    return t.emit(name, x, dim=dim % len(x.shape)) if x.shape and 0 not in x.shape else None
+
+
+@rule("embedding.default")
+def _embedding(
+    t: Translator, weight: Value, indices: Value, padding_idx: int = -1, scale: bool = False, sparse: bool = False
+) -> Value | None:
+    return None if scale else t.emit("embedding", weight, indices, padding_idx=padding_idx)
+
+
+@rule("native_dropout.default")
+def _dropout(t: Translator, x: Value, p: float, train: bool | None) -> tuple[Value, Value] | None:
+    if not train or p == 0:
+        return x, t.full(True, x.shape, DType.bool)
+    stream = t.stream()
+    y = t.emit("dropout", x, t.seed(), p=float(p), stream=stream)
+    if len(t.node.users) == 1:
+        return (y, y)  # the mask is not read
+    threshold = math.ceil(p * 2**24) / 2**24
+    drawn = t.emit("uniform", t.seed(), shape=x.shape, stream=stream, dtype=DType.float32)
+    return y, drawn.compare("ge", threshold)
+
+
+def _pair(values: int | Sequence[int]) -> tuple[int, int]:
+    both = _spread(values, 2)
+    return both[0], both[1]
+
+
+@rule("max_pool2d_with_indices.default")
+def _max_pool2d(
+    t: Translator, x: Value, kernel: Sequence[int], stride: Sequence[int] = (), padding: Any = 0, dilation: Any = 1,
+    ceil_mode: bool = False,
+) -> tuple[Value, ...]:  # fmt: skip
+    size = _pair(kernel)
+    return t.emit_all(
+        "max_pool2d", x, kernel=size, stride=_pair(stride) if stride else size, padding=_pair(padding),
+        dilation=_pair(dilation), ceil_mode=ceil_mode,
+    )  # fmt: skip
+
+
+@rule("avg_pool2d.default")
+def _avg_pool2d(
+    t: Translator, x: Value, kernel: Sequence[int], stride: Sequence[int] = (), padding: Any = 0,
+    ceil_mode: bool = False, count_include_pad: bool = True, divisor: int | None = None,
+) -> Value:  # fmt: skip
+    size = _pair(kernel)
+    return t.emit(
+        "avg_pool2d", x, kernel=size, stride=_pair(stride) if stride else size, padding=_pair(padding),
+        ceil_mode=ceil_mode, count_include_pad=count_include_pad, divisor=divisor,
+    )  # fmt: skip
+
+
+@rule("daceml_train.attention.default")
+def _attention(
+    t: Translator, q: Value, k: Value, v: Value, mask: Value | None, causal: bool, scale: float
+) -> tuple[Value, ...]:
+    masks = () if mask is None else (mask.cast(q.dtype),)
+    return t.emit_all("attention", q, k, v, *masks, causal=causal, scale=float(scale))
+
+
+@rule("nll_loss_forward.default", "nll_loss2d_forward.default")
+def _nll_loss(
+    t: Translator, logp: Value, target: Value, weight: Value | None, reduction: int, ignore_index: Any
+) -> tuple[Value, ...] | None:
+    if target.dtype is not DType.int64:
+        return None
+    loss, total = t.emit_all(
+        "nll_loss", logp, target, *(() if weight is None else (weight,)), reduction=REDUCTIONS[reduction],
+        ignore_index=int(ignore_index),
+    )  # fmt: skip
+    return loss, total.cast(logp.dtype)
+
+
+@rule("mse_loss.default")
+def _mse_loss(t: Translator, x: Value, target: Value, reduction: int = 1) -> Value:
+    dtype = t.type.dtype
+    return t.emit("mse_loss", x.cast(dtype), target.cast(dtype), reduction=REDUCTIONS[reduction])

@@ -1,0 +1,79 @@
+"""Operators that the pre-pass puts into a trace, so that what a trace without autograd would lose has a name.
+
+They exist for tracing only: translation turns each into an operator of ours, and none is ever run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from daceml_train.errors import Unsupported
+
+NAMESPACE = "daceml_train"
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+_library.define("graft(Tensor source, Tensor x) -> Tensor")
+_library.define("attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale) -> (Tensor, Tensor)")
+_library.define("custom_vjp(int key, Tensor[] xs) -> Tensor[]")
+
+
+@dataclass(frozen=True, eq=False)
+class CustomFunction:
+    """A user's `autograd.Function` as Dynamo gives it: the bodies, and which results carry no gradient."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+
+
+custom_functions: ContextVar[list[CustomFunction]] = ContextVar("custom_functions")
+"""The functions met by the capture that is going on; the operator's `key` is an index into it."""
+
+
+def result_counts(function: CustomFunction) -> tuple[int, bool]:
+    """How many results a function has, and whether it returns them as a sequence."""
+    (output,) = (n for n in function.forward.graph.nodes if n.op == "output")
+    results = output.args[0][0]
+    return (len(results), True) if isinstance(results, tuple | list) else (1, False)
+
+
+def run_forward(function: CustomFunction, operands: Sequence[object]) -> list[Any]:
+    """Results and then saved values of a function's forward body."""
+    results, saved = fx.Interpreter(without_grad_modes(function.forward)).run(*operands)[:2]
+    return [*(results if isinstance(results, tuple | list) else [results]), *saved]
+
+
+def without_grad_modes(body: fx.GraphModule) -> fx.GraphModule:
+    """The body without its switches of the gradient mode, which would outlive it; edited in place."""
+    for node in list(body.graph.nodes):
+        if node.target is torch._C._set_grad_enabled:
+            body.graph.erase_node(node)
+    body.recompile()
+    return body
+
+
+@torch.library.register_fake(f"{NAMESPACE}::graft", lib=_library)
+def _graft(source: Tensor, x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::attention", lib=_library)
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    batch, heads, length, _ = q.shape
+    statistics = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
+    return q.new_empty(batch, heads, length, v.shape[-1]), q.new_empty(batch, heads, length, dtype=statistics)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::custom_vjp", lib=_library)
+def _custom_vjp(key: int, xs: list[Tensor]) -> list[Tensor]:
+    made = run_forward(custom_functions.get()[key], xs)
+    if not all(isinstance(t, Tensor) for t in made):
+        raise Unsupported("an autograd.Function that returns or saves what is not a tensor")
+    return [torch.empty_like(t) for t in made]

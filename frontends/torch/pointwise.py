@@ -1,0 +1,335 @@
+"""ATen's elementwise operators: what each computes, with PyTorch's type promotion."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+from daceml_train.frontends.torch.translate import RULES, Translator, promote, rule
+from daceml_train.ops.operator import Value
+from daceml_train.tensor import DType
+
+Number = Any
+
+
+def _float(t: Translator) -> DType:
+    """The type in which a function with real results is computed: that of the result."""
+    return t.type.dtype
+
+
+def _unary(t: Translator, x: Value, *, kind: str) -> Value:
+    return x.cast(_float(t)).unary(kind)
+
+
+for _name, _kind in {
+    "neg": "neg", "abs": "abs", "sqrt": "sqrt", "rsqrt": "rsqrt", "exp": "exp", "expm1": "expm1", "log": "log",
+    "log1p": "log1p", "sin": "sin", "cos": "cos", "tan": "tan", "atan": "atan", "tanh": "tanh", "sigmoid": "sigmoid",
+    "erf": "erf", "relu": "relu", "silu": "silu", "reciprocal": "reciprocal", "square": "square",
+}.items():  # fmt: skip
+    RULES[f"aten.{_name}.default"] = functools.partial(_unary, kind=_kind)
+
+
+def _rounding(t: Translator, x: Value, *, kind: str) -> Value:
+    return x.unary(kind) if x.dtype.is_float else x
+
+
+for _kind in ("floor", "ceil", "round", "trunc", "sign"):
+    RULES[f"aten.{_kind}.default"] = functools.partial(_rounding, kind=_kind)
+
+
+@rule("sign.default_", "sgn.default")
+def _sign(t: Translator, x: Value) -> Value | None:
+    return x.unary("sign") if x.dtype is not DType.bool else x
+
+
+RULES["aten.sign.default"] = RULES.pop("aten.sign.default_")
+
+
+def _binary(t: Translator, a: Number, b: Number, *, kind: str) -> Value:
+    dtype = t.type.dtype
+    return t.emit(kind, t.value(a, dtype), t.value(b, dtype))
+
+
+for _name, _kind in {
+    "mul": "mul", "maximum": "maximum", "minimum": "minimum", "fmod": "fmod",
+    "atan2": "atan2", "pow.Tensor": "pow",
+}.items():  # fmt: skip
+    if _name in ("mul", "fmod"):
+        RULES[f"aten.{_name}.Tensor"] = RULES[f"aten.{_name}.Scalar"] = functools.partial(_binary, kind=_kind)
+    elif _name in ("maximum", "minimum"):
+        RULES[f"aten.{_name}.default"] = functools.partial(_binary, kind=_kind)
+
+
+def _compare(t: Translator, a: Number, b: Number, *, kind: str) -> Value:
+    dtype = promote(a, b)
+    return t.emit(kind, t.value(a, dtype), t.value(b, dtype))
+
+
+for _kind in ("eq", "ne", "lt", "le", "gt", "ge"):
+    RULES[f"aten.{_kind}.Tensor"] = RULES[f"aten.{_kind}.Scalar"] = functools.partial(_compare, kind=_kind)
+
+
+def _truth(t: Translator, x: Value) -> Value:
+    return x if x.dtype is DType.bool else x.compare("ne", 0)
+
+
+def _logical(t: Translator, *operands: Value, kind: str) -> Value:
+    return t.emit(kind, *(_truth(t, x) for x in operands))
+
+
+for _kind in ("logical_and", "logical_or", "logical_not"):
+    RULES[f"aten.{_kind}.default"] = functools.partial(_logical, kind=_kind)
+RULES["aten.logical_xor.default"] = functools.partial(_logical, kind="ne")
+
+
+def _bitwise(t: Translator, *operands: Number, kind: str) -> Value | None:
+    if t.type.dtype is not DType.bool:
+        return None
+    return t.emit(kind, *(t.value(x, DType.bool) for x in operands))
+
+
+for _name, _kind in {"bitwise_and": "logical_and", "bitwise_or": "logical_or", "bitwise_xor": "ne"}.items():
+    RULES[f"aten.{_name}.Tensor"] = RULES[f"aten.{_name}.Scalar"] = functools.partial(_bitwise, kind=_kind)
+RULES["aten.bitwise_not.default"] = functools.partial(_bitwise, kind="logical_not")
+
+
+@rule("isnan.default", "isinf.default")
+def _is(t: Translator, x: Value, kind: str = "") -> Value:
+    kind = kind or str(t.node.target).split(".")[1]
+    return x.unary(kind) if x.dtype.is_float else t.full(False, x.shape, DType.bool)
+
+
+def _sum_of(t: Translator, a: Number, b: Number, alpha: Number, kind: str) -> Value:
+    dtype = t.type.dtype
+    second = t.value(b, dtype)
+    if alpha != 1:
+        second = t.value(b * alpha, dtype) if not isinstance(b, Value) else second * t.value(alpha, dtype)
+    first = t.value(a, dtype)
+    if dtype is DType.bool:
+        return t.emit("logical_or", first, second)
+    return t.emit(kind, first, second)
+
+
+@rule("add.Tensor", "add.Scalar")
+def _add(t: Translator, a: Number, b: Number, alpha_: Number = 1, alpha: Number = 1) -> Value:
+    return _sum_of(t, a, b, alpha if alpha != 1 else alpha_, "add")
+
+
+@rule("sub.Tensor", "sub.Scalar")
+def _sub(t: Translator, a: Number, b: Number, alpha_: Number = 1, alpha: Number = 1) -> Value:
+    return _sum_of(t, a, b, alpha if alpha != 1 else alpha_, "sub")
+
+
+@rule("rsub.Tensor", "rsub.Scalar")
+def _rsub(t: Translator, a: Number, b: Number, alpha_: Number = 1, alpha: Number = 1) -> Value:
+    dtype = t.type.dtype
+    factor = alpha if alpha != 1 else alpha_
+    first = t.value(a, dtype)
+    return t.emit("sub", t.value(b, dtype), first if factor == 1 else first * t.value(factor, dtype))
+
+
+@rule("div.Tensor", "div.Scalar")
+def _div(t: Translator, a: Number, b: Number) -> Value:
+    return _binary(t, a, b, kind="div")
+
+
+@rule("div.Tensor_mode", "div.Scalar_mode")
+def _div_mode(t: Translator, a: Number, b: Number, rounding_mode: str | None = None) -> Value | None:
+    dtype = t.type.dtype
+    first, second = t.value(a, dtype), t.value(b, dtype)
+    match rounding_mode:
+        case None:
+            return t.emit("div", first, second)
+        case "floor":
+            return t.emit("floor_divide", first, second)
+        case _:
+            return t.emit("div", first, second).unary("trunc") if dtype.is_float else None
+
+
+@rule("floor_divide.default", "floor_divide.Scalar")
+def _floor_divide(t: Translator, a: Number, b: Number) -> Value:
+    return _binary(t, a, b, kind="floor_divide")
+
+
+@rule("remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor")
+def _remainder(t: Translator, a: Number, b: Number) -> Value:
+    dtype = t.type.dtype
+    first, second = t.value(a, dtype), t.value(b, dtype)
+    if dtype.is_float:
+        return t.emit("remainder", first, second)
+    return first - second * t.emit("floor_divide", first, second)
+
+
+@rule("pow.Tensor_Scalar")
+def _pow_scalar(t: Translator, x: Value, exponent: Number) -> Value:
+    x = x.cast(t.type.dtype)
+    if x.dtype.is_float or (isinstance(exponent, int) and exponent >= 0):
+        match exponent:
+            case 0:
+                return t.full(1, x.shape, x.dtype)
+            case 1:
+                return x
+            case 2:
+                return x.unary("square")
+            case 3:
+                return x.unary("square") * x
+            case -1:
+                return x.unary("reciprocal")
+            case 0.5:
+                return x.unary("sqrt")
+            case -0.5:
+                return x.unary("rsqrt")
+    return t.emit("pow", x, t.value(exponent, x.dtype))
+
+
+@rule("pow.Tensor_Tensor", "pow.Scalar")
+def _pow(t: Translator, a: Number, b: Number) -> Value:
+    return _binary(t, a, b, kind="pow")
+
+
+@rule("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar")
+def _where(t: Translator, condition: Value, a: Number, b: Number) -> Value:
+    dtype = t.type.dtype
+    return t.emit("where", _truth(t, condition), t.value(a, dtype), t.value(b, dtype))
+
+
+@rule("masked_fill.Scalar", "masked_fill.Tensor")
+def _masked_fill(t: Translator, x: Value, mask: Value, value: Number) -> Value:
+    return t.emit("where", _truth(t, mask), t.value(value, x.dtype), x)
+
+
+# Piecewise functions choose with `where`, so that the derivative at a kink is PyTorch's.
+
+
+@rule("clamp.default", "clamp.Tensor")
+def _clamp(t: Translator, x: Value, min: Number = None, max: Number = None) -> Value:
+    dtype = t.type.dtype
+    y = x.cast(dtype)
+    if min is not None:
+        y = _replaced(t, y, "lt", t.value(min, dtype))
+    if max is not None:
+        y = _replaced(t, y, "gt", t.value(max, dtype))
+    return y
+
+
+def _replaced(t: Translator, x: Value, kind: str, bound: Value) -> Value:
+    """`bound` where `x kind bound`, else x."""
+    return t.emit("where", t.emit(kind, x, bound), bound, x)
+
+
+@rule("clamp_min.default", "clamp_min.Tensor")
+def _clamp_min(t: Translator, x: Value, bound: Number) -> Value:
+    return _clamp(t, x, bound)
+
+
+@rule("clamp_max.default", "clamp_max.Tensor")
+def _clamp_max(t: Translator, x: Value, bound: Number) -> Value:
+    return _clamp(t, x, None, bound)
+
+
+@rule("hardtanh.default")
+def _hardtanh(t: Translator, x: Value, low: Number = -1, high: Number = 1) -> Value:
+    y = _replaced(t, x, "le", t.value(low, x.dtype))
+    return _replaced(t, y, "ge", t.value(high, x.dtype))
+
+
+@rule("relu6.default")
+def _relu6(t: Translator, x: Value) -> Value:
+    return _hardtanh(t, x, 0, 6)
+
+
+@rule("hardsigmoid.default")
+def _hardsigmoid(t: Translator, x: Value) -> Value:
+    inner = x * (1 / 6) + 0.5
+    return x.compare("le", -3).where(0.0, x.compare("ge", 3).where(1.0, inner))
+
+
+@rule("hardswish.default")
+def _hardswish(t: Translator, x: Value) -> Value:
+    return x.compare("le", -3).where(0.0, x.compare("ge", 3).where(x, x * (x + 3) * (1 / 6)))
+
+
+@rule("threshold.default")
+def _threshold(t: Translator, x: Value, threshold: Number, value: Number) -> Value:
+    return t.emit("where", x.compare("le", threshold), t.value(value, x.dtype), x)
+
+
+@rule("leaky_relu.default")
+def _leaky_relu(t: Translator, x: Value, slope: Number = 0.01) -> Value:
+    return x.compare("gt", 0).where(x, x * slope)
+
+
+@rule("elu.default")
+def _elu(t: Translator, x: Value, alpha: Number = 1, scale: Number = 1, input_scale: Number = 1) -> Value:
+    positive = x.compare("gt", 0)
+    below = positive.where(0.0, x * input_scale).unary("expm1") * (alpha * scale)
+    return positive.where(x * scale, below)
+
+
+@rule("softplus.default")
+def _softplus(t: Translator, x: Value, beta: Number = 1, threshold: Number = 20) -> Value:
+    scaled = x * beta
+    return scaled.compare("gt", threshold).where(x, scaled.unary("softplus") * (1 / beta))
+
+
+@rule("mish.default")
+def _mish(t: Translator, x: Value) -> Value:
+    return x * x.unary("softplus").unary("tanh")
+
+
+@rule("gelu.default")
+def _gelu(t: Translator, x: Value, approximate: str = "none") -> Value:
+    return x.unary("gelu_tanh" if approximate == "tanh" else "gelu_erf")
+
+
+def _scaled_log(t: Translator, x: Value, *, factor: float) -> Value:
+    return x.cast(_float(t)).unary("log") * factor
+
+
+RULES["aten.log2.default"] = functools.partial(_scaled_log, factor=1 / math.log(2))
+RULES["aten.log10.default"] = functools.partial(_scaled_log, factor=1 / math.log(10))
+
+
+@rule("sinh.default")
+def _sinh(t: Translator, x: Value) -> Value:
+    e = x.cast(_float(t)).unary("expm1")
+    return (e + e / (e + 1)) * 0.5
+
+
+@rule("cosh.default")
+def _cosh(t: Translator, x: Value) -> Value:
+    x = x.cast(_float(t))
+    return (x.unary("exp") + (-x).unary("exp")) * 0.5
+
+
+# ---- copies and casts: values only, so a copy is the value itself ------------------------------------------------
+
+
+@rule("clone.default", "alias.default", "lift_fresh_copy.default", "lift_fresh.default", "contiguous.default")
+def _same(t: Translator, x: Value, **options: Any) -> Value:
+    return x
+
+
+@rule("_to_copy.default", "prims.convert_element_type.default", "to.dtype")
+def _cast(t: Translator, x: Value, *position: Any, **options: Any) -> Value:
+    return x.cast(t.type.dtype)
+
+
+@rule("copy.default")
+def _copy(t: Translator, target: Value, source: Value, non_blocking: bool = False) -> Value:
+    return source.cast(target.dtype).expand(target.shape)
+
+
+@rule("prims.device_put.default")
+def _device_put(t: Translator, x: Value, *options: Any, **more: Any) -> Value:
+    return x
+
+
+@rule("fill.Scalar", "fill.Tensor")
+def _fill(t: Translator, x: Value, value: Number) -> Value:
+    return t.value(value, x.dtype).expand(x.shape)
+
+
+ELEMENTWISE_RULE = Callable[..., Value]

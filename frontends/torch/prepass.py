@@ -1,0 +1,355 @@
+"""The gradient-aware pre-pass: it runs Dynamo's graph so that a trace without autograd keeps what gradients depend on.
+
+Lost without it, each silently: `detach` and `no_grad` regions, the backward of a user's `autograd.Function`,
+`torch.func.grad` (all zeros under `no_grad`), gradients through in-place changes under `no_grad`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.fx import traceback as fx_traceback
+from torch.utils import _pytree as pytree
+
+from daceml_train.errors import DacemlError, Unsupported
+from daceml_train.frontends.torch.operators import CustomFunction, custom_functions, result_counts
+from daceml_train.frontends.torch.source import origin
+
+MARK = "daceml_train"
+"""Key of our notes in `meta["custom"]` of traced nodes: `detach` (the user's) or `functorch` (inside `torch.func`)."""
+
+_INLINED = frozenset({"wrap", "invoke_subgraph", "tag_activation_checkpoint", "hints_wrapper", "inline_asm_elementwise"})
+_SDPA = F.scaled_dot_product_attention
+_ops = torch.ops.daceml_train
+
+
+class GradientAware(nn.Module):
+    """A module whose forward runs the graph of `module` node by node under the rules above."""
+
+    def __init__(self, module: fx.GraphModule, grad_enabled: bool) -> None:
+        super().__init__()
+        self._hidden = (module,)  # not a submodule: `capture` passes its tensors explicitly
+        self._grad_enabled = grad_enabled
+
+    def forward(self, attributes: dict[str, torch.Tensor], *operands: Any) -> tuple[Any, ...]:
+        (module,) = self._hidden
+        state = _State(self._grad_enabled)
+        with fx_traceback.preserve_node_meta(), nn.utils.stateless._reparametrize_module(module, attributes):
+            result = _Interpreter(module, state).run(*operands)
+        return tuple(pytree.tree_leaves(result, is_leaf=lambda leaf: leaf is None))
+
+
+class _State:
+    """What is common to a graph and the bodies inside it."""
+
+    def __init__(self, grad_enabled: bool) -> None:
+        self.grad_enabled = grad_enabled
+        self.nesting = 0
+
+
+class _Interpreter(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule, state: _State) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.state = state
+        self.node: fx.Node
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.node = n
+        try:
+            return super().run_node(n)
+        except DacemlError:
+            raise
+        except Exception as error:
+            line = str(error).strip().splitlines()
+            message = f"{_name(n.target)} cannot be traced: {line[0] if line else type(error).__name__}"
+            raise Unsupported(message, where=str(origin(n))) from error
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is torch._C._set_grad_enabled:
+            self.state.grad_enabled = bool(args[0])
+            return None
+        name = _name(target)
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            return self._higher_order(name, args, kwargs)
+        if name in ("register_hook", "requires_grad_", "register_post_accumulate_grad_hook") or (
+            name == "grad" and getattr(target, "__module__", "") == "torch.autograd"
+        ):
+            raise Unsupported(f"{name} inside a compiled graph", where=str(origin(self.node)))
+        if name == "_grad_increment_nesting" or name == "_vmap_increment_nesting":
+            self.state.nesting += 1
+        rule = _REPLACED.get(target) if not self.state.nesting else _REPLACED_IN_FUNCTORCH.get(target)
+        function: Callable[..., Any] = rule or target
+        result = self._under_grad_mode(lambda: function(*args, **kwargs), args, kwargs)
+        if name == "_grad_decrement_nesting" or name == "_vmap_decrement_nesting":
+            self.state.nesting -= 1
+        return result
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in ("register_hook", "requires_grad_", "register_post_accumulate_grad_hook"):
+            raise Unsupported(f"{target} inside a compiled graph", where=str(origin(self.node)))
+        rule = _REPLACED_METHODS.get(target) if not self.state.nesting else None
+        call: Callable[[], Any] = lambda: super(_Interpreter, self).call_method(target, args, kwargs)  # noqa: E731
+        if rule is not None:
+            function = rule
+            call = lambda: function(*args, **kwargs)  # noqa: E731
+        return self._under_grad_mode(call, args, kwargs)
+
+    def _under_grad_mode(self, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+        if _name(self.node.target) in ("detach", "detach_", "_get_data_attr"):
+            with fx_traceback.annotate({MARK: "detach"}):
+                return call()
+        if self.state.nesting:
+            with torch.enable_grad(), fx_traceback.annotate({MARK: "functorch"}):
+                return call()
+        if self.state.grad_enabled:
+            return call()
+        with self._grafted(args, kwargs):
+            result = call()
+        if not any(_carries_gradient(operand) for operand in self.node.all_input_nodes):
+            return result
+        with fx_traceback.annotate({MARK: "detach"}):
+            return pytree.tree_map_only(torch.Tensor, lambda t: t.detach(), result)
+
+    @contextlib.contextmanager
+    def _grafted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Keep the derivative of a tensor that is changed in place where gradients are off: only its values change."""
+        changed = _changed_in_place(self.node)
+        owner = _gradient_owner(changed, self.node) if changed is not None else None
+        if owner is None:
+            yield
+            return
+        tensor = self.env[owner]
+        before = tensor.clone()
+        yield
+        tensor.copy_(_ops.graft(before, tensor.clone()))
+
+    def _higher_order(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name == "autograd_function_apply":
+            return self._custom_function(args, kwargs)
+        bodies = [a for a in args if isinstance(a, fx.GraphModule)]
+        if name in _INLINED and len(bodies) == 1:
+            operands = [a for a in args if not isinstance(a, fx.GraphModule | str)]
+            return _Interpreter(bodies[0], self.state).run(*operands)
+        raise Unsupported(f"the higher-order operator {name}", where=str(origin(self.node)))
+
+    def _custom_function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        forward, backward, *operands = args
+        where = str(origin(self.node))
+        if kwargs.get("dirty_idx"):
+            raise Unsupported("an autograd.Function that changes its input in place", where=where)
+        if self.state.nesting:
+            raise Unsupported("an autograd.Function inside torch.func", where=where)
+        if not all(isinstance(a, torch.Tensor) for a in operands):
+            raise Unsupported("an autograd.Function with operands that are not tensors", where=where)
+        function = CustomFunction(forward, backward)
+        count, several = result_counts(function)
+        functions = custom_functions.get()
+        functions.append(function)
+        results = _ops.custom_vjp(len(functions) - 1, operands)[:count]
+        without = kwargs.get("non_differentiable_idx", ())
+        with fx_traceback.annotate({MARK: "detach"}):
+            off = not self.state.grad_enabled
+            results = [r.detach() if off or i in without else r for i, r in enumerate(results)]
+        return tuple(results) if several else results[0]
+
+
+def _name(target: Any) -> str:
+    if isinstance(target, str):
+        return target
+    return str(getattr(target, "__name__", "") or getattr(target, "_name", "") or target)
+
+
+def _example(node: fx.Node) -> Any:
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def _carries_gradient(node: fx.Node) -> bool:
+    """Whether Dynamo saw this value require a gradient; true where it does not say."""
+    example = _example(node)
+    leaves = pytree.tree_leaves(example)
+    return example is None or any(isinstance(t, torch.Tensor) and t.requires_grad for t in leaves)
+
+
+def _changed_in_place(node: fx.Node) -> fx.Node | None:
+    """The node of the tensor that `node` changes in place, by PyTorch's naming; None where it changes none."""
+    name = _name(node.target)
+    out = node.kwargs.get("out")
+    if isinstance(out, fx.Node):
+        return out
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
+    if not (in_place or node.kwargs.get("inplace")):
+        return None
+    first = node.args[0] if node.args else None
+    return first if isinstance(first, fx.Node) else None
+
+
+_IN_PLACE_OPERATORS = frozenset(
+    "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor imatmul ilshift irshift".split()
+)
+
+
+def _gradient_owner(changed: fx.Node, node: fx.Node) -> fx.Node | None:
+    """The base tensor with a gradient whose memory `changed` shares; None where no such tensor is known."""
+    example = _example(changed)
+    if not isinstance(example, torch.Tensor):
+        return None
+    storage = example.untyped_storage()._cdata
+    owners: list[fx.Node] = []
+    for other in node.graph.nodes:
+        if other is node:
+            break
+        value = _example(other)
+        if isinstance(value, torch.Tensor) and value.requires_grad and value.untyped_storage()._cdata == storage:
+            owners.append(other)
+    for owner in owners:
+        if _example(owner)._base is None:
+            return owner
+    if owners:
+        raise Unsupported(
+            "an in-place change under no_grad of a view that carries a gradient", where=str(origin(node))
+        )
+    return None
+
+
+# ---- operators that a trace without autograd would take apart in another way ------------------------------------
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Attention as one operator where a library has it, else composed of operators whose gradients are right."""
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    mask = _additive(attn_mask, query) if attn_mask is not None else None
+    if _has_kernel(query, key, value, attn_mask, dropout_p, is_causal) and isinstance(factor, float):
+        return _ops.attention(query, key, value, mask, is_causal, factor)[0]  # type: ignore[no-any-return]
+    return _composed_attention(query, key, value, attn_mask, dropout_p, is_causal, factor)
+
+
+def _has_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    causal: bool,
+) -> bool:
+    """Whether ATen's flash kernel computes this attention, by the conditions of `use_flash_attention_cpp`."""
+    ranks = {query.dim(), key.dim(), value.dim()}
+    sizes = query.shape[-1] == key.shape[-1] == value.shape[-1] and key.shape[-2] == value.shape[-2]
+    batches = ranks == {4} and query.shape[:2] == key.shape[:2] == value.shape[:2]
+    return (
+        dropout == 0
+        and batches
+        and sizes
+        and query.dtype.is_floating_point
+        and query.device.type == "cpu"
+        and (mask is None or (mask.dim() in (2, 4) and not causal and not mask.requires_grad))
+        and all(not isinstance(s, int) or s > 0 for t in (query, key) for s in t.shape)
+    )
+
+
+def _additive(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """A boolean mask as the numbers that are added to the scores."""
+    if mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), -math.inf)
+
+
+def _composed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float,
+) -> torch.Tensor:
+    scores = query @ key.transpose(-2, -1) * scale
+    if causal:
+        mask = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+    if mask is None:
+        weights = scores.softmax(-1)
+    else:
+        # A row in which everything is masked gives zeros and zero gradients, not NaN.
+        alive = (mask if mask.dtype is torch.bool else mask != -math.inf).any(-1, keepdim=True)
+        if mask.dtype is torch.bool:
+            scores = scores.masked_fill((mask | ~alive).logical_not(), -math.inf)
+        else:
+            scores = scores + mask.where(alive, 0.0)
+        weights = scores.softmax(-1).where(alive, 0.0)
+    return F.dropout(weights, dropout) @ value
+
+
+def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A product with a matrix as one matrix product, as PyTorch folds it when gradients are needed."""
+    if a.dim() >= 3 and b.dim() == 2:
+        return (a.reshape(-1, a.shape[-1]) @ b).view(*a.shape[:-1], b.shape[-1])
+    return torch.matmul(a, b)
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if x.dim() >= 2 and weight.dim() == 2:
+        rows = x.reshape(-1, x.shape[-1])
+        y = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
+        return y.view(*x.shape[:-1], weight.shape[0])
+    return F.linear(x, weight, bias)
+
+
+def _cosine_similarity(x1: torch.Tensor, x2: torch.Tensor, dim: int = 1, eps: float = 1e-8) -> torch.Tensor:
+    """PyTorch clamps the norms without telling autograd."""
+
+    def normalised(x: torch.Tensor) -> torch.Tensor:
+        norm = torch.linalg.vector_norm(x, 2, dim, keepdim=True)
+        return x / _ops.graft(norm, norm.clamp_min(eps))
+
+    kind = torch.promote_types(x1.dtype, x2.dtype)
+    return (normalised(x1.to(kind)) * normalised(x2.to(kind))).sum(dim)
+
+
+_REPLACED: dict[Any, Callable[..., Any]] = {
+    _SDPA: _attention,
+    torch.matmul: _matmul,
+    torch._C._nn.linear: _linear,
+    F.cosine_similarity: _cosine_similarity,
+    torch.cosine_similarity: _cosine_similarity,
+}
+import operator as _python_operator  # noqa: E402
+
+_REPLACED[_python_operator.matmul] = _matmul
+_REPLACED_METHODS: dict[str, Callable[..., Any]] = {"matmul": _matmul, "__matmul__": _matmul}
+
+
+def _attention_in_functorch(*operands: Any, **options: Any) -> torch.Tensor:
+    """Attention composed of operators that `torch.func` can transform."""
+    names: Sequence[str] = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = dict(zip(names, operands, strict=False)) | options
+    query = given["query"]
+    scale = given.get("scale") or 1 / math.sqrt(query.shape[-1])
+    return _composed_attention(
+        query,
+        given["key"],
+        given["value"],
+        given.get("attn_mask"),
+        given.get("dropout_p", 0.0),
+        given.get("is_causal", False),
+        scale,
+    )
+
+
+_REPLACED_IN_FUNCTORCH: dict[Any, Callable[..., Any]] = {_SDPA: _attention_in_functorch}

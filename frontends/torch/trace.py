@@ -1,0 +1,79 @@
+"""The trace: a Dynamo graph becomes a functional ATen graph, without autograd but with what gradients depend on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
+from torch._functorch.aot_autograd import GraphSignature, aot_export_module
+from torch._guards import TracingContext, detect_fake_mode
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from daceml_train.errors import DacemlError, Unsupported
+from daceml_train.frontends.torch.decompositions import table
+from daceml_train.frontends.torch.prepass import GradientAware
+
+
+def fake_mode(operands: Sequence[object]) -> FakeTensorMode:
+    """The mode of the compilation that is going on, whose shape environment knows the symbols; else a new one."""
+    context = TracingContext.try_get()
+    found = context.fake_mode if context is not None and context.fake_mode is not None else None
+    return found or detect_fake_mode(list(operands)) or FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def fake(mode: FakeTensorMode, operand: Any, position: int) -> Any:
+    """A tensor as the trace sees it: fake, with Dynamo's symbols for its sizes, and without `requires_grad`.
+
+    Nothing of the trace may build an autograd graph of its own; what requires a gradient is `capture`'s business.
+    """
+    if not isinstance(operand, Tensor):
+        return operand
+    if isinstance(operand, FakeTensor) and operand.fake_mode is mode:
+        made: Tensor = operand
+    else:
+        context = TracingContext.try_get()
+        symbolic = context.tensor_to_context.get(operand) if context is not None else None
+        source = symbolic.tensor_source if symbolic is not None else ConstantSource(f"input_{position}")
+        made = mode.from_tensor(
+            operand, static_shapes=symbolic is None, symbolic_context=symbolic, source=source, trace=symbolic is None
+        )
+    with mode, torch.no_grad():
+        return made.detach()
+
+
+@contextlib.contextmanager
+def _without_onednn() -> Iterator[None]:
+    """oneDNN's recurrent kernels are inference operators: without them a recurrent layer is traced step by step."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+def trace(
+    module: fx.GraphModule, attributes: dict[str, Tensor], operands: Sequence[Any], grad_enabled: bool
+) -> tuple[fx.GraphModule, GraphSignature]:
+    """The functional ATen graph of `module` on fake operands: placeholders are `attributes`, then the operands.
+
+    Its outputs are the new values of operands that the module changes, then the flattened results.
+    """
+    aware = GradientAware(module, grad_enabled)
+    try:
+        with _without_onednn():
+            graph, signature = aot_export_module(
+                aware, (attributes, *operands), trace_joint=False, decompositions=table()
+            )
+    except DacemlError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise Unsupported(f"PyTorch cannot trace this graph: {lines[0]}") from error
+    assert isinstance(graph, fx.GraphModule)
+    return graph, signature

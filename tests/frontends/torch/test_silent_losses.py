@@ -1,0 +1,255 @@
+"""What a trace without autograd loses silently, each held to eager's gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from daceml_train.errors import Unsupported
+from tests.frontends.torch.check import Interpreting, check, operators
+
+
+def leaf(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def test_detach_stops_the_gradient() -> None:
+    captured = check(lambda x: (x.detach() * x, x.data + x), leaf(3, 4))
+    assert "detach" in operators(captured)
+
+
+def test_results_of_a_no_grad_region_are_constants() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            angle = (x * 2).sin()
+        return angle * x
+
+    check(f, leaf(3, 4))
+
+
+def test_enable_grad_inside_no_grad() -> None:
+    def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            a = x.exp()
+            with torch.enable_grad():
+                b = x.sin()
+            c = b * 2
+        return a * x + b, c + x
+
+    captured = check(f, leaf(5))
+    assert captured.detached == (False, False)
+
+
+@torch.no_grad()
+def _norms(x: torch.Tensor) -> torch.Tensor:
+    return x.norm(dim=-1, keepdim=True)
+
+
+def test_no_grad_decorator() -> None:
+    check(lambda x: x / _norms(x), leaf(3, 4))
+
+
+def test_in_place_under_no_grad_keeps_the_gradient() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        with torch.no_grad():
+            y.clamp_(-0.5, 0.5)
+        return y * y
+
+    assert "graft" in operators(check(f, leaf(3, 4)))
+
+
+def test_in_place_on_a_view_under_no_grad_keeps_the_gradient() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        with torch.no_grad():
+            y[0].zero_()
+            y[1, 2] = 5.0
+        return y * y + y
+
+    check(f, leaf(3, 4))
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, factor):
+        y = x.exp() * w
+        ctx.save_for_backward(y, x)
+        ctx.factor = factor
+        return y, x + 1
+
+    @staticmethod
+    def backward(ctx, g, h):
+        y, x = ctx.saved_tensors
+        return g * y * ctx.factor + 3 * h, (g * x).sum(0), None
+
+
+def test_autograd_function_keeps_its_backward() -> None:
+    def f(x, w):
+        a, b = Scaled.apply(x * 2, w, 7.0)
+        return a.sin() + b
+
+    captured = check(f, leaf(3, 4), leaf(4))
+    assert "custom_vjp" in operators(captured)
+
+
+class Clip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return torch.where(x > 0, g, torch.zeros_like(g)).clamp(-0.1, 0.1)
+
+
+def test_autograd_function_with_one_result() -> None:
+    check(lambda x: Clip.apply(x) * x + Clip.apply(x.sin()), leaf(6))
+
+
+class Half(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        top = x.max(dim=-1)
+        ctx.mark_non_differentiable(top.indices)
+        ctx.save_for_backward(top.indices)
+        ctx.size = x.shape[-1]
+        return top.values, top.indices, y * 2
+
+    @staticmethod
+    def backward(ctx, g, _, h):
+        (indices,) = ctx.saved_tensors
+        return F.one_hot(indices, ctx.size) * g[..., None] * 10, None
+
+
+def test_autograd_function_with_integers_and_missing_gradients() -> None:
+    def f(x, y):
+        values, indices, z = Half.apply(x, y)
+        return values * indices, z
+
+    check(f, leaf(3, 4), leaf(2))
+
+
+def test_autograd_function_under_no_grad() -> None:
+    def f(x):
+        with torch.no_grad():
+            y = Clip.apply(x)
+        return y * x
+
+    check(f, leaf(4))
+
+
+def test_functional_grad_of_grad() -> None:
+    def f(x, w):
+        def energy(v):
+            return ((v @ w).tanh() ** 2).sum()
+
+        return torch.func.grad(energy)(x) * x
+
+    check(f, leaf(3, 4), leaf(4, 2))
+
+
+def test_functional_grad_with_detach_inside() -> None:
+    def f(x):
+        def energy(v):
+            return (v.tanh() * v.detach().sigmoid() * v).sum()
+
+        return torch.func.grad(energy)(x) * 3
+
+    check(f, leaf(3, 4))
+
+
+def test_vmap() -> None:
+    def f(x, w):
+        return torch.func.vmap(lambda row: (w @ row).sigmoid().sum())(x)
+
+    check(f, leaf(5, 3), leaf(4, 3))
+
+
+def test_vmap_of_grad() -> None:
+    def f(x, w):
+        return torch.func.vmap(torch.func.grad(lambda row: (w @ row).tanh().sum()))(x)
+
+    check(f, leaf(5, 3), leaf(4, 3))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_train(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "allow_rnn", True)
+    layer = kind(3, 4, num_layers=2, batch_first=True, bidirectional=True)
+    captured = check(lambda x: layer(x)[0], torch.randn(2, 3, 3, requires_grad=True), tolerance=1e-5)
+    assert not captured.fallbacks
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_is_one_operator(causal: bool) -> None:
+    def f(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    captured = check(f, leaf(2, 3, 5, 4), leaf(2, 3, 5, 4), leaf(2, 3, 5, 4))
+    assert operators(captured) == ["attention"]
+
+
+@pytest.mark.parametrize("boolean", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 1e-9])
+def test_attention_masks(boolean: bool, dropout: float) -> None:
+    mask = torch.rand(2, 1, 5, 5) > 0.4
+    mask[0, 0, 2] = False  # a row that sees nothing
+    given = mask if boolean else torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, float("-inf"))
+
+    def f(q, k, v, m):
+        return F.scaled_dot_product_attention(q, k, v, m, dropout_p=dropout)
+
+    captured = check(f, leaf(2, 3, 5, 4), leaf(2, 3, 5, 4), leaf(2, 3, 5, 4), given)
+    assert ("attention" in operators(captured)) == (dropout == 0)
+
+
+def test_attention_with_dropout_draws_from_the_seed() -> None:
+    def f(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+
+    captured = check(f, leaf(1, 1, 4, 2), leaf(1, 1, 4, 2), leaf(1, 1, 4, 2), values=False)
+    assert "dropout" in operators(captured) and captured.random
+
+
+def test_attention_of_rank_three_with_scale() -> None:
+    check(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=0.3), leaf(2, 5, 4), leaf(2, 6, 4), leaf(2, 6, 3))
+
+
+def test_training_dropout_is_ours() -> None:
+    captured = check(lambda x: F.dropout(x, 0.3) + F.dropout(x, 0.3), leaf(8, 8), values=False)
+    streams = {node.op.stream for node in captured.graph.nodes if node.op.label == "dropout"}
+    assert len(streams) == 2 and list(captured.graph.inputs)[-1] == "seed"
+
+
+def test_hooks_are_refused_with_the_line() -> None:
+    def f(x):
+        y = x * 2
+        y.register_hook(lambda g: g * 3)
+        return y * y
+
+    with pytest.raises(Exception, match="register_hook inside a compiled graph") as failure:
+        torch.compile(f, backend=Interpreting(), fullgraph=True)(leaf(3))
+    assert "test_silent_losses.py" in str(failure.value)
+
+
+def test_control_flow_is_refused_with_the_line() -> None:
+    def f(x):
+        return torch.cond(x.sum() > 0, lambda v: v.sin(), lambda v: v.cos(), (x,))
+
+    with pytest.raises(Exception, match="higher-order operator cond"):
+        torch.compile(f, backend=Interpreting(), fullgraph=True)(leaf(3))
+
+
+def test_sizes_that_depend_on_data_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+    with pytest.raises(Exception, match="depends on data"):
+        torch.compile(lambda x: x.nonzero().sum(), backend=Interpreting(), fullgraph=True)(leaf(3))
+
+
+def test_unsupported_is_our_error() -> None:
+    assert issubclass(Unsupported, Exception)

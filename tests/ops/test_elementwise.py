@@ -1,0 +1,146 @@
+"""Every row of the table: its derivatives proven by SymPy where it can, and its values and gradients against PyTorch."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import sympy
+import torch
+import torch.nn.functional as F
+
+from daceml_train.errors import Invalid
+from daceml_train.ops.elementwise import TABLE, Cast, Elementwise, Full, Iota
+from daceml_train.tensor import DType, Tensor
+from tests.ops.checking import check_gradient, check_op, check_types, numbers
+
+TORCH: dict[str, Any] = {
+    "div": torch.true_divide, "remainder": torch.remainder, "silu": F.silu, "relu": torch.relu,
+    "gelu_erf": F.gelu, "gelu_tanh": lambda a: F.gelu(a, approximate="tanh"),
+    "softplus": lambda a: F.softplus(a, threshold=1e6), "logical_not": torch.logical_not,
+}  # fmt: skip
+SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.5, -2.0, 3.0, 100.0, -100.0, np.inf, -np.inf, np.nan]
+
+
+def reference(kind: str) -> Any:
+    return TORCH.get(kind) or getattr(torch, kind)
+
+
+def boolean(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 2, shape).astype(bool)
+
+
+def operands(kind: str, shape: tuple[int, ...]) -> list[np.ndarray]:
+    count = len(TABLE[kind].operands)
+    low = 0.1 if kind in ("sqrt", "rsqrt", "log", "log1p", "pow") else -3.0
+    xs = [numbers(*shape, seed=i, low=low, high=3.0) for i in range(count)]
+    return [boolean(*shape), *xs[1:]] if kind == "where" else xs
+
+
+@pytest.mark.parametrize("kind", TABLE)
+def test_against_torch(kind: str) -> None:
+    for shape in ((3, 4), (1,), (), (0, 2)):
+        options = {"smooth": bool(np.prod(shape)) and kind not in ("fmod", "remainder")}
+        check_op(Elementwise(kind), *operands(kind, shape), reference=reference(kind), **options)
+
+
+@pytest.mark.parametrize("kind", [k for k in TABLE if len(TABLE[k].operands) > 1])
+def test_broadcasting(kind: str) -> None:
+    count = len(TABLE[kind].operands)
+    for shapes in itertools.product([(3, 4), (1, 4), (4,), (3, 1), ()], repeat=count):
+        if (3, 4) in shapes:
+            xs = [operands(kind, shape)[i] for i, shape in enumerate(shapes)]
+            wrt = tuple(i for i, formula in enumerate(TABLE[kind].gradients) if formula is not None)
+            if wrt:
+                check_gradient(Elementwise(kind), xs, reference(kind), wrt, [0])
+
+
+@pytest.mark.parametrize("kind", TABLE)
+def test_special_points(kind: str) -> None:
+    """Zeros of either sign, infinities, NaN, +-100 and ties: the values and first derivatives of PyTorch."""
+    count = len(TABLE[kind].operands)
+    points = np.array(list(itertools.product(SPECIAL, repeat=min(count, 2)))).T
+    xs = [p.copy() for p in points]
+    if kind == "where":
+        xs = [boolean(xs[0].size), *xs]
+    if kind in ("floor_divide", "fmod", "remainder"):  # PyTorch's vectorised and scalar versions differ by zero and infinity
+        finite = np.isfinite(xs[0]) & np.isfinite(xs[1]) & (xs[1] != 0)
+        xs = [x[finite] for x in xs]
+    check_op(Elementwise(kind), *xs, reference=reference(kind), smooth=False, second=False)
+
+
+@pytest.mark.parametrize("kind", TABLE)
+def test_integers(kind: str) -> None:
+    row = TABLE[kind]
+    if kind in ("add", "sub", "mul", "maximum", "minimum", "neg", "abs", "sign", "square", "floor_divide", "remainder", "fmod", "relu") or row.result == "bool":
+        xs = [np.array([-7, -1, 2, 7, 0, 5]), np.array([2, 3, -2, 7, 4, 5])][: len(row.operands)]
+        check_op(Elementwise(kind), *xs, reference=reference(kind))
+        narrow = [x.astype(np.int32) for x in xs]
+        assert Elementwise(kind).evaluate(*narrow)[0].dtype == (bool if row.result == "bool" else np.int32)
+
+
+def test_remainder_is_exact_far_from_zero() -> None:
+    a, b = np.array([1e15 + 0.5, -1e15]), np.array([0.1, 0.3])
+    np.testing.assert_array_equal(Elementwise("remainder").evaluate(a, b)[0], torch.remainder(*map(torch.as_tensor, (a, b))))
+
+
+# ---- proofs -----------------------------------------------------------------------------------------------------
+SYMBOLIC: dict[str, Any] = {
+    **{n: getattr(sympy, n) for n in ("exp", "log", "sqrt", "tanh", "sin", "cos", "tan", "atan", "erf", "sign", "floor")},
+    "log1p": lambda x: sympy.log(1 + x), "expm1": lambda x: sympy.exp(x) - 1, "pow": lambda x, y: x**y, "abs": sympy.Abs,
+    "sigmoid": lambda x: 1 / (1 + sympy.exp(-x)), "rsqrt": lambda x: 1 / sympy.sqrt(x),
+}  # fmt: skip
+PROVEN = [
+    "add", "sub", "mul", "div", "neg", "square", "reciprocal", "sqrt", "rsqrt", "exp", "expm1", "log", "log1p",
+    "sin", "cos", "tan", "atan", "tanh", "sigmoid", "erf", "silu", "gelu_erf", "gelu_tanh", "abs",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PROVEN)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_derivative_is_proven(kind: str, sign: int) -> None:
+    """gradient = g d(expression)/d(operand), as an identity in the operands; constants are made exact."""
+    row = TABLE[kind]
+    scope = {n: sign * sympy.Symbol(n, positive=True) for n in "abc"} if kind == "abs" else {n: sympy.Symbol(n, positive=True) for n in "abc"}
+    constants = {0.7978845608028654: sympy.sqrt(2 / sympy.pi), 0.7071067811865476: 1 / sympy.sqrt(2),
+                 0.3989422804014327: 1 / sympy.sqrt(2 * sympy.pi), 1.1283791670955126: 2 / sympy.sqrt(sympy.pi)}  # fmt: skip
+    for value, exact in constants.items():
+        assert abs(float(exact) - value) < 1e-15
+
+    def symbolic(expression: str, names: dict[str, Any]) -> sympy.Expr:
+        result = sympy.sympify(eval(expression, {**SYMBOLIC, "__builtins__": {}}, names))
+        return sympy.nsimplify(result.xreplace({sympy.Float(v): e for v, e in constants.items()}), rational=True)
+
+    y, g = symbolic(row.expression, scope), sympy.Symbol("g")
+    for operand, formula in zip(row.operands, row.gradients, strict=True):
+        assert formula is not None
+        base = scope[operand].free_symbols.pop()
+        slope = sympy.diff(y, base) / sympy.diff(scope[operand], base)
+        difference = symbolic(formula, scope | {"y": y, "g": g}) - g * slope
+        assert sympy.simplify(difference.rewrite(sympy.exp)) == 0, f"{kind}, {operand}: off by {sympy.simplify(difference)}"
+
+
+# ---- the other operators ----------------------------------------------------------------------------------------
+def test_cast() -> None:
+    check_op(Cast(DType.float64), numbers(3, 2), reference=lambda x: x * 1)
+    check_op(Cast(DType.int64), 3 * numbers(3, 2), reference=lambda x: x.long())
+    check_op(Cast(DType.bool), np.array([0.0, 0.3, np.nan, -1]), reference=lambda x: x.bool())
+    assert Cast(DType.int64).zero_gradient and not Cast(DType.float32).zero_gradient
+
+
+def test_constants() -> None:
+    check_op(Full(2.5, (2, 3), DType.float64), reference=lambda: torch.full((2, 3), 2.5, dtype=torch.float64))
+    check_op(Full(True, (), DType.bool), reference=lambda: torch.tensor(True))
+    check_op(Iota((2, 3), 1), reference=lambda: torch.arange(3).expand(2, 3))
+    check_op(Iota((2, 0), 0, DType.float64, 0.5, 2), reference=lambda: torch.zeros(2, 0, dtype=torch.float64))
+    check_types(Elementwise("add"), (numbers(2), numbers(2)))
+
+
+def test_errors() -> None:
+    x = Tensor((3, 4))
+    with pytest.raises(Invalid, match="add takes 2 operands, not 1"):
+        Elementwise("add").infer(x)
+    with pytest.raises(Invalid, match="add got element types f32, i64; cast first"):
+        Elementwise("add").infer(x, Tensor((3, 4), DType.int64))
+    with pytest.raises(Invalid, match=r"shapes \[3, 4\], \[3\] do not broadcast"):
+        Elementwise("mul").infer(x, Tensor((3,)))

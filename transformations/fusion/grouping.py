@@ -1,0 +1,377 @@
+"""Grouping: the bookkeeping under all fusion passes: which leaf operators compute together in one kernel.
+
+The graph's kernels are opened into their leaves, every leaf that we generate code for becomes a group of its own, and
+passes join groups. A join is refused if it would make a cycle, or if the joined body is not one loop nest
+(`codegen.domain`). Movement operators and constants belong to no group: whoever needs one copies it into its body.
+Groups are kept in a topological order that is repaired locally at each join (Pearce & Kelly, "A dynamic topological
+sort algorithm for directed acyclic graphs", JEA 2006), so that a cycle is looked for between two groups only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from daceml_train.codegen.domain import analyse
+from daceml_train.errors import Refused
+from daceml_train.graph.graph import Graph
+from daceml_train.ops.elementwise import Cast, Elementwise, Full, Iota
+from daceml_train.ops.kernel import Kernel, Statement, canonical
+from daceml_train.ops.movement import Expand, Permute, View
+from daceml_train.ops.operator import Operator, Origin
+from daceml_train.ops.random import Uniform
+from daceml_train.ops.reduction import Reduce
+from daceml_train.tensor import Dim, Tensor
+
+POINTWISE = (Elementwise, Cast)
+MOVEMENT = (View, Permute, Expand)
+CONSTANT = (Full, Iota)
+
+
+@dataclass(eq=False)
+class Item:
+    """An operator of the opened graph; `group` is None for movement and constants that nobody owns."""
+
+    op: Operator
+    inputs: list[str]
+    outputs: tuple[str, ...]
+    origin: Origin
+    group: Group | None = None
+
+
+@dataclass(eq=False)
+class Group:
+    """Operators that compute together, in topological order; one vendor operator is a group that joins nothing."""
+
+    items: list[Item]
+    fusible: bool
+    position: int = 0
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a reduction is among the operators."""
+        return any(isinstance(i.op, Reduce) for i in self.items)
+
+    @property
+    def origin(self) -> Origin:
+        """The origin of the last operator that has one."""
+        return next((i.origin for i in reversed(self.items) if str(i.origin)), Origin())
+
+
+class Grouping:
+    """The groups of a graph under edit; `build` gives the graph with a kernel per group."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.tensors: dict[str, Tensor] = dict(graph.tensors)
+        self.visible = frozenset(graph.results)
+        self.producer: dict[str, Item] = {}
+        self.readers: dict[str, dict[Item, None]] = {name: {} for name in graph.tensors}
+        self.order: list[Group | None] = []
+        self._fresh = 0
+        for node in graph.nodes:
+            if isinstance(node.op, Kernel):
+                self._open(node.op, node.inputs, node.outputs, node.origin)
+            else:
+                self._add(Item(node.op, list(node.inputs), node.outputs, node.origin))
+
+    # ---- construction -------------------------------------------------------------------------------------------
+    def _register(self, item: Item) -> None:
+        types = item.op.infer(*(self.tensors[i] for i in item.inputs))
+        for name, tensor in zip(item.outputs, types, strict=True):
+            self.producer[name] = item
+            self.tensors[name] = tensor
+            self.readers.setdefault(name, {})
+        for name in item.inputs:
+            self.readers[name][item] = None
+
+    def _append(self, group: Group) -> None:
+        group.position = len(self.order)
+        self.order.append(group)
+        for item in group.items:
+            item.group = group
+
+    def _add(self, item: Item) -> None:
+        self._register(item)
+        if not isinstance(item.op, (*MOVEMENT, *CONSTANT)):
+            self._append(Group([item], isinstance(item.op, (*POINTWISE, Reduce, Uniform))))
+
+    def _open(self, kernel: Kernel, inputs: tuple[str, ...], outputs: tuple[str, ...], origin: Origin) -> None:
+        names = dict(zip(kernel.arguments, inputs, strict=True))
+        results = dict(zip(kernel.yields, outputs, strict=True))
+        items = []
+        for statement in kernel.statements:
+            for name in statement.outputs:
+                names[name] = results.get(name) or self.fresh(statement.op.label)
+            made = tuple(names[o] for o in statement.outputs)
+            item = Item(statement.op, [names[i] for i in statement.inputs], made, origin)
+            self._register(item)
+            items.append(item)
+        self._append(Group(items, fusible=True))
+
+    def fresh(self, base: str) -> str:
+        """A name that no array has."""
+        while True:
+            self._fresh += 1
+            name = f"{base}.{self._fresh}"
+            if name not in self.tensors:
+                return name
+
+    # ---- structure ----------------------------------------------------------------------------------------------
+    def groups(self) -> Iterator[Group]:
+        """All groups in topological order; groups may be joined meanwhile."""
+        position = 0
+        while position < len(self.order):
+            group = self.order[position]
+            if group is not None:
+                yield group
+            position += 1
+
+    def source(self, name: str) -> tuple[str, list[Item]]:
+        """The array behind `name` when unowned movement is looked through, and that movement, last first."""
+        path = []
+        while (item := self.producer.get(name)) is not None and item.group is None and isinstance(item.op, MOVEMENT):
+            path.append(item)
+            name = item.inputs[0]
+        return name, path
+
+    def reads(self, group: Group) -> dict[str, None]:
+        """Arrays that a group reads from outside, as its operators name them."""
+        return {
+            name: None
+            for item in group.items
+            for name in item.inputs
+            if (maker := self.producer.get(name)) is None or maker.group is not group
+        }
+
+    def predecessors(self, group: Group) -> dict[Group, None]:
+        """Groups whose results this one reads."""
+        found: dict[Group, None] = {}
+        for name in self.reads(group):
+            maker = self.producer.get(self.source(name)[0])
+            if maker is not None and maker.group is not None and maker.group is not group:
+                found[maker.group] = None
+        return found
+
+    def consumers(self, name: str) -> Iterator[Item]:
+        """Operators of groups that read an array, directly or through unowned movement."""
+        for reader in self.readers[name]:
+            if reader.group is not None:
+                yield reader
+            else:
+                for output in reader.outputs:
+                    yield from self.consumers(output)
+
+    def successors(self, group: Group) -> dict[Group, None]:
+        """Groups that read this one's results."""
+        return {
+            reader.group: None
+            for item in group.items
+            for name in item.outputs
+            for reader in self.consumers(name)
+            if reader.group is not None and reader.group is not group
+        }
+
+    def seen_outside(self, name: str, groups: Iterable[Group]) -> bool:
+        """Whether an array made in `groups` is a result of the graph or read outside them."""
+        inside = set(map(id, groups))
+
+        def seen(array: str) -> bool:
+            if array in self.visible:
+                return True
+            for reader in self.readers[array]:
+                if reader.group is not None:
+                    if id(reader.group) not in inside:
+                        return True
+                elif any(map(seen, reader.outputs)):
+                    return True
+            return False
+
+        return seen(name)
+
+    # ---- bodies -------------------------------------------------------------------------------------------------
+    def body(self, *groups: Group) -> tuple[tuple[str, ...], list[Statement], list[str]]:
+        """Arguments, statements and yields of the groups taken as one; movement between them is part of it."""
+        inside = {id(g) for g in groups}
+        statements: list[Statement] = []
+        arguments: dict[str, None] = {}
+        made: set[str] = set()
+
+        def need(name: str) -> None:
+            if name in made or name in arguments:
+                return
+            base, path = self.source(name)
+            maker = self.producer.get(base)
+            if maker is not None and maker.group is None:  # a constant: copied
+                add(maker)
+            elif maker is None or id(maker.group) not in inside:
+                arguments[name] = None
+                return
+            for item in reversed(path):
+                add(item)
+
+        def add(item: Item) -> None:
+            if item.outputs[0] in made:
+                return
+            for name in item.inputs:
+                need(name)
+            statements.append(Statement(item.op, tuple(item.inputs), item.outputs))
+            made.update(item.outputs)
+
+        for group in groups:
+            for item in group.items:
+                add(item)
+        yields = [
+            name for g in groups for item in g.items for name in item.outputs if self.seen_outside(name, groups)
+        ]
+        return tuple(arguments), statements, yields
+
+    def kernel(self, *groups: Group) -> tuple[Kernel, tuple[str, ...], list[str]]:
+        """The groups as one canonical kernel without dead statements, the arrays it reads, and those it makes."""
+        arguments, statements, yields = self.body(*groups)
+        needed, kept = set(yields), []
+        for statement in reversed(statements):
+            if not needed.isdisjoint(statement.outputs):
+                needed.update(statement.inputs)
+                kept.append(statement)
+        arguments = tuple(a for a in arguments if a in needed)
+        kernel, _ = canonical(arguments, kept[::-1], yields)
+        return kernel, arguments, yields
+
+    def bytes(self, names: Iterable[str]) -> Dim:
+        """Bytes of the arrays behind `names`, each once."""
+        total: Dim = 0
+        for name in dict.fromkeys(self.source(n)[0] for n in names):
+            total = total + self.tensors[name].bytes
+        return total
+
+    def cost(self, *groups: Group) -> Dim:
+        """Bytes that the groups, taken as one, read and write."""
+        arguments, _, yields = self.body(*groups)
+        return self.bytes(arguments) + self.bytes(yields)
+
+    # ---- edits --------------------------------------------------------------------------------------------------
+    def refusal(self, first: Group, second: Group, limit: int) -> str | None:
+        """Why two groups (in topological order) cannot be one kernel, or None."""
+        if not (first.fusible and second.fusible):
+            other = second if first.fusible else first
+            return f"{other.items[0].op.label} is a library call"
+        if len(first.items) + len(second.items) > limit:
+            return f"the kernel would have more than {limit} operators"
+        if self.between(first, second) is None:
+            return f"{second.items[-1].outputs[0]} also depends on {first.items[-1].outputs[0]} through other operators"
+        kernel, arguments, _ = self.kernel(first, second)
+        try:
+            analyse(kernel, [self.tensors[a] for a in arguments])
+        except Refused as refused:
+            return refused.message
+        return None
+
+    def between(self, first: Group, second: Group) -> set[int] | None:
+        """Groups (by id) after `first` and before `second` that depend on `first`; None if `second` depends on one."""
+        found: set[int] = set()
+        todo = [g for g in self.successors(first) if g is not second]
+        while todo:
+            group = todo.pop()
+            if group.position >= second.position or id(group) in found:
+                continue
+            found.add(id(group))
+            for successor in self.successors(group):
+                if successor is second:
+                    return None
+                todo.append(successor)
+        return found
+
+    def join(self, first: Group, second: Group) -> Group:
+        """Make one group of two, `first` standing before `second`; the caller has asked `refusal`."""
+        dependants = self.between(first, second)
+        assert dependants is not None
+        low, high = first.position, second.position
+        region = [g for g in self.order[low : high + 1] if g is not None and g is not first and g is not second]
+        joined = Group([*first.items, *second.items], fusible=True)
+        for item in joined.items:
+            item.group = joined
+        early = [g for g in region if id(g) not in dependants]
+        late = [g for g in region if id(g) in dependants]
+        placed: list[Group | None] = [*early, joined, *late]
+        placed += [None] * (high + 1 - low - len(placed))
+        self.order[low : high + 1] = placed
+        for position, group in enumerate(placed, low):
+            if group is not None:
+                group.position = position
+        return joined
+
+    def refusal_of_copy(self, group: Group, name: str) -> str | None:
+        """Why `group` cannot compute array `name` itself instead of reading it, or None."""
+        base, path = self.source(name)
+        copied = [Statement(i.op, tuple(i.inputs), i.outputs) for i in (self.producer[base], *reversed(path))]
+        arguments, statements, yields = self.body(group)
+        made = {o for s in (*copied, *statements) for o in s.outputs}
+        read = [a for a in arguments if a not in made]
+        extra = [i for s in copied for i in s.inputs if i not in made and i not in read]
+        for constant in [e for e in extra if (m := self.producer.get(e)) is not None and isinstance(m.op, CONSTANT)]:
+            extra.remove(constant)
+            copied.insert(0, Statement(self.producer[constant].op, (), (constant,)))
+        read += dict.fromkeys(extra)
+        statements = [*copied, *(s for s in statements if s.outputs not in {c.outputs for c in copied})]
+        kernel, _ = canonical(read, statements, yields)
+        try:
+            analyse(kernel, [self.tensors[a] for a in read])
+        except Refused as refused:
+            return refused.message
+        return None
+
+    def copy_into(self, group: Group, name: str) -> None:
+        """Let `group` compute array `name` itself; the caller has asked `refusal_of_copy`."""
+        base, path = self.source(name)
+        maker = self.producer[base]
+        renamed: dict[str, str] = {}
+        copies = []
+        for item in (maker, *reversed(path)):
+            outputs = tuple(self.fresh(item.op.label) for _ in item.outputs)
+            renamed.update(zip(item.outputs, outputs, strict=True))
+            copy = Item(item.op, [renamed.get(i, i) for i in item.inputs], outputs, item.origin)
+            self._register(copy)
+            copy.group = group
+            copies.append(copy)
+        for item in group.items:
+            if name in item.inputs:
+                item.inputs = [renamed[name] if i == name else i for i in item.inputs]
+                del self.readers[name][item]
+                self.readers[renamed[name]][item] = None
+        group.items[:0] = copies
+
+    # ---- result -------------------------------------------------------------------------------------------------
+    def build(self) -> Graph:
+        """The graph with one node per group; groups of a single operator stay that operator."""
+        other = self.graph.empty()
+
+        def need(name: str) -> None:
+            if name not in other.tensors:
+                item = self.producer[name]
+                for operand in item.inputs:
+                    need(operand)
+                other.append(item.op, tuple(item.inputs), item.outputs, item.origin)
+
+        for group in list(self.groups()):
+            if len(group.items) == 1 and not self._inlines(group.items[0]):
+                item = group.items[0]
+                if not group.fusible or self.seen_outside(item.outputs[0], [group]):
+                    for name in item.inputs:
+                        need(name)
+                    other.append(item.op, tuple(item.inputs), item.outputs, item.origin)
+                continue
+            kernel, arguments, yields = self.kernel(group)
+            if yields:
+                for name in arguments:
+                    need(name)
+                other.append(kernel, arguments, yields, group.origin)
+        for name in self.visible:
+            need(name)
+        return self.graph.finish(other, {})
+
+    def _inlines(self, item: Item) -> bool:
+        """Whether a single operator reads constants, which a kernel holds in its body."""
+        return item.group is not None and item.group.fusible and any(
+            (maker := self.producer.get(name)) is not None and isinstance(maker.op, CONSTANT) for name in item.inputs
+        )

@@ -1,0 +1,116 @@
+"""Fusion along the arrays between operators: a producer and its consumer become one kernel.
+
+Three passes share the sweep and differ in what they join, so that a pipeline shows what each is worth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from daceml_train.graph.graph import Graph
+from daceml_train.passes.base import Pass
+from daceml_train.tensor import Dim
+from daceml_train.transformations.fusion.grouping import Group, Grouping
+
+
+@dataclass(frozen=True)
+class FusionMatch:
+    """Two groups that a fusion pass would join."""
+
+    grouping: Grouping
+    first: Group
+    second: Group
+    limit: int
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the groups cannot be one kernel, or None."""
+        return self.grouping.refusal(self.first, self.second, self.limit)
+
+    @property
+    def traffic(self) -> Dim:
+        """Bytes that joining adds (negative: saves)."""
+        apart = self.grouping.cost(self.first) + self.grouping.cost(self.second)
+        return self.grouping.cost(self.first, self.second) - apart
+
+    def apply(self) -> Graph:
+        """The graph with these two groups joined. The match's grouping is used up."""
+        self.grouping.join(self.first, self.second)
+        return self.grouping.build()
+
+
+@dataclass(frozen=True)
+class Fusion(Pass):
+    """Base of the passes that join a producer with a consumer; `limit` is the most operators a kernel may have."""
+
+    level = "fusion"
+    limit: int = 96
+
+    def joins(self, producer: Group, consumer: Group) -> bool:
+        """Whether this pass is the one for such a pair."""
+        raise NotImplementedError
+
+    def matches(self, graph: Graph) -> Iterator[FusionMatch]:
+        """Every pair of the kind this pass joins, refused ones included."""
+        grouping = Grouping(graph)
+        for consumer in grouping.groups():
+            for producer in grouping.predecessors(consumer):
+                if producer.fusible and consumer.fusible and self.joins(producer, consumer):
+                    yield FusionMatch(grouping, producer, consumer, self.limit)
+
+    def run(self, graph: Graph) -> Graph:
+        grouping = Grouping(graph)
+        for group in grouping.groups():
+            if group.fusible:
+                self.absorb(grouping, group)
+        return grouping.build()
+
+    def absorb(self, grouping: Grouping, consumer: Group) -> None:
+        """Join `consumer` with its producers, and theirs, as far as that is legal."""
+        refused: set[int] = set()
+        while True:
+            producers = sorted(grouping.predecessors(consumer), key=lambda g: -g.position)
+            for producer in producers:
+                if id(producer) in refused or not producer.fusible or not self.joins(producer, consumer):
+                    continue
+                if grouping.refusal(producer, consumer, self.limit) is None:
+                    consumer = grouping.join(producer, consumer)
+                    refused.clear()
+                    break
+                refused.add(id(producer))
+            else:
+                return
+
+
+@dataclass(frozen=True)
+class FuseElementwise(Fusion):
+    """Compute a chain of elementwise operators in one kernel; what is between them never reaches memory.
+
+    x -> [f] -> t -> [g] -> y      =>      x -> [f; g] -> y
+    """
+
+    def joins(self, producer: Group, consumer: Group) -> bool:
+        return not producer.reduces and not consumer.reduces
+
+
+@dataclass(frozen=True)
+class FuseIntoReduction(Fusion):
+    """Compute what a reduction reads while reducing it.
+
+    x -> [f] -> t -> [sum] -> y      =>      x -> [f; sum] -> y
+    """
+
+    def joins(self, producer: Group, consumer: Group) -> bool:
+        return not producer.reduces and consumer.reduces
+
+
+@dataclass(frozen=True)
+class FuseEpilogue(Fusion):
+    """Continue with a reduction's result in the kernel that computes it, elementwise or into further reductions.
+
+    x -> [sum] -> s -> [g] -> y      =>      x -> [sum; g] -> y
+    """
+
+    def joins(self, producer: Group, consumer: Group) -> bool:
+        return producer.reduces

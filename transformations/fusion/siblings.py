@@ -1,0 +1,59 @@
+"""Fusion of operators that read the same array, side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sympy
+
+from daceml_train.graph.graph import Graph
+from daceml_train.passes.base import Pass
+from daceml_train.tensor import Dim
+from daceml_train.transformations.fusion.grouping import Group, Grouping
+
+
+@dataclass(frozen=True)
+class FuseSiblings(Pass):
+    """Read an array once for several kernels over the same domain.
+
+        x -> [f] -> y,  x -> [g] -> z      =>      x -> [f; g] -> y, z
+
+    `window` bounds how far apart (in groups) the kernels may stand: hoisting one over many others would keep its
+    result alive for long. The shared array must be at least `share` of what the smaller kernel moves.
+    """
+
+    level = "fusion"
+    limit: int = 96
+    window: int = 16
+    share: float = 0.2
+
+    def run(self, graph: Graph) -> Graph:
+        grouping = Grouping(graph)
+        for group in grouping.groups():
+            while (sibling := self.sibling(grouping, group)) is not None:
+                group = grouping.join(sibling, group)
+        return grouping.build()
+
+    def sibling(self, grouping: Grouping, group: Group) -> Group | None:
+        """The nearest earlier kernel that shares an array with `group` and may join it."""
+        if not group.fusible:
+            return None
+        found: dict[Group, set[str]] = {}
+        for name in grouping.reads(group):
+            base = grouping.source(name)[0]
+            for reader in grouping.consumers(base):
+                other = reader.group
+                if other is not None and other is not group and other.fusible:
+                    if 0 < group.position - other.position <= self.window:
+                        found.setdefault(other, set()).add(base)
+        for other in sorted(found, key=lambda g: -g.position):
+            shared = magnitude(grouping.bytes(found[other]))
+            smaller = min(magnitude(grouping.cost(other)), magnitude(grouping.cost(group)))
+            if shared >= self.share * smaller and grouping.refusal(other, group, self.limit) is None:
+                return other
+        return None
+
+
+def magnitude(size: Dim) -> float:
+    """A number by which sizes with symbols are compared: every symbol counts as 32."""
+    return float(size) if isinstance(size, int) else float(sympy.sympify(size).subs(dict.fromkeys(size.free_symbols, 32)))

@@ -1,0 +1,88 @@
+"""Writing a new parameter, or optimizer state, over the old one, as soon as nobody reads the old one any more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from daceml_train.graph.graph import Graph, Node
+from daceml_train.ops.elementwise import Cast, Elementwise, Full
+from daceml_train.ops.kernel import Kernel, Statement, canonical
+from daceml_train.ops.movement import Expand, Permute, Slice, View
+from daceml_train.passes.base import Pass
+
+MOVEMENT = (View, Permute, Expand, Slice)
+POINTWISE = (Elementwise, Cast, Full)
+
+
+@dataclass(frozen=True)
+class UpdateInPlace(Pass):
+    """Store a written value through the input it replaces, and do so right behind the last gradient's use.
+
+        p, g -> [update] -> p_next;  write p <- p_next      =>      p, g -> [update over p]
+
+    The gradient's memory is free from there on. A kernel qualifies if it is elementwise over one domain (so that each
+    element is read before it is overwritten, and never after) and if every other reader of the input can stand before
+    it.
+    """
+
+    level = "global_movement"
+
+    def run(self, graph: Graph) -> Graph:
+        base = bases(graph)
+        readers: dict[str, list[int]] = {}
+        for index, node in enumerate(graph.nodes):
+            if not isinstance(node.op, MOVEMENT):
+                for name in dict.fromkeys(base[i] for i in node.inputs):
+                    readers.setdefault(name, []).append(index)
+        seen = {base[name] for name in graph.outputs} | {base[n] for t, n in graph.writes.items() if base[n] != t}
+        targets = {value: target for target, value in graph.writes.items()}
+        made = {name: index for index, node in enumerate(graph.nodes) for name in node.outputs}
+        nodes, wanted = list(graph.nodes), [float(i) for i in range(len(graph.nodes))]
+        for index, node in enumerate(graph.nodes):
+            kernel = as_kernel(node)
+            if kernel is None:
+                continue
+            pairs = []
+            for position, name in enumerate(node.outputs):
+                target = targets.get(name)
+                if graph.tensors[name].rank == 0 and len(node.outputs) > 1:
+                    continue  # another thread may still read the old scalar
+                once = [base[i] for i in node.inputs].count(target) == 1
+                if target in node.inputs and once and target not in seen and self.elementwise(graph, node, kernel):
+                    others = [r for r in readers[target] if r != index]
+                    if not others or max(others) < index:
+                        pairs.append((position, node.inputs.index(target)))
+            if pairs:
+                nodes[index] = replace(node, op=replace(kernel, updates=tuple(pairs)))
+                needs = [made[i] for i in node.inputs if i in made]
+                needs += [r for _, argument in pairs for r in readers[node.inputs[argument]] if r != index]
+                wanted[index] = max(needs, default=-1) + 0.5
+        other = graph.copy()
+        other.nodes = [nodes[i] for i in sorted(range(len(nodes)), key=lambda i: (wanted[i], i))]
+        return other
+
+    def elementwise(self, graph: Graph, node: Node, kernel: Kernel) -> bool:
+        """Whether every statement works element by element over one domain."""
+        shapes = {graph.tensors[o].shape for o in node.outputs} - ({()} if len(node.outputs) > 1 else set())
+        full = [graph.tensors[i] for i in node.inputs if graph.tensors[i].rank > 0]
+        pointwise = all(isinstance(s.op, POINTWISE) for s in kernel.statements)
+        orders = {t.order for t in (*full, *(graph.tensors[o] for o in node.outputs)) if t.rank > 0}
+        return pointwise and len(shapes) == 1 and len(orders) == 1
+
+
+def bases(graph: Graph) -> dict[str, str]:
+    """Array -> the array whose memory it is a view of, if movement operators are views."""
+    base = {name: name for name in graph.tensors}
+    for node in graph.nodes:
+        if isinstance(node.op, MOVEMENT):
+            base[node.outputs[0]] = base[node.inputs[0]]
+    return base
+
+
+def as_kernel(node: Node) -> Kernel | None:
+    """The node as a kernel, if it is one or a single elementwise operator."""
+    if isinstance(node.op, Kernel):
+        return node.op
+    if isinstance(node.op, Elementwise | Cast):
+        return canonical(node.inputs, [Statement(node.op, node.inputs, node.outputs)], node.outputs)[0]
+    return None

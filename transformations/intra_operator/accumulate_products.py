@@ -1,0 +1,82 @@
+"""AccumulateProducts: a product is added where the sum stands, as BLAS does, instead of being stored first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from daceml_train.graph.graph import Graph, Node
+from daceml_train.ops.contraction import Matmul, MatmulAdd
+from daceml_train.ops.elementwise import Elementwise
+from daceml_train.ops.movement import View as ViewOp
+from daceml_train.ops.operator import Value
+from daceml_train.passes.base import Match, Rewrite, View
+from daceml_train.tensor import Dim, same_shape
+from daceml_train.transformations.intra_operator.memory import dense
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product and the array under which a reader sees it: the product itself or a view of it."""
+
+    node: Node
+    seen: str
+
+    @staticmethod
+    def behind(view: View, name: str) -> Product | None:
+        """The product that `name` is, or is a view of."""
+        node = view.producers.get(name)
+        if node is not None and isinstance(node.op, ViewOp):
+            node = view.producers.get(node.inputs[0])
+        return Product(node, name) if node is not None and isinstance(node.op, Matmul) else None
+
+    def only_reader(self, view: View, reader: Node) -> bool:
+        """Whether `reader` is all that sees the product."""
+        made = self.node.outputs[0]
+        if self.seen != made and not view.only_reader(made, view.producers[self.seen]):
+            return False
+        return view.only_reader(self.seen, reader)
+
+
+@dataclass(frozen=True)
+class AccumulateProducts(Rewrite):
+    """Add a matrix product to an array of its size in one call; a view of the product counts as the product.
+
+        a, b -> [matmul] -> p;  c, p -> [add] -> y     =>     c, a, b -> [matmul_add] -> y
+
+    Bytes: p is neither written nor read. A sum of n products becomes one product and n - 1 accumulations.
+    """
+
+    level = "intra_operator"
+
+    def find(self, view: View, node: Node) -> Mapping[str, Any] | None:
+        if not isinstance(node.op, Elementwise) or node.op.kind != "add":
+            return None
+        tensors = view.graph.tensors
+        if not all(same_shape(tensors[i].shape, tensors[node.outputs[0]].shape) for i in node.inputs):
+            return None
+        first, second = node.inputs
+        choices = [(p, c) for i, c in ((second, first), (first, second)) if (p := Product.behind(view, i))]
+        if not choices:
+            return None
+        # of two products, the one that nothing else reads, rather the second: the first then holds the sum
+        product, c = next(((p, c) for p, c in choices if p.only_reader(view, node)), choices[0])
+        return {"product": product, "c": c}
+
+    def legality(self, match: Match) -> Iterator[tuple[bool, str]]:
+        view, product, c = match.view, match.parts["product"], match.parts["c"]
+        name = product.node.outputs[0]
+        yield product.only_reader(view, match.root), f"the product %{name} has another reader"
+        yield c != product.seen, f"the product %{name} is added to itself"
+        yield product.seen == name or dense(view, c), f"%{c} would have to be copied to view it as the product %{name}"
+
+    def traffic(self, match: Match) -> Dim:
+        return -2 * match.view.bytes(match.parts["product"].node.outputs[0])
+
+    def emit(self, match: Match, builder: Graph, now: Mapping[str, Value]) -> Iterable[Value]:
+        product, graph = match.parts["product"].node, match.view.graph
+        a, b = (now[i] for i in product.inputs)
+        c = now[match.parts["c"]].view(graph.tensors[product.outputs[0]].shape)
+        (y,) = builder.emit(MatmulAdd(), c, a, b)
+        return (y.view(graph.tensors[match.root.outputs[0]].shape),)

@@ -1,0 +1,124 @@
+"""Peephole: one topological sweep in which a rule on one operator sees operands that are already rewritten.
+
+A rule looks from an operator to what makes its operands, never to its readers, and answers with the value that stands
+for the result. What a rule emits goes through the rules as well, so that one sweep leaves nothing to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+from daceml_train.graph.graph import Graph, Node
+from daceml_train.ops.elementwise import Elementwise, Full
+from daceml_train.ops.operator import Operator, Value
+from daceml_train.passes.base import Pass, without_dead_code
+from daceml_train.tensor import Tensor, same, same_shape
+
+Kind = TypeVar("Kind", bound=Operator)
+
+
+@dataclass(frozen=True)
+class Site:
+    """An operator that is about to be appended: what it reads and what it would make."""
+
+    op: Operator
+    operands: tuple[Value, ...]
+    result: Tensor
+    sweep: Sweep
+
+    @property
+    def x(self) -> Value:
+        """The first operand."""
+        return self.operands[0]
+
+    def made_by(self, value: Value, kind: type[Kind]) -> tuple[Kind, tuple[Value, ...]] | None:
+        """The operator of class `kind` that makes `value`, and its operands."""
+        node = self.sweep.makers.get(value.name)
+        if node is None or not isinstance(node.op, kind):
+            return None
+        return node.op, tuple(self.sweep.value(name) for name in node.inputs)
+
+    def of_kind(self, value: Value, kind: str) -> tuple[Value, ...] | None:
+        """The operands of the elementwise operator `kind` that makes `value`."""
+        made = self.made_by(value, Elementwise)
+        return made[1] if made and made[0].kind == kind else None
+
+    def constant(self, value: Value) -> float | int | bool | None:
+        """The real number that every element of `value` is known to be; None for expressions over sizes too."""
+        made = self.made_by(value, Full)
+        if made is None or not isinstance(made[0].value, bool | int | float) or value.dtype.short[0] == "c":
+            return None
+        return made[0].value
+
+
+Rule: TypeAlias = Callable[[Site], Value | None]
+"""A function whose docstring draws `before => after`; None where the picture does not fit."""
+Rules: TypeAlias = Mapping[str, Sequence[Rule]]
+"""Operator label -> rules tried in order; those under `elementwise` are for every elementwise operator."""
+
+
+class Sweep:
+    """A builder that appends to a graph what the rules leave of each operator."""
+
+    def __init__(self, graph: Graph, rules: Rules) -> None:
+        self.graph, self.rules = graph, rules
+        self.makers: dict[str, Node] = {}
+        self.notes: dict[str, Any] = {}
+        """What a rule has computed for an array and wants to find again."""
+
+    def value(self, name: str) -> Value:
+        """The array called `name`, whose arithmetic comes back to this builder."""
+        return Value(self, name, self.graph.tensors[name])
+
+    def emit(self, op: Operator, *operands: Value) -> tuple[Value, ...]:
+        """Append `op`, or what a rule makes of it."""
+        return self.append(op, operands, ())
+
+    def append(self, op: Operator, operands: tuple[Value, ...], names: Sequence[str]) -> tuple[Value, ...]:
+        """Append `op`, or what a rule makes of it; results that are kept get `names` where they are free."""
+        rules = self.rules.get(op.label, ())
+        if isinstance(op, Elementwise):
+            rules = (*rules, *self.rules.get("elementwise", ()))
+        if rules:
+            (result,) = op.infer(*(v.tensor for v in operands))
+            site = Site(op, operands, result, self)
+            for rule in rules:
+                answer = rule(site)
+                if answer is not None and equivalent(answer.tensor, result):
+                    return (answer,)
+        chosen = [n if n not in self.graph.tensors else self.graph.fresh(n) for n in names]
+        made = self.graph.append(op, tuple(v.name for v in operands), chosen)
+        self.makers.update((v.name, self.graph.nodes[-1]) for v in made)
+        return tuple(self.value(v.name) for v in made)
+
+
+@dataclass(frozen=True)
+class Peephole(Pass):
+    """A pass that is a table of rules."""
+
+    level = "intra_operator"
+
+    def rules(self) -> Rules:
+        """The table."""
+        raise NotImplementedError
+
+    def run(self, graph: Graph) -> Graph:
+        sweep = Sweep(graph.empty(), self.rules())
+        now = {name: sweep.value(name) for name in graph.inputs}
+        for node in graph.nodes:
+            with sweep.graph.at(node.origin):
+                made = sweep.append(node.op, tuple(now[i] for i in node.inputs), node.outputs)
+            now.update(zip(node.outputs, made, strict=True))
+        return without_dead_code(graph.finish(sweep.graph, {old: value.name for old, value in now.items()}))
+
+
+def equivalent(a: Tensor, b: Tensor) -> bool:
+    """Whether two types have the same sizes, elements, and memory order up to dimensions of size 1."""
+    return a.dtype is b.dtype and same_shape(a.shape, b.shape) and memory_order(a) == memory_order(b)
+
+
+def memory_order(x: Tensor) -> tuple[int, ...]:
+    """The dimensions larger than 1 as they lie in memory, outermost first."""
+    return tuple(d for d in (x.order or range(x.rank)) if not same(x.shape[d], 1))

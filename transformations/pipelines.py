@@ -1,0 +1,41 @@
+"""The pipelines that come with the package: frozen values; every edit of one gives a new one."""
+
+from __future__ import annotations
+
+from daceml_train.passes.pipeline import Pipeline
+from daceml_train.transformations.global_movement.dead_code import DeadCode
+from daceml_train.transformations.global_movement.merge_equal import MergeEqual
+from daceml_train.transformations.intra_operator.accumulate_products import AccumulateProducts
+from daceml_train.transformations.intra_operator.assemble_slices import AssembleSlices
+from daceml_train.transformations.intra_operator.batch_matmul import MergeBatch, MergeSummedBatch
+from daceml_train.transformations.intra_operator.cross_entropy import FuseSoftmaxCrossEntropy
+from daceml_train.transformations.intra_operator.decompose import Decompose
+from daceml_train.transformations.intra_operator.fold_constants import FoldConstants
+from daceml_train.transformations.intra_operator.matmul_bias import FuseMatmulBias
+from daceml_train.transformations.intra_operator.simplify import Simplify
+
+TRAINING = Pipeline(
+    forward=(MergeEqual(), FuseSoftmaxCrossEntropy()),
+    intra_operator=(
+        Decompose(),
+        FoldConstants(),
+        Simplify(),
+        MergeEqual(),
+        MergeBatch(),
+        MergeSummedBatch(),
+        AssembleSlices(),
+        AccumulateProducts(),
+        Simplify(),
+        DeadCode(),
+    ),
+    layout=(FuseMatmulBias(),),
+    global_movement=(DeadCode(),),
+)
+"""A training step: forward, backward and, where it is compiled with them, loss and update."""
+
+INFERENCE = Pipeline(
+    intra_operator=(Decompose(), FoldConstants(), Simplify(), MergeEqual(), MergeBatch(), DeadCode()),
+    layout=(FuseMatmulBias(),),
+    global_movement=(DeadCode(),),
+)
+"""The forward pass alone."""
