@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from daceml_train.passes.pipeline import Pipeline
+from daceml_train.transformations.fusion.duplicate import DuplicateCheapProducers
+from daceml_train.transformations.fusion.producer_consumer import FuseElementwise, FuseEpilogue, FuseIntoReduction
+from daceml_train.transformations.fusion.siblings import FuseSiblings
 from daceml_train.transformations.global_movement.dead_code import DeadCode
 from daceml_train.transformations.global_movement.merge_equal import MergeEqual
+from daceml_train.transformations.global_movement.update_in_place import UpdateInPlace
 from daceml_train.transformations.intra_operator.accumulate_products import AccumulateProducts
 from daceml_train.transformations.intra_operator.assemble_slices import AssembleSlices
 from daceml_train.transformations.intra_operator.batch_matmul import MergeBatch, MergeSummedBatch
@@ -13,6 +17,9 @@ from daceml_train.transformations.intra_operator.decompose import Decompose
 from daceml_train.transformations.intra_operator.fold_constants import FoldConstants
 from daceml_train.transformations.intra_operator.matmul_bias import FuseMatmulBias
 from daceml_train.transformations.intra_operator.simplify import Simplify
+
+FUSION = (FuseElementwise(), FuseIntoReduction(), FuseEpilogue(), DuplicateCheapProducers(), FuseSiblings())
+"""Joining leaves to kernels."""
 
 TRAINING = Pipeline(
     forward=(MergeEqual(), FuseSoftmaxCrossEntropy()),
@@ -28,13 +35,15 @@ TRAINING = Pipeline(
         Simplify(),
         DeadCode(),
     ),
+    fusion=FUSION,
     layout=(FuseMatmulBias(),),
-    global_movement=(DeadCode(),),
+    global_movement=(DeadCode(), UpdateInPlace()),
 )
 """A training step: forward, backward and, where it is compiled with them, loss and update."""
 
 INFERENCE = Pipeline(
     intra_operator=(Decompose(), FoldConstants(), Simplify(), MergeEqual(), MergeBatch(), DeadCode()),
+    fusion=FUSION,
     layout=(FuseMatmulBias(),),
     global_movement=(DeadCode(),),
 )

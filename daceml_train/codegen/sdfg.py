@@ -50,11 +50,9 @@ class Build:
         self.sizes = {a.name: sym(f"{a.name}_size") for a in plan.row_axes + plan.lane_axes}
         for array in plan.arrays.values():
             self.declare(self.top, array)
-        for name in dims(plan):
-            self.top.add_symbol(name, dace.float64 if name in plan.reals else dace.int64)
-        self.top.add_symbol("blocks", dace.int64)
-        if plan.mode == "flat":
-            self.top.add_symbol("lane_blocks", dace.int64)
+        for name in [*dims(plan), "blocks", *(["lane_blocks"] if plan.mode == "flat" else [])]:
+            if name not in self.top.symbols:
+                self.top.add_symbol(name, dace.float64 if name in plan.reals else dace.int64)
         if self.tiled:
             self.tiles()
         else:
@@ -216,7 +214,7 @@ class Build:
         known = {str(s) for a in block.arrays.values() for s in a.free_symbols}
         known |= {str(s) for s in block.free_symbols} - set(mapping) - set(block.arrays)
         known |= set(self.plan.constants)  # named by tasklets only
-        for name in sorted(known | set(mapping) | {"block", "blocks"}):
+        for name in sorted(known | set(mapping)):
             if name not in block.symbols:
                 block.add_symbol(name, dace.float64 if name in self.plan.reals else dace.int64)
         symbols = {str(s): mapping.get(str(s), sym(str(s))) for s in block.symbols if s not in self.assigned}
@@ -638,7 +636,7 @@ def used(block: Any) -> tuple[list[str], list[str]]:
     """Arrays of the outer SDFG that a nested one reads and writes."""
     read: set[str] = set()
     written: set[str] = set()
-    for state in block.all_states():
+    for state in (b for b in block.all_control_flow_blocks() if isinstance(b, dace.SDFGState)):
         for node in state.data_nodes():
             if not block.arrays[node.data].transient:
                 (read if state.out_degree(node) else written).add(node.data)

@@ -13,8 +13,7 @@ from typing import Any
 os.environ.setdefault("DACE_compiler_lineinfo", "none")
 
 import dace
-from dace.codegen import dispatcher as _  # noqa: F401
-from dace.codegen.target import TargetCodeGenerator
+from dace.codegen import codegen
 from dace.codegen.targets import cpu, framecode
 from dace.sdfg import infer_types
 
@@ -38,10 +37,10 @@ def code(sdfg: Any) -> str:
     cpu.CPUCodeGen(frame, sdfg)
     BlockGenerator(frame, sdfg)
     LaneGenerator(frame, sdfg)
-    head, body, *rest = frame.generate_code(sdfg, None)
-    text = str(head) + str(body)
-    from dace.codegen.common import codeblock_to_cpp  # noqa: F401
-    return text
+    codegen._get_codegen_targets(sdfg, frame)
+    frame.dispatcher.instrumentation = dict.fromkeys(frame.dispatcher.instrumentation)
+    functions, body, *_ = frame.generate_code(sdfg, None)
+    return str(functions) + str(body)
 
 
 def entry(plan: Plan, sdfg: Any, key: str) -> str:

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
+from daceml_train.driver.binding import SEED, input_tensors, results_of
 from daceml_train.driver.compilation import Differentiable
 from daceml_train.frontends.torch.capture import Captured
 from daceml_train.runtime.executable import Executable
@@ -43,16 +45,14 @@ class CompiledGraph:
     def __init__(self, captured: Captured, compiled: Differentiable, eager: Callable[..., Any]) -> None:
         self.captured, self.compiled, self.eager = captured, compiled, eager
         names = list(captured.graph.inputs)
-        self.random = "seed" in names
-        self.positions = [source.position for source in captured.inputs if source.kind == "tensor"]
-        self.names = names
+        self.random = SEED in names
         self.kept = [names.index(name) for name in compiled.kept]
         self.written = [names.index(name) for name in captured.graph.writes]
         self.wanted = {names.index(name): k for k, name in enumerate(compiled.gradients)}
         self.differentiable = frozenset(compiled.cotangents)
 
     def __call__(self, *arguments: Any) -> Any:
-        tensors = [arguments[p] for p in self.positions]
+        tensors = list(input_tensors(self.captured, arguments).values())
         if self.random:
             tensors.append(draw_seed())
         if self.written:
@@ -61,7 +61,7 @@ class CompiledGraph:
             results: Sequence[Any] = run_with_layout(self.compiled.forward, tensors)
         else:
             results = _Function.apply(self, arguments, *tensors)  # type: ignore[no-untyped-call]
-        return self.captured.rebuild(results, arguments)
+        return results_of(self.captured, results, arguments)
 
     def apart(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of the inputs that share memory with an input that is written; kernels assume there are none."""
@@ -114,12 +114,11 @@ def _eager_gradients(ctx: Any, graph: CompiledGraph, cotangents: Sequence[torch.
         )
     if any(t._version != v for t, v in zip(ctx.inputs, ctx.versions, strict=True)):
         raise RuntimeError("an input of a compiled graph was modified in place before a gradient of its gradient")
-    results = [r for r in graph.captured.flatten(graph.eager(*ctx.arguments))]
-    pairs = [
-        (results[i], g)
-        for i, g in zip(graph.captured.graph_outputs(graph.compiled.cotangents), cotangents, strict=True)
-        if results[i].requires_grad
-    ]
+    leaves = pytree.tree_leaves(graph.eager(*ctx.arguments))
+    sources = zip(graph.captured.outputs, leaves, strict=True)
+    results = {source.index: leaf for source, leaf in sources if source.kind == "graph"}
+    outputs = zip(graph.compiled.cotangents, cotangents, strict=True)
+    pairs = [(results[i], g) for i, g in outputs if results[i].requires_grad]
     wanted = [ctx.inputs[i] for i in graph.wanted]
     found = torch.autograd.grad(
         [r for r, _ in pairs], wanted, [g for _, g in pairs], create_graph=True, allow_unused=True

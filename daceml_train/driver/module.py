@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 
+from daceml_train.driver.binding import differentiable_outputs, input_tensors
 from daceml_train.driver.compilation import Options, Record, compile_differentiable
 from daceml_train.driver.function import CompiledGraph
 from daceml_train.errors import DacemlError, Invalid
@@ -53,10 +54,9 @@ class Backend:
     def compile(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """The compiled form of one Dynamo graph. Raises `DacemlError` where there is none."""
         captured = capture(module, examples)
-        names = [name for name in captured.graph.inputs if name != "seed"]
-        tensors = [examples[s.position] for s in captured.inputs if s.kind == "tensor"]
-        wrt = [n for n, t in zip(names, tensors, strict=True) if torch.is_grad_enabled() and t.requires_grad]
-        compiled = compile_differentiable(captured.graph, wrt, captured.differentiable_outputs, self.options)
+        tensors = input_tensors(captured, examples) if torch.is_grad_enabled() else {}
+        wrt = [name for name, tensor in tensors.items() if tensor.requires_grad]
+        compiled = compile_differentiable(captured.graph, wrt, differentiable_outputs(captured), self.options)
         compiled.records[0].fallbacks = [(target, str(origin)) for target, origin in captured.fallbacks]
         self.records += compiled.records
         return CompiledGraph(captured, compiled, module)

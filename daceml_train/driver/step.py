@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from daceml_train.driver.binding import SEED, input_tensors
 from daceml_train.driver.compilation import Options, Record, Trained, WholeStep, compile_step
 from daceml_train.driver.module import optimized, original
 from daceml_train.errors import DacemlError, Invalid, Unsupported
@@ -84,7 +85,7 @@ class TrainingStep:
         keep_gradients: bool = False,
     ) -> None:
         _check(model, loss, optimizer)
-        self.model, self.loss, self.optimizer = original(model), loss, optimizer
+        self.given, self.model, self.loss, self.optimizer = model, original(model), loss, optimizer
         self.options, self.keep_gradients = options, keep_gradients
         self.records: list[Record] = []
         self.breaks: list[str] = []
@@ -183,6 +184,7 @@ class TrainingStep:
     def _bind(self, key: Any, inputs: Any, targets: Sequence[Any], flat: Sequence[Any]) -> Any:
         """The step for these arguments, captured and compiled as far as that is new; None if it runs in pieces."""
         _check_devices(flat)
+        self.model.training = self.given.training
         try:
             with torch.enable_grad():
                 self._traced(inputs, *targets)
@@ -210,14 +212,12 @@ class TrainingStep:
         self._in_pieces.add(key)
 
     def _sizes(self, binding: _Binding, arguments: Sequence[Any], captured: Captured) -> tuple[int, ...]:
-        tensors = [arguments[s.position] for s in captured.inputs if s.kind == "tensor"]
+        tensors = list(input_tensors(captured, arguments).values())
         return tuple(tensors[index].shape[dim] for index, dim in binding.step.executable.program.symbols.values())
 
     def _bind_captured(self, captured: Captured, arguments: Sequence[Any], flat: Sequence[Any]) -> _Binding:
-        graph, optimizer = captured.graph, self.optimizer
-        tensors = [arguments[s.position] for s in captured.inputs if s.kind == "tensor"]
-        names = [name for name in graph.inputs if name != "seed"]
-        by_name = dict(zip(names, tensors, strict=True))
+        optimizer = self.optimizer
+        by_name = input_tensors(captured, arguments)
         given = {id(t): i for i, t in enumerate(flat) if isinstance(t, torch.Tensor)}
         of_tensor = {id(t): name for name, t in by_name.items() if id(t) not in given}
         trained: list[Trained] = []
@@ -232,12 +232,9 @@ class TrainingStep:
                 first = not self._make_state(update, parameter)
                 trained.append(Trained(of_tensor[id(parameter)], update, rate, first))
                 parameters.append((parameter, update, first))
-        known = {id(p) for p, _, _ in parameters}
         kept = []
         if self.keep_gradients:
             kept = [n for n, t in by_name.items() if t.requires_grad and t.is_leaf and id(t) not in given]
-        if any(t.requires_grad and id(t) not in known for t in by_name.values()) and not kept:
-            known.update()  # parameters outside the optimizer need no gradient: none is kept
         step = self._compiled(captured, trained, kept)
         return self._addresses(step, by_name, given, parameters)
 
@@ -276,8 +273,7 @@ class TrainingStep:
         constants: list[torch.Tensor] = []
         rates = [torch.zeros((), dtype=torch.float64) for _ in range(len(self.optimizer.param_groups))]
         seed: torch.Tensor | None = None
-        by_input = {step_parameter: t for step_parameter, t in by_name.items()}
-        state = [(self.optimizer.state[by_input[p]], name) for p, name in step.state]
+        state = [(self.optimizer.state[by_name[p]], name) for p, name in step.state]
         state_entries = [(entry, name, entry[name]) for entry, name in state]
         extra = iter([*rates[: step.rates], *(t for _, _, t in state_entries)])
         for position, entry in enumerate(step.executable.program.inputs):
@@ -291,12 +287,12 @@ class TrainingStep:
                     held.append(_Held(owner, name, tensor, tensor.requires_grad))
                 else:
                     constants.append(tensor)
-            elif entry.name == "seed":
+            elif entry.name == SEED:
                 tensor = seed = torch.zeros((), dtype=torch.int64)
             else:
                 tensor = next(extra)
             addresses[position] = tensor._cdata
-        modules = [m for root in (self.model, self.loss) if isinstance(root, torch.nn.Module) for m in root.modules()]
+        modules = [m for root in (self.given, self.loss) if isinstance(root, torch.nn.Module) for m in root.modules()]
         groups = [(group, _options(group)) for group in self.optimizer.param_groups]
         mutable = [by_name[e.name] for e in step.executable.program.inputs if e.mutable and e.name in by_name]
         return _Binding(
@@ -318,9 +314,7 @@ class TrainingStep:
         )
 
     def _keep_first_state(self, binding: _Binding, made: Sequence[torch.Tensor]) -> None:
-        by_input = {e.name: i for i, e in enumerate(binding.step.executable.program.inputs)}
         names = dict(zip(binding.step.trained, binding.trained, strict=True))
-        assert by_input
         for (parameter, name), tensor in zip(binding.step.made, made, strict=True):
             self.optimizer.state[names[parameter]][name] = tensor
 

@@ -8,51 +8,18 @@ topological order. `daceml_train.graph.sdfg` gives the same graph as an SDFG of 
 from __future__ import annotations
 
 import contextlib
-import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import sympy
 
 from daceml_train.errors import Invalid
+from daceml_train.graph.node import Input, Node, Role
+from daceml_train.graph.printer import show
 from daceml_train.ops.operator import Operator, Origin, Value
 from daceml_train.tensor import Tensor
 
-
-class Role(enum.Enum):
-    """What an input is to the user."""
-
-    input = "input"
-    parameter = "parameter"
-    buffer = "buffer"
-    state = "state"
-    """Optimizer state or hyper-parameter, bound by the runtime."""
-    saved = "saved"
-    """Kept by the forward pass for the backward pass."""
-    cotangent = "cotangent"
-
-
-@dataclass(frozen=True)
-class Input:
-    """An input array: its type, its role, and the user's name for it (`layer.0.weight`)."""
-
-    tensor: Tensor
-    role: Role = Role.input
-    path: str = ""
-
-
-@dataclass(frozen=True, eq=False)
-class Node:
-    """One operator applied: names of what it reads and of what it makes."""
-
-    op: Operator
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    origin: Origin = Origin()
-
-    def __str__(self) -> str:
-        made, read = (", ".join(f"%{name}" for name in names) for names in (self.outputs, self.inputs))
-        return f"{made} = {self.op.label}({read})"
+__all__ = ["Graph", "Input", "Node", "Role"]
 
 
 @dataclass
@@ -179,6 +146,4 @@ class Graph:
         )
 
     def __str__(self) -> str:
-        from daceml_train.graph.text import show
-
         return show(self)

@@ -23,7 +23,9 @@ import sympy
 from daceml_train.errors import Invalid, Refused
 from daceml_train.graph.grammar import Reader, show_type
 from daceml_train.graph.graph import Graph, Node
-from daceml_train.graph.text import parse_frame, parse_operator, show_frame, show_operator
+from daceml_train.graph.printer import show_frame, show_operator
+from daceml_train.graph.text import parse_frame, parse_operator
+from daceml_train.graph.verify import verify
 from daceml_train.ops.kernel import Kernel
 from daceml_train.ops.movement import View
 from daceml_train.ops.operator import Operator, Origin
@@ -49,6 +51,7 @@ with _no_notebook():
 
 _FRAME, _NAME = "// frame: ", "// name: "
 """How comments in the global code begin: a line of the graph's frame, or an array's name there and in the graph."""
+_PLAIN = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _TYPES = {dtype: getattr(dace, "bool_" if dtype is DType.bool else dtype.name) for dtype in DType}
 
 
@@ -83,8 +86,8 @@ class OperatorNode(dace.nodes.LibraryNode):
         label = f"{node.op.label} ({node.origin.module})" if node.origin.module else node.op.label
         made = cls(
             re.sub(r"\W", "_", node.op.label),
-            inputs={f"_in{i}" for i in range(len(node.inputs))},
-            outputs={f"_out{i}" for i in range(len(node.outputs))},
+            inputs={f"_in{i}": None for i in range(len(node.inputs))},
+            outputs={f"_out{i}": None for i in range(len(node.outputs))},
         )
         made.label = label
         made.operator = show_operator(node.op)
@@ -140,6 +143,8 @@ def to_sdfg(graph: Graph) -> dace.SDFG:
     sdfg.append_global_code("\n".join(comments) + "\n")
     symbols = {s for tensor in graph.tensors.values() for s in tensor.symbols}
     for symbol in sorted(symbols, key=lambda s: str(s.name)):
+        if not _PLAIN.fullmatch(str(symbol.name)):
+            raise Invalid(f"DaCe accepts no size that is called {symbol.name!r}")
         sdfg.add_symbol(str(symbol.name), dace.int64)
     kept = {*graph.inputs, *graph.results}
     for name, tensor in graph.tensors.items():
@@ -180,6 +185,7 @@ def from_sdfg(sdfg: dace.SDFG) -> Graph:
             tuple(names.get(o, o) for o in outputs),
             Origin(node.module, node.source),
         )
+    verify(graph)
     return graph
 
 
@@ -214,10 +220,9 @@ def _in_order(sdfg: dace.SDFG, state: dace.SDFGState) -> Iterator[OperatorNode]:
 def _identifiers(graph: Graph) -> dict[str, str]:
     """Array name -> a name that DaCe accepts, the same where possible."""
     taken = {str(s.name) for tensor in graph.tensors.values() for s in tensor.symbols}
-    plain = re.compile(r"[A-Za-z_]\w*", re.ASCII)
     names: dict[str, str] = {}
     for name in graph.tensors:
-        if plain.fullmatch(name) and not keyword.iskeyword(name) and name not in taken:
+        if _PLAIN.fullmatch(name) and not keyword.iskeyword(name) and name not in taken:
             names[name] = name
     taken |= names.keys()
     for name in graph.tensors:

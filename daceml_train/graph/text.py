@@ -20,127 +20,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from daceml_train.errors import Invalid
-from daceml_train.graph.grammar import Reader, show_name, show_type, show_value
+from daceml_train.graph.grammar import Reader, show_type
 from daceml_train.graph.graph import Graph, Input, Node, Role
+from daceml_train.graph.printer import MODULE, SOURCE, canonical_text, show, show_frame, show_operator
 from daceml_train.ops.fallback import Body
 from daceml_train.ops.kernel import Kernel, Statement
 from daceml_train.ops.operator import Operator, Origin, make
 from daceml_train.tensor import Tensor
 
-_WIDTH = 120
-_MODULE = re.compile(r"""[^\s:"]+""")
-_SOURCE = re.compile(r"""[^\s"]+:\d+""")
+__all__ = ["canonical_text", "parse", "parse_frame", "parse_operator", "show", "show_frame", "show_operator"]
 
 
-# ---- writing --------------------------------------------------------------------------------------------------------
-def show(graph: Graph) -> str:
-    """The graph as text. Raises `Invalid` for an attribute that texts cannot hold."""
-    return "\n".join(_lines(graph, origins=True)) + "\n"
-
-
-def canonical_text(graph: Graph) -> str:
-    """The graph as text without origins: equal for equal programs, wherever in the user's source they come from."""
-    return "\n".join(_lines(graph, origins=False)) + "\n"
-
-
-def show_operator(op: Operator) -> str:
-    """An operator without operands: `reduce(kind="sum", dims=(0,))`."""
-    return "\n".join(_call(op, (), "", ""))
-
-
-def show_frame(graph: Graph) -> list[str]:
-    """The lines of the graph around its operators: signature, writes, results."""
-    return [*_signature(graph), *_results(graph)]
-
-
-def _lines(graph: Graph, origins: bool) -> Iterator[str]:
-    yield from _signature(graph)
-    for node in graph.nodes:
-        results = ", ".join("%" + show_name(o) for o in node.outputs)
-        types = ", ".join(show_type(graph.tensors[o]) for o in node.outputs)
-        start = f"{results}: {types} = " if node.outputs else ""
-        origin = _origin(node.origin) if origins else ""
-        yield from ("  " + line for line in _call(node.op, node.inputs, start, origin))
-    yield from _results(graph)
-
-
-def _signature(graph: Graph) -> list[str]:
-    inputs = []
-    for name, entry in graph.inputs.items():
-        path = f" {json.dumps(entry.path)}" if entry.path else ""
-        inputs.append(f"{show_name(name)}: {show_type(entry.tensor)} {entry.role.value}{path}")
-    line = f"graph {show_name(graph.name)}({', '.join(inputs)}) {{"
-    if len(line) <= _WIDTH:
-        return [line]
-    return [f"graph {show_name(graph.name)}(", *(f"    {i}," for i in inputs), ") {"]
-
-
-def _results(graph: Graph) -> Iterator[str]:
-    for target, name in graph.writes.items():
-        yield f"  write {show_name(target)} <- %{show_name(name)}"
-    yield "  return " + ", ".join("%" + show_name(o) for o in graph.outputs) if graph.outputs else "  return"
-    yield "}"
-
-
-def _call(op: Operator, inputs: Sequence[str], start: str, origin: str) -> Iterator[str]:
-    if isinstance(op, Kernel):
-        updated = dict(op.updates)
-        yields = [
-            f"%{show_name(y)}" + (f" over %{show_name(op.arguments[updated[i]])}" if i in updated else "")
-            for i, y in enumerate(op.yields)
-        ]
-        lines = list(_block("kernel", op.arguments, inputs, op.statements, yields))
-        yield f"{start}{lines[0]}{origin}"
-        yield from lines[1:]
-        return
-    items = ["%" + show_name(i) for i in inputs]
-    items += [f"{key}={_attribute(value)}" for key, value in op.attributes().items()]
-    yield from f"{start}{text_name(op)}({', '.join(items)}){origin}".split("\n")
-
-
-def _attribute(value: Any) -> str:
-    """An attribute value; a body is a block of several lines."""
-    if not isinstance(value, Body):
-        return show_value(value)
-    yields = ["None" if y is None else "%" + show_name(y) for y in value.yields]
-    return "\n".join(_block("body", value.arguments, (), value.statements, yields))
-
-
-def _block(
-    word: str, arguments: Sequence[str], inputs: Sequence[str], statements: Sequence[Statement], yields: Sequence[str]
-) -> Iterator[str]:
-    """`word(arguments) { statements; yield ... }`, with the operand of each argument where there are `inputs`."""
-    names = [show_name(a) for a in arguments]
-    if inputs:
-        names = [f"{a}=%{show_name(i)}" for a, i in zip(names, inputs, strict=True)]
-    yield f"{word}({', '.join(names)}) {{"
-    for statement in statements:
-        results = ", ".join("%" + show_name(o) for o in statement.outputs)
-        start = f"{results} = " if results else ""
-        yield from ("  " + line for line in _call(statement.op, statement.inputs, start, ""))
-    yield f"  yield {', '.join(yields)}".rstrip()
-    yield "}"
-
-
-def text_name(op: Operator) -> str:
-    """The name under which `make` builds an operator: its class's, or its label where one class has many names."""
-    return getattr(type(op), "name", None) or op.label
-
-
-def _origin(origin: Origin) -> str:
-    if origin == Origin():
-        return ""
-    plain = not origin.module or _MODULE.fullmatch(origin.module)
-    if plain and (not origin.source or _SOURCE.fullmatch(origin.source)):
-        return f"  # {origin}"
-    return f"  # {json.dumps(origin.module)} {json.dumps(origin.source)}"
-
-
-# ---- reading --------------------------------------------------------------------------------------------------------
 def parse(text: str) -> Graph:
     """The graph that `text` shows. Raises `Invalid` naming the line where the text is malformed.
 
@@ -364,7 +258,7 @@ def _read_origin(comment: str) -> Origin:
         except ValueError:
             return Origin()
     words = comment.split(" ")
-    source = words.pop() if _SOURCE.fullmatch(words[-1]) else ""
-    if words and (len(words) > 1 or not _MODULE.fullmatch(words[0])):
+    source = words.pop() if SOURCE.fullmatch(words[-1]) else ""
+    if words and (len(words) > 1 or not MODULE.fullmatch(words[0])):
         return Origin()  # a remark, no origin
     return Origin(words[0] if words else "", source)

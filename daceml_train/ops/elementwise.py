@@ -29,7 +29,8 @@ def _erf(x: Array) -> Array:
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "exp": np.exp, "log": np.log, "log1p": np.log1p, "expm1": np.expm1, "sqrt": np.sqrt,
     "tanh": np.tanh, "sin": np.sin, "cos": np.cos, "tan": np.tan, "atan": np.arctan, "erf": _erf, "abs": np.abs,
-    "floor": np.floor, "ceil": np.ceil, "round": np.round, "trunc": np.trunc, "sign": lambda x: np.where(x > 0, 1, np.where(x < 0, -1, 0)),
+    "floor": np.floor, "ceil": np.ceil, "round": np.round, "trunc": np.trunc,
+    "sign": lambda x: np.where(x > 0, 1, np.where(x < 0, -1, 0)),
     "pow": np.power, "fmod": np.fmod, "max": np.maximum, "min": np.minimum, "where": np.where, "isnan": np.isnan,
     "sigmoid": lambda x: np.where(x >= 0, 1 / (1 + np.exp(-np.abs(x))), np.exp(-np.abs(x)) / (1 + np.exp(-np.abs(x)))),
     "rsqrt": lambda x: 1 / np.sqrt(x), "floor_divide": np.floor_divide, "isinf": np.isinf,

@@ -115,13 +115,13 @@ def _embedding(
 
 
 @rule("native_dropout.default")
-def _dropout(t: Translator, x: Value, p: float, train: bool | None) -> tuple[Value, Value] | None:
+def _dropout(t: Translator, x: Value, p: float, train: bool | None) -> tuple[Value, Value | None]:
     if not train or p == 0:
         return x, t.full(True, x.shape, DType.bool)
     stream = t.stream()
     y = t.emit("dropout", x, t.seed(), p=float(p), stream=stream)
     if len(t.node.users) == 1:
-        return (y, y)  # the mask is not read
+        return y, None  # nothing reads the mask
     threshold = math.ceil(p * 2**24) / 2**24
     drawn = t.emit("uniform", t.seed(), shape=x.shape, stream=stream, dtype=DType.float32)
     return y, drawn.compare("ge", threshold)

@@ -25,6 +25,7 @@ MARK = "daceml_train"
 """Key of our notes in `meta["custom"]` of traced nodes: `detach` (the user's) or `functorch` (inside `torch.func`)."""
 
 _INLINED = frozenset({"wrap", "invoke_subgraph", "tag_activation_checkpoint", "hints_wrapper", "inline_asm_elementwise"})
+_REFUSED = frozenset({"register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "backward"})
 _SDPA = F.scaled_dot_product_attention
 _ops = torch.ops.daceml_train
 
@@ -75,12 +76,10 @@ class _Interpreter(fx.Interpreter):
             self.state.grad_enabled = bool(args[0])
             return None
         name = _name(target)
+        if name in _REFUSED or target is torch.autograd.grad:
+            raise Unsupported(f"{name} inside a compiled graph", where=str(origin(self.node)))
         if isinstance(target, torch._ops.HigherOrderOperator):
             return self._higher_order(name, args, kwargs)
-        if name in ("register_hook", "requires_grad_", "register_post_accumulate_grad_hook") or (
-            name == "grad" and getattr(target, "__module__", "") == "torch.autograd"
-        ):
-            raise Unsupported(f"{name} inside a compiled graph", where=str(origin(self.node)))
         if name == "_grad_increment_nesting" or name == "_vmap_increment_nesting":
             self.state.nesting += 1
         rule = _REPLACED.get(target) if not self.state.nesting else _REPLACED_IN_FUNCTORCH.get(target)
@@ -91,7 +90,7 @@ class _Interpreter(fx.Interpreter):
         return result
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target in ("register_hook", "requires_grad_", "register_post_accumulate_grad_hook"):
+        if target in _REFUSED:
             raise Unsupported(f"{target} inside a compiled graph", where=str(origin(self.node)))
         rule = _REPLACED_METHODS.get(target) if not self.state.nesting else None
         call: Callable[[], Any] = lambda: super(_Interpreter, self).call_method(target, args, kwargs)  # noqa: E731

@@ -32,7 +32,7 @@ def test_composites_against_torch() -> None:
     graph = parse("""graph g(x: f32[6, s0] input, t: i64[6] input) {
       %s = softmax(%x, dim=1)
       %m = mean(%x, dims=(0,), keepdim=True)
-      %l = cross_entropy(%x, %t)
+      %l, %p, %n = cross_entropy(%x, %t)
       return %s, %m, %l
     }""")
     x, t = normal(6, 4), np.array([0, 3, 1, 1, 2, 0])
@@ -94,9 +94,7 @@ class Wrong(Operator):
 def test_a_reference_that_contradicts_its_shape_rule_is_refused() -> None:
     graph = Graph("g")
     graph.emit(Wrong(), graph.input("x", Tensor((3,))))
-    with pytest.raises(
-        Invalid, match=r"%wrong = wrong\(%x\): the reference makes float64 of \[1\], the shape rule says"
-    ):
+    with pytest.raises(Invalid, match=r"%wrong = wrong\(%x\): the reference makes float64 of \[1\], the shape"):
         interpret(graph, {"x": normal(3)})
 
 

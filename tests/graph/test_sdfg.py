@@ -30,6 +30,11 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
     assert show(from_sdfg(dace.SDFG.from_file(str(tmp_path / "graph.sdfgz")))) == show(graph)
 
 
+def test_a_size_that_dace_cannot_name_is_refused() -> None:
+    with pytest.raises(Invalid, match="DaCe accepts no size that is called 'a b'"):
+        to_sdfg(programs.everything())
+
+
 def without_odd_sizes(graph: Graph) -> Graph:
     return parse(show(graph).replace('symbol("f32")', "t").replace('symbol("a b")', "u"))
 

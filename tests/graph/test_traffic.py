@@ -107,8 +107,8 @@ ALIASES = {
         {"x": 8},
     ),
     "constants": (
-        """(x: f32[4] input) { %c = full(value=2.0) %i = iota(shape=(4,), dtype=f32) %a = where(%m, %i, %c)
-        %m2 = gt(%x, %a) return %m2 }""".replace("%a = where(%m, %i, %c)", "%a = kernel(p=%i, q=%c) { %v = mul(%p, %q) yield %v }"),
+        """(x: f32[4] input) { %c = full(value=2.0) %i = iota(shape=(4,), dtype=f32)
+        %a = kernel(p=%i, q=%c) { %v = mul(%p, %q) yield %v } %y = add(%x, %a) return %y }""",
         {},
     ),
     "a slice inside a kernel": (

@@ -53,7 +53,9 @@ def test_rows_that_see_nothing_give_zeros() -> None:
     mask = np.zeros((2, 1, 5, 7))
     mask[0, 0, 2], mask[1, 0, :, 3] = -np.inf, -np.inf
 
-    def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def reference(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         y, logsumexp = FLASH(q, k, v, attn_mask=m)
         return y, logsumexp.detach()
 

@@ -15,7 +15,11 @@ CASES = {
     "depthwise": ((2, 3, 4, 4), (3, 1, 3, 3), {"groups": 3}),
     "one-dimensional": ((2, 3, 8), (4, 3, 3), {"padding": (1,)}),
     "three-dimensional": ((1, 2, 3, 4, 3), (2, 2, 2, 2, 2), {}),
-    "transposed": ((2, 3, 4, 4), (3, 2, 3, 3), {"transposed": True, "stride": (2, 2), "output_padding": (1, 0), "padding": (1, 1)}),
+    "transposed": (
+        (2, 3, 4, 4),
+        (3, 2, 3, 3),
+        {"transposed": True, "stride": (2, 2), "output_padding": (1, 0), "padding": (1, 1)},
+    ),
     "transposed grouped": ((1, 4, 3, 3), (4, 3, 2, 2), {"transposed": True, "groups": 2}),
     "no batch": ((0, 3, 5, 5), (4, 3, 3, 3), {}),
 }
@@ -23,7 +27,14 @@ CASES = {
 
 def fields(shape: tuple[int, ...], options: dict) -> dict:  # type: ignore[type-arg]
     n = len(shape) - 2
-    return {"stride": (1,) * n, "padding": (0,) * n, "dilation": (1,) * n, "transposed": False, "output_padding": (0,) * n, "groups": 1} | options
+    return {
+        "stride": (1,) * n,
+        "padding": (0,) * n,
+        "dilation": (1,) * n,
+        "transposed": False,
+        "output_padding": (0,) * n,
+        "groups": 1,
+    } | options
 
 
 def convolve(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, f: dict) -> torch.Tensor:  # type: ignore[type-arg]
@@ -59,7 +70,9 @@ def test_gradients(case: str) -> None:
 
     second = not any(f["output_padding"])  # PyTorch's third derivative refuses it
     check_op(ConvolutionInputGrad(input_shape=shape, **f), g, w, reference=input_grad, symbolic=False, second=second)
-    check_op(ConvolutionWeightGrad(weight_shape=weight, **f), g, x, reference=weight_grad, symbolic=False, second=second)
+    check_op(
+        ConvolutionWeightGrad(weight_shape=weight, **f), g, x, reference=weight_grad, symbolic=False, second=second
+    )
 
 
 def test_symbolic_sizes() -> None:

@@ -55,7 +55,15 @@ def test_arguments_of_every_kind() -> None:
     n = symbol("n")
     cases = [
         (Aten("aten.stack.default", ((Operand(0), Operand(1)), 1), (Tensor((3, 2, 4), DType.float64),)), 2),
-        (Aten("aten.sum.dim_IntList", (Operand(0), (1,), True), (Tensor((3, 1), DType.float64),), (("dtype", DType.float32),)), 1),
+        (
+            Aten(
+                "aten.sum.dim_IntList",
+                (Operand(0), (1,), True),
+                (Tensor((3, 1), DType.float64),),
+                (("dtype", DType.float32),),
+            ),
+            1,
+        ),
         (Aten("aten.clone.default", (Operand(0),), (F64,), (("memory_format", "contiguous_format"),)), 1),
         (Aten("aten.div.Tensor_mode", (Operand(0), Operand(1)), (F64,), (("rounding_mode", "floor"),)), 2),
         (Aten("aten.clamp.default", (Operand(0), None, 0.5), (F64,)), 1),

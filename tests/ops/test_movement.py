@@ -11,7 +11,8 @@ from tests.ops.checking import check_op, numbers
 
 
 @pytest.mark.parametrize(
-    ("shape", "target"), [((3, 4), (12,)), ((3, 4), (2, 6)), ((1, 1), ()), ((2, 0, 3), (0, 7)), ((5,), (1, 5, 1)), ((4,), (4,))]
+    ("shape", "target"),
+    [((3, 4), (12,)), ((3, 4), (2, 6)), ((1, 1), ()), ((2, 0, 3), (0, 7)), ((5,), (1, 5, 1)), ((4,), (4,))],
 )
 def test_view(shape: tuple[int, ...], target: tuple[int, ...]) -> None:
     check_op(View(target), numbers(*shape), reference=lambda x: x.reshape(target), symbolic=False)
@@ -31,13 +32,16 @@ def test_permute_carries_the_memory_order() -> None:
     assert Permute((0, 2, 3, 1)).infer(y)[0] == x
 
 
-@pytest.mark.parametrize(("shape", "target"), [((3, 1), (3, 4)), ((4,), (2, 3, 4)), ((1, 1), (0, 5)), ((), (2,)), ((2, 3), (2, 3))])
+@pytest.mark.parametrize(
+    ("shape", "target"), [((3, 1), (3, 4)), ((4,), (2, 3, 4)), ((1, 1), (0, 5)), ((), (2,)), ((2, 3), (2, 3))]
+)
 def test_expand(shape: tuple[int, ...], target: tuple[int, ...]) -> None:
     check_op(Expand(target), numbers(*shape), reference=lambda x: x.expand(target), symbolic=False)
 
 
 @pytest.mark.parametrize(
-    ("dim", "start", "stop", "step"), [(0, 0, 7, 1), (0, 2, 5, 1), (1, 3, 3, 1), (0, 0, 7, 2), (0, 1, 6, 3), (0, 6, 7, 4), (1, 1, 3, 1), (0, 2, 2, 3)]
+    ("dim", "start", "stop", "step"),
+    [(0, 0, 7, 1), (0, 2, 5, 1), (1, 3, 3, 1), (0, 0, 7, 2), (0, 1, 6, 3), (0, 6, 7, 4), (1, 1, 3, 1), (0, 2, 2, 3)],
 )
 def test_slice(dim: int, start: int, stop: int, step: int) -> None:
     index = (slice(None),) * dim + (slice(start, stop, step),)

@@ -20,7 +20,9 @@ def statistics(x: torch.Tensor, dims: tuple[int, ...], eps: float) -> tuple[torc
 
 
 @pytest.mark.parametrize("parameters", [0, 1, 2])
-@pytest.mark.parametrize(("shape", "dims"), [((4, 6), 1), ((2, 3, 5), 2), ((2, 3, 5), 1), ((7,), 1), ((0, 4), 1), ((3, 1), 1)])
+@pytest.mark.parametrize(
+    ("shape", "dims"), [((4, 6), 1), ((2, 3, 5), 2), ((2, 3, 5), 1), ((7,), 1), ((0, 4), 1), ((3, 1), 1)]
+)
 def test_layer_norm(shape: tuple[int, ...], dims: int, parameters: int) -> None:
     axes = tuple(range(len(shape) - dims, len(shape)))
     wb = [numbers(*shape[-dims:], seed=i) for i in range(parameters)]
@@ -95,7 +97,9 @@ def test_group_norm(shape: tuple[int, ...], groups: int, parameters: int) -> Non
 def test_backward_reads_x_and_statistics(op: Any) -> None:
     """Not the result, not the normalised values."""
     graph = Graph()
-    results = graph.emit(op, graph.input("x", Tensor((4, 6))), graph.input("w", Tensor((6,))), graph.input("b", Tensor((6,))))
+    results = graph.emit(
+        op, graph.input("x", Tensor((4, 6))), graph.input("w", Tensor((6,))), graph.input("b", Tensor((6,)))
+    )
     forward = set(graph.tensors)
     g = graph.input("g", results[0].tensor)
     before = len(graph.nodes)

@@ -56,7 +56,13 @@ def test_sgd(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", ["Adam", "AdamW"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"weight_decay": 0.1}, {"amsgrad": True}, {"betas": (0.3, 0.8), "eps": 1e-3}, {"maximize": True, "weight_decay": 0.01}],
+    [
+        {},
+        {"weight_decay": 0.1},
+        {"amsgrad": True},
+        {"betas": (0.3, 0.8), "eps": 1e-3},
+        {"maximize": True, "weight_decay": 0.01},
+    ],
 )
 def test_adam(kind: str, options: dict[str, Any]) -> None:
     p = numbers(*SHAPE)

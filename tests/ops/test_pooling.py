@@ -33,7 +33,9 @@ def test_max_pool2d(shape: tuple[int, ...], geometry: dict, dilation: tuple[int,
 def test_avg_pool2d(shape: tuple[int, ...], geometry: dict, include: bool, divisor: int | None) -> None:  # type: ignore[type-arg]
     g = {"padding": (0, 0), "ceil_mode": False} | geometry
     reference = lambda x: F.avg_pool2d(x, g["kernel"], g["stride"], g["padding"], g["ceil_mode"], include, divisor)  # noqa: E731
-    check_op(AvgPool2d(count_include_pad=include, divisor=divisor, **g), numbers(*shape), reference=reference, symbolic=False)
+    check_op(
+        AvgPool2d(count_include_pad=include, divisor=divisor, **g), numbers(*shape), reference=reference, symbolic=False
+    )
 
 
 def test_empty_batch() -> None:

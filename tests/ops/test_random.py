@@ -34,7 +34,10 @@ def test_uniform_is_uniform_and_repeatable(dtype: DType) -> None:
     assert np.abs(np.histogram(u, 64)[0] / u.size * 64 - 1).max() < 0.15
     assert np.array_equal(u, Uniform((1000, 100), 3, dtype).evaluate(SEED)[0])
     assert np.array_equal(u.ravel()[:7], Uniform((7,), 3, dtype).evaluate(SEED)[0])
-    for other in (Uniform((1000, 100), 4, dtype).evaluate(SEED)[0], Uniform((1000, 100), 3, dtype).evaluate(SEED + 1)[0]):
+    for other in (
+        Uniform((1000, 100), 4, dtype).evaluate(SEED)[0],
+        Uniform((1000, 100), 3, dtype).evaluate(SEED + 1)[0],
+    ):
         assert abs(np.corrcoef(u.ravel(), other.ravel())[0, 1]) < 0.02
     if dtype is DType.float32:
         assert np.array_equal(u, u.astype(np.float32))

@@ -66,7 +66,9 @@ def test_mean(shape: tuple[int, ...], dims: tuple[int, ...]) -> None:
 def test_variance(shape: tuple[int, ...], dims: tuple[int, ...], correction: float) -> None:
     degenerate = np.prod([shape[d] for d in dims]) <= correction
     reference = lambda x: x.var(dims, correction=correction)  # noqa: E731
-    check_op(Variance(dims, correction), numbers(*shape), reference=reference, smooth=not degenerate, second=not degenerate)
+    check_op(
+        Variance(dims, correction), numbers(*shape), reference=reference, smooth=not degenerate, second=not degenerate
+    )
 
 
 @pytest.mark.parametrize(("shape", "dims"), [s for s in SHAPES if s[1]])

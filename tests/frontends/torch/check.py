@@ -140,7 +140,8 @@ def _eager(function: Any, inputs: Any, held: Any, gradients: bool) -> tuple[Any,
     after = [t.detach().clone() for t in held]
     if gradients:
         results = [t for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor) and t.requires_grad]
-        fresh = [t for t in results if t._base is None and not any(t is h for h in held)]
+        storages = {h.untyped_storage()._cdata for h in held}
+        fresh = [t for t in results if t.untyped_storage()._cdata not in storages]
         if fresh:
             torch.autograd.backward(fresh, [torch.ones_like(t) for t in fresh])
     wanted = [torch.zeros_like(t) if t.grad is None else t.grad.clone() for t in held]

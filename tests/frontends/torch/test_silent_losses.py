@@ -178,8 +178,8 @@ def test_vmap_of_grad() -> None:
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_layers_train(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "allow_rnn", True)
+@torch._dynamo.config.patch(allow_rnn=True)
+def test_recurrent_layers_train(kind: type[nn.Module]) -> None:
     layer = kind(3, 4, num_layers=2, batch_first=True, bidirectional=True)
     captured = check(lambda x: layer(x)[0], torch.randn(2, 3, 3, requires_grad=True), tolerance=1e-5)
     assert not captured.fallbacks
@@ -245,8 +245,8 @@ def test_control_flow_is_refused_with_the_line() -> None:
         torch.compile(f, backend=Interpreting(), fullgraph=True)(leaf(3))
 
 
-def test_sizes_that_depend_on_data_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_sizes_that_depend_on_data_are_refused() -> None:
     with pytest.raises(Exception, match="depends on data"):
         torch.compile(lambda x: x.nonzero().sum(), backend=Interpreting(), fullgraph=True)(leaf(3))
 

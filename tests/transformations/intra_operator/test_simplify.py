@@ -12,7 +12,6 @@ from daceml_train.transformations.intra_operator.simplify import Simplify
 from tests.transformations.checking import check_same, program
 
 X = "x: f32[4, 6], z: f32[4, 6]"
-FULL = "%c = full(value={}, shape={}, dtype={})"
 
 
 def one(value: object, shape: str = "()", dtype: str = "f32") -> str:
@@ -207,11 +206,9 @@ def test_one_sweep_is_enough() -> None:
     assert Simplify().run(graph).outputs == ["x"]
 
 
-@pytest.mark.parametrize("source", _EXACT_IN)
+@pytest.mark.parametrize("source", [t for t in _EXACT_IN if not t.is_float])
 def test_exact_casts_lose_nothing(source: DType) -> None:
     """Every value of small types, and the extremes of the others, come back from each type listed."""
-    if source in (DType.bfloat16, DType.float16, DType.float32, DType.float64, DType.complex64):
-        pytest.skip("the interpreter holds these in 64 bits")
     kind = np.dtype(source.numpy)
     low, high = (0, 1) if source is DType.bool else (np.iinfo(kind).min, np.iinfo(kind).max)
     values = np.array(sorted({low, low + 1, 0, 1, high - 1, high} | set(range(max(low, -300), min(high, 300)))), kind)

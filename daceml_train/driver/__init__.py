@@ -1,0 +1,68 @@
+"""The driver: capture, differentiate, transform, lower, run; what users call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from daceml_train.driver.compilation import Options
+from daceml_train.driver.module import Backend, optimized
+from daceml_train.driver.step import Loss, TrainingStep
+from daceml_train.passes.pipeline import Pipeline
+from daceml_train.runtime.cache import Cache, default_folder
+from daceml_train.transformations.pipelines import TRAINING
+
+
+def optimize(
+    module: torch.nn.Module,
+    *,
+    pipeline: Pipeline = TRAINING,
+    cache: Path | str | None = None,
+    jobs: int | None = None,
+    observe: Path | str | None = None,
+) -> torch.nn.Module:
+    """A drop-in replacement of `module` that trains to the same numbers.
+
+    It shares parameters and buffers with `module`, works with any loss, optimizer and training loop, and is compiled
+    at its first call. `pipeline` chooses the transformations; `cache` is a folder for compiled programs (default:
+    `$DACEML_TRAIN_CACHE` or the user's cache folder); `jobs` bounds compiler processes; `observe` names a folder that
+    receives the graph's text after each pass. Raises `Invalid` for anything but a module.
+    """
+    return optimized(module, options(pipeline, cache, jobs, observe))
+
+
+def training_step(
+    model: torch.nn.Module,
+    loss: Loss | None,
+    optimizer: torch.optim.Optimizer,
+    *,
+    keep_gradients: bool = False,
+    pipeline: Pipeline = TRAINING,
+    cache: Path | str | None = None,
+    jobs: int | None = None,
+    observe: Path | str | None = None,
+) -> TrainingStep:
+    """Forward, loss, backward and update as one graph: `loss_value = step(inputs, *targets)`.
+
+    See `TrainingStep` for the meaning of a step and `optimize` for the other options.
+    """
+    return TrainingStep(model, loss, optimizer, options(pipeline, cache, jobs, observe), keep_gradients)
+
+
+def options(
+    pipeline: Pipeline, cache: Path | str | None, jobs: int | None, observe: Path | str | None
+) -> Options:
+    """The compilation options behind the public arguments."""
+    folder = Path(cache).expanduser() if cache is not None else default_folder()
+    return Options(pipeline, Cache(folder), jobs, Path(observe) if observe is not None else None)
+
+
+def backend(module: torch.fx.GraphModule, examples: Sequence[Any], **_: Any) -> Callable[..., Any]:
+    """The backend behind `torch.compile(model, backend="daceml_train")`."""
+    return Backend(options(TRAINING, None, None, None))(module, examples)
+
+
+__all__ = ["Loss", "TrainingStep", "backend", "optimize", "options", "training_step"]

@@ -1,0 +1,76 @@
+"""From a call's arguments to a captured graph's inputs, and from its outputs to the call's results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+import torch.utils._pytree as pytree
+
+from daceml_train.frontends.torch.capture import Captured, OutputSource
+from daceml_train.tensor import Dim
+
+SEED = "seed"
+"""The graph input that holds the seed of a call's random numbers."""
+
+
+def input_tensors(captured: Captured, arguments: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """Graph input -> tensor, in the graph's order and without the seed."""
+    found: dict[str, torch.Tensor] = {}
+    for source in captured.inputs:
+        if source.kind == "tensor":
+            assert source.position is not None
+            found[source.name] = arguments[source.position]
+        elif source.kind == "attribute":
+            found[source.name] = source.value
+    return found
+
+
+def differentiable_outputs(captured: Captured) -> tuple[int, ...]:
+    """The graph outputs that carry a gradient in eager execution."""
+    graph = captured.graph
+    pairs = zip(captured.outputs, captured.detached, strict=True)
+    carrying = {o.index for o, detached in pairs if o.kind == "graph" and not detached}
+    return tuple(i for i in sorted(carrying) if graph.tensors[graph.outputs[i]].dtype.is_float)
+
+
+def results_of(captured: Captured, outputs: Sequence[torch.Tensor], arguments: Sequence[Any]) -> Any:
+    """The results in the structure that the captured code returns."""
+    sizes: dict[str, int] = {}
+    if captured.graph.symbols:
+        for name, tensor in input_tensors(captured, arguments).items():
+            for size, value in zip(captured.graph.tensors[name].shape, tensor.shape, strict=True):
+                if isinstance(size, sympy.Symbol):
+                    sizes[str(size)] = value
+    leaves = [
+        _result(source, detached, outputs, arguments, sizes)
+        for source, detached in zip(captured.outputs, captured.detached, strict=True)
+    ]
+    return pytree.tree_unflatten(leaves, captured.out_spec)
+
+
+def _result(
+    source: OutputSource,
+    detached: bool,
+    outputs: Sequence[torch.Tensor],
+    arguments: Sequence[Any],
+    sizes: dict[str, int],
+) -> Any:
+    def value(size: Dim) -> int:
+        return size if isinstance(size, int) else int(size.subs({s: sizes[str(s)] for s in size.free_symbols}))
+
+    match source.kind:
+        case "graph":
+            result = outputs[source.index]
+            return result.detach() if detached and result.requires_grad else result
+        case "input":
+            owner = arguments[source.index]
+            if source.view is None:
+                return owner
+            shape, strides = ([value(s) for s in dims] for dims in (source.view.shape, source.view.strides))
+            return owner.as_strided(shape, strides, value(source.view.offset))
+        case "size":
+            return value(source.value)
+    return source.value
