@@ -161,11 +161,12 @@ CALLS: dict[str, Rule] = {
         "aten::max_pool2d_with_indices", (Operand(0), *_pool_arguments(op)), returns=(0, 1)
     ),
     "max_pool2d_grad": lambda op, i, o: Call(
-        "aten::max_pool2d_with_indices_backward", (Operand(0), Operand(1), *_pool_arguments(op), Operand(2))
+        "aten::max_pool2d_with_indices_backward",
+        (Operand(0), Placeholder(o[0]), *_pool_arguments(op), Operand(1)),
     ),
     "avg_pool2d": lambda op, i, o: Call("aten::avg_pool2d", (Operand(0), *_average_arguments(op))),
     "avg_pool2d_grad": lambda op, i, o: Call(
-        "aten::avg_pool2d_backward", (Operand(0), Operand(1), *_average_arguments(op))
+        "aten::avg_pool2d_backward", (Operand(0), Placeholder(o[0]), *_average_arguments(op))
     ),
     "embedding": lambda op, i, o: Call("aten::embedding", (Operand(0), Operand(1), op.padding_idx, False, False)),
     "embedding_grad": lambda op, i, o: Call(

@@ -15,7 +15,7 @@ from daceml_train.codegen.plan import TILE, Layout, Plan, hint
 from daceml_train.ops.elementwise import Elementwise, Full
 from daceml_train.ops.kernel import Kernel
 from daceml_train.ops.random import Uniform
-from daceml_train.tensor import Dim, Tensor, product, simplify
+from daceml_train.tensor import Dim, Tensor, product, simplify, symbol
 
 GRAIN = 1 << 15
 """Element-operations that are worth a thread: some ten microseconds."""
@@ -60,8 +60,7 @@ def generator_version() -> str:
 def generate(kernel: Kernel, operands: Sequence[Layout], results: Sequence[Layout]) -> KernelCode:
     """The code of a kernel on operands and results that lie in memory like this. Raises `Refused` with a sentence."""
     plan = Plan(analyse(kernel, [Tensor(o.shape, o.dtype) for o in operands]), operands, results)
-    blocks = sympy.Symbol("blocks", integer=True, positive=True)
-    integers = (blocks, *plan.integers().values())
+    integers = (symbol("blocks"), *plan.integers().values())
     scratch = tuple(simplify(array.bytes) for array in plan.scratch)
     key = hashlib.sha256(f"{plan.structure()}\n{generator_version()}".encode()).hexdigest()[:20]
     return KernelCode(key, integers, scratch, _units(plan), _work(plan), plan)

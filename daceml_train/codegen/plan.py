@@ -24,7 +24,7 @@ from daceml_train.errors import Refused
 from daceml_train.ops.elementwise import Cast, Elementwise, Full, Iota
 from daceml_train.ops.random import Uniform
 from daceml_train.ops.reduction import Reduce
-from daceml_train.tensor import Dim, DType, product, same, simplify
+from daceml_train.tensor import Dim, DType, product, same, simplify, symbol
 
 KEEP_COST = 8
 """FLOPs per element up to which a value is recomputed in a later stage rather than kept."""
@@ -63,6 +63,8 @@ class Array:
     pointer: tuple[str, int] = ("scratch", 0)
     """`input`, `output` or `scratch`, and the position there."""
     offset: Dim = 0
+    bytes: Dim = 0
+    """Scratch arrays only."""
 
 
 @dataclass
@@ -297,7 +299,7 @@ class Plan:
     def _name_scratch(self) -> None:
         """Scratch arrays: accumulators and partial results of columns, kept rows, values between phases."""
         lanes = tuple(a.name for a in self.lane_axes)
-        whole = {a.name: a.size for a in self.row_axes + self.lane_axes} | {"block": sympy.Symbol("blocks")}
+        whole = {a.name: a.size for a in self.row_axes + self.lane_axes} | {"block": symbol("blocks")}
         self.scratch: list[Array] = []
 
         def add(name: str, axes: Sequence[str], dtype: DType) -> None:
@@ -306,7 +308,8 @@ class Plan:
             for axis in reversed(axes):
                 strides.append(step)
                 step = step * (TILE if self.mode == "tiles" and axis in lanes else whole[axis])
-            made = Array(name, dtype, tuple(axes), tuple(reversed(strides)), ("scratch", len(self.scratch)))
+            pointer = ("scratch", len(self.scratch))
+            made = Array(name, dtype, tuple(axes), tuple(reversed(strides)), pointer, 0, step * dtype.bytes)
             self.scratch.append(made)
             self.arrays[name] = made
 
@@ -549,6 +552,34 @@ class Plan:
                 loads |= {i for v in self.columns[p].lanes + self.columns[p].scalars for i in self.leaves[v].inputs}
                 if any(self.leaves[v].op is None and self.leaves[v].argument == result.target for v in loads):
                     raise Refused(f"argument {result.target} is read again after its new value is stored")
+
+    # ---- identity -------------------------------------------------------------------------------------------------
+    def integers(self) -> dict[str, Dim]:
+        """Every integer that the generated code takes, by symbol: sizes, strides, offsets, constants."""
+        values: dict[str, Dim] = {f"{a.name}_size": a.size for a in self.row_axes + self.lane_axes}
+        for array in self.arrays.values():
+            if array.pointer[0] == "scratch":
+                continue
+            for axis, stride in zip(array.axes, array.strides, strict=True):
+                if not same(stride, 1):
+                    values[f"{array.name}_{axis}"] = stride
+            if not same(array.offset, 0):
+                values[f"{array.name}_offset"] = array.offset
+        return values | self.constants
+
+    def structure(self) -> str:
+        """All that the source depends on, as text: no names of the user, no sizes."""
+        lines = [self.mode, *(a.name for a in self.row_axes + self.lane_axes), *self.integers(), f"reals {self.reals}"]
+        for a in self.arrays.values():
+            unit = [same(s, 1) for s in a.strides] if a.pointer[0] != "scratch" else []
+            lines.append(f"{a.name} {a.dtype.short} {a.axes} {unit} {a.pointer}")
+        for name, leaf in self.leaves.items():
+            how = leaf.op.kind if isinstance(leaf.op, Reduce) else ""
+            lines.append(f"{name} {leaf.dtype.short} {self.place.get(name)} {self.kind(leaf)} {how} {leaf.inputs} {self.text[name]}")
+        lines += [f"{r.leaf} {a} {len(r.dims) > 0}" for r, a in zip(self.domain.results, self.result_array, strict=True)]
+        lines += [str(self._constant_text), str(sorted(self.saved)), str(self.rows), str(self.columns)]
+        lines += [f"{len(self.operands)} {sum(r.target is None for r in self.domain.results)}"]
+        return "\n".join(lines)
 
     # ---- code of one value ----------------------------------------------------------------------------------------
     def parameter(self, value: Dim) -> str:

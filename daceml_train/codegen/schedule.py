@@ -110,7 +110,7 @@ class LaneGenerator(TargetCodeGenerator):
         begin, end = cpp.sym2cpp(first), cpp.sym2cpp(last + 1)
         if reduced:
             lines.append(f"for (int64_t segment = {begin}; segment < {end}; segment += {SEGMENT}) {{")
-            lines.append(f"const int64_t segment_end = vm::least(segment + {SEGMENT}, {end});")
+            lines.append(f"const int64_t segment_end = vm_least(segment + {SEGMENT}, {end});")
             begin, end = "segment", "segment_end"
         clause = ""
         for e in reduced:

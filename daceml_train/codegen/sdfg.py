@@ -23,7 +23,7 @@ from daceml_train.codegen.plan import TILE, Array, Columns, Plan, Rows, Stage
 from daceml_train.codegen.schedule import BLOCKS, COMBINE, IDENTITY, LANES
 from daceml_train.ops.elementwise import Full
 from daceml_train.ops.reduction import Reduce
-from daceml_train.tensor import Dim, DType
+from daceml_train.tensor import DType
 
 FLUSH = 256
 """Most rows that are accumulated in the narrow type."""
@@ -50,7 +50,7 @@ class Build:
         self.sizes = {a.name: sym(f"{a.name}_size") for a in plan.row_axes + plan.lane_axes}
         for array in plan.arrays.values():
             self.declare(self.top, array)
-        for name in [*dims(plan), "blocks", *(["lane_blocks"] if plan.mode == "flat" else [])]:
+        for name in [*(n for n in plan.integers() if not n.endswith('_offset')), "blocks", *(["lane_blocks"] if plan.mode == "flat" else [])]:
             if name not in self.top.symbols:
                 self.top.add_symbol(name, dace.float64 if name in plan.reals else dace.int64)
         if self.tiled:
@@ -134,12 +134,17 @@ class Build:
                 state.add_edge(t, c, leave, f"IN_{memlet.data}", memlet)
 
     def load(self, ins: dict[str, tuple[Memlet, Any]], lines: list[str], value: str, memlet: Memlet) -> None:
-        """Read a value from memory or from a scalar under its own name."""
+        """Read a value from memory or from a scalar under its own name, once."""
+        if value in ins or f"half_{value}" in ins or f"wide_{value}" in ins:
+            return
         dtype = self.plan.leaves[value].dtype
         stored = self.plan.arrays[memlet.data].dtype if memlet.data in self.plan.arrays else computed(dtype)
         if stored in HALVES:
             ins[f"half_{value}"] = (memlet, dace.uint16)
             lines.append(f"const float {value} = vm::from_{stored.name}(half_{value});")
+        elif memlet.data == f"reduced_{value}":
+            ins[f"wide_{value}"] = (memlet, _TYPES[self.plan.accumulators(value)[1]])
+            lines.append(f"const {computed(dtype).c} {value} = ({computed(dtype).c})wide_{value};")
         else:
             ins[value] = (memlet, _TYPES[computed(dtype)])
 
@@ -195,7 +200,7 @@ class Build:
         if self.plan.mode == "flat":
             lane_parts, lanes = sym("lane_blocks"), self.sizes[self.plan.lane_axes[0].name] if self.plan.lane_axes else 1
             row_parts = dace.symbolic.int_floor(parts, lane_parts)
-            row_part, lane_part = dace.symbolic.int_floor(part, lane_parts), part % lane_parts
+            row_part, lane_part = dace.symbolic.int_floor(part, lane_parts), vm_function("modulo", part, lane_parts)
             mapping["lane_begin"] = vm_function("share", lanes, lane_part, lane_parts)
             mapping["lane_end"] = vm_function("share", lanes, lane_part + 1, lane_parts)
             if self.plan.row_axes:
@@ -214,7 +219,7 @@ class Build:
         known = {str(s) for a in block.arrays.values() for s in a.free_symbols}
         known |= {str(s) for s in block.free_symbols} - set(mapping) - set(block.arrays)
         known |= set(self.plan.constants)  # named by tasklets only
-        for name in sorted(known | set(mapping)):
+        for name in sorted(known | set(mapping) | self.assigned):
             if name not in block.symbols:
                 block.add_symbol(name, dace.float64 if name in self.plan.reals else dace.int64)
         symbols = {str(s): mapping.get(str(s), sym(str(s))) for s in block.symbols if s not in self.assigned}
@@ -230,7 +235,7 @@ class Build:
             outside(state, state.add_write(name), leave, memlet)
             state.add_edge(node, name, leave, f"IN_{name}", memlet)
 
-    assigned = frozenset({"row", "group", "tile"})
+    assigned = frozenset({"row_index", "row_group", "tile_index"})
     """Loop variables of the nested SDFG."""
 
     def rows_of_block(self, block: Any, region: Any, p: int, rows: Rows) -> None:
@@ -251,10 +256,10 @@ class Build:
         narrow = [n for n in ends if f"sum_{n}" in plan.arrays]
         body, first, last = region, sym("row_begin"), sym("row_end")
         if narrow:
-            body = loop(region, "groups", "group", first, last, FLUSH)
+            body = loop(region, "groups", "row_group", first, last, FLUSH)
             for n in narrow:
                 self.fill(body, f"sum_{n}", self.identity(n, plan.arrays[f"sum_{n}"].dtype))
-            first, last = sym("group"), dace.symbolic.pystr_to_symbolic(f"Min(group + {FLUSH}, row_end)")
+            first, last = sym("row_group"), vm_function("least", sym("row_group") + FLUSH, sym("row_end"))
         inner = self.row_loop(body, first, last)
         for k, stage in enumerate(rows.stages):
             self.stage(block, inner, p, k, stage, rows)
@@ -276,12 +281,12 @@ class Build:
             return region
         if len(axes) == 1:
             return loop(region, "rows", axes[0].name, first, last)
-        inner = loop(region, "rows", "row", first, last)
+        inner = loop(region, "rows", "row_index", first, last)
         after(inner, "row")
         assignments: dict[str, str] = {}
-        rest = "row"
+        rest = "row_index"
         for axis in reversed(axes[1:]):
-            assignments[axis.name] = f"({rest}) % {axis.name}_size"
+            assignments[axis.name] = f"vm_modulo({rest}, {axis.name}_size)"
             rest = f"int_floor({rest}, {axis.name}_size)"
         assignments[axes[0].name] = rest
         self.assign(inner, assignments)
@@ -328,23 +333,33 @@ class Build:
         self.use(block, array)
         return self.at(array)
 
-    def scalars(self, block: Any, region: Any, p: int, label: str, names: Sequence[str], extra: Stage | None) -> None:
+    def scalars(self, block: Any, region: Any, p: int, k: int, rows: Rows) -> None:
         """A tasklet that computes per-row values, and clears the row reductions of a stage."""
-        plan, ins, outs, lines = self.plan, {}, {}, []
+        plan = self.plan
+        ins: dict[str, tuple[Memlet, Any]] = {}
+        outs: dict[str, tuple[Memlet, Any]] = {}
+        lines: list[str] = []
+        names = rows.stages[k].scalars
+        shared = {v for s in rows.stages[k:] for v in s.reads}
+        shared |= {i for s in rows.stages[k + 1 :] for v in s.scalars for i in plan.leaves[v].inputs}
+        shared |= {plan.domain.results[i].leaf for i in rows.scalar_results} | set(rows.scalar_stores)
+        shared |= {plan.leaves[v].inputs[0] for v in rows.scalar_columns}
         for v in names:
             for i in plan.leaves[v].inputs:
-                if i not in names and i not in ins and f"half_{i}" not in ins and not self.constant(i):
+                if i not in names and not self.constant(i):
                     self.load(ins, lines, i, self.value(block, i, p))
-            self.local(block, f"scalar_{v}", computed(plan.leaves[v].dtype))
-            outs[f"new_{v}"] = (self.scalar(f"scalar_{v}"), _TYPES[computed(plan.leaves[v].dtype)])
-            lines += [self.define(v), f"new_{v} = {v};"]
-        for v in extra.rows if extra else ():
+            lines.append(self.define(v))
+            if v in shared:
+                self.local(block, f"scalar_{v}", computed(plan.leaves[v].dtype))
+                outs[f"new_{v}"] = (self.scalar(f"scalar_{v}"), _TYPES[computed(plan.leaves[v].dtype)])
+                lines.append(f"new_{v} = {v};")
+        for v in rows.stages[k].rows:
             total = plan.accumulators(v)[1]
             self.local(block, f"reduced_{v}", total)
             outs[f"zero_{v}"] = (self.scalar(f"reduced_{v}"), _TYPES[total])
             lines.append(f"zero_{v} = {self.identity(v, total)};")
         if outs:
-            self.tasklet(region, label, ins, outs, lines)
+            self.tasklet(region, f"scalars{k}", ins, outs, lines)
 
     def constant(self, name: str) -> bool:
         return isinstance(self.plan.leaves[name].op, Full)
@@ -352,7 +367,7 @@ class Build:
     def stage(self, block: Any, region: Any, p: int, k: int, stage: Stage, rows: Rows) -> None:
         """The scalar tasklet and the lane map of one stage."""
         plan = self.plan
-        self.scalars(block, region, p, f"scalars{k}", stage.scalars, stage)
+        self.scalars(block, region, p, k, rows)
         ins: dict[str, tuple[Memlet, Any]] = {}
         outs: dict[str, tuple[Memlet, Any]] = {}
         lines: list[str] = []
@@ -395,7 +410,7 @@ class Build:
         lines: list[str] = []
 
         def need(v: str) -> None:
-            if v not in ins and f"half_{v}" not in ins and not self.constant(v):
+            if not self.constant(v):
                 self.load(ins, lines, v, self.value(block, v, p))
 
         for number in rows.scalar_results:
@@ -446,13 +461,16 @@ class Build:
         lines: list[str] = []
 
         def need(v: str) -> None:
-            if v in ins or f"half_{v}" in ins or v in columns.lanes or self.constant(v):
+            if v in columns.lanes or self.constant(v):
                 return
             leaf = plan.leaves[v]
             if v in vectors:
                 self.use(block, f"part_{v}")
                 where = self.at(f"part_{v}") if self.tiled else self.at(f"part_{v}", block=0)
-                ins[v] = (where, _TYPES[computed(leaf.dtype)])
+                total = plan.accumulators(v)[1]
+                if f"wide_{v}" not in ins:
+                    ins[f"wide_{v}"] = (where, _TYPES[total])
+                    lines.append(f"const {computed(leaf.dtype).c} {v} = ({computed(leaf.dtype).c})wide_{v};")
             elif plan.has_lanes(v) and leaf.op is not None:
                 self.use(block, f"column_{v}")
                 self.load(ins, lines, v, self.at(f"column_{v}"))
@@ -501,7 +519,7 @@ class Build:
         results = [i for i in columns.results if not plan.domain.results[i].axes]
 
         def need(v: str) -> None:
-            if v in here or v in ins or f"half_{v}" in ins or self.constant(v):
+            if v in here or self.constant(v):
                 return
             if plan.leaves[v].op is None:
                 self.use(block, plan.place[v])
@@ -527,8 +545,8 @@ class Build:
     def combine(self, region: Any, n: str) -> None:
         """Add every block's partial results to those of block 0."""
         total = self.plan.arrays[f"part_{n}"]
-        inner = loop(region, f"parts_{n}", "part", 1, sym("blocks"))
-        here, there = self.at(total.name, block=0), self.at(total.name, block=sym("part"))
+        inner = loop(region, f"parts_{n}", "part_index", 1, sym("blocks"))
+        here, there = self.at(total.name, block=0), self.at(total.name, block=sym("part_index"))
         dtype = _TYPES[total.dtype]
         line = f"total = {self.combined(n, total.dtype, 'old', 'more')};"
         ins = {"old": (here, dtype), "more": (there, dtype)}
@@ -542,18 +560,18 @@ class Build:
         count = vm_function("tiles", self.sizes[lane.name])
         for axis in outer:
             count = count * self.sizes[axis.name]
-        body = loop(block, "tiles", "tile", sym("tile_begin"), sym("tile_end"))
+        body = loop(block, "tiles", "tile_index", sym("tile_begin"), sym("tile_end"))
         after(body, "tile")
         inner = f"vm_tiles({lane.name}_size)"
-        assignments = {"lane_begin": f"{TILE} * (tile % {inner})"}
-        rest = f"int_floor(tile, {inner})"
+        assignments = {"lane_begin": f"{TILE} * vm_modulo(tile_index, {inner})"}
+        rest = f"int_floor(tile_index, {inner})"
         for axis in reversed(outer[1:]):
-            assignments[axis.name] = f"({rest}) % {axis.name}_size"
+            assignments[axis.name] = f"vm_modulo({rest}, {axis.name}_size)"
             rest = f"int_floor({rest}, {axis.name}_size)"
         if outer:
             assignments[outer[0].name] = rest
         self.assign(body, assignments)
-        self.assign(body, {"lane_end": f"Min(lane_begin + {TILE}, {lane.name}_size)"})
+        self.assign(body, {"lane_end": f"vm_least(lane_begin + {TILE}, {lane.name}_size)"})
         for p in range(self.plan.phases + 1):
             self.columns(block, body, p)
             rows = self.plan.rows[p]
@@ -646,14 +664,3 @@ def used(block: Any) -> tuple[list[str], list[str]]:
 def build(plan: Plan, name: str) -> Any:
     """The SDFG of a plan."""
     return Build(plan, name).top
-
-
-def dims(plan: Plan) -> dict[str, Dim]:
-    """Every integer that the generated code takes, by symbol."""
-    values: dict[str, Dim] = {f"{a.name}_size": a.size for a in plan.row_axes + plan.lane_axes}
-    for array in plan.arrays.values():
-        if array.pointer[0] != "scratch":
-            for axis, stride in zip(array.axes, array.strides, strict=True):
-                if stride != 1:
-                    values[f"{array.name}_{axis}"] = stride
-    return values | plan.constants

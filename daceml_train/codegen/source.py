@@ -6,8 +6,8 @@ initialisation and shutdown is dropped: a kernel has no state.
 
 from __future__ import annotations
 
-import contextlib
 import os
+import re
 from typing import Any
 
 os.environ.setdefault("DACE_compiler_lineinfo", "none")
@@ -30,7 +30,7 @@ def source(plan: Plan, key: str) -> str:
 
 
 def code(sdfg: Any) -> str:
-    """The functions that DaCe generates for an SDFG, without its frame."""
+    """The functions that DaCe generates for an SDFG, without its frame and its marks."""
     infer_types.infer_connector_types(sdfg)
     infer_types.set_default_schedule_and_storage_types(sdfg, None)
     frame = framecode.DaCeCodeGenerator(sdfg)
@@ -40,9 +40,34 @@ def code(sdfg: Any) -> str:
     codegen._get_codegen_targets(sdfg, frame)
     frame.dispatcher.instrumentation = dict.fromkeys(frame.dispatcher.instrumentation)
     functions, body, *_ = frame.generate_code(sdfg, None)
-    return str(functions) + str(body)
+    text = re.sub(r"[ \t]*////__DACE:[^\n]*", "", str(functions) + str(body))
+    text = re.sub(r"\n\s*/{5,}(?=\n)", "", text)
+    text = text[text.index("};", text.index(f"struct {sdfg.name}_state_t")) + 2 : text.index("DACE_EXPORTED")]
+    text = re.sub(rf"{sdfg.name}_state_t ?\*__state(, )?|__state, ", "", text)
+    return re.sub(r"\n\s*(?=\n)", "", text).strip() + "\n"
 
 
 def entry(plan: Plan, sdfg: Any, key: str) -> str:
     """The function that unpacks pointers and integers."""
-    return ""
+    lines = [f'extern "C" __attribute__((visibility("default"))) void kernel_{key}(void** pointers, const int64_t* integers) {{']
+    lines.append("    int64_t blocks = integers[0];")
+    arguments: dict[str, str] = {"blocks": "blocks"}
+    for position, (name, _) in enumerate(plan.integers().items(), 1):
+        arguments[name] = f"vm::bits64(integers[{position}])" if name in plan.reals else f"integers[{position}]"
+    inputs, outputs = len(plan.operands), sum(r.target is None for r in plan.domain.results)
+    base = {"input": 0, "output": inputs, "scratch": inputs + outputs}
+    for name, array in plan.arrays.items():
+        kind, position = array.pointer
+        ctype = sdfg.arrays[name].dtype.ctype
+        offset = f" + {arguments[f'{name}_offset']}" if f"{name}_offset" in arguments else ""
+        arguments[name] = f"({ctype}*)pointers[{base[kind] + position}]{offset}"
+    if plan.mode == "flat":
+        rows = " * ".join(arguments[f"{a.name}_size"] for a in plan.row_axes) or "1"
+        lines += [
+            f"    const int64_t rows = {rows};",
+            "    const int64_t lane_blocks = rows >= blocks || rows < 1 ? 1 : (blocks + rows - 1) / rows;",
+            "    blocks = blocks / lane_blocks * lane_blocks;",
+        ]
+        arguments["lane_blocks"] = "lane_blocks"
+    passed = ", ".join(arguments[name] for name in sdfg.arglist())
+    return "\n".join([*lines, f"    __program_{sdfg.name}_internal({passed});", "}", ""])

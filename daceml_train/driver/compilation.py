@@ -307,7 +307,7 @@ def _lowered(
 
 
 def _measure_captured(graph: Graph, record: Record) -> None:
-    record.bytes_captured = traffic(graph).total
+    record.bytes_captured = traffic(graph).bytes
 
 
 def _watcher(record: Record, options: Options) -> Callable[[Step, Graph], None]:

@@ -1,11 +1,13 @@
 """Text: a graph as a program that people read, and back, exactly.
 
     graph mlp(x: f32[8, s0] input, w: f32[16, s0] parameter "fc.weight", seen: i64[] buffer) {
-      %permute: f32[s0, 16] = permute(%w, dims=(1, 0))
+      %permute: f32[s0, 16]@10 = permute(%w, dims=(1, 0))
       %matmul: f32[8, 16] = matmul(%x, %permute)  # fc model.py:12
-      %kernel: f32[8, 16], i64[] = kernel(x0=%matmul, x1=%seen) {
+      %kernel, %kernel_1: f32[8, 16], i64[] = kernel(x0=%matmul, x1=%seen) {
         %v0 = relu(%x0)
-        yield %v0, %x1 over %x1
+        %v1 = full(value=1, dtype=i64)
+        %v2 = add(%x1, %v1)
+        yield %v0, %v2 over %x1
       }
       write seen <- %kernel_1
       return %kernel

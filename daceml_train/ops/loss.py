@@ -219,10 +219,10 @@ class MSELoss(Operator):
         return (squares.cast(x.dtype),)
 
     def vjp(self, b: Builder, x: Value, target: Value, grad_y: Value) -> tuple[Value, Value]:
-        difference = x - target
+        difference, g = wide(x) - wide(target), wide(grad_y)
         if self.reduction == "mean":
-            grad_y = grad_y / scalar(b, difference.tensor.size, x.dtype)
-        gradient = difference * (grad_y * 2)
+            g = g / scalar(b, difference.tensor.size, g.dtype)
+        gradient = (difference * (g * 2)).cast(x.dtype)
         return gradient, -gradient
 
     def flops(self, *operands: Tensor) -> Dim:

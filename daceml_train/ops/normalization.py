@@ -129,7 +129,7 @@ class LayerNorm(Operator):
 
     def flops(self, *operands: Tensor) -> Dim:
         x, *weight_bias = operands
-        return simplify((6 + len(weight_bias)) * x.size)
+        return simplify((5 + len(weight_bias)) * x.size)
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class BatchNorm(Operator):
 
     def flops(self, *operands: Tensor) -> Dim:
         x, *weight_bias = operands
-        return simplify((6 + len(weight_bias)) * x.size)
+        return simplify((5 + len(weight_bias)) * x.size)
 
 
 def running_statistics(
@@ -280,7 +280,7 @@ class GroupNorm(Operator):
 
     def flops(self, *operands: Tensor) -> Dim:
         x, *weight_bias = operands
-        return simplify((6 + len(weight_bias)) * x.size)
+        return simplify((5 + len(weight_bias)) * x.size)
 
 
 def _check_channels(label: str, x: Tensor, weight_bias: Sequence[Tensor]) -> None:

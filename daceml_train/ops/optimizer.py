@@ -118,7 +118,7 @@ class AdamUpdate(Operator):
 
     def flops(self, *operands: Tensor) -> Dim:
         decay = (1 if self.decoupled else 2) if self.weight_decay else 0
-        return simplify((23 + decay + self.amsgrad + self.maximize) * operands[0].size)
+        return simplify((22 + decay + self.amsgrad + self.maximize) * operands[0].size)
 
 
 def _lerp(start: Value, end: Value, weight: float) -> Value:

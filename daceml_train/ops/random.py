@@ -44,6 +44,7 @@ class Uniform(Operator):
     """Numbers in [0, 1), a function of the 0-d int64 `seed`, of `stream`, and of the row-major element index.
 
     float32: `(low >> 8) * 2**-24`; float64: `((low >> 5) * 2**26 + (high >> 6)) * 2**-53`, with the words of `philox`.
+    Integer operations count as flops.
     """
 
     name = "uniform"

@@ -153,8 +153,9 @@ class Mean(Operator):
         return ((total / scalar(b, product(x.shape[d] for d in self.dims), total.dtype)).cast(x.dtype),)
 
     def vjp(self, b: Builder, x: Value, grad_y: Value) -> Value:
-        count = scalar(b, product(x.shape[d] for d in self.dims), x.dtype)
-        return restore(grad_y / count, x.shape, self.dims)
+        g = wide(grad_y)
+        count = scalar(b, product(x.shape[d] for d in self.dims), g.dtype)
+        return restore((g / count).cast(x.dtype), x.shape, self.dims)
 
     def flops(self, *operands: Tensor) -> Dim:
         return simplify(operands[0].size + self.infer(*operands)[0].size)
@@ -188,10 +189,10 @@ class Variance(Operator):
         return ((squares / scalar(b, self.divisor(x.shape), squares.dtype)).cast(x.dtype),)
 
     def vjp(self, b: Builder, x: Value, grad_y: Value) -> Value:
-        centred = x - x.mean(self.dims, keepdim=True)
+        v, g = wide(x), wide(grad_y)
         freedom = product(x.shape[d] for d in self.dims) - self.correction
-        scaled = grad_y * 2 / scalar(b, freedom, x.dtype)
-        return restore(scaled, x.shape, self.dims) * centred
+        scaled = restore(g * 2 / scalar(b, freedom, g.dtype), x.shape, self.dims)
+        return (scaled * (v - v.mean(self.dims, keepdim=True))).cast(x.dtype)
 
     def flops(self, *operands: Tensor) -> Dim:
         return simplify(4 * operands[0].size + 2 * self.infer(*operands)[0].size)

@@ -10,6 +10,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import guard_int
 from torch.utils import _pytree as pytree
 
 from daceml_train.errors import Unsupported
@@ -87,9 +88,13 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Captured:
     """The operator graph of `gm`. Raises `Unsupported`, naming the user's line, for what cannot be captured."""
     grad_enabled = torch.is_grad_enabled()
     mode = fake_mode(example_inputs)
-    operands = [fake(mode, x, i) for i, x in enumerate(example_inputs)]
+    operands = [
+        fake(mode, x, node.name, getattr(node, "_dynamo_source", None))
+        for node, x in zip(_placeholders(gm), example_inputs, strict=True)
+    ]
+    _specialise(operands)
     held = dict(gm.named_parameters(remove_duplicate=False)) | dict(gm.named_buffers(remove_duplicate=False))
-    attributes = {name: fake(mode, t, len(operands) + i) for i, (name, t) in enumerate(held.items())}
+    attributes = {name: fake(mode, t, name) for name, t in held.items()}
     _annotate(gm, mode, operands)
     _refuse_gradients_into_inputs(gm, grad_enabled)
     token = custom_functions.set([])
@@ -108,6 +113,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Captured:
     outputs, detached = _outputs(gm, t, made[written:], grad_enabled)
     graph.nodes = _live(graph)
     spec = pytree.tree_structure(_output_node(gm).args[0])
+    bound += [InputSource("attribute", None, name, name, tensor) for name, tensor in t.constants.items()]
     return Captured(graph, (*inputs, *bound), outputs, spec, detached, tuple(t.fallbacks))
 
 
@@ -155,6 +161,18 @@ def _annotate(gm: fx.GraphModule, mode: Any, operands: Sequence[Any]) -> None:
         Annotator(gm, garbage_collect_values=False).run(*fresh)
 
 
+def _specialise(operands: Sequence[Any]) -> None:
+    """Burn in integer inputs that no tensor's sizes tell, with a guard: graphs take their sizes from shapes alone."""
+    told = {symbol for x in operands if isinstance(x, Tensor) for size in types.sizes(x.shape) for symbol in _free(size)}
+    for x in operands:
+        if isinstance(x, torch.SymInt) and not _free(types.size(x)) <= told:
+            guard_int(x)
+
+
+def _free(size: Dim) -> set[sympy.Symbol]:
+    return set() if isinstance(size, int) else set(size.free_symbols)
+
+
 def _example(node: fx.Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
@@ -195,8 +213,7 @@ def _inputs(
                 t.require_gradient(t.graph.value(name))
             made.append(InputSource("tensor", position, name, text, None, copy))
         elif isinstance(example, torch.SymInt):
-            size = types.size(example)
-            made.append(InputSource("size", position, "", text, size))
+            made.append(InputSource("size", position, "", text, types.size(example)))
         elif isinstance(example, int | float | bool | str | None):
             made.append(InputSource("constant", position, "", text, example))
         else:

@@ -31,7 +31,9 @@ KEPT = frozenset(
 @functools.cache
 def table() -> dict[Any, Callable[..., Any]]:
     """Operator overload -> its decomposition, for `aot_export_module` and `make_fx`."""
-    return {target: rule for target, rule in core_aten_decompositions().items() if _name(target) not in KEPT}
+    rules = {target: rule for target, rule in core_aten_decompositions().items() if _name(target) not in KEPT}
+    # What PyTorch takes where no gradient is needed, and a trace without autograd therefore gets, has no derivative.
+    return rules | {torch.ops.aten._embedding_bag_forward_only.default: torch.ops.aten._embedding_bag.default}
 
 
 @functools.cache

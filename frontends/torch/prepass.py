@@ -327,6 +327,9 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     torch._C._nn.linear: _linear,
     F.cosine_similarity: _cosine_similarity,
     torch.cosine_similarity: _cosine_similarity,
+    # Without gradients these leave out the vectors that their derivatives need.
+    torch.linalg.eigvalsh: lambda x, *options, **more: torch.linalg.eigh(x, *options, **more)[0],
+    torch.linalg.svdvals: lambda x, **more: torch.linalg.svd(x, full_matrices=False, **more)[1],
 }
 import operator as _python_operator  # noqa: E402
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
 from torch._functorch.aot_autograd import GraphSignature, aot_export_module
-from torch._guards import TracingContext, detect_fake_mode
+from torch._guards import Source, TracingContext, detect_fake_mode
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -26,7 +26,7 @@ def fake_mode(operands: Sequence[object]) -> FakeTensorMode:
     return found or detect_fake_mode(list(operands)) or FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
 
-def fake(mode: FakeTensorMode, operand: Any, position: int) -> Any:
+def fake(mode: FakeTensorMode, operand: Any, name: str, source: Source | None = None) -> Any:
     """A tensor as the trace sees it: fake, with Dynamo's symbols for its sizes, and without `requires_grad`.
 
     Nothing of the trace may build an autograd graph of its own; what requires a gradient is `capture`'s business.
@@ -38,10 +38,12 @@ def fake(mode: FakeTensorMode, operand: Any, position: int) -> Any:
     else:
         context = TracingContext.try_get()
         symbolic = context.tensor_to_context.get(operand) if context is not None else None
-        source = symbolic.tensor_source if symbolic is not None else ConstantSource(f"input_{position}")
+        source = symbolic.tensor_source if symbolic is not None else source or ConstantSource(name)
         made = mode.from_tensor(
             operand, static_shapes=symbolic is None, symbolic_context=symbolic, source=source, trace=symbolic is None
         )
+    if not made.requires_grad:
+        return made
     with mode, torch.no_grad():
         return made.detach()
 

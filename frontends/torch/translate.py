@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,6 +45,13 @@ IGNORED = frozenset(
 )
 
 
+_NUMBERS = {
+    "Add": "add", "Mul": "mul", "FloatTrueDiv": "div", "IntTrueDiv": "div", "Pow": "pow", "FloatPow": "pow",
+    "ToFloat": "add", "Max": "maximum", "Min": "minimum",
+}  # fmt: skip
+"""Functions of symbolic numbers -> elementwise operators; those of one operand are the identity here."""
+
+
 class Translator:
     """Builds `graph` from ATen graphs. One translator per graph: it hands out seeds and numbers random streams."""
 
@@ -54,6 +62,9 @@ class Translator:
         self.given: dict[fx.Node, Any] = {}
         """Nodes whose results are known already: they are not emitted."""
         self.node: fx.Node
+        self.constants: dict[str, torch.Tensor] = {}
+        """Inputs of the graph that stand for tensors held by the trace."""
+        self._numbers: dict[str, Value] = {}
         self._active: set[str] = set()
         self._looked_at = 0
         self._streams = 0
@@ -147,12 +158,21 @@ class Translator:
         raise Invalid("a traced graph has no output")
 
     def _constant(self, node: fx.Node, module: fx.GraphModule) -> Any:
-        held = module
+        """A tensor that the trace holds: operators where it is small, else an input of the graph."""
+        held: Any = module
         for part in str(node.target).split("."):
             held = getattr(held, part)
-        if isinstance(held, torch.Tensor) and held.numel() == 1:
-            return self.full(held.item(), types.sizes(held.shape), types.element_type(held.dtype))
-        raise Unsupported(f"the constant {node.target} inside a trace", where=str(origin(node)))
+        if not isinstance(held, torch.Tensor):
+            return held
+        shape, dtype = types.sizes(held.shape), types.element_type(held.dtype)
+        if held.numel() == 1:
+            return self.full(held.item(), shape, dtype)
+        if 0 < held.numel() <= 8 and not held.is_complex():
+            parts = [self.full(number, (1,), dtype) for number in held.flatten().tolist()]
+            return self.emit("concat", *parts, dim=0).view(shape)
+        name = self.graph.fresh(str(node.target).strip("_"))
+        self.constants[name] = held.detach()
+        return self.graph.input(name, types.tensor(held, laid_out=True), Role.buffer, name)
 
     def _call(self, node: fx.Node, scope: dict[fx.Node, Any]) -> Any:
         def resolve(argument: Any) -> Any:
@@ -168,7 +188,7 @@ class Translator:
         if isinstance(value, torch.SymInt | int) and not isinstance(value, bool):
             return types.size(value)
         if isinstance(value, torch.SymFloat | torch.SymBool | float | bool):
-            return self._number(node, value)
+            return self._number(node, value, resolve)
         name = str(node.target)
         if _base_name(name) in IGNORED:
             return None
@@ -180,15 +200,36 @@ class Translator:
         except Unsupported as error:
             raise error if error.where else Unsupported(error.message, where=str(origin(node))) from error
         except Invalid as error:
+            if self.graph.symbols:  # an equality of symbolic sizes that SymPy does not see
+                raise Unsupported(f"{name} on symbolic sizes: {error.message}", where=str(origin(node))) from error
             raise Invalid(f"translating {name}: {error.message}", where=str(origin(node))) from error
 
-    def _number(self, node: fx.Node, value: Any) -> Any:
+    def _number(self, node: fx.Node, value: Any, resolve: Callable[[Any], Any]) -> Any:
+        """A float or truth value: an expression over sizes, or a 0-d tensor where a tensor input holds it."""
         if not isinstance(value, torch.SymFloat | torch.SymBool):
             return value
+        expression = value.node.shape_env.replace(value.node.expr)
+        if expression.is_Symbol and isinstance(node.args[0], fx.Node):
+            operand = resolve(node.args[0])
+            if isinstance(operand, Value):
+                self._numbers[expression.name] = operand.view(())
         try:
-            return types.expression(value.node.expr)
+            return self._evaluate(expression)
         except DacemlError as error:
             raise Unsupported(error.message, where=str(origin(node))) from error
+
+    def _evaluate(self, expression: Any) -> Any:
+        """An expression in which numbers that tensor inputs hold may occur: 0-d tensors then."""
+        if not any(symbol.name in self._numbers for symbol in expression.free_symbols):
+            return types.expression(expression)
+        if expression.is_Symbol:
+            return self._numbers[expression.name]
+        operands = [self._evaluate(a) for a in expression.args]
+        kind = _NUMBERS.get(type(expression).__name__)
+        if kind is None:
+            raise Unsupported(f"the number {expression}")
+        values = [self.value(o, DType.float64) for o in operands]
+        return functools.reduce(lambda a, b: self.emit(kind, a, b), values)
 
     def _emit(self, name: str, node: fx.Node, arguments: list[Any], keywords: dict[str, Any]) -> Any:
         known = RULES.get(name) if not _is_complex(node) else None

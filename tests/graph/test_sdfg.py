@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import dace
 import pytest
 from hypothesis import given, settings
 
 from daceml_train.errors import Invalid, Refused
 from daceml_train.graph import Graph, parse, show
-from daceml_train.graph.sdfg import OperatorNode, dace, from_sdfg, to_sdfg
+from daceml_train.graph.sdfg import OperatorNode, from_sdfg, to_sdfg
 from tests.graph import programs
 
 

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import math
 import random
+import textwrap
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import sympy
@@ -10,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daceml_train.errors import DacemlError, Invalid
-from daceml_train.graph import Graph, canonical_text, parse, show
+from daceml_train.graph import Graph, canonical_text, parse, show, text
 from daceml_train.graph.grammar import Reader, show_type, show_value
 from daceml_train.graph.text import parse_operator, show_operator
 from daceml_train.ops.fallback import Operand
@@ -48,16 +50,21 @@ def test_round_trip(drawn: tuple[Graph, object]) -> None:
     assert (again.outputs, again.writes) == (graph.outputs, graph.writes)
 
 
+def test_example_in_the_documentation() -> None:
+    example = textwrap.dedent("    graph mlp" + str(text.__doc__).split("    graph mlp")[1].split("\n\n")[0]) + "\n"
+    assert show(parse(example)) == example
+
+
 def test_types_may_be_left_out() -> None:
     assert show(parse(SMALL.replace("%add: f32[4] =", "%add ="))) == SMALL
 
 
 def test_layout_is_free_and_remarks_are_ignored() -> None:
-    text = (
+    loose = (
         "# a remark\ngraph small(x: f32[4] input,\n y: f32[4] buffer) { %add = add(%x, %y) # of two words: a remark\n"
     )
-    text += "# another\n write y <- %add return %add }"
-    assert show(parse(text)) == SMALL
+    loose += "# another\n write y <- %add return %add }"
+    assert show(parse(loose)) == SMALL
 
 
 def test_canonical_text_has_no_origins() -> None:
@@ -111,7 +118,7 @@ VALUES = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_values(value: object) -> None:
+def test_values(value: Any) -> None:
     read = Reader(show_value(value)).value()
     assert read == value
     assert type(read) is type(value)
@@ -221,9 +228,9 @@ MALFORMED = {
 
 @pytest.mark.parametrize("case", MALFORMED)
 def test_malformed(case: str) -> None:
-    text, sentence = MALFORMED[case]
+    malformed, sentence = MALFORMED[case]
     with pytest.raises(Invalid) as caught:
-        parse(text)
+        parse(malformed)
     assert sentence in str(caught.value)
     assert "at line" in str(caught.value)
 
@@ -231,11 +238,11 @@ def test_malformed(case: str) -> None:
 def test_damage_never_escapes_as_another_error() -> None:
     """Whatever one deleted or doubled piece makes of a text: a graph, or an error of ours."""
     generator = random.Random(0)
-    for text in (show(programs.everything()), show(programs.update())):
+    for whole in (show(programs.everything()), show(programs.update())):
         for _ in range(400):
-            start = generator.randrange(len(text))
-            stop = min(len(text), start + generator.randrange(1, 6))
-            damaged = text[:start] + generator.choice(["", text[start:stop] * 2, "%", "(", "1", '"']) + text[stop:]
+            start = generator.randrange(len(whole))
+            stop = min(len(whole), start + generator.randrange(1, 6))
+            damaged = whole[:start] + generator.choice(["", whole[start:stop] * 2, "%", "(", "1", '"']) + whole[stop:]
             try:
                 parse(damaged)
             except DacemlError as error:

@@ -41,7 +41,7 @@ def check_op(
     """
     wrt = [i for i, x in enumerate(inputs) if x.dtype.kind == "f"] if wrt is None else wrt
     expected = as_tuple(reference(*map(torch.as_tensor, inputs)))
-    graph, operands, results = build(op, inputs)
+    graph, _, results = build(op, inputs)
     made = interpret(graph, {f"x{i}": x for i, x in enumerate(inputs)}).values
     assert len(results) == len(expected), f"{op.label} has {len(results)} results"
     for value, want in zip(results, expected, strict=True):

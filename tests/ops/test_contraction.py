@@ -33,5 +33,5 @@ def test_errors() -> None:
     for other in (Tensor((3, 4)), Tensor((4,)), Tensor((4, 5), DType.float64), Tensor((2, 4, 5))):
         with pytest.raises(Invalid, match=r"matmul expects .* given f32\[3, 4\] and"):
             Matmul().infer(a, other)
-    with pytest.raises(Invalid, match="matmul_add expects .* or one row of it to add to, given"):
+    with pytest.raises(Invalid, match=r"matmul_add expects .* or one row of it to add to, given"):
         MatmulAdd().infer(Tensor((4,)), a, Tensor((4, 5)))

@@ -1,4 +1,4 @@
-"""Every row of the table: its derivatives proven by SymPy where it can, and its values and gradients against PyTorch."""
+"""Every row of the table: derivatives proven by SymPy where it can, values and gradients against PyTorch."""
 
 import itertools
 import re
@@ -18,7 +18,8 @@ from tests.ops.checking import check_gradient, check_op, check_types, numbers
 TORCH: dict[str, Any] = {
     "div": torch.true_divide, "remainder": torch.remainder, "silu": F.silu, "relu": torch.relu,
     "gelu_erf": F.gelu, "gelu_tanh": lambda a: F.gelu(a, approximate="tanh"),
-    "softplus": lambda a: F.softplus(a, threshold=1e6), "floor_divide": lambda a, b: torch.floor_divide(a.detach(), b.detach()),
+    "softplus": lambda a: F.softplus(a, threshold=1e6),
+    "floor_divide": lambda a, b: torch.floor_divide(a.detach(), b.detach()),
 }  # fmt: skip
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.5, -2.0, 3.0, 100.0, -100.0, np.inf, -np.inf, np.nan]
 
@@ -111,28 +112,26 @@ def test_remainder_is_exact_far_from_zero() -> None:
 
 # ---- proofs -----------------------------------------------------------------------------------------------------
 SYMBOLIC: dict[str, Any] = {
-    **{n: getattr(sympy, n) for n in ("exp", "log", "sqrt", "tanh", "sin", "cos", "tan", "atan", "erf", "sign", "floor")},
-    "log1p": lambda x: sympy.log(1 + x), "expm1": lambda x: sympy.exp(x) - 1, "pow": lambda x, y: x**y, "abs": sympy.Abs,
-    "sigmoid": lambda x: 1 / (1 + sympy.exp(-x)), "rsqrt": lambda x: 1 / sympy.sqrt(x),
+    **{n: getattr(sympy, n) for n in ("exp", "log", "sqrt", "tanh", "sin", "cos", "tan", "atan", "erf", "sign")},
+    "log1p": lambda x: sympy.log(1 + x), "expm1": lambda x: sympy.exp(x) - 1, "pow": lambda x, y: x**y,
+    "abs": sympy.Abs, "sigmoid": lambda x: 1 / (1 + sympy.exp(-x)), "rsqrt": lambda x: 1 / sympy.sqrt(x),
+    "where": lambda condition, yes, no: yes if bool(condition) else no,
 }  # fmt: skip
 PROVEN = [
     "add", "sub", "mul", "div", "neg", "square", "reciprocal", "sqrt", "rsqrt", "exp", "expm1", "log", "log1p",
-    "sin", "cos", "tan", "atan", "tanh", "sigmoid", "erf", "silu", "gelu_erf", "gelu_tanh", "abs",
+    "sin", "cos", "tan", "atan", "tanh", "sigmoid", "erf", "silu", "gelu_erf", "gelu_tanh", "abs", "pow",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", PROVEN)
-@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(("kind", "sign"), [*((kind, 1) for kind in PROVEN), ("abs", -1)])
 def test_derivative_is_proven(kind: str, sign: int) -> None:
     """gradient = g d(expression)/d(operand), as an identity in the operands; constants are made exact."""
     row = TABLE[kind]
-    scope = (
-        {n: sign * sympy.Symbol(n, positive=True) for n in "abc"}
-        if kind == "abs"
-        else {n: sympy.Symbol(n, positive=True) for n in "abc"}
-    )
-    exact = {"0.7978845608028654": sympy.sqrt(2 / sympy.pi), "0.7071067811865476": 1 / sympy.sqrt(2),
-             "0.3989422804014327": 1 / sympy.sqrt(2 * sympy.pi), "1.1283791670955126": 2 / sympy.sqrt(sympy.pi)}  # fmt: skip
+    scope = {n: (sign if kind == "abs" else 1) * sympy.Symbol(n, positive=True) for n in "abc"}
+    exact = {
+        "0.7978845608028654": sympy.sqrt(2 / sympy.pi), "0.3989422804014327": 1 / sympy.sqrt(2 * sympy.pi),
+        "0.7071067811865476": 1 / sympy.sqrt(2), "1.1283791670955126": 2 / sympy.sqrt(sympy.pi),
+    }  # fmt: skip
     for text, value in exact.items():
         assert abs(float(value) - float(text)) < 1e-15
 

@@ -38,7 +38,7 @@ def test_with_a_derivative() -> None:
 def test_without_a_derivative() -> None:
     graph = Graph()
     (y,) = graph.emit(cumsum(), graph.input("x", F64))
-    with pytest.raises(Unsupported, match="operator aten.cumsum has no derivative but a gradient flows through it"):
+    with pytest.raises(Unsupported, match=r"operator aten.cumsum has no derivative but a gradient flows through it"):
         differentiate(graph, {y.name: graph.input("g", F64)}, ["x"])
 
 
@@ -79,7 +79,7 @@ def test_arguments_of_every_kind() -> None:
 
 
 def test_operand_count() -> None:
-    with pytest.raises(Invalid, match="aten.cumsum as captured takes 1 operands, given 2"):
+    with pytest.raises(Invalid, match=r"aten.cumsum as captured takes 1 operands, given 2"):
         cumsum().infer(F64, F64)
 
 

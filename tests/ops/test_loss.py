@@ -53,8 +53,11 @@ def test_nothing_counts(reduction: str) -> None:
     """A mean over no target is NaN, a sum is zero."""
     x, t = numbers(3, 4), np.full(3, 9)
     options = {"smooth": False, "second": False}
-    check_op(CrossEntropy(reduction, 9), x, t, reference=lambda x, t: (F.cross_entropy(x, t, reduction=reduction, ignore_index=9), None, None), **options)  # fmt: skip
-    check_op(NLLLoss(reduction, 9), x, t, reference=lambda x, t: (F.nll_loss(x, t, reduction=reduction, ignore_index=9), None), **options)  # fmt: skip
+    torch_options = {"reduction": reduction, "ignore_index": 9}
+    entropy = lambda x, t: (F.cross_entropy(x, t, **torch_options), None, None)  # noqa: E731
+    likelihood = lambda x, t: (F.nll_loss(x, t, **torch_options), None)  # noqa: E731
+    check_op(CrossEntropy(reduction, 9), x, t, reference=entropy, **options)
+    check_op(NLLLoss(reduction, 9), x, t, reference=likelihood, **options)
 
 
 def test_masked_logits() -> None:

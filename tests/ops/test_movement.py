@@ -88,7 +88,7 @@ def test_errors() -> None:
     with pytest.raises(Invalid, match=r"permutation of 0\.\.1 .* given \(0, 0\)"):
         Permute((0, 0)).infer(x)
     for shape in ((3, 5), (4,), (1, 4)):
-        with pytest.raises(Invalid, match="expand to|do not broadcast"):
+        with pytest.raises(Invalid, match=r"expand to|do not broadcast"):
             Expand(shape).infer(x)
     for op in (Slice(0, 2, 1), Slice(0, 0, 4), Slice(0, -1, 2)):
         with pytest.raises(Invalid, match="expects 0 <= start <= stop <= 3"):

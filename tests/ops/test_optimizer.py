@@ -106,7 +106,7 @@ def test_errors() -> None:
         SGDUpdate().infer(p, Tensor((4,)), lr)
     with pytest.raises(Invalid, match=r"0-d floats for the learning rate and the step, given f32\[1\]"):
         SGDUpdate().infer(p, p, Tensor((1,)))
-    with pytest.raises(Invalid, match="momentum 0.0 given 1 buffers"):
+    with pytest.raises(Invalid, match=r"momentum 0.0 given 1 buffers"):
         SGDUpdate().infer(p, p, lr, p)
     with pytest.raises(Invalid, match="expects 3 state arrays, given 2"):
         AdamUpdate(amsgrad=True).infer(p, p, lr, lr, p, p)

@@ -164,7 +164,7 @@ def test_calls_with_one_result() -> None:
     call_once("aten::add", "Tensor", [x, y, 3], [torch.add(x, y, alpha=3)])
     call_once("aten::add", "Scalar", [x, 2.5, 2], [x + 5])
     call_once("aten::mul", "Tensor", [x, 2.5], [x * 2.5])  # a number where the schema wants a tensor
-    call_once("aten::leaky_relu", "", [x, 1], [x])  # an integer where it wants a float
+    call_once("aten::leaky_relu", "", [x, 1], [x])
     call_once("aten::sum", "dim_IntList", [x, [1], True, torch.float64], [x.sum(1, keepdim=True, dtype=torch.float64)])
     call_once("aten::cat", "", [[x, y], 1], [torch.cat([x, y], 1)])
     call_once("aten::index", "Tensor", [x, [None, torch.tensor([3, 1])]], [x[:, [3, 1]]])
@@ -190,6 +190,8 @@ def test_calls_with_several_results_and_with_a_list() -> None:
     weight, bias = torch.randn(6), torch.randn(6)
     normal = torch.native_layer_norm(x, [6], weight, bias, 1e-5)
     call_once("aten::native_layer_norm", "", [x, [6], weight, bias, 1e-5], list(normal))
+    wide = torch.native_layer_norm(x, [6], weight, bias, 1.0)
+    call_once("aten::native_layer_norm", "", [x, [6], weight, bias, 1], list(wide))  # an integer where it wants a float
     call_once("aten::native_layer_norm", "", [x, [6], weight, bias, 1e-5], [None, normal[1], None])
     call_once("aten::split", "Tensor", [x, 2, 1], [part.contiguous() for part in x.split(2, 1)])
 
@@ -595,6 +597,27 @@ def test_outputs_belong_to_the_caller_and_memory_returns(kernels) -> None:
     after = pool_statistics()
     assert after.in_use == before.in_use
     assert after.free <= max(before.free, 8 * 64 * 64 * 4)
+
+
+def test_release_returns_memory_during_the_run() -> None:
+    seen: list[int] = []
+
+    @torch.library.custom_op("daceml_executor::look", mutates_args=())
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(pool_statistics().in_use)
+        return x.new_empty(0)
+
+    x = torch.randn(64, 64)
+    builder = Builder()
+    _, view = builder.input(x)
+    slot, _ = builder.result(x)
+    builder.plan.call("aten::relu", "", [view], [slot])
+    builder.plan.call("daceml_executor::look", "", [view], [None])
+    builder.plan.release(slot)
+    builder.plan.call("daceml_executor::look", "", [view], [None])
+    builder.plan.finalize(0, [])
+    builder.plan.run([x])
+    assert seen[0] - seen[1] == 64 * 64 * 4
 
 
 def test_the_same_output_may_be_asked_for_twice() -> None:

@@ -1,4 +1,4 @@
-"""Computing a cheap value again instead of reading it."""
+"""Computing a cheap value again instead of storing and reading it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from daceml_train.transformations.fusion.siblings import magnitude
 
 @dataclass(frozen=True)
 class DuplicateCheapProducers(Pass):
-    """Compute a value in each kernel that needs it, where that reads nothing the kernel does not read anyway.
+    """Compute a value in each kernel that needs it, from arrays that are in memory anyway, where that moves less.
 
-        x -> [f] -> t,  (x, t) -> [g] -> y      =>      x -> [f; g] -> y
+        x -> [f] -> t, y;   t -> [g] -> z      =>      x -> [f] -> y,   x -> [f; g] -> z
 
-    Random numbers and their masks depend on a seed alone, so they are made again rather than stored. `flops` is the
-    most operations per element that a value may cost.
+    Normalised activations come from the convolution's output again; random numbers and their masks depend on a seed
+    alone, so they are never stored. `flops` is the most operations per element that a value may cost.
     """
 
     level = "fusion"
@@ -28,46 +28,81 @@ class DuplicateCheapProducers(Pass):
     def run(self, graph: Graph) -> Graph:
         grouping = Grouping(graph)
         for group in grouping.groups():
-            while group.fusible and (name := self.candidate(grouping, group)) is not None:
-                grouping.copy_into(group, name)
+            while group.fusible and (found := self.candidate(grouping, group)) is not None:
+                for name in found:
+                    grouping.copy_into(group, name)
         return grouping.build()
 
-    def candidate(self, grouping: Grouping, group: Group) -> str | None:
-        """An array that `group` reads and should compute."""
-        if len(group.items) >= self.limit:
-            return None
+    def candidate(self, grouping: Grouping, group: Group) -> list[str] | None:
+        """Arrays that `group` should compute, each reading the next ones; None if there is nothing to gain."""
         reads = grouping.reads(group)
         bases = {grouping.source(name)[0] for name in reads}
         for name in reads:
-            base, _ = grouping.source(name)
+            base = grouping.source(name)[0]
             maker = grouping.producer.get(base)
-            if maker is None or maker.group is None or maker.group is group:
+            if maker is None or maker.group is None or magnitude(grouping.tensors[base].size) < 2:
                 continue
-            if self.cheap(grouping, maker, bases) and grouping.refusal_of_copy(group, name) is None:
-                return name
+            cone = self.cone(grouping, name, bases)
+            if cone is None or len(group.items) + len(cone) > self.limit:
+                continue
+            items = frozenset(grouping.producer[grouping.source(n)[0]] for n in cone)
+            if grouping.refusal_of_copies(group, items) is None:
+                return cone
         return None
 
-    def cheap(self, grouping: Grouping, maker: Item, bases: set[str]) -> bool:
-        """Whether `maker` costs little and reads only what is free, tiny, or in `bases`."""
-        if not isinstance(maker.op, (*POINTWISE, Uniform)):
-            return False
-        (tensor,) = maker.op.infer(*(grouping.tensors[i] for i in maker.inputs))
-        size = magnitude(tensor.size)
-        if size < 2 or magnitude(maker.op.flops(*(grouping.tensors[i] for i in maker.inputs))) > self.flops * size:
-            return False
-        return all(
-            grouping.source(name)[0] in bases
-            or self.free(grouping, name)
-            or magnitude(grouping.tensors[grouping.source(name)[0]].bytes) * 8 <= magnitude(tensor.bytes)
-            for name in maker.inputs
-        )
+    def cone(self, grouping: Grouping, name: str, bases: set[str]) -> list[str] | None:
+        """The cheap operators from arrays in memory to `name`, as the arrays they make, last first; None if the bytes
+        read instead are not fewer than those saved."""
+        base = grouping.source(name)[0]
+        tensor = grouping.tensors[base]
+        order: dict[str, None] = {}
+        extra: dict[str, None] = {}
+        flops = 0.0
+        todo = [name]
+        while todo:
+            array = todo.pop(0)
+            if array in order:
+                continue
+            maker = grouping.producer[grouping.source(array)[0]]
+            order[array] = None
+            flops += magnitude(maker.op.flops(*(grouping.tensors[i] for i in maker.inputs)))
+            for operand in maker.inputs:
+                source = grouping.source(operand)[0]
+                if source in bases:
+                    continue
+                if self.inner(grouping, source):
+                    todo.append(operand)
+                elif not self.constant(grouping, source):
+                    extra[source] = None
+        readers = {id(r.group) for r in grouping.consumers(base)} - {id(grouping.producer[base].group)}
+        saved = magnitude(tensor.bytes) * (1 + (base not in grouping.visible) / max(len(readers), 1))
+        copied = {grouping.source(n)[0] for n in order}
+        if flops > self.flops * magnitude(tensor.size) or not all(self.pointwise(grouping, c) for c in copied):
+            return None
+        return list(order) if sum(magnitude(grouping.tensors[e].bytes) for e in extra) < saved else None
 
-    def free(self, grouping: Grouping, name: str) -> bool:
+    def constant(self, grouping: Grouping, array: str) -> bool:
+        maker = grouping.producer.get(array)
+        return maker is not None and isinstance(maker.op, CONSTANT)
+
+    def pointwise(self, grouping: Grouping, array: str) -> bool:
+        maker: Item | None = grouping.producer.get(array)
+        return maker is not None and isinstance(maker.op, (*POINTWISE, Uniform))
+
+    def inner(self, grouping: Grouping, array: str) -> bool:
+        """Whether an array is not in memory otherwise, or depends on constants and scalars alone: then the cone goes
+        through it."""
+        maker = grouping.producer.get(array)
+        if maker is None or maker.group is None or not self.pointwise(grouping, array):
+            return False
+        return not grouping.seen_outside(array, [maker.group]) or self.free(grouping, array)
+
+    def free(self, grouping: Grouping, array: str) -> bool:
         """Whether an array is computed from constants and 0-d values alone."""
-        base, _ = grouping.source(name)
-        maker = grouping.producer.get(base)
+        maker = grouping.producer.get(array)
         if maker is None:
-            return grouping.tensors[base].rank == 0
+            return grouping.tensors[array].rank == 0
         if isinstance(maker.op, CONSTANT):
             return True
-        return isinstance(maker.op, (*POINTWISE, Uniform)) and all(self.free(grouping, i) for i in maker.inputs)
+        sources = (grouping.source(i)[0] for i in maker.inputs)
+        return self.pointwise(grouping, array) and all(self.free(grouping, s) for s in sources)

@@ -190,8 +190,13 @@ class Grouping:
         return seen(name)
 
     # ---- bodies -------------------------------------------------------------------------------------------------
-    def body(self, *groups: Group) -> tuple[tuple[str, ...], list[Statement], list[str]]:
-        """Arguments, statements and yields of the groups taken as one; movement between them is part of it."""
+    def body(
+        self, *groups: Group, copies: frozenset[Item] = frozenset()
+    ) -> tuple[tuple[str, ...], list[Statement], list[str]]:
+        """Arguments, statements and yields of the groups taken as one; movement between them is part of it.
+
+        `copies` are operators of other groups that are computed here too, where they are needed.
+        """
         inside = {id(g) for g in groups}
         statements: list[Statement] = []
         arguments: dict[str, None] = {}
@@ -202,7 +207,7 @@ class Grouping:
                 return
             base, path = self.source(name)
             maker = self.producer.get(base)
-            if maker is not None and maker.group is None:  # a constant: copied
+            if maker is not None and (maker.group is None or maker in copies):  # a constant is always copied
                 add(maker)
             elif maker is None or id(maker.group) not in inside:
                 arguments[name] = None
@@ -226,9 +231,11 @@ class Grouping:
         ]
         return tuple(arguments), statements, yields
 
-    def kernel(self, *groups: Group) -> tuple[Kernel, tuple[str, ...], list[str]]:
+    def kernel(
+        self, *groups: Group, copies: frozenset[Item] = frozenset()
+    ) -> tuple[Kernel, tuple[str, ...], list[str]]:
         """The groups as one canonical kernel without dead statements, the arrays it reads, and those it makes."""
-        arguments, statements, yields = self.body(*groups)
+        arguments, statements, yields = self.body(*groups, copies=copies)
         needed, kept = set(yields), []
         for statement in reversed(statements):
             if not needed.isdisjoint(statement.outputs):
@@ -301,28 +308,17 @@ class Grouping:
                 group.position = position
         return joined
 
-    def refusal_of_copy(self, group: Group, name: str) -> str | None:
-        """Why `group` cannot compute array `name` itself instead of reading it, or None."""
-        base, path = self.source(name)
-        copied = [Statement(i.op, tuple(i.inputs), i.outputs) for i in (self.producer[base], *reversed(path))]
-        arguments, statements, yields = self.body(group)
-        made = {o for s in (*copied, *statements) for o in s.outputs}
-        read = [a for a in arguments if a not in made]
-        extra = [i for s in copied for i in s.inputs if i not in made and i not in read]
-        for constant in [e for e in extra if (m := self.producer.get(e)) is not None and isinstance(m.op, CONSTANT)]:
-            extra.remove(constant)
-            copied.insert(0, Statement(self.producer[constant].op, (), (constant,)))
-        read += dict.fromkeys(extra)
-        statements = [*copied, *(s for s in statements if s.outputs not in {c.outputs for c in copied})]
-        kernel, _ = canonical(read, statements, yields)
+    def refusal_of_copies(self, group: Group, items: frozenset[Item]) -> str | None:
+        """Why `group` cannot compute the results of `items` itself instead of reading them, or None."""
+        kernel, arguments, _ = self.kernel(group, copies=items)
         try:
-            analyse(kernel, [self.tensors[a] for a in read])
+            analyse(kernel, [self.tensors[a] for a in arguments])
         except Refused as refused:
             return refused.message
         return None
 
     def copy_into(self, group: Group, name: str) -> None:
-        """Let `group` compute array `name` itself; the caller has asked `refusal_of_copy`."""
+        """Let `group` compute array `name` itself; the caller has asked `refusal_of_copies`."""
         base, path = self.source(name)
         maker = self.producer[base]
         renamed: dict[str, str] = {}

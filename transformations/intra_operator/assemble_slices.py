@@ -198,22 +198,24 @@ def arrange(pieces: Sequence[Piece], shape: Shape, done: frozenset[int] = frozen
 
     `done` are the dimensions along which all the pieces already share their range.
     """
-    open_dims = [d for d in range(len(shape)) if d not in done]
-    for d in open_dims:
-        groups: dict[tuple[Dim, Dim], list[Piece]] = {}
-        for piece in pieces:
-            groups.setdefault(piece.box[d], []).append(piece)
-        places = _in_order(list(groups))
+    groups: dict[int, dict[tuple[Dim, Dim], list[Piece]]] = {}
+    for d in range(len(shape)):
+        if d not in done:
+            groups[d] = {}
+            for piece in pieces:
+                groups[d].setdefault(piece.box[d], []).append(piece)
+    for d in sorted(groups, key=lambda d: len(groups[d]) > 1):  # what all have in common first
+        places = _in_order(list(groups[d]))
         if places is None:
             continue
-        inner = [arrange(groups[place], shape, done | {d}) for place in places]
+        inner = [arrange(groups[d][place], shape, done | {d}) for place in places]
         plans = [plan for plan in inner if plan is not None]
         if len(plans) < len(inner):
             return None
         if len(places) > 1:
             return Row(d, tuple(places), tuple(plans))
         return plans[0] if same(places[0][1] - places[0][0], shape[d]) else Padded(d, places[0], plans[0])
-    return Sum(tuple(pieces)) if not open_dims else None
+    return None if groups else Sum(tuple(pieces))
 
 
 def _in_order(places: list[tuple[Dim, Dim]]) -> list[tuple[Dim, Dim]] | None:

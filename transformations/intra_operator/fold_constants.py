@@ -25,7 +25,8 @@ class FoldConstants(Peephole):
 
         full(a), full(b) -> [f] -> y     =>     full(f(a, b)) = y
 
-    Floats are computed in float64 and rounded once, to the element type, when they are used. NaN, expressions over
+    Constants are seen through views, permutations, expansions and slices, which stay: they are free, and a `full` of an
+    expanded size might have to be stored where its source is not. Floats are computed in float64 and rounded once, to the element type, when they are used. NaN, expressions over
     sizes and complex numbers stay. The bytes never grow.
     """
 
@@ -56,12 +57,6 @@ def scalar_operand(s: Site) -> Value | None:
     if all(a is b for a, b in zip(operands, s.operands, strict=True)):
         return None
     return operands[0].apply(s.op, *operands[1:])
-
-
-def movement_of_full(s: Site) -> Value | None:
-    """view(full(a)) => full(a), and so for permute, expand, slice and flip"""
-    number = s.constant(s.x)
-    return None if number is None else _full(s, number)
 
 
 def pad_of_full(s: Site) -> Value | None:
@@ -106,11 +101,9 @@ def _full(s: Site, number: float | int | bool) -> Value | None:
     return y
 
 
-_MOVEMENT = (movement_of_full,)
 _REDUCE = (reduce_of_full,)
 
 _RULES: Rules = {
-    **dict.fromkeys(("view", "permute", "expand", "slice", "flip"), _MOVEMENT),
     **dict.fromkeys(("reduce.sum", "reduce.max", "reduce.min"), _REDUCE),
     "pad": (pad_of_full,),
     "concat": (concat_of_full,),

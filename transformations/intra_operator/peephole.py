@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
+from daceml_train.graph.aliases import is_alias
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.elementwise import Elementwise, Full
 from daceml_train.ops.operator import Operator, Value
@@ -47,10 +48,12 @@ class Site:
 
     def constant(self, value: Value) -> float | int | bool | None:
         """The real number that every element of `value` is known to be; None for expressions over sizes too."""
-        made = self.made_by(value, Full)
-        if made is None or not isinstance(made[0].value, bool | int | float) or value.dtype.short[0] == "c":
+        node = self.sweep.makers.get(value.name)
+        while node is not None and is_alias(node.op):
+            node = self.sweep.makers.get(node.inputs[0])
+        if node is None or not isinstance(node.op, Full) or not isinstance(node.op.value, bool | int | float):
             return None
-        return made[0].value
+        return None if value.dtype.short[0] == "c" else node.op.value
 
 
 Rule: TypeAlias = Callable[[Site], Value | None]

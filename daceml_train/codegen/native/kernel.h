@@ -4,8 +4,8 @@
 #define DACE_EXPORTED extern "C" __attribute__((visibility("hidden")))
 
 static inline int64_t int_floor(int64_t a, int64_t b) { return a / b; }
-static inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t vm_modulo(int64_t a, int64_t b) { return a % b; }
+static inline int64_t vm_least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t vm_tiles(int64_t lanes) { return (lanes + 1023) / 1024; }
 // Where part `part` of `parts` begins when `lanes` are shared out in multiples of 64, so that no two threads write to
 // one cache line.
@@ -15,7 +15,6 @@ static inline int64_t vm_share(int64_t lanes, int64_t part, int64_t parts) {
 }
 
 namespace vm {
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 template <typename T> T highest();
 template <typename T> T lowest();
 template <> inline float highest<float>() { return __builtin_inff(); }

@@ -17,6 +17,7 @@ from daceml_train.autodiff.reverse import differentiate
 from daceml_train.frontends.torch.capture import Captured, InputSource, OutputSource, capture
 from daceml_train.graph.graph import Graph
 from daceml_train.graph.interpret import interpret
+from daceml_train.graph.sizes import bind
 from daceml_train.tensor import DType
 
 
@@ -38,7 +39,7 @@ class Interpreting:
                 arrays["seed"] = np.asarray(7)
             results = interpret(captured.graph, arrays)
             self._differentiate(captured, arrays, operands)
-            made = [output(o, operands, results.outputs) for o in captured.outputs]
+            made = [output(o, operands, results.outputs, results.sizes) for o in captured.outputs]
             for name, value in results.writes.items():
                 (target,) = (s for s in captured.inputs if s.name == name)
                 with torch.no_grad():
@@ -54,8 +55,8 @@ class Interpreting:
             if source.kind != "graph" or detached:
                 continue
             name = captured.graph.outputs[source.index]
-            cotangent = graph.input(graph.fresh("cotangent"), graph.tensors[name])
-            of[name] = cotangent
+            if name not in of:
+                of[name] = graph.input(graph.fresh("cotangent"), graph.tensors[name])
         wanted = {
             s.name: tensor_of(s, operands) for s in captured.inputs if s.name and tensor_of(s, operands).requires_grad
         }
@@ -83,7 +84,7 @@ def array(tensor: torch.Tensor) -> np.ndarray:
     return (tensor.double() if tensor.is_floating_point() else tensor).contiguous().numpy().copy()
 
 
-def output(source: OutputSource, operands: Sequence[Any], made: Sequence[np.ndarray]) -> Any:
+def output(source: OutputSource, operands: Sequence[Any], made: Sequence[np.ndarray], sizes: dict[str, int]) -> Any:
     match source.kind:
         case "graph":
             return torch.as_tensor(made[source.index])
@@ -91,6 +92,8 @@ def output(source: OutputSource, operands: Sequence[Any], made: Sequence[np.ndar
             owner = operands[source.index]
             view = source.view
             return owner if view is None else torch.as_strided(owner, view.shape, view.strides, view.offset)
+        case "size":
+            return bind(source.value, sizes)
     return source.value
 
 
@@ -141,7 +144,7 @@ def _eager(function: Any, inputs: Any, held: Any, gradients: bool) -> tuple[Any,
     if gradients:
         results = [t for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor) and t.requires_grad]
         storages = {h.untyped_storage()._cdata for h in held}
-        fresh = [t for t in results if t.untyped_storage()._cdata not in storages]
+        fresh = list({id(t): t for t in results if t.untyped_storage()._cdata not in storages}.values())
         if fresh:
             torch.autograd.backward(fresh, [torch.ones_like(t) for t in fresh])
     wanted = [torch.zeros_like(t) if t.grad is None else t.grad.clone() for t in held]

@@ -55,9 +55,7 @@ def test_refused_for_another_dimension() -> None:
 def test_refused_for_class_weights() -> None:
     body = "%p = log_softmax(%x, dim=1)\n%loss, %total = nll_loss(%p, %t, %w)"
     graph = program(f"{LOGITS}, w: f32[20]", body, "%loss")
-    check_refused(
-        graph, FuseSoftmaxCrossEntropy(), "nll_loss has class weights, which cross_entropy does not take"
-    )
+    check_refused(graph, FuseSoftmaxCrossEntropy(), "nll_loss has class weights, which cross_entropy does not take")
 
 
 def test_refused_for_another_reader() -> None:

@@ -12,10 +12,20 @@ CASES = {
     "chain": (TWO + "%a = exp(%c)\n%b = log(%a)\n%y = add(%b, %d)", "full(value=5.0, shape=(3, 4))"),
     "infinite": (one(0.0) + "%y = log(%c)", "full(value=-inf)"),
     "cast": (one(2.7, "(3,)") + "%y = cast(%c, dtype=i64)", "full(value=2, shape=(3,), dtype=i64)"),
-    "view": (one(2.0, "(3, 4)") + "%y = view(%c, shape=(12,))", "full(value=2.0, shape=(12,))"),
-    "permute": (one(2.0, "(3, 4)") + "%y = permute(%c, dims=(1, 0))", None),
-    "expand": (one(2.0) + "%y = expand(%c, shape=(s0, 2))", "full(value=2.0, shape=(s0, 2))"),
-    "slice": (one(2.0, "(3, 4)") + "%y = slice(%c, dim=1, start=1, stop=3)", "full(value=2.0, shape=(3, 2))"),
+    "view": (one(2.0, "(3, 4)") + "%y = view(%c, shape=(12,))", None),
+    "expand": (one(2.0) + "%y = expand(%c, shape=(s0, 2))", None),
+    "sum of expand": (
+        one(2.0) + '%e = expand(%c, shape=(3, s0))\n%y = reduce(%e, kind="sum", dims=(0,))',
+        "full(value=6.0, shape=(s0,))",
+    ),
+    "through aliases": (
+        one(2.0, "(3, 4)")
+        + """%v = view(%c, shape=(12,))
+        %s = slice(%v, dim=0, start=1, stop=3)
+        %e = expand(%s, shape=(s0, 2))
+        %y = mul(%x, %e)""",
+        "mul(%x, %full)",
+    ),
     "pad": (one(0.0, "(3,)") + "%y = pad(%c, pads=((1, 1),))", "full(value=0.0, shape=(5,))"),
     "pad with another value": (one(-0.0, "(3,)") + "%y = pad(%c, pads=((1, 1),))", None),
     "concat": (one(2.0, "(3,)") + "%y = concat(%c, %c, dim=0)", "full(value=2.0, shape=(6,))"),

@@ -48,6 +48,9 @@ def test_a_bias_of_another_shape_is_no_match() -> None:
         ("a: f32[4, 3], b: f32[3, 5], bias: f32[1, 5]", "%p = matmul(%a, %b)\n%y = add(%p, %bias)"),
         ("a: f32[4, 3], b: f32[3, 1], bias: f32[5]", "%p = matmul(%a, %b)\n%y = add(%p, %bias)"),
         ("a: f32[2, 4, 3], b: f32[2, 3, 5], bias: f32[5]", "%p = matmul(%a, %b)\n%y = add(%p, %bias)"),
-        ("a: f32[5, 3], b: f32[3, 5], bias: f32[5]", "%p = matmul(%a, %b)\n%v = view(%p, shape=(25,))\n%y = mul(%v, %v)"),
+        (
+            "a: f32[5, 3], b: f32[3, 5], bias: f32[5]",
+            "%p = matmul(%a, %b)\n%v = view(%p, shape=(25,))\n%y = mul(%v, %v)",
+        ),
     ):
         assert FuseMatmulBias().matches(program(signature, body, "%y")) == []

@@ -201,7 +201,9 @@ def test_every_rule_draws_its_picture() -> None:
 def test_one_sweep_is_enough() -> None:
     body = "%v0 = view(%x, shape=(24,))\n"
     for i in range(1, 30):
-        body += f"%v{i} = view(%v{i - 1}, shape=({(24, 1) if i % 2 else (24,)}))\n".replace("((", "(").replace("))", ")")
+        body += f"%v{i} = view(%v{i - 1}, shape=({(24, 1) if i % 2 else (24,)}))\n".replace("((", "(").replace(
+            "))", ")"
+        )
     graph = program(X, body + "%y = view(%v29, shape=(4, 6))", "%y")
     assert Simplify().run(graph).outputs == ["x"]
 

@@ -1,0 +1,127 @@
+"""Compile: C++ texts to shared libraries in a cache folder, several at a time, each exactly once.
+
+A library is written under a temporary name and renamed: readers never see half of it, and processes that compile the
+same kernel do not disturb one another. Its name holds the kernel's key and a hash of compiler, flags and processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from daceml_train.codegen.launch import KernelCode
+from daceml_train.errors import CompilerError
+
+FLAGS = (
+    "-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp", "-w", "-fno-math-errno", "-fno-trapping-math",
+    "-fno-signed-zeros", "-freciprocal-math", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden",
+)  # fmt: skip
+"""None of them lets the compiler assume that numbers are finite, and none changes the mode of the processor."""
+HEADERS = Path(__file__).parent / "native"
+
+
+def compiler_command(compiler: str | None = None) -> list[str]:
+    """The C++ compiler: as given, else `$CXX`, else g++."""
+    return shlex.split(compiler or os.environ.get("CXX") or "g++")
+
+
+@functools.cache
+def _toolchain(command: tuple[str, ...]) -> str:
+    """A hash of the compiler's version, the flags, and what `-march=native` means here."""
+    try:
+        version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
+        target = subprocess.run(
+            [*command, "-march=native", "-dM", "-E", "-x", "c", os.devnull], capture_output=True, text=True, check=True
+        ).stdout
+    except OSError as error:
+        raise CompilerError(
+            f"the C++ compiler {command[0]!r} cannot be started ({error.strerror}); install g++ or set CXX"
+        ) from None
+    except subprocess.CalledProcessError as error:
+        raise CompilerError(f"{' '.join(command)} failed: {error.stderr.strip()}") from None
+    return hashlib.sha256("\n".join([*command, version, *FLAGS, target]).encode()).hexdigest()[:12]
+
+
+def library_path(key: str, folder: Path, compiler: str | None = None) -> Path:
+    """Where the library of a kernel lies."""
+    return folder / f"kernel_{key}-{_toolchain(tuple(compiler_command(compiler)))}.so"
+
+
+def compile_kernels(
+    codes: Sequence[KernelCode],
+    folder: Path,
+    jobs: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    compiler: str | None = None,
+) -> dict[str, Path]:
+    """Key -> library. Only missing libraries are made; `progress(done, total)` counts those.
+
+    Raises `CompilerError` with the compiler's last lines; libraries that succeeded stay in the folder.
+    """
+    distinct = {code.key: code for code in codes}
+    paths = {key: library_path(key, folder, compiler) for key in distinct}
+    missing = [code for key, code in distinct.items() if not _intact(paths[key])]
+    if not missing:
+        return paths
+    folder.mkdir(parents=True, exist_ok=True)
+    done = 0
+    with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
+        futures = []
+        for code in missing:  # texts are made here, one after the other, while the compiler runs on the previous ones
+            futures.append(pool.submit(build, code.source, paths[code.key], compiler))
+        for future in futures:
+            future.result()
+            done += 1
+            if progress is not None:
+                progress(done, len(missing))
+    return paths
+
+
+def build(source: str, path: Path, compiler: str | None = None) -> None:
+    """Compile one text to the library `path`, atomically."""
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=path.parent) as folder:
+        text, library = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
+        text.write_text(source)
+        command = [*compiler_command(compiler), *FLAGS, f"-I{HEADERS}", str(text), "-o", str(library)]
+        try:
+            run = subprocess.run(command, capture_output=True, text=True)
+        except OSError as error:
+            raise CompilerError(f"the C++ compiler {command[0]!r} cannot be started ({error.strerror})") from None
+        if run.returncode != 0 or not library.exists():
+            tail = "\n".join(run.stderr.strip().splitlines()[-20:])
+            raise CompilerError(f"{command[0]} failed on {path.stem} (exit {run.returncode}):\n{tail}")
+        with library.open("ab") as file:
+            file.write(_SEAL)
+        os.replace(library, path)
+
+
+_SEAL = b"daceml_train: whole\n"
+"""Ends every library, so that a truncated file is told from a whole one without loading it."""
+
+
+def _intact(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            file.seek(-len(_SEAL), os.SEEK_END)
+            return file.read() == _SEAL
+    except OSError:
+        return False
+
+
+def load(path: Path, key: str) -> int:
+    """The address of the kernel's entry point. The library stays loaded for the life of the process."""
+    try:
+        library = ctypes.CDLL(str(path))
+        address = ctypes.cast(getattr(library, f"kernel_{key}"), ctypes.c_void_p).value
+    except (OSError, AttributeError) as error:
+        raise CompilerError(f"{path} is no library of kernel {key}: {error}") from None
+    assert address is not None
+    return address
