@@ -156,17 +156,13 @@ class Plan:
                 stride = simplify(stride * self.domain.sizes[axis])
         return strides
 
-    def _importance(self) -> list[dict[int, Dim]]:
-        """Strides per array, those with the most elements first; results before operands."""
-        def elements(strides: dict[int, Dim]) -> float:
-            return hint(product(self.domain.sizes[a] for a, s in strides.items() if not same(s, 0)))
-
-        return sorted(self.stores + self.memory, key=elements, reverse=True)
+    def _elements(self, strides: dict[int, Dim]) -> float:
+        return hint(product(self.domain.sizes[a] for a, s in strides.items() if not same(s, 0)))
 
     def _choose_axes(self) -> None:
         """Split, order and merge the axes; fills `row_axes`, `lane_axes` and `axis_of` (old axis -> loop, factor)."""
-        arrays = self._importance()
-        unit = {a: sum(1.0 for s in arrays if same(s.get(a, 0), 1)) for a in self.domain.axes}
+        arrays = sorted(self.stores + self.memory, key=self._elements, reverse=True)
+        unit = {a: sum(self._elements(s) for s in arrays if same(s.get(a, 0), 1)) for a in self.domain.axes}
         splits = self.domain.splits
         self.flat = not splits
         if splits:
@@ -639,6 +635,9 @@ class Plan:
         kinds = [self.leaves[i].dtype for i in leaf.inputs]
         match op:
             case Elementwise():
+                lane = self._lane_test(leaf)
+                if lane is not None:
+                    return lane
                 values = [o.value if isinstance(o := self.leaves[i].op, Full) else None for i in leaf.inputs]
                 return elementwise(op, texts, kinds, [v if isinstance(v, int | float) else None for v in values])
             case Cast():
@@ -654,6 +653,19 @@ class Plan:
                 stream = self.parameter(op.stream) if op.stream else "0"
                 return f"vm::uniform_{leaf.dtype.c}(vm::random_key({texts[0]}, {stream}), {self.index_text(leaf)})"
         raise Refused(f"{op.label} has no C++ form")
+
+    def _lane_test(self, leaf: Leaf) -> str | None:
+        """`iota == value` with one value for all lanes, in 32 bits: 64-bit comparisons halve the speed of a loop."""
+        assert isinstance(leaf.op, Elementwise)
+        if leaf.op.kind not in ("eq", "ne") or not self.lane_axes:
+            return None
+        for lane, value in (leaf.inputs, leaf.inputs[::-1]):
+            op, last = self.leaves[lane].op, self.lane_axes[-1].name
+            plain = isinstance(op, Iota) and op.start == 0 and op.step == 1 and op.dtype is DType.int64
+            if plain and self.index_text(self.leaves[lane]) == f"({last})" and not self.has_lanes(value):
+                test = f"vm::is_lane({last}, {self.operand(value)})"
+                return test if leaf.op.kind == "eq" else f"(!{test})"
+        return None
 
     def index_text(self, leaf: Leaf) -> str:
         """The linear index of `iota` and `uniform` in terms of the loops."""

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch import fallback, names, source, types
 from daceml_train.frontends.torch.operators import custom_functions
-from daceml_train.frontends.torch.trace import fake, fake_mode, trace
+from daceml_train.frontends.torch.trace import fake, fake_mode, first_line, trace
 from daceml_train.frontends.torch.translate import Translator
 from daceml_train.graph.graph import Graph, Node, Role
 from daceml_train.ops.operator import Origin, Value
@@ -112,7 +112,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Captured:
     written = _writes(t, traced, signature, made, values)
     outputs, detached = _outputs(gm, t, made[written:], grad_enabled)
     graph.nodes = _live(graph)
-    spec = pytree.tree_structure(_output_node(gm).args[0])
+    spec = pytree.tree_structure(_results(gm))
     bound += [InputSource("attribute", None, name, name, tensor) for name, tensor in t.constants.items()]
     return Captured(graph, (*inputs, *bound), outputs, spec, detached, tuple(t.fallbacks))
 
@@ -142,6 +142,11 @@ def _output_node(gm: fx.GraphModule) -> fx.Node:
     return next(n for n in gm.graph.nodes if n.op == "output")
 
 
+def _results(gm: fx.GraphModule) -> Any:
+    """The graph's results in the user's structure, as examples."""
+    return pytree.tree_map_only(fx.Node, _example, _output_node(gm).args[0])
+
+
 def _annotate(gm: fx.GraphModule, mode: Any, operands: Sequence[Any]) -> None:
     """Give a graph that does not come from Dynamo the examples that Dynamo's nodes carry."""
     if all("example_value" in n.meta for n in _placeholders(gm)):
@@ -155,10 +160,13 @@ def _annotate(gm: fx.GraphModule, mode: Any, operands: Sequence[Any]) -> None:
     flags = [n.meta.get("requires_grad", False) for n in _placeholders(gm)]
     with mode, torch.enable_grad():
         fresh = [
-            x.detach().clone().requires_grad_(flag) if isinstance(x, Tensor) else x
+            x.detach().requires_grad_(flag) if isinstance(x, Tensor) else x
             for x, flag in zip(operands, flags, strict=True)
         ]
-        Annotator(gm, garbage_collect_values=False).run(*fresh)
+        try:
+            Annotator(gm, garbage_collect_values=False).run(*fresh)
+        except Exception as error:
+            raise Unsupported(f"a graph that PyTorch cannot run without data: {first_line(error)}") from error
 
 
 def _specialise(operands: Sequence[Any]) -> None:
@@ -262,23 +270,19 @@ def _writes(t: Translator, traced: fx.GraphModule, signature: Any, made: Sequenc
 def _outputs(
     gm: fx.GraphModule, t: Translator, made: Sequence[Any], grad_enabled: bool
 ) -> tuple[tuple[OutputSource, ...], tuple[bool, ...]]:
-    leaves = pytree.tree_leaves(_output_node(gm).args[0])
     examples = [_example(n) for n in _placeholders(gm)]
     storages = {e.untyped_storage()._cdata: i for i, e in enumerate(examples) if isinstance(e, Tensor)}
-    positions: dict[fx.Node, int] = {}
     outputs: list[OutputSource] = []
     detached: list[bool] = []
-    for leaf, value in zip(leaves, made, strict=True):
-        example = _example(leaf) if isinstance(leaf, fx.Node) else leaf
+    for example, value in zip(pytree.tree_leaves(_results(gm)), made, strict=True):
         detached.append(not (grad_enabled and isinstance(example, Tensor) and example.requires_grad))
         owner = storages.get(example.untyped_storage()._cdata) if isinstance(example, Tensor) else None
-        if owner is not None and isinstance(example, Tensor):
+        if owner is not None and example.dtype is examples[owner].dtype:
             outputs.append(OutputSource("input", owner, _view(example, examples[owner])))
         elif isinstance(value, Value):
-            if leaf not in positions:
-                positions[leaf] = len(t.graph.outputs)
+            if value.name not in t.graph.outputs:
                 t.graph.output(value)
-            outputs.append(OutputSource("graph", positions[leaf]))
+            outputs.append(OutputSource("graph", t.graph.outputs.index(value.name)))
         elif isinstance(value, sympy.Expr):
             outputs.append(OutputSource("size", value=value))
         else:

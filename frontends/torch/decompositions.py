@@ -13,11 +13,11 @@ KEPT = frozenset(
     """
     detach graft attention custom_vjp
     convolution native_layer_norm native_group_norm _native_batch_norm_legit _native_batch_norm_legit_functional
-    embedding _embedding_bag _softmax _log_softmax logsumexp native_dropout linalg_vector_norm
+    embedding _embedding_bag _safe_softmax _softmax _log_softmax logsumexp native_dropout linalg_vector_norm
     gelu silu mish leaky_relu elu softplus hardtanh hardsigmoid hardswish threshold tanh sigmoid
     nll_loss_forward nll_loss2d_forward mse_loss binary_cross_entropy _ctc_loss
     max_pool2d_with_indices avg_pool2d split split_with_sizes unbind stack
-    std var std_mean var_mean sinc logaddexp logaddexp2
+    std var std_mean var_mean sinc special_log_ndtr logaddexp logaddexp2
     im2col col2im index_add index_copy index_fill renorm cdist pdist take bernoulli
     reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d
     upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d

@@ -40,7 +40,7 @@ def emit(t: Translator, node: fx.Node, arguments: Sequence[Any], keywords: dict[
         random=torch.Tag.nondeterministic_seeded in target.tags,
     )
     if not op.zero_gradient and any(t.active(v) for v in operands):
-        op = Aten(op.target, op.arguments, op.types, op.keywords, op.random, _derivative(node, op, operands))
+        op = Aten(op.target, op.arguments, op.types, op.keywords, op.random, _derivative(t, node, op, operands))
     t.fallbacks.append((op.target, t.graph.origin))
     results = iter(t.graph.emit(op, *operands))
     return pytree.tree_unflatten([next(results) if isinstance(e, Tensor) else e for e in examples], structure)
@@ -81,15 +81,15 @@ def _captured(argument: Any, operands: list[Value]) -> Any:
 # ---- derivatives -------------------------------------------------------------------------------------------------
 
 
-def _derivative(node: fx.Node, op: Aten, operands: Sequence[Value]) -> Body | None:
+def _derivative(t: Translator, node: fx.Node, op: Aten, operands: Sequence[Value]) -> Body | None:
     """PyTorch's derivative of this one call as a body; None where PyTorch has none."""
     try:
-        return _traced_derivative(node, op, operands)
+        return _traced_derivative(t, node, op, operands)
     except (DacemlError, RuntimeError, NotImplementedError, AssertionError):
         return None  # the reverse pass raises, naming the operator, if a gradient has to flow through it
 
 
-def _traced_derivative(node: fx.Node, op: Aten, operands: Sequence[Value]) -> Body | None:
+def _traced_derivative(t: Translator, node: fx.Node, op: Aten, operands: Sequence[Value]) -> Body | None:
     flat, structure = pytree.tree_flatten((node.args, node.kwargs))
     nodes = [a for a in flat if isinstance(a, fx.Node) and isinstance(a.meta["val"], Tensor)]
     assert len(nodes) == len(operands)
@@ -107,7 +107,7 @@ def _traced_derivative(node: fx.Node, op: Aten, operands: Sequence[Value]) -> Bo
 
     mode = nodes[0].meta["val"].fake_mode
     with mode, torch.enable_grad():
-        leaves = [_leaf(n.meta["val"]) for n in nodes]
+        leaves = [_leaf(n.meta["val"], t.active(v)) for n, v in zip(nodes, operands, strict=True)]
         differentiable = [i for i, r in enumerate(call(*leaves)) if r.requires_grad]
         wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
         if not differentiable or not wanted:
@@ -122,9 +122,9 @@ def _traced_derivative(node: fx.Node, op: Aten, operands: Sequence[Value]) -> Bo
     return _body(joint, node, op, operands, differentiable, wanted)
 
 
-def _leaf(example: Tensor) -> Tensor:
+def _leaf(example: Tensor, active: bool) -> Tensor:
     made = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)
-    return made.requires_grad_(example.is_floating_point() or example.is_complex())
+    return made.requires_grad_(active)
 
 
 def _body(

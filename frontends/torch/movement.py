@@ -224,6 +224,18 @@ def _as_strided(t: Translator, x: Value, *arguments: Any) -> Value | None:
     return result
 
 
+@rule("index_put.default", "_unsafe_index_put.default")
+def _index_put(
+    t: Translator, x: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False
+) -> Value | None:
+    """Only `x[mask] = number`: a choice by the mask."""
+    mask = indices[0] if len(indices) == 1 else None
+    if mask is None or mask.dtype is not DType.bool or accumulate or values.shape not in ((), (1,)):
+        return None
+    whole = mask.view((*mask.shape, *(1,) * (len(x.shape) - len(mask.shape))))
+    return whole.where(values.cast(x.dtype).view(()), x)
+
+
 # ---- made from nothing -------------------------------------------------------------------------------------------
 
 

@@ -65,7 +65,7 @@ def _batch_norm(
     momentum: float, eps: float,
 ) -> tuple[Value | None, ...]:  # fmt: skip
     if not training:
-        return (_inference(t, x, weight, bias, mean, variance, eps), None, None, mean, variance)
+        return (_inference(t, x, weight, bias, mean, variance, eps), *_absent(t), mean, variance)
     y, batch_mean, rstd, batch_variance = t.emit_all("batch_norm", x, *_affine(t, weight, bias), eps=eps)
     count = simplify(product((x.shape[0], *x.shape[2:])))
     following = running_statistics(t.graph, mean, variance, batch_mean, batch_variance, momentum, count)
@@ -84,7 +84,12 @@ def _batch_norm_inference(
     t: Translator, x: Value, weight: Value | None, bias: Value | None, mean: Value, variance: Value, momentum: float,
     eps: float,
 ) -> tuple[Value | None, ...]:  # fmt: skip
-    return (_inference(t, x, weight, bias, mean, variance, eps), None, None)
+    return (_inference(t, x, weight, bias, mean, variance, eps), *_absent(t))
+
+
+def _absent(t: Translator) -> tuple[Value, ...]:
+    """The empty statistics of a batch norm that uses the running ones."""
+    return tuple(t.full(0, made.shape, made.dtype) for made in t.types[1:3] if made is not None)
 
 
 def _inference(
@@ -101,6 +106,17 @@ def _softmax(t: Translator, x: Value, dim: int, half_to_float: bool) -> Value | 
 @rule("_log_softmax.default")
 def _log_softmax(t: Translator, x: Value, dim: int, half_to_float: bool) -> Value | None:
     return _along(t, x.cast(t.type.dtype), dim, "log_softmax")
+
+
+@rule("_safe_softmax.default")
+def _safe_softmax(t: Translator, x: Value, dim: int, dtype: Any = None) -> Value | None:
+    """Zeros, and zero gradients, along rows of which every element is -inf."""
+    x = x.cast(t.type.dtype)
+    if not x.shape or 0 in x.shape:
+        return None
+    alive = x.compare("ne", -math.inf).reduce("max", (dim % len(x.shape),), keepdim=True)
+    y = _along(t, alive.where(x, 0.0), dim, "softmax")
+    return None if y is None else alive.where(y, 0.0)
 
 
 def _along(t: Translator, x: Value, dim: int, name: str) -> Value | None:

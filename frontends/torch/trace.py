@@ -19,6 +19,11 @@ from daceml_train.frontends.torch.decompositions import table
 from daceml_train.frontends.torch.prepass import GradientAware
 
 
+def first_line(error: Exception) -> str:
+    """What an error says, in a line."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def fake_mode(operands: Sequence[object]) -> FakeTensorMode:
     """The mode of the compilation that is going on, whose shape environment knows the symbols; else a new one."""
     context = TracingContext.try_get()
@@ -75,7 +80,6 @@ def trace(
     except DacemlError:
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise Unsupported(f"PyTorch cannot trace this graph: {lines[0]}") from error
+        raise Unsupported(f"PyTorch cannot trace this graph: {first_line(error)}") from error
     assert isinstance(graph, fx.GraphModule)
     return graph, signature

@@ -125,13 +125,15 @@ def _move(draw: st.DrawFn, graph: Graph, x: Value, values: list[Value], seed: Va
 
 def _product(draw: st.DrawFn, graph: Graph, x: Value, values: list[Value], seed: Value) -> list[Value]:
     rank = len(x.shape)
-    weights = [v for v in values if len(v.shape) == 2 and rank in (2, 3) and v.shape[0] == x.shape[-1]]
-    if not weights:
-        return [x @ x.T] if rank in (2, 3) else []
-    w = draw(st.sampled_from(weights))
+    if rank not in (2, 3):
+        return []
+    if draw(st.integers(0, 3)) == 0:
+        return [x @ x.T]
+    w = graph.input(graph.fresh("w"), Tensor((x.shape[-1], draw(st.integers(1, 3)))), Role.parameter)
     y = x @ (w.expand((x.shape[0], *w.shape)) if rank == 3 else w)
-    biases = [v for v in values if v.shape in (y.shape, y.shape[-1:])]
-    return [y + draw(st.sampled_from(biases)) if biases and draw(st.booleans()) else y]
+    if draw(st.booleans()):
+        y = y + graph.input(graph.fresh("b"), Tensor(y.shape[-1:]), Role.parameter)
+    return [y]
 
 
 def _reduce(draw: st.DrawFn, graph: Graph, x: Value, values: list[Value], seed: Value) -> list[Value]:

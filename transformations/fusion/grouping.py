@@ -106,8 +106,10 @@ class Grouping:
             made = tuple(names[o] for o in statement.outputs)
             item = Item(statement.op, [names[i] for i in statement.inputs], made, origin)
             self._register(item)
-            items.append(item)
-        self._append(Group(items, fusible=True))
+            if not isinstance(item.op, CONSTANT):
+                items.append(item)
+        if items:
+            self._append(Group(items, fusible=True))
 
     def fresh(self, base: str) -> str:
         """A name that no array has."""

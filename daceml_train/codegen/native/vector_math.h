@@ -31,6 +31,9 @@ template <typename T> VM bool isinf(T) { return false; }
 template <typename T> VM bool logical_and(T a, T b) { return (a != 0) & (b != 0); }
 template <typename T> VM bool logical_or(T a, T b) { return (a != 0) | (b != 0); }
 template <typename T> VM bool logical_not(T a) { return a == 0; }
+VM bool is_lane(int64_t lane, int64_t value) {  // lanes number less than 2^31
+  return (int32_t)lane == ((uint64_t)value < 0x80000000u ? (int32_t)value : -1);
+}
 VM float abs(float a) { return __builtin_fabsf(a); }
 VM double abs(double a) { return __builtin_fabs(a); }
 template <typename T> VM T abs(T a) { return a < 0 ? -a : a; }

@@ -87,7 +87,7 @@ def array(tensor: torch.Tensor) -> np.ndarray:
 def output(source: OutputSource, operands: Sequence[Any], made: Sequence[np.ndarray], sizes: dict[str, int]) -> Any:
     match source.kind:
         case "graph":
-            return torch.as_tensor(made[source.index])
+            return torch.as_tensor(np.ascontiguousarray(made[source.index])).reshape(made[source.index].shape)
         case "input":
             owner = operands[source.index]
             view = source.view

@@ -1,0 +1,6 @@
+"""The networks that are measured: hand-written, randomly initialised, sized for a fraction of a second per step."""
+
+from benchmarks.networks.network import Network, Problem
+from benchmarks.networks.table import NETWORKS
+
+__all__ = ["NETWORKS", "Network", "Problem"]

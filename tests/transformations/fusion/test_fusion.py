@@ -1,0 +1,154 @@
+"""Fusion passes: values, promised bytes, refusals with their sentences, and the fused text."""
+
+import pytest
+
+from daceml_train.graph.graph import Graph
+from daceml_train.graph.traffic import traffic
+from daceml_train.ops.kernel import Kernel
+from daceml_train.tensor import simplify
+from daceml_train.transformations.fusion.duplicate import DuplicateCheapProducers
+from daceml_train.transformations.fusion.producer_consumer import FuseElementwise, FuseEpilogue, FuseIntoReduction
+from daceml_train.transformations.fusion.siblings import FuseSiblings
+from tests.transformations.checking import Golden, check_pass, check_same, program
+
+CHAIN = program("x: f32[4, 6], b: f32[6]", "%a = add(%x, %b)\n%t = tanh(%a)\n%y = mul(%t, %x)", "%y")
+FAN_OUT = program("x: f32[4, 6]", "%a = exp(%x)\n%b = tanh(%a)\n%c = sin(%a)", "%b, %c")
+ACROSS_LIBRARY = program(
+    "x: f32[4, 4], w: f32[4, 4]", "%a = exp(%x)\n%m = matmul(%a, %w)\n%y = add(%a, %m)", "%y"
+)
+SOFTMAX = program(
+    "x: f32[4, 6]",
+    """
+    %m = reduce(%x, kind="max", dims=(1,), keepdim=True)
+    %d = sub(%x, %m)
+    %e = exp(%d)
+    %s = reduce(%e, kind="sum", dims=(1,), keepdim=True)
+    %y = div(%e, %s)
+    """,
+    "%y",
+)
+THROUGH_VIEW = program(
+    "x: f32[8, 6]", "%a = exp(%x)\n%v = view(%a, shape=(2, 4, 6))\n%y = tanh(%v)", "%y"
+)
+
+
+def kernels(graph: Graph) -> int:
+    return sum(isinstance(node.op, Kernel) for node in graph.nodes)
+
+
+@pytest.mark.parametrize("graph", [CHAIN, FAN_OUT, ACROSS_LIBRARY, THROUGH_VIEW], ids=["chain", "fan_out", "library", "view"])
+def test_elementwise(graph: Graph, golden: Golden) -> None:
+    check_pass(graph, FuseElementwise(), golden)
+
+
+def test_what_is_between_never_reaches_memory() -> None:
+    after = FuseElementwise().run(CHAIN)
+    assert kernels(after) == 1 == len(after.nodes)
+    assert traffic(after).bytes == 4 * (24 + 6 + 24)
+
+
+def test_every_match_promises_its_bytes() -> None:
+    for graph in (CHAIN, FAN_OUT, THROUGH_VIEW):
+        for match in FuseElementwise().matches(graph):
+            if match.refusal is None:
+                promised = match.traffic
+                after = match.apply()
+                assert simplify(traffic(after).bytes - traffic(graph).bytes) == promised
+                check_same(graph, after)
+                break
+
+
+def test_a_library_call_between_two_operators_keeps_them_apart() -> None:
+    after = FuseElementwise().run(ACROSS_LIBRARY)
+    assert [n.op.label for n in after.nodes] == ["exp", "matmul", "add"]
+    (match,) = FuseElementwise().matches(ACROSS_LIBRARY)
+    assert match.refusal == "y also depends on a through other operators"
+
+
+def test_limit_refuses_by_its_sentence() -> None:
+    refusals = {m.refusal for m in FuseElementwise(limit=1).matches(CHAIN)}
+    assert refusals == {"the kernel would have more than 1 operators"}
+
+
+def test_softmax_becomes_one_kernel(golden: Golden) -> None:
+    graph = SOFTMAX
+    for transformation in (FuseElementwise(), FuseIntoReduction(), FuseEpilogue()):
+        graph = transformation.run(graph)
+    check_same(SOFTMAX, graph)
+    golden(str(graph))
+    assert len(graph.nodes) == 1
+    assert traffic(graph).bytes == 4 * 2 * 24
+
+
+def test_reductions_over_different_axes_that_form_no_loop_nest_stay_apart() -> None:
+    graph = program(
+        "x: f32[4, 6, 5]",
+        """
+        %a = reduce(%x, kind="sum", dims=(1,), keepdim=True)
+        %b = div(%x, %a)
+        %y = reduce(%b, kind="sum", dims=(2,), keepdim=True)
+        """,
+        "%y",
+    )
+    fused = FuseEpilogue().run(FuseIntoReduction().run(graph))
+    check_same(graph, fused, exact=False)
+    assert len(fused.nodes) > 1
+
+
+def test_siblings_read_once(golden: Golden) -> None:
+    graph = program("x: f32[4, 6], z: f32[4, 6]", "%a = exp(%x)\n%b = mul(%x, %z)", "%a, %b")
+    after = check_pass(graph, FuseSiblings(), golden)
+    assert traffic(graph).bytes - traffic(after).bytes == 4 * 24
+
+
+def test_siblings_outside_the_window_stay_apart() -> None:
+    graph = program("x: f32[4, 6]", "%a = exp(%x)\n%n = neg(%a)\n%m = sin(%n)\n%b = tanh(%x)", "%m, %b")
+    assert len(FuseSiblings(window=1).run(graph).nodes) == 4
+
+
+DUPLICATE = program(
+    "x: f32[4, 6], m: f32[4, 1], w: f32[6, 6]",
+    """
+    %d, %y = kernel(x0=%x, x1=%m) {
+      %v0 = sub(%x0, %x1)
+      %v1 = exp(%v0)
+      yield %v0, %v1
+    }
+    %p = matmul(%y, %w)
+    %r = kernel(x0=%p, x1=%d) {
+      %v0 = mul(%x0, %x1)
+      yield %v0
+    }
+    """,
+    "%r",
+)
+
+
+def test_a_cheap_value_is_computed_again(golden: Golden) -> None:
+    after = check_pass(DUPLICATE, DuplicateCheapProducers(), golden)
+    assert traffic(after).bytes < traffic(DUPLICATE).bytes
+
+
+def test_an_expensive_value_is_stored() -> None:
+    after = DuplicateCheapProducers(flops=0).run(DUPLICATE)
+    assert traffic(after).bytes == traffic(DUPLICATE).bytes
+
+
+def test_random_numbers_are_made_again_rather_than_stored() -> None:
+    graph = program(
+        "x: f32[8, 8], seed: i64[], w: f32[8, 8]",
+        """
+        %u = uniform(%seed, shape=(8, 8))
+        %h = full(value=0.5)
+        %keep = ge(%u, %h)
+        %z = full(value=0.0)
+        %y = where(%keep, %x, %z)
+        %p = matmul(%y, %w)
+        %g = where(%keep, %p, %z)
+        """,
+        "%g",
+    )
+    fused = DuplicateCheapProducers().run(FuseElementwise().run(graph))
+    check_same(graph, fused)
+    assert all(not name.startswith(("u", "keep")) for node in fused.nodes for name in node.outputs)
+    assert traffic(fused).bytes == 4 * 64 * (2 + 3 + 2) + 2 * 8
