@@ -6,6 +6,7 @@ from daceml_train.passes.pipeline import Pipeline
 from daceml_train.transformations.fusion.duplicate import DuplicateCheapProducers
 from daceml_train.transformations.fusion.producer_consumer import FuseElementwise, FuseEpilogue, FuseIntoReduction
 from daceml_train.transformations.fusion.siblings import FuseSiblings
+from daceml_train.transformations.fusion.slice_first import SliceFirst
 from daceml_train.transformations.global_movement.dead_code import DeadCode
 from daceml_train.transformations.global_movement.merge_equal import MergeEqual
 from daceml_train.transformations.global_movement.update_in_place import UpdateInPlace
@@ -18,7 +19,14 @@ from daceml_train.transformations.intra_operator.fold_constants import FoldConst
 from daceml_train.transformations.intra_operator.matmul_bias import FuseMatmulBias
 from daceml_train.transformations.intra_operator.simplify import Simplify
 
-FUSION = (FuseElementwise(), FuseIntoReduction(), FuseEpilogue(), DuplicateCheapProducers(), FuseSiblings())
+FUSION = (
+    SliceFirst(),
+    FuseElementwise(),
+    FuseIntoReduction(),
+    FuseEpilogue(),
+    DuplicateCheapProducers(),
+    FuseSiblings(),
+)
 """Joining leaves to kernels."""
 
 TRAINING = Pipeline(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from torch import Tensor, nn
 
 
@@ -38,7 +40,7 @@ class ResNet18(nn.Module):
         self.stages = nn.Sequential(
             *(
                 nn.Sequential(BasicBlock(before, width, 1 if before == width else 2), BasicBlock(width, width, 1))
-                for before, width in zip(widths, widths[1:], strict=False)
+                for before, width in pairwise(widths)
             )
         )
         self.classifier = nn.Linear(512, classes)

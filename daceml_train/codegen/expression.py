@@ -71,6 +71,8 @@ def cast(op: Cast, text: str, source: DType) -> str:
         return text
     if target is DType.bool:
         return f"({text} != 0)"
+    if source is DType.bool:  # gcc vectorises a choice, not the conversion of a truth value
+        return f"({text} ? {literal(1, target)} : {literal(0, target)})"
     return f"({target.c}){text}"
 
 

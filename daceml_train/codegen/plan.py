@@ -30,6 +30,8 @@ KEEP_COST = 8
 """FLOPs per element up to which a value is recomputed in a later stage rather than kept."""
 TILE = 1024
 """Lanes per tile where tiles of lanes are what runs in parallel."""
+SQUARE, SQUARE_LANES = 32, 128
+"""Rows and lanes that are walked together where an array is contiguous across the rows."""
 WIDE = 8192
 """Lanes from which accumulators for all of them no longer stay in the first-level cache."""
 
@@ -248,6 +250,15 @@ class Plan:
             and all(frozenset(map(self.axis_of.__getitem__, r.axes)) >= self.lane_set for r in self.domain.results)
         )  # fmt: skip
         self.mode = "flat" if self.flat else "tiles" if tiled else "rows"
+        across = self.innermost[self.row_axes[-1].name] if self.flat and self.row_axes else -1
+        inner = self.innermost[self.lane_axes[-1].name] if self.lane_axes else -1
+        self.squares = any(same(s.get(across, 0), 1) for s in self.memory + self.stores)
+        """Whether an array is contiguous across the rows: then rows and lanes are walked in squares."""
+        reads = [leaf.name for leaf in self.leaves.values() if leaf.op is None]
+        self.turned = [
+            n for n, s in zip(reads, self.memory, strict=True) if same(s.get(across, 0), 1) and not same(s.get(inner, 0), 0)
+        ]
+        """Arguments of which each square is first copied, row by contiguous row."""
 
     # ---- arrays ---------------------------------------------------------------------------------------------------
     def _name_arrays(self) -> None:
@@ -309,6 +320,14 @@ class Plan:
             self.scratch.append(made)
             self.arrays[name] = made
 
+        for name in self.turned:
+            dtype = self.arrays[self.place[name]].dtype
+            pointer = ("scratch", len(self.scratch))
+            bytes_of = symbol("blocks") * SQUARE_LANES * (SQUARE + 1) * dtype.bytes
+            axes = ("block", self.lane_axes[-1].name, self.row_axes[-1].name)
+            made = Array(f"square_{name}", dtype, axes, (SQUARE_LANES * (SQUARE + 1), SQUARE + 1, 1), pointer, 0, bytes_of)
+            self.scratch.append(made)
+            self.arrays[made.name] = made
         tile = ("block", self.lane_axes[-1].name) if self.mode == "tiles" else ("block", *lanes)
         for name, leaf in self.leaves.items():
             kind = self.kind(leaf)
@@ -565,7 +584,7 @@ class Plan:
 
     def structure(self) -> str:
         """All that the source depends on, as text: no names of the user, no sizes."""
-        lines = [self.mode, *(a.name for a in self.row_axes + self.lane_axes), *self.integers(), f"reals {self.reals}"]
+        lines = [self.mode, str(self.squares), *(a.name for a in self.row_axes + self.lane_axes), *self.integers(), f"reals {self.reals}"]
         for a in self.arrays.values():
             unit = [same(s, 1) for s in a.strides] if a.pointer[0] != "scratch" else []
             lines.append(f"{a.name} {a.dtype.short} {a.axes} {unit} {a.pointer}")

@@ -19,13 +19,13 @@ from dace.memlet import Memlet
 from dace.sdfg.state import LoopRegion
 
 from daceml_train.codegen.expression import HALVES, computed
-from daceml_train.codegen.plan import TILE, Array, Columns, Plan, Rows, Stage
+from daceml_train.codegen.plan import SQUARE, SQUARE_LANES, TILE, Array, Columns, Plan, Rows, Stage
 from daceml_train.codegen.schedule import BLOCKS, COMBINE, IDENTITY, LANES
 from daceml_train.ops.elementwise import Full
 from daceml_train.ops.reduction import Reduce
 from daceml_train.tensor import DType
 
-FLUSH = 256
+FLUSH = 128
 """Most rows that are accumulated in the narrow type."""
 _TYPES = {
     DType.float32: dace.float32, DType.float64: dace.float64, DType.int64: dace.int64, DType.int32: dace.int32,
@@ -74,6 +74,8 @@ class Build:
     def strides(self, array: Array) -> list[Any]:
         if array.pointer[0] != "scratch":
             return [s if s == 1 else sym(f"{array.name}_{a}") for s, a in zip(array.strides, array.axes, strict=True)]
+        if array.name.startswith("square_"):
+            return list(array.strides)
         strides: list[Any] = []
         step: Any = 1
         for axis in reversed(array.axes):
@@ -88,6 +90,8 @@ class Build:
         index: list[Any] = []
         for axis in array.axes:
             where = replaced.get(axis, sym(axis))
+            if name.startswith("square_") and axis != "block":
+                where = where - sym("lane_group" if axis in self.plan.lane_set else "row_group")
             if self.tiled and array.pointer[0] == "scratch" and axis in self.plan.lane_set:
                 where = where - sym("lane_begin")
             index.append(where)
@@ -167,7 +171,10 @@ class Build:
         if self.tiled:
             axes = axes[-1:]
         ranges = [(a.name, 0, self.sizes[a.name]) for a in axes]
-        if self.tiled or self.plan.mode == "flat":
+        if self.plan.squares:
+            end = vm_function("least", sym("lane_group") + SQUARE_LANES, sym("lane_end"))
+            ranges[-1] = (axes[-1].name, sym("lane_group"), end)
+        elif self.tiled or self.plan.mode == "flat":
             ranges[-1] = (axes[-1].name, sym("lane_begin"), sym("lane_end"))
         return ranges
 
@@ -197,6 +204,11 @@ class Build:
             count = count * self.sizes[axis.name]
         part, parts = sym("block"), sym("blocks")
         mapping: dict[str, Any] = {}
+        if self.plan.squares:
+            groups = vm_function("groups", self.sizes[self.plan.row_axes[-1].name], SQUARE)
+            count = dace.symbolic.pystr_to_symbolic("1") * groups
+            for axis in self.plan.row_axes[:-1]:
+                count = count * self.sizes[axis.name]
         if self.plan.mode == "flat":
             lane_parts, lanes = sym("lane_blocks"), self.sizes[self.plan.lane_axes[0].name] if self.plan.lane_axes else 1
             row_parts = dace.symbolic.int_floor(parts, lane_parts)
@@ -235,7 +247,7 @@ class Build:
             outside(state, state.add_write(name), leave, memlet)
             state.add_edge(node, name, leave, f"IN_{name}", memlet)
 
-    assigned = frozenset({"row_index", "row_group", "tile_index"})
+    assigned = frozenset({"row_index", "row_unit", "row_group", "lane_group", "tile_index"})
     """Loop variables of the nested SDFG."""
 
     def rows_of_block(self, block: Any, region: Any, p: int, rows: Rows) -> None:
@@ -260,7 +272,7 @@ class Build:
             for n in narrow:
                 self.fill(body, f"sum_{n}", self.identity(n, plan.arrays[f"sum_{n}"].dtype))
             first, last = sym("row_group"), vm_function("least", sym("row_group") + FLUSH, sym("row_end"))
-        inner = self.row_loop(body, first, last)
+        inner = self.squares(block, body) if plan.squares else self.row_loop(body, first, last)
         for k, stage in enumerate(rows.stages):
             self.stage(block, inner, p, k, stage, rows)
         self.row_end(block, inner, p, rows)
@@ -291,6 +303,33 @@ class Build:
         assignments[axes[0].name] = rest
         self.assign(inner, assignments)
         return inner
+
+    def squares(self, block: Any, region: Any) -> Any:
+        """The loop over rows within squares of rows and lanes; `row_begin` and `row_end` count groups of rows."""
+        plan = self.plan
+        *outer, last = plan.row_axes
+        body = loop(region, "row_groups", "row_unit", sym("row_begin"), sym("row_end"))
+        after(body, "row_unit")
+        groups = f"vm_groups({last.name}_size, {SQUARE})"
+        assignments = {"row_group": f"{SQUARE} * vm_modulo(row_unit, {groups})"}
+        rest = f"int_floor(row_unit, {groups})"
+        for axis in reversed(outer[1:]):
+            assignments[axis.name] = f"vm_modulo({rest}, {axis.name}_size)"
+            rest = f"int_floor({rest}, {axis.name}_size)"
+        if outer:
+            assignments[outer[0].name] = rest
+        self.assign(body, assignments)
+        body = loop(body, "lane_groups", "lane_group", sym("lane_begin"), sym("lane_end"), SQUARE_LANES)
+        end = vm_function("least", sym("row_group") + SQUARE, self.sizes[last.name])
+        for name in plan.turned:
+            source, square = plan.place[name], f"square_{name}"
+            self.use(block, source)
+            self.use(block, square)
+            dtype = _TYPES[plan.arrays[source].dtype]
+            over = [*self.lanes(), (last.name, sym("row_group"), end)]
+            ins, outs = {"here": (self.at(source), dtype)}, {"there": (self.at(square), dtype)}
+            self.tasklet(body, f"turn_{name}", ins, outs, ["there = here;"], over)
+        return loop(body, "rows", last.name, sym("row_group"), end)
 
     def assign(self, region: Any, assignments: dict[str, str]) -> None:
         state = region.add_state("at")
@@ -327,7 +366,7 @@ class Build:
         """Where a lane value that is read, not computed, lies."""
         plan = self.plan
         if plan.leaves[name].op is None:
-            array = plan.place[name]
+            array = f"square_{name}" if name in plan.turned else plan.place[name]
         else:
             array = rows.kept[name] if rows and name in rows.kept else f"column_{name}"
         self.use(block, array)
@@ -381,8 +420,8 @@ class Build:
             self.store(outs, lines, number)
         for v in stage.keeps:
             self.use(block, rows.kept[v])
-            outs[f"keep_{v}"] = (self.at(rows.kept[v]), _TYPES[computed(plan.leaves[v].dtype)])
-            lines.append(f"keep_{v} = {v};")
+            outs[f"kept_new_{v}"] = (self.at(rows.kept[v]), _TYPES[computed(plan.leaves[v].dtype)])
+            lines.append(f"kept_new_{v} = {v};")
         reductions: list[str] = []
         for v in stage.rows + stage.fulls:
             target = f"reduced_{v}" if v in stage.rows else f"total_{v}"
@@ -557,12 +596,12 @@ class Build:
         """All phases of a tile of lanes in one nested SDFG; tiles run in parallel."""
         block = dace.SDFG(f"{self.name}_tiles")
         *outer, lane = self.plan.lane_axes
-        count = vm_function("tiles", self.sizes[lane.name])
+        count = vm_function("groups", self.sizes[lane.name], TILE)
         for axis in outer:
             count = count * self.sizes[axis.name]
         body = loop(block, "tiles", "tile_index", sym("tile_begin"), sym("tile_end"))
         after(body, "tile")
-        inner = f"vm_tiles({lane.name}_size)"
+        inner = f"vm_groups({lane.name}_size, {TILE})"
         assignments = {"lane_begin": f"{TILE} * vm_modulo(tile_index, {inner})"}
         rest = f"int_floor(tile_index, {inner})"
         for axis in reversed(outer[1:]):

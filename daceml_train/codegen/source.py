@@ -17,7 +17,7 @@ from dace.codegen import codegen
 from dace.codegen.targets import cpu, framecode
 from dace.sdfg import infer_types
 
-from daceml_train.codegen.plan import Plan
+from daceml_train.codegen.plan import SQUARE, Plan
 from daceml_train.codegen.schedule import BlockGenerator, LaneGenerator
 from daceml_train.codegen.sdfg import build
 
@@ -62,7 +62,10 @@ def entry(plan: Plan, sdfg: Any, key: str) -> str:
         offset = f" + {arguments[f'{name}_offset']}" if f"{name}_offset" in arguments else ""
         arguments[name] = f"({ctype}*)pointers[{base[kind] + position}]{offset}"
     if plan.mode == "flat":
-        rows = " * ".join(arguments[f"{a.name}_size"] for a in plan.row_axes) or "1"
+        sizes = [arguments[f"{a.name}_size"] for a in plan.row_axes]
+        if plan.squares:
+            sizes[-1] = f"vm_groups({sizes[-1]}, {SQUARE})"
+        rows = " * ".join(sizes) or "1"
         lines += [
             f"    const int64_t rows = {rows};",
             "    const int64_t lane_blocks = rows >= blocks || rows < 1 ? 1 : (blocks + rows - 1) / rows;",

@@ -66,8 +66,8 @@ class Record:
     """Seconds per stage of compilation."""
     warm: bool = False
     """Whether the program came from the cache."""
-    sizes: dict[str, int] = field(default_factory=dict)
-    """Values of the size symbols when it was compiled."""
+    executable: Executable | None = field(default=None, repr=False, compare=False)
+    """What runs it in this process, once it is linked."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,8 @@ def _link_pair(pair: _Pair, options: Options) -> Differentiable:
     addresses = _addresses([c for p in programs for c in p.codes], options, pair.records[0])
     forward = Executable(pair.forward, addresses, arena)
     backward = Executable(pair.backward, addresses, arena) if pair.backward else None
+    for record, executable in zip(pair.records, (forward, backward), strict=False):
+        record.executable = executable
     return Differentiable(
         forward, backward, pair.results, pair.kept, pair.cotangents, pair.gradients, pair.records
     )
@@ -254,7 +256,7 @@ def _step(graph: Graph, trained: Sequence[Trained], keep: Sequence[str], options
 
 def _link_step(step: _Step, options: Options) -> WholeStep:
     addresses = _addresses(step.program.codes, options, step.records[0])
-    executable = Executable(step.program, addresses)
+    step.records[0].executable = executable = Executable(step.program, addresses)
     return WholeStep(executable, step.rates, step.state, step.trained, step.gradients, step.made, step.records)
 
 

@@ -60,7 +60,8 @@ class View:
 
     def only_reader(self, name: str, reader: Node) -> bool:
         """Whether `reader` is all that sees array `name`."""
-        return name not in self.visible and list(self.readers[name]) == [reader]
+        readers = self.readers[name]
+        return name not in self.visible and len(readers) == 1 and readers[0] is reader
 
     def bytes(self, *names: str) -> Dim:
         """Bytes of arrays together."""

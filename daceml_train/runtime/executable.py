@@ -58,6 +58,13 @@ class Executable:
                 self._plans.popitem(last=False)
             return plan
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The values of the size symbols that were used last; empty before the first run."""
+        with self._lock:
+            last = next(reversed(self._plans), ())
+        return dict(zip((name for name, _ in self._symbols), last[1:], strict=False))
+
     def sizes_of(self, inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """The values of the size symbols on these inputs."""
         return tuple(inputs[index].shape[dim] for _, (index, dim) in self._symbols)

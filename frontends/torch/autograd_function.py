@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, fx
+from torch import fx
+from torch._subclasses import FakeTensor
 
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch import types
@@ -25,16 +26,16 @@ def _custom_vjp(t: Translator, key: int, xs: Sequence[Value]) -> tuple[Value, ..
     node_operands = t.node.args[1]
     assert isinstance(node_operands, list | tuple)
     operands = [n.meta["val"] for n in node_operands if isinstance(n, fx.Node)]
-    results: list[Tensor] = list(t.node.meta["val"])
+    results: list[FakeTensor] = list(t.node.meta["val"])
     count, _ = result_counts(function)
     forward = _traced(t, function.forward, operands, None)
     backward = _traced(t, function.backward, results, len(xs))
     return t.graph.emit(CustomVJP(forward, backward, count), *xs)
 
 
-def _traced(t: Translator, module: fx.GraphModule, operands: Sequence[Tensor], gradients: int | None) -> Body:
+def _traced(t: Translator, module: fx.GraphModule, operands: Sequence[FakeTensor], gradients: int | None) -> Body:
     """One of the bodies on fake operands; a backward body yields `gradients` cotangents."""
-    with operands[0].fake_mode if hasattr(operands[0], "fake_mode") else torch.no_grad():  # type: ignore[attr-defined]
+    with operands[0].fake_mode:
         fresh = [torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device=o.device) for o in operands]
     traced, signature = trace(without_grad_modes(module), {}, fresh, grad_enabled=True)
     if signature.user_inputs_to_mutate:

@@ -10,6 +10,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.source import FloatTensorSource
 from torch.fx.experimental.symbolic_shapes import guard_int
 from torch.utils import _pytree as pytree
 
@@ -40,6 +41,8 @@ class InputSource:
     source: str = ""
     value: Any = None
     copy: bool = False
+    number: bool = False
+    """Whether the tensor is how Dynamo passes a Python float."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,12 +109,14 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Captured:
         inputs = _inputs(t, gm, example_inputs, operands, grad_enabled)
         bound = [_attribute(t, name, held[name], example) for name, example in attributes.items()]
         values = [graph.value(i.name) if i.name else i.value for i in (*bound, *inputs)]
-        made = t.run(traced, values)
+        made = t.run(traced, values, tokens=signature.input_tokens)
     finally:
         custom_functions.reset(token)
+    made = made[len(signature.output_tokens) :]
     written = _writes(t, traced, signature, made, values)
     outputs, detached = _outputs(gm, t, made[written:], grad_enabled)
     graph.nodes = _live(graph)
+    inputs = [_dropped(graph, i) for i in inputs]
     spec = pytree.tree_structure(_results(gm))
     bound += [InputSource("attribute", None, name, name, tensor) for name, tensor in t.constants.items()]
     return Captured(graph, (*inputs, *bound), outputs, spec, detached, tuple(t.fallbacks))
@@ -131,15 +136,26 @@ def _live(graph: Graph) -> list[Node]:
     return kept[::-1]
 
 
+def _dropped(graph: Graph, entry: InputSource) -> InputSource:
+    """A Python float that Dynamo passes as a tensor and the trace has burned in is no input of the graph."""
+    used = {name for node in graph.nodes for name in node.inputs} | {*graph.outputs, *graph.writes}
+    if entry.name in used or not entry.number:
+        return entry
+    del graph.inputs[entry.name], graph.tensors[entry.name]
+    return InputSource("constant", entry.position, "", entry.source)
+
+
 # ---- inputs ------------------------------------------------------------------------------------------------------
 
 
 def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:
-    return [n for n in gm.graph.nodes if n.op == "placeholder"]
+    return list(gm.graph.find_nodes(op="placeholder"))
 
 
 def _output_node(gm: fx.GraphModule) -> fx.Node:
-    return next(n for n in gm.graph.nodes if n.op == "output")
+    output: fx.Node
+    (output,) = gm.graph.find_nodes(op="output")
+    return output
 
 
 def _results(gm: fx.GraphModule) -> Any:
@@ -171,7 +187,9 @@ def _annotate(gm: fx.GraphModule, mode: Any, operands: Sequence[Any]) -> None:
 
 def _specialise(operands: Sequence[Any]) -> None:
     """Burn in integer inputs that no tensor's sizes tell, with a guard: graphs take their sizes from shapes alone."""
-    told = {symbol for x in operands if isinstance(x, Tensor) for size in types.sizes(x.shape) for symbol in _free(size)}
+    told = {
+        symbol for x in operands if isinstance(x, Tensor) for size in types.sizes(x.shape) for symbol in _free(size)
+    }
     for x in operands:
         if isinstance(x, torch.SymInt) and not _free(types.size(x)) <= told:
             guard_int(x)
@@ -189,12 +207,11 @@ def _refuse_gradients_into_inputs(gm: fx.GraphModule, grad_enabled: bool) -> Non
     """Raise where an input that needs no gradient is overwritten by values that carry one."""
     for node in _placeholders(gm):
         example = _example(node)
-        if grad_enabled and isinstance(example, Tensor) and example.requires_grad and example.grad_fn is not None:
-            if example._version and not example.is_leaf:
-                raise Unsupported(
-                    f"an in-place change of the input {_path(node)} by values that carry a gradient",
-                    advice="detach the value that is written",
-                )
+        if grad_enabled and isinstance(example, Tensor) and example._version and example.grad_fn is not None:
+            raise Unsupported(
+                f"an in-place change of the input {_path(node)} by values that carry a gradient",
+                advice="detach the value that is written",
+            )
 
 
 def _source(node: fx.Node) -> str:
@@ -219,7 +236,8 @@ def _inputs(
             name, copy = _declare(t, _path(node), example, _role(real, text))
             if grad_enabled and isinstance(real, Tensor) and real.requires_grad:
                 t.require_gradient(t.graph.value(name))
-            made.append(InputSource("tensor", position, name, text, None, copy))
+            number = isinstance(getattr(node, "_dynamo_source", None), FloatTensorSource)
+            made.append(InputSource("tensor", position, name, text, None, copy, number))
         elif isinstance(example, torch.SymInt):
             made.append(InputSource("size", position, "", text, types.size(example)))
         elif isinstance(example, int | float | bool | str | None):
@@ -257,12 +275,12 @@ def _role(real: object, text: str) -> Role:
 
 def _writes(t: Translator, traced: fx.GraphModule, signature: Any, made: Sequence[Any], values: Sequence[Any]) -> int:
     """Declare the changed inputs as writes; how many outputs of the trace they take."""
-    placeholders = [n.name for n in traced.graph.nodes if n.op == "placeholder"]
-    changed = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}
-    results = [o.name if isinstance(o, fx.Node) else None for o in _output_node(traced).args[0]]  # type: ignore[union-attr]
-    for position, target in enumerate(changed.values()):
-        value, owner = made[position], values[placeholders.index(target)]
-        assert isinstance(value, Value) and isinstance(owner, Value) and results[position] in changed
+    tokens = signature.input_tokens
+    placeholders = [n.name for n in traced.graph.nodes if n.op == "placeholder" and n.name not in tokens]
+    changed = list(signature.user_inputs_to_mutate.values())
+    for value, target in zip(made, changed, strict=False):
+        owner = values[placeholders.index(target)]
+        assert isinstance(value, Value) and isinstance(owner, Value)
         t.graph.write(owner.name, value)
     return len(changed)
 

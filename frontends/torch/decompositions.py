@@ -9,23 +9,22 @@ from typing import Any
 import torch
 from torch._decomp import core_aten_decompositions
 
-KEPT = frozenset(
-    """
-    detach graft attention custom_vjp
-    convolution native_layer_norm native_group_norm _native_batch_norm_legit _native_batch_norm_legit_functional
-    embedding _embedding_bag _safe_softmax _softmax _log_softmax logsumexp native_dropout linalg_vector_norm
-    gelu silu mish leaky_relu elu softplus hardtanh hardsigmoid hardswish threshold tanh sigmoid
-    nll_loss_forward nll_loss2d_forward mse_loss binary_cross_entropy _ctc_loss
-    max_pool2d_with_indices avg_pool2d split split_with_sizes unbind stack
-    std var std_mean var_mean sinc special_log_ndtr logaddexp logaddexp2
-    im2col col2im index_add index_copy index_fill renorm cdist pdist take bernoulli
-    reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d
-    upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
-    _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d
-    max_unpool2d max_unpool3d multi_margin_loss multilabel_margin_loss_forward
-    """.split()
-)
-"""Kept because we have the operator, because its parts would lose a gradient at a kink, or because ATen runs it well."""
+_KEPT = """
+detach graft attention custom_vjp
+convolution native_layer_norm native_group_norm _native_batch_norm_legit _native_batch_norm_legit_functional
+embedding _embedding_bag _softmax _safe_softmax _log_softmax logsumexp native_dropout linalg_vector_norm
+gelu silu mish leaky_relu elu softplus hardtanh hardsigmoid hardswish threshold tanh sigmoid
+nll_loss_forward nll_loss2d_forward mse_loss binary_cross_entropy _ctc_loss
+max_pool2d_with_indices avg_pool2d split split_with_sizes unbind stack
+std var std_mean var_mean sinc special_log_ndtr logaddexp logaddexp2
+im2col col2im index_add index_copy index_fill renorm cdist pdist take bernoulli
+reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d
+upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
+_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d
+max_unpool2d max_unpool3d multi_margin_loss multilabel_margin_loss_forward
+"""
+KEPT = frozenset(_KEPT.split())
+"""Kept since we have the operator, since its parts would lose a gradient at a kink, or since ATen has it whole."""
 
 
 @functools.cache

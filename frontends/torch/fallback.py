@@ -117,7 +117,7 @@ def _traced_derivative(t: Translator, node: fx.Node, op: Aten, operands: Sequenc
             results = call(*tensors)
             return tuple(results[i].clone() for i in differentiable)
 
-        joint = aot_export_joint_simple(chosen, leaves, trace_joint=True, decompositions=derivative_table())
+        joint = aot_export_joint_simple(chosen, tuple(leaves), trace_joint=True, decompositions=derivative_table())
     assert isinstance(joint, fx.GraphModule)
     return _body(joint, node, op, operands, differentiable, wanted)
 

@@ -281,11 +281,6 @@ def _iota(t: Translator, length: Dim, *, start: Any = 0, step: Any = 1, **option
     return t.emit("iota", shape=(length,), dim=0, dtype=t.type.dtype, start=start, step=step)
 
 
-def index_shape(shape: Shape, dim: int) -> Shape:
-    """`shape` with all sizes but that of `dim` as 1."""
-    return tuple(s if d == dim else 1 for d, s in enumerate(shape))
-
-
 # ---- random numbers: functions of the seed input, so that a backward pass makes them again --------------------------
 
 

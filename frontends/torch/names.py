@@ -1,4 +1,4 @@
-"""The name table: ATen overload -> our operators. Importing this module fills `translate.RULES`, one family a module."""
+"""The name table: ATen overload -> our operators. Importing this module fills `translate.RULES`."""
 
 from daceml_train.frontends.torch import autograd_function, movement, network, pointwise, reductions
 from daceml_train.frontends.torch.translate import RULES

@@ -5,7 +5,7 @@ They exist for tracing only: translation turns each into an operator of ours, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -57,12 +57,10 @@ def without_grad_modes(body: fx.GraphModule) -> fx.GraphModule:
     return body
 
 
-@torch.library.register_fake(f"{NAMESPACE}::graft", lib=_library)
 def _graft(source: Tensor, x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::attention", lib=_library)
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -71,9 +69,13 @@ def _attention(
     return q.new_empty(batch, heads, length, v.shape[-1]), q.new_empty(batch, heads, length, dtype=statistics)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::custom_vjp", lib=_library)
 def _custom_vjp(key: int, xs: list[Tensor]) -> list[Tensor]:
     made = run_forward(custom_functions.get()[key], xs)
     if not all(isinstance(t, Tensor) for t in made):
         raise Unsupported("an autograd.Function that returns or saves what is not a tensor")
     return [torch.empty_like(t) for t in made]
+
+
+_MEANINGS: dict[str, Callable[..., Any]] = {"graft": _graft, "attention": _attention, "custom_vjp": _custom_vjp}
+for _name, _meaning in _MEANINGS.items():
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _meaning, lib=_library)

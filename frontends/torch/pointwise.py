@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 from daceml_train.frontends.torch.translate import RULES, Translator, promote, rule
@@ -35,16 +34,13 @@ def _rounding(t: Translator, x: Value, *, kind: str) -> Value:
     return x.unary(kind) if x.dtype.is_float else x
 
 
-for _kind in ("floor", "ceil", "round", "trunc", "sign"):
+for _kind in ("floor", "ceil", "round", "trunc"):
     RULES[f"aten.{_kind}.default"] = functools.partial(_rounding, kind=_kind)
 
 
-@rule("sign.default_", "sgn.default")
-def _sign(t: Translator, x: Value) -> Value | None:
-    return x.unary("sign") if x.dtype is not DType.bool else x
-
-
-RULES["aten.sign.default"] = RULES.pop("aten.sign.default_")
+@rule("sign.default", "sgn.default")
+def _sign(t: Translator, x: Value) -> Value:
+    return x if x.dtype is DType.bool else x.unary("sign")
 
 
 def _binary(t: Translator, a: Number, b: Number, *, kind: str) -> Value:
@@ -52,14 +48,10 @@ def _binary(t: Translator, a: Number, b: Number, *, kind: str) -> Value:
     return t.emit(kind, t.value(a, dtype), t.value(b, dtype))
 
 
-for _name, _kind in {
-    "mul": "mul", "maximum": "maximum", "minimum": "minimum", "fmod": "fmod",
-    "atan2": "atan2", "pow.Tensor": "pow",
-}.items():  # fmt: skip
-    if _name in ("mul", "fmod"):
-        RULES[f"aten.{_name}.Tensor"] = RULES[f"aten.{_name}.Scalar"] = functools.partial(_binary, kind=_kind)
-    elif _name in ("maximum", "minimum"):
-        RULES[f"aten.{_name}.default"] = functools.partial(_binary, kind=_kind)
+for _kind in ("mul", "fmod", "div"):
+    RULES[f"aten.{_kind}.Tensor"] = RULES[f"aten.{_kind}.Scalar"] = functools.partial(_binary, kind=_kind)
+for _kind in ("maximum", "minimum"):
+    RULES[f"aten.{_kind}.default"] = functools.partial(_binary, kind=_kind)
 
 
 def _compare(t: Translator, a: Number, b: Number, *, kind: str) -> Value:
@@ -95,10 +87,12 @@ for _name, _kind in {"bitwise_and": "logical_and", "bitwise_or": "logical_or", "
 RULES["aten.bitwise_not.default"] = functools.partial(_bitwise, kind="logical_not")
 
 
-@rule("isnan.default", "isinf.default")
-def _is(t: Translator, x: Value, kind: str = "") -> Value:
-    kind = kind or str(t.node.target).split(".")[1]
+def _special(t: Translator, x: Value, *, kind: str) -> Value:
     return x.unary(kind) if x.dtype.is_float else t.full(False, x.shape, DType.bool)
+
+
+for _kind in ("isnan", "isinf"):
+    RULES[f"aten.{_kind}.default"] = functools.partial(_special, kind=_kind)
 
 
 def _sum_of(t: Translator, a: Number, b: Number, alpha: Number, kind: str) -> Value:
@@ -128,11 +122,6 @@ def _rsub(t: Translator, a: Number, b: Number, alpha_: Number = 1, alpha: Number
     factor = alpha if alpha != 1 else alpha_
     first = t.value(a, dtype)
     return t.emit("sub", t.value(b, dtype), first if factor == 1 else first * t.value(factor, dtype))
-
-
-@rule("div.Tensor", "div.Scalar")
-def _div(t: Translator, a: Number, b: Number) -> Value:
-    return _binary(t, a, b, kind="div")
 
 
 @rule("div.Tensor_mode", "div.Scalar_mode")
@@ -257,19 +246,19 @@ def _threshold(t: Translator, x: Value, threshold: Number, value: Number) -> Val
 
 
 @rule("leaky_relu.default")
-def _leaky_relu(t: Translator, x: Value, slope: Number = 0.01) -> Value:
+def _leaky_relu(t: Translator, x: Value, slope: float = 0.01) -> Value:
     return x.compare("gt", 0).where(x, x * slope)
 
 
 @rule("elu.default")
-def _elu(t: Translator, x: Value, alpha: Number = 1, scale: Number = 1, input_scale: Number = 1) -> Value:
+def _elu(t: Translator, x: Value, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Value:
     positive = x.compare("gt", 0)
     below = positive.where(0.0, x * input_scale).unary("expm1") * (alpha * scale)
     return positive.where(x * scale, below)
 
 
 @rule("softplus.default")
-def _softplus(t: Translator, x: Value, beta: Number = 1, threshold: Number = 20) -> Value:
+def _softplus(t: Translator, x: Value, beta: float = 1, threshold: float = 20) -> Value:
     scaled = x * beta
     return scaled.compare("gt", threshold).where(x, scaled.unary("softplus") * (1 / beta))
 
@@ -330,6 +319,3 @@ def _device_put(t: Translator, x: Value, *options: Any, **more: Any) -> Value:
 @rule("fill.Scalar", "fill.Tensor")
 def _fill(t: Translator, x: Value, value: Number) -> Value:
     return t.value(value, x.dtype).expand(x.shape)
-
-
-ELEMENTWISE_RULE = Callable[..., Value]

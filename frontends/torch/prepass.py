@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from daceml_train.frontends.torch.source import origin
 MARK = "daceml_train"
 """Key of our notes in `meta["custom"]` of traced nodes: `detach` (the user's) or `functorch` (inside `torch.func`)."""
 
-_INLINED = frozenset({"wrap", "invoke_subgraph", "tag_activation_checkpoint", "hints_wrapper", "inline_asm_elementwise"})
+_INLINED = frozenset({"wrap", "invoke_subgraph", "tag_activation_checkpoint", "hints_wrapper"})
 _REFUSED = frozenset({"register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "backward"})
 _SDPA = F.scaled_dot_product_attention
 _ops = torch.ops.daceml_train
@@ -188,9 +189,8 @@ def _changed_in_place(node: fx.Node) -> fx.Node | None:
     return first if isinstance(first, fx.Node) else None
 
 
-_IN_PLACE_OPERATORS = frozenset(
-    "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor imatmul ilshift irshift".split()
-)
+_AUGMENTED = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor imatmul ilshift irshift"
+_IN_PLACE_OPERATORS = frozenset({"setitem", *_AUGMENTED.split()})
 
 
 def _gradient_owner(changed: fx.Node, node: fx.Node) -> fx.Node | None:
@@ -210,9 +210,7 @@ def _gradient_owner(changed: fx.Node, node: fx.Node) -> fx.Node | None:
         if _example(owner)._base is None:
             return owner
     if owners:
-        raise Unsupported(
-            "an in-place change under no_grad of a view that carries a gradient", where=str(origin(node))
-        )
+        raise Unsupported("an in-place change under no_grad of a view that carries a gradient", where=str(origin(node)))
     return None
 
 
@@ -236,7 +234,8 @@ def _attention(
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
     mask = _additive(attn_mask, query) if attn_mask is not None else None
     if _has_kernel(query, key, value, attn_mask, dropout_p, is_causal) and isinstance(factor, float):
-        return _ops.attention(query, key, value, mask, is_causal, factor)[0]  # type: ignore[no-any-return]
+        made: torch.Tensor = _ops.attention(query, key, value, mask, is_causal, factor)[0]
+        return made
     return _composed_attention(query, key, value, attn_mask, dropout_p, is_causal, factor)
 
 
@@ -297,7 +296,7 @@ def _composed_attention(
 
 def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """A product with a matrix as one matrix product, as PyTorch folds it when gradients are needed."""
-    if a.dim() >= 3 and b.dim() == 2:
+    if a.dim() >= 3 and b.dim() == 2 and a.numel() != 0:
         return (a.reshape(-1, a.shape[-1]) @ b).view(*a.shape[:-1], b.shape[-1])
     return torch.matmul(a, b)
 
@@ -315,7 +314,8 @@ def _cosine_similarity(x1: torch.Tensor, x2: torch.Tensor, dim: int = 1, eps: fl
 
     def normalised(x: torch.Tensor) -> torch.Tensor:
         norm = torch.linalg.vector_norm(x, 2, dim, keepdim=True)
-        return x / _ops.graft(norm, norm.clamp_min(eps))
+        clamped: torch.Tensor = _ops.graft(norm, norm.clamp_min(eps))
+        return x / clamped
 
     kind = torch.promote_types(x1.dtype, x2.dtype)
     return (normalised(x1.to(kind)) * normalised(x2.to(kind))).sum(dim)
@@ -324,6 +324,7 @@ def _cosine_similarity(x1: torch.Tensor, x2: torch.Tensor, dim: int = 1, eps: fl
 _REPLACED: dict[Any, Callable[..., Any]] = {
     _SDPA: _attention,
     torch.matmul: _matmul,
+    operator.matmul: _matmul,
     torch._C._nn.linear: _linear,
     F.cosine_similarity: _cosine_similarity,
     torch.cosine_similarity: _cosine_similarity,
@@ -331,9 +332,6 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     torch.linalg.eigvalsh: lambda x, *options, **more: torch.linalg.eigh(x, *options, **more)[0],
     torch.linalg.svdvals: lambda x, **more: torch.linalg.svd(x, full_matrices=False, **more)[1],
 }
-import operator as _python_operator  # noqa: E402
-
-_REPLACED[_python_operator.matmul] = _matmul
 _REPLACED_METHODS: dict[str, Callable[..., Any]] = {"matmul": _matmul, "__matmul__": _matmul}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from daceml_train.frontends.torch.translate import RULES, Translator, rule
 from daceml_train.ops.operator import Value
-from daceml_train.tensor import Dim, DType, product, simplify
+from daceml_train.tensor import DType
 
 
 def _dims(x: Value, dims: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -117,7 +117,7 @@ def _matmul(t: Translator, a: Value, b: Value) -> Value:
 
 
 @rule("addmm.default", "baddbmm.default")
-def _addmm(t: Translator, c: Value, a: Value, b: Value, *, beta: Any = 1, alpha: Any = 1) -> Value:
+def _addmm(t: Translator, c: Value, a: Value, b: Value, *, beta: float = 1, alpha: float = 1) -> Value:
     y = a @ b
     if alpha != 1:
         y = y * t.value(alpha, y.dtype)
@@ -127,7 +127,7 @@ def _addmm(t: Translator, c: Value, a: Value, b: Value, *, beta: Any = 1, alpha:
 
 
 @rule("addbmm.default")
-def _addbmm(t: Translator, c: Value, a: Value, b: Value, *, beta: Any = 1, alpha: Any = 1) -> Value:
+def _addbmm(t: Translator, c: Value, a: Value, b: Value, *, beta: float = 1, alpha: float = 1) -> Value:
     y = (a @ b).sum((0,)) * t.value(alpha, a.dtype)
     return y + c * t.value(beta, c.dtype)
 
@@ -138,7 +138,7 @@ def _mv(t: Translator, a: Value, b: Value) -> Value:
 
 
 @rule("addmv.default")
-def _addmv(t: Translator, c: Value, a: Value, b: Value, *, beta: Any = 1, alpha: Any = 1) -> Value:
+def _addmv(t: Translator, c: Value, a: Value, b: Value, *, beta: float = 1, alpha: float = 1) -> Value:
     y = _mv(t, a, b) * t.value(alpha, a.dtype)
     return y + c * t.value(beta, c.dtype)
 
@@ -146,8 +146,3 @@ def _addmv(t: Translator, c: Value, a: Value, b: Value, *, beta: Any = 1, alpha:
 @rule("dot.default")
 def _dot(t: Translator, a: Value, b: Value) -> Value:
     return (a * b).sum((0,))
-
-
-def elements(x: Value, dims: Sequence[int]) -> Dim:
-    """The number of elements along `dims`."""
-    return simplify(product(x.shape[d] for d in dims))

@@ -12,7 +12,7 @@ from torch import fx
 from daceml_train.ops.operator import Origin
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_LIBRARY = (str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"))
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), str(Path(__file__).parent))
 
 
 def origin(node: fx.Node) -> Origin:
@@ -36,5 +36,5 @@ def _module(node: fx.Node) -> str:
 
 def _line(node: fx.Node) -> str:
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    own = [frame for frame in frames if not frame[0].startswith(_LIBRARY)] or frames
+    own = [frame for frame in frames if not frame[0].startswith(_NOT_THE_USERS)]
     return f"{Path(own[-1][0]).name}:{own[-1][1]}" if own else ""

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
-from torch._functorch.aot_autograd import GraphSignature, aot_export_module
+from torch._functorch._aot_autograd.schemas import GraphSignature
+from torch._functorch.aot_autograd import aot_export_module
 from torch._guards import Source, TracingContext, detect_fake_mode
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -55,7 +56,7 @@ def fake(mode: FakeTensorMode, operand: Any, name: str, source: Source | None = 
 
 @contextlib.contextmanager
 def _without_onednn() -> Iterator[None]:
-    """oneDNN's recurrent kernels are inference operators: without them a recurrent layer is traced step by step."""
+    """OneDNN's recurrent kernels are inference operators: without them a recurrent layer is traced step by step."""
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:

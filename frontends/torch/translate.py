@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import sympy
 import torch
@@ -25,10 +25,13 @@ RULES: dict[str, Rule] = {}
 """ATen overload, such as `aten.add.Tensor`, -> its rule. `names` fills it."""
 
 
-def rule(*overloads: str) -> Callable[[Rule], Rule]:
+Function = TypeVar("Function", bound=Rule)
+
+
+def rule(*overloads: str) -> Callable[[Function], Function]:
     """Register a function as the rule of these overloads; `add.Tensor` is short for `aten.add.Tensor`."""
 
-    def register(function: Rule) -> Rule:
+    def register(function: Function) -> Function:
         for overload in overloads:
             name = overload if overload.count(".") == 2 else f"aten.{overload}"
             if name in RULES:
@@ -39,10 +42,12 @@ def rule(*overloads: str) -> Callable[[Rule], Rule]:
     return register
 
 
-IGNORED = frozenset(
-    "_assert_tensor_metadata _assert_async _assert_scalar sym_constrain_range sym_constrain_range_for_size "
-    "_functional_assert_async _functional_assert_scalar".split()
-)
+_CHECKS = """
+_assert_tensor_metadata _assert_async _assert_scalar sym_constrain_range sym_constrain_range_for_size
+_functional_assert_async _functional_assert_scalar _linalg_check_errors
+"""
+IGNORED = frozenset(_CHECKS.split())
+"""Checks: they compute nothing. (A matrix that has no inverse gives infinities in place of an error.)"""
 
 
 _NUMBERS = {
@@ -136,12 +141,17 @@ class Translator:
         return value.name in self._active
 
     # ---- walking ----------------------------------------------------------------------------------------------------
-    def run(self, module: fx.GraphModule, operands: Sequence[Any]) -> list[Any]:
-        """Emit a traced graph on `operands` (Values, sizes, constants); its outputs, flattened by the trace."""
+    def run(self, module: fx.GraphModule, operands: Sequence[Any], tokens: Sequence[str] = ()) -> list[Any]:
+        """Emit a traced graph on `operands` (Values, sizes, constants); its outputs, flattened by the trace.
+
+        `tokens` names placeholders that only order checks with effects; nothing is given for them.
+        """
         scope: dict[fx.Node, Any] = {}
         given = iter(operands)
         for node in module.graph.nodes:
             match node.op:
+                case "placeholder" if node.name in tokens:
+                    scope[node] = None
                 case "placeholder":
                     scope[node] = next(given)
                 case "output":
@@ -190,6 +200,10 @@ class Translator:
         if isinstance(value, torch.SymFloat | torch.SymBool | float | bool):
             return self._number(node, value, resolve)
         name = str(node.target)
+        if name == "with_effects" and isinstance(node.args[1], torch._ops.OpOverload):
+            if _base_name(str(node.args[1])) in IGNORED:
+                return (None, None)
+            raise Unsupported(f"{node.args[1]}, which has effects", where=str(origin(node)))
         if _base_name(name) in IGNORED:
             return None
         arguments = [resolve(a) for a in node.args]

@@ -26,8 +26,8 @@ class FoldConstants(Peephole):
         full(a), full(b) -> [f] -> y     =>     full(f(a, b)) = y
 
     Constants are seen through views, permutations, expansions and slices, which stay: they are free, and a `full` of an
-    expanded size might have to be stored where its source is not. Floats are computed in float64 and rounded once, to the element type, when they are used. NaN, expressions over
-    sizes and complex numbers stay. The bytes never grow.
+    expanded size might have to be stored where its source is not. Floats are computed in float64 and rounded once, to
+    the element type, when they are used. NaN, expressions over sizes and complex numbers stay. The bytes never grow.
     """
 
     def rules(self) -> Rules:

@@ -6,7 +6,7 @@
 static inline int64_t int_floor(int64_t a, int64_t b) { return a / b; }
 static inline int64_t vm_modulo(int64_t a, int64_t b) { return a % b; }
 static inline int64_t vm_least(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t vm_tiles(int64_t lanes) { return (lanes + 1023) / 1024; }
+static inline int64_t vm_groups(int64_t size, int64_t group) { return (size + group - 1) / group; }
 // Where part `part` of `parts` begins when `lanes` are shared out in multiples of 64, so that no two threads write to
 // one cache line.
 static inline int64_t vm_share(int64_t lanes, int64_t part, int64_t parts) {

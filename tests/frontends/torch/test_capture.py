@@ -113,7 +113,9 @@ def test_input_changed_by_values_with_a_gradient_is_refused() -> None:
 
 
 def test_symbolic_batch() -> None:
-    model = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.GELU(), nn.Softmax(-1), nn.Flatten(0), nn.Unflatten(0, (-1, 5)))
+    model = nn.Sequential(
+        nn.Linear(3, 5), nn.LayerNorm(5), nn.GELU(), nn.Softmax(-1), nn.Flatten(0), nn.Unflatten(0, (-1, 5))
+    )
     captured = check(model, torch.randn(4, 3), dynamic=True)
     graph = captured.graph
     assert any(isinstance(s, type(symbol("a"))) for i in graph.inputs.values() for s in i.tensor.shape)
@@ -121,7 +123,7 @@ def test_symbolic_batch() -> None:
     held = dict(model.named_parameters())
     for size in (2, 7):
         x = torch.randn(size, 3)
-        arrays = {n: array(held.get(graph.inputs[n].path, x)) for n in given}
+        arrays = {n: array(held[path] if (path := graph.inputs[n].path) in held else x) for n in given}
         made = interpret(graph, arrays).outputs[0]
         np.testing.assert_allclose(made, model(x).detach().numpy(), 1e-5, 1e-5)
 

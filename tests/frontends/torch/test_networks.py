@@ -22,7 +22,8 @@ class Residual(nn.Module):
         self.first, self.norm1 = nn.Conv2d(into, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out)
         self.second, self.norm2 = nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.BatchNorm2d(out)
         self.relu = nn.ReLU(inplace=True)
-        self.short = nn.Sequential(nn.Conv2d(into, out, 1, stride, bias=False), nn.BatchNorm2d(out)) if stride > 1 else None
+        short = nn.Sequential(nn.Conv2d(into, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+        self.short = short if stride > 1 else None
 
     def forward(self, x):
         y = self.norm2(self.second(self.relu(self.norm1(self.first(x)))))
@@ -31,8 +32,12 @@ class Residual(nn.Module):
 
 
 def resnet() -> tuple[nn.Module, torch.Tensor]:
-    stem = nn.Sequential(nn.Conv2d(3, 4, 7, 2, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
-    body = nn.Sequential(stem, Residual(4, 4, 1), Residual(4, 8, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+    stem = nn.Sequential(
+        nn.Conv2d(3, 4, 7, 2, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
+    )
+    body = nn.Sequential(
+        stem, Residual(4, 4, 1), Residual(4, 8, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)
+    )
     return body, torch.randn(2, 3, 16, 16)
 
 
@@ -169,7 +174,9 @@ def test_mobile_convolutions() -> None:
     assert not captured.fallbacks
 
 
-@pytest.mark.parametrize("options", [(True, True, True, "tanh"), (False, True, False, "none"), (True, False, True, "none")])
+@pytest.mark.parametrize(
+    "options", [(True, True, True, "tanh"), (False, True, False, "none"), (True, False, True, "none")]
+)
 def test_transformer(options: tuple) -> None:
     captured = check(double(Transformer(*options)), tokens())
     assert not captured.fallbacks

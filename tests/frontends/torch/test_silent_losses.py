@@ -217,7 +217,9 @@ def test_attention_with_dropout_draws_from_the_seed() -> None:
 
 
 def test_attention_of_rank_three_with_scale() -> None:
-    check(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=0.3), leaf(2, 5, 4), leaf(2, 6, 4), leaf(2, 6, 3))
+    check(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=0.3), leaf(2, 5, 4), leaf(2, 6, 4), leaf(2, 6, 3)
+    )
 
 
 def test_training_dropout_is_ours() -> None:

@@ -5,17 +5,17 @@ import pytest
 from daceml_train.graph.graph import Graph
 from daceml_train.graph.traffic import traffic
 from daceml_train.ops.kernel import Kernel
+from daceml_train.ops.movement import Slice
 from daceml_train.tensor import simplify
 from daceml_train.transformations.fusion.duplicate import DuplicateCheapProducers
 from daceml_train.transformations.fusion.producer_consumer import FuseElementwise, FuseEpilogue, FuseIntoReduction
 from daceml_train.transformations.fusion.siblings import FuseSiblings
+from daceml_train.transformations.fusion.slice_first import SliceFirst
 from tests.transformations.checking import Golden, check_pass, check_same, program
 
 CHAIN = program("x: f32[4, 6], b: f32[6]", "%a = add(%x, %b)\n%t = tanh(%a)\n%y = mul(%t, %x)", "%y")
 FAN_OUT = program("x: f32[4, 6]", "%a = exp(%x)\n%b = tanh(%a)\n%c = sin(%a)", "%b, %c")
-ACROSS_LIBRARY = program(
-    "x: f32[4, 4], w: f32[4, 4]", "%a = exp(%x)\n%m = matmul(%a, %w)\n%y = add(%a, %m)", "%y"
-)
+ACROSS_LIBRARY = program("x: f32[4, 4], w: f32[4, 4]", "%a = exp(%x)\n%m = matmul(%a, %w)\n%y = add(%a, %m)", "%y")
 SOFTMAX = program(
     "x: f32[4, 6]",
     """
@@ -27,16 +27,16 @@ SOFTMAX = program(
     """,
     "%y",
 )
-THROUGH_VIEW = program(
-    "x: f32[8, 6]", "%a = exp(%x)\n%v = view(%a, shape=(2, 4, 6))\n%y = tanh(%v)", "%y"
-)
+THROUGH_VIEW = program("x: f32[8, 6]", "%a = exp(%x)\n%v = view(%a, shape=(2, 4, 6))\n%y = tanh(%v)", "%y")
 
 
 def kernels(graph: Graph) -> int:
     return sum(isinstance(node.op, Kernel) for node in graph.nodes)
 
 
-@pytest.mark.parametrize("graph", [CHAIN, FAN_OUT, ACROSS_LIBRARY, THROUGH_VIEW], ids=["chain", "fan_out", "library", "view"])
+@pytest.mark.parametrize(
+    "graph", [CHAIN, FAN_OUT, ACROSS_LIBRARY, THROUGH_VIEW], ids=["chain", "fan_out", "library", "view"]
+)
 def test_elementwise(graph: Graph, golden: Golden) -> None:
     check_pass(graph, FuseElementwise(), golden)
 
@@ -152,3 +152,39 @@ def test_random_numbers_are_made_again_rather_than_stored() -> None:
     check_same(graph, fused)
     assert all(not name.startswith(("u", "keep")) for node in fused.nodes for name in node.outputs)
     assert traffic(fused).bytes == 4 * 64 * (2 + 3 + 2) + 2 * 8
+
+
+GATES = program(
+    "x: f32[4, 6], b: f32[6]",
+    """
+    %s = add(%x, %b)
+    %i = slice(%s, dim=1, start=0, stop=3)
+    %f = slice(%s, dim=1, start=3, stop=6)
+    %p = sigmoid(%i)
+    %q = tanh(%f)
+    %y = mul(%p, %q)
+    """,
+    "%y",
+)
+
+
+def test_slices_move_in_front_of_elementwise_operators(golden: Golden) -> None:
+    after = SliceFirst().run(GATES)
+    check_same(GATES, after)
+    golden(str(after))
+    fused = FuseElementwise().run(after)
+    assert len([n for n in fused.nodes if not isinstance(n.op, Slice)]) == 1
+    assert traffic(fused).bytes == 4 * (24 + 6 + 12)
+
+
+def test_overlapping_slices_stay_behind() -> None:
+    graph = program(
+        "x: f32[6]", "%s = exp(%x)\n%a = slice(%s, dim=0, start=0, stop=4)\n%b = slice(%s, dim=0, start=2, stop=6)", "%a, %b"
+    )
+    refusals = {m.refusal for m in SliceFirst().matches(graph)}
+    assert refusals == {"the slices of s overlap, so that elements would be computed twice"}
+
+
+def test_a_whole_reader_keeps_the_slice_behind() -> None:
+    graph = program("x: f32[6]", "%s = exp(%x)\n%a = slice(%s, dim=0, start=0, stop=4)\n%b = neg(%s)", "%a, %b")
+    assert [m.refusal for m in SliceFirst().matches(graph)] == ["s is also read by neg as a whole"]

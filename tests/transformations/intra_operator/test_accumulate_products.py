@@ -41,7 +41,7 @@ def test_refused_for_another_reader() -> None:
     graph = program(OPERANDS, SUM + "\n%z = neg(%p)", "%y, %z")
     check_refused(graph, AccumulateProducts(), "the product %p has another reader")
     (match,) = AccumulateProducts().matches(graph)
-    with pytest.raises(Refused, match="accumulate_products at %y = add.*another reader"):
+    with pytest.raises(Refused, match=r"accumulate_products at %y = add.*another reader"):
         match.apply()
 
 

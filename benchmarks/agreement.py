@@ -1,0 +1,80 @@
+"""Agreement: a compiled step's loss, gradients, buffers and update are as near to float64 as eager execution's are."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+
+import daceml_train as dt
+from benchmarks.networks import Network, Problem
+
+FACTOR, FLOOR = 10.0, 2e-5
+"""An error may be this many times eager's error against float64, or this large relative to the exact value."""
+
+
+class Disagreement(Exception):
+    """The compiled step computes something else."""
+
+
+def agreement(network: Network) -> float:
+    """The largest error relative to what is allowed. Raises `Disagreement` above 1."""
+    exact = _gradients(network.build(double=True))
+    eager = _gradients(network.build())
+    problem = network.build()
+    whole = _step_gradients(problem)
+    drop_in = network.build()
+    module = _gradients(Problem(dt.optimize(drop_in.model), *_rest(drop_in)))
+    typical = float(torch.stack([g.norm() for g in exact.values()]).median())
+    worst = 0.0
+    for name, value in exact.items():
+        scale = max(float(value.norm()), 1e-3 * typical)
+        allowed = FACTOR * float((eager[name] - value).norm()) / scale + FLOOR
+        for path, found in (("training_step", whole), ("optimize", module)):
+            error = float((found[name] - value).norm()) / scale
+            if not error <= allowed:
+                raise Disagreement(f"{name} by {path}: relative error {error:.1e}, allowed {allowed:.1e}")
+            worst = max(worst, error / allowed)
+    return max(worst, _update(network))
+
+
+def _rest(problem: Problem) -> tuple[object, ...]:
+    return problem.inputs, problem.targets, problem.loss, problem.optimizer
+
+
+def _gradients(problem: Problem) -> dict[str, Tensor]:
+    loss = problem.loss(problem.model(problem.inputs), problem.targets)
+    loss.backward()
+    return {"loss": loss.detach().double()} | _named(problem)
+
+
+def _step_gradients(problem: Problem) -> dict[str, Tensor]:
+    step = dt.training_step(problem.model, problem.loss, problem.optimizer, keep_gradients=True)
+    return {"loss": step(problem.inputs, problem.targets).double()} | _named(problem)
+
+
+def _named(problem: Problem) -> dict[str, Tensor]:
+    gradients = {n: p.grad.double() for n, p in problem.model.named_parameters() if p.grad is not None}
+    return gradients | {n: b.double() for n, b in problem.model.named_buffers()}
+
+
+def _update(network: Network) -> float:
+    """The same for parameters behind the second step against PyTorch's update with the gradients of our own steps."""
+    ours, theirs = network.build(), network.build()
+    step = dt.training_step(ours.model, ours.loss, ours.optimizer, keep_gradients=True)
+    pairs = list(zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True))
+    before = [copy.deepcopy(p.detach()) for p in theirs.model.parameters()]
+    for _ in range(2):
+        step(ours.inputs, ours.targets)
+        for (_, own), their in pairs:
+            their.grad = None if own.grad is None else own.grad.clone()
+        theirs.optimizer.step()
+    worst = 0.0
+    for ((name, own), their), start in zip(pairs, before, strict=True):
+        moved = float((their - start).norm())
+        error = float((own - their).norm()) / (moved + 1e-6 * float(start.norm()) + 1e-30)
+        if not error <= 1e-3:
+            raise Disagreement(f"update of {name}: off by {error:.1e} of what it moves")
+        worst = max(worst, error / 1e-3)
+    return worst

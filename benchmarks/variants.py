@@ -1,0 +1,67 @@
+"""VARIANTS: the ways to run one training step that are compared, as functions from a network to a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+import daceml_train as dt
+from benchmarks.networks import Network, Problem
+
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How to make a step of a problem; `ours` tells this project from PyTorch."""
+
+    title: str
+    channels_last: bool
+    fused: bool
+    make: Callable[[Problem, Path | None], Step]
+    ours: bool = False
+
+    def of(self, network: Network, cache: Path | None = None) -> Step | None:
+        """The step, or None where the network has no such layout; ours keeps what it compiles in `cache`."""
+        if self.channels_last and not network.images:
+            return None
+        return self.make(network.build(channels_last=self.channels_last, fused=self.fused), cache)
+
+
+def _eager(problem: Problem, _: Path | None) -> Step:
+    return problem.step
+
+
+def _inductor(problem: Problem, _: Path | None) -> Step:
+    torch._dynamo.reset()
+    return replace(problem, model=torch.compile(problem.model)).step  # type: ignore[arg-type]
+
+
+def _module(problem: Problem, cache: Path | None) -> Step:
+    return replace(problem, model=dt.optimize(problem.model, cache=cache)).step
+
+
+class OwnStep:
+    """A call of `training_step` on a problem's batch."""
+
+    def __init__(self, problem: Problem, cache: Path | None = None) -> None:
+        self.problem = problem
+        self.training = dt.training_step(problem.model, problem.loss, problem.optimizer, cache=cache)
+
+    def __call__(self) -> object:
+        return self.training(self.problem.inputs, self.problem.targets)
+
+
+VARIANTS: dict[str, Variant] = {
+    "eager": Variant("PyTorch eager", False, False, _eager),
+    "eager-fused": Variant("eager, fused optimizer", False, True, _eager),
+    "eager-cl": Variant("eager, channels-last, fused optimizer", True, True, _eager),
+    "inductor": Variant("torch.compile, fused optimizer", False, True, _inductor),
+    "inductor-cl": Variant("torch.compile, channels-last, fused optimizer", True, True, _inductor),
+    "module": Variant("daceml_train.optimize, PyTorch's optimizer", False, True, _module, ours=True),
+    "step": Variant("daceml_train.training_step", False, False, OwnStep, ours=True),
+}
+"""PyTorch's variants take its fused update where it is worth anything: what we compare with is the best of them."""

@@ -1,0 +1,117 @@
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from daceml_train.errors import Invalid, Refused
+from daceml_train.graph.graph import Graph, Node
+from daceml_train.ops.operator import Origin, Value
+from daceml_train.passes.base import Match, Pass, Rewrite, View, checked, without_dead_code
+from daceml_train.tensor import Tensor
+from tests.transformations.checking import program
+
+
+@dataclass(frozen=True)
+class SquareProducts(Rewrite):
+    """x -> [mul x] -> y     =>     x -> [square] -> y"""
+
+    level = "intra_operator"
+    spare: str = ""
+
+    def find(self, view: View, node: Node) -> Mapping[str, Any] | None:
+        return {"x": node.inputs[0]} if node.op.label == "mul" and node.inputs[0] == node.inputs[1] else None
+
+    def legality(self, match: Match) -> Iterator[tuple[bool, str]]:
+        yield match.parts["x"] != self.spare, f"%{self.spare} is to be left alone"
+        yield match.view.only_reader(match.parts["x"], match.root), "another reader"
+
+    def emit(self, match: Match, builder: Graph, now: Mapping[str, Value]) -> Iterable[Value]:
+        return (now[match.parts["x"]].unary("square"),)
+
+
+@dataclass(frozen=True)
+class Break(Pass):
+    """Makes a graph that returns what does not exist."""
+
+    level = "fusion"
+
+    def run(self, graph: Graph) -> Graph:
+        other = graph.copy()
+        other.outputs = ["nowhere"]
+        return other
+
+
+CHAIN = "%a = mul(%x, %x)\n%b = mul(%a, %a)\n%c = mul(%b, %b)"
+
+
+def test_all_matches_of_a_sweep() -> None:
+    graph = program("x: f32[4]", CHAIN, "%c")
+    after = SquareProducts().run(graph)
+    assert [str(node) for node in after.nodes] == [
+        "%square = square(%x)",
+        "%square_1 = square(%square)",
+        "%square_2 = square(%square_1)",
+    ]
+    assert [node.op.label for node in graph.nodes] == ["mul"] * 3
+    assert SquareProducts().run(after) is after
+
+
+def test_one_match() -> None:
+    graph = program("x: f32[4]", CHAIN, "%c")
+    second = SquareProducts().matches(graph)[1]
+    assert [node.op.label for node in second.apply().nodes] == ["mul", "square", "mul"]
+    assert second.traffic == 0
+
+
+def test_refusal() -> None:
+    graph = program("x: f32[4]", "")
+    with graph.at(Origin("net", "model.py:3")):
+        graph.output(graph.value("x") * graph.value("x"))
+    (match,) = SquareProducts(spare="x").matches(graph)
+    assert match.refusal == "%x is to be left alone"
+    with pytest.raises(Refused, match=r"square_products at %mul = mul\(%x, %x\): %x is to be left alone \(at net mod"):
+        match.apply()
+
+
+def test_origins_and_names_stay() -> None:
+    graph = Graph()
+    x = graph.input("x", Tensor((4,)))
+    with graph.at(Origin("net", "model.py:3")):
+        y = x * x
+    graph.output(y.unary("exp"))
+    after = SquareProducts().run(graph)
+    assert [(str(node), str(node.origin)) for node in after.nodes] == [
+        ("%square = square(%x)", "net model.py:3"),
+        ("%exp = exp(%square)", ""),
+    ]
+
+
+def test_readers() -> None:
+    graph = program("x: f32[4]", CHAIN + "\n%d = neg(%a)", "%b, %c, %d")
+    view = View.of(graph)
+    nodes = dict(zip("abcd", graph.nodes, strict=True))
+    assert view.only_reader("x", nodes["a"])
+    assert not view.only_reader("x", nodes["b"])
+    assert not view.only_reader("a", nodes["b"])  # d reads it too
+    assert not view.only_reader("b", nodes["c"])  # it is an output
+    assert view.bytes("a", "b") == 32
+
+
+def test_dead_code() -> None:
+    graph = program("x: f32[4]", CHAIN + "\n%d = neg(%a)", "%b")
+    alive = without_dead_code(graph)
+    assert sorted(alive.tensors) == ["a", "b", "x"]
+    assert len(graph.nodes) == 4
+
+
+def test_text() -> None:
+    assert str(SquareProducts()) == "square_products()"
+    assert str(SquareProducts(spare="x")) == "square_products(spare='x')"
+    assert SquareProducts(spare="x") == SquareProducts(spare="x") != SquareProducts()
+
+
+def test_a_pass_that_breaks_the_graph_is_named() -> None:
+    with pytest.raises(Invalid, match="returns %nowhere, which does not exist") as caught:
+        checked(Break(), program("x: f32[4]", CHAIN, "%c"))
+    assert caught.value.__notes__ == ["after pass break()"]
