@@ -72,8 +72,8 @@ def _update(network: Network) -> float:
         theirs.optimizer.step()
     worst = 0.0
     for ((name, own), their), start in zip(pairs, before, strict=True):
-        moved = float((their - start).norm())
-        error = float((own - their).norm()) / (moved + 1e-6 * float(start.norm()) + 1e-30)
+        moved = float((their.detach() - start).norm())
+        error = float((own - their).detach().norm()) / (moved + 1e-6 * float(start.norm()) + 1e-30)
         if not error <= 1e-3:
             raise Disagreement(f"update of {name}: off by {error:.1e} of what it moves")
         worst = max(worst, error / 1e-3)

@@ -155,7 +155,7 @@ def _compiled(group: Sequence[Record]) -> Compiled:
         moved=levels[-1].after if levels else captured,
         flops=number(_sum(r.flops for r in group), sizes),
         levels=levels,
-        passes=tuple((p.level, _change(p.name, [p], [p], sizes)) for r in group for p in r.passes),
+        passes=tuple(_passes(group, sizes)),
         kernels=sum(r.kernels for r in group),
         distinct_kernels=sum(r.distinct_kernels for r in group),
         calls=dict(sorted(calls.items())),
@@ -167,9 +167,17 @@ def _compiled(group: Sequence[Record]) -> Compiled:
     )
 
 
+def _passes(group: Sequence[Record], sizes: Mapping[str, int]) -> Iterator[tuple[str, Change]]:
+    """Level and change of each pass; forward and backward pass go through the same ones and are added up."""
+    for level in LEVELS:
+        of_level = [[p for p in record.passes if p.level == level] for record in group]
+        for same in zip(*(ps for ps in of_level if ps), strict=True):
+            yield level, _change(same[0].name, same, same, sizes)
+
+
 def _levels(group: Sequence[Record], sizes: Mapping[str, int]) -> Iterator[Change]:
     """One change per level; of the levels behind the cut, forward and backward pass are added up."""
-    before: list[PassRecord] = []
+    before: Sequence[PassRecord] = ()
     for level in _BEHIND:
         of_level = [[p for p in record.passes if p.level == level] for record in group]
         starts, ends = [ps[0] for ps in of_level if ps], [ps[-1] for ps in of_level if ps]
@@ -185,7 +193,7 @@ def _levels(group: Sequence[Record], sizes: Mapping[str, int]) -> Iterator[Chang
 def _cut(joint: PassRecord, halves: Sequence[PassRecord], sizes: Mapping[str, int]) -> Change:
     after = number(_sum(p.bytes_before for p in halves), sizes)
     operators = joint.operators_after, sum(p.operators_before for p in halves)
-    return Change("forward and backward cut apart", number(joint.bytes_after, sizes), after, operators, 0.0)
+    return Change("cut into forward and backward", number(joint.bytes_after, sizes), after, operators, 0.0)
 
 
 def _change(

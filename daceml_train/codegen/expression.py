@@ -15,9 +15,10 @@ from daceml_train.ops.elementwise import Cast, Elementwise
 from daceml_train.tensor import DType
 
 HALVES = (DType.bfloat16, DType.float16)
-_CALLED = {"floor_divide", "logical_and", "logical_or", "logical_not", "isnan", "isinf", "sign", "abs", "max", "min"}
+_CALLED = {"floor_divide", "logical_and", "logical_or", "logical_not", "isnan", "isinf", "sign", "abs", "max",
+           "min", "fmod"}  # fmt: skip
 """Functions that take integers as they are; the others compute in floating point."""
-_OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.BitAnd: "&&"}
+_OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.BitAnd: "&"}
 _COMPARISONS = {ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="}
 
 
@@ -57,6 +58,8 @@ def elementwise(
     """The value of `op` as C++, given the texts of its operands; `constants` holds operands known as numbers."""
     operands = dict(zip("abc", zip(texts, dtypes, constants, strict=True), strict=False))
     dtype = computed(dtypes[-1])
+    if op.kind == "remainder":  # its expression calls `fmod` four times
+        return f"vm::remainder<{dtype.c}>({texts[0]}, {texts[1]})"
     tree = ast.parse(op.row.expression, mode="eval").body
     printer = _Printer({n: (t, computed(d), c) for n, (t, d, c) in operands.items()}, dtype)
     text, kind = printer.show(tree)
@@ -94,9 +97,6 @@ class _Printer:
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 text, dtype = self.show(operand)
                 return f"-{text}", dtype
-            case ast.BinOp(left=ast.Constant(value=0), op=ast.Mult(), right=right):  # a zero of that type
-                dtype = self.show(right)[1]
-                return literal(0, dtype), dtype
             case ast.BinOp(left=left, op=op, right=right):
                 return self.binary(op, self.show(left), self.show(right))
             case ast.Compare(left=left, ops=[op], comparators=[right]):

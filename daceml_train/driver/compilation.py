@@ -23,6 +23,7 @@ from daceml_train.graph.graph import Graph, Role
 from daceml_train.graph.text import canonical_text, show
 from daceml_train.graph.traffic import traffic
 from daceml_train.ops.elementwise import Full
+from daceml_train.ops.fallback import Aten
 from daceml_train.passes.base import without_dead_code
 from daceml_train.passes.pipeline import Pipeline, Step
 from daceml_train.runtime.cache import Cache, default_folder
@@ -304,7 +305,7 @@ def _lowered(
         elif isinstance(launch, CallLaunch):
             record.calls[launch.target] = record.calls.get(launch.target, 0) + 1
     record.distinct_kernels = len({code.key for code in program.codes})
-    record.fallbacks += [(n.op.label, str(n.origin)) for n in graph.nodes if n.op.name == "aten"]
+    record.fallbacks += [(n.op.label, str(n.origin)) for n in graph.nodes if isinstance(n.op, Aten)]
     return program
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.source import FloatTensorSource
 from torch.fx.experimental.symbolic_shapes import guard_int
 from torch.utils import _pytree as pytree
 
@@ -236,7 +235,7 @@ def _inputs(
             name, copy = _declare(t, _path(node), example, _role(real, text))
             if grad_enabled and isinstance(real, Tensor) and real.requires_grad:
                 t.require_gradient(t.graph.value(name))
-            number = isinstance(getattr(node, "_dynamo_source", None), FloatTensorSource)
+            number = getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False)
             made.append(InputSource("tensor", position, name, text, None, copy, number))
         elif isinstance(example, torch.SymInt):
             made.append(InputSource("size", position, "", text, types.size(example)))

@@ -26,16 +26,18 @@ def emit(t: Translator, node: fx.Node, arguments: Sequence[Any], keywords: dict[
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         raise Unsupported(f"the call of {target}")
-    examples, structure = pytree.tree_flatten(node.meta["val"])
+    call = _functional(target)
+    operands: list[Value] = []
+    captured = tuple(_captured(a, operands) for a in arguments)
+    named = tuple((k, _captured(a, operands)) for k, a in keywords.items() if k != "pin_memory")
+    examples, structure = pytree.tree_flatten(_examples(node, operands))
     made = [e for e in examples if isinstance(e, Tensor)]
     if any(_depends_on_data(e) for e in made):
         raise Unsupported(f"{target}, whose result's size depends on data")
-    operands: list[Value] = []
-    call = _functional(target)
     op = Aten(
         target=str(call),
-        arguments=tuple(_captured(a, operands) for a in arguments),
-        keywords=tuple((k, _captured(a, operands)) for k, a in keywords.items() if k != "pin_memory"),
+        arguments=captured,
+        keywords=named,
         types=tuple(types.tensor(e, laid_out=call is target) for e in made),
         random=torch.Tag.nondeterministic_seeded in target.tags,
     )
@@ -44,6 +46,48 @@ def emit(t: Translator, node: fx.Node, arguments: Sequence[Any], keywords: dict[
     t.fallbacks.append((op.target, t.graph.origin))
     results = iter(t.graph.emit(op, *operands))
     return pytree.tree_unflatten([next(results) if isinstance(e, Tensor) else e for e in examples], structure)
+
+
+def _tensor_nodes(node: fx.Node) -> list[fx.Node]:
+    """The tensor operands of a node as they occur in its arguments, with repetitions."""
+    flat = pytree.tree_leaves((node.args, node.kwargs))
+    return [a for a in flat if isinstance(a, fx.Node) and isinstance(a.meta["val"], Tensor)]
+
+
+def _call(node: fx.Node, tensors: Sequence[Tensor]) -> Any:
+    """The operator of a node on other tensors."""
+    given = iter(tensors)
+
+    def replaced(argument: Any) -> Any:
+        if not isinstance(argument, fx.Node):
+            return argument
+        value = argument.meta["val"]
+        return next(given) if isinstance(value, Tensor) else value
+
+    args, kwargs = pytree.tree_map(replaced, (node.args, node.kwargs))
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    return target(*args, **kwargs)
+
+
+def _examples(node: fx.Node, operands: Sequence[Value]) -> Any:
+    """The results as PyTorch lays them out where the operands have our memory order.
+
+    Some operators mean something else in another order: the factors of `_linalg_det` are those of the transpose.
+    """
+    nodes = _tensor_nodes(node)
+    here = [(types.order_of(n.meta["val"]) or None) == v.tensor.order for n, v in zip(nodes, operands, strict=False)]
+    if all(here) or len(nodes) != len(operands):
+        return node.meta["val"]
+    with nodes[0].meta["val"].fake_mode:
+        return _call(node, [_as_here(n.meta["val"], v) for n, v in zip(nodes, operands, strict=True)])
+
+
+def _as_here(example: Tensor, value: Value) -> Tensor:
+    """A fake tensor like `example` in the memory order of `value`."""
+    order = value.tensor.order or tuple(range(example.dim()))
+    made = torch.empty([example.shape[d] for d in order], dtype=example.dtype, device=example.device)
+    return made.permute([order.index(d) for d in range(example.dim())]).detach()
 
 
 def _functional(target: torch._ops.OpOverload) -> torch._ops.OpOverload:
@@ -90,24 +134,15 @@ def _derivative(t: Translator, node: fx.Node, op: Aten, operands: Sequence[Value
 
 
 def _traced_derivative(t: Translator, node: fx.Node, op: Aten, operands: Sequence[Value]) -> Body | None:
-    flat, structure = pytree.tree_flatten((node.args, node.kwargs))
-    nodes = [a for a in flat if isinstance(a, fx.Node) and isinstance(a.meta["val"], Tensor)]
+    nodes = _tensor_nodes(node)
     assert len(nodes) == len(operands)
-    target = node.target
-    assert isinstance(target, torch._ops.OpOverload)
+    mode = nodes[0].meta["val"].fake_mode
 
     def call(*tensors: Tensor) -> list[Tensor]:
-        given = iter(tensors)
-        arguments = [
-            a if not isinstance(a, fx.Node) else next(given) if isinstance(a.meta["val"], Tensor) else a.meta["val"]
-            for a in flat
-        ]
-        args, kwargs = pytree.tree_unflatten(arguments, structure)
-        return [r for r in pytree.tree_leaves(target(*args, **kwargs)) if isinstance(r, Tensor)]
+        return [r for r in pytree.tree_leaves(_call(node, tensors)) if isinstance(r, Tensor)]
 
-    mode = nodes[0].meta["val"].fake_mode
     with mode, torch.enable_grad():
-        leaves = [_leaf(n.meta["val"], t.active(v)) for n, v in zip(nodes, operands, strict=True)]
+        leaves = [_as_here(n.meta["val"], v).requires_grad_(t.active(v)) for n, v in zip(nodes, operands, strict=True)]
         differentiable = [i for i, r in enumerate(call(*leaves)) if r.requires_grad]
         wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
         if not differentiable or not wanted:
@@ -120,11 +155,6 @@ def _traced_derivative(t: Translator, node: fx.Node, op: Aten, operands: Sequenc
         joint = aot_export_joint_simple(chosen, tuple(leaves), trace_joint=True, decompositions=derivative_table())
     assert isinstance(joint, fx.GraphModule)
     return _body(joint, node, op, operands, differentiable, wanted)
-
-
-def _leaf(example: Tensor, active: bool) -> Tensor:
-    made = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)
-    return made.requires_grad_(active)
 
 
 def _body(

@@ -99,12 +99,12 @@ def test_special_values():
 
     def rows(x: Value):
         largest = x.reduce("max", (1,), True)
-        return largest, x.reduce("min", (1,)), (x - 1.0).unary("relu") if False else x.compare("gt", largest), x.unary("isnan")
+        return largest, x.reduce("min", (1,)), x.compare("gt", largest), x.unary("isnan")
 
     check(
         [
             case("maxima", rows, x),
-            case("exp", lambda x: (x * 60.0).unary("exp"), x, tolerance=1e-5),
+            case("exp", lambda x: (x * 25.0).unary("exp"), x, tolerance=1e-5),
             case("maximum", lambda a, b: (a.apply(make("maximum"), b), a.apply(make("minimum"), b)), x, torch.randn(4, 40)),
             case("division", lambda a, b: a / b, torch.tensor([1.0, -1.0, 0.0, 2.0]), torch.tensor([0.0, 0.0, 0.0, torch.inf])),
             case("division by a scalar zero", lambda a, b: a / b, torch.randn(40), torch.tensor(0.0)),
@@ -142,6 +142,6 @@ def test_refusals():
         return refusal.value.message
 
     assert "neither all rows nor all lanes" in sentence(lambda x: (x.sum((0,)), x.sum((1,)), x.sum((2,))), (2, 3, 4))
-    assert "two orders" in sentence(lambda x: (x * x) + (x * x).T, (4, 4)) or True
+    assert "two orders" in sentence(lambda x: (x * x) + (x * x).T, (4, 4))
     assert "no common factors" in sentence(lambda x, y: (x * 2.0).view((8, 3)) + y, (6, 4), (8, 3))
     assert "takes a part of a computed value" in sentence(lambda x: (x * 2.0).slice(0, 0, 2), (6, 4))

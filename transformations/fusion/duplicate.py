@@ -72,6 +72,8 @@ class DuplicateCheapProducers(Pass):
                     continue
                 if self.inner(grouping, source):
                     todo.append(operand)
+                elif not self.resident(grouping, source):
+                    return None
                 elif not self.constant(grouping, source):
                     extra[source] = None
         readers = {id(r.group) for r in grouping.consumers(base)} - {id(grouping.producer[base].group)}
@@ -84,6 +86,11 @@ class DuplicateCheapProducers(Pass):
     def constant(self, grouping: Grouping, array: str) -> bool:
         maker = grouping.producer.get(array)
         return maker is not None and isinstance(maker.op, CONSTANT)
+
+    def resident(self, grouping: Grouping, array: str) -> bool:
+        """Whether an array is in memory, or a constant: reading it adds no result to the kernel that makes it."""
+        maker = grouping.producer.get(array)
+        return maker is None or maker.group is None or grouping.seen_outside(array, [maker.group])
 
     def pointwise(self, grouping: Grouping, array: str) -> bool:
         maker: Item | None = grouping.producer.get(array)

@@ -37,8 +37,8 @@ VM bool is_lane(int64_t lane, int64_t value) {  // lanes number less than 2^31
 VM float abs(float a) { return __builtin_fabsf(a); }
 VM double abs(double a) { return __builtin_fabs(a); }
 template <typename T> VM T abs(T a) { return a < 0 ? -a : a; }
-VM float sign(float a) { float s = a > 0.0f ? 1.0f : 0.0f; s = a < 0.0f ? -1.0f : s; return a != a ? a : s; }
-VM double sign(double a) { double s = a > 0.0 ? 1.0 : 0.0; s = a < 0.0 ? -1.0 : s; return a != a ? a : s; }
+VM float sign(float a) { float s = a > 0.0f ? 1.0f : 0.0f; return a < 0.0f ? -1.0f : s; }
+VM double sign(double a) { double s = a > 0.0 ? 1.0 : 0.0; return a < 0.0 ? -1.0 : s; }
 template <typename T> VM T sign(T a) { return (T)((a > 0) - (a < 0)); }
 
 // ---- division and rounding ----------------------------------------------------------------------------------------
@@ -50,8 +50,18 @@ VM float trunc(float a) { return __builtin_truncf(a); }
 VM double trunc(double a) { return __builtin_trunc(a); }
 VM float round(float a) { return __builtin_rintf(a); }  // ties to even
 VM double round(double a) { return __builtin_rint(a); }
-VM float fmod(float a, float b) { return __builtin_fmodf(a, b); }
+VM float fmod(float a, float b) {  // exact while the quotient is below 2^29
+  double x = a, y = __builtin_fabs((double)b);
+  double r = x - y * __builtin_trunc(x / y);
+  r = r * x < 0 ? r + (x < 0 ? -y : y) : r;  // the quotient was rounded up
+  return y == __builtin_inf() && x - x == 0 ? a : (float)r;
+}
 VM double fmod(double a, double b) { return __builtin_fmod(a, b); }
+template <typename T> VM T fmod(T a, T b) { return b == 0 || b == (T)-1 ? 0 : (T)(a % b); }
+template <typename T> VM T remainder(T a, T b) {  // with the sign of b
+  T r = fmod(a, b), s = (T)(r + b);
+  return ((r < 0) & (b > 0)) | ((r > 0) & (b < 0)) ? s : r;
+}
 VM float floor_divide(float a, float b) { return __builtin_floorf(a / b); }
 VM double floor_divide(double a, double b) { return __builtin_floor(a / b); }
 template <typename T> VM T truncate_divide(T a, T b) { return b == 0 ? 0 : b == (T)-1 ? (T)(0 - a) : (T)(a / b); }
@@ -142,21 +152,23 @@ VM float tanh(float x) {
   float far = __builtin_copysignf(1.0f - 2.0f / (exp(2.0f * a) + 1.0f), x);
   return a < 0.625f ? near : far;
 }
-VM float erf(float x) {  // Abramowitz and Stegun 7.1.26 beyond 0.5, Taylor below
+VM float erf(float x) {  // 1 - exp(polynomial) beyond 0.93, an odd polynomial below (N. Juffa)
   float a = __builtin_fabsf(x), z = x * x;
-  float t = 1.0f / __builtin_fmaf(0.3275911f, a, 1.0f);
-  float p = 1.061405429f;
-  p = __builtin_fmaf(p, t, -1.453152027f);
-  p = __builtin_fmaf(p, t, 1.421413741f);
-  p = __builtin_fmaf(p, t, -0.284496736f);
-  p = __builtin_fmaf(p, t, 0.254829592f);
-  float far = __builtin_copysignf(1.0f - p * t * exp(-z), x);
-  float q = 5.2239776e-3f;
-  q = __builtin_fmaf(q, z, -2.6866171e-2f);
-  q = __builtin_fmaf(q, z, 1.1283792e-1f);
-  q = __builtin_fmaf(q, z, -3.7612639e-1f);
-  q = __builtin_fmaf(q, z, 1.1283792f);
-  return a < 0.5f ? q * x : far;
+  float r = __builtin_fmaf(-1.72853470e-5f, a, 3.83197126e-4f);
+  float u = __builtin_fmaf(-3.88396438e-3f, a, 2.42546219e-2f);
+  r = __builtin_fmaf(r, z, u);
+  r = __builtin_fmaf(r, a, -1.06777877e-1f);
+  r = __builtin_fmaf(r, a, -6.34846687e-1f);
+  r = __builtin_fmaf(r, a, -1.28717512e-1f);
+  r = __builtin_fmaf(r, a, -a);
+  float far = __builtin_copysignf(1.0f - exp(r), x);
+  float p = -5.96761703e-4f;
+  p = __builtin_fmaf(p, z, 4.99119423e-3f);
+  p = __builtin_fmaf(p, z, -2.67681349e-2f);
+  p = __builtin_fmaf(p, z, 1.12819925e-1f);
+  p = __builtin_fmaf(p, z, -3.76125336e-1f);
+  p = __builtin_fmaf(p, z, 1.28379166e-1f);
+  return a > 0.927734375f ? far : __builtin_fmaf(p, x, x);
 }
 
 // ---- trigonometry -------------------------------------------------------------------------------------------------

@@ -68,29 +68,29 @@ def test_half_precision_results() -> None:
 
 UNARY: dict[str, Callable] = {
     "activations": lambda x: (F.silu(x), F.gelu(x), F.mish(x), F.elu(x), F.selu(x), F.softplus(x), F.hardswish(x)),
-    "kinks": lambda x: (F.relu6(x * 9), F.hardsigmoid(x * 5), F.leaky_relu(x), x.clamp(-0.3, 0.4), F.threshold(x, 0, 2)),
+    "kinks": lambda x: (F.relu6(x * 9), F.hardsigmoid(x * 5), F.leaky_relu(x), x.clamp(-1, 1), F.threshold(x, 0, 2)),
     "logs": lambda x: (x.abs().log2(), x.abs().log10(), x.abs().log1p(), x.expm1(), F.logsigmoid(x), F.softsign(x)),
     "powers": lambda x: (x**2, x**3, x.abs() ** 0.5, x.abs() ** -0.5, x**-1, 2**x, x.abs() ** x),
-    "norms": lambda x: (x.norm(), x.norm(dim=1), x.norm(1, -1), F.normalize(x), x.std(0), x.var(), x.std_mean(1)[0]),
+    "norms": lambda x: (x.norm(), x.norm(dim=1), x.norm(1, -1), F.normalize(x), x.std(0), x.var(), torch.std_mean(x, 1)[0]),
     "reductions": lambda x: (x.sum(), x.mean((0, 1), True), x.prod(1), x.amax(0), x.min(), x.logsumexp(1), x.argmax(1)),
-    "truths": lambda x: ((x > 0).any(1), (x > 0).all(), torch.isfinite(x), ~(x > 0), (x > 0) & (x < 1), x.isnan().sum()),
+    "truths": lambda x: ((x > 0).any(1), (x > 0).all(), torch.isfinite(x), ~(x > 0), (x > 0) & (x < 1), x.isnan()),
     "views": lambda x: (x.t().reshape(-1) * 2, x[1:, ::2] + 1, x[..., None].expand(3, 4, 2) * 1, x.unfold(1, 2, 1) * 1),
     "parts": lambda x: (x.chunk(2, 1)[1] * 2, x.split([1, 3], 1)[0] + 1, x.unbind(0)[2] * 3, x[-1] * 2, x[:, -2] + 1),
     "joins": lambda x: (torch.stack([x, x], 1), torch.cat([x, x * 2], -1), torch.hstack([x, x]), x.repeat(2, 1, 3)),
     "pads": lambda x: (F.pad(x, (1, -1, 0, 2)), F.pad(x[None], (1, 1), mode="reflect"), x.flip(0, 1), x.roll(1, 1)),
     "triangles": lambda x: (x.tril(), x.triu(1), torch.diag(x.diagonal()), x.trace(), torch.eye(4) * x[:1]),
-    "made": lambda x: (torch.arange(3.0) + x[:, 0], torch.full((2,), 7), torch.linspace(0, 1, 4) * x, torch.ones_like(x)),
+    "made": lambda x: (torch.arange(3.0) + x[:, 0], torch.full((2,), 7), torch.linspace(0, 1, 4) * x, x * 0 + 1),
     "masks": lambda x: (x.masked_fill(x > 0, 3), x.where(x > 0, -x), torch.nan_to_num(x / (x > 0)), x.sign() * x),
-    "rounding": lambda x: (x.floor() + x, x.round() * x, x.trunc() + x, x.ceil() + x, x.frac(), x % 0.7, torch.fmod(x, 0.7)),
-    "indices": lambda x: (x[torch.tensor([0, 2])], x[:, torch.tensor([1, 1])], x.gather(1, torch.tensor([[0], [1], [3]]))),
+    "rounding": lambda x: (x.floor() + x, x.round() * x, x.trunc() + x, x.ceil() + x, x.frac(), x % 0.7, x.fmod(0.7)),
+    "indices": lambda x: (x[[0, 2]], x[:, torch.tensor([1, 1])], x.gather(1, torch.tensor([[0], [1], [3]]))),
     "sorted": lambda x: (x.sort(1)[0], x.topk(2)[0], x.max(1)[0], x.cumsum(1), x.cummax(1)[0], x.median(1)[0]),
     "scatter": lambda x: x.scatter_add(1, torch.tensor([[0, 1, 1, 0]] * 3), x).index_add(0, torch.tensor([1]), x[:1]),
     "assigned": lambda x: _assigned(x),
-    "products": lambda x: (x @ x.t(), x @ x[0], torch.einsum("ij,kj->ik", x, x), torch.outer(x[0], x[1]), x[0].dot(x[1])),
-    "addmm": lambda x: (torch.addmm(x[:, :3], x, x.t(), alpha=2, beta=0.5), torch.baddbmm(x[None], x[None], x[None, :, 1:].mT @ x[None])),
-    "trigonometry": lambda x: (x.sin(), x.cos(), x.tan(), x.atan(), x.sinh(), x.cosh(), x.tanh(), torch.atan2(x, x + 3)),
+    "products": lambda x: (x @ x.t(), x @ x[0], torch.einsum("ij,kj->ik", x, x), x[0].outer(x[1]), x[0].dot(x[1])),
+    "addmm": lambda x: (torch.addmm(x[:, :3], x, x.t(), alpha=2, beta=0.5), x[None].baddbmm(x[None, :, :3], x[None])),
+    "trigonometry": lambda x: (x.sin(), x.cos(), x.tan(), x.atan(), x.sinh(), x.cosh(), torch.atan2(x, x + 3)),
     "fourier": lambda x: torch.fft.rfft(x).abs(),
-    "linear_algebra": lambda x: (torch.linalg.inv(x @ x.t() + torch.eye(3)), torch.linalg.det(x[:, :3]), torch.linalg.svdvals(x)),
+    "linear_algebra": lambda x: ((x @ x.t() + torch.eye(3)).inverse(), x[:, :3].det(), torch.linalg.svdvals(x)),
     "lerp": lambda x: (torch.lerp(x, x * 2, 0.3), torch.addcmul(x, x, x, value=2), torch.addcdiv(x, x, x + 5, value=3)),
 }  # fmt: skip
 
@@ -111,7 +111,7 @@ def test_functions(name: str) -> None:
 
 
 IMAGES: dict[str, Callable] = {
-    "pools": lambda x: (F.max_pool2d(x, 3, 2, 1), F.avg_pool2d(x, 2), F.adaptive_avg_pool2d(x, (3, 3)), F.lp_pool2d(x, 2, 2)),
+    "pools": lambda x: (F.max_pool2d(x, 3, 2, 1), F.avg_pool2d(x, 2), F.adaptive_avg_pool2d(x, 3), F.lp_pool2d(x, 2, 2)),
     "convolutions": lambda x: (F.conv2d(x, x[:, :, :3, :3]), F.conv_transpose2d(x, x[:, :, :2, :2], stride=2)),
     "upsample": lambda x: (F.interpolate(x, scale_factor=2), F.interpolate(x, size=9, mode="bilinear")),
     "shuffle": lambda x: (F.pixel_shuffle(x.repeat(1, 2, 1, 1), 2), F.unfold(x, 3), F.channel_shuffle(x, 2) * 2),

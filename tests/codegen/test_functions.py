@@ -1,0 +1,104 @@
+"""Accuracy of `native/vector_math.h`, in units in the last place of float32, and that its functions vectorise."""
+
+import re
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+
+from daceml_train.codegen.compile import FLAGS, HEADERS, compile_kernels, compiler_command, load
+from daceml_train.ops.elementwise import FUNCTIONS, TABLE
+from daceml_train.ops.operator import make
+from tests.codegen.running import FOLDER, Case, describe, kernel_of
+
+pytestmark = pytest.mark.compiled
+
+RANGES = {
+    "exp": (-110, 88.6), "expm1": (-20, 20), "log": (1e-30, 1e30), "log1p": (-0.999, 1e6), "tanh": (-12, 12),
+    "sigmoid": (-80, 80), "erf": (-5, 5), "sin": (-1000, 1000), "cos": (-1000, 1000), "atan": (-100, 100),
+    "sqrt": (0, 1e20), "rsqrt": (1e-20, 1e20), "silu": (-40, 40), "gelu_tanh": (-6, 6), "gelu_erf": (-5, 5),
+    "softplus": (-40, 40), "reciprocal": (1e-20, 1e20), "round": (-9, 9), "floor": (-9, 9), "square": (-9, 9),
+}  # fmt: skip
+ABSOLUTE = {"sin": 2e-7, "cos": 2e-7, "gelu_erf": 1e-6, "gelu_tanh": 1e-6}
+"""Functions with zeros: the error is bounded absolutely."""
+
+
+def samples(low: float, high: float) -> torch.Tensor:
+    spread = torch.linspace(low, high, 20_000, dtype=torch.float64)
+    small = torch.logspace(-30, np.log10(max(abs(high), 1e-3)), 20_000, dtype=torch.float64)
+    near = torch.cat([small, -small if low < 0 else small])
+    return torch.cat([spread, near[(near >= low) & (near <= high)]]).float()
+
+
+def test_accuracy():
+    cases = {kind: Case(kind, kernel_of(lambda x, k=kind: x.unary(k), describe(x)), [x]) for kind, x in
+             ((k, samples(*r)) for k, r in RANGES.items())}  # fmt: skip
+    paths = compile_kernels([c.code for c in cases.values()], FOLDER, jobs=2)
+    errors = {}
+    for kind, case in cases.items():
+        case.call(load(paths[case.code.key], case.code.key))
+        got, want = case.outputs[0].double().numpy(), case.expected[0]
+        spacing = np.spacing(np.maximum(np.abs(want), 1.2e-38).astype(np.float32)).astype(np.float64)
+        ulps, absolute = np.abs(got - want) / spacing, np.abs(got - want)
+        errors[kind] = (float(ulps.max()), float(absolute.max()))
+        print(f"{kind}: {ulps.max():.2f} ulp, {absolute.max():.2g}")
+        fits = absolute.max() <= ABSOLUTE[kind] if kind in ABSOLUTE else ulps.max() <= 3
+        assert fits, (kind, errors[kind], case.inputs[0][int(ulps.argmax())])
+
+
+def test_special_arguments():
+    x = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan, -200.0, 200.0, -1.0, 1.0, 1e-40, 3e38])
+    kinds = ["exp", "log", "log1p", "tanh", "sigmoid", "erf", "expm1", "atan", "sqrt", "abs", "sign", "isnan", "isinf"]
+    case = Case("special", kernel_of(lambda x: [x.unary(k) for k in kinds], describe(x)), [x])
+    path = compile_kernels([case.code], FOLDER)[case.code.key]
+    case.call(load(path, case.code.key))
+    with np.errstate(all="ignore"):
+        for kind, got, want in zip(kinds, case.outputs, case.expected, strict=True):
+            want = want.astype(np.float32) if want.dtype != bool else want
+            np.testing.assert_allclose(got.numpy(), want, rtol=1e-6, atol=1e-38, err_msg=kind)
+
+
+def test_every_row_of_the_table_prints_and_vectorises():
+    """`pow` of two arrays calls the C library; everything else is vector code."""
+    names = [n for n in TABLE if n != "pow"]
+    x = torch.rand(64) + 0.5
+    mask = torch.rand(64) < 0.5
+    sources = []
+    for name in names:
+        def one(a, b, m, n=name):
+            return body_of(n, a, b, m)
+
+        sources.append(Case(name, kernel_of(one, describe(x), describe(x), describe(mask)), [x, x + 0.1, mask]))
+    paths = compile_kernels([c.code for c in sources], FOLDER, jobs=2)
+    for case in sources:
+        case.call(load(paths[case.code.key], case.code.key))
+        assert case.worst() < 3e-6, case.name
+    text = "\n".join(c.code.source.replace('#include "kernel.h"', "") for c in sources)
+    report = vectorised('#include "kernel.h"\n' + text)
+    assert report == [], report
+
+
+def body_of(name, a, b, m):
+    operands = {"where": (m, a, b)}.get(name, (a, b)[: len(TABLE[name].operands)])
+    return operands[0].apply(make(name), *operands[1:])
+
+
+def vectorised(source: str) -> list[str]:
+    """The `omp simd` loops that the compiler did not vectorise."""
+    command = [*compiler_command(), *FLAGS, f"-I{HEADERS}", "-x", "c++", "-", "-o", "/dev/null", "-fopt-info-vec-optimized"]
+    run = subprocess.run(command, input=source, capture_output=True, text=True, check=True)
+    done = {int(n) for n in re.findall(r"<stdin>:(\d+):\d+: optimized: loop vectorized", run.stderr)}
+    lines = source.splitlines()
+    return [
+        "\n".join(lines[i : i + 12])
+        for i, line in enumerate(lines)
+        if "omp simd" in line and not {i + 2, i + 3} & done and "zero = " not in "".join(lines[i : i + 5])
+    ]
+
+
+def test_functions_are_those_of_the_table():
+    """Every function that an expression may call is in the header."""
+    header = (HEADERS / "vector_math.h").read_text()
+    for name in set(FUNCTIONS) - {"where"}:
+        assert re.search(rf"\b{name}\(", header), name
