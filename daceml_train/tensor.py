@@ -77,7 +77,19 @@ def simplify(size: Dim) -> Dim:
     if isinstance(size, int):
         return size
     expanded = sympy.expand(size)
+    if expanded.has(sympy.floor):
+        expanded = sympy.expand(expanded.replace(sympy.floor, _floor))
     return int(expanded) if expanded.is_Integer else expanded
+
+
+def _floor(argument: sympy.Expr) -> sympy.Expr:
+    """`floor(argument)` without floors inside where none is needed: `floor((floor(u) + k) / n)` is `floor((u + k) / n)`."""
+    for term in sympy.Add.make_args(argument):
+        factor, inner = term.as_coeff_Mul()
+        if isinstance(inner, sympy.floor) and factor.is_positive and factor.p == 1:
+            if ((argument - term) * factor.q).is_integer:
+                return _floor(sympy.expand(argument - term + factor * inner.args[0]))
+    return sympy.floor(argument)
 
 
 def product(sizes: Iterable[Dim]) -> Dim:

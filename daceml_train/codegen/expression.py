@@ -18,7 +18,7 @@ HALVES = (DType.bfloat16, DType.float16)
 _CALLED = {"floor_divide", "logical_and", "logical_or", "logical_not", "isnan", "isinf", "sign", "abs", "max",
            "min", "fmod"}  # fmt: skip
 """Functions that take integers as they are; the others compute in floating point."""
-_OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.BitAnd: "&"}
+_OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 _COMPARISONS = {ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="}
 
 
@@ -111,7 +111,7 @@ class _Printer:
         if isinstance(op, ast.Div) and not dtype.is_float:
             return f"((double){a} / (double){b})", DType.float64
         if isinstance(op, ast.BitAnd):
-            dtype = DType.bool
+            return f"vm::logical_and({a}, {b})", DType.bool
         return f"({a} {_OPERATORS[type(op)]} {b})", dtype
 
     def call(self, name: str, args: Sequence[ast.expr]) -> tuple[str, DType]:

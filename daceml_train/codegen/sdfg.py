@@ -29,7 +29,7 @@ FLUSH = 128
 """Most rows that are accumulated in the narrow type."""
 _TYPES = {
     DType.float32: dace.float32, DType.float64: dace.float64, DType.int64: dace.int64, DType.int32: dace.int32,
-    DType.int16: dace.int16, DType.int8: dace.int8, DType.uint8: dace.uint8, DType.bool: dace.bool_,
+    DType.int16: dace.int16, DType.int8: dace.int8, DType.uint8: dace.uint8, DType.bool: dace.uint8,
     DType.bfloat16: dace.uint16, DType.float16: dace.uint16,
 }  # fmt: skip
 Over = Sequence[tuple[str, Any, Any]]
@@ -139,13 +139,16 @@ class Build:
 
     def load(self, ins: dict[str, tuple[Memlet, Any]], lines: list[str], value: str, memlet: Memlet) -> None:
         """Read a value from memory or from a scalar under its own name, once."""
-        if value in ins or f"half_{value}" in ins or f"wide_{value}" in ins:
+        if not {value, f"half_{value}", f"byte_{value}", f"wide_{value}"}.isdisjoint(ins):
             return
         dtype = self.plan.leaves[value].dtype
         stored = self.plan.arrays[memlet.data].dtype if memlet.data in self.plan.arrays else computed(dtype)
         if stored in HALVES:
             ins[f"half_{value}"] = (memlet, dace.uint16)
             lines.append(f"const float {value} = vm::from_{stored.name}(half_{value});")
+        elif dtype is DType.bool:  # gcc vectorises tests of bytes, not loads of truth values
+            ins[f"byte_{value}"] = (memlet, dace.uint8)
+            lines.append(f"const bool {value} = byte_{value} != 0;")
         elif memlet.data == f"reduced_{value}":
             ins[f"wide_{value}"] = (memlet, _TYPES[self.plan.accumulators(value)[1]])
             lines.append(f"const {computed(dtype).c} {value} = ({computed(dtype).c})wide_{value};")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import types
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
@@ -14,6 +16,22 @@ from daceml_train.tensor import Dim
 
 SEED = "seed"
 """The graph input that holds the seed of a call's random numbers."""
+
+_copies = itertools.count()
+
+
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a function under a code name of its own.
+
+    TorchDynamo keeps per code name what it has learned of sizes, and how often it has compiled: without this, modules
+    of one class would be compiled for varying sizes because they differ from one another.
+    """
+    if not isinstance(function, types.FunctionType):
+        return function
+    code = function.__code__.replace(co_name=f"{function.__code__.co_name}_{next(_copies)}")
+    copy = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def input_tensors(captured: Captured, arguments: Sequence[Any]) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from daceml_train.driver.binding import differentiable_outputs, input_tensors
+from daceml_train.driver.binding import differentiable_outputs, input_tensors, with_own_code
 from daceml_train.driver.compilation import Options, Record, compile_differentiable
 from daceml_train.driver.function import CompiledGraph
 from daceml_train.errors import DacemlError, Invalid
@@ -98,7 +98,7 @@ class _Optimized(torch.nn.Module):
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         state: ModuleState = self.__dict__[_STATE]
         if state.compiled is None:
-            bound = types.MethodType(state.source.forward, self)
+            bound = types.MethodType(with_own_code(state.source.forward), self)
             state.compiled = torch.compile(bound, backend=state.backend)
         return state.compiled(*arguments, **keywords)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from daceml_train.driver.binding import SEED, input_tensors
+from daceml_train.driver.binding import SEED, input_tensors, with_own_code
 from daceml_train.driver.compilation import Options, Record, Trained, WholeStep, compile_step
 from daceml_train.driver.module import optimized, original
 from daceml_train.errors import DacemlError, Invalid, Unsupported
@@ -95,7 +96,8 @@ class TrainingStep:
         self._pieces: torch.nn.Module | None = None
         self._in_pieces: set[Any] = set()
         self._lock = threading.Lock()
-        self._traced = torch.compile(self._objective, backend=_collect, fullgraph=True)
+        objective = types.MethodType(with_own_code(TrainingStep._objective), self)
+        self._traced = torch.compile(objective, backend=_collect, fullgraph=True)
 
     # ---- calling ------------------------------------------------------------------------------------------------
     def __call__(self, inputs: Any, *targets: Any) -> torch.Tensor:
@@ -206,8 +208,11 @@ class TrainingStep:
     def _break(self, key: Any, error: BaseException) -> None:
         """Remember that arguments of this kind run in pieces, and why."""
         cause = error
-        while cause.__cause__ is not None and not isinstance(cause, DacemlError):
-            cause = cause.__cause__
+        while not isinstance(cause, DacemlError):
+            inner = getattr(cause, "inner_exception", None) or cause.__cause__  # Dynamo wraps what a backend raises
+            if inner is None:
+                break
+            cause = inner
         self.breaks.append(str(cause).strip().split("\n\n")[0])
         self._in_pieces.add(key)
 

@@ -17,7 +17,7 @@ from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch import fallback, names, source, types
 from daceml_train.frontends.torch.operators import custom_functions
 from daceml_train.frontends.torch.trace import fake, fake_mode, first_line, trace
-from daceml_train.frontends.torch.translate import Translator
+from daceml_train.frontends.torch.translate import Translator, Unproven
 from daceml_train.graph.graph import Graph, Node, Role
 from daceml_train.ops.operator import Origin, Value
 from daceml_train.tensor import Dim, Shape
@@ -94,11 +94,27 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Captured:
         fake(mode, x, node.name, getattr(node, "_dynamo_source", None))
         for node, x in zip(_placeholders(gm), example_inputs, strict=True)
     ]
-    _specialise(operands)
+    _specialise(operands, _told(operands))
     held = dict(gm.named_parameters(remove_duplicate=False)) | dict(gm.named_buffers(remove_duplicate=False))
     attributes = {name: fake(mode, t, name) for name, t in held.items()}
     _annotate(gm, mode, operands)
     _refuse_gradients_into_inputs(gm, grad_enabled)
+    try:
+        return _translated(gm, example_inputs, operands, held, attributes, grad_enabled)
+    except Unproven:
+        _specialise(operands, set())
+        return _translated(gm, example_inputs, operands, held, attributes, grad_enabled)
+
+
+def _translated(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[object],
+    operands: Sequence[Any],
+    held: dict[str, Tensor],
+    attributes: dict[str, Tensor],
+    grad_enabled: bool,
+) -> Captured:
+    """Trace and translate, on fake operands and attributes."""
     token = custom_functions.set([])
     try:
         traced, signature = trace(gm, attributes, operands, grad_enabled)
@@ -184,14 +200,21 @@ def _annotate(gm: fx.GraphModule, mode: Any, operands: Sequence[Any]) -> None:
             raise Unsupported(f"a graph that PyTorch cannot run without data: {first_line(error)}") from error
 
 
-def _specialise(operands: Sequence[Any]) -> None:
-    """Burn in integer inputs that no tensor's sizes tell, with a guard: graphs take their sizes from shapes alone."""
-    told = {
-        symbol for x in operands if isinstance(x, Tensor) for size in types.sizes(x.shape) for symbol in _free(size)
-    }
+def _told(operands: Sequence[Any]) -> set[sympy.Symbol]:
+    """The size symbols that the shapes of the tensors tell."""
+    shapes = [types.sizes(x.shape) for x in operands if isinstance(x, Tensor)]
+    return {symbol for shape in shapes for size in shape for symbol in _free(size)}
+
+
+def _specialise(operands: Sequence[Any], symbols: set[sympy.Symbol]) -> None:
+    """Burn in all sizes but those over `symbols`, each with a guard: Dynamo compiles again for others.
+
+    Graphs take their sizes from shapes alone, so integers that no shape tells are always burned in.
+    """
     for x in operands:
-        if isinstance(x, torch.SymInt) and not _free(types.size(x)) <= told:
-            guard_int(x)
+        for size in x.shape if isinstance(x, Tensor) else (x,):
+            if isinstance(size, torch.SymInt) and not _free(types.size(size)) <= symbols:
+                guard_int(size)
 
 
 def _free(size: Dim) -> set[sympy.Symbol]:

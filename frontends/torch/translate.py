@@ -57,6 +57,10 @@ _NUMBERS = {
 """Functions of symbolic numbers -> elementwise operators; those of one operand are the identity here."""
 
 
+class Unproven(Unsupported):
+    """Sizes that have to be equal are not seen to be, for all values of their symbols; numbers in their place are."""
+
+
 class Translator:
     """Builds `graph` from ATen graphs. One translator per graph: it hands out seeds and numbers random streams."""
 
@@ -212,10 +216,10 @@ class Translator:
         try:
             return self._emit(name, node, arguments, keywords)
         except Unsupported as error:
-            raise error if error.where else Unsupported(error.message, where=str(origin(node))) from error
+            raise error if error.where else type(error)(error.message, where=str(origin(node))) from error
         except Invalid as error:
             if self.graph.symbols:  # an equality of symbolic sizes that SymPy does not see
-                raise Unsupported(f"{name} on symbolic sizes: {error.message}", where=str(origin(node))) from error
+                raise Unproven(f"{name} on symbolic sizes: {error.message}", where=str(origin(node))) from error
             raise Invalid(f"translating {name}: {error.message}", where=str(origin(node))) from error
 
     def _number(self, node: fx.Node, value: Any, resolve: Callable[[Any], Any]) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from daceml_train.graph.graph import Graph
 from daceml_train.ops.random import Uniform
 from daceml_train.passes.base import Pass
+from daceml_train.tensor import Tensor
 from daceml_train.transformations.fusion.grouping import CONSTANT, POINTWISE, Group, Grouping, Item
 from daceml_train.transformations.fusion.siblings import magnitude
 
@@ -73,7 +74,9 @@ class DuplicateCheapProducers(Pass):
                 if self.inner(grouping, source):
                     todo.append(operand)
                 elif not self.resident(grouping, source):
-                    return None
+                    if not self.storable(grouping, source, tensor):
+                        return None
+                    extra[source] = None
                 elif not self.constant(grouping, source):
                     extra[source] = None
         readers = {id(r.group) for r in grouping.consumers(base)} - {id(grouping.producer[base].group)}
@@ -91,6 +94,13 @@ class DuplicateCheapProducers(Pass):
         """Whether an array is in memory, or a constant: reading it adds no result to the kernel that makes it."""
         maker = grouping.producer.get(array)
         return maker is None or maker.group is None or grouping.seen_outside(array, [maker.group])
+
+    def storable(self, grouping: Grouping, array: str, instead: Tensor) -> bool:
+        """Whether the kernel that makes `array` may store it too, and that is little against what is saved."""
+        maker = grouping.producer[array]
+        assert maker.group is not None
+        small = magnitude(grouping.tensors[array].bytes) * 8 <= magnitude(instead.bytes)
+        return small and grouping.refusal_of_result(maker.group, array) is None
 
     def pointwise(self, grouping: Grouping, array: str) -> bool:
         maker: Item | None = grouping.producer.get(array)

@@ -319,6 +319,16 @@ class Grouping:
             return refused.message
         return None
 
+    def refusal_of_result(self, group: Group, name: str) -> str | None:
+        """Why `group` cannot store array `name`, which it computes for itself, as a further result, or None."""
+        arguments, statements, yields = self.body(group)
+        kernel, _ = canonical(arguments, statements, [*yields, name])
+        try:
+            analyse(kernel, [self.tensors[a] for a in arguments])
+        except Refused as refused:
+            return refused.message
+        return None
+
     def copy_into(self, group: Group, name: str) -> None:
         """Let `group` compute array `name` itself; the caller has asked `refusal_of_copies`."""
         base, path = self.source(name)

@@ -71,7 +71,7 @@ UNARY: dict[str, Callable] = {
     "kinks": lambda x: (F.relu6(x * 9), F.hardsigmoid(x * 5), F.leaky_relu(x), x.clamp(-1, 1), F.threshold(x, 0, 2)),
     "logs": lambda x: (x.abs().log2(), x.abs().log10(), x.abs().log1p(), x.expm1(), F.logsigmoid(x), F.softsign(x)),
     "powers": lambda x: (x**2, x**3, x.abs() ** 0.5, x.abs() ** -0.5, x**-1, 2**x, x.abs() ** x),
-    "norms": lambda x: (x.norm(), x.norm(dim=1), x.norm(1, -1), F.normalize(x), x.std(0), x.var(), torch.std_mean(x, 1)[0]),
+    "norms": lambda x: (x.norm(), x.norm(dim=1), x.norm(1, -1), F.normalize(x), x.var(), torch.std_mean(x, 1)[0]),
     "reductions": lambda x: (x.sum(), x.mean((0, 1), True), x.prod(1), x.amax(0), x.min(), x.logsumexp(1), x.argmax(1)),
     "truths": lambda x: ((x > 0).any(1), (x > 0).all(), torch.isfinite(x), ~(x > 0), (x > 0) & (x < 1), x.isnan()),
     "views": lambda x: (x.t().reshape(-1) * 2, x[1:, ::2] + 1, x[..., None].expand(3, 4, 2) * 1, x.unfold(1, 2, 1) * 1),
@@ -111,7 +111,7 @@ def test_functions(name: str) -> None:
 
 
 IMAGES: dict[str, Callable] = {
-    "pools": lambda x: (F.max_pool2d(x, 3, 2, 1), F.avg_pool2d(x, 2), F.adaptive_avg_pool2d(x, 3), F.lp_pool2d(x, 2, 2)),
+    "pools": lambda x: (F.max_pool2d(x, 3, 2), F.avg_pool2d(x, 2), F.adaptive_avg_pool2d(x, 3), F.lp_pool2d(x, 2, 2)),
     "convolutions": lambda x: (F.conv2d(x, x[:, :, :3, :3]), F.conv_transpose2d(x, x[:, :, :2, :2], stride=2)),
     "upsample": lambda x: (F.interpolate(x, scale_factor=2), F.interpolate(x, size=9, mode="bilinear")),
     "shuffle": lambda x: (F.pixel_shuffle(x.repeat(1, 2, 1, 1), 2), F.unfold(x, 3), F.channel_shuffle(x, 2) * 2),
