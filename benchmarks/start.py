@@ -13,8 +13,9 @@ import sys
 import time
 from pathlib import Path
 
+import daceml_train as dt
 from benchmarks.networks import NETWORKS
-from benchmarks.variants import VARIANTS, OwnStep
+from benchmarks.variants import VARIANTS, Ours
 
 STEPS = 5
 
@@ -31,9 +32,9 @@ def main(network: str, variant: str, folder: str) -> None:
         seconds.append(time.perf_counter() - start)
     first = seconds[0] - min(seconds[1:])
     stages: dict[str, float] = {}
-    if isinstance(step, OwnStep):
-        for record in step.training.records:
-            for stage, spent in record.seconds.items():
+    if isinstance(step, Ours):
+        for function in dt.report(step.compiled).functions:
+            for stage, spent in function.stages.items():
                 stages[stage] = stages.get(stage, 0.0) + spent
         stages = {"capture": first - sum(stages.values())} | stages
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -130,7 +130,9 @@ def starts(name: str, variant: str, environment: dict[str, str]) -> dict[str, An
     with tempfile.TemporaryDirectory(prefix="daceml_train-bench-") as folder:
         for kind in ("cold", "warm"):
             command = [sys.executable, "-m", "benchmarks.start", name, variant, folder]
-            ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+            ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+            if ended.returncode != 0:
+                return {"start_error": ended.stderr[-4000:].strip()}
             found[kind] = json.loads(ended.stdout.splitlines()[-1])
     return found
 
@@ -158,8 +160,14 @@ def table(title: str, found: dict[str, Any]) -> Table:
             f"{warm['seconds']:.1f}" if warm else "",
             style="bold" if VARIANTS[name].ours else "",
         )
+    notes = []
     if any(row["disturbed"] for row in found["variants"].values()):
-        made.caption = "* other processes were busy most of the time: the quieter half of the visits"
+        notes.append("* other processes were busy most of the time: the quieter half of the visits")
+    for name, row in found["variants"].items():
+        if "start_error" in row:
+            notes.append(f"{name} does not start alone: {row['start_error'].splitlines()[-1]}")
+        notes += [f"{name} runs partly in PyTorch: {reason}" for reason in row.get("report", {}).get("breaks", ())]
+    made.caption = "\n".join(notes)
     return made
 
 

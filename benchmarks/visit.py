@@ -15,7 +15,7 @@ import daceml_train as dt
 from benchmarks.agreement import Disagreement, agreement
 from benchmarks.measure import Visit, timing, visits
 from benchmarks.networks import NETWORKS
-from benchmarks.variants import VARIANTS, OwnStep, Step
+from benchmarks.variants import VARIANTS, Ours, Step
 
 
 def say(**line: Any) -> None:
@@ -49,9 +49,9 @@ def main(name: str, steps: int, variants: list[str]) -> int:
     theirs = [t.median for variant, t in timings.items() if not VARIANTS[variant].ours]
     found["best_pytorch_ms"] = min(theirs, default=None)
     found["variants"] = {variant: dataclasses.asdict(t) for variant, t in timings.items()}
-    for step in made.values():
-        if isinstance(step, OwnStep):
-            found["report"] = dt.report(step.training).as_dict()
+    for variant, step in made.items():
+        if isinstance(step, Ours):
+            found["variants"][variant]["report"] = dt.report(step.compiled).as_dict()
     say(**found)
     return 0
 

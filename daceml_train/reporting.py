@@ -107,8 +107,8 @@ def report(compiled: Any) -> Report:
     Raises `Invalid` for anything else. Before the first call there is nothing to tell, and the report says so.
     """
     if isinstance(compiled, TrainingStep):
-        name = f"{type(compiled.given).__name__}, {type(compiled.optimizer).__name__}"
-        pieces = state_of(compiled._pieces)
+        name = f"{type(compiled.model).__name__}, {type(compiled.optimizer).__name__}"
+        pieces = state_of(compiled.pieces)
         records = [*compiled.records, *(pieces.backend.records if pieces else ())]
         breaks = [*compiled.breaks, *(pieces.backend.breaks if pieces else ())]
         return Report("training step", name, _functions(records), tuple(dict.fromkeys(breaks)))

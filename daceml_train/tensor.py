@@ -83,12 +83,12 @@ def simplify(size: Dim) -> Dim:
 
 
 def _floor(argument: sympy.Expr) -> sympy.Expr:
-    """`floor(argument)` without floors inside where none is needed: `floor((floor(u) + k) / n)` is `floor((u + k) / n)`."""
+    """`floor` with fewer floors inside: `floor((floor(u) + k) / n)` is `floor((u + k) / n)` for whole k, n."""
     for term in sympy.Add.make_args(argument):
         factor, inner = term.as_coeff_Mul()
-        if isinstance(inner, sympy.floor) and factor.is_positive and factor.p == 1:
-            if ((argument - term) * factor.q).is_integer:
-                return _floor(sympy.expand(argument - term + factor * inner.args[0]))
+        whole = isinstance(inner, sympy.floor) and factor.is_positive and factor.p == 1
+        if whole and ((argument - term) * factor.q).is_integer:
+            return _floor(sympy.expand(argument - term + factor * inner.args[0]))
     return sympy.floor(argument)
 
 

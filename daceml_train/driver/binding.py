@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -16,22 +14,6 @@ from daceml_train.tensor import Dim
 
 SEED = "seed"
 """The graph input that holds the seed of a call's random numbers."""
-
-_copies = itertools.count()
-
-
-def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of a function under a code name of its own.
-
-    TorchDynamo keeps per code name what it has learned of sizes, and how often it has compiled: without this, modules
-    of one class would be compiled for varying sizes because they differ from one another.
-    """
-    if not isinstance(function, types.FunctionType):
-        return function
-    code = function.__code__.replace(co_name=f"{function.__code__.co_name}_{next(_copies)}")
-    copy = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
 
 
 def input_tensors(captured: Captured, arguments: Sequence[Any]) -> dict[str, torch.Tensor]:
@@ -54,14 +36,25 @@ def differentiable_outputs(captured: Captured) -> tuple[int, ...]:
     return tuple(i for i in sorted(carrying) if graph.tensors[graph.outputs[i]].dtype.is_float)
 
 
+def sizes_of(captured: Captured, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
+    """The values of the graph's size symbols on these inputs."""
+    sizes: dict[str, int] = {}
+    for entry, tensor in zip(captured.graph.inputs.values(), tensors, strict=False):
+        for size, value in zip(entry.tensor.shape, tensor.shape, strict=True):
+            if isinstance(size, sympy.Symbol):
+                sizes[str(size)] = value
+    return sizes
+
+
+def memory_span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first byte and behind its last one."""
+    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size() * bool(tensor.numel())
+
+
 def results_of(captured: Captured, outputs: Sequence[torch.Tensor], arguments: Sequence[Any]) -> Any:
     """The results in the structure that the captured code returns."""
-    sizes: dict[str, int] = {}
-    if captured.graph.symbols:
-        for name, tensor in input_tensors(captured, arguments).items():
-            for size, value in zip(captured.graph.tensors[name].shape, tensor.shape, strict=True):
-                if isinstance(size, sympy.Symbol):
-                    sizes[str(size)] = value
+    sizes = sizes_of(captured, list(input_tensors(captured, arguments).values())) if captured.graph.symbols else {}
     leaves = [
         _result(source, detached, outputs, arguments, sizes)
         for source, detached in zip(captured.outputs, captured.detached, strict=True)

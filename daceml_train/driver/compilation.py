@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -11,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import daceml_train.frontends
 import daceml_train.transformations
 from daceml_train.autodiff.partition import partition
-from daceml_train.autodiff.reverse import active_arrays, differentiate
+from daceml_train.autodiff.reverse import active_arrays, differentiate, passes_gradient
 from daceml_train.codegen.compile import compile_kernels, load
 from daceml_train.codegen.launch import KernelCode
 from daceml_train.graph.graph import Graph, Role
@@ -31,6 +32,7 @@ from daceml_train.runtime.executable import Executable
 from daceml_train.runtime.executor import Arena
 from daceml_train.runtime.lowering import lower
 from daceml_train.runtime.optimizers import Update
+from daceml_train.runtime.products import Products
 from daceml_train.runtime.program import CallLaunch, KernelLaunch, Program
 from daceml_train.tensor import Dim, DType, Tensor
 from daceml_train.transformations.pipelines import TRAINING
@@ -90,8 +92,8 @@ class Options:
 class Differentiable:
     """A forward program and, if gradients can be asked for, its backward program; see `autodiff.partition.Halves`.
 
-    `gradients[i]` says to which captured input the backward program's i-th output belongs; `cotangents` lists the
-    captured outputs whose cotangents it takes.
+    `gradients[i]` says to which captured input the backward program's i-th output belongs, and `sources[i]` on which
+    cotangents it depends; `cotangents` lists the captured outputs whose cotangents it takes.
     """
 
     forward: Executable
@@ -100,13 +102,17 @@ class Differentiable:
     kept: tuple[str, ...]
     cotangents: tuple[int, ...]
     gradients: tuple[str, ...]
+    sources: tuple[frozenset[int], ...]
     records: list[Record]
 
 
-def compile_differentiable(graph: Graph, wrt: Sequence[str], outputs: Sequence[int], options: Options) -> Differentiable:
+def compile_differentiable(
+    graph: Graph, wrt: Sequence[str], outputs: Sequence[int], options: Options
+) -> Differentiable:
     """Compile a captured graph for forward calls and for gradients by the inputs `wrt` of the outputs `outputs`."""
     description = f"differentiable wrt={tuple(wrt)} outputs={tuple(outputs)}"
-    return _cached(graph, description, options, lambda: _differentiable(graph, wrt, outputs, options), _link_pair)
+    pair = _cached(graph, description, options, lambda: _differentiable(graph, wrt, outputs, options))
+    return _link_pair(pair, options)
 
 
 @dataclass
@@ -117,6 +123,7 @@ class _Pair:
     kept: tuple[str, ...]
     cotangents: tuple[int, ...]
     gradients: tuple[str, ...]
+    sources: tuple[frozenset[int], ...]
     records: list[Record]
 
 
@@ -140,25 +147,37 @@ def _differentiable(graph: Graph, wrt: Sequence[str], outputs: Sequence[int], op
     joint = options.pipeline.run(joint, ("intra_operator",), watch)
     if not gradients:
         forward = _lowered(without_dead_code(joint), options, record, watch)
-        return _Pair(forward, None, results, (), (), (), [record])
+        return _Pair(forward, None, results, (), (), (), (), [record])
+    reached = [_reaching(graph, graph.outputs[i]) for i in cotangents]
+    sources = tuple(frozenset(k for k, names in enumerate(reached) if name in names) for name in gradients)
     halves = partition(joint, results)
-    forward = _lowered(halves.forward, options, record, watch)
+    forward = _lowered(halves.forward, options, record, watch, results)
     reverse = Record(f"{graph.name} backward")
     backward = _lowered(halves.backward, options, reverse, _watcher(reverse, options))
     records = [record, reverse]
-    return _Pair(forward, backward, results, halves.kept, cotangents, tuple(gradients), records)
+    return _Pair(forward, backward, results, halves.kept, cotangents, tuple(gradients), sources, records)
+
+
+def _reaching(graph: Graph, output: str) -> set[str]:
+    """The arrays to which a gradient of `output` may flow."""
+    found = {output}
+    for node in reversed(graph.nodes):
+        if passes_gradient(node.op) and not found.isdisjoint(node.outputs):
+            found.update(name for name in node.inputs if graph.tensors[name].dtype.is_float)
+    return found
 
 
 def _link_pair(pair: _Pair, options: Options) -> Differentiable:
     arena = Arena()
     programs = [pair.forward] + ([pair.backward] if pair.backward else [])
     addresses = _addresses([c for p in programs for c in p.codes], options, pair.records[0])
-    forward = Executable(pair.forward, addresses, arena)
-    backward = Executable(pair.backward, addresses, arena) if pair.backward else None
+    products = Products(options.cache.products)
+    forward = Executable(pair.forward, addresses, arena, products)
+    backward = Executable(pair.backward, addresses, arena, products) if pair.backward else None
     for record, executable in zip(pair.records, (forward, backward), strict=False):
         record.executable = executable
     return Differentiable(
-        forward, backward, pair.results, pair.kept, pair.cotangents, pair.gradients, pair.records
+        forward, backward, pair.results, pair.kept, pair.cotangents, pair.gradients, pair.sources, pair.records
     )
 
 
@@ -208,7 +227,8 @@ def compile_step(
     """Compile a captured graph whose first output is the loss into a step with gradients and update."""
     updates = "; ".join(f"{t.parameter} {t.rate} {t.first} {t.update}" for t in trained)
     description = f"step keep={tuple(keep_gradients)} updates={updates}"
-    return _cached(graph, description, options, lambda: _step(graph, trained, keep_gradients, options), _link_step)
+    step = _cached(graph, description, options, lambda: _step(graph, trained, keep_gradients, options))
+    return _link_step(step, options)
 
 
 def _step(graph: Graph, trained: Sequence[Trained], keep: Sequence[str], options: Options) -> _Step:
@@ -257,13 +277,18 @@ def _step(graph: Graph, trained: Sequence[Trained], keep: Sequence[str], options
 
 def _link_step(step: _Step, options: Options) -> WholeStep:
     addresses = _addresses(step.program.codes, options, step.records[0])
-    step.records[0].executable = executable = Executable(step.program, addresses)
+    step.records[0].executable = executable = Executable(
+        step.program, addresses, products=Products(options.cache.products)
+    )
     return WholeStep(executable, step.rates, step.state, step.trained, step.gradients, step.made, step.records)
 
 
+Entry = TypeVar("Entry", _Pair, _Step)
+
+
 # ---- shared stages --------------------------------------------------------------------------------------------------
-def _cached(graph: Graph, description: str, options: Options, build: Callable[[], Any], link: Callable[..., Any]) -> Any:
-    """The linked result of `build`, whose plain data comes from the cache where it is there."""
+def _cached(graph: Graph, description: str, options: Options, build: Callable[[], Entry]) -> Entry:
+    """The result of `build`, or from the cache where it is there."""
     start = time.perf_counter()
     text = "\n".join([canonical_text(graph), description, str(options.pipeline), environment()])
     key = hashlib.sha256(text.encode()).hexdigest()
@@ -275,12 +300,12 @@ def _cached(graph: Graph, description: str, options: Options, build: Callable[[]
     else:
         for record in entry.records:
             record.warm, record.seconds = True, {"load": time.perf_counter() - start}
-    return link(entry, options)
+    return cast(Entry, entry)
 
 
 @functools.cache
 def environment() -> str:
-    """What a program depends on besides its graph: our own source, versions, processor, compiler."""
+    """What a program depends on besides its graph: our own source, versions, processor."""
     own = hashlib.sha256()
     for package in (daceml_train, daceml_train.transformations, daceml_train.frontends):
         for path in sorted(Path(package.__path__[0]).resolve().rglob("*")):
@@ -290,14 +315,14 @@ def environment() -> str:
     if (info := Path("/proc/cpuinfo")).exists():
         flags = next((line for line in info.read_text().splitlines() if line.startswith("flags")), "")
     versions = [f"{name} {version(name)}" for name in ("torch", "dace", "sympy")]
-    return "\n".join([own.hexdigest(), *versions, platform.machine(), flags, os.environ.get("CXX", "g++")])
+    return "\n".join([own.hexdigest(), *versions, platform.machine(), flags])
 
 
 def _lowered(
-    graph: Graph, options: Options, record: Record, watch: Callable[[Step, Graph], None]
+    graph: Graph, options: Options, record: Record, watch: Callable[[Step, Graph], None], results: int | None = None
 ) -> Program:
     graph = options.pipeline.run(graph, ("fusion", "layout", "global_movement"), watch)
-    program = lower(graph)
+    program = lower(graph, results)
     record.flops = record.flops + traffic(graph).flops
     for launch in program.launches:
         if isinstance(launch, KernelLaunch):
@@ -341,5 +366,8 @@ def _addresses(codes: Sequence[KernelCode], options: Options, record: Record) ->
     distinct = list({code.key: code for code in codes}.values())
     paths = compile_kernels(distinct, options.cache.kernels, options.jobs, options.progress)
     addresses = {key: load(path, key) for key, path in paths.items()}
+    for path in paths.values():
+        with contextlib.suppress(OSError):  # so that eviction knows it is used; a cache may be read-only
+            os.utime(path)
     record.seconds["kernels"] = time.perf_counter() - start
     return addresses

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from daceml_train.driver.binding import SEED, input_tensors, results_of
+from daceml_train.driver.binding import SEED, input_tensors, memory_span, results_of, sizes_of
 from daceml_train.driver.compilation import Differentiable
 from daceml_train.frontends.torch.capture import Captured
-from daceml_train.runtime.executable import Executable
+from daceml_train.runtime.executable import Executable, torch_dtype
 from daceml_train.runtime.executor import InputMismatch
 
 
@@ -53,24 +53,27 @@ class CompiledGraph:
 
     def __call__(self, *arguments: Any) -> Any:
         tensors = list(input_tensors(self.captured, arguments).values())
+        if self.written and shares_memory(tensors, self.written):
+            return self.eager(*arguments)  # kernels assume that what they write is nothing else
         if self.random:
             tensors.append(draw_seed())
-        if self.written:
-            tensors = self.apart(tensors)
         if self.compiled.backward is None or not torch.is_grad_enabled():
             results: Sequence[Any] = run_with_layout(self.compiled.forward, tensors)
         else:
             results = _Function.apply(self, arguments, *tensors)  # type: ignore[no-untyped-call]
         return results_of(self.captured, results, arguments)
 
-    def apart(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of the inputs that share memory with an input that is written; kernels assume there are none."""
-        storages = {tensors[i].untyped_storage()._cdata for i in self.written}
-        written = set(self.written)
-        return [
-            t.clone() if i not in written and t.untyped_storage()._cdata in storages else t
-            for i, t in enumerate(tensors)
-        ]
+
+def shares_memory(tensors: Sequence[torch.Tensor], written: Sequence[int]) -> bool:
+    """Whether an input that is written overlaps another one."""
+    for i in written:
+        storage = tensors[i].untyped_storage()._cdata
+        for k, other in enumerate(tensors):
+            if k != i and other.untyped_storage()._cdata == storage:
+                (start, end), (first, last) = memory_span(tensors[i]), memory_span(other)
+                if start < last and first < end:
+                    return True
+    return False
 
 
 class _Function(torch.autograd.Function):
@@ -80,27 +83,51 @@ class _Function(torch.autograd.Function):
     def forward(ctx: Any, graph: CompiledGraph, arguments: Sequence[Any], *tensors: torch.Tensor) -> Any:
         outputs = run_with_layout(graph.compiled.forward, tensors)
         results, saved = outputs[: graph.compiled.results], outputs[graph.compiled.results :]
-        ctx.graph, ctx.arguments, ctx.inputs = graph, arguments, tensors
-        ctx.versions = [t._version for t in tensors]
+        ctx.graph, ctx.again = graph, (arguments, tensors, [_version(t) for t in tensors])
         ctx.save_for_backward(*(tensors[i] for i in graph.kept), *saved)
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(r for i, r in enumerate(results) if i not in graph.differentiable))
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         graph: CompiledGraph = ctx.graph
+        if ctx.again is None:
+            raise RuntimeError("a second backward pass through a compiled graph; the first needs retain_graph=True")
         given = [cotangents[i] for i in graph.compiled.cotangents]
         if torch.is_grad_enabled():
             return (None, None, *_eager_gradients(ctx, graph, given))
         assert graph.compiled.backward is not None
-        found = run_with_layout(graph.compiled.backward, [*ctx.saved_tensors, *given])
-        gradients: list[torch.Tensor | None] = [None] * len(ctx.inputs)
+        tensors = [*ctx.saved_tensors, *(_filled(graph, k, c, ctx.again[1]) for k, c in enumerate(given))]
+        found = run_with_layout(graph.compiled.backward, tensors)
+        gradients: list[torch.Tensor | None] = [None] * len(ctx.again[1])
+        absent = {k for k, cotangent in enumerate(given) if cotangent is None}
         for position, index in graph.wanted.items():
-            gradients[position] = found[index]
+            if not graph.compiled.sources[index] <= absent:
+                gradients[position] = found[index]
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.again = None  # as saved tensors are freed
         return (None, None, *gradients)
 
 
-def _eager_gradients(ctx: Any, graph: CompiledGraph, cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _filled(
+    graph: CompiledGraph, number: int, cotangent: torch.Tensor | None, inputs: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """A cotangent, zeros for an output that the loss does not use."""
+    if cotangent is not None:
+        return cotangent
+    captured = graph.captured.graph
+    expected = captured.tensors[captured.outputs[graph.compiled.cotangents[number]]]
+    sizes = sizes_of(graph.captured, inputs)
+    shape = [size if isinstance(size, int) else int(size.subs(sizes)) for size in expected.shape]
+    return torch.zeros(shape, dtype=torch_dtype(expected.dtype))
+
+
+def _eager_gradients(ctx: Any, graph: CompiledGraph, cotangents: Sequence[torch.Tensor | None]) -> Any:
     """Gradients with a graph of their own (`create_graph=True`): the captured graph runs again as PyTorch runs it."""
     if graph.random:
         raise RuntimeError(
@@ -112,18 +139,19 @@ def _eager_gradients(ctx: Any, graph: CompiledGraph, cotangents: Sequence[torch.
             "a gradient of a gradient through a graph that updates buffers (such as BatchNorm in training mode) is not "
             "available from a compiled graph; call eval(), or run this module without daceml_train"
         )
-    if any(t._version != v for t, v in zip(ctx.inputs, ctx.versions, strict=True)):
+    arguments, inputs, versions = ctx.again
+    if any(_version(t) != v for t, v in zip(inputs, versions, strict=True)):
         raise RuntimeError("an input of a compiled graph was modified in place before a gradient of its gradient")
-    leaves = pytree.tree_leaves(graph.eager(*ctx.arguments))
+    leaves = pytree.tree_leaves(graph.eager(*arguments))
     sources = zip(graph.captured.outputs, leaves, strict=True)
     results = {source.index: leaf for source, leaf in sources if source.kind == "graph"}
     outputs = zip(graph.compiled.cotangents, cotangents, strict=True)
-    pairs = [(results[i], g) for i, g in outputs if results[i].requires_grad]
-    wanted = [ctx.inputs[i] for i in graph.wanted]
+    pairs = [(results[i], g) for i, g in outputs if g is not None and results[i].requires_grad]
+    wanted = [inputs[i] for i in graph.wanted]
     found = torch.autograd.grad(
         [r for r, _ in pairs], wanted, [g for _, g in pairs], create_graph=True, allow_unused=True
     )
-    gradients: list[torch.Tensor | None] = [None] * len(ctx.inputs)
+    gradients: list[torch.Tensor | None] = [None] * len(inputs)
     for position, gradient in zip(graph.wanted, found, strict=True):
         gradients[position] = gradient
     return gradients

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+import torch._dynamo
+from torch._dynamo.exc import TorchDynamoException
 
-from daceml_train.driver.binding import differentiable_outputs, input_tensors, with_own_code
+from daceml_train.driver.binding import differentiable_outputs, input_tensors
 from daceml_train.driver.compilation import Options, Record, compile_differentiable
 from daceml_train.driver.function import CompiledGraph
+from daceml_train.driver.tracing import describe, traced
 from daceml_train.errors import DacemlError, Invalid
 from daceml_train.frontends.torch.capture import capture
 
-_STATE = "_daceml_train"
+torch._dynamo.config.skip_nnmodule_hook_guards = False
+"""PyTorch's default lets compiled code go on when a hook is added to a module; a hook must never be ignored."""
 
 
 @dataclass
@@ -26,7 +29,9 @@ class ModuleState:
     options: Options
     source: type[torch.nn.Module]
     backend: Backend
-    compiled: Callable[..., Any] | None = None
+    compiled: Callable[..., Any]
+    worked: str = ""
+    """The arguments of the first call, for messages about later ones."""
 
 
 @dataclass
@@ -47,9 +52,16 @@ class Backend:
         try:
             return self.compile(module, examples)
         except DacemlError as error:
-            self.breaks.append(str(error))
-            warnings.warn(f"daceml_train runs a graph as PyTorch does: {error}", stacklevel=2)
-            return cast("Callable[..., Any]", module.forward)
+            self.break_off(str(error))
+        except Exception as error:  # whatever is wrong in here, training goes on
+            self.break_off(f"internal error, {type(error).__name__}: {error}")
+        return module.forward
+
+    def break_off(self, reason: str) -> None:
+        """Note, and say once, why something runs as PyTorch runs it."""
+        if reason not in self.breaks:
+            warnings.warn(f"daceml_train runs a graph as PyTorch does: {reason}", stacklevel=3)
+        self.breaks.append(reason)
 
     def compile(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """The compiled form of one Dynamo graph. Raises `DacemlError` where there is none."""
@@ -63,44 +75,70 @@ class Backend:
 
 
 def optimized(module: torch.nn.Module, options: Options) -> torch.nn.Module:
-    """A drop-in replacement of `module` that shares its parameters, buffers and submodules.
+    """A second face of `module`: an object of a subclass of its class over the same attributes, modes and parameters.
 
-    Its class is a subclass of the module's; names in `state_dict` are unchanged; the original stays usable. Nothing
-    is compiled before the first call.
+    Names in `state_dict` are unchanged; the original stays usable. Nothing is compiled before the first call.
     """
     if not isinstance(module, torch.nn.Module):
         raise Invalid(f"optimize takes a torch.nn.Module, given {type(module).__name__}")
     module = original(module)
     source = type(module)
-    kind = type(source.__name__, (_Optimized, source), {"__module__": source.__module__, "__doc__": source.__doc__})
-    made = cast(torch.nn.Module, kind.__new__(kind))
-    made.__dict__.update(module.__dict__)
-    made.__dict__[_STATE] = ModuleState(options, source, Backend(options))
+    if "forward" in module.__dict__:
+        raise Invalid(f"the {source.__name__} given to optimize has a forward set on the object, not on its class")
+    names = {"__module__": source.__module__, "__doc__": source.__doc__, "__slots__": ("_daceml_train",)}
+    made = cast(torch.nn.Module, object.__new__(type(source.__name__, (_Optimized, source), names)))
+    object.__setattr__(made, "__dict__", module.__dict__)
+    backend = Backend(options)
+    state = ModuleState(options, source, backend, traced(source.forward, made, backend))
+    object.__setattr__(made, "_daceml_train", state)
     return made
 
 
 def state_of(module: Any) -> ModuleState | None:
     """What `optimize` keeps on a module it returned; None for another object."""
-    return getattr(module, "__dict__", {}).get(_STATE)
+    return getattr(module, "_daceml_train", None) if isinstance(module, _Optimized) else None
 
 
 def original(module: torch.nn.Module) -> torch.nn.Module:
-    """The module as the user wrote it, over the same parameters, if `module` came from `optimized`."""
+    """The module as the user wrote it, over the same attributes, if `module` came from `optimized`."""
     state = state_of(module)
     if state is None:
         return module
-    plain = state.source.__new__(state.source)
-    plain.__dict__.update({k: v for k, v in module.__dict__.items() if k != _STATE})
+    plain = object.__new__(state.source)
+    object.__setattr__(plain, "__dict__", module.__dict__)
     return plain
 
 
 class _Optimized(torch.nn.Module):
+    __slots__ = ()
+
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        state: ModuleState = self.__dict__[_STATE]
-        if state.compiled is None:
-            bound = types.MethodType(with_own_code(state.source.forward), self)
-            state.compiled = torch.compile(bound, backend=state.backend)
-        return state.compiled(*arguments, **keywords)
+        if torch.compiler.is_compiling():  # inside a larger module that is being compiled
+            return super().forward(*arguments, **keywords)
+        state: ModuleState = self._daceml_train  # type: ignore[assignment]  # a slot of the subclass
+        try:
+            result = state.compiled(*arguments, **keywords)
+        except TorchDynamoException as error:
+            result = _as_pytorch(self, state, error, arguments, keywords)
+        if not state.worked:
+            state.worked = describe((*arguments, *keywords.values()))
+        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return optimized, (original(self), self.__dict__[_STATE].options)
+        state = state_of(self)
+        assert state is not None
+        return optimized, (original(self), state.options)
+
+
+def _as_pytorch(
+    module: torch.nn.Module, state: ModuleState, error: Exception, arguments: Sequence[Any], keywords: Mapping[str, Any]
+) -> Any:
+    """The call without a compiler: PyTorch's own error for arguments that do not fit, else the result."""
+    try:
+        result = state.source.forward(module, *arguments, **keywords)
+    except Exception as own:
+        worked = f"; a call that worked took {state.worked}" if state.worked else ""
+        own.add_note(f"daceml_train: the module was given {describe((*arguments, *keywords.values()))}{worked}")
+        raise own from None
+    state.backend.break_off(str(error).strip().split("\n\n")[0])
+    return result

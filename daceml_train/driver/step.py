@@ -1,31 +1,32 @@
 """A training step as one program: forward, loss, backward and update, on the user's own parameters and optimizer.
 
-TorchDynamo captures the step and decides for which arguments a captured graph is right; from then on a call with
-arguments of the same kind costs a few comparisons and one native call.
+TorchDynamo captures the step; from then on a call costs its guards, a few comparisons and one native call. What
+cannot be one program runs in pieces: PyTorch's autograd and optimizer around the compiled model.
 """
 
 from __future__ import annotations
 
-import ctypes
 import threading
-import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.utils._pytree as pytree
 
-from daceml_train.driver.binding import SEED, input_tensors, with_own_code
+from daceml_train.driver.binding import input_tensors
+from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks, step_hooks
 from daceml_train.driver.compilation import Options, Record, Trained, WholeStep, compile_step
-from daceml_train.driver.module import optimized, original
+from daceml_train.driver.module import optimized, state_of
+from daceml_train.driver.tracing import RECOMPILATIONS, describe, has_effects, with_own_code
 from daceml_train.errors import DacemlError, Invalid, Unsupported
 from daceml_train.frontends.torch.capture import Captured, capture
-from daceml_train.runtime.executable import BoundPlan
-from daceml_train.runtime.executor import InputMismatch
-from daceml_train.runtime.optimizers import Update, initial_state, ready, update_of
+from daceml_train.runtime.optimizers import initial_state, makes_its_state, ready, update_of
 
 Loss = Callable[..., torch.Tensor]
+
+KEPT_BINDINGS = 64
+"""Kinds of arguments whose bound step is kept."""
 
 
 class _Stop(Exception):
@@ -36,44 +37,12 @@ class _Stop(Exception):
         super().__init__("captured")
 
 
-@dataclass
-class _Held:
-    """A tensor that the program reads besides the arguments, and where it must still be found at the next call."""
-
-    owner: Mapping[str, Any]
-    name: str
-    tensor: torch.Tensor
-    requires_grad: bool
-
-
-@dataclass
-class _Binding:
-    """A compiled step bound to the parameters, buffers and optimizer state of one moment."""
-
-    step: WholeStep
-    addresses: ctypes.Array[ctypes.c_void_p]
-    arguments: list[tuple[int, int]]
-    """(position in `addresses`, position among the flattened arguments)."""
-    held: list[_Held]
-    constants: list[torch.Tensor]
-    training: list[tuple[torch.nn.Module, bool]]
-    trained: list[torch.Tensor]
-    groups: list[tuple[dict[str, Any], tuple[Any, ...]]]
-    rates: list[torch.Tensor]
-    optimizer_state: Any
-    state: list[tuple[dict[str, Any], str, torch.Tensor]]
-    seed: torch.Tensor | None
-    storages: frozenset[int]
-    first: bool
-    kept: list[torch.Tensor] = field(default_factory=list)
-
-
 class TrainingStep:
     """`step(inputs, *targets)` trains `model` once and returns the loss as a detached 0-d tensor.
 
     It computes `loss(model(inputs), *targets)`; a tuple, list or dict of inputs is unpacked into `model`; `loss=None`
     uses the output's `loss`. Gradients are not accumulated: what `.grad` held is dropped, and after the step it is
-    None unless `keep_gradients`. Where the step cannot be one program, `report` says why, and PyTorch's autograd and
+    None unless `keep_gradients`. Where the step cannot be one program, `breaks` says why, and PyTorch's autograd and
     optimizer run around the compiled model.
     """
 
@@ -86,88 +55,44 @@ class TrainingStep:
         keep_gradients: bool = False,
     ) -> None:
         _check(model, loss, optimizer)
-        self.given, self.model, self.loss, self.optimizer = model, original(model), loss, optimizer
+        self.model, self.loss, self.optimizer = model, loss, optimizer
         self.options, self.keep_gradients = options, keep_gradients
         self.records: list[Record] = []
         self.breaks: list[str] = []
-        """Why the step, or a kind of arguments, runs in pieces."""
-        self._bound: dict[Any, tuple[_Binding, BoundPlan]] = {}
-        self._steps: dict[Any, WholeStep] = {}
-        self._pieces: torch.nn.Module | None = None
-        self._in_pieces: set[Any] = set()
+        """Why a kind of arguments runs in pieces."""
+        self.pieces: torch.nn.Module | None = None
+        """The compiled model of steps in pieces."""
+        self._bound: dict[Any, BoundStep] = {}
+        self._steps: dict[Any, tuple[Captured, WholeStep]] = {}
+        self._in_pieces: dict[Any, str] = {}
+        self._worked = ""
         self._lock = threading.Lock()
-        objective = types.MethodType(with_own_code(TrainingStep._objective), self)
-        self._traced = torch.compile(objective, backend=_collect, fullgraph=True)
+        self._code = with_own_code(TrainingStep._objective)
+        self._traced = torch.compile(self._code, backend=_collect, fullgraph=True)
 
     # ---- calling ------------------------------------------------------------------------------------------------
     def __call__(self, inputs: Any, *targets: Any) -> torch.Tensor:
-        """One training step. Raises `Invalid` for arguments the model does not take, before anything is updated."""
+        """One training step. An error for arguments that do not fit comes before anything is updated."""
         with self._lock:
-            flat = [inputs, *targets]
-            if not all(isinstance(a, torch.Tensor) for a in flat):
-                flat = pytree.tree_leaves(flat)
-            key = (torch.get_num_threads(), len(targets), *map(_kind, flat))
-            bound = self._bound.get(key)
-            if bound is None or not self._valid(bound[0]):
-                if key in self._in_pieces or self._hooked():
-                    return self._run_in_pieces(inputs, targets)
-                made = self._bind(key, inputs, targets, flat)
-                if made is None:
-                    return self._run_in_pieces(inputs, targets)
-                bound = made
-            return self._run(key, *bound, flat)
+            if torch.is_grad_enabled():
+                return self._step(inputs, targets)
+            with torch.enable_grad():
+                return self._step(inputs, targets)
 
-    def _run(self, key: Any, binding: _Binding, plan: BoundPlan, flat: Sequence[Any]) -> torch.Tensor:
-        addresses = binding.addresses
-        alive = []
-        for position, index in binding.arguments:
-            tensor = flat[index]
-            if not tensor.is_contiguous() or tensor.untyped_storage()._cdata in binding.storages:
-                tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
-                alive.append(tensor)
-            addresses[position] = tensor._cdata
-        for (group, _), rate in zip(binding.groups, binding.rates, strict=True):
-            rate.fill_(group["lr"])
-        if binding.seed is not None:
-            binding.seed.random_()
-        outputs = plan.run_addresses(addresses)
-        if self.keep_gradients:
-            for parameter, gradient in zip(binding.kept, outputs[1:], strict=False):
-                parameter.grad = gradient
-        else:
-            for parameter in binding.trained:
-                if parameter.grad is not None:
-                    parameter.grad = None
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at
-        if binding.first:
-            self._keep_first_state(binding, outputs[1 + len(binding.step.gradients) :])
+    def _step(self, inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:
+        flat: Sequence[Any] = (inputs, *targets)
+        if not all(isinstance(a, torch.Tensor) for a in flat):
+            flat = pytree.tree_leaves(flat)
+        key = (torch.get_num_threads(), len(targets), *map(_kind, flat))
+        bound = self._bound.get(key)
+        if bound is None or not bound.valid({"self": self, "inputs": inputs, "targets": targets}):
+            bound = self._bind(key, inputs, targets, flat)
+        loss = bound.run(flat, self.keep_gradients) if bound is not None else None
+        if loss is None:
+            return self._run_in_pieces(key, inputs, targets)
+        if bound is not None and bound.first:
             del self._bound[key]
-        return outputs[0]
-
-    def _valid(self, binding: _Binding) -> bool:
-        """Whether parameters, buffers, modes, optimizer options and state are still the ones that were bound."""
-        for held in binding.held:
-            tensor = held.tensor
-            if held.owner.get(held.name) is not tensor or tensor.requires_grad is not held.requires_grad:
-                return False
-            if tensor._backward_hooks:
-                return False
-        for module, mode in binding.training:
-            if module.training is not mode:
-                return False
-        if self.optimizer.state is not binding.optimizer_state:
-            return False
-        if len(self.optimizer.param_groups) != len(binding.groups):
-            return False
-        for state, name, tensor in binding.state:
-            if state.get(name) is not tensor:
-                return False
-        return all(_options(group) == options for group, options in binding.groups) and not self._hooked()
-
-    def _hooked(self) -> bool:
-        """Whether someone wants to be called around the optimizer's step or a parameter's gradient."""
-        optimizer = self.optimizer
-        return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+        return loss
 
     # ---- binding ------------------------------------------------------------------------------------------------
     def _objective(self, inputs: Any, *targets: Any) -> torch.Tensor:
@@ -183,166 +108,146 @@ class TrainingStep:
         assert isinstance(found, torch.Tensor)
         return found
 
-    def _bind(self, key: Any, inputs: Any, targets: Sequence[Any], flat: Sequence[Any]) -> Any:
+    def _bind(self, key: Any, inputs: Any, targets: tuple[Any, ...], flat: Sequence[Any]) -> BoundStep | None:
         """The step for these arguments, captured and compiled as far as that is new; None if it runs in pieces."""
-        _check_devices(flat)
-        self.model.training = self.given.training
+        _check_tensors(flat)
+        if key in self._in_pieces or any(step_hooks(self.optimizer)):
+            return None
+        scope = {"self": self, "inputs": inputs, "targets": targets}
         try:
-            with torch.enable_grad():
-                self._traced(inputs, *targets)
+            with torch._dynamo.config.patch({"recompile_limit": RECOMPILATIONS, "skip_nnmodule_hook_guards": True}):
+                self._traced(self, inputs, *targets)
         except _Stop as stop:
             captured, arguments = stop.captured, stop.arguments
         except Exception as error:
-            return self._break(key, error)
+            self._break(key, error)
+            return None
         else:
-            return self._break(key, Unsupported("the step captured no tensor operation"))
+            self._break(key, Unsupported("the step captured no tensor operation"))
+            return None
         try:
-            binding = self._bind_captured(captured, arguments, flat)
-        except DacemlError as error:
-            return self._break(key, error)
-        sizes = self._sizes(binding, arguments, captured)
-        bound = (binding, binding.step.executable.plan(sizes))
+            bound = self._bind_captured(captured, arguments, flat, scope)
+        except Exception as error:
+            self._break(key, error)
+            return None
+        while len(self._bound) >= KEPT_BINDINGS:
+            del self._bound[next(iter(self._bound))]
         self._bound[key] = bound
+        self._worked = self._worked or describe(flat)
         return bound
 
     def _break(self, key: Any, error: BaseException) -> None:
         """Remember that arguments of this kind run in pieces, and why."""
         cause = error
-        while not isinstance(cause, DacemlError):
-            inner = getattr(cause, "inner_exception", None) or cause.__cause__  # Dynamo wraps what a backend raises
-            if inner is None:
-                break
-            cause = inner
-        self.breaks.append(str(cause).strip().split("\n\n")[0])
-        self._in_pieces.add(key)
+        while cause.__cause__ is not None and not isinstance(cause, DacemlError):
+            cause = cause.__cause__
+        kind = "" if isinstance(cause, DacemlError) else f"{type(cause).__name__}: "
+        self._in_pieces[key] = kind + str(cause).strip().split("\n\n")[0]
+        self.breaks.append(self._in_pieces[key])
 
-    def _sizes(self, binding: _Binding, arguments: Sequence[Any], captured: Captured) -> tuple[int, ...]:
-        tensors = list(input_tensors(captured, arguments).values())
-        return tuple(tensors[index].shape[dim] for index, dim in binding.step.executable.program.symbols.values())
-
-    def _bind_captured(self, captured: Captured, arguments: Sequence[Any], flat: Sequence[Any]) -> _Binding:
-        optimizer = self.optimizer
+    def _bind_captured(
+        self, captured: Captured, arguments: Sequence[Any], flat: Sequence[Any], scope: dict[str, Any]
+    ) -> BoundStep:
+        entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(self._code.__code__)
+        found = next((entry for entry in entries if entry.guard_manager.check(scope)), None)
+        if found is None:
+            raise Unsupported("the step depends on something that its own capture changed")
+        if has_effects(found.code):
+            raise Unsupported("the model or the loss changes Python objects (an attribute, a list, a global)")
+        roots = [m for m in (self.model, self.loss) if isinstance(m, torch.nn.Module)]
+        modules = list({id(m): m for root in roots for m in root.modules()}.values())
+        if any(m._backward_hooks or m._backward_pre_hooks for m in modules):
+            raise Unsupported("a module has a backward hook")
         by_name = input_tensors(captured, arguments)
-        given = {id(t): i for i, t in enumerate(flat) if isinstance(t, torch.Tensor)}
-        of_tensor = {id(t): name for name, t in by_name.items() if id(t) not in given}
+        given = {id(t) for t in flat}
+        if any(id(t) in given and t.requires_grad for t in by_name.values()):
+            raise Unsupported("an argument requires a gradient")
+        step = self._compiled(captured, *self._wanted(by_name, given))
+        for name, entry in step.state:
+            self._make_state(by_name[name], entry)
+        return BoundStep(
+            captured,
+            step,
+            found.guard_manager.check,
+            modules,
+            self.optimizer,
+            by_name,
+            flat,
+            scope,
+            self._code.__globals__,
+        )
+
+    def _wanted(self, by_name: Mapping[str, torch.Tensor], given: set[int]) -> tuple[list[Trained], list[str]]:
+        """The parameters to update, and the inputs whose gradients are kept."""
+        of_tensor = {id(t): name for name, t in by_name.items()}
         trained: list[Trained] = []
-        parameters: list[tuple[torch.Tensor, Update, bool]] = []
-        for rate, group in enumerate(optimizer.param_groups):
-            update = update_of(optimizer, group)
+        for rate, group in enumerate(self.optimizer.param_groups):
+            update = update_of(self.optimizer, group)
             for parameter in group["params"]:
                 if id(parameter) not in of_tensor or not parameter.requires_grad:
                     continue
-                if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                    raise Unsupported("a parameter has a gradient hook")
-                first = not self._make_state(update, parameter)
+                first = makes_its_state(update) and not ready(update, self.optimizer.state.get(parameter, {}))
                 trained.append(Trained(of_tensor[id(parameter)], update, rate, first))
-                parameters.append((parameter, update, first))
-        kept = []
-        if self.keep_gradients:
-            kept = [n for n, t in by_name.items() if t.requires_grad and t.is_leaf and id(t) not in given]
-        step = self._compiled(captured, trained, kept)
-        return self._addresses(step, by_name, given, parameters)
+        leaves = {n: t for n, t in by_name.items() if t.requires_grad and t.is_leaf and id(t) not in given}
+        if any(has_gradient_hooks(t) for t in leaves.values()):
+            raise Unsupported("a parameter has a gradient hook")
+        return trained, list(leaves) if self.keep_gradients else []
 
-    def _make_state(self, update: Update, parameter: torch.Tensor) -> bool:
-        """Make a parameter's optimizer state if it has none; False if its first step must make it."""
+    def _make_state(self, parameter: torch.Tensor, name: str) -> None:
         state = self.optimizer.state[parameter]
-        if ready(update, state):
-            return True
-        made = initial_state(update, parameter)
-        if made is None:
-            return False
-        state.update({name: t for name, t in made.items() if not isinstance(state.get(name), torch.Tensor)})
-        return True
+        if not isinstance(state.get(name), torch.Tensor):
+            state[name] = initial_state(name, parameter)
 
     def _compiled(self, captured: Captured, trained: Sequence[Trained], kept: Sequence[str]) -> WholeStep:
         key = (id(captured), tuple(trained), tuple(kept))
         if key not in self._steps:
             step = compile_step(captured.graph, trained, kept, self.options)
             step.records[0].fallbacks = step.records[0].fallbacks or [(t, str(o)) for t, o in captured.fallbacks]
-            self._steps[key] = step
-            self._captured = captured  # keeps the id from being used again
+            self._steps[key] = captured, step  # `captured` is held so that its id stays its own
             self.records += step.records
-        return self._steps[key]
-
-    def _addresses(
-        self,
-        step: WholeStep,
-        by_name: dict[str, torch.Tensor],
-        given: dict[int, int],
-        parameters: Sequence[tuple[torch.Tensor, Update, bool]],
-    ) -> _Binding:
-        owners = _owners([self.model, *([self.loss] if isinstance(self.loss, torch.nn.Module) else [])])
-        addresses = (ctypes.c_void_p * len(step.executable.program.inputs))()
-        arguments: list[tuple[int, int]] = []
-        held: list[_Held] = []
-        constants: list[torch.Tensor] = []
-        rates = [torch.zeros((), dtype=torch.float64) for _ in range(len(self.optimizer.param_groups))]
-        seed: torch.Tensor | None = None
-        state = [(self.optimizer.state[by_name[p]], name) for p, name in step.state]
-        state_entries = [(entry, name, entry[name]) for entry, name in state]
-        extra = iter([*rates[: step.rates], *(t for _, _, t in state_entries)])
-        for position, entry in enumerate(step.executable.program.inputs):
-            if entry.name in by_name:
-                tensor = by_name[entry.name]
-                if id(tensor) in given:
-                    arguments.append((position, given[id(tensor)]))
-                    continue
-                if id(tensor) in owners:
-                    owner, name = owners[id(tensor)]
-                    held.append(_Held(owner, name, tensor, tensor.requires_grad))
-                else:
-                    constants.append(tensor)
-            elif entry.name == SEED:
-                tensor = seed = torch.zeros((), dtype=torch.int64)
-            else:
-                tensor = next(extra)
-            addresses[position] = tensor._cdata
-        modules = [m for root in (self.given, self.loss) if isinstance(root, torch.nn.Module) for m in root.modules()]
-        groups = [(group, _options(group)) for group in self.optimizer.param_groups]
-        mutable = [by_name[e.name] for e in step.executable.program.inputs if e.mutable and e.name in by_name]
-        return _Binding(
-            step=step,
-            addresses=addresses,
-            arguments=arguments,
-            held=held,
-            constants=constants,
-            training=[(m, m.training) for m in modules],
-            trained=[p for p, _, _ in parameters],
-            groups=groups,
-            rates=rates,
-            optimizer_state=self.optimizer.state,
-            state=state_entries,
-            seed=seed,
-            storages=frozenset(t.untyped_storage()._cdata for t in mutable),
-            first=any(first for _, _, first in parameters),
-            kept=[by_name[name] for name in step.gradients],
-        )
-
-    def _keep_first_state(self, binding: _Binding, made: Sequence[torch.Tensor]) -> None:
-        names = dict(zip(binding.step.trained, binding.trained, strict=True))
-        for (parameter, name), tensor in zip(binding.step.made, made, strict=True):
-            self.optimizer.state[names[parameter]][name] = tensor
+        return self._steps[key][1]
 
     # ---- in pieces ----------------------------------------------------------------------------------------------
-    def _run_in_pieces(self, inputs: Any, targets: Sequence[Any]) -> torch.Tensor:
+    def _run_in_pieces(self, key: Any, inputs: Any, targets: Sequence[Any]) -> torch.Tensor:
         """The same step with PyTorch's autograd and optimizer around the compiled model."""
-        if self._pieces is None:
-            self._pieces = optimized(self.model, self.options)
-        self.optimizer.zero_grad(set_to_none=True)
-        with torch.enable_grad():
-            model = self._pieces
+        if self.pieces is None:
+            self.pieces = self.model if state_of(self.model) is not None else optimized(self.model, self.options)
+        model = self.pieces
+        try:
             if isinstance(inputs, Mapping):
                 output = model(**inputs)
             elif isinstance(inputs, tuple | list):
                 output = model(*inputs)
             else:
                 output = model(inputs)
-            loss = self.loss(output, *targets) if self.loss is not None else output.loss
-        loss.backward()  # type: ignore[no-untyped-call]
+            if self.loss is not None:
+                loss = self.loss(output, *targets)
+            else:
+                loss = output["loss"] if isinstance(output, Mapping) else output.loss
+        except Exception as error:
+            if self._in_pieces.pop(key, None) is not None:  # the arguments were at fault, not what breaks the step
+                del self.breaks[-1]
+            if not getattr(error, "__notes__", ()):
+                worked = f"; a step that worked took {self._worked}" if self._worked else ""
+                error.add_note(f"daceml_train: the step was given {describe([inputs, *targets])}{worked}")
+            raise
+        parameters = self._parameters()
+        for parameter in parameters:
+            parameter.grad = None
+        loss.backward()
         self.optimizer.step()
         if not self.keep_gradients:
-            self.optimizer.zero_grad(set_to_none=True)
+            for parameter in parameters:
+                parameter.grad = None
+        self._worked = self._worked or describe([inputs, *targets])
         return loss.detach()
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """All parameters of model, loss and optimizer."""
+        roots = [m for m in (self.model, self.loss) if isinstance(m, torch.nn.Module)]
+        groups = self.optimizer.param_groups
+        found = [*(p for m in roots for p in m.parameters()), *(p for group in groups for p in group["params"])]
+        return list({id(p): p for p in found}.values())
 
 
 def _collect(module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
@@ -356,30 +261,11 @@ def _collect(module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[
 
 
 def _kind(leaf: Any) -> Any:
-    """What of an argument decides which program runs."""
-    if isinstance(leaf, torch.Tensor):
-        return (leaf.shape, leaf.dtype, leaf.requires_grad)
-    return leaf
+    """What of an argument decides which bound step is tried; Dynamo's guards compare the rest."""
+    return (leaf.shape, leaf.dtype, leaf.stride()) if isinstance(leaf, torch.Tensor) else type(leaf)
 
 
-def _options(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """A parameter group's options except the learning rate, and its parameters' count."""
-    return (*(v for k, v in group.items() if k not in ("params", "lr", "initial_lr")), len(group["params"]))
-
-
-def _owners(roots: Sequence[torch.nn.Module]) -> dict[int, tuple[Mapping[str, Any], str]]:
-    """Where each parameter and buffer is found: the dictionary that holds it, and its name there."""
-    found: dict[int, tuple[Mapping[str, Any], str]] = {}
-    for root in roots:
-        for module in root.modules():
-            for owner in (module._parameters, module._buffers):
-                for name, tensor in owner.items():
-                    if tensor is not None:
-                        found.setdefault(id(tensor), (owner, name))
-    return found
-
-
-def _check_devices(flat: Sequence[Any]) -> None:
+def _check_tensors(flat: Sequence[Any]) -> None:
     for position, leaf in enumerate(flat):
         if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu":
             raise Invalid(f"argument {position} is on device {leaf.device}, expected cpu")

@@ -39,6 +39,11 @@ class Cache:
         """Where compiled kernels lie."""
         return self.folder / "kernels"
 
+    @property
+    def products(self) -> Path:
+        """The file that remembers which library computes a matrix product."""
+        return self.folder / "products.json"
+
     def _path(self, key: str) -> Path:
         return self.folder / "programs" / f"{key}.program"
 

@@ -10,6 +10,7 @@ import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -21,8 +22,9 @@ from daceml_train.errors import ExecutionError, Invalid
 from daceml_train.runtime.executor import Arena, Plan, View, pooled
 from daceml_train.runtime.lowering import touched
 from daceml_train.runtime.memory import Lifetime, plan_arena
+from daceml_train.runtime.products import Product, Products
 from daceml_train.runtime.program import CallLaunch, CopyLaunch, Home, KernelLaunch, Place, Program
-from daceml_train.tensor import Dim, DType, Tensor
+from daceml_train.tensor import Dim, DType, Tensor, same_shape
 
 KEPT_PLANS = 8
 """Plans per executable that are kept for sizes seen before."""
@@ -35,11 +37,21 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 class Executable:
-    """A compiled program. `addresses` gives the entry point of each of the program's kernels by its key."""
+    """A compiled program.
 
-    def __init__(self, program: Program, addresses: dict[str, int], arena: Arena | None = None) -> None:
+    `addresses` gives the entry point of each of the program's kernels by its key, `products` the library for each
+    matrix product.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        addresses: dict[str, int],
+        arena: Arena | None = None,
+        products: Products | None = None,
+    ) -> None:
         self.program, self.addresses = program, addresses
-        self.arena = arena or Arena()
+        self.arena, self.products = arena or Arena(), products or Products()
         self._plans: OrderedDict[tuple[int, ...], BoundPlan] = OrderedDict()
         self._lock = threading.Lock()
         self._symbols = list(program.symbols.items())
@@ -52,7 +64,8 @@ class Executable:
                 self._plans.move_to_end(key)
                 return self._plans[key]
             names = [name for name, _ in self._symbols]
-            plan = BoundPlan(self.program, self.addresses, dict(zip(names, sizes, strict=True)), key[0], self.arena)
+            values = dict(zip(names, sizes, strict=True))
+            plan = BoundPlan(self.program, self.addresses, values, key[0], self.arena, self.products)
             self._plans[key] = plan
             while len(self._plans) > KEPT_PLANS:
                 self._plans.popitem(last=False)
@@ -84,10 +97,18 @@ class BoundPlan:
     """A program for one set of sizes and one thread count."""
 
     def __init__(
-        self, program: Program, addresses: dict[str, int], sizes: dict[str, int], threads: int, arena: Arena
+        self,
+        program: Program,
+        addresses: dict[str, int],
+        sizes: dict[str, int],
+        threads: int,
+        arena: Arena,
+        products: Products,
     ) -> None:
         self.program, self.threads = program, threads
         self.value = _evaluator(sizes)
+        self.onednn = self._choose_products(products)
+        """Products that run in oneDNN: launch -> the slot that holds what it returns."""
         self.stand_in = len(program.slots)
         """A further slot, at the arena's start, under arrays whose elements no call reads."""
         self.plan = Plan(self.stand_in + 1, arena)
@@ -100,7 +121,7 @@ class BoundPlan:
         keep = {place.slot for place in program.outputs}
         for slot in self.used:
             entry = program.slots[slot]
-            if entry.home in (Home.fresh, Home.result) and slot not in keep:
+            if self._home(slot) in (Home.fresh, Home.result) and slot not in keep:
                 self._last_use.setdefault(entry.last, []).append(slot)
         for index, launch in enumerate(program.launches):
             self._launch(index, launch, addresses)
@@ -110,23 +131,52 @@ class BoundPlan:
         self.plan.finalize(max(self.arena_bytes, self._placeholder_bytes), self.owners)
         self._shapes = [self._output(place) for place in program.outputs]
 
+    def _choose_products(self, products: Products) -> dict[int, int]:
+        chosen = {}
+        for index, launch in enumerate(self.program.launches):
+            if isinstance(launch, CallLaunch) and launch.direct and launch.target in ("mm", "addmm"):
+                out, *bias, a, b = launch.arguments
+                slot = self.program.slots[out.slot]
+                whole = slot.home is not Home.input and same_shape(out.shape, slot.shape)
+                if out.dtype is not DType.float32 or not whole or (bias and len(bias[0].shape) != 1):
+                    continue
+                (rows, inner), columns = self._ints(a.shape), self.value(b.shape[1])
+                product = Product(
+                    rows, inner, columns, self._pair(a.strides), self._pair(b.strides), bool(bias), self.threads
+                )
+                if products.onednn(product):
+                    chosen[index] = out.slot
+        return chosen
+
+    def _pair(self, strides: Sequence[Dim]) -> tuple[int, int]:
+        outer, inner = self._ints(strides)
+        return outer, inner
+
     # ---- slots --------------------------------------------------------------------------------------------------
+    def _home(self, slot: int) -> Home:
+        """Where a slot's memory comes from; what oneDNN computes, it allocates."""
+        return Home.result if slot in self._returned else self.program.slots[slot].home
+
+    @functools.cached_property
+    def _returned(self) -> frozenset[int]:
+        return frozenset(self.onednn.values())
+
     def _slots(self) -> int:
         program, value = self.program, self.value  # scratch of kernels is sized for as many blocks as threads
-        arena = [i for i in self.used if program.slots[i].home is Home.arena]
+        arena = [i for i in self.used if self._home(i) is Home.arena]
         slots = [program.slots[i] for i in arena]
         lifetimes = [Lifetime(value(slot.bytes, self.threads), slot.first, slot.last) for slot in slots]
         offsets, size = plan_arena(lifetimes)
         for slot, offset in zip(arena, offsets, strict=True):
             self.plan.arena_slot(slot, offset)
         for i in self.used:
-            slot = program.slots[i]
-            if slot.home is Home.arena:
+            slot, home = program.slots[i], self._home(i)
+            if home is Home.arena:
                 continue
             layout = (torch_dtype(slot.dtype), self._ints(slot.shape), self._ints(slot.strides))
-            if slot.home is Home.input:
+            if home is Home.input:
                 self.plan.input_slot(i, slot.input, *layout, slot.mutable)
-            elif slot.home is Home.fresh:
+            elif home is Home.fresh:
                 self.plan.fresh_slot(i, *layout)
             else:
                 self.plan.result_slot(i, *layout)
@@ -149,11 +199,21 @@ class BoundPlan:
                 to = (target.slot, self.value(target.offset) * target.dtype.bytes)
                 self.plan.copy(to, (source.slot, self.value(source.offset) * source.dtype.bytes), size, tag=index)
             case CallLaunch(target=name, overload=overload, arguments=arguments, returns=returns, direct=direct):
+                if index in self.onednn:
+                    self._onednn(index, arguments)
+                    return
                 values = [self._argument(a) for a in arguments]
                 if direct:
                     getattr(self.plan, name)(*values, tag=index)
                 else:
                     self.plan.call(name, overload, values, returns, tag=index)
+
+    def _onednn(self, index: int, arguments: tuple[Place, ...]) -> None:
+        """Launch a product in oneDNN, which takes the second operand transposed."""
+        out, *bias, a, b = arguments
+        transposed = replace(b, shape=b.shape[::-1], strides=b.strides[::-1])
+        values = [self._view(a), self._view(transposed), self._view(bias[0]) if bias else None, "none", [], ""]
+        self.plan.call("mkldnn::_linear_pointwise", "", values, [out.slot], tag=index)
 
     def _argument(self, argument: Any) -> Any:
         match argument:

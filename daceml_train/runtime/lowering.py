@@ -37,9 +37,13 @@ from daceml_train.tensor import Dim, DType, Shape, Tensor, product, same, simpli
 ALIASES = (View, Permute, Expand, Slice)
 
 
-def lower(graph: Graph) -> Program:
-    """The program of a graph of leaves and kernels. Raises `Unsupported` for an operator without lowering."""
-    return _Lowering(graph).run()
+def lower(graph: Graph, results: int | None = None) -> Program:
+    """The program of a graph of leaves and kernels. Raises `Unsupported` for an operator without lowering.
+
+    The first `results` outputs (all, if None) go to the user, who may change them: no two share memory. Later ones
+    are kept for a backward pass and may share it.
+    """
+    return _Lowering(graph).run(len(graph.outputs) if results is None else results)
 
 
 class _Lowering:
@@ -57,11 +61,12 @@ class _Lowering:
             name = node.inputs[0]
         return name
 
-    def run(self) -> Program:
+    def run(self, results: int) -> Program:
         self.inputs()
         for node in self.graph.nodes:
             self.node(node)
-        self.program.outputs = [self.output(name) for name in self.graph.outputs]
+        for position, name in enumerate(self.graph.outputs):
+            self.program.outputs.append(self.output(name, apart=position < results))
         sources = {target: self.source(value) for target, value in self.graph.writes.items()}
         for target, source in sources.items():
             self.write(target, source)
@@ -241,10 +246,11 @@ class _Lowering:
         if source != destination:
             self.copy(source, destination, f"write {target}")
 
-    def output(self, name: str) -> Place:
-        """A result in memory of its own: never an input's, never the arena's, never shared with a kept view."""
+    def output(self, name: str, apart: bool) -> Place:
+        """A result in memory that is neither an input's nor the arena's nor, if `apart`, an earlier output's."""
         place = self.place(name)
-        if self.program.slots[place.slot].home in (Home.fresh, Home.result):
+        owned = self.program.slots[place.slot].home in (Home.fresh, Home.result)
+        if owned and not (apart and place.slot in {p.slot for p in self.program.outputs}):
             return place
         return self.copy_of(place, place.shape, Home.fresh, "output")
 

@@ -58,21 +58,21 @@ def update_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Upd
 
 
 def ready(update: Update, state: Mapping[str, Any]) -> bool:
-    """Whether a parameter's state exists. SGD's first step with dampening makes the buffer it needs itself."""
+    """Whether a parameter's state exists."""
     return all(isinstance(state.get(name), torch.Tensor) for name in update.state)
 
 
-def initial_state(update: Update, parameter: torch.Tensor) -> dict[str, torch.Tensor] | None:
-    """The state before the first step, or None where the first step needs another update than later ones.
+def makes_its_state(update: Update) -> bool:
+    """Whether the first step makes the state, because it is another update than later ones.
 
-    A zero momentum buffer gives SGD's first step exactly, unless dampening scales the gradient only from the second.
+    That is so for SGD with dampening, which scales the gradient from the second step on; without it, a zero momentum
+    buffer gives the first step exactly.
     """
-    if isinstance(update.op, SGDUpdate) and update.op.dampening:
-        return None
-    made: dict[str, torch.Tensor] = {}
-    for name in update.state:
-        if name == "step":
-            made[name] = torch.tensor(0.0, dtype=torch.float32)
-        else:
-            made[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-    return made
+    return isinstance(update.op, SGDUpdate) and bool(update.op.dampening)
+
+
+def initial_state(name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """An entry of a parameter's state before the first step."""
+    if name == "step":
+        return torch.tensor(0.0, dtype=torch.float32)
+    return torch.zeros_like(parameter, memory_format=torch.preserve_format)

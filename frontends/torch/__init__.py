@@ -1,1 +1,5 @@
-"""Capture of PyTorch modules: a forward graph of Core ATen operators becomes an operator graph."""
+"""Capture of PyTorch modules: a forward graph of Core ATen operators becomes an operator graph.
+
+`capture.capture` is the entry; `prepass` and `trace` keep what gradients depend on, `translate` and the rules behind
+`names` emit operators, `fallback` calls PyTorch for those without a rule.
+"""

@@ -157,7 +157,9 @@ class Translator:
                 case "placeholder" if node.name in tokens:
                     scope[node] = None
                 case "placeholder":
-                    scope[node] = next(given)
+                    scope[node] = next(given, None)
+                    if scope[node] is None and node.users:
+                        raise Unsupported(f"a traced graph with the unknown operand {node.name}")
                 case "output":
                     return [scope[o] if isinstance(o, fx.Node) else o for o in node.args[0]]
                 case "get_attr":

@@ -76,7 +76,10 @@ VM double rsqrt(double a) { return 1.0 / __builtin_sqrt(a); }
 
 // ---- exponentials and logarithms (coefficients: Cephes) -----------------------------------------------------------
 VM float exp(float x) {
-  float c = x < -104.0f ? 0.0f : x;  // not -104: that would pass through denormals, which are slow
+  // Below -104 compute with 0, not with -104, which would pass through slow denormals. Bits instead of a choice: from
+  // a choice gcc would make a branch with constants, and then not vectorise the loop.
+  int32_t kept = -(int32_t)!(x < -104.0f);
+  float c = bits(bits(x) & kept);
   c = c > 89.0f ? 89.0f : c;
   float n = __builtin_rintf(c * 1.44269504088896341f);
   float r = __builtin_fmaf(n, -0.693359375f, c);
@@ -90,7 +93,7 @@ VM float exp(float x) {
   p = __builtin_fmaf(p, r * r, r) + 1.0f;
   int32_t k = (int32_t)n, k1 = k >> 1, k2 = k - k1;
   float y = p * bits((k1 + 127) << 23) * bits((k2 + 127) << 23);
-  return x < -104.0f ? 0.0f : y;
+  return bits(bits(y) & kept);
 }
 VM float log(float x) {
   bool small = x < 1.17549435e-38f;

@@ -133,6 +133,24 @@ def test_symbolic_batch_norm() -> None:
     assert captured.graph.symbols and captured.graph.writes
 
 
+def test_symbolic_images() -> None:
+    def f(x, w):
+        y = F.max_pool2d(F.conv2d(x, w, stride=2, padding=1), 3, 2, 1)
+        return F.avg_pool2d(y, 2).mean((2, 3))
+
+    x = torch.randn(2, 3, 20, 24, dtype=torch.float64, requires_grad=True)
+    for dim in (0, 2, 3):
+        torch._dynamo.mark_dynamic(x, dim)
+    captured = check(f, x, torch.randn(4, 3, 3, 3, dtype=torch.float64, requires_grad=True), dynamic=None)
+    assert len(captured.graph.symbols) == 3
+
+
+def test_sizes_that_are_equal_only_by_number_are_burned_in() -> None:
+    x = torch.randn(2, 8, 8, dtype=torch.float64, requires_grad=True)
+    captured = check(lambda x, w: x[:, ::2, ::2].flatten(1) @ w, x, torch.randn(16, 3).double(), dynamic=True)
+    assert not captured.graph.symbols
+
+
 def test_sizes_as_results_and_in_arithmetic() -> None:
     def f(x):
         n, d = x.shape

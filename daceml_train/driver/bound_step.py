@@ -1,0 +1,276 @@
+"""A compiled step bound to the tensors of one moment: what a call compares before it runs, and the run itself.
+
+Dynamo's guards say whether the captured code is still right; what they leave to the code that Dynamo generates, which
+does not run here, is compared here: which tensor objects stand in the modules and in the optimizer, and hooks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import operator
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from daceml_train.driver.binding import SEED, memory_span
+from daceml_train.driver.compilation import WholeStep
+from daceml_train.errors import ExecutionError, Unsupported
+from daceml_train.frontends.torch.capture import Captured
+from daceml_train.runtime.executable import BoundPlan, torch_dtype
+from daceml_train.runtime.program import ProgramInput
+
+_END = object()
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
+_gradient_hooks = torch._C.TensorBase.__dict__["_backward_hooks"].__get__
+_accumulation_hooks = torch._C.TensorBase.__dict__["_post_accumulate_grad_hooks"].__get__
+_gradient = torch._C.TensorBase.__dict__["grad"].__get__
+
+
+class Same:
+    """The values of some dictionaries, compared by identity."""
+
+    def __init__(self, dictionaries: Iterable[Mapping[Any, Any]]) -> None:
+        self.dictionaries = [d for d in dictionaries if d]
+        self.values = [*self._now(), _END]
+
+    def _now(self) -> Iterable[Any]:
+        return itertools.chain.from_iterable(map(dict.values, self.dictionaries))  # type: ignore[arg-type]
+
+    def holds(self) -> bool:
+        """Whether each dictionary still holds the same objects in the same order."""
+        return all(map(operator.is_, itertools.chain(self._now(), (_END,)), self.values))
+
+
+def hook_tables(modules: Iterable[torch.nn.Module]) -> list[Mapping[int, Any]]:
+    """Where hooks of these modules, and of all modules, are registered."""
+    everywhere = [getattr(torch.nn.modules.module, name) for name in _GLOBAL_HOOKS]
+    return [*everywhere, *(getattr(module, name) for module in modules for name in _HOOKS)]
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Mapping[int, Any]]:
+    """Where hooks around an optimizer's step are registered."""
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return [*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An input of the program that a call's arguments hold, and the strides it is copied to if it has others."""
+
+    position: int
+    index: int
+    strides: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A tensor, or a number held in one, that the captured code finds by an expression of its own."""
+
+    code: types.CodeType
+    globals: dict[str, Any]
+    tensor: torch.Tensor
+    number: bool
+
+    def holds(self, scope: dict[str, Any]) -> bool:
+        """Whether the tensor is still there; a number is taken over."""
+        found = eval(self.code, {"G": self.globals, "L": scope})
+        if not self.number:
+            return found is self.tensor
+        self.tensor.fill_(found)
+        return True
+
+
+class BoundStep:
+    """See the module. `valid` and `run` are what every call costs."""
+
+    def __init__(
+        self,
+        captured: Captured,
+        step: WholeStep,
+        guard: Callable[[dict[str, Any]], bool],
+        modules: Sequence[torch.nn.Module],
+        optimizer: torch.optim.Optimizer,
+        by_name: Mapping[str, torch.Tensor],
+        flat: Sequence[Any],
+        scope: dict[str, Any],
+        code_globals: dict[str, Any],
+    ) -> None:
+        self.step, self.guard, self.optimizer = step, guard, optimizer
+        program = step.executable.program
+        tensors = list(by_name.values())
+        self.plan: BoundPlan = step.executable.plan([tensors[i].shape[d] for i, d in program.symbols.values()])
+        self._observe(modules)
+        self._bind_inputs(captured, by_name, flat, scope, code_globals)
+        leaves = [t for name, t in by_name.items() if t.requires_grad and t.is_leaf]
+        self.leaves = list({id(t): t for t in (*leaves, *_all_parameters(optimizer))}.values())
+        self.trained = [by_name[name] for name in step.trained]
+        self.kept = [by_name[name] for name in step.gradients]
+        self.first = bool(step.made)
+
+    # ---- binding ------------------------------------------------------------------------------------------------
+    def _observe(self, modules: Sequence[torch.nn.Module]) -> None:
+        optimizer = self.optimizer
+        self.state_object, self.states = optimizer.state, list(optimizer.state.values())
+        tables = (table for m in modules for table in (m._modules, m._parameters, m._buffers))
+        self.same = Same([*tables, optimizer.state, *self.states])
+        self.empty_hooks = [table for table in (*hook_tables(modules), *step_hooks(optimizer)) if not table]
+        self.groups = [(group, _options(group), [*map(id, group["params"])]) for group in optimizer.param_groups]
+        self.rates = (ctypes.c_double * max(len(self.groups), 1))()
+        self.patched = optimizer.__dict__.get("step")
+
+    def _bind_inputs(
+        self,
+        captured: Captured,
+        by_name: Mapping[str, torch.Tensor],
+        flat: Sequence[Any],
+        scope: dict[str, Any],
+        code_globals: dict[str, Any],
+    ) -> None:
+        step, program = self.step, self.step.executable.program
+        given = {id(t): i for i, t in enumerate(flat) if isinstance(t, torch.Tensor)}
+        held = {id(t) for t in self.same.values}
+        sources = {source.name: source for source in captured.inputs}
+        rates = torch.frombuffer(self.rates, dtype=torch.float64)
+        state = [self.optimizer.state[by_name[p]][name] for p, name in step.state]
+        further = iter([*rates[: step.rates].unbind(), *state])
+        self.addresses = (ctypes.c_void_p * len(program.inputs))()
+        self.arguments: list[Argument] = []
+        self.followed: list[Followed] = []
+        self.alive: list[torch.Tensor] = []
+        self.seed: torch.Tensor | None = None
+        mutable: list[torch.Tensor] = []
+        fixed: list[torch.Tensor] = []
+        for position, entry in enumerate(program.inputs):
+            strides = tuple(self.plan.value(s) for s in entry.strides)
+            if entry.name in by_name:
+                tensor, source = by_name[entry.name], sources[entry.name]
+                if id(tensor) in given:
+                    if entry.mutable:
+                        raise Unsupported(f"the model changes its argument {entry.path} in place")
+                    fits = _same_strides(tensor, strides)
+                    self.arguments.append(Argument(position, given[id(tensor)], None if fits else strides))
+                    continue
+                if id(tensor) not in held and source.kind == "tensor":
+                    self.followed.append(_follow(source.source, scope, code_globals, tensor))
+            elif entry.name == SEED:
+                tensor = self.seed = torch.zeros((), dtype=torch.int64)
+            else:
+                tensor = next(further)
+                _check_state(entry, tensor, strides)
+            (mutable if entry.mutable else fixed).append(tensor)
+            self.alive.append(tensor)
+            self.addresses[position] = tensor._cdata
+        _check_apart(mutable, fixed)
+        self.updated = frozenset(t.untyped_storage()._cdata for t in mutable)
+        buffers = [by_name[n] for n in captured.graph.writes if n in by_name]
+        self.buffers = frozenset(t.untyped_storage()._cdata for t in buffers)
+
+    # ---- every call ---------------------------------------------------------------------------------------------
+    def valid(self, scope: dict[str, Any]) -> bool:
+        """Whether all that was bound is still what the model, the loss and the optimizer hold."""
+        optimizer = self.optimizer
+        if optimizer.state is not self.state_object or not self.same.holds() or any(self.empty_hooks):
+            return False
+        if len(optimizer.param_groups) != len(self.groups) or optimizer.__dict__.get("step") is not self.patched:
+            return False
+        for group, (bound, options, parameters) in zip(optimizer.param_groups, self.groups, strict=True):
+            if group is not bound or _options(group) != options or [*map(id, group["params"])] != parameters:
+                return False
+        if any(map(_gradient_hooks, self.trained)) or any(map(_accumulation_hooks, self.trained)):
+            return False
+        return self.guard(scope) and all(followed.holds(scope) for followed in self.followed)
+
+    def run(self, flat: Sequence[Any], keep_gradients: bool) -> torch.Tensor | None:
+        """Run on the call's arguments; None, and nothing has run, if one of them lies in a buffer that is written."""
+        addresses, alive = self.addresses, []
+        for argument in self.arguments:
+            tensor = flat[argument.index]
+            storage = tensor.untyped_storage()._cdata
+            if argument.strides is not None:
+                copy = torch.empty_strided(tensor.shape, argument.strides, dtype=tensor.dtype)
+                alive.append(tensor := copy.copy_(tensor))
+            elif storage in self.updated:
+                if storage in self.buffers:
+                    return None
+                alive.append(tensor := tensor.clone(memory_format=torch.preserve_format))
+            addresses[argument.position] = tensor._cdata
+        for position, (group, _, _) in enumerate(self.groups):
+            self.rates[position] = group["lr"]
+        if self.seed is not None:
+            self.seed.random_()
+        try:
+            outputs = self.plan.run_addresses(addresses)
+        except ExecutionError as error:
+            error.add_note("The step failed half-way: parameters and optimizer state may be partly updated.")
+            raise
+        for leaf in self.leaves:
+            if _gradient(leaf) is not None:
+                leaf.grad = None
+        if keep_gradients:
+            for parameter, gradient in zip(self.kept, outputs[1:], strict=False):
+                parameter.grad = gradient
+        if self.first:
+            made = outputs[1 + len(self.kept) :]
+            owners = dict(zip(self.step.trained, self.trained, strict=True))
+            for (owner, name), tensor in zip(self.step.made, made, strict=True):
+                self.optimizer.state[owners[owner]][name] = tensor
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at
+        return outputs[0]
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Whether someone wants to see or change this parameter's gradient."""
+    return bool(_gradient_hooks(parameter) or _accumulation_hooks(parameter))
+
+
+def _all_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _options(group: Mapping[str, Any]) -> list[Any]:
+    """A parameter group's options, except learning rate and parameters."""
+    return [v for k, v in group.items() if k != "params" and k != "lr" and k != "initial_lr"]
+
+
+def _same_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
+    pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    return tensor.numel() < 2 or all(size == 1 or a == b for size, a, b in pairs)
+
+
+def _follow(source: str, scope: dict[str, Any], code_globals: dict[str, Any], tensor: torch.Tensor) -> Followed:
+    try:
+        code = compile(source, "<captured>", "eval")
+        found = eval(code, {"G": code_globals, "L": scope})
+    except Exception as error:
+        raise Unsupported(f"a tensor that cannot be found again at the next call ({source})") from error
+    number = isinstance(found, float) and tensor.ndim == 0
+    if not number and found is not tensor:
+        raise Unsupported(f"a tensor that is made anew at each call ({source})")
+    return Followed(code, code_globals, tensor, number)
+
+
+def _check_state(entry: ProgramInput, tensor: torch.Tensor, strides: Sequence[int]) -> None:
+    expected = torch_dtype(entry.dtype)
+    if tensor.dtype is not expected or not _same_strides(tensor, strides):
+        raise Unsupported(
+            f"the optimizer's {entry.name} is {tensor.dtype} of strides {tensor.stride()}, expected {expected} of "
+            f"strides {tuple(strides)}"
+        )
+
+
+def _check_apart(mutable: Sequence[torch.Tensor], fixed: Sequence[torch.Tensor]) -> None:
+    """Raise `Unsupported` if a tensor that the step updates shares memory with another tensor of the step."""
+    both = [*((t, True) for t in mutable), *((t, False) for t in fixed)]
+    spans = sorted((*memory_span(t), written) for t, written in both if t.numel())
+    end, behind_written = 0, False
+    for start, stop, written in spans:
+        if start < end and (written or behind_written):
+            raise Unsupported("parameters, buffers or optimizer state that share memory with one another")
+        behind_written = written if stop >= end else behind_written
+        end = max(end, stop)

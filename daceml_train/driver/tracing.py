@@ -1,0 +1,64 @@
+"""Dynamo as the driver uses it: code of its own for each compiled function, and what a call's arguments were."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import itertools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+RECOMPILATIONS = 64
+"""Programs per module or step before Dynamo gives up: modes, frozen sets of parameters and kinds of arguments."""
+
+_KNOWN = inspect.signature(torch.compile).parameters
+_copies = itertools.count()
+
+
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a function under a code name of its own.
+
+    TorchDynamo keeps per code name what it has learned of sizes, and how often it has compiled: without this, modules
+    of one class would be compiled for varying sizes because they differ from one another.
+    """
+    if not isinstance(function, types.FunctionType):
+        return function
+    code = function.__code__.replace(co_name=f"{function.__code__.co_name}_{next(_copies)}")
+    copy = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def traced(function: Callable[..., Any], owner: object, backend: Callable[..., Any], **options: Any) -> Any:
+    """`torch.compile` of a method of `owner`, apart from those of all other objects of its class."""
+    known = {"recompile_limit": RECOMPILATIONS, "isolate_recompiles": True}
+    options |= {name: value for name, value in known.items() if name in _KNOWN}
+    return torch.compile(types.MethodType(with_own_code(function), owner), backend=backend, **options)
+
+
+def has_effects(code: types.CodeType) -> bool:
+    """Whether code that Dynamo generated does more, after its one graph has run, than put results together.
+
+    What the user's code assigned, appended or printed stands there; a program cannot repeat it.
+    """
+    instructions = list(dis.get_instructions(code))
+    ran = [i for i, x in enumerate(instructions) if x.opname == "STORE_FAST" and x.argval == "graph_out_0"]
+    acting = ("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_ATTR", "DELETE_SUBSCR", "CALL")
+    return not ran or any(x.opname.startswith(acting) for x in instructions[ran[0] :])
+
+
+def describe(arguments: Sequence[Any]) -> str:
+    """The arguments of a call as an error message names them."""
+    leaves = pytree.tree_leaves(list(arguments))
+    return ", ".join(f"argument {i}: {_describe(leaf)}" for i, leaf in enumerate(leaves)) or "no argument"
+
+
+def _describe(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        place = "" if leaf.device.type == "cpu" else f" on {leaf.device}"
+        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}{place}"
+    return type(leaf).__name__

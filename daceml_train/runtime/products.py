@@ -1,0 +1,130 @@
+"""Which library multiplies two matrices: measured once per shape, layout and thread count, and remembered on disk.
+
+PyTorch's `mm` calls its BLAS (MKL in the wheels); `mkldnn::_linear_pointwise` runs the same product in oneDNN. Which
+one is faster depends on the processor (oneDNN by a factor of two where MKL does not use the widest vectors) and on
+the layout, since oneDNN copies operands that it cannot read as they lie.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SMALLEST = 1 << 20
+"""Multiplications below which a product takes microseconds and the shorter way of calling `mm` wins."""
+ROUNDS = 5
+"""Alternating measurements of each candidate; the fastest counts, since noise only adds."""
+MARGIN = 0.95
+"""oneDNN is taken if it needs at most this share of the BLAS's time: the result then is an allocation of its own."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product `a @ b`, or `bias + a @ b`, of float32 matrices: sizes, strides in elements, threads."""
+
+    rows: int
+    inner: int
+    columns: int
+    a: tuple[int, int]
+    b: tuple[int, int]
+    bias: bool
+    threads: int
+
+    @property
+    def key(self) -> str:
+        """The text under which the choice is remembered."""
+        return (
+            f"{torch.__version__} {self.rows}x{self.inner}x{self.columns} {self.a} {self.b} {self.bias} {self.threads}"
+        )
+
+
+@dataclass
+class Products:
+    """Choices made so far; `path` is the file that keeps them between processes (None: this process alone)."""
+
+    path: Path | None = None
+    chosen: dict[str, bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.path is not None and self.path.exists():
+            try:
+                self.chosen.update(json.loads(self.path.read_text()))
+            except ValueError:  # damaged: measured again
+                self.chosen.clear()
+
+    def onednn(self, product: Product) -> bool:
+        """Whether oneDNN computes this product faster here; measured if it is new."""
+        if product.rows * product.inner * product.columns < SMALLEST or not available():
+            return False
+        if product.key not in self.chosen:
+            self.chosen[product.key] = measure(product)
+            self.save()
+        return self.chosen[product.key]
+
+    def save(self) -> None:
+        """Write the choices, atomically and with those that other processes made meanwhile."""
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        known = Products(self.path).chosen if self.path.exists() else {}
+        with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as file:
+            json.dump(known | self.chosen, file, indent=0)
+        os.replace(file.name, self.path)
+
+
+def available() -> bool:
+    """Whether PyTorch has the oneDNN product for dense float32 matrices."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def measure(product: Product) -> bool:
+    """Time both ways on matrices of this layout, alternating."""
+    a = _matrix((product.rows, product.inner), product.a)
+    b = _matrix((product.inner, product.columns), product.b)
+    out = torch.empty(product.rows, product.columns)
+    bias = torch.zeros(product.columns) if product.bias else None
+    linear: Any = torch.ops.mkldnn._linear_pointwise
+
+    def blas() -> None:
+        if bias is None:
+            torch.mm(a, b, out=out)
+        else:
+            torch.addmm(bias, a, b, out=out)
+
+    def onednn() -> None:
+        linear(a, b.t(), bias, "none", [], "")
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(product.threads)
+    try:
+        with torch.no_grad():
+            times = _alternate([blas, onednn])
+    finally:
+        torch.set_num_threads(before)
+    return times[1] < MARGIN * times[0]
+
+
+def _alternate(candidates: Sequence[Callable[[], None]]) -> list[float]:
+    """The shortest time of each candidate over alternating runs, after one run each to warm up."""
+    for candidate in candidates:
+        candidate()
+    best = [float("inf")] * len(candidates)
+    for _ in range(ROUNDS):
+        for number, candidate in enumerate(candidates):
+            start = time.perf_counter()
+            candidate()
+            best[number] = min(best[number], time.perf_counter() - start)
+    return best
+
+
+def _matrix(sizes: tuple[int, int], strides: tuple[int, int]) -> torch.Tensor:
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    return torch.zeros(max(extent, 1)).as_strided(sizes, strides)

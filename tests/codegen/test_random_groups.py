@@ -1,0 +1,88 @@
+"""Random fusion groups: whatever is not refused computes what its body says."""
+
+from random import Random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from daceml_train.errors import Refused
+from daceml_train.ops.operator import Value, make
+from tests.codegen.running import Case, check, describe, kernel_of
+
+pytestmark = pytest.mark.compiled
+UNARY = ["tanh", "square", "neg", "sigmoid", "abs", "relu"]
+BINARY = ["add", "sub", "mul", "maximum"]
+
+
+def operands(r: Random) -> list[torch.Tensor]:
+    """Arrays that broadcast with one another, some of them permuted or strided in memory."""
+    shape = [r.choice([1, 2, 3, 5, 8, 17, 40]) for _ in range(r.randint(1, 4))]
+    made = []
+    for position in range(r.randint(1, 4)):
+        dims = [s if position == 0 or r.random() < 0.7 else 1 for s in shape]
+        dims = dims[r.choice([0, 0, 0, len(dims) - 1]) :]
+        x = torch.randn(dims)
+        match r.randint(0, 5):
+            case 0 if x.dim() > 1:
+                order = r.sample(range(x.dim()), x.dim())
+                x = x.permute(order).contiguous().permute([order.index(d) for d in range(x.dim())])
+            case 1 if x.dim() > 0:
+                x = torch.randn([*dims[:-1], dims[-1] * 2])[..., ::2]
+        made.append(x)
+    return made
+
+
+def body(r: Random, steps: int):
+    """A random program: elementwise operators, reductions that keep their dimensions, movement."""
+
+    def build(*arguments: Value) -> list[Value]:
+        values = list(arguments)
+        for _ in range(steps):
+            x = r.choice(values[-4:])
+            rank = len(x.shape)
+            try:
+                match r.randint(0, 9):
+                    case 0 | 1:
+                        made = x.unary(r.choice(UNARY))
+                    case 2 | 3 | 4:
+                        made = x.apply(make(r.choice(BINARY)), r.choice(values))
+                    case 5 | 6 if rank:
+                        dims = r.choice([(rank - 1,), tuple(range(rank - 1)) or (0,), tuple(range(rank))])
+                        made = x.reduce(r.choice(["sum", "sum", "max"]), dims, r.random() < 0.7)
+                        made = made.unary("tanh")
+                    case 7 if rank > 1:
+                        made = x.permute((*range(rank - 2), rank - 1, rank - 2)).unary("neg")
+                    case 8 if rank > 1:
+                        made = x.view((*x.shape[:-2], x.shape[-2] * x.shape[-1]))
+                    case _:
+                        made = x.compare("gt", 0.25).where(x, 0.5)
+            except Exception as error:  # shapes that do not broadcast
+                if "broadcast" not in str(error):
+                    raise
+                continue
+            values.append(made)
+        results = values[len(arguments) :][-3:]
+        return r.sample(results, r.randint(1, len(results))) if results else [values[0].unary("neg")]
+
+    return build
+
+
+def group(seed: int) -> Case | None:
+    """The case of a seed, or None if it is refused."""
+    r = Random(seed)
+    torch.manual_seed(seed)
+    inputs = operands(r)
+    steps = r.randint(1, 12)
+    kernel = kernel_of(body(r, steps), *map(describe, inputs))
+    try:
+        return Case(f"seed {seed}", kernel, inputs, blocks=r.choice([1, 2, 3]), tolerance=1e-5)
+    except Refused:
+        return None
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 1_000_000))
+def test_random_groups(seed):
+    check([c for c in map(group, range(seed, seed + 10)) if c is not None])
