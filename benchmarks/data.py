@@ -76,7 +76,7 @@ class Text:
 
 
 def standard_library() -> Text:
-    """The sources of `MODULES`; characters that are not ASCII are left out, so that all installations have one alphabet."""
+    """The sources of `MODULES`, without characters beyond ASCII: the alphabet is the same on every machine."""
     alphabet = "\n" + "".join(map(chr, range(32, 127)))
     known = {c: i for i, c in enumerate(alphabet)}
     numbers: list[int] = []

@@ -35,7 +35,8 @@ def losses(training: Training, folder: Path) -> Path:
         ours = f"{training.ours.title}, {training.ours.milliseconds:.1f} ms a step ({ratio:.2f} x as fast)"
         top.plot(steps, training.eager.losses, color=ORANGE, linewidth=4.5, alpha=0.75, label=eager)
         top.plot(steps, training.ours.losses, color=BLUE, linewidth=1.3, label=ours)
-        top.set(title=f"{training.title}: training loss, the same batches from the same start", ylabel="cross-entropy (nats)")
+        top.set_title(f"{training.title}: training loss, the same batches from the same start")
+        top.set_ylabel("cross-entropy (nats)")
         if min(training.eager.losses) < 0.2 * max(training.eager.losses):
             top.set_yscale("log")
         top.legend(loc="upper right")
@@ -57,7 +58,7 @@ def bytes_per_level(trainings: Sequence[Training], folder: Path) -> Path:
         )
         for axes, training in zip(panels[0], trainings, strict=True):
             _bars(axes, training)
-        figure.suptitle("Memory traffic of one training step, level by level", x=0.01, ha="left", weight="bold", size=14)
+        figure.suptitle("Memory traffic of one training step, by level", x=0.01, ha="left", weight="bold", size=14)
         return _saved(figure, folder / "bytes_per_level.png")
 
 
@@ -68,10 +69,11 @@ def _bars(axes: Any, training: Training) -> None:
     colours = [GREY] + [BLUE] * (len(sizes) - 1)
     bars = axes.barh(names, sizes, color=colours, height=0.66)
     labels = [f"{size:.0f} MB" if size >= 10 else f"{size:.1f} MB" for size in sizes]
-    labels[1:] = [f"{label}  (−{100 * (1 - size / sizes[0]):.0f} %)" for label, size in zip(labels[1:], sizes[1:], strict=True)]
+    saved = ["", *(f"  (−{100 * (1 - size / sizes[0]):.0f} %)" for size in sizes[1:])]
+    labels = [label + share for label, share in zip(labels, saved, strict=True)]
     axes.bar_label(bars, labels, padding=5, color=INK, size=10)
     axes.invert_yaxis()
-    axes.set(title=training.title, xlabel="megabytes read and written", xlim=(0, 1.32 * max(sizes)))
+    axes.set(title=training.title, xlabel="megabytes read and written", xlim=(0, 1.42 * max(sizes)))
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color="#E6E9EC", linewidth=0.8)

@@ -111,15 +111,22 @@ def report(compiled: Any) -> Report:
         pieces = state_of(compiled.pieces)
         records = [*compiled.records, *(pieces.backend.records if pieces else ())]
         breaks = [*compiled.breaks, *(pieces.backend.breaks if pieces else ())]
-        return Report("training step", name, _functions(records), tuple(dict.fromkeys(breaks)))
+        return Report("training step", name, _functions(records), _reasons(breaks))
     state = state_of(compiled)
     if state is None:
         raise Invalid(
             f"report takes what `optimize` or `training_step` returned, given {type(compiled).__name__}",
             advice="call report on that object",
         )
-    breaks = list(dict.fromkeys(state.backend.breaks))
-    return Report("module", state.source.__name__, _functions(state.backend.records), tuple(breaks))
+    functions = _functions(state.backend.records)
+    return Report("module", state.source.__name__, functions, _reasons(state.backend.breaks))
+
+
+def _reasons(breaks: Sequence[str]) -> tuple[str, ...]:
+    """Each reason once and on one line, without TorchDynamo's hints to its developers."""
+    lines = ([line.strip() for line in reason.splitlines()] for reason in breaks)
+    kept = (" ".join(line for line in of if line and not line.startswith("Hint:")) for of in lines)
+    return tuple(dict.fromkeys(kept))
 
 
 # ---- from records ---------------------------------------------------------------------------------------------------
@@ -159,7 +166,7 @@ def _compiled(group: Sequence[Record]) -> Compiled:
         kernels=sum(r.kernels for r in group),
         distinct_kernels=sum(r.distinct_kernels for r in group),
         calls=dict(sorted(calls.items())),
-        fallbacks=tuple(fallback for record in group for fallback in record.fallbacks),
+        fallbacks=tuple(dict.fromkeys(fallback for record in group for fallback in record.fallbacks)),
         stages=stages,
         warm=first.warm,
         arena=max((executable.arena.capacity for executable in linked), default=0),

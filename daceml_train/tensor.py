@@ -33,6 +33,8 @@ class DType(enum.Enum):
     complex64 = ("c64", 8, "dace::complex64", "complex64")
     complex128 = ("c128", 16, "dace::complex128", "complex128")
 
+    __hash__ = object.__hash__  # by identity: Enum's own goes through the name, in Python
+
     @property
     def short(self) -> str:
         """The name in graph texts, such as `f32`."""

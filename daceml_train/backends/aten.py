@@ -13,7 +13,7 @@ from typing import Any
 from daceml_train.errors import Unsupported
 from daceml_train.ops.fallback import Operand
 from daceml_train.ops.operator import Operator
-from daceml_train.tensor import DType, Tensor
+from daceml_train.tensor import Tensor
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ def _attention_grad(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor
 
 def _fallback(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
     namespace, name, overload = op.target.split(".")
-    returns = tuple(range(len(results)))
-    return Call(f"{namespace}::{name}", Keywords(op.arguments, op.keywords).positional(op.target), _plain(overload), returns)
+    arguments = Keywords(op.arguments, op.keywords).positional(op.target)
+    return Call(f"{namespace}::{name}", arguments, _plain(overload), tuple(range(len(results))))
 
 
 def _plain(overload: str) -> str:
@@ -147,7 +147,7 @@ class Keywords:
         named = dict(self.keywords)
         ordered: list[Any] = list(self.arguments)
         for argument in schema.arguments[len(ordered) :]:
-            ordered.append(named[argument.name] if argument.name in named else argument.default_value)
+            ordered.append(named.get(argument.name, argument.default_value))
         return tuple(ordered)
 
 
@@ -180,6 +180,3 @@ CALLS: dict[str, Rule] = {
     "aten": _fallback,
 }
 """Operator label -> its library call."""
-
-TORCH_TYPES = {d: d.name for d in DType}
-"""Element type -> name of the `torch.dtype`."""

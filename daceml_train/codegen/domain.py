@@ -20,7 +20,7 @@ from daceml_train.ops.movement import Expand, Permute, Slice, View
 from daceml_train.ops.operator import Operator
 from daceml_train.ops.random import Uniform
 from daceml_train.ops.reduction import Reduce
-from daceml_train.tensor import Dim, DType, Tensor, product, same, simplify
+from daceml_train.tensor import Dim, DType, Tensor, same, simplify
 
 Axes = frozenset[int]
 
@@ -317,7 +317,7 @@ class _Analysis:
                 dims = [dims[d] for d in op.dims]
             case Expand():
                 missing = tensor.rank - value.tensor.rank
-                before = [[] for _ in range(missing)] + dims
+                before: list[list[int]] = [[] for _ in range(missing)] + dims
                 dims = [old or self.axes.dim(size) for old, size in zip(before, tensor.shape, strict=True)]
             case View():
                 dims = self.view(dims, tensor)

@@ -40,8 +40,8 @@ def literal(value: float | int | bool, dtype: DType) -> str:
     if dtype is DType.bool:
         return "true" if value else "false"
     if not dtype.is_float:
-        number = int(value)
-        return f"({dtype.c})({number}LL)" if number != -(2**63) else f"({dtype.c})(-{2**63 - 1}LL - 1)"
+        whole = int(value)
+        return f"({dtype.c})({whole}LL)" if whole != -(2**63) else f"({dtype.c})(-{2**63 - 1}LL - 1)"
     suffix = "f" if dtype is DType.float32 else ""
     number = float(value)
     if math.isnan(number):

@@ -11,11 +11,15 @@ from pathlib import Path
 import sympy
 
 from daceml_train.codegen.domain import analyse
-from daceml_train.codegen.plan import TILE, Layout, Plan, hint
+from daceml_train.codegen.loops import SQUARE, TILE, Layout
+from daceml_train.codegen.phases import RANDOM_COST
+from daceml_train.codegen.plan import Plan
 from daceml_train.ops.elementwise import Elementwise, Full
 from daceml_train.ops.kernel import Kernel
 from daceml_train.ops.random import Uniform
 from daceml_train.tensor import Dim, Tensor, product, simplify, symbol
+
+__all__ = ["KernelCode", "Layout", "block_count", "generate"]
 
 GRAIN = 1 << 15
 """Element-operations that are worth a thread: some ten microseconds."""
@@ -61,32 +65,35 @@ def generate(kernel: Kernel, operands: Sequence[Layout], results: Sequence[Layou
     """The code of a kernel on operands and results that lie in memory like this. Raises `Refused` with a sentence."""
     plan = Plan(analyse(kernel, [Tensor(o.shape, o.dtype) for o in operands]), operands, results)
     integers = (symbol("blocks"), *plan.integers().values())
-    scratch = tuple(simplify(array.bytes) for array in plan.scratch)
+    scratch = tuple(simplify(array.bytes) for array in plan.arrays.scratch)
     key = hashlib.sha256(f"{plan.structure()}\n{generator_version()}".encode()).hexdigest()[:20]
     return KernelCode(key, integers, scratch, _units(plan), _work(plan), plan)
 
 
 def _units(plan: Plan) -> Dim:
     """How many parts the parallel loop could have at most."""
-    rows = product(a.size for a in plan.row_axes)
-    if plan.mode == "rows" or not plan.lane_axes:
-        return rows
-    lanes = plan.lane_axes[-1].size
-    size = TILE if plan.mode == "tiles" else CHUNK
-    chunks = -(-lanes // size) if isinstance(lanes, int) else sympy.ceiling(lanes / size)
-    outer = rows if plan.mode == "flat" else product(a.size for a in plan.lane_axes[:-1])
-    return simplify(outer * chunks)
+    rows, lanes = plan.loops.row_axes, plan.loops.lane_axes
+    if plan.loops.mode == "rows" or not lanes:
+        return product(a.size for a in rows)
+    if plan.loops.mode == "tiles":
+        return simplify(product(a.size for a in lanes[:-1]) * _groups(lanes[-1].size, TILE))
+    sizes = [a.size for a in rows]
+    if plan.loops.squares:
+        sizes[-1] = _groups(sizes[-1], SQUARE)
+    return simplify(product(sizes) * _groups(lanes[-1].size, CHUNK))
+
+
+def _groups(size: Dim, group: int) -> Dim:
+    return -(-size // group) if isinstance(size, int) else sympy.ceiling(size / group)
 
 
 def _work(plan: Plan) -> Dim:
     """Element-operations: every value once per element of its axes, memory accesses included."""
-    total: Dim = 0
-    for name, leaf in plan.leaves.items():
-        axes = [a for a in plan.row_axes + plan.lane_axes if a.name in plan.needs[name]]
-        if leaf.reduced:
-            axes = plan.row_axes + plan.lane_axes
+    loops, total = plan.loops.row_axes + plan.loops.lane_axes, simplify(0)
+    for name, leaf in plan.loops.leaves.items():
+        axes = loops if leaf.reduced else [a for a in loops if a.name in plan.loops.needs[name]]
         op = leaf.op
-        flops = op.row.flops if isinstance(op, Elementwise) else 42 if isinstance(op, Uniform) else 1
+        flops = op.row.flops if isinstance(op, Elementwise) else RANDOM_COST if isinstance(op, Uniform) else 1
         if not isinstance(op, Full):
             total = total + flops * product(a.size for a in axes)
     return simplify(total)
@@ -95,8 +102,3 @@ def _work(plan: Plan) -> Dim:
 def block_count(rows: int, work: int, threads: int) -> int:
     """How many blocks to run in parallel: at least one, at most `threads`, each with enough to do."""
     return max(1, min(threads, rows, work // GRAIN))
-
-
-def estimate(size: Dim) -> float:
-    """A number for a size that may hold symbols."""
-    return hint(size)

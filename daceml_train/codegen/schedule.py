@@ -5,7 +5,8 @@
 
 A write-conflict edge out of a lane map is a reduction into a scalar. It is accumulated in the element type of the
 tasklet's connector over segments of at most `SEGMENT` lanes, and across them in the type of the scalar: float lanes
-add to a double. The connector's prefix says how (`sum_`, `prod_`, `max_`, `min_`, `any_`, `all_`); `max` and `min` keep NaN.
+add to a double. The connector's prefix says how (`sum_`, `prod_`, `max_`, `min_`, `any_`, `all_`); `max` and `min`
+keep NaN.
 """
 
 from __future__ import annotations
@@ -97,7 +98,6 @@ class LaneGenerator(TargetCodeGenerator):
         """Loops over the map's ranges; the innermost one is vectorised and, if it reduces, cut into segments."""
         graph = cfg.state(state)
         (entry,) = scope.source_nodes()
-        leave = graph.exit_node(entry)
         (tasklet,) = (n for n in scope.nodes() if isinstance(n, nodes.Tasklet))
         reads = [e for e in graph.in_edges(tasklet) if e.data.data is not None]
         writes = [e for e in graph.out_edges(tasklet) if e.data.data is not None]
@@ -150,7 +150,6 @@ class LaneGenerator(TargetCodeGenerator):
             wide = sdfg.arrays[target].dtype.ctype
             lines.append(f"{target} = {COMBINE[kind].format(t=wide, a=target, b=f'({wide}){total}')};")
         lines += ["}"] * (len(ranges) - 1 + bool(reduced))
-        del leave
         out.write("\n".join(["{", *lines, "}"]), cfg, state, entry)
 
 

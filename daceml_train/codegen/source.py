@@ -6,31 +6,32 @@ initialisation and shutdown is dropped: a kernel has no state.
 
 from __future__ import annotations
 
-import os
 import re
+import warnings
 from typing import Any
 
-os.environ.setdefault("DACE_compiler_lineinfo", "none")
-
-import dace
 from dace.codegen import codegen
 from dace.codegen.targets import cpu, framecode
+from dace.config import set_temporary
 from dace.sdfg import infer_types
 
-from daceml_train.codegen.plan import SQUARE, Plan
+from daceml_train.codegen.loops import SQUARE
+from daceml_train.codegen.plan import Plan
 from daceml_train.codegen.schedule import BlockGenerator, LaneGenerator
 from daceml_train.codegen.sdfg import build
 
 
 def source(plan: Plan, key: str) -> str:
     """The C++ text with the entry point `kernel_<key>`."""
-    name = f"body_{key}"
-    sdfg = build(plan, name)
-    return f'#include "kernel.h"\n\n{code(sdfg)}\n{entry(plan, sdfg, key)}'
+    with warnings.catch_warnings(), set_temporary("compiler", "lineinfo", value="none"):
+        warnings.simplefilter("ignore")
+        sdfg = build(plan, f"body_{key}")
+        text, arguments = code(sdfg)
+    return f'#include "kernel.h"\n\n{text}\n{entry(plan, sdfg, arguments, key)}'
 
 
-def code(sdfg: Any) -> str:
-    """The functions that DaCe generates for an SDFG, without its frame and its marks."""
+def code(sdfg: Any) -> tuple[str, list[str]]:
+    """The functions that DaCe generates for an SDFG, without its frame and its marks, and their arguments."""
     infer_types.infer_connector_types(sdfg)
     infer_types.set_default_schedule_and_storage_types(sdfg, None)
     frame = framecode.DaCeCodeGenerator(sdfg)
@@ -39,31 +40,32 @@ def code(sdfg: Any) -> str:
     LaneGenerator(frame, sdfg)
     codegen._get_codegen_targets(sdfg, frame)
     frame.dispatcher.instrumentation = dict.fromkeys(frame.dispatcher.instrumentation)
-    functions, body, *_ = frame.generate_code(sdfg, None)
+    with set_temporary("compiler", "unique_functions", value="none"):  # no function occurs twice: no hashes needed
+        functions, body, *_ = frame.generate_code(sdfg, None)
     text = re.sub(r"[ \t]*////__DACE:[^\n]*", "", str(functions) + str(body))
     text = re.sub(r"\n\s*/{5,}(?=\n)", "", text)
     text = text[text.index("};", text.index(f"struct {sdfg.name}_state_t")) + 2 : text.index("DACE_EXPORTED")]
     text = re.sub(rf"{sdfg.name}_state_t ?\*__state(, )?|__state, ", "", text)
-    return re.sub(r"\n\s*(?=\n)", "", text).strip() + "\n"
+    return re.sub(r"\n\s*(?=\n)", "", text).strip() + "\n", list(frame.arglist)
 
 
-def entry(plan: Plan, sdfg: Any, key: str) -> str:
+def entry(plan: Plan, sdfg: Any, passed: list[str], key: str) -> str:
     """The function that unpacks pointers and integers."""
-    lines = [f'extern "C" __attribute__((visibility("default"))) void kernel_{key}(void** pointers, const int64_t* integers) {{']
-    lines.append("    int64_t blocks = integers[0];")
+    head = f"void kernel_{key}(void** pointers, const int64_t* integers) {{"
+    lines = [f'extern "C" __attribute__((visibility("default"))) {head}', "    int64_t blocks = integers[0];"]
     arguments: dict[str, str] = {"blocks": "blocks"}
     for position, (name, _) in enumerate(plan.integers().items(), 1):
-        arguments[name] = f"vm::bits64(integers[{position}])" if name in plan.reals else f"integers[{position}]"
-    inputs, outputs = len(plan.operands), sum(r.target is None for r in plan.domain.results)
+        arguments[name] = f"vm::bits64(integers[{position}])" if name in plan.values.reals else f"integers[{position}]"
+    inputs, outputs = len(plan.loops.operands), sum(r.target is None for r in plan.loops.domain.results)
     base = {"input": 0, "output": inputs, "scratch": inputs + outputs}
-    for name, array in plan.arrays.items():
+    for name, array in plan.arrays.named.items():
         kind, position = array.pointer
         ctype = sdfg.arrays[name].dtype.ctype
         offset = f" + {arguments[f'{name}_offset']}" if f"{name}_offset" in arguments else ""
         arguments[name] = f"({ctype}*)pointers[{base[kind] + position}]{offset}"
-    if plan.mode == "flat":
-        sizes = [arguments[f"{a.name}_size"] for a in plan.row_axes]
-        if plan.squares:
+    if plan.loops.mode == "flat":
+        sizes = [arguments[f"{a.name}_size"] for a in plan.loops.row_axes]
+        if plan.loops.squares:
             sizes[-1] = f"vm_groups({sizes[-1]}, {SQUARE})"
         rows = " * ".join(sizes) or "1"
         lines += [
@@ -72,5 +74,5 @@ def entry(plan: Plan, sdfg: Any, key: str) -> str:
             "    blocks = blocks / lane_blocks * lane_blocks;",
         ]
         arguments["lane_blocks"] = "lane_blocks"
-    passed = ", ".join(arguments[name] for name in sdfg.arglist())
-    return "\n".join([*lines, f"    __program_{sdfg.name}_internal({passed});", "}", ""])
+    texts = ", ".join(arguments[name] for name in passed)
+    return "\n".join([*lines, f"    __program_{sdfg.name}_internal({texts});", "}", ""])

@@ -81,7 +81,7 @@ def _result(
             if source.view is None:
                 return owner
             shape, strides = ([value(s) for s in dims] for dims in (source.view.shape, source.view.strides))
-            return owner.as_strided(shape, strides, value(source.view.offset))
+            return owner.as_strided(shape, strides, owner.storage_offset() + value(source.view.offset))
         case "size":
             return value(source.value)
     return source.value

@@ -214,12 +214,12 @@ class BoundStep:
                 leaf.grad = None
         if keep_gradients:
             for parameter, gradient in zip(self.kept, outputs[1:], strict=False):
-                parameter.grad = gradient
+                parameter.grad = _laid_out_like(parameter, gradient)
         if self.first:
             made = outputs[1 + len(self.kept) :]
             owners = dict(zip(self.step.trained, self.trained, strict=True))
             for (owner, name), tensor in zip(self.step.made, made, strict=True):
-                self.optimizer.state[owners[owner]][name] = tensor
+                self.optimizer.state[owners[owner]][name] = _laid_out_like(owners[owner], tensor)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at
         return outputs[0]
 
@@ -241,6 +241,13 @@ def _options(group: Mapping[str, Any]) -> list[Any]:
 def _same_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
     pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
     return tensor.numel() < 2 or all(size == 1 or a == b for size, a, b in pairs)
+
+
+def _laid_out_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A gradient or a state in its parameter's memory layout, as PyTorch has it."""
+    if _same_strides(tensor, parameter.stride()):
+        return tensor
+    return torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(tensor)
 
 
 def _follow(source: str, scope: dict[str, Any], code_globals: dict[str, Any], tensor: torch.Tensor) -> Followed:

@@ -14,7 +14,7 @@ from torch._dynamo.exc import TorchDynamoException
 from daceml_train.driver.binding import differentiable_outputs, input_tensors
 from daceml_train.driver.compilation import Options, Record, compile_differentiable
 from daceml_train.driver.function import CompiledGraph
-from daceml_train.driver.tracing import describe, traced
+from daceml_train.driver.tracing import describe, reason, traced
 from daceml_train.errors import DacemlError, Invalid
 from daceml_train.frontends.torch.capture import capture
 
@@ -140,5 +140,5 @@ def _as_pytorch(
         worked = f"; a call that worked took {state.worked}" if state.worked else ""
         own.add_note(f"daceml_train: the module was given {describe((*arguments, *keywords.values()))}{worked}")
         raise own from None
-    state.backend.break_off(str(error).strip().split("\n\n")[0])
+    state.backend.break_off(reason(error))
     return result

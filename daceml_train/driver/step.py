@@ -15,11 +15,11 @@ import torch._dynamo
 import torch.utils._pytree as pytree
 
 from daceml_train.driver.binding import input_tensors
-from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks, step_hooks
+from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks, hook_tables, step_hooks
 from daceml_train.driver.compilation import Options, Record, Trained, WholeStep, compile_step
 from daceml_train.driver.module import optimized, state_of
-from daceml_train.driver.tracing import RECOMPILATIONS, describe, has_effects, with_own_code
-from daceml_train.errors import DacemlError, Invalid, Unsupported
+from daceml_train.driver.tracing import RECOMPILATIONS, describe, has_effects, reason, with_own_code
+from daceml_train.errors import Invalid, Unsupported
 from daceml_train.frontends.torch.capture import Captured, capture
 from daceml_train.runtime.optimizers import initial_state, makes_its_state, ready, update_of
 
@@ -67,8 +67,7 @@ class TrainingStep:
         self._in_pieces: dict[Any, str] = {}
         self._worked = ""
         self._lock = threading.Lock()
-        self._code = with_own_code(TrainingStep._objective)
-        self._traced = torch.compile(self._code, backend=_collect, fullgraph=True)
+        self._hooks: list[int] | None = None
 
     # ---- calling ------------------------------------------------------------------------------------------------
     def __call__(self, inputs: Any, *targets: Any) -> torch.Tensor:
@@ -111,6 +110,12 @@ class TrainingStep:
     def _bind(self, key: Any, inputs: Any, targets: tuple[Any, ...], flat: Sequence[Any]) -> BoundStep | None:
         """The step for these arguments, captured and compiled as far as that is new; None if it runs in pieces."""
         _check_tensors(flat)
+        if (hooks := self._hooked()) != self._hooks:  # Dynamo does not look for hooks that were not there before
+            self._hooks = hooks
+            self._bound.clear()
+            self._in_pieces.clear()
+            self._code = with_own_code(TrainingStep._objective)
+            self._traced = torch.compile(self._code, backend=_collect, fullgraph=True)
         if key in self._in_pieces or any(step_hooks(self.optimizer)):
             return None
         scope = {"self": self, "inputs": inputs, "targets": targets}
@@ -136,13 +141,14 @@ class TrainingStep:
         self._worked = self._worked or describe(flat)
         return bound
 
+    def _hooked(self) -> list[int]:
+        """Identities of what has hooks now."""
+        tables = hook_tables(self._modules())
+        return [id(x) for x in tables if x] + [id(p) for p in self._parameters() if has_gradient_hooks(p)]
+
     def _break(self, key: Any, error: BaseException) -> None:
         """Remember that arguments of this kind run in pieces, and why."""
-        cause = error
-        while cause.__cause__ is not None and not isinstance(cause, DacemlError):
-            cause = cause.__cause__
-        kind = "" if isinstance(cause, DacemlError) else f"{type(cause).__name__}: "
-        self._in_pieces[key] = kind + str(cause).strip().split("\n\n")[0]
+        self._in_pieces[key] = reason(error)
         self.breaks.append(self._in_pieces[key])
 
     def _bind_captured(
@@ -154,8 +160,7 @@ class TrainingStep:
             raise Unsupported("the step depends on something that its own capture changed")
         if has_effects(found.code):
             raise Unsupported("the model or the loss changes Python objects (an attribute, a list, a global)")
-        roots = [m for m in (self.model, self.loss) if isinstance(m, torch.nn.Module)]
-        modules = list({id(m): m for root in roots for m in root.modules()}.values())
+        modules = self._modules()
         if any(m._backward_hooks or m._backward_pre_hooks for m in modules):
             raise Unsupported("a module has a backward hook")
         by_name = input_tensors(captured, arguments)
@@ -242,11 +247,15 @@ class TrainingStep:
         self._worked = self._worked or describe([inputs, *targets])
         return loss.detach()
 
+    def _modules(self) -> list[torch.nn.Module]:
+        """All modules of model and loss."""
+        roots = [m for m in (self.model, self.loss) if isinstance(m, torch.nn.Module)]
+        return list({id(m): m for root in roots for m in root.modules()}.values())
+
     def _parameters(self) -> list[torch.Tensor]:
         """All parameters of model, loss and optimizer."""
-        roots = [m for m in (self.model, self.loss) if isinstance(m, torch.nn.Module)]
-        groups = self.optimizer.param_groups
-        found = [*(p for m in roots for p in m.parameters()), *(p for group in groups for p in group["params"])]
+        found = [p for m in self._modules() for p in m._parameters.values() if p is not None]
+        found += [p for group in self.optimizer.param_groups for p in group["params"]]
         return list({id(p): p for p in found}.values())
 
 

@@ -7,10 +7,13 @@ import inspect
 import itertools
 import types
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+
+from daceml_train.errors import DacemlError
 
 RECOMPILATIONS = 64
 """Programs per module or step before Dynamo gives up: modes, frozen sets of parameters and kinds of arguments."""
@@ -49,6 +52,21 @@ def has_effects(code: types.CodeType) -> bool:
     ran = [i for i, x in enumerate(instructions) if x.opname == "STORE_FAST" and x.argval == "graph_out_0"]
     acting = ("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_ATTR", "DELETE_SUBSCR", "CALL")
     return not ran or any(x.opname.startswith(acting) for x in instructions[ran[0] :])
+
+
+def reason(error: BaseException) -> str:
+    """What an error of Dynamo or of ours says, in a paragraph, with the user's line."""
+    cause, where = error, ""
+    while True:
+        stack = getattr(cause, "real_stack", None)
+        if stack and not where:
+            where = f" (at {Path(stack[-1].filename).name}:{stack[-1].lineno})"
+        if cause.__cause__ is None or isinstance(cause, DacemlError):
+            break
+        cause = cause.__cause__
+    kind = "" if isinstance(cause, DacemlError) else f"{type(cause).__name__}: "
+    text = kind + str(cause).strip().split("\n\n")[0]
+    return text if " (at " in text else text + where
 
 
 def describe(arguments: Sequence[Any]) -> str:

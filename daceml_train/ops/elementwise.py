@@ -50,7 +50,7 @@ class Row:
     result: str = "same"
     """Element type of the result: `same` as the last operand, or `bool`."""
 
-    @property
+    @functools.cached_property
     def operands(self) -> tuple[str, ...]:
         """Operand names, `a`, `b`, `c` in order."""
         return tuple(n for n in "abc" if n in names(self.expression))
@@ -146,15 +146,7 @@ class Elementwise(Operator):
         return {}
 
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        if len(operands) != len(self.row.operands):
-            raise Invalid(f"{self.kind} takes {len(self.row.operands)} operands, not {len(operands)}")
-        numeric = operands[1:] if self.kind == "where" else operands
-        if len({t.dtype for t in numeric}) != 1:
-            raise Invalid(f"{self.kind} got element types {', '.join(t.dtype.short for t in numeric)}; cast first")
-        dtype = DType.bool if self.row.result == "bool" else operands[-1].dtype
-        shape = broadcast(*(t.shape for t in operands))
-        order = next((t.order for t in operands if t.order and t.rank == len(shape) and t.shape == shape), None)
-        return (Tensor(shape, dtype, order),)
+        return _infer(self.kind, operands)
 
     def evaluate(self, *operands: Array) -> tuple[Array, ...]:
         with np.errstate(all="ignore"):
@@ -174,6 +166,20 @@ class Elementwise(Operator):
 
     def flops(self, *operands: Tensor) -> Dim:
         return self.row.flops * product(self.infer(*operands)[0].shape)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _infer(kind: str, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The shape rule of every row; remembered, since each pass asks again for every operator."""
+    if len(operands) != len(TABLE[kind].operands):
+        raise Invalid(f"{kind} takes {len(TABLE[kind].operands)} operands, not {len(operands)}")
+    numeric = operands[1:] if kind == "where" else operands
+    if len({t.dtype for t in numeric}) != 1:
+        raise Invalid(f"{kind} got element types {', '.join(t.dtype.short for t in numeric)}; cast first")
+    dtype = DType.bool if TABLE[kind].result == "bool" else operands[-1].dtype
+    shape = broadcast(*(t.shape for t in operands))
+    order = next((t.order for t in operands if t.order and t.rank == len(shape) and t.shape == shape), None)
+    return (Tensor(shape, dtype, order),)
 
 
 _BINARY = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.BitAnd: "logical_and"}

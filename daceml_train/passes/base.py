@@ -161,6 +161,8 @@ def without_dead_code(graph: Graph) -> Graph:
 def checked(transformation: Pass, graph: Graph) -> Graph:
     """Run a pass and verify its result; an invalid graph is an error that names the pass."""
     result = transformation.run(graph)
+    if result is graph:
+        return graph
     try:
         verify(result)
     except Exception as error:

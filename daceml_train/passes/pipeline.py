@@ -94,15 +94,17 @@ class Pipeline:
 
     def run(self, graph: Graph, levels: tuple[str, ...] = LEVELS, watch: Watcher | None = None) -> Graph:
         """Run the passes of `levels`, verifying after each; `watch` hears of each pass and sees its result."""
+        before: Dim = traffic(graph).bytes if watch is not None else 0
         for level in levels:
             for transformation in self.level(level):
                 start = time.perf_counter()
                 result = checked(transformation, graph)
                 if watch is not None:
                     seconds = time.perf_counter() - start
-                    before, after = traffic(graph).bytes, traffic(result).bytes
+                    after = before if result is graph else traffic(result).bytes
                     step = Step(level, transformation, before, after, len(graph.nodes), len(result.nodes), seconds)
                     watch(step, result)
+                    before = after
                 graph = result
         return graph
 

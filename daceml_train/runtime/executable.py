@@ -19,8 +19,7 @@ import torch
 from daceml_train.backends.aten import Placeholder
 from daceml_train.codegen.launch import block_count
 from daceml_train.errors import ExecutionError, Invalid
-from daceml_train.runtime.executor import Arena, Plan, View, pooled
-from daceml_train.runtime.lowering import touched
+from daceml_train.runtime.executor import Arena, Plan, View
 from daceml_train.runtime.memory import Lifetime, plan_arena
 from daceml_train.runtime.products import Product, Products
 from daceml_train.runtime.program import CallLaunch, CopyLaunch, Home, KernelLaunch, Place, Program
@@ -170,12 +169,12 @@ class BoundPlan:
         for slot, offset in zip(arena, offsets, strict=True):
             self.plan.arena_slot(slot, offset)
         for i in self.used:
-            slot, home = program.slots[i], self._home(i)
+            entry, home = program.slots[i], self._home(i)
             if home is Home.arena:
                 continue
-            layout = (torch_dtype(slot.dtype), self._ints(slot.shape), self._ints(slot.strides))
+            layout = (torch_dtype(entry.dtype), self._ints(entry.shape), self._ints(entry.strides))
             if home is Home.input:
-                self.plan.input_slot(i, slot.input, *layout, slot.mutable)
+                self.plan.input_slot(i, entry.input, *layout, entry.mutable)
             elif home is Home.fresh:
                 self.plan.fresh_slot(i, *layout)
             else:
@@ -212,7 +211,8 @@ class BoundPlan:
         """Launch a product in oneDNN, which takes the second operand transposed."""
         out, *bias, a, b = arguments
         transposed = replace(b, shape=b.shape[::-1], strides=b.strides[::-1])
-        values = [self._view(a), self._view(transposed), self._view(bias[0]) if bias else None, "none", [], ""]
+        added = self._view(bias[0]) if bias else None
+        values: list[Any] = [self._view(a), self._view(transposed), added, "none", [], ""]
         self.plan.call("mkldnn::_linear_pointwise", "", values, [out.slot], tag=index)
 
     def _argument(self, argument: Any) -> Any:
@@ -291,5 +291,3 @@ def _evaluator(sizes: dict[str, int]) -> Callable[..., int]:
 
     return value
 
-
-__all__ = ["Executable", "pooled", "torch_dtype", "touched"]

@@ -13,8 +13,8 @@ from typing import Any
 
 import sympy
 
-from daceml_train.backends.aten import Call, Placeholder, Result, call_for
-from daceml_train.codegen.launch import KernelCode, Layout, generate
+from daceml_train.backends.aten import Result, call_for
+from daceml_train.codegen.launch import Layout, generate
 from daceml_train.errors import Invalid, Unsupported
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.elementwise import Cast, Full, Iota
@@ -32,7 +32,7 @@ from daceml_train.runtime.program import (
     ProgramInput,
     Slot,
 )
-from daceml_train.tensor import Dim, DType, Shape, Tensor, product, same, simplify
+from daceml_train.tensor import Dim, DType, Shape, Tensor, same, simplify
 
 ALIASES = (View, Permute, Expand, Slice)
 
@@ -51,9 +51,9 @@ class _Lowering:
         self.graph, self.program = graph, Program(graph.name)
         self.places: dict[str, Place] = {}
         self.nodes = graph.producers()
-        self.codes: dict[str, int] = {}
+        self.numbers: dict[tuple[Kernel, tuple[Layout, ...], tuple[Layout, ...]], int] = {}
+        """Kernels generated so far, by structure and layouts: networks repeat their blocks."""
         self.visible = {self.base(name) for name in graph.outputs}
-        self.result_of = {value: target for target, value in graph.writes.items()}
 
     def base(self, name: str) -> str:
         """The array whose memory `name` is a view of, if all movement operators on the way can be views."""
@@ -189,18 +189,19 @@ class _Lowering:
 
     def launch(self, kernel: Kernel, operands: Sequence[Place], results: Sequence[Place], origin: str) -> None:
         """Generate a kernel for these layouts and add its launch, with memory for its scratch arrays."""
-        code = generate(kernel, [_layout(p) for p in operands], [_layout(p) for p in results])
+        key = kernel, tuple(map(_layout, operands)), tuple(map(_layout, results))
+        if key not in self.numbers:
+            self.numbers[key] = len(self.program.codes)
+            self.program.codes.append(generate(*key))
+        number = self.numbers[key]
+        code = self.program.codes[number]
         updated = {y for y, _ in kernel.updates}
         written = [p for position, p in enumerate(results) if position not in updated]
         scratch = []
         for bytes_ in code.scratch:
             scratch.append(self.new_place(Slot(Home.arena, DType.uint8, (bytes_,), (1,))))
         places = (*operands, *written, *scratch)
-        self.program.launches.append(KernelLaunch(self.code(code), places, origin))
-
-    def code(self, code: KernelCode) -> int:
-        self.program.codes.append(code)
-        return len(self.program.codes) - 1
+        self.program.launches.append(KernelLaunch(number, places, origin))
 
     def call(self, node: Node) -> None:
         graph = self.graph
@@ -323,5 +324,3 @@ def _places(argument: Any) -> list[Place]:
         return [p for a in argument for p in _places(a)]
     return []
 
-
-__all__ = ["Call", "Placeholder", "lower", "product", "set_lifetimes", "touched", "view_strides"]

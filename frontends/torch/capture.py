@@ -46,7 +46,7 @@ class InputSource:
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """A view of an input: sizes, strides and offset in elements, as for `as_strided`."""
+    """A view of an input: sizes, strides, and the offset in elements from the input's first one."""
 
     shape: Shape
     strides: Shape
@@ -334,4 +334,5 @@ def _view(example: Tensor, owner: Tensor) -> View | None:
     """How `example` looks at the memory of `owner`; None where it is `owner` itself."""
     if example is owner:
         return None
-    return View(types.sizes(example.shape), types.sizes(example.stride()), types.size(example.storage_offset()))
+    offset = types.size(example.storage_offset()) - types.size(owner.storage_offset())
+    return View(types.sizes(example.shape), types.sizes(example.stride()), offset)

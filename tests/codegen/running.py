@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import sympy
 import torch
 
 from daceml_train.codegen.compile import compile_kernels, load
-from daceml_train.codegen.launch import KernelCode, block_count, generate
-from daceml_train.codegen.plan import Layout
+from daceml_train.codegen.launch import KernelCode, Layout, block_count, generate
 from daceml_train.graph.graph import Graph
 from daceml_train.graph.leaves import leaves
 from daceml_train.ops.kernel import Kernel, Statement

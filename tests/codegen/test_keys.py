@@ -8,8 +8,7 @@ import sympy
 import torch
 
 from daceml_train.codegen.compile import compile_kernels, load
-from daceml_train.codegen.launch import block_count, generate
-from daceml_train.codegen.plan import Layout
+from daceml_train.codegen.launch import Layout, block_count, generate
 from daceml_train.tensor import DType, Tensor, contiguous_strides, symbol
 from tests.codegen import groups
 from tests.codegen.running import FOLDER, describe, kernel_of, run, wide

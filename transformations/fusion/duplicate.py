@@ -53,7 +53,8 @@ class DuplicateCheapProducers(Pass):
 
     def cone(self, grouping: Grouping, name: str, bases: set[str]) -> list[str] | None:
         """The cheap operators from arrays in memory to `name`, as the arrays they make, last first; None if the bytes
-        read instead are not fewer than those saved."""
+        read instead are not fewer than those saved.
+        """
         base = grouping.source(name)[0]
         tensor = grouping.tensors[base]
         order: dict[str, None] = {}
@@ -108,7 +109,8 @@ class DuplicateCheapProducers(Pass):
 
     def inner(self, grouping: Grouping, array: str) -> bool:
         """Whether an array is not in memory otherwise, or depends on constants and scalars alone: then the cone goes
-        through it."""
+        through it.
+        """
         maker = grouping.producer.get(array)
         if maker is None or maker.group is None or not self.pointwise(grouping, array):
             return False

@@ -46,6 +46,8 @@ class Group:
     items: list[Item]
     fusible: bool
     position: int = 0
+    readers: list[Item] | None = None
+    """Operators outside that read a result of the group, as far as known."""
 
     @property
     def reduces(self) -> bool:
@@ -69,6 +71,8 @@ class Grouping:
         self.readers: dict[str, dict[Item, None]] = {name: {} for name in graph.tensors}
         self.order: list[Group | None] = []
         self._fresh = 0
+        self._unfit: dict[tuple[Kernel, tuple[Tensor, ...]], str | None] = {}
+        self._checked: tuple[Group | None, Group | None, set[int] | None] = (None, None, None)
         for node in graph.nodes:
             if isinstance(node.op, Kernel):
                 self._open(node.op, node.inputs, node.outputs, node.origin)
@@ -166,13 +170,10 @@ class Grouping:
 
     def successors(self, group: Group) -> dict[Group, None]:
         """Groups that read this one's results."""
-        return {
-            reader.group: None
-            for item in group.items
-            for name in item.outputs
-            for reader in self.consumers(name)
-            if reader.group is not None and reader.group is not group
-        }
+        if group.readers is None:
+            found = (r for item in group.items for name in item.outputs for r in self.consumers(name))
+            group.readers = [r for r in dict.fromkeys(found) if r.group is not group]
+        return {r.group: None for r in group.readers if r.group is not None and r.group is not group}
 
     def seen_outside(self, name: str, groups: Iterable[Group]) -> bool:
         """Whether an array made in `groups` is a result of the graph or read outside them."""
@@ -267,14 +268,23 @@ class Grouping:
             return f"{other.items[0].op.label} is a library call"
         if len(first.items) + len(second.items) > limit:
             return f"the kernel would have more than {limit} operators"
-        if self.between(first, second) is None:
+        between = self.between(first, second)
+        self._checked = first, second, between
+        if between is None:
             return f"{second.items[-1].outputs[0]} also depends on {first.items[-1].outputs[0]} through other operators"
         kernel, arguments, _ = self.kernel(first, second)
-        try:
-            analyse(kernel, [self.tensors[a] for a in arguments])
-        except Refused as refused:
-            return refused.message
-        return None
+        return self.unfit(kernel, arguments)
+
+    def unfit(self, kernel: Kernel, arguments: Iterable[str]) -> str | None:
+        """Why a body is not one loop nest, or None; remembered, since networks repeat their blocks."""
+        key = kernel, tuple(self.tensors[a] for a in arguments)
+        if key not in self._unfit:
+            try:
+                analyse(*key)
+                self._unfit[key] = None
+            except Refused as refused:
+                self._unfit[key] = refused.message
+        return self._unfit[key]
 
     def between(self, first: Group, second: Group) -> set[int] | None:
         """Groups (by id) after `first` and before `second` that depend on `first`; None if `second` depends on one."""
@@ -293,13 +303,15 @@ class Grouping:
 
     def join(self, first: Group, second: Group) -> Group:
         """Make one group of two, `first` standing before `second`; the caller has asked `refusal`."""
-        dependants = self.between(first, second)
+        dependants = self._checked[2] if self._checked[:2] == (first, second) else self.between(first, second)
         assert dependants is not None
         low, high = first.position, second.position
         region = [g for g in self.order[low : high + 1] if g is not None and g is not first and g is not second]
         joined = Group([*first.items, *second.items], fusible=True)
         for item in joined.items:
             item.group = joined
+        if first.readers is not None and second.readers is not None:
+            joined.readers = [r for r in dict.fromkeys([*first.readers, *second.readers]) if r.group is not joined]
         early = [g for g in region if id(g) not in dependants]
         late = [g for g in region if id(g) in dependants]
         placed: list[Group | None] = [*early, joined, *late]
@@ -313,21 +325,13 @@ class Grouping:
     def refusal_of_copies(self, group: Group, items: frozenset[Item]) -> str | None:
         """Why `group` cannot compute the results of `items` itself instead of reading them, or None."""
         kernel, arguments, _ = self.kernel(group, copies=items)
-        try:
-            analyse(kernel, [self.tensors[a] for a in arguments])
-        except Refused as refused:
-            return refused.message
-        return None
+        return self.unfit(kernel, arguments)
 
     def refusal_of_result(self, group: Group, name: str) -> str | None:
         """Why `group` cannot store array `name`, which it computes for itself, as a further result, or None."""
         arguments, statements, yields = self.body(group)
         kernel, _ = canonical(arguments, statements, [*yields, name])
-        try:
-            analyse(kernel, [self.tensors[a] for a in arguments])
-        except Refused as refused:
-            return refused.message
-        return None
+        return self.unfit(kernel, arguments)
 
     def copy_into(self, group: Group, name: str) -> None:
         """Let `group` compute array `name` itself; the caller has asked `refusal_of_copies`."""
@@ -340,6 +344,8 @@ class Grouping:
             renamed.update(zip(item.outputs, outputs, strict=True))
             copy = Item(item.op, [renamed.get(i, i) for i in item.inputs], outputs, item.origin)
             self._register(copy)
+            for operand in item.inputs:
+                self._forget_readers(operand)
             copy.group = group
             copies.append(copy)
         for item in group.items:
@@ -348,6 +354,12 @@ class Grouping:
                 del self.readers[name][item]
                 self.readers[renamed[name]][item] = None
         group.items[:0] = copies
+        self._forget_readers(name)
+
+    def _forget_readers(self, name: str) -> None:
+        maker = self.producer.get(self.source(name)[0])
+        if maker is not None and maker.group is not None:
+            maker.group.readers = None
 
     # ---- result -------------------------------------------------------------------------------------------------
     def build(self) -> Graph:

@@ -43,9 +43,10 @@ class FuseSiblings(Pass):
             base = grouping.source(name)[0]
             for reader in grouping.consumers(base):
                 other = reader.group
-                if other is not None and other is not group and other.fusible:
-                    if 0 < group.position - other.position <= self.window:
-                        found.setdefault(other, set()).add(base)
+                if other is None or other is group or not other.fusible:
+                    continue
+                if 0 < group.position - other.position <= self.window:
+                    found.setdefault(other, set()).add(base)
         for other in sorted(found, key=lambda g: -g.position):
             shared = magnitude(grouping.bytes(found[other]))
             smaller = min(magnitude(grouping.cost(other)), magnitude(grouping.cost(group)))
@@ -56,4 +57,6 @@ class FuseSiblings(Pass):
 
 def magnitude(size: Dim) -> float:
     """A number by which sizes with symbols are compared: every symbol counts as 32."""
-    return float(size) if isinstance(size, int) else float(sympy.sympify(size).subs(dict.fromkeys(size.free_symbols, 32)))
+    if isinstance(size, int):
+        return float(size)
+    return float(sympy.sympify(size).subs(dict.fromkeys(size.free_symbols, 32)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +49,7 @@ class SliceFirst(Rewrite):
         if not all(isinstance(bound, int) for pair in ranges for bound in pair):
             return len(ranges) == 1
         ordered = sorted(ranges)
-        return all(first[1] <= second[0] for first, second in zip(ordered, ordered[1:], strict=False))
+        return all(first[1] <= second[0] for first, second in itertools.pairwise(ordered))
 
     def traffic(self, match: Match) -> Dim:
         """What the slices do not cover is no longer computed; counted where each slice stands alone."""

@@ -44,7 +44,7 @@ class UpdateInPlace(Pass):
                 continue
             pairs = []
             for position, name in enumerate(node.outputs):
-                target = targets.get(name)
+                target = targets.get(name, "")
                 if graph.tensors[name].rank == 0 and len(node.outputs) > 1:
                     continue  # another thread may still read the old scalar
                 once = [base[i] for i in node.inputs].count(target) == 1

@@ -91,7 +91,7 @@ def output(source: OutputSource, operands: Sequence[Any], made: Sequence[np.ndar
         case "input":
             owner = operands[source.index]
             view = source.view
-            return owner if view is None else torch.as_strided(owner, view.shape, view.strides, view.offset)
+            return owner if view is None else owner.as_strided(view.shape, view.strides, owner.storage_offset() + view.offset)
         case "size":
             return bind(source.value, sizes)
     return source.value

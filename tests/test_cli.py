@@ -1,0 +1,99 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from daceml_train.cli import main
+
+MODEL = """
+import torch
+from torch import nn
+
+def step():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    inputs = torch.randn(3, 4), torch.randn(3, 2)
+    return model, inputs, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1)
+
+def module():
+    return nn.Linear(4, 2), torch.randn(3, 4)
+
+def wrong():
+    return nn.Linear(4, 2)
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    path = tmp_path / "user_model.py"
+    path.write_text(MODEL)
+    return str(path)
+
+
+@pytest.mark.compiled
+def test_report(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "report.json"
+    assert main(["report", f"{model}:step", "--json", str(out)]) == 0
+    assert "training step of Sequential, SGD" in capsys.readouterr().out
+    assert json.loads(out.read_text())["functions"][0]["kernels"] > 0
+    assert main(["report", f"{model}:module"]) == 0
+    assert "module of Linear" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("{model}:nothing", "has no function 'nothing'"),
+        ("{model}:wrong", "wrong() must return (module, inputs) or (module, inputs, loss, optimizer)"),
+        ("{model}", "names no file and function; expected FILE.py:FACTORY"),
+        ("missing.py:step", "names no file and function; expected FILE.py:FACTORY"),
+    ],
+)
+def test_report_of_what_is_not_there(model: str, place: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", place.format(model=model)]) == 1
+    assert reason in capsys.readouterr().err
+
+
+def test_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "a.so").write_bytes(bytes(1500))
+    assert main(["cache", "show", "--folder", str(tmp_path)]) == 0
+    assert "1.5 kB" in capsys.readouterr().out
+    assert main(["cache", "clear", "--folder", str(tmp_path)]) == 0
+    assert "1.5 kB removed" in capsys.readouterr().out
+    assert not list(tmp_path.rglob("*.so"))
+
+
+@pytest.mark.compiled
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert "WRONG" not in said
+    assert "two layers trained for three steps" in said
+
+
+def test_doctor_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert main(["doctor"]) == 1
+    assert "WRONG the C++ compiler 'no-such-compiler' does not run" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["report"], ["cache", "burn"], ["nonsense"]])
+def test_wrong_use_is_status_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+
+
+@pytest.mark.parametrize("command", ["", "report", "cache", "doctor"])
+def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), "--help"])
+    assert ended.value.code == 0
+    assert "usage: daceml-train" in capsys.readouterr().out
+
+
+def test_as_a_module() -> None:
+    run = subprocess.run([sys.executable, "-m", "daceml_train", "--version"], capture_output=True, text=True)
+    assert (run.returncode, run.stdout.split()[0]) == (0, "daceml_train")

@@ -1,0 +1,125 @@
+import json
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import daceml_train as dt
+from daceml_train.driver.compilation import PassRecord, Record
+from daceml_train.errors import Invalid
+from daceml_train.reporting import Report, _functions, _reasons, bytes_text, number, share
+from daceml_train.tensor import symbol
+
+
+def record(name: str = "model", joint: int = 1000, halves: tuple[int, int] = (600, 300)) -> list[Record]:
+    """A forward pass that was cut from `joint` bytes and its backward pass, as the driver notes them."""
+    before, after = halves
+    forward = Record(name, bytes_captured=2000, kernels=2, distinct_kernels=2, calls={"mm": 1})
+    forward.seconds = {"kernels": 1.0}
+    forward.passes = [
+        PassRecord("forward", "merge_equal", 700, 690, 10, 9, 0.1),
+        PassRecord("intra_operator", "simplify", 2000, joint, 30, 20, 0.1),
+        PassRecord("fusion", "fuse_elementwise", before, before // 2, 12, 4, 0.1),
+    ]
+    backward = Record(f"{name} backward", kernels=1, distinct_kernels=1, calls={"mm": 2})
+    backward.passes = [PassRecord("fusion", "fuse_elementwise", after, after // 2, 9, 3, 0.1)]
+    return [forward, backward]
+
+
+def test_forward_and_backward_are_shown_together() -> None:
+    (function,) = _functions(record())
+    assert (function.programs, function.kernels, dict(function.calls)) == (2, 3, {"mm": 3})
+    assert [(level.name, level.before, level.after) for level in function.levels] == [
+        ("intra_operator", 2000, 1000),
+        ("cut into forward and backward", 1000, 900),
+        ("fusion", 900, 450),
+    ]
+    assert (function.captured, function.moved, function.saved) == (2000, 450, 1 - 450 / 2000)
+    fused = [change for level, change in function.passes if level == "fusion"]
+    assert [(f.before, f.after, f.operators) for f in fused] == [(900, 450, (21, 7))]
+
+
+def test_two_functions_stay_apart() -> None:
+    assert [f.programs for f in _functions([*record("a"), *record("b")])] == [2, 2]
+    assert [f.programs for f in _functions([record("a")[0], record("a")[0]])] == [1, 1]
+
+
+def test_text() -> None:
+    made = record()
+    made[0].fallbacks = [("aten.cumsum.default", "model.py:12")]
+    text = str(Report("module", "Net", _functions(made), ("a reason",)))
+    assert re.search("one kernel or call per operator +2.0 kB", text)
+    assert "after fusion" in text and "450 B" in text and "77.5 %" in text
+    assert "aten.cumsum.default at model.py:12" in text
+    assert "runs in PyTorch, because\n  a reason" in text
+    assert "merge_equal" not in text, "passes over the forward pass alone have another unit"
+
+
+def test_reasons_are_said_once_and_without_hints() -> None:
+    said = "Data-dependent branching\n  Explanation: a tensor decides.\n  Hint: file an issue."
+    assert _reasons([said, said]) == ("Data-dependent branching Explanation: a tensor decides.",)
+
+
+def test_symbolic_bytes_are_shown_at_known_sizes() -> None:
+    batch = symbol("s0")
+    assert number(4 * batch, {"s0": 8}) == 32
+    assert number(4 * batch, {}) == "4*s0"
+    assert share("4*s0", 2) is None
+    assert bytes_text("4*s0") == "4*s0 B"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (38_400_000, "38.4 MB"), (2.5e12, "2500.0 GB")]
+)
+def test_bytes_text(count: int, text: str) -> None:
+    assert bytes_text(count) == text
+
+
+def test_other_objects_are_refused() -> None:
+    with pytest.raises(Invalid, match="report takes what `optimize` or `training_step` returned, given Linear"):
+        dt.report(nn.Linear(2, 2))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def test_before_the_first_call() -> None:
+    model = mlp()
+    step = dt.training_step(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1))
+    for compiled in (dt.optimize(model), step):
+        assert "nothing is compiled yet: the first call compiles" in str(dt.report(compiled))
+        assert "nothing is compiled yet" in dt.report(compiled)._repr_html_()
+
+
+@pytest.mark.compiled
+def test_training_step() -> None:
+    model = mlp()
+    step = dt.training_step(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1))
+    step(torch.randn(5, 8), torch.randint(0, 4, (5,)))
+    report = dt.report(step)
+    (function,) = report.functions
+    assert not report.breaks
+    assert isinstance(function.moved, int) and isinstance(function.captured, int)
+    assert 0 < function.moved < function.captured
+    assert function.programs == 1 and function.kernels >= function.distinct_kernels > 0
+    assert sum(function.calls.values()) == 5, "a product per layer forward, and three backward"
+    assert function.arena > 0
+    assert "training step of Sequential, SGD" in str(report)
+    assert "<table" in report._repr_html_()
+    told = json.loads(report.to_json())
+    assert told["functions"][0]["moved"] == function.moved
+
+
+@pytest.mark.compiled
+def test_module_of_varying_sizes() -> None:
+    model = dt.optimize(mlp())
+    for batch in (5, 6, 7):
+        model(torch.randn(batch, 8)).sum().backward()
+    report = dt.report(model)
+    assert [f.programs for f in report.functions] == [2, 2]
+    fixed, varying = report.functions
+    assert not fixed.sizes and 7 in varying.sizes.values()
+    assert isinstance(varying.moved, int)
+    assert "at the sizes last used" in str(report)
