@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name not in VARIANTS:
             parser.error(f"no variant is called {name!r}; known: {', '.join(VARIANTS)}")
     environment = dict(os.environ) | (TUNED if options.malloc == "tuned" else {})
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = Console(width=None if sys.stdout.isatty() else 130)
     results = surroundings() | {"malloc": options.malloc, "networks": {}}
     failed = False
     for name in options.networks or NETWORKS:
@@ -138,13 +138,13 @@ def starts(name: str, variant: str, environment: dict[str, str]) -> dict[str, An
 
 
 def table(title: str, found: dict[str, Any]) -> Table:
-    """The figures of one network; the best of PyTorch's variants is 1.00."""
+    """The figures of one network; the ratio is to the best of PyTorch's variants."""
     from benchmarks.variants import VARIANTS
 
     made = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
     made.add_column("variant", no_wrap=True)
-    for heading in ("ms a step", "quartiles", "÷ best PyTorch", "faults", "peak GB", "cold s", "warm s"):
-        made.add_column(heading, justify="right")
+    for heading in ("ms a step", "quartiles", "÷ best", "faults", "peak GB", "cold s", "warm s"):
+        made.add_column(heading, justify="right", no_wrap=True)
     best = found["best_pytorch_ms"]
     for name, row in found["variants"].items():
         warm, cold = row.get("warm"), row.get("cold")

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import platform
 import shlex
 import subprocess
 import tempfile
@@ -34,25 +35,44 @@ def compiler_command(compiler: str | None = None) -> list[str]:
 
 
 @functools.cache
+def _machine() -> str:
+    """A hash of the flags and of the processor, as far as `-march=native` looks at it."""
+    processor = ""
+    if (info := Path("/proc/cpuinfo")).exists():
+        wanted = ("flags", "Features", "model name", "cpu family", "model")
+        lines = info.read_text().split("\n\n")[0].splitlines()
+        processor = "\n".join(line for line in lines if line.split("\t")[0].strip() in wanted)
+    return hashlib.sha256("\n".join([*FLAGS, platform.machine(), processor]).encode()).hexdigest()[:12]
+
+
+@functools.cache
 def _toolchain(command: tuple[str, ...]) -> str:
-    """A hash of the compiler's version, the flags, and what `-march=native` means here."""
+    """A hash of the compiler and its version. Raises `CompilerError` if it cannot be asked."""
     try:
         version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
-        target = subprocess.run(
-            [*command, "-march=native", "-dM", "-E", "-x", "c", os.devnull], capture_output=True, text=True, check=True
-        ).stdout
     except OSError as error:
         raise CompilerError(
             f"the C++ compiler {command[0]!r} cannot be started ({error.strerror}); install g++ or set CXX"
         ) from None
     except subprocess.CalledProcessError as error:
-        raise CompilerError(f"{' '.join(command)} failed: {error.stderr.strip()}") from None
-    return hashlib.sha256("\n".join([*command, version, *FLAGS, target]).encode()).hexdigest()[:12]
+        raise CompilerError(f"{' '.join(command)} --version failed: {error.stderr.strip()}") from None
+    return hashlib.sha256("\n".join([*command, version]).encode()).hexdigest()[:12]
 
 
 def library_path(key: str, folder: Path, compiler: str | None = None) -> Path:
-    """Where the library of a kernel lies."""
-    return folder / f"kernel_{key}-{_toolchain(tuple(compiler_command(compiler)))}.so"
+    """Where the library of a kernel lies.
+
+    Without a compiler that works it is the newest one that any compiler made for this processor; `CompilerError` if
+    there is none.
+    """
+    stem = f"kernel_{key}-{_machine()}"
+    try:
+        return folder / f"{stem}-{_toolchain(tuple(compiler_command(compiler)))}.so"
+    except CompilerError:
+        made = [path for path in folder.glob(f"{stem}-*.so") if _intact(path)]
+        if not made:
+            raise
+        return max(made, key=lambda path: path.stat().st_mtime)
 
 
 def compile_kernels(

@@ -6,11 +6,13 @@ and a corrupt one counts as missing. Least recently used programs are evicted ab
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import pickle
 import shutil
-import tempfile
+import threading
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,20 +57,26 @@ class Cache:
             if hashlib.sha256(content[_DIGEST:]).digest() != content[:_DIGEST]:
                 return None
             entry = pickle.loads(content[_DIGEST:])
-            os.utime(path)
-        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, IndexError):
+        except Exception:  # whatever is wrong with it, it can be made again
             return None
+        with contextlib.suppress(OSError):  # a cache may be read-only
+            os.utime(path)
         return entry
 
     def store(self, key: str, entry: Any) -> None:
-        """Write an entry and evict old ones if the cache has grown too large."""
+        """Write an entry and evict old ones if the cache has grown too large; a warning if it cannot be written."""
         payload = pickle.dumps(entry, protocol=pickle.HIGHEST_PROTOCOL)
         path = self._path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(hashlib.sha256(payload).digest() + payload)
-        os.replace(file.name, path)
-        self.evict()
+        partial = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.partial")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(hashlib.sha256(payload).digest() + payload)
+            partial.replace(path)
+            self.evict()
+        except OSError as error:
+            warnings.warn(f"daceml_train cannot write its cache in {self.folder}: {error}", stacklevel=2)
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
 
     def evict(self) -> None:
         """Remove the least recently used files until the cache is within its limit."""

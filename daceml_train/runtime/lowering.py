@@ -15,12 +15,13 @@ import sympy
 
 from daceml_train.backends.aten import Result, call_for
 from daceml_train.codegen.launch import Layout, generate
-from daceml_train.errors import Invalid, Unsupported
+from daceml_train.errors import Invalid, Refused, Unsupported
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.elementwise import Cast, Full, Iota
 from daceml_train.ops.fallback import Operand
 from daceml_train.ops.kernel import Kernel, Statement
 from daceml_train.ops.movement import Expand, Permute, Slice, View
+from daceml_train.ops.operator import Operator
 from daceml_train.runtime.program import (
     CallLaunch,
     CopyLaunch,
@@ -138,8 +139,14 @@ class _Lowering:
             self.compute(node, Kernel(arguments, (Statement(op, arguments, results),), results))
 
     def alias(self, node: Node) -> Place:
-        x, op, name = self.place(node.inputs[0]), node.op, node.outputs[0]
-        shape = self.graph.tensors[name].shape
+        name = node.outputs[0]
+        home = Home.fresh if self.base(name) in self.visible else Home.arena
+        return self.moved(
+            node.op, self.place(node.inputs[0]), self.graph.tensors[name].shape, str(node.origin), home
+        )
+
+    def moved(self, op: Operator, x: Place, shape: Shape, origin: str, home: Home = Home.arena) -> Place:
+        """The place of a movement operator's result: a view of its operand, or of a copy in `home`."""
         match op:
             case Permute(dims=dims):
                 return replace(x, shape=shape, strides=tuple(x.strides[d] for d in dims))
@@ -150,14 +157,14 @@ class _Lowering:
                     strides.append(x.strides[d] if same(size, shape[d + lead]) else 0)
                 return replace(x, shape=shape, strides=tuple(strides))
             case Slice(dim=dim, start=start, step=step):
-                moved = list(x.strides)
-                moved[dim] = simplify(x.strides[dim] * step)
-                return replace(x, shape=shape, strides=tuple(moved), offset=simplify(x.offset + start * x.strides[dim]))
+                steps = list(x.strides)
+                steps[dim] = simplify(x.strides[dim] * step)
+                offset = simplify(x.offset + start * x.strides[dim])
+                return replace(x, shape=shape, strides=tuple(steps), offset=offset)
         viewed = view_strides(x.shape, x.strides, shape)
         if viewed is not None:
             return replace(x, shape=shape, strides=viewed)
-        home = Home.fresh if self.base(name) in self.visible else Home.arena
-        dense = self.copy_of(x, x.shape, home, str(node.origin))
+        dense = self.copy_of(x, x.shape, home, origin)
         return replace(dense, shape=shape, strides=Tensor(shape).strides)
 
     def compute(self, node: Node, kernel: Kernel) -> None:
@@ -185,7 +192,50 @@ class _Lowering:
             elif name not in self.places:
                 self.places[name] = self.allocate(name, self.graph.tensors[name])
             results.append(self.places[name])
-        self.launch(kernel, operands, results, str(node.origin))
+        try:
+            self.launch(kernel, operands, results, str(node.origin))
+        except Refused:
+            if len(kernel.statements) == 1:
+                raise
+            self.apart(kernel, operands, results, str(node.origin))
+
+    def apart(self, kernel: Kernel, operands: Sequence[Place], results: Sequence[Place], origin: str) -> None:
+        """Launch a kernel's statements one by one, where together they are no loop nest.
+
+        Fusion joins no such kernel; this is for constants that lowering moves into a body, such as a mask made of two
+        index arrays, and for pipelines that users assemble.
+        """
+        places = dict(zip(kernel.arguments, operands, strict=True))
+        types = kernel.types(*(Tensor(p.shape, p.dtype) for p in operands))
+        scalars = {s.outputs[0]: s for s in kernel.statements if isinstance(s.op, Full) and s.op.shape == ()}
+        for statement in kernel.statements:
+            if statement.outputs[0] in scalars and statement.outputs[0] not in kernel.yields:
+                continue
+            if isinstance(statement.op, ALIASES):
+                tensor = types[statement.outputs[0]]
+                places[statement.outputs[0]] = self.moved(
+                    statement.op, self.scalar_place(places, scalars, statement.inputs[0], origin), tensor.shape, origin
+                )
+                continue
+            made = []
+            for name in statement.outputs:
+                places[name] = self.new_place(Slot(Home.arena, types[name].dtype, types[name].shape, types[name].strides))
+                made.append(places[name])
+            read = [name for name in dict.fromkeys(statement.inputs) if name in places]
+            inlined = [scalars[name] for name in dict.fromkeys(statement.inputs) if name not in places]
+            body = Kernel(tuple(read), (*inlined, statement), statement.outputs)
+            self.launch(body, [places[name] for name in read], made, origin)
+        for name, result in zip(kernel.yields, results, strict=True):
+            self.copy(places[name], result, origin)
+
+    def scalar_place(self, places: dict[str, Place], scalars: dict[str, Statement], name: str, origin: str) -> Place:
+        """Where a value lies; a scalar constant is written to memory first."""
+        if name not in places:
+            op = scalars[name].op
+            (tensor,) = op.infer()
+            places[name] = self.new_place(Slot(Home.arena, tensor.dtype, (), ()))
+            self.launch(Kernel((), (Statement(op, (), ("v0",)),), ("v0",)), [], [places[name]], origin)
+        return places[name]
 
     def launch(self, kernel: Kernel, operands: Sequence[Place], results: Sequence[Place], origin: str) -> None:
         """Generate a kernel for these layouts and add its launch, with memory for its scratch arrays."""

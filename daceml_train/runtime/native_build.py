@@ -20,10 +20,19 @@ def build(source: Path, directory: Path, *, compiler: str | None = None) -> Path
     """The shared library made from `source` and the files beside it, taken from `directory` if it is there and intact.
 
     `compiler` is a program; by default `$CXX`, or g++. Any number of processes may build into one directory at once.
-    Raises CompilerError if the compiler is missing or fails; `directory` then holds no new library.
+    If the compiler is missing or fails, a library that another one made of the same sources is taken, else
+    CompilerError is raised; `directory` then holds no new library.
     """
     compiler = compiler or os.environ.get("CXX") or "g++"
-    path = directory / f"{source.stem}-{_key(source, compiler)}.so"
+    stem = f"{source.stem}-{_key(source)}"
+    try:
+        version = _output([compiler, "--version"])
+    except CompilerError:
+        made = [path for path in directory.glob(f"{stem}-*.so") if is_intact(path)]
+        if not made:
+            raise
+        return max(made, key=lambda path: path.stat().st_mtime)
+    path = directory / f"{stem}-{hashlib.sha256(f'{compiler}{version}'.encode()).hexdigest()[:12]}.so"
     if not is_intact(path):
         directory.mkdir(parents=True, exist_ok=True)
         _compile(source, compiler, path)
@@ -51,10 +60,9 @@ def _link_flags() -> list[str]:
     return ["-shared", f"-L{libraries}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{libraries}"]
 
 
-def _key(source: Path, compiler: str) -> str:
-    """A hash of all that decides the library: sources, flags, the compiler's and PyTorch's versions."""
-    version = _output([compiler, "--version"])
-    parts = [torch.__version__, compiler, version, *_compile_flags(), *_link_flags()]
+def _key(source: Path) -> str:
+    """A hash of all that decides the library besides the compiler: sources, flags, PyTorch's version."""
+    parts = [torch.__version__, *_compile_flags(), *_link_flags()]
     for file in [*sorted(source.parent.glob("*.h")), source]:
         parts += [file.name, file.read_text(encoding="utf-8")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
