@@ -108,7 +108,7 @@ class Arrays:
                     add(f"sum_{name}", tile, dtype)
                 add(f"part_{name}", tile if vector else ("block",), total)
         for plan in phases.rows:
-            for name, array in (plan.kept.items() if plan else ()):
+            for name, array in plan.kept.items() if plan else ():
                 if array.startswith("keep_"):
                     add(array, tile, computed(loops.leaves[name].dtype))
         for name in sorted(phases.saved, key=phases.order.__getitem__):

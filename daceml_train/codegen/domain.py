@@ -222,9 +222,7 @@ class _Analysis:
     def __init__(self, kernel: Kernel, operands: Sequence[Tensor], apart: set[tuple[int, int]]) -> None:
         self.kernel, self.operands, self.apart = kernel, operands, apart
         self.axes = _AxisTable()
-        self.values: dict[str, _Value] = {
-            name: self.argument(i) for i, name in enumerate(kernel.arguments)
-        }
+        self.values: dict[str, _Value] = {name: self.argument(i) for i, name in enumerate(kernel.arguments)}
 
     def argument(self, position: int) -> _Value:
         tensor = self.operands[position]

@@ -45,7 +45,7 @@ def literal(value: float | int | bool, dtype: DType) -> str:
     suffix = "f" if dtype is DType.float32 else ""
     number = float(value)
     if math.isnan(number):
-        return f"({dtype.c})__builtin_nan{suffix}(\"\")"
+        return f'({dtype.c})__builtin_nan{suffix}("")'
     if math.isinf(number):
         return ("-" if number < 0 else "") + f"__builtin_inf{suffix}()"
     text = repr(number) + suffix

@@ -65,6 +65,8 @@ def loop(region: Any, label: str, variable: str, first: Any, last: Any, step: in
     """A loop behind all blocks of a region."""
     begin, end = map(dace.symbolic.symstr, (first, last))
     more = f"{variable} = {variable} + {step}"
+    if label in {block.label for block in region.nodes()}:
+        label = f"{label}{region.number_of_nodes()}"
     made = LoopRegion(label, f"{variable} < {end}", variable, f"{variable} = {begin}", more)
     if not region.number_of_nodes():
         region.add_node(made, is_start_block=True)
@@ -116,7 +118,8 @@ class Code:
 
     def write(self, connector: str, memlet: Memlet, dtype: DType, text: str) -> None:
         """Store an expression."""
-        self.outs[connector] = (memlet, TYPES[dtype])
+        own = Memlet(data=memlet.data, subset=subsets.Range(memlet.subset.ranges))  # an edge shares nothing
+        self.outs[connector] = (own, TYPES[dtype])
         self.lines.append(f"{connector} = {text};")
 
 
@@ -217,7 +220,7 @@ class Parts:
         elif held is DType.bool:  # gcc vectorises tests of bytes, not loads of truth values
             code.ins[f"byte_{value}"] = (memlet, dace.uint8)
             code.lines.append(f"const bool {value} = byte_{value} != 0;")
-        elif wide is not None:
+        elif wide is not None and wide is not held:
             code.ins[f"wide_{value}"] = (memlet, TYPES[wide])
             code.lines.append(f"const {held.c} {value} = ({held.c})wide_{value};")
         else:

@@ -90,8 +90,7 @@ class _Build(Parts):
         read = sorted({n.data for s, n in nodes if s.out_degree(n)})
         written = sorted({n.data for s, n in nodes if s.in_degree(n)})
         known = {str(s) for a in block.arrays.values() for s in a.free_symbols} | set(mapping) | self.inner
-        known |= {str(s) for s in block.free_symbols} - set(block.arrays)
-        known |= set(self.values.constants)  # named by tasklets only
+        known |= {str(s) for s in self.sizes.values()} | set(self.values.constants) | {"block", "blocks"}
         for name in sorted(known):
             if name not in block.symbols:
                 block.add_symbol(name, dace.float64 if name in self.values.reals else dace.int64)

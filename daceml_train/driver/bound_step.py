@@ -22,14 +22,12 @@ from daceml_train.driver.compilation import WholeStep
 from daceml_train.errors import ExecutionError, Unsupported
 from daceml_train.frontends.torch.capture import Captured
 from daceml_train.runtime.executable import BoundPlan, torch_dtype
+from daceml_train.runtime.executor import Leaves
 from daceml_train.runtime.program import ProgramInput
 
 _END = object()
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
-_gradient_hooks = torch._C.TensorBase.__dict__["_backward_hooks"].__get__
-_accumulation_hooks = torch._C.TensorBase.__dict__["_post_accumulate_grad_hooks"].__get__
-_gradient = torch._C.TensorBase.__dict__["grad"].__get__
 
 
 class Same:
@@ -109,6 +107,7 @@ class BoundStep:
         self._bind_inputs(captured, by_name, flat, scope, code_globals)
         leaves = [t for name, t in by_name.items() if t.requires_grad and t.is_leaf]
         self.leaves = list({id(t): t for t in (*leaves, *_all_parameters(optimizer))}.values())
+        self.attached = Leaves(self.leaves).attached
         self.trained = [by_name[name] for name in step.trained]
         self.kept = [by_name[name] for name in step.gradients]
         self.first = bool(step.made)
@@ -182,7 +181,7 @@ class BoundStep:
         for group, (bound, options, parameters) in zip(optimizer.param_groups, self.groups, strict=True):
             if group is not bound or _options(group) != options or [*map(id, group["params"])] != parameters:
                 return False
-        if any(map(_gradient_hooks, self.trained)) or any(map(_accumulation_hooks, self.trained)):
+        if self.attached()[1] and any(map(has_gradient_hooks, self.leaves)):
             return False
         return self.guard(scope) and all(followed.holds(scope) for followed in self.followed)
 
@@ -209,8 +208,8 @@ class BoundStep:
         except ExecutionError as error:
             error.add_note("The step failed half-way: parameters and optimizer state may be partly updated.")
             raise
-        for leaf in self.leaves:
-            if _gradient(leaf) is not None:
+        if self.attached()[0]:
+            for leaf in self.leaves:
                 leaf.grad = None
         if keep_gradients:
             for parameter, gradient in zip(self.kept, outputs[1:], strict=False):
@@ -226,7 +225,7 @@ class BoundStep:
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """Whether someone wants to see or change this parameter's gradient."""
-    return bool(_gradient_hooks(parameter) or _accumulation_hooks(parameter))
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _all_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

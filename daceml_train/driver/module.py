@@ -120,6 +120,9 @@ class _Optimized(torch.nn.Module):
             result = state.compiled(*arguments, **keywords)
         except TorchDynamoException as error:
             result = _as_pytorch(self, state, error, arguments, keywords)
+        except Exception as error:
+            _note_arguments(error, state, arguments, keywords)
+            raise
         if not state.worked:
             state.worked = describe((*arguments, *keywords.values()))
         return result
@@ -137,8 +140,14 @@ def _as_pytorch(
     try:
         result = state.source.forward(module, *arguments, **keywords)
     except Exception as own:
-        worked = f"; a call that worked took {state.worked}" if state.worked else ""
-        own.add_note(f"daceml_train: the module was given {describe((*arguments, *keywords.values()))}{worked}")
+        _note_arguments(own, state, arguments, keywords)
         raise own from None
     state.backend.break_off(reason(error))
     return result
+
+
+def _note_arguments(
+    error: Exception, state: ModuleState, arguments: Sequence[Any], keywords: Mapping[str, Any]
+) -> None:
+    worked = f"; a call that worked took {state.worked}" if state.worked else ""
+    error.add_note(f"daceml_train: the module was given {describe((*arguments, *keywords.values()))}{worked}")

@@ -7,6 +7,7 @@ cannot be one program runs in pieces: PyTorch's autograd and optimizer around th
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -66,6 +67,7 @@ class TrainingStep:
         self._steps: dict[Any, tuple[Captured, WholeStep]] = {}
         self._in_pieces: dict[Any, str] = {}
         self._worked = ""
+        self._warned: set[str] = set()
         self._lock = threading.Lock()
         self._hooks: list[int] | None = None
 
@@ -232,9 +234,8 @@ class TrainingStep:
         except Exception as error:
             if self._in_pieces.pop(key, None) is not None:  # the arguments were at fault, not what breaks the step
                 del self.breaks[-1]
-            if not getattr(error, "__notes__", ()):
-                worked = f"; a step that worked took {self._worked}" if self._worked else ""
-                error.add_note(f"daceml_train: the step was given {describe([inputs, *targets])}{worked}")
+            worked = f"; a step that worked took {self._worked}" if self._worked else ""
+            error.add_note(f"daceml_train: the step was given {describe([inputs, *targets])}{worked}")
             raise
         parameters = self._parameters()
         for parameter in parameters:
@@ -245,7 +246,15 @@ class TrainingStep:
             for parameter in parameters:
                 parameter.grad = None
         self._worked = self._worked or describe([inputs, *targets])
+        self._warn(key)
         return loss.detach()
+
+    def _warn(self, key: Any) -> None:
+        """Say once that and why steps run in pieces, unless the compiled model has said so."""
+        why, state = self._in_pieces.get(key), state_of(self.pieces)
+        if why is not None and why not in self._warned and state is not None and not state.backend.breaks:
+            self._warned.add(why)
+            warnings.warn(f"daceml_train runs a training step in pieces: {why}", stacklevel=5)
 
     def _modules(self) -> list[torch.nn.Module]:
         """All modules of model and loss."""

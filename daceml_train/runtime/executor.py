@@ -41,6 +41,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "executor_error_message": (c_char_p, []),
     "executor_error_number": (c_int, []),
     "executor_dtype_name": (c_char_p, [c_int]),
+    "tensors_attached": (c_int, [_POINTER, c_int64]),
     "pool_install": (None, []),
     "pool_gate": (c_int, [c_int]),
     "pool_trim": (c_int64, []),
@@ -160,6 +161,20 @@ def pooled() -> Iterator[None]:
         yield
     finally:
         library().pool_gate(before)
+
+
+class Leaves:
+    """Tensors on which others may have left a gradient or a hook."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._addresses = (c_void_p * len(self._tensors))(*[t._cdata for t in self._tensors])
+        self._attached = library().tensors_attached
+
+    def attached(self) -> tuple[bool, bool]:
+        """Whether one of them has a gradient, and whether a hook is or was registered on one of them."""
+        found = self._attached(self._addresses, len(self._addresses))
+        return bool(found & 1), bool(found & 2)
 
 
 class Arena:

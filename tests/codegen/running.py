@@ -70,7 +70,9 @@ class Case:
         targets = dict(self.kernel.updates)
         if not self.outputs:
             self.outputs = [
-                self.inputs[targets[i]] if i in targets else torch.full(tuple(map(int, t.shape)), 77, dtype=TORCH[t.dtype])
+                self.inputs[targets[i]]
+                if i in targets
+                else torch.full(tuple(map(int, t.shape)), 77, dtype=TORCH[t.dtype])
                 for i, t in enumerate(types)
             ]
         self.expected = self.kernel.evaluate(*(wide(x) for x in self.inputs))

@@ -22,7 +22,9 @@ def test_only_missing_libraries_are_made(tmp_path, monkeypatch):
     codes = [some_code(i) for i in (0, 1, 0)]
     seen = []
     first = compile_kernels(codes, tmp_path, progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(1, 2), (2, 2)] and sorted(p.name for p in tmp_path.iterdir()) == sorted(p.name for p in first.values())
+    assert seen == [(1, 2), (2, 2)] and sorted(p.name for p in tmp_path.iterdir()) == sorted(
+        p.name for p in first.values()
+    )
     monkeypatch.setattr(compiling, "build", lambda *_: pytest.fail("compiled again"))
     assert compile_kernels([some_code(0), some_code(1)], tmp_path) == first
 
@@ -37,7 +39,7 @@ def test_a_corrupt_library_is_rebuilt(tmp_path):
 
 
 def test_a_missing_compiler_is_named(tmp_path):
-    with pytest.raises(CompilerError, match="'no-such-g\\+\\+' cannot be started.*install g\\+\\+ or set CXX"):
+    with pytest.raises(CompilerError, match=r"'no-such-g\+\+' cannot be started.*install g\+\+ or set CXX"):
         compile_kernels([some_code()], tmp_path, compiler="no-such-g++")
 
 

@@ -28,7 +28,7 @@ def families(rows: int, lanes: int, blocks: int) -> list[Case]:
     flat = nhwc.permute(0, 2, 3, 1)
     out = [torch.empty_like(nhwc)] + [torch.empty(5) for _ in range(3)]
     out2 = [torch.empty_like(nhwc)] + [torch.empty(5) for _ in range(2)]
-    b = dict(blocks=blocks)
+    b = {"blocks": blocks}
     return [
         case("layer_norm", groups.layer_norm, x, weight, bias, **b),
         case("layer_norm_backward", groups.layer_norm_backward, g, x, weight, mean, rstd, **b),

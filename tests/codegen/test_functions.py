@@ -66,6 +66,7 @@ def test_every_row_of_the_table_prints_and_vectorises():
     mask = torch.rand(64) < 0.5
     sources = []
     for name in names:
+
         def one(a, b, m, n=name):
             return body_of(n, a, b, m)
 
@@ -86,7 +87,17 @@ def body_of(name, a, b, m):
 
 def vectorised(source: str) -> list[str]:
     """The `omp simd` loops that the compiler did not vectorise."""
-    command = [*compiler_command(), *FLAGS, f"-I{HEADERS}", "-x", "c++", "-", "-o", "/dev/null", "-fopt-info-vec-optimized"]
+    command = [
+        *compiler_command(),
+        *FLAGS,
+        f"-I{HEADERS}",
+        "-x",
+        "c++",
+        "-",
+        "-o",
+        "/dev/null",
+        "-fopt-info-vec-optimized",
+    ]
     run = subprocess.run(command, input=source, capture_output=True, text=True, check=True)
     done = {int(n) for n in re.findall(r"<stdin>:(\d+):\d+: optimized: loop vectorized", run.stderr)}
     lines = source.splitlines()

@@ -52,7 +52,9 @@ def test_structure_is_part_of_the_key():
 @pytest.mark.compiled
 def test_one_kernel_serves_symbolic_sizes():
     n, d = symbol("n"), symbol("d")
-    kernel, code = code_of(groups.layer_norm_backward, Tensor((n, d)), Tensor((n, d)), Tensor((d,)), Tensor((n, 1)), Tensor((n, 1)))
+    kernel, code = code_of(
+        groups.layer_norm_backward, Tensor((n, d)), Tensor((n, d)), Tensor((d,)), Tensor((n, 1)), Tensor((n, 1))
+    )
     assert {str(s) for i in code.integers for s in sympy.sympify(i).free_symbols} == {"n", "d", "blocks"}
     address = load(compile_kernels([code], FOLDER)[code.key], code.key)
     for rows, lanes in ((3, 5), (40, 17), (1, 200), (300, 64)):
@@ -103,7 +105,13 @@ code_of(groups.layer_norm, Tensor((8, 32)), Tensor((32,)), Tensor((32,)))[1].sou
     from pathlib import Path
 
     root = Path(__file__).parents[2]
-    made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env={"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)})
+    made = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+    )
     assert made.returncode == 0, made.stderr
     assert made.stdout == "" and made.stderr == ""
     assert not list(tmp_path.rglob(".dacecache"))

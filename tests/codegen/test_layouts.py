@@ -46,10 +46,16 @@ def test_layouts_of_operands():
             case("strided", add, r(12, 40, 100)[::2, :, ::2], x, blocks=2),
             case("channels last", add, r(2, 8, 6, 5).contiguous(memory_format=torch.channels_last), r(2, 8, 6, 5)),
             case("transposed half", add, r(90, 70).bfloat16().T, r(70, 90).bfloat16(), tolerance=1e-2),
-            case("to channels last", add, r(2, 70, 9, 9), r(70, 1, 1),
-                 outputs=[torch.empty(2, 70, 9, 9).contiguous(memory_format=torch.channels_last)], blocks=2),
+            case(
+                "to channels last",
+                add,
+                r(2, 70, 9, 9),
+                r(70, 1, 1),
+                outputs=[torch.empty(2, 70, 9, 9).contiguous(memory_format=torch.channels_last)],
+                blocks=2,
+            ),
             case("transposed result", add, r(70, 90), r(70, 90), outputs=[torch.empty(90, 70).T]),
-        ]  # fmt: skip
+        ]
     )
 
 
@@ -60,7 +66,11 @@ def test_movement_inside():
             case("x + x.T", lambda x: x + x.T, r(40, 40)),
             case("heads", lambda x: x.view((2, 3, 4, 5)).permute((0, 2, 1, 3)) * 2.0, r(2, 3, 20)),
             case("merge heads", lambda x: (x * 2.0).permute((0, 2, 1, 3)).view((2, 3, 20)), r(2, 4, 3, 5)),
-            case("qkv", lambda x: [x.view((2, 3, 3, 4)).slice(2, i, i + 1).view((2, 3, 4)) * 1.0 for i in range(3)], r(2, 3, 12)),
+            case(
+                "qkv",
+                lambda x: [x.view((2, 3, 3, 4)).slice(2, i, i + 1).view((2, 3, 4)) * 1.0 for i in range(3)],
+                r(2, 3, 12),
+            ),
             case("every second", lambda x: x.slice(1, 1, 20, 3) + 1.0, r(5, 20)),
             case("halves", lambda x: x.slice(0, 0, 5) * x.slice(0, 5, 10), r(10, 7)),
             case("expand", lambda a, b: a.view((7, 1)).expand((7, 9)) * b, r(7), r(9)),
@@ -69,10 +79,20 @@ def test_movement_inside():
             case("copy of a view", lambda x: x.permute((1, 0, 2)).view((3, 8)), r(2, 3, 4)),
             case("constant", lambda x: (x * 2.0, x.builder.emit(make("full", value=3.5, shape=(4, 5)))[0]), r(4, 5)),
             case("flatten and sum", lambda x: (x.view((2, 60)) * 2.0).sum((1,)), r(2, 3, 4, 5)),
-            case("group norm", lambda x: (x.view((2, 3, 40)) - x.view((2, 3, 40)).mean((2,), True)).view((2, 6, 20)), r(2, 6, 20)),
+            case(
+                "group norm",
+                lambda x: (x.view((2, 3, 40)) - x.view((2, 3, 40)).mean((2,), True)).view((2, 6, 20)),
+                r(2, 6, 20),
+            ),
             case("rows of columns", lambda x: x - x.sum((0,), True), r(30, 40)),
-            case("iota", lambda x: x + x.builder.emit(make("iota", shape=(4, 5), dim=1, dtype=DType.float32, start=3, step=2))[0], r(4, 5)),
-        ]  # fmt: skip
+            case(
+                "iota",
+                lambda x: (
+                    x + x.builder.emit(make("iota", shape=(4, 5), dim=1, dtype=DType.float32, start=3, step=2))[0]
+                ),
+                r(4, 5),
+            ),
+        ]
     )
 
 
@@ -105,10 +125,20 @@ def test_special_values():
         [
             case("maxima", rows, x),
             case("exp", lambda x: (x * 25.0).unary("exp"), x, tolerance=1e-5),
-            case("maximum", lambda a, b: (a.apply(make("maximum"), b), a.apply(make("minimum"), b)), x, torch.randn(4, 40)),
-            case("division", lambda a, b: a / b, torch.tensor([1.0, -1.0, 0.0, 2.0]), torch.tensor([0.0, 0.0, 0.0, torch.inf])),
+            case(
+                "maximum",
+                lambda a, b: (a.apply(make("maximum"), b), a.apply(make("minimum"), b)),
+                x,
+                torch.randn(4, 40),
+            ),
+            case(
+                "division",
+                lambda a, b: a / b,
+                torch.tensor([1.0, -1.0, 0.0, 2.0]),
+                torch.tensor([0.0, 0.0, 0.0, torch.inf]),
+            ),
             case("division by a scalar zero", lambda a, b: a / b, torch.randn(40), torch.tensor(0.0)),
-        ]  # fmt: skip
+        ]
     )
 
 
@@ -122,13 +152,26 @@ def test_integers_and_booleans():
     mask = torch.rand(40) < 0.5
 
     def masks(m: Value, x: Value):
-        return m.where(x, 0.0), m.unary("logical_not"), m.cast(DType.float32), m.cast(DType.int64).sum((0,)), m.apply(make("logical_or"), m)
+        return (
+            m.where(x, 0.0),
+            m.unary("logical_not"),
+            m.cast(DType.float32),
+            m.cast(DType.int64).sum((0,)),
+            m.apply(make("logical_or"), m),
+        )
 
     dtypes = (torch.int64, torch.int32, torch.int16, torch.int8)
     check(
         [case(str(d), each, a.to(d), b.to(d), tolerance=0.0) for d in dtypes]
         + [case("masks", masks, mask, torch.randn(40))]
-        + [case("double", lambda x: x.unary("exp").unary("log1p").unary("erf"), torch.randn(40).double(), tolerance=1e-14)]
+        + [
+            case(
+                "double",
+                lambda x: x.unary("exp").unary("log1p").unary("erf"),
+                torch.randn(40).double(),
+                tolerance=1e-14,
+            )
+        ]
         + [case("bf16", lambda x: x.unary("exp") + 1.0, torch.randn(40).bfloat16(), tolerance=1e-2)]
         + [case("f16 to f32", lambda x: x.cast(DType.float32) * 3.0, torch.randn(40).half(), tolerance=1e-6)]
     )

@@ -21,7 +21,12 @@ def reduction(kind: str, dims: tuple[int, ...], keepdim: bool = False):
 
 def cases(x: torch.Tensor, kind: str, name: str, subsets=SUBSETS, **options) -> list[Case]:
     return [
-        Case(f"{kind} over {dims} of {name}", kernel_of(reduction(kind, dims, bool(sum(dims) % 2)), describe(x)), [x], **options)
+        Case(
+            f"{kind} over {dims} of {name}",
+            kernel_of(reduction(kind, dims, bool(sum(dims) % 2)), describe(x)),
+            [x],
+            **options,
+        )
         for dims in subsets
     ]
 

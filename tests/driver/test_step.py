@@ -61,7 +61,7 @@ class Pair:
         return found
 
     def compare(self) -> None:
-        theirs = {n: t for n, t in self.theirs.state_dict().items()}
+        theirs = dict(self.theirs.state_dict())
         assert_tensors_conform(self.ours.state_dict(), theirs, theirs, 2e-4)
         ours, expected = self.our_optimizer.state_dict(), self.their_optimizer.state_dict()
         assert ours["param_groups"] == expected["param_groups"]
@@ -111,7 +111,8 @@ def test_learning_rate_schedulers(scheduler: str, recwarn: pytest.WarningsRecord
         "ReduceLROnPlateau": {"patience": 0},
     }[scheduler]
     pair = Pair(mlp())
-    made = [getattr(torch.optim.lr_scheduler, scheduler)(o, **options) for o in (pair.their_optimizer, pair.our_optimizer)]
+    kind = getattr(torch.optim.lr_scheduler, scheduler)
+    made = [kind(optimizer, **options) for optimizer in (pair.their_optimizer, pair.our_optimizer)]
     for _ in range(5):
         pair.step(*batch())
         for schedule in made:

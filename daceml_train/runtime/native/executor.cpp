@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "leaves.h"
 #include "plan.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -92,6 +93,8 @@ int add_constant(PlanHandle* handle, T value) {
 }  // namespace daceml
 
 using namespace daceml;
+
+EXPORT int tensors_attached(void* const* tensors, int64_t count) { return attached(tensors, count); }
 
 EXPORT const char* executor_error_message() { return failure.message.c_str(); }
 EXPORT int executor_error_number() { return failure.number; }
