@@ -66,14 +66,6 @@ class Text:
             stretches = torch.stack([self.characters[s : s + length + 1] for s in starts.tolist()])
             yield stretches[:, :-1].contiguous(), stretches[:, 1:].contiguous()
 
-    def encode(self, text: str) -> Tensor:
-        """The numbers of a text's characters."""
-        return torch.tensor([self.alphabet.index(c) for c in text])
-
-    def decode(self, numbers: Tensor) -> str:
-        """The text of these numbers."""
-        return "".join(self.alphabet[i] for i in numbers.tolist())
-
 
 def standard_library() -> Text:
     """The sources of `MODULES`, without characters beyond ASCII: the alphabet is the same on every machine."""

@@ -41,7 +41,7 @@ def losses(training: Training, folder: Path) -> Path:
             top.set_yscale("log")
         top.legend(loc="upper right")
         differences = [abs(a - b) for a, b in zip(training.eager.losses, training.ours.losses, strict=True)]
-        bottom.semilogy(steps, [max(d, 1e-8) for d in differences], color=INK, linewidth=0.9)
+        bottom.semilogy(steps, [max(d, 1e-8) for d in differences], ".", color=INK, markersize=3)
         bottom.set(xlabel="training step", ylabel="|difference|")
         for axes in (top, bottom):
             axes.grid(axis="y", color="#E6E9EC", linewidth=0.8)

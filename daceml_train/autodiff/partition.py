@@ -39,55 +39,47 @@ def partition(joint: Graph, results: int) -> Halves:
     cotangents = [name for name, entry in joint.inputs.items() if entry.role is Role.cotangent]
     forward_names = _needed(joint, [*joint.outputs[:results], *joint.writes.values()])
     written = set(joint.writes)
-    material = _material(joint, forward_names)
-
     backward: list[Node] = []
     placed: set[str] = set()
     kept: dict[str, None] = {}
     saved: dict[str, None] = {}
-    again: dict[str, bool] = {}
+    again = _recomputable(joint, forward_names)
 
-    def recomputable(name: str) -> bool:
-        """Whether a forward value is computed again: it is free, or cheap and made from what is in memory."""
+    def absorb(name: str) -> Node | None:
+        """The node to place for an operand that is neither kept nor saved."""
         node = makers.get(name)
-        if node is None:
-            return name not in written
-        if name not in again:
-            again[name] = False
-            if isinstance(node.op, FREE):
-                again[name] = all(makers.get(i) is not None or i not in written for i in node.inputs)
-            elif name not in forward_names:
-                again[name] = True
-            elif isinstance(node.op, POINTWISE) and name not in material:
-                again[name] = all(i in material or recomputable(i) for i in node.inputs)
-        return again[name]
-
-    def place(node: Node) -> None:
-        if node.outputs[0] not in placed:
-            placed.update(node.outputs)
-            for name in node.inputs:
-                need(name)
-            backward.append(node)
-
-    def need(name: str) -> None:
-        node = makers.get(name)
-        if name in tainted:
-            assert node is not None or name in cotangents
-            if node is not None:
-                place(node)
-        elif node is None and name not in written:
+        if name in tainted or (node is not None and name in again):
+            return node
+        if node is None and name not in written:
             kept[name] = None
-        elif node is not None and recomputable(name):
-            place(node)
         else:
             saved[name] = None
+        return None
+
+    def place(name: str) -> None:
+        """Place what makes `name`, behind what makes its operands."""
+        root = absorb(name)
+        stack = [] if root is None else [(root, iter(root.inputs))]
+        while stack:
+            node, operands = stack[-1]
+            if node.outputs[0] in placed:
+                stack.pop()
+                continue
+            following = next((n for o in operands if (n := absorb(o)) and n.outputs[0] not in placed), None)
+            if following is not None:
+                stack.append((following, iter(following.inputs)))
+                continue
+            placed.update(node.outputs)
+            backward.append(node)
+            stack.pop()
 
     tainted = _dependent(joint, cotangents)
-    for node in joint.nodes:  # in order, so that the backward pass needs no deep recursion
-        if not tainted.isdisjoint(node.outputs) and not forward_names.issuperset(node.outputs):
-            place(node)
+    wanted = tainted & _needed(joint, joint.outputs[results:])
+    for node in joint.nodes:  # in their order, so that what is computed again stands before its first use
+        if not wanted.isdisjoint(node.outputs) and not forward_names.issuperset(node.outputs):
+            place(node.outputs[0])
     for name in joint.outputs[results:]:
-        need(name)
+        place(name)
 
     forward = joint.empty(f"{joint.name}_forward")
     for name in cotangents:
@@ -106,6 +98,23 @@ def partition(joint: Graph, results: int) -> Halves:
     _add(reverse, joint, backward)
     reverse.outputs = list(joint.outputs[results:])
     return Halves(forward, reverse, tuple(kept), tuple(saved))
+
+
+def _recomputable(joint: Graph, forward: set[str]) -> set[str]:
+    """Forward values that are computed again: those that are free, or cheap and made from what is in memory."""
+    material, written = _material(joint, forward), set(joint.writes)
+    again = {name for name in joint.inputs if name not in written}
+    for node in joint.nodes:
+        if isinstance(node.op, FREE):
+            fits = written.isdisjoint(node.inputs)
+        elif forward.isdisjoint(node.outputs):
+            fits = True
+        else:
+            fits = isinstance(node.op, POINTWISE) and material.isdisjoint(node.outputs)
+            fits = fits and all(i in again or (i in material and i not in written) for i in node.inputs)
+        if fits:
+            again.update(node.outputs)
+    return again
 
 
 def _add(graph: Graph, joint: Graph, nodes: Sequence[Node]) -> None:

@@ -293,6 +293,22 @@ def test_an_input_that_shares_memory_with_a_buffer() -> None:
     close(model.total, torch.full((4,), 2.0))
 
 
+def test_gradients_see_a_buffer_as_it_was_in_the_forward_pass() -> None:
+    class Fading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+            self.register_buffer("scale", torch.tensor([1.0, 2.0, 3.0, 4.0]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.fc(x) * self.scale.clone()
+            z = y * torch.tanh(self.scale.clone())
+            self.scale.mul_(0.5)
+            return z * self.scale
+
+    assert_same_behaviour(Fading(), torch.randn(3, 4))
+
+
 def test_in_place_operations() -> None:
     class InPlace(nn.Module):
         def __init__(self) -> None:
