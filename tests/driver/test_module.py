@@ -136,7 +136,7 @@ def test_backward_twice() -> None:
     model.zero_grad()
     loss.backward()
     assert all(torch.equal(g, first[n]) for n, g in gradients(model).items())
-    with pytest.raises(RuntimeError, match="second|retain_graph"):
+    with pytest.raises(RuntimeError, match=r"second|retain_graph"):
         loss.backward()
 
 

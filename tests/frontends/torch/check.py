@@ -90,8 +90,9 @@ def output(source: OutputSource, operands: Sequence[Any], made: Sequence[np.ndar
             return torch.as_tensor(np.ascontiguousarray(made[source.index])).reshape(made[source.index].shape)
         case "input":
             owner = operands[source.index]
-            view = source.view
-            return owner if view is None else owner.as_strided(view.shape, view.strides, owner.storage_offset() + view.offset)
+            if (view := source.view) is None:
+                return owner
+            return owner.as_strided(view.shape, view.strides, owner.storage_offset() + view.offset)
         case "size":
             return bind(source.value, sizes)
     return source.value
