@@ -18,6 +18,7 @@ from daceml_train.transformations.intra_operator.decompose import Decompose
 from daceml_train.transformations.intra_operator.fold_constants import FoldConstants
 from daceml_train.transformations.intra_operator.matmul_bias import FuseMatmulBias
 from daceml_train.transformations.intra_operator.simplify import Simplify
+from daceml_train.transformations.intra_operator.transpose_product import TransposeProduct
 
 FUSION = (
     SliceFirst(),
@@ -38,6 +39,7 @@ TRAINING = Pipeline(
         MergeEqual(),
         MergeBatch(),
         MergeSummedBatch(),
+        TransposeProduct(),
         AssembleSlices(),
         AccumulateProducts(),
         Simplify(),

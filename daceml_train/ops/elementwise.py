@@ -178,8 +178,8 @@ def _infer(kind: str, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         raise Invalid(f"{kind} got element types {', '.join(t.dtype.short for t in numeric)}; cast first")
     dtype = DType.bool if TABLE[kind].result == "bool" else operands[-1].dtype
     shape = broadcast(*(t.shape for t in operands))
-    order = next((t.order for t in operands if t.order and t.rank == len(shape) and t.shape == shape), None)
-    return (Tensor(shape, dtype, order),)
+    orders = {t.order for t in operands if t.rank == len(shape) and t.shape == shape}
+    return (Tensor(shape, dtype, orders.pop() if len(orders) == 1 else None),)
 
 
 _BINARY = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.BitAnd: "logical_and"}
