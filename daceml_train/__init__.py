@@ -1,4 +1,4 @@
-"""A training compiler for PyTorch and ONNX models, built on DaCe.
+"""A training compiler for PyTorch models, built on DaCe.
 
 The public names are imported at first use, so `import daceml_train` is quick. No submodule bears a public name:
 importing it would bind it as an attribute here, where it would hide the function of the same name.
@@ -13,7 +13,6 @@ _HOME = {
     "optimize": "daceml_train.driver",
     "training_step": "daceml_train.driver",
     "report": "daceml_train.reporting",
-    "explore": "daceml_train.explorer",
     "TRAINING": "daceml_train.transformations.pipelines",
     "INFERENCE": "daceml_train.transformations.pipelines",
     "Pipeline": "daceml_train.passes",

@@ -118,22 +118,23 @@ def build(source: str, path: Path, compiler: str | None = None) -> None:
         if run.returncode != 0 or not library.exists():
             tail = "\n".join(run.stderr.strip().splitlines()[-20:])
             raise CompilerError(f"{command[0]} failed on {path.stem} (exit {run.returncode}):\n{tail}")
-        with library.open("ab") as file:
-            file.write(_SEAL)
+        content = library.read_bytes()
+        library.write_bytes(content + _SEAL + hashlib.sha256(content).digest())
         os.replace(library, path)
 
 
 _SEAL = b"daceml_train: whole\n"
-"""Ends every library, so that a truncated file is told from a whole one without loading it."""
+"""Ends every library, before a checksum of the rest: damage is found without loading it."""
+_DIGEST = 32
 
 
 def _intact(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
-            file.seek(-len(_SEAL), os.SEEK_END)
-            return file.read() == _SEAL
+        content = path.read_bytes()
     except OSError:
         return False
+    body, digest = content[: -_DIGEST - len(_SEAL)], content[-_DIGEST:]
+    return content[: -_DIGEST].endswith(_SEAL) and hashlib.sha256(body).digest() == digest
 
 
 def load(path: Path, key: str) -> int:

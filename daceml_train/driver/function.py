@@ -95,6 +95,7 @@ class _Function(torch.autograd.Function):
         if ctx.again is None:
             raise RuntimeError("a second backward pass through a compiled graph; the first needs retain_graph=True")
         given = [cotangents[i] for i in graph.compiled.cotangents]
+        given = [g if g is None or 0 not in g.stride() else g.contiguous() for g in given]  # of a sum: expanded
         if torch.is_grad_enabled():
             return (None, None, *_eager_gradients(ctx, graph, given))
         assert graph.compiled.backward is not None

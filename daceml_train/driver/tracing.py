@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import inspect
 import itertools
+import logging
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,18 @@ def traced(function: Callable[..., Any], owner: object, backend: Callable[..., A
     known = {"recompile_limit": RECOMPILATIONS, "isolate_recompiles": True}
     options |= {name: value for name, value in known.items() if name in _KNOWN}
     return torch.compile(types.MethodType(with_own_code(function), owner), backend=backend, **options)
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Without the tracebacks that PyTorch logs where a trace fails: the error itself reaches the user."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def has_effects(code: types.CodeType) -> bool:

@@ -95,8 +95,12 @@ class Cache:
             total -= info.st_size
 
     def clear(self) -> int:
-        """Remove everything; the bytes that were freed."""
-        files = [f for f in self.folder.rglob("*") if f.is_file()] if self.folder.exists() else []
+        """Remove what this package wrote, and nothing else that may lie in the folder; the bytes that were freed."""
+        own = [self.folder / name for name in ("programs", "kernels", "native")]
+        files = [f for folder in own if folder.exists() for f in folder.rglob("*") if f.is_file()]
+        files += [self.products] if self.products.exists() else []
         freed = sum(f.stat().st_size for f in files)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        for folder in own:
+            shutil.rmtree(folder, ignore_errors=True)
+        self.products.unlink(missing_ok=True)
         return freed

@@ -219,7 +219,8 @@ class _Lowering:
                 continue
             made = []
             for name in statement.outputs:
-                places[name] = self.new_place(Slot(Home.arena, types[name].dtype, types[name].shape, types[name].strides))
+                t = types[name]
+                places[name] = self.new_place(Slot(Home.arena, t.dtype, t.shape, t.strides))
                 made.append(places[name])
             read = [name for name in dict.fromkeys(statement.inputs) if name in places]
             inlined = [scalars[name] for name in dict.fromkeys(statement.inputs) if name not in places]

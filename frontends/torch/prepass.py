@@ -321,8 +321,15 @@ def _cosine_similarity(x1: torch.Tensor, x2: torch.Tensor, dim: int = 1, eps: fl
     return (normalised(x1.to(kind)) * normalised(x2.to(kind))).sum(dim)
 
 
+def _adaptive_average(x: torch.Tensor, output_size: Any) -> torch.Tensor:
+    """`adaptive_avg_pool2d`; to a single element it is the mean, without PyTorch's change of strides afterwards."""
+    size = output_size if isinstance(output_size, Sequence) else (output_size, output_size)
+    return x.mean((-2, -1), keepdim=True) if tuple(size) == (1, 1) else F.adaptive_avg_pool2d(x, output_size)
+
+
 _REPLACED: dict[Any, Callable[..., Any]] = {
     _SDPA: _attention,
+    F.adaptive_avg_pool2d: _adaptive_average,
     torch.matmul: _matmul,
     operator.matmul: _matmul,
     torch._C._nn.linear: _linear,

@@ -231,3 +231,10 @@ LOSSES = {
 def test_losses(name: str) -> None:
     x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
     check(lambda x: LOSSES[name](x, torch.tensor([0, 1, 2, 3, 1, 0])), x)
+
+
+def test_channels_last_pooling_to_one_element_is_a_mean() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model = double(model).to(memory_format=torch.channels_last)
+    captured = check(model, torch.randn(2, 3, 8, 8).double().contiguous(memory_format=torch.channels_last))
+    assert not captured.fallbacks
