@@ -13,6 +13,7 @@ from daceml_train.transformations.global_movement.update_in_place import UpdateI
 from daceml_train.transformations.intra_operator.accumulate_products import AccumulateProducts
 from daceml_train.transformations.intra_operator.assemble_slices import AssembleSlices
 from daceml_train.transformations.intra_operator.batch_matmul import MergeBatch, MergeSummedBatch
+from daceml_train.transformations.intra_operator.concatenate_products import ConcatenateProducts
 from daceml_train.transformations.intra_operator.cross_entropy import FuseSoftmaxCrossEntropy
 from daceml_train.transformations.intra_operator.decompose import Decompose
 from daceml_train.transformations.intra_operator.fold_constants import FoldConstants
@@ -42,6 +43,7 @@ TRAINING = Pipeline(
         TransposeProduct(),
         AssembleSlices(),
         AccumulateProducts(),
+        ConcatenateProducts(),
         Simplify(),
         DeadCode(),
     ),

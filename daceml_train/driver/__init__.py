@@ -10,6 +10,7 @@ import torch
 
 from daceml_train.driver.compilation import Options
 from daceml_train.driver.module import Backend, optimized
+from daceml_train.driver.observation import Observation
 from daceml_train.driver.step import Loss, TrainingStep
 from daceml_train.passes.pipeline import Pipeline
 from daceml_train.runtime.cache import Cache, default_folder
@@ -29,7 +30,8 @@ def optimize(
     It shares parameters and buffers with `module`, works with any loss, optimizer and training loop, and is compiled
     at its first call. `pipeline` chooses the transformations; `cache` is a folder for compiled programs (default:
     `$DACEML_TRAIN_CACHE` or the user's cache folder); `jobs` bounds compiler processes; `observe` names a folder that
-    receives the graph's text after each pass. Raises `Invalid` for anything but a module.
+    receives the graph's text after each pass, an SDFG for DaCe's viewers, and the kernels' C++. Raises `Invalid` for
+    anything but a module.
     """
     return optimized(module, options(pipeline, cache, jobs, observe))
 
@@ -57,7 +59,7 @@ def options(
 ) -> Options:
     """The compilation options behind the public arguments."""
     folder = Path(cache).expanduser() if cache is not None else default_folder()
-    return Options(pipeline, Cache(folder), jobs, Path(observe) if observe is not None else None)
+    return Options(pipeline, Cache(folder), jobs, Observation(Path(observe)) if observe is not None else None)
 
 
 def backend(module: torch.fx.GraphModule, examples: Sequence[Any], **_: Any) -> Callable[..., Any]:

@@ -20,8 +20,9 @@ from daceml_train.autodiff.partition import partition
 from daceml_train.autodiff.reverse import active_arrays, differentiate, passes_gradient
 from daceml_train.codegen.compile import compile_kernels, load
 from daceml_train.codegen.launch import KernelCode
+from daceml_train.driver.observation import Observation
 from daceml_train.graph.graph import Graph, Role
-from daceml_train.graph.text import canonical_text, show
+from daceml_train.graph.text import canonical_text
 from daceml_train.graph.traffic import traffic
 from daceml_train.ops.elementwise import Full
 from daceml_train.ops.fallback import Aten
@@ -77,14 +78,14 @@ class Record:
 class Options:
     """How graphs are compiled.
 
-    `jobs` compiler processes run at once (None: one per core); `observe` names a folder that receives the graph's
-    text after each pass; `progress` is told (kernels done, kernels in all) while kernels compile.
+    `jobs` compiler processes run at once (None: one per core); `observe` receives the graph after each pass and what
+    is generated, and keeps the cache out; `progress` is told (kernels done, kernels in all) while kernels compile.
     """
 
     pipeline: Pipeline = TRAINING
     cache: Cache = field(default_factory=lambda: Cache(default_folder()))
     jobs: int | None = None
-    observe: Path | None = None
+    observe: Observation | None = None
     progress: Callable[[int, int], None] | None = None
 
 
@@ -323,6 +324,8 @@ def _lowered(
 ) -> Program:
     graph = options.pipeline.run(graph, ("fusion", "layout", "global_movement"), watch)
     program = lower(graph, results)
+    if options.observe:
+        options.observe.program(record.name, graph, program)
     record.flops = record.flops + traffic(graph).flops
     for launch in program.launches:
         if isinstance(launch, KernelLaunch):
@@ -352,10 +355,7 @@ def _watcher(record: Record, options: Options) -> Callable[[Step, Graph], None]:
             )
         )
         if options.observe:
-            options.observe.mkdir(parents=True, exist_ok=True)
-            number = len(list(options.observe.glob("*.txt")))
-            path = options.observe / f"{number:03}_{record.name}_{step.level}_{step.transformation.name}.txt"
-            path.write_text(show(graph))
+            options.observe.graph(record.name, step.level, step.transformation.name, graph)
 
     return watch
 
