@@ -7,6 +7,7 @@ does not run here, is compared here: which tensor objects stand in the modules a
 from __future__ import annotations
 
 import ctypes
+import operator
 import itertools
 import operator
 import types
@@ -119,7 +120,7 @@ class BoundStep:
         tables = (table for m in modules for table in (m._modules, m._parameters, m._buffers))
         self.same = Same([*tables, optimizer.state, *self.states])
         self.empty_hooks = [table for table in (*hook_tables(modules), *step_hooks(optimizer)) if not table]
-        self.groups = [(group, _options(group), [*map(id, group["params"])]) for group in optimizer.param_groups]
+        self.groups = [(group, _options(group), [*group["params"]]) for group in optimizer.param_groups]
         self.rates = (ctypes.c_double * max(len(self.groups), 1))()
         self.patched = optimizer.__dict__.get("step")
 
@@ -179,7 +180,9 @@ class BoundStep:
         if len(optimizer.param_groups) != len(self.groups) or optimizer.__dict__.get("step") is not self.patched:
             return False
         for group, (bound, options, parameters) in zip(optimizer.param_groups, self.groups, strict=True):
-            if group is not bound or _options(group) != options or [*map(id, group["params"])] != parameters:
+            if group is not bound or _options(group) != options or len(group["params"]) != len(parameters):
+                return False
+            if not all(map(operator.is_, group["params"], parameters)):
                 return False
         if self.attached()[1] and any(map(has_gradient_hooks, self.leaves)):
             return False
