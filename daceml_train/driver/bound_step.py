@@ -7,7 +7,6 @@ does not run here, is compared here: which tensor objects stand in the modules a
 from __future__ import annotations
 
 import ctypes
-import operator
 import itertools
 import operator
 import types
