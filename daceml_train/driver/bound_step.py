@@ -155,6 +155,8 @@ class BoundStep:
                     fits = _same_strides(tensor, strides)
                     self.arguments.append(Argument(position, given[id(tensor)], None if fits else strides))
                     continue
+                if not _same_strides(tensor, strides):
+                    raise Unsupported(f"{entry.path} is not dense in memory (strides {tensor.stride()})")
                 if id(tensor) not in held and source.kind == "tensor":
                     self.followed.append(_follow(source.source, scope, code_globals, tensor))
             elif entry.name == SEED:

@@ -14,7 +14,7 @@ from torch._dynamo.exc import TorchDynamoException
 from daceml_train.driver.binding import differentiable_outputs, input_tensors
 from daceml_train.driver.compilation import Options, Record, compile_differentiable
 from daceml_train.driver.function import CompiledGraph
-from daceml_train.driver.tracing import describe, quietly, reason, traced
+from daceml_train.driver.tracing import describe, reason, traced, tracing
 from daceml_train.errors import DacemlError, Invalid
 from daceml_train.frontends.torch.capture import capture
 
@@ -117,7 +117,7 @@ class _Optimized(torch.nn.Module):
             return super().forward(*arguments, **keywords)
         state: ModuleState = self._daceml_train  # type: ignore[assignment]  # a slot of the subclass
         try:
-            with quietly():
+            with tracing():
                 result = state.compiled(*arguments, **keywords)
         except TorchDynamoException as error:
             result = _as_pytorch(self, state, error, arguments, keywords)

@@ -19,7 +19,7 @@ from daceml_train.driver.binding import input_tensors
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks, hook_tables, step_hooks
 from daceml_train.driver.compilation import Options, Record, Trained, WholeStep, compile_step
 from daceml_train.driver.module import optimized, state_of
-from daceml_train.driver.tracing import RECOMPILATIONS, describe, has_effects, quietly, reason, with_own_code
+from daceml_train.driver.tracing import RECOMPILATIONS, describe, has_effects, reason, tracing, with_own_code
 from daceml_train.errors import Invalid, Unsupported
 from daceml_train.frontends.torch.capture import Captured, capture
 from daceml_train.runtime.optimizers import initial_state, makes_its_state, ready, update_of
@@ -123,7 +123,7 @@ class TrainingStep:
         scope = {"self": self, "inputs": inputs, "targets": targets}
         try:
             limits = {"recompile_limit": RECOMPILATIONS, "skip_nnmodule_hook_guards": True}
-            with torch._dynamo.config.patch(limits), quietly():
+            with torch._dynamo.config.patch(limits), tracing():
                 self._traced(self, inputs, *targets)
         except _Stop as stop:
             captured, arguments = stop.captured, stop.arguments

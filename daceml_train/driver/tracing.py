@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.utils._pytree as pytree
 
 from daceml_train.errors import DacemlError
@@ -46,15 +47,19 @@ def traced(function: Callable[..., Any], owner: object, backend: Callable[..., A
 
 
 @contextlib.contextmanager
-def quietly() -> Iterator[None]:
-    """Without the tracebacks that PyTorch logs where a trace fails: the error itself reaches the user."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.disabled
-    logger.disabled = True
+def tracing() -> Iterator[None]:
+    """What holds while Dynamo may trace.
+
+    Recurrent modules are taken apart, and the tracebacks that PyTorch logs where a trace fails are left out: the error
+    itself reaches the user.
+    """
+    logger, config = logging.getLogger("torch._subclasses.fake_tensor"), torch._dynamo.config
+    before = logger.disabled, config.allow_rnn
+    logger.disabled, config.allow_rnn = True, True
     try:
         yield
     finally:
-        logger.disabled = before
+        logger.disabled, config.allow_rnn = before
 
 
 def has_effects(code: types.CodeType) -> bool:

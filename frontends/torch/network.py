@@ -49,7 +49,12 @@ def _layer_norm(
 ) -> tuple[Value, ...] | None:
     if 0 in x.shape:
         return None
-    return t.emit_all("layer_norm", x, *_affine(t, weight, bias), dims=len(shape), eps=eps)
+    return _as_typed(t, t.emit_all("layer_norm", x, *_affine(t, weight, bias), dims=len(shape), eps=eps))
+
+
+def _as_typed(t: Translator, results: Sequence[Value]) -> tuple[Value, ...]:
+    """Results in the element types PyTorch gives them: statistics of 16-bit floats are kept wide here."""
+    return tuple(r if type_ is None else r.cast(type_.dtype) for r, type_ in zip(results, t.types, strict=False))
 
 
 @rule("native_group_norm.default")

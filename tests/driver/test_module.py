@@ -513,3 +513,24 @@ def test_saved_tensors_are_freed() -> None:
         losses.append(loss)  # as careless loops do: the graph lives on, what it saved must not
         sizes.append(pool_statistics().in_use)
     assert sizes[-1] <= sizes[5]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_modules(kind: type[nn.Module]) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = kind(8, 8, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.cell(x)[0][:, -1]
+
+    theirs = Recurrent()
+    ours = dt.optimize(copy.deepcopy(theirs))
+    x = torch.randn(4, 5, 8)
+    for model in (theirs, ours):
+        model(x).square().sum().backward()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+    assert not ours._daceml_train.backend.breaks
+    assert ours._daceml_train.backend.graphs == 1

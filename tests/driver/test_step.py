@@ -468,3 +468,42 @@ def test_random_layers_do_not_grow_memory() -> None:
         step(x, x)
         sizes.append(pool_statistics().in_use)
     assert sizes[-1] <= sizes[5]
+
+
+def test_a_parameter_that_is_not_dense() -> None:
+    class Strided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 8))
+            self.transposed = nn.Parameter(torch.randn(8, 4).t())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ self.weight.t()) @ self.transposed
+
+    pair = Pair(Strided())
+    wide = torch.randn(4, 16)
+
+    def spread(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model.weight.data = wide.clone()[:, ::2]
+
+    pair.both(spread)
+    with pytest.warns(UserWarning, match="weight is not dense in memory"):
+        for _ in range(3):
+            pair.step(torch.randn(5, 8), torch.randn(5, 8))
+    assert len(pair.call.breaks) == 1
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_modules_are_part_of_the_step(kind: type[nn.Module]) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.out = kind(8, 8, batch_first=True), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.cell(x)[0][:, -1])
+
+    pair = Pair(Recurrent())
+    for _ in range(3):
+        pair.step(torch.randn(4, 5, 8), torch.randn(4, 3))
+    pair.whole()
