@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 110)
     start = time.perf_counter()
-    made = [train_digits(console, options.steps or 440), train_text(console, options.steps or 300)]
+    made = [train_digits(console, options.steps or 360), train_text(console, options.steps or 200)]
     options.out.mkdir(parents=True, exist_ok=True)
     paths = [figures.losses(t, options.out) for t in made] + [figures.bytes_per_level(made, options.out)]
     failures = [failure for t in made for failure in failed(t)]
