@@ -8,10 +8,10 @@ ARGS ?=             # passed on: make test ARGS="-k softmax"
 VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test lint bench conformance-ops fuzz clean
 
 help: ## show the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## make .venv, install everything, build the native runtime (PYTHON=, TORCH_INDEX=)
 	@TORCH_INDEX="$(strip $(TORCH_INDEX))" $(PYTHON) scripts/setup.py
@@ -28,6 +28,12 @@ test: lint ## lint, then all tests (JOBS=, ARGS=)
 
 bench: setup ## time training steps against PyTorch (ARGS=)
 	@$(VENV_PYTHON) -m benchmarks.train $(ARGS)
+
+conformance-ops: setup ## PyTorch's own operator samples through the compiler (ARGS=)
+	@$(VENV_PYTHON) -m benchmarks.conformance $(ARGS)
+
+fuzz: setup ## random models against PyTorch and float64 (ARGS="--models 50 --seed 0")
+	@$(VENV_PYTHON) -m benchmarks.fuzz $(ARGS)
 
 clean: ## remove what builds and tests leave behind; .venv stays
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .dacecache _dacegraphs

@@ -8,11 +8,13 @@ derivative is an error, never a dropped gradient (Griewank & Walther, Evaluating
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from daceml_train.errors import Invalid, Unsupported
 from daceml_train.graph.graph import Graph, Node
-from daceml_train.ops.elementwise import Elementwise
+from daceml_train.ops.elementwise import Elementwise, Full
+from daceml_train.ops.fallback import Aten, Body
+from daceml_train.ops.gradient import CustomVJP, Graft
 from daceml_train.ops.operator import Operator, Value, vjp_parameters
 from daceml_train.tensor import Dim, same, same_shape, show_shape
 
@@ -37,21 +39,54 @@ def active_arrays(graph: Graph, wrt: Sequence[str]) -> set[str]:
     return active
 
 
+def reached_arrays(graph: Graph, wrt: Sequence[str]) -> set[str]:
+    """Arrays that PyTorch's autograd connects to `wrt`, also where the gradient is zero everywhere."""
+    reached = set(wrt)
+    for node in graph.nodes:
+        if not reached.isdisjoint(carrying(node)):
+            reached.update(name for name in node.outputs if graph.tensors[name].dtype.is_float)
+    return reached
+
+
 def passes_gradient(op: Operator) -> bool:
     """Whether the derivative of `op` is not zero almost everywhere."""
     if isinstance(op, Elementwise):
-        return any(formula is not None for formula in op.row.gradients)
+        return any(formula not in (None, "0") for formula in op.row.gradients)
     return not op.zero_gradient
+
+
+def carrying(node: Node) -> Iterator[str]:
+    """The inputs that get a gradient in PyTorch if the node's outputs do, be it zero everywhere as that of rounding."""
+    match node.op:
+        case Elementwise() as op:
+            marks: Sequence[object] = op.row.gradients
+        case Aten(backward=Body() as body) | CustomVJP(backward=body):
+            marks = body.yields
+        case Graft():
+            marks = ("g", None)
+        case op:
+            marks = [None if op.zero_gradient else "g"] * len(node.inputs)
+    return (name for name, mark in zip(node.inputs, marks, strict=True) if mark is not None)
+
+
+def reaching(graph: Graph, outputs: Collection[str]) -> set[str]:
+    """The arrays that get a gradient of `outputs` in PyTorch, be it zero everywhere."""
+    found = set(outputs)
+    for node in reversed(graph.nodes):
+        if not found.isdisjoint(node.outputs):
+            found.update(name for name in carrying(node) if graph.tensors[name].dtype.is_float)
+    return found
 
 
 def differentiate(graph: Graph, of: Mapping[str, Value], wrt: Sequence[str]) -> dict[str, Value | None]:
     """Append the backward pass to `graph`.
 
     `of` gives each differentiated array its cotangent (a value of `graph`, of the array's shape); the result gives
-    each array of `wrt` its gradient, None where `of` does not depend on it. Raises `Unsupported`, naming the
-    operator and the user's line, where an operator in between has no derivative.
+    each array of `wrt` its gradient: zeros where `of` depends on it through rounding only, None where not at all.
+    Raises `Unsupported`, naming the operator and the user's line, where an operator in between has no derivative.
     """
     active = active_arrays(graph, wrt)
+    connected = reaching(graph, of)
     contributions: dict[str, list[Value]] = {}
     for name, cotangent in of.items():
         if not same_shape(cotangent.shape, graph.tensors[name].shape):
@@ -81,6 +116,9 @@ def differentiate(graph: Graph, of: Mapping[str, Value], wrt: Sequence[str]) -> 
             for name, gradient in zip(node.inputs, gradients, strict=True):
                 if gradient is not None and name in active:
                     contributions.setdefault(name, []).append(sum_to(gradient, graph.tensors[name].shape))
+    for name in wrt:
+        if cotangent_of(name) is None and name in connected:
+            total[name] = graph.emit(Full(0.0, graph.tensors[name].shape, graph.tensors[name].dtype))[0]
     return {name: cotangent_of(name) for name in wrt}
 
 

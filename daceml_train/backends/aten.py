@@ -148,7 +148,17 @@ class Keywords:
         ordered: list[Any] = list(self.arguments)
         for argument in schema.arguments[len(ordered) :]:
             ordered.append(named.get(argument.name, argument.default_value))
-        return tuple(ordered)
+        return tuple(
+            _from_name(value) if isinstance(value, str) and "str" not in str(argument.type) else value
+            for value, argument in zip(ordered, schema.arguments, strict=True)
+        )
+
+
+def _from_name(name: str) -> Any:
+    """The memory format, layout or device of that name."""
+    import torch
+
+    return getattr(torch, name.removeprefix("torch.")) if name.startswith("torch.") else torch.device(name)
 
 
 CALLS: dict[str, Rule] = {

@@ -103,7 +103,9 @@ def divide(a: Dim, b: Dim) -> Dim | None:
         return None
     quotient = sympy.cancel(sympy.sympify(a) / b)
     numerator, denominator = sympy.fraction(quotient)
-    if denominator != 1 or not all(c.is_Integer for c in sympy.Poly(numerator).coeffs() if numerator.free_symbols):
+    if denominator != 1:
+        return None
+    if numerator.free_symbols and not all(c.is_Integer for c in sympy.Poly(numerator).coeffs()):
         return None
     return simplify(quotient)
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import daceml_train.frontends
 import daceml_train.transformations
 from daceml_train.autodiff.partition import partition
-from daceml_train.autodiff.reverse import active_arrays, differentiate, passes_gradient
+from daceml_train.autodiff.reverse import differentiate, reached_arrays, reaching
 from daceml_train.codegen.compile import compile_kernels, load
 from daceml_train.codegen.launch import KernelCode
 from daceml_train.driver.observation import Observation
@@ -133,7 +133,7 @@ def _differentiable(graph: Graph, wrt: Sequence[str], outputs: Sequence[int], op
     watch = _watcher(record, options)
     graph = options.pipeline.run(graph, ("forward",), watch)
     results = len(graph.outputs)
-    felt = active_arrays(graph, wrt)
+    felt = reached_arrays(graph, wrt)
     cotangents = tuple(i for i in outputs if graph.outputs[i] in felt)
     joint = graph.copy()
     given: dict[str, Any] = {}
@@ -143,13 +143,14 @@ def _differentiable(graph: Graph, wrt: Sequence[str], outputs: Sequence[int], op
         given[name] = given[name] + seed if name in given else seed
     found = differentiate(joint, given, wrt) if given else {}
     gradients = {name: value for name, value in found.items() if value is not None}
+    joint = joint if gradients else graph  # which has no cotangents
     joint.outputs += [value.name for value in gradients.values()]
     _measure_captured(joint, record)
     joint = options.pipeline.run(joint, ("intra_operator",), watch)
     if not gradients:
         forward = _lowered(without_dead_code(joint), options, record, watch)
         return _Pair(forward, None, results, (), (), (), (), [record])
-    reached = [_reaching(graph, graph.outputs[i]) for i in cotangents]
+    reached = [reaching(graph, (graph.outputs[i],)) for i in cotangents]
     sources = tuple(frozenset(k for k, names in enumerate(reached) if name in names) for name in gradients)
     halves = partition(joint, results)
     forward = _lowered(halves.forward, options, record, watch, results)
@@ -157,15 +158,6 @@ def _differentiable(graph: Graph, wrt: Sequence[str], outputs: Sequence[int], op
     backward = _lowered(halves.backward, options, reverse, _watcher(reverse, options))
     records = [record, reverse]
     return _Pair(forward, backward, results, halves.kept, cotangents, tuple(gradients), sources, records)
-
-
-def _reaching(graph: Graph, output: str) -> set[str]:
-    """The arrays to which a gradient of `output` may flow."""
-    found = {output}
-    for node in reversed(graph.nodes):
-        if passes_gradient(node.op) and not found.isdisjoint(node.outputs):
-            found.update(name for name in node.inputs if graph.tensors[name].dtype.is_float)
-    return found
 
 
 def _link_pair(pair: _Pair, options: Options) -> Differentiable:

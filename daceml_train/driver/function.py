@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
-from daceml_train.driver.binding import SEED, input_tensors, memory_span, results_of, sizes_of
+from daceml_train.driver.binding import SEED, differentiable_outputs, input_tensors, memory_span, results_of, sizes_of
 from daceml_train.driver.compilation import Differentiable
 from daceml_train.frontends.torch.capture import Captured
 from daceml_train.runtime.executable import Executable, torch_dtype
 from daceml_train.runtime.executor import InputMismatch
+from daceml_train.tensor import Dim
 
 
 def draw_seed() -> torch.Tensor:
@@ -28,12 +29,16 @@ def run_with_layout(executable: Executable, inputs: Sequence[torch.Tensor]) -> l
         value = dict(zip(executable.program.symbols, executable.sizes_of(inputs), strict=True))
         laid_out = []
         for tensor, expected in zip(inputs, executable.program.inputs, strict=True):
-            strides = tuple(int(s) if isinstance(s, int) else int(s.subs(value)) for s in expected.strides)
+            strides = tuple(_number(s, value) for s in expected.strides)
             if tensor.stride() != strides and not expected.mutable:
                 copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype)
                 tensor = copy.copy_(tensor.detach())
             laid_out.append(tensor)
         return executable(laid_out)
+
+
+def _number(size: Dim, value: Mapping[str, int]) -> int:
+    return size if isinstance(size, int) else int(size.subs({s: value[str(s)] for s in size.free_symbols}))
 
 
 class CompiledGraph:
@@ -49,7 +54,7 @@ class CompiledGraph:
         self.kept = [names.index(name) for name in compiled.kept]
         self.written = [names.index(name) for name in captured.graph.writes]
         self.wanted = {names.index(name): k for k, name in enumerate(compiled.gradients)}
-        self.differentiable = frozenset(compiled.cotangents)
+        self.differentiable = frozenset(differentiable_outputs(captured))
 
     def __call__(self, *arguments: Any) -> Any:
         tensors = list(input_tensors(self.captured, arguments).values())
@@ -57,7 +62,7 @@ class CompiledGraph:
             return self.eager(*arguments)  # kernels assume that what they write is nothing else
         if self.random:
             tensors.append(draw_seed())
-        if self.compiled.backward is None or not torch.is_grad_enabled():
+        if not self.differentiable or not torch.is_grad_enabled():
             results: Sequence[Any] = run_with_layout(self.compiled.forward, tensors)
         else:
             results = _Function.apply(self, arguments, *tensors)  # type: ignore[no-untyped-call]
@@ -94,11 +99,12 @@ class _Function(torch.autograd.Function):
         graph: CompiledGraph = ctx.graph
         if ctx.again is None:
             raise RuntimeError("a second backward pass through a compiled graph; the first needs retain_graph=True")
+        if graph.compiled.backward is None:  # no result depends on an input, though autograd sees them connected
+            return (None, None, *(None for _ in ctx.again[1]))
         given = [cotangents[i] for i in graph.compiled.cotangents]
         given = [g if g is None or 0 not in g.stride() else g.contiguous() for g in given]  # of a sum: expanded
         if torch.is_grad_enabled():
             return (None, None, *_eager_gradients(ctx, graph, given))
-        assert graph.compiled.backward is not None
         tensors = [*ctx.saved_tensors, *(_filled(graph, k, c, ctx.again[1]) for k, c in enumerate(given))]
         found = run_with_layout(graph.compiled.backward, tensors)
         gradients: list[torch.Tensor | None] = [None] * len(ctx.again[1])

@@ -126,6 +126,8 @@ class _Optimized(torch.nn.Module):
             raise
         if not state.worked:
             state.worked = describe((*arguments, *keywords.values()))
+            if not state.backend.graphs:
+                state.backend.break_off(f"TorchDynamo found nothing that it can compile in {state.source.__name__}.forward")
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -42,7 +42,10 @@ NaN is 0."""
 
 @dataclass(frozen=True)
 class Row:
-    """One elementwise operator: `y = expression`, `gradients[i]` = cotangent of operand i (None: zero)."""
+    """One elementwise operator: `y = expression`, `gradients[i]` = cotangent of operand i.
+
+    "0" is a gradient that is zero everywhere, which PyTorch gives; None is that there is none.
+    """
 
     expression: str
     gradients: tuple[str | None, ...] = ()
@@ -85,7 +88,7 @@ TABLE: dict[str, Row] = {
     "where": Row("where(a, b, c)", (None, "where(a, g, 0)", "where(a, 0, g)")),
     "neg": Row("-a", ("-g",)),
     "abs": Row("abs(a)", ("g * sign(a)",)),
-    "sign": Row("sign(a)", (None,)),
+    "sign": Row("sign(a)", ("0",)),
     "square": Row("a * a", ("2 * g * a",)),
     "reciprocal": Row("1 / a", ("-g * y * y",), 4),
     "sqrt": Row("sqrt(a)", ("g / (2 * y)",), 4),
@@ -108,11 +111,11 @@ TABLE: dict[str, Row] = {
                      (f"g * (0.5 * (1 + tanh({_GELU_INNER})) + 0.5 * a * (1 - tanh({_GELU_INNER}) * "
                       f"tanh({_GELU_INNER})) * 0.7978845608028654 * (1 + 0.134145 * a * a))",), 20),
     "softplus": Row("max(a, 0) + log1p(exp(-abs(a)))", ("g * sigmoid(a)",), 25),
-    "floor": Row("floor(a)", (None,)),
-    "ceil": Row("ceil(a)", (None,)),
-    "round": Row("round(a)", (None,)),
-    "trunc": Row("trunc(a)", (None,)),
-    "floor_divide": Row("floor_divide(a, b)", (None, None), 4),
+    "floor": Row("floor(a)", ("0",)),
+    "ceil": Row("ceil(a)", ("0",)),
+    "round": Row("round(a)", ("0",)),
+    "trunc": Row("trunc(a)", ("0",)),
+    "floor_divide": Row("floor_divide(a, b)", ("0", "0"), 4),
     "eq": Row("a == b", (None, None), result="bool"),
     "ne": Row("a != b", (None, None), result="bool"),
     "lt": Row("a < b", (None, None), result="bool"),
@@ -159,7 +162,7 @@ class Elementwise(Operator):
     def gradient(self, b: Builder, index: int, operands: tuple[Value, ...], y: Value, g: Value) -> Value | None:
         """The cotangent of operand `index`, in the broadcast shape; None where it is zero."""
         formula = self.row.gradients[index]
-        if formula is None:
+        if formula in (None, "0"):
             return None
         scope = dict(zip("abc", operands, strict=False)) | {"y": y, "g": g}
         return emit_expression(b, formula, scope)

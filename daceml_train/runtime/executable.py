@@ -231,8 +231,9 @@ class BoundPlan:
         return argument
 
     def _view(self, place: Place) -> View:
-        offset = self.value(place.offset) * place.dtype.bytes
         layout = (torch_dtype(place.dtype), tuple(self._ints(place.shape)), tuple(self._ints(place.strides)))
+        empty = 0 in layout[1]  # a slice without elements may begin behind the end
+        offset = 0 if empty else self.value(place.offset) * place.dtype.bytes
         key = (place.slot, offset, *layout)
         if key not in self._views:
             self._views[key] = self.plan.view(place.slot, offset, *layout)

@@ -283,8 +283,8 @@ RULES["aten.log10.default"] = functools.partial(_scaled_log, factor=1 / math.log
 
 @rule("sinh.default")
 def _sinh(t: Translator, x: Value) -> Value:
-    e = x.cast(_float(t)).unary("expm1")
-    return (e + e / (e + 1)) * 0.5
+    x = x.cast(_float(t))
+    return (x.unary("expm1") - (-x).unary("expm1")) * 0.5  # both terms have the sign of x: nothing cancels
 
 
 @rule("cosh.default")

@@ -58,6 +58,19 @@ def test_rounding_and_comparisons_cut_the_gradient_silently_as_pytorch_does() ->
     np.testing.assert_allclose(gradients(graph, ["x"], {"x": np.ones(3)})[0], np.ones(3))
 
 
+@pytest.mark.parametrize("kind", ["sign", "floor", "ceil", "round", "trunc"])
+def test_what_is_only_rounded_has_zeros_and_what_is_detached_or_compared_has_no_gradient(kind: str) -> None:
+    graph = program(
+        "x: f32[3], w: f32[3], v: f32[3]",
+        f"%a = {kind}(%x)\n%b = mul(%a, %a)\n%d = detach(%w)\n%c = gt(%v, %d)\n%e = where(%c, %b, %d)\n"
+        '%y = reduce(%e, kind="sum", dims=(0,))',
+        "%y",
+    )
+    x, w, v = gradients(graph, ["x", "w", "v"], {n: np.ones(3) for n in "xwv"})
+    np.testing.assert_array_equal(x, np.zeros(3))
+    assert w is None and v is None
+
+
 def test_an_active_operator_without_a_derivative_is_an_error_that_names_it() -> None:
     graph = program(
         "x: f32[3]",

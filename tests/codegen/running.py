@@ -24,7 +24,7 @@ TORCH = {
 }  # fmt: skip
 DTYPES = {there: here for here, there in TORCH.items()}
 FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
-FOLDER = Path(os.environ.get("DACEML_TRAIN_CACHE", "/tmp/daceml_train-tests")) / "kernels"
+FOLDER = Path(os.environ["DACEML_TRAIN_CACHE"]) / "kernels"
 Body = Callable[..., Value | Sequence[Value]]
 
 

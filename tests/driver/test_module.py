@@ -515,6 +515,47 @@ def test_saved_tensors_are_freed() -> None:
     assert sizes[-1] <= sizes[5]
 
 
+class Function(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
+ODD = {
+    "rounded": lambda x: x.round(),
+    "sign_of_a_product": lambda x: (x * 3).sign() * 2,
+    "divided_down": lambda x: torch.div(x, 3, rounding_mode="floor"),
+    "replaced": lambda x: x.clone().zero_(),
+    "no_copies": lambda x: x.repeat(0, 1),
+    "counted": lambda x: torch.linalg.vector_norm(x, 0),
+    "fourier": lambda x: torch.fft.rfft(x).abs(),
+    "hermitian": lambda x: torch.fft.hfft(x, 4),
+    "hyperbolic_sine": lambda x: torch.sinh(x - 9),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_gradients_exist_where_eagers_do(name: str) -> None:
+    module = Function(ODD[name])
+    compiled = dt.optimize(module)
+    x = torch.randn(3, 4, requires_grad=True)
+    ours, theirs = compiled(x), module(x)
+    assert ours.requires_grad and theirs.requires_grad
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    cotangent = torch.randn_like(theirs)
+    (a,), (b,) = (torch.autograd.grad(y, x, cotangent, allow_unused=True) for y in (ours, theirs))
+    a, b = (torch.zeros_like(x) if g is None else g for g in (a, b))
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert_compiled(compiled)
+
+
+def test_slices_without_elements_of_empty_inputs() -> None:
+    assert_same_behaviour(Function(lambda x: F.pad(x, (1, 1), mode="circular")), torch.randn(0, 2, 4))
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_recurrent_modules(kind: type[nn.Module]) -> None:
     class Recurrent(nn.Module):
@@ -534,3 +575,36 @@ def test_recurrent_modules(kind: type[nn.Module]) -> None:
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
     assert not ours._daceml_train.backend.breaks
     assert ours._daceml_train.backend.graphs == 1
+
+
+def test_cotangents_of_another_layout_at_varying_batch_sizes() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x).tanh().transpose(0, 1)
+
+    module = Turned()
+    optimized = dt.optimize(copy.deepcopy(module))
+    for batch in (5, 4, 3):
+        x = torch.randn(batch, 6, 4)
+        cotangent = torch.randn(6, batch, 4)
+        for model in (module, optimized):
+            model.zero_grad()
+            model(x).backward(cotangent)
+        close(optimized.fc.weight.grad, module.fc.weight.grad)
+    assert_compiled(optimized)
+
+
+def test_a_forward_of_which_nothing_is_compiled_says_so() -> None:
+    class Covariance(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cov(x)
+
+    ours = dt.optimize(Covariance())
+    x = torch.randn(3, 5)
+    with pytest.warns(UserWarning, match=r"nothing that it can compile in Covariance\.forward"):
+        torch.testing.assert_close(ours(x), torch.cov(x))
+    assert len(ours._daceml_train.backend.breaks) == 1

@@ -320,6 +320,28 @@ def test_tied_frozen_and_unused_parameters() -> None:
     assert pair.ours.b.weight is pair.ours.a.weight
 
 
+def test_a_parameter_that_is_only_rounded_decays() -> None:
+    class Rounded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.linspace(-2, 2, 5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight.sign()
+
+    theirs = Rounded()
+    ours = copy.deepcopy(theirs)
+    x, y = torch.randn(3, 5), torch.randn(3, 5)
+    optimizer = torch.optim.AdamW(theirs.parameters(), weight_decay=0.1)
+    step = dt.training_step(ours, F.mse_loss, torch.optim.AdamW(ours.parameters(), weight_decay=0.1))
+    for _ in range(2):
+        F.mse_loss(theirs(x), y).backward()
+        optimizer.step()
+        step(x, y)
+    torch.testing.assert_close(ours.weight, theirs.weight)
+    assert not torch.equal(ours.weight, torch.linspace(-2, 2, 5)) and not step.breaks
+
+
 def test_groups_with_options_of_their_own() -> None:
     def groups(parameters: Any, lr: float) -> torch.optim.Optimizer:
         listed = list(parameters)

@@ -52,7 +52,7 @@ def test_broadcasting(kind: str) -> None:
     for shapes in itertools.product([(3, 4), (1, 4), (4,), (3, 1), ()], repeat=count):
         if (3, 4) in shapes:
             xs = [operands(kind, shape)[i] for i, shape in enumerate(shapes)]
-            wrt = tuple(i for i, formula in enumerate(TABLE[kind].gradients) if formula is not None)
+            wrt = tuple(i for i, formula in enumerate(TABLE[kind].gradients) if formula not in (None, "0"))
             if wrt:
                 check_gradient(Elementwise(kind), xs, reference(kind), wrt, [0])
 

@@ -144,6 +144,11 @@ def test_gradients_at_kinks_are_eagers() -> None:
     check(lambda v: (v.norm(dim=1), v.std(1), F.cosine_similarity(v, v + 1)), zero)
 
 
+def test_hyperbolic_sine_keeps_its_digits() -> None:
+    x = torch.tensor([-80.0, -9.0, -1e-6, 0.0, 1e-6, 9.0, 80.0], dtype=torch.float64, requires_grad=True)
+    check(torch.sinh, x, tolerance=1e-12)
+
+
 def test_fallback_says_what_and_where() -> None:
     captured = check(lambda x: x.cumsum(0) * 2, torch.randn(4, requires_grad=True))
     ((target, where),) = captured.fallbacks
