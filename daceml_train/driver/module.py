@@ -127,7 +127,8 @@ class _Optimized(torch.nn.Module):
         if not state.worked:
             state.worked = describe((*arguments, *keywords.values()))
             if not state.backend.graphs:
-                state.backend.break_off(f"TorchDynamo found nothing that it can compile in {state.source.__name__}.forward")
+                name = f"{state.source.__name__}.forward"
+                state.backend.break_off(f"TorchDynamo found nothing that it can compile in {name}")
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
