@@ -110,7 +110,7 @@ code_of(groups.layer_norm, Tensor((8, 32)), Tensor((32,)), Tensor((32,)))[1].sou
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env={"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+        env={"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "DACEML_TRAIN_CACHE": str(tmp_path)},
     )
     assert made.returncode == 0, made.stderr
     assert made.stdout == "" and made.stderr == ""
