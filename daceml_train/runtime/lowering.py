@@ -16,11 +16,12 @@ import sympy
 from daceml_train.backends.aten import Result, call_for
 from daceml_train.codegen.launch import Layout, generate
 from daceml_train.errors import Invalid, Refused, Unsupported
+from daceml_train.graph.aliases import is_alias
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.elementwise import Cast, Full, Iota
 from daceml_train.ops.fallback import Operand
 from daceml_train.ops.kernel import Kernel, Statement
-from daceml_train.ops.movement import Expand, Permute, Slice, View
+from daceml_train.ops.movement import Expand, Permute, Slice
 from daceml_train.ops.operator import Operator
 from daceml_train.runtime.program import (
     CallLaunch,
@@ -34,8 +35,6 @@ from daceml_train.runtime.program import (
     Slot,
 )
 from daceml_train.tensor import Dim, DType, Shape, Tensor, same, simplify
-
-ALIASES = (View, Permute, Expand, Slice)
 
 
 def lower(graph: Graph, results: int | None = None) -> Program:
@@ -58,7 +57,7 @@ class _Lowering:
 
     def base(self, name: str) -> str:
         """The array whose memory `name` is a view of, if all movement operators on the way can be views."""
-        while (node := self.nodes.get(name)) is not None and isinstance(node.op, ALIASES):
+        while (node := self.nodes.get(name)) is not None and is_alias(node.op):
             name = node.inputs[0]
         return name
 
@@ -125,7 +124,7 @@ class _Lowering:
         op = node.op
         if isinstance(op, Full | Iota):
             return  # inlined into the kernels that read them, or materialised by `place`
-        if isinstance(op, ALIASES):
+        if is_alias(op):
             self.places[node.outputs[0]] = self.alias(node)
         elif isinstance(op, Kernel):
             self.compute(node, op)
@@ -211,7 +210,7 @@ class _Lowering:
         for statement in kernel.statements:
             if statement.outputs[0] in scalars and statement.outputs[0] not in kernel.yields:
                 continue
-            if isinstance(statement.op, ALIASES):
+            if is_alias(statement.op):
                 tensor = types[statement.outputs[0]]
                 places[statement.outputs[0]] = self.moved(
                     statement.op, self.scalar_place(places, scalars, statement.inputs[0], origin), tensor.shape, origin

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from daceml_train.graph.aliases import is_alias, roots
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.elementwise import Cast, Elementwise, Full
 from daceml_train.ops.kernel import Kernel, Statement, canonical
-from daceml_train.ops.movement import Expand, Permute, Slice, View
 from daceml_train.passes.base import Pass
 
-MOVEMENT = (View, Permute, Expand, Slice)
 POINTWISE = (Elementwise, Cast, Full)
 
 
@@ -28,10 +27,10 @@ class UpdateInPlace(Pass):
     level = "global_movement"
 
     def run(self, graph: Graph) -> Graph:
-        base = bases(graph)
+        base = roots(graph)
         readers: dict[str, list[int]] = {}
         for index, node in enumerate(graph.nodes):
-            if not isinstance(node.op, MOVEMENT):
+            if not is_alias(node.op):
                 for name in dict.fromkeys(base[i] for i in node.inputs):
                     readers.setdefault(name, []).append(index)
         seen = {base[name] for name in graph.outputs} | {base[n] for t, n in graph.writes.items() if base[n] != t}
@@ -68,15 +67,6 @@ class UpdateInPlace(Pass):
         pointwise = all(isinstance(s.op, POINTWISE) for s in kernel.statements)
         orders = {t.order for t in (*full, *(graph.tensors[o] for o in node.outputs)) if t.rank > 0}
         return pointwise and len(shapes) == 1 and len(orders) == 1
-
-
-def bases(graph: Graph) -> dict[str, str]:
-    """Array -> the array whose memory it is a view of, if movement operators are views."""
-    base = {name: name for name in graph.tensors}
-    for node in graph.nodes:
-        if isinstance(node.op, MOVEMENT):
-            base[node.outputs[0]] = base[node.inputs[0]]
-    return base
 
 
 def as_kernel(node: Node) -> Kernel | None:
