@@ -15,7 +15,7 @@ _HOME = {
     "report": "daceml_train.reporting",
     "TRAINING": "daceml_train.transformations.pipelines",
     "INFERENCE": "daceml_train.transformations.pipelines",
-    "Pipeline": "daceml_train.passes",
+    "Pipeline": "daceml_train.transformations.pipelines",  # where its texts know all passes
     "Pass": "daceml_train.passes",
     "Rewrite": "daceml_train.passes",
     "Unsupported": "daceml_train.errors",

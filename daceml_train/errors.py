@@ -23,6 +23,14 @@ class Invalid(DacemlError, ValueError):
     """An argument, a graph or an input breaks its contract; nothing has run."""
 
 
+class Duplicate(Invalid):
+    """Two passes or operators have the same name; `owners` are both."""
+
+    def __init__(self, what: str, name: str, *owners: str) -> None:
+        self.owners = owners
+        super().__init__(f"{what} {name!r} is defined twice: by {' and by '.join(owners)}", advice="rename one of them")
+
+
 class Refused(DacemlError):
     """A transformation or lowering does not apply; the sentence names the node that is in the way."""
 

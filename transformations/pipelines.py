@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from daceml_train.passes.pipeline import Pipeline
+from daceml_train.transformations import catalog
 from daceml_train.transformations.fusion.duplicate import DuplicateCheapProducers
 from daceml_train.transformations.fusion.producer_consumer import FuseElementwise, FuseEpilogue, FuseIntoReduction
 from daceml_train.transformations.fusion.siblings import FuseSiblings
@@ -20,6 +21,8 @@ from daceml_train.transformations.intra_operator.fold_constants import FoldConst
 from daceml_train.transformations.intra_operator.matmul_bias import FuseMatmulBias
 from daceml_train.transformations.intra_operator.simplify import Simplify
 from daceml_train.transformations.intra_operator.transpose_product import TransposeProduct
+
+catalog.load()  # texts of pipelines may name any pass
 
 FUSION = (
     SliceFirst(),

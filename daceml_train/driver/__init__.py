@@ -12,28 +12,34 @@ from daceml_train.driver.compilation import Options
 from daceml_train.driver.module import Backend, optimized
 from daceml_train.driver.observation import Observation
 from daceml_train.driver.step import Loss, TrainingStep
-from daceml_train.passes.pipeline import Pipeline
+from daceml_train.passes.pipeline import Pipeline, Watcher
+from daceml_train.plugins import OPERATORS, PASSES, load_plugins
 from daceml_train.runtime.cache import Cache, default_folder
 from daceml_train.transformations.pipelines import TRAINING
+
+Progress = Callable[[int, int], None]
 
 
 def optimize(
     module: torch.nn.Module,
     *,
-    pipeline: Pipeline = TRAINING,
+    pipeline: Pipeline | str | Path = TRAINING,
     cache: Path | str | None = None,
     jobs: int | None = None,
     observe: Path | str | None = None,
+    watch: Watcher | None = None,
+    progress: Progress | None = None,
 ) -> torch.nn.Module:
     """A drop-in replacement of `module` that trains to the same numbers.
 
     It shares parameters and buffers with `module`, works with any loss, optimizer and training loop, and is compiled
-    at its first call. `pipeline` chooses the transformations; `cache` is a folder for compiled programs (default:
-    `$DACEML_TRAIN_CACHE` or the user's cache folder); `jobs` bounds compiler processes; `observe` names a folder that
-    receives the graph's text after each pass, an SDFG for DaCe's viewers, and the kernels' C++. Raises `Invalid` for
-    anything but a module.
+    at its first call. `pipeline` chooses the transformations: a `Pipeline`, its text, or the path of a JSON or text
+    file that holds one. `cache` is a folder for compiled programs (default: `$DACEML_TRAIN_CACHE` or the user's cache
+    folder); `jobs` bounds compiler processes; `observe` names a folder that receives the graph's text after each
+    pass, an SDFG for DaCe's viewers, and the kernels' C++. `watch` is called with a `Step` after each pass, `progress`
+    with (kernels done, kernels in all) while kernels compile. Raises `Invalid` for anything but a module.
     """
-    return optimized(module, options(pipeline, cache, jobs, observe))
+    return optimized(module, options(pipeline, cache, jobs, observe, watch, progress))
 
 
 def training_step(
@@ -42,29 +48,39 @@ def training_step(
     optimizer: torch.optim.Optimizer,
     *,
     keep_gradients: bool = False,
-    pipeline: Pipeline = TRAINING,
+    pipeline: Pipeline | str | Path = TRAINING,
     cache: Path | str | None = None,
     jobs: int | None = None,
     observe: Path | str | None = None,
+    watch: Watcher | None = None,
+    progress: Progress | None = None,
 ) -> TrainingStep:
     """Forward, loss, backward and update as one graph: `loss_value = step(inputs, *targets)`.
 
     See `TrainingStep` for the meaning of a step and `optimize` for the other options.
     """
-    return TrainingStep(model, loss, optimizer, options(pipeline, cache, jobs, observe), keep_gradients)
+    chosen = options(pipeline, cache, jobs, observe, watch, progress)
+    return TrainingStep(model, loss, optimizer, chosen, keep_gradients)
 
 
 def options(
-    pipeline: Pipeline, cache: Path | str | None, jobs: int | None, observe: Path | str | None
+    pipeline: Pipeline | str | Path = TRAINING,
+    cache: Path | str | None = None,
+    jobs: int | None = None,
+    observe: Path | str | None = None,
+    watch: Watcher | None = None,
+    progress: Progress | None = None,
 ) -> Options:
-    """The compilation options behind the public arguments."""
+    """The compilation options behind the public arguments; plugins are loaded first."""
+    load_plugins(PASSES, OPERATORS)
     folder = Path(cache).expanduser() if cache is not None else default_folder()
-    return Options(pipeline, Cache(folder), jobs, Observation(Path(observe)) if observe is not None else None)
+    observation = Observation(Path(observe)) if observe is not None else None
+    return Options(Pipeline.of(pipeline), Cache(folder), jobs, observation, progress, watch)
 
 
 def backend(module: torch.fx.GraphModule, examples: Sequence[Any], **_: Any) -> Callable[..., Any]:
     """The backend behind `torch.compile(model, backend="daceml_train")`."""
-    return Backend(options(TRAINING, None, None, None))(module, examples)
+    return Backend(options())(module, examples)
 
 
 __all__ = ["Loss", "TrainingStep", "backend", "optimize", "options", "training_step"]

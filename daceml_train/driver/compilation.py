@@ -26,8 +26,10 @@ from daceml_train.graph.text import canonical_text
 from daceml_train.graph.traffic import traffic
 from daceml_train.ops.elementwise import Full
 from daceml_train.ops.fallback import Aten
+from daceml_train.ops.operator import REGISTRY
 from daceml_train.passes.base import without_dead_code
-from daceml_train.passes.pipeline import Pipeline, Step
+from daceml_train.passes.pipeline import Pipeline, Step, Watcher
+from daceml_train.plugins import source_key
 from daceml_train.runtime.cache import Cache, default_folder
 from daceml_train.runtime.executable import Executable
 from daceml_train.runtime.executor import Arena
@@ -50,6 +52,9 @@ class PassRecord:
     operators_before: int
     operators_after: int
     seconds: float
+    matches: int = 0
+    position: int = 0
+    """Which of the pipeline's passes it is."""
 
 
 @dataclass
@@ -79,7 +84,8 @@ class Options:
     """How graphs are compiled.
 
     `jobs` compiler processes run at once (None: one per core); `observe` receives the graph after each pass and what
-    is generated, and keeps the cache out; `progress` is told (kernels done, kernels in all) while kernels compile.
+    is generated, and keeps the cache out; `watch` hears of each pass, also of those whose result came from the cache;
+    `progress` is told (kernels done, kernels in all) while kernels compile.
     """
 
     pipeline: Pipeline = TRAINING
@@ -87,6 +93,11 @@ class Options:
     jobs: int | None = None
     observe: Observation | None = None
     progress: Callable[[int, int], None] | None = None
+    watch: Watcher | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without `watch` and `progress`, which belong to this process."""
+        return {**self.__dict__, "watch": None, "progress": None}
 
 
 @dataclass
@@ -283,7 +294,8 @@ Entry = TypeVar("Entry", _Pair, _Step)
 def _cached(graph: Graph, description: str, options: Options, build: Callable[[], Entry]) -> Entry:
     """The result of `build`, or from the cache where it is there."""
     start = time.perf_counter()
-    text = "\n".join([canonical_text(graph), description, str(options.pipeline), environment()])
+    foreign = source_key([*map(type, options.pipeline), *REGISTRY.values()])
+    text = "\n".join([canonical_text(graph), description, str(options.pipeline), environment(), foreign])
     key = hashlib.sha256(text.encode()).hexdigest()
     entry = None if options.observe else options.cache.load(key)
     if entry is None:
@@ -293,6 +305,7 @@ def _cached(graph: Graph, description: str, options: Options, build: Callable[[]
     else:
         for record in entry.records:
             record.warm, record.seconds = True, {"load": time.perf_counter() - start}
+            _replay(record, options)
     return cast(Entry, entry)
 
 
@@ -312,7 +325,7 @@ def environment() -> str:
 
 
 def _lowered(
-    graph: Graph, options: Options, record: Record, watch: Callable[[Step, Graph], None], results: int | None = None
+    graph: Graph, options: Options, record: Record, watch: Watcher, results: int | None = None
 ) -> Program:
     graph = options.pipeline.run(graph, ("fusion", "layout", "global_movement"), watch)
     program = lower(graph, results)
@@ -333,8 +346,8 @@ def _measure_captured(graph: Graph, record: Record) -> None:
     record.bytes_captured = traffic(graph).bytes
 
 
-def _watcher(record: Record, options: Options) -> Callable[[Step, Graph], None]:
-    def watch(step: Step, graph: Graph) -> None:
+def _watcher(record: Record, options: Options) -> Watcher:
+    def watch(step: Step) -> None:
         record.passes.append(
             PassRecord(
                 step.level,
@@ -344,12 +357,38 @@ def _watcher(record: Record, options: Options) -> Callable[[Step, Graph], None]:
                 step.operators_before,
                 step.operators_after,
                 step.seconds,
+                step.matches,
+                step.position,
             )
         )
-        if options.observe:
-            options.observe.graph(record.name, step.level, step.transformation.name, graph)
+        if options.observe and step.graph is not None:
+            options.observe.graph(record.name, step.level, step.transformation.name, step.graph)
+        if options.watch is not None:
+            options.watch(step)
 
     return watch
+
+
+def _replay(record: Record, options: Options) -> None:
+    """Tell who watches what the passes did when the program was made."""
+    if options.watch is None:
+        return
+    passes = list(options.pipeline)
+    for entry in record.passes:
+        options.watch(
+            Step(
+                entry.level,
+                passes[entry.position],
+                entry.bytes_before,
+                entry.bytes_after,
+                entry.operators_before,
+                entry.operators_after,
+                entry.seconds,
+                entry.matches,
+                entry.position,
+                len(passes),
+            )
+        )
 
 
 def _addresses(codes: Sequence[KernelCode], options: Options, record: Record) -> dict[str, int]:

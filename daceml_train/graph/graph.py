@@ -34,6 +34,8 @@ class Graph:
     writes: dict[str, str] = field(default_factory=dict)
     origin: Origin = Origin()
     """Given to nodes emitted from here on; see `at`."""
+    applied: int = field(default=0, compare=False)
+    """Matches that passes applied on the way to this graph, for those who watch a pipeline."""
     _counter: dict[str, int] = field(default_factory=dict, repr=False)
 
     # ---- building -----------------------------------------------------------------------------------------------
@@ -128,7 +130,7 @@ class Graph:
     # ---- rebuilding ---------------------------------------------------------------------------------------------
     def empty(self, name: str = "") -> Graph:
         """A graph with the same inputs and nothing else."""
-        other = Graph(name or self.name)
+        other = Graph(name or self.name, applied=self.applied)
         for key, entry in self.inputs.items():
             other.input(key, entry.tensor, entry.role, entry.path)
         return other
@@ -142,7 +144,13 @@ class Graph:
     def copy(self) -> Graph:
         """An independent graph with the same nodes."""
         return Graph(
-            self.name, dict(self.inputs), list(self.nodes), dict(self.tensors), list(self.outputs), dict(self.writes)
+            self.name,
+            dict(self.inputs),
+            list(self.nodes),
+            dict(self.tensors),
+            list(self.outputs),
+            dict(self.writes),
+            applied=self.applied,
         )
 
     def __str__(self) -> str:

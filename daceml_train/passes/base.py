@@ -8,7 +8,7 @@ sweep over the operators, never by searching for subgraphs.
 
 from __future__ import annotations
 
-import re
+from abc import ABCMeta, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -17,30 +17,58 @@ from daceml_train.errors import Refused
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.graph.verify import verify
 from daceml_train.ops.operator import Value
+from daceml_train.passes.options import check_names, checked_option, option_types, show_option
+from daceml_train.passes.registry import name_of, register
 from daceml_train.tensor import Dim
 
 LEVELS = ("forward", "intra_operator", "fusion", "layout", "global_movement")
 """Stages of a pipeline, in order. `forward` runs before differentiation, the others on the whole training graph."""
 
 
+class _PassClass(ABCMeta):
+    """Checks the options of a pass when it is made."""
+
+    def __call__(cls, *arguments: Any, **options: Any) -> Any:
+        check_names(name_of(cls), cls, options)
+        made = super().__call__(*arguments, **options)
+        for option, annotation in option_types(cls).items():
+            given = getattr(made, option)
+            value = checked_option(name_of(cls), option, annotation, given)
+            if value is not given:
+                object.__setattr__(made, option, value)
+        return made
+
+
 @dataclass(frozen=True)
-class Pass:
-    """A transformation of the whole graph; subclasses are frozen dataclasses whose fields are the options."""
+class Pass(metaclass=_PassClass):
+    """A transformation of the whole graph; subclasses are frozen dataclasses whose fields are the options.
+
+    Options are typed; making a pass with an unknown one, or with one of another type, raises `Invalid`. A class that
+    has no abstract method left is known to pipelines' texts by its name.
+    """
 
     level: ClassVar[str]
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        register(cls)
+
+    @abstractmethod
     def run(self, graph: Graph) -> Graph:
         """The transformed graph; `graph` itself is left alone."""
-        raise NotImplementedError
 
     @property
     def name(self) -> str:
         """The class name in snake case, as it stands in pipelines' texts."""
-        return re.sub(r"(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
+        return name_of(type(self))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that differ from their defaults."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
     def __str__(self) -> str:
-        options = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in options.items())})"
+        return f"{self.name}({', '.join(f'{k}={show_option(v)}' for k, v in self.options.items())})"
 
 
 @dataclass(frozen=True)
@@ -102,9 +130,9 @@ class Match:
 class Rewrite(Pass):
     """A pass that replaces matched operators; see the module's text."""
 
+    @abstractmethod
     def find(self, view: View, node: Node) -> Mapping[str, Any] | None:
         """The parts of a match whose last operator is `node`, or None where the picture does not fit."""
-        raise NotImplementedError
 
     def legality(self, match: Match) -> Iterator[tuple[bool, str]]:
         """Clauses (holds, sentence that explains a refusal), lazily: the first that fails speaks."""
@@ -114,9 +142,9 @@ class Rewrite(Pass):
         """Bytes added by applying (negative: saved)."""
         return 0
 
+    @abstractmethod
     def emit(self, match: Match, builder: Graph, now: Mapping[str, Value]) -> Iterable[Value]:
         """Build what replaces the root's results; `now` maps arrays of the old graph to those of the new one."""
-        raise NotImplementedError
 
     def matches(self, graph: Graph) -> list[Match]:
         """Every place where the picture fits, refused ones included."""
@@ -131,6 +159,7 @@ class Rewrite(Pass):
     def sweep(self, graph: Graph, chosen: Mapping[int, Match]) -> Graph:
         """Rebuild `graph` with the roots in `chosen` replaced and unread operators dropped."""
         other = graph.empty()
+        other.applied += len(chosen)
         now = {name: other.value(name) for name in graph.inputs}
         for node in graph.nodes:
             if match := chosen.get(id(node)):

@@ -1,16 +1,25 @@
-"""Pipeline: an ordered list of passes per level, as an immutable value; every edit returns a new pipeline."""
+"""Pipeline: an ordered list of passes per level, as an immutable value; every edit returns a new pipeline.
+
+`str(pipeline)` and `pipeline.to_json()` read back exactly; equal pipelines have equal texts, whose hash is `key`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
 
 from daceml_train.errors import Invalid
 from daceml_train.graph.graph import Graph
 from daceml_train.graph.traffic import traffic
+from daceml_train.passes import notation
 from daceml_train.passes.base import LEVELS, Pass, checked
+from daceml_train.passes.options import check_names, nearest
+from daceml_train.passes.registry import name_of, registered
 from daceml_train.tensor import Dim
 
 
@@ -25,9 +34,19 @@ class Step:
     operators_before: int
     operators_after: int
     seconds: float
+    matches: int = 0
+    """Matches applied; 1 for a change by a pass that does not count them."""
+    position: int = 0
+    """Which of the pipeline's passes it is, from 0."""
+    passes: int = 0
+    """How many passes the pipeline has."""
+    graph: Graph | None = field(default=None, repr=False, compare=False)
+    """The pass's result; None where the program came from the cache."""
 
 
-Watcher = Callable[[Step, Graph], None]
+Watcher = Callable[[Step], None]
+Place: TypeAlias = str | type[Pass]
+"""A pass's class or name, or a level's name."""
 
 
 @dataclass(frozen=True)
@@ -37,90 +56,190 @@ class Pipeline:
     passes: tuple[tuple[str, tuple[Pass, ...]], ...]
 
     def __init__(self, **levels: tuple[Pass, ...]) -> None:
-        for level in levels:
-            _known_level(level)
+        for level, passes in levels.items():
+            notation.known_level(level)
+            for p in passes:
+                _check_pass(p)
         object.__setattr__(self, "passes", tuple((name, tuple(levels.get(name, ()))) for name in LEVELS))
 
+    # ---- text, JSON, key ----------------------------------------------------------------------------------------
+    @staticmethod
+    def parse(text: str) -> Pipeline:
+        """The pipeline of a text: `Pipeline.parse(str(pipeline)) == pipeline`."""
+        return Pipeline(**notation.parse(text))
+
+    @staticmethod
+    def from_json(text: str) -> Pipeline:
+        """The pipeline that `to_json` wrote."""
+        return Pipeline(**notation.from_json(text))
+
+    @staticmethod
+    def of(given: Pipeline | str | Path) -> Pipeline:
+        """A pipeline from itself, its text, or the path of a file that holds its JSON or text.
+
+        A string is a path if it ends in `.json` or `.txt`.
+        """
+        if isinstance(given, Pipeline):
+            return given
+        if isinstance(given, str) and not given.endswith((".json", ".txt")):
+            return Pipeline.parse(given)
+        if not isinstance(given, str | Path):
+            raise Invalid(f"a pipeline is a Pipeline, its text or a file's path, given {type(given).__name__}")
+        path = Path(given).expanduser()
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise Invalid(f"the pipeline's file cannot be read: {error}") from None
+        try:
+            return Pipeline.from_json(text) if path.suffix == ".json" else Pipeline.parse(text)
+        except Invalid as error:
+            error.add_note(f"in {path}")
+            raise
+
+    def to_json(self) -> str:
+        """The pipeline as JSON, which `from_json` reads."""
+        return notation.to_json(dict(self.passes))
+
+    def __str__(self) -> str:
+        return notation.show(dict(self.passes))
+
+    @property
+    def key(self) -> str:
+        """A hash of the text form, the same in every process; part of cache keys."""
+        return hashlib.sha256(str(self).encode()).hexdigest()[:16]
+
+    # ---- reading ------------------------------------------------------------------------------------------------
     def level(self, name: str) -> tuple[Pass, ...]:
         """The passes of one level."""
-        _known_level(name)
-        return dict(self.passes)[name]
+        return dict(self.passes)[notation.known_level(name)]
 
     def __iter__(self) -> Iterator[Pass]:
         return (p for _, passes in self.passes for p in passes)
 
-    def after(self, place: str | type[Pass], *added: Pass) -> Pipeline:
+    def __len__(self) -> int:
+        return sum(len(passes) for _, passes in self.passes)
+
+    def __bool__(self) -> bool:
+        return True
+
+    # ---- edits --------------------------------------------------------------------------------------------------
+    def after(self, place: Place, *added: Pass) -> Pipeline:
         """With passes added behind a level's last pass or behind every pass of a class."""
         return self._edit(place, lambda p: (p, *added), lambda passes: (*passes, *added))
 
-    def before(self, place: str | type[Pass], *added: Pass) -> Pipeline:
+    def before(self, place: Place, *added: Pass) -> Pipeline:
         """With passes added before a level's first pass or before every pass of a class."""
         return self._edit(place, lambda p: (*added, p), lambda passes: (*added, *passes))
 
-    def replace(self, kind: type[Pass], *others: Pass) -> Pipeline:
-        """With every pass of a class replaced."""
-        return self._edit(kind, lambda p: others, lambda passes: passes)
+    def replace(self, place: Place, *others: Pass) -> Pipeline:
+        """With every pass of a class, or all passes of a level, replaced."""
+        return self._edit(place, lambda p: others, lambda passes: others)
 
-    def without(self, *kinds: type[Pass]) -> Pipeline:
-        """Without the passes of these classes. Raises `Invalid` for a class that is not there."""
+    def without(self, *places: Place) -> Pipeline:
+        """Without the passes of these classes or levels. Raises `Invalid` for a class that is not there."""
         result = self
-        for kind in kinds:
-            result = result._edit(kind, lambda p: (), lambda passes: passes)
+        for place in places:
+            result = result._edit(place, lambda p: (), lambda passes: ())
         return result
 
-    def only(self, *kinds: type[Pass]) -> Pipeline:
-        """With the passes of these classes alone."""
-        return Pipeline(**{level: tuple(p for p in passes if isinstance(p, kinds)) for level, passes in self.passes})
-
-    def _edit(
-        self,
-        place: str | type[Pass],
-        at_pass: Callable[[Pass], tuple[Pass, ...]],
-        at_level: Callable[[tuple[Pass, ...]], tuple[Pass, ...]],
-    ) -> Pipeline:
-        if isinstance(place, str):
-            _known_level(place)
-            edited = {level: at_level(passes) if level == place else passes for level, passes in self.passes}
-            return Pipeline(**edited)
-        if not any(isinstance(p, place) for p in self):
-            present = ", ".join(sorted({type(p).__name__ for p in self}))
-            raise Invalid(f"the pipeline has no pass {place.__name__}", advice=f"it has: {present}")
+    def only(self, *places: Place) -> Pipeline:
+        """With the passes of these classes or levels alone."""
+        levels = {p for p in places if isinstance(p, str) and p in LEVELS}
+        kinds = tuple(self._present(p) for p in places if p not in levels)
         return Pipeline(
             **{
-                level: tuple(n for p in passes for n in (at_pass(p) if isinstance(p, place) else (p,)))
+                level: passes if level in levels else tuple(p for p in passes if isinstance(p, kinds))
                 for level, passes in self.passes
             }
         )
 
+    def with_options(self, place: Place, **options: object) -> Pipeline:
+        """With options of every pass of a class changed."""
+        kind = self._present(place)
+        check_names(name_of(kind), kind, options)
+        return self._edit(kind, lambda p: (dataclasses.replace(p, **options),), lambda passes: passes)
+
+    def _edit(
+        self,
+        place: Place,
+        at_pass: Callable[[Pass], tuple[Pass, ...]],
+        at_level: Callable[[tuple[Pass, ...]], tuple[Pass, ...]],
+    ) -> Pipeline:
+        if isinstance(place, str) and place in LEVELS:
+            edited = {level: at_level(passes) if level == place else passes for level, passes in self.passes}
+            return Pipeline(**edited)
+        kind = self._present(place)
+        return Pipeline(
+            **{
+                level: tuple(n for p in passes for n in (at_pass(p) if isinstance(p, kind) else (p,)))
+                for level, passes in self.passes
+            }
+        )
+
+    def _present(self, place: Place) -> type[Pass]:
+        """The class behind a class or name. Raises `Invalid` if no pass of it is there."""
+        if isinstance(place, str):
+            known = registered()
+            if place not in known:
+                close = nearest(place, (*LEVELS, *known))
+                raise Invalid(f"no level or pass is called {place!r}{close}", advice=f"levels: {', '.join(LEVELS)}")
+            kind = known[place]
+        else:
+            kind = place
+        if not any(isinstance(p, kind) for p in self):
+            present = ", ".join(sorted({type(p).__name__ for p in self}))
+            raise Invalid(f"the pipeline has no pass {kind.__name__}", advice=f"it has: {present}")
+        return kind
+
+    # ---- running ------------------------------------------------------------------------------------------------
     def run(self, graph: Graph, levels: tuple[str, ...] = LEVELS, watch: Watcher | None = None) -> Graph:
         """Run the passes of `levels`, verifying after each; `watch` hears of each pass and sees its result."""
         before: Dim = traffic(graph).bytes if watch is not None else 0
         for level in levels:
-            for transformation in self.level(level):
+            notation.known_level(level)
+        first = 0
+        for level, passes in self.passes:
+            for place, transformation in enumerate(passes, first):
+                if level not in levels:
+                    continue
                 start = time.perf_counter()
                 result = checked(transformation, graph)
                 if watch is not None:
                     seconds = time.perf_counter() - start
                     after = before if result is graph else traffic(result).bytes
-                    step = Step(level, transformation, before, after, len(graph.nodes), len(result.nodes), seconds)
-                    watch(step, result)
+                    watch(
+                        Step(
+                            level,
+                            transformation,
+                            before,
+                            after,
+                            len(graph.nodes),
+                            len(result.nodes),
+                            seconds,
+                            applied(graph, result),
+                            place,
+                            len(self),
+                            result,
+                        )
+                    )
                     before = after
                 graph = result
+            first += len(passes)
         return graph
 
-    def __str__(self) -> str:
-        return "\n".join(f"{level}: {', '.join(map(str, passes))}".rstrip() for level, passes in self.passes)
 
-    @property
-    def key(self) -> str:
-        """A hash of the text form, part of cache keys."""
-        return hashlib.sha256(str(self).encode()).hexdigest()[:16]
+def applied(before: Graph, after: Graph) -> int:
+    """How many matches a pass applied; 1 for a change by a pass that does not count."""
+    if after is before:
+        return 0
+    if after.applied > before.applied:
+        return after.applied - before.applied
+    one, other = ([(n.op, n.inputs, n.outputs) for n in g.nodes] for g in (before, after))
+    same = one == other and (before.outputs, before.writes) == (after.outputs, after.writes)
+    return 0 if same else 1
 
-    def with_options(self, kind: type[Pass], **options: object) -> Pipeline:
-        """With options of every pass of a class changed."""
-        return self._edit(kind, lambda p: (replace(p, **options),) if isinstance(p, kind) else (p,), lambda ps: ps)
 
-
-def _known_level(name: str) -> None:
-    if name not in LEVELS:
-        raise Invalid(f"no level is called {name!r}", advice=f"known: {', '.join(LEVELS)}")
+def _check_pass(given: object) -> None:
+    if not isinstance(given, Pass):
+        hint = f"{given.__name__}()" if isinstance(given, type) else "an object of a subclass of Pass"
+        raise Invalid(f"a pipeline holds passes, given {given!r}", advice=f"expected {hint}")

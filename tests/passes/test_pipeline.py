@@ -86,9 +86,10 @@ def test_an_unknown_pass_names_the_known(edit: str) -> None:
 
 
 def test_an_unknown_level_names_the_known() -> None:
-    sentence = "no level is called 'fussion'; known: forward, intra_operator, fusion, layout, global_movement"
-    with pytest.raises(Invalid, match=sentence):
+    levels = "forward, intra_operator, fusion, layout, global_movement"
+    with pytest.raises(Invalid, match=f"no level or pass is called 'fussion', did you mean 'fusion'\\?; levels: {levels}"):
         SMALL.after("fussion", DeadCode())
+    sentence = f"no level is called 'fussion'; known: {levels}"
     with pytest.raises(Invalid, match=sentence):
         SMALL.level("fussion")
     with pytest.raises(Invalid, match=sentence):
@@ -100,9 +101,10 @@ def test_watch() -> None:
     steps: list[Step] = []
     sizes: list[int] = []
 
-    def watch(step: Step, result: object) -> None:
+    def watch(step: Step) -> None:
         steps.append(step)
-        sizes.append(len(result.nodes))  # type: ignore[attr-defined]
+        assert step.graph is not None
+        sizes.append(len(step.graph.nodes))
 
     result = SMALL.run(graph, watch=watch)
     assert [(s.level, s.transformation.name) for s in steps] == [
@@ -113,6 +115,8 @@ def test_watch() -> None:
     assert [(s.bytes_before, s.bytes_after) for s in steps] == [(96, 96), (96, 32), (32, 32)]
     assert [(s.operators_before, s.operators_after) for s in steps] == [(3, 3), (3, 1), (1, 1)]
     assert sizes == [3, 1, 1]
+    assert [s.matches for s in steps] == [0, 1, 0]
+    assert [(s.position, s.passes) for s in steps] == [(0, 3), (1, 3), (2, 3)]
     assert all(s.seconds >= 0 for s in steps)
     assert len(result.nodes) == 1
 

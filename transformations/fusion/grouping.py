@@ -70,6 +70,8 @@ class Grouping:
         self.producer: dict[str, Item] = {}
         self.readers: dict[str, dict[Item, None]] = {name: {} for name in graph.tensors}
         self.order: list[Group | None] = []
+        self.applied = 0
+        """Joins and copies made."""
         self._fresh = 0
         self._unfit: dict[tuple[Kernel, tuple[Tensor, ...]], str | None] = {}
         self._checked: tuple[Group | None, Group | None, set[int] | None] = (None, None, None)
@@ -305,6 +307,7 @@ class Grouping:
         """Make one group of two, `first` standing before `second`; the caller has asked `refusal`."""
         dependants = self._checked[2] if self._checked[:2] == (first, second) else self.between(first, second)
         assert dependants is not None
+        self.applied += 1
         low, high = first.position, second.position
         region = [g for g in self.order[low : high + 1] if g is not None and g is not first and g is not second]
         joined = Group([*first.items, *second.items], fusible=True)
@@ -335,6 +338,7 @@ class Grouping:
 
     def copy_into(self, group: Group, name: str) -> None:
         """Let `group` compute array `name` itself; the caller has asked `refusal_of_copies`."""
+        self.applied += 1
         base, path = self.source(name)
         maker = self.producer[base]
         renamed: dict[str, str] = {}
@@ -365,6 +369,7 @@ class Grouping:
     def build(self) -> Graph:
         """The graph with one node per group; groups of a single operator stay that operator."""
         other = self.graph.empty()
+        other.applied += self.applied
 
         def need(name: str) -> None:
             if name not in other.tensors:

@@ -5,6 +5,7 @@ Three passes share the sweep and differ in what they join, so that a pipeline sh
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -47,9 +48,9 @@ class Fusion(Pass):
     level = "fusion"
     limit: int = 96
 
+    @abstractmethod
     def joins(self, producer: Group, consumer: Group) -> bool:
         """Whether this pass is the one for such a pair."""
-        raise NotImplementedError
 
     def matches(self, graph: Graph) -> Iterator[FusionMatch]:
         """Every pair of the kind this pass joins, refused ones included."""

@@ -6,6 +6,7 @@ for the result. What a rule emits goes through the rules as well, so that one sw
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
@@ -90,6 +91,7 @@ class Sweep:
             for rule in rules:
                 answer = rule(site)
                 if answer is not None and equivalent(answer.tensor, result):
+                    self.graph.applied += 1
                     return (answer,)
         chosen = [n if n not in self.graph.tensors else self.graph.fresh(n) for n in names]
         made = self.graph.append(op, tuple(v.name for v in operands), chosen)
@@ -103,9 +105,9 @@ class Peephole(Pass):
 
     level = "intra_operator"
 
+    @abstractmethod
     def rules(self) -> Rules:
         """The table."""
-        raise NotImplementedError
 
     def run(self, graph: Graph) -> Graph:
         sweep = Sweep(graph.empty(), self.rules())

@@ -1,0 +1,58 @@
+"""Which passes there are: every concrete pass registers under its name when its class is defined."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from daceml_train.errors import Duplicate, Invalid
+from daceml_train.passes.options import nearest
+from daceml_train.plugins import PASSES, load_plugins
+
+_KNOWN: dict[str, type[Any]] = {}
+
+
+def name_of(kind: type[Any]) -> str:
+    """The class name in snake case, by which texts name a pass."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
+
+
+def register(kind: type[Any]) -> None:
+    """Make a pass known. Raises `Duplicate`, naming both owners, if another class has its name.
+
+    A class that is defined again (a notebook's cell, a reloaded module) takes its own place. Abstract classes and
+    those defined inside functions are not known by name.
+    """
+    if "<locals>" in kind.__qualname__ or kind.__name__.startswith("_") or _abstract(kind):
+        return
+    name = name_of(kind)
+    other = _KNOWN.get(name)
+    if other is not None and (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
+        raise Duplicate("pass", name, owner(other), owner(kind))
+    _KNOWN[name] = kind
+
+
+def owner(kind: type[Any]) -> str:
+    """Where a class comes from, for messages."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _abstract(kind: type[Any]) -> bool:
+    return any(getattr(getattr(kind, name, None), "__isabstractmethod__", False) for name in dir(kind))
+
+
+def registered() -> dict[str, type[Any]]:
+    """Name -> class of every known pass, plugins' included, by name."""
+    load_plugins(PASSES)
+    return dict(sorted(_KNOWN.items()))
+
+
+def find(name: str, where: str = "") -> type[Any]:
+    """The pass called `name`. Raises `Invalid`, with the nearest name or all of them, where there is none."""
+    if name not in _KNOWN:
+        known = registered()
+        if name not in known:
+            close = nearest(name, known)
+            advice = "" if close else f"known: {', '.join(known)}"
+            raise Invalid(f"no pass is called {name!r}{close}", where=where, advice=advice)
+    return _KNOWN[name]

@@ -1,0 +1,95 @@
+"""Plugins: packages that bring passes and operators, found through entry points.
+
+An entry point of group `daceml_train.passes` or `daceml_train.operators` names a module (or something in one) whose
+import defines the passes or operators, which register themselves. A plugin that fails to load is skipped, with a
+warning that says so once; `daceml-train doctor` shows it. A name that is taken already is an error that names both
+owners, for what would run would depend on which came first.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import inspect
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from daceml_train.errors import Duplicate
+
+PASSES, OPERATORS = GROUPS = ("daceml_train.passes", "daceml_train.operators")
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """An entry point and how loading it went; `failure` is empty where it went well."""
+
+    group: str
+    name: str
+    target: str
+    package: str
+    failure: str = ""
+
+
+_loaded: dict[str, tuple[Plugin, ...]] = {}
+_loading = threading.RLock()
+
+
+def load_plugins(*groups: str) -> tuple[Plugin, ...]:
+    """Load the plugins of these groups, each once per process; all of them, failed ones with the reason."""
+    with _loading:
+        for group in groups:
+            if group not in _loaded:
+                _loaded[group] = ()  # a plugin that asks for what is known, while it loads, sees what is there
+                try:
+                    _loaded[group] = tuple(map(_load, _entry_points(group)))
+                except Duplicate:
+                    del _loaded[group]
+                    raise
+        return tuple(plugin for group in groups for plugin in _loaded[group])
+
+
+def _entry_points(group: str) -> list[importlib.metadata.EntryPoint]:
+    return sorted(importlib.metadata.entry_points(group=group), key=lambda e: (e.name, e.value))
+
+
+def _load(entry: importlib.metadata.EntryPoint) -> Plugin:
+    package = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else ""
+    plugin = Plugin(entry.group, entry.name, entry.value, package)
+    try:
+        entry.load()
+    except Duplicate as error:
+        error.add_note(f"while loading plugin {entry.name!r} ({entry.value}) of package {package or 'unknown'}")
+        raise
+    except Exception as error:  # whatever is wrong in a plugin, everything else works without it
+        failure = f"{type(error).__name__}: {error}"
+        warnings.warn(f"plugin {entry.name!r} ({entry.value}) of {package} is skipped: {failure}", stacklevel=2)
+        return Plugin(entry.group, entry.name, entry.value, package, failure)
+    return plugin
+
+
+def source_key(makers: Iterable[Callable[..., Any]]) -> str:
+    """A hash of the source that defines classes and functions from outside this package: part of cache keys.
+
+    The whole folder of a module that lies in a package counts, for helpers are likely to lie there.
+    """
+    own = __name__.partition(".")[0] + "."
+    whole = (m.func if isinstance(m, functools.partial) else m for m in makers)
+    foreign = [m for m in whole if not m.__module__.startswith(own)]
+    digest = hashlib.sha256()
+    for name in sorted({m.__module__ for m in foreign}):
+        digest.update(name.encode())
+        module = sys.modules.get(name)
+        file = Path(getattr(module, "__file__", None) or "")
+        if file.is_file():
+            for path in sorted(file.parent.glob("*.py")) if getattr(module, "__package__", "") else [file]:
+                digest.update(path.read_bytes())
+        else:  # a notebook's cells
+            for maker in sorted((m for m in foreign if m.__module__ == name), key=lambda m: m.__qualname__):
+                digest.update(inspect.getsource(maker).encode())
+    return digest.hexdigest()

@@ -1,0 +1,26 @@
+"""The catalogue: every pass of this package is known by name, also those that no pipeline of ours holds."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+
+import daceml_train.transformations
+from daceml_train.passes.base import Pass
+from daceml_train.passes.registry import registered
+
+
+@cache
+def load() -> None:
+    """Import every module of this package; passes register themselves as their classes are defined."""
+    folders = daceml_train.transformations
+    for module in pkgutil.walk_packages(folders.__path__, f"{folders.__name__}."):
+        if module.name not in (__name__, f"{folders.__name__}.pipelines"):
+            importlib.import_module(module.name)
+
+
+def passes() -> dict[str, type[Pass]]:
+    """Name -> class of every pass, plugins' included."""
+    load()
+    return registered()
