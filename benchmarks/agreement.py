@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,13 +20,13 @@ class Disagreement(Exception):
     """The compiled step computes something else."""
 
 
-def agreement(network: Network) -> float:
-    """The largest error relative to what is allowed. Raises `Disagreement` above 1."""
-    exact = _gradients(network.build(double=True))
-    eager = _gradients(network.build())
-    problem = network.build()
-    whole = _step_gradients(problem)
-    drop_in = network.build()
+def agreement(network: Network, small: bool = False) -> float:
+    """The largest error relative to what is allowed, without dropout. Raises `Disagreement` above 1."""
+    build = functools.partial(network.build, small=small, dropout=False)
+    exact = _gradients(build(double=True))
+    eager = _gradients(build())
+    whole = _step_gradients(build())
+    drop_in = build()
     module = _gradients(Problem(dt.optimize(drop_in.model), *_rest(drop_in)))
     typical = float(torch.stack([g.norm() for g in exact.values()]).median())
     worst = 0.0
@@ -36,7 +38,7 @@ def agreement(network: Network) -> float:
             if not error <= allowed:
                 raise Disagreement(f"{name} by {path}: relative error {error:.1e}, allowed {allowed:.1e}")
             worst = max(worst, error / allowed)
-    return max(worst, _update(network))
+    return max(worst, _update(build))
 
 
 def _rest(problem: Problem) -> tuple[object, ...]:
@@ -44,7 +46,7 @@ def _rest(problem: Problem) -> tuple[object, ...]:
 
 
 def _gradients(problem: Problem) -> dict[str, Tensor]:
-    loss = problem.loss(problem.model(problem.inputs), problem.targets)
+    loss = problem.objective()
     loss.backward()
     return {"loss": loss.detach().double()} | _named(problem)
 
@@ -55,13 +57,14 @@ def _step_gradients(problem: Problem) -> dict[str, Tensor]:
 
 
 def _named(problem: Problem) -> dict[str, Tensor]:
-    gradients = {n: p.grad.double() for n, p in problem.model.named_parameters() if p.grad is not None}
-    return gradients | {n: b.double() for n, b in problem.model.named_buffers()}
+    gradients = {n: p.grad for n, p in problem.model.named_parameters() if p.grad is not None}
+    dense = {n: (g.to_dense() if g.is_sparse else g).double() for n, g in gradients.items()}
+    return dense | {n: b.double() for n, b in problem.model.named_buffers()}
 
 
-def _update(network: Network) -> float:
+def _update(build: Callable[[], Problem]) -> float:
     """The same for parameters behind the second step against PyTorch's update with the gradients of our own steps."""
-    ours, theirs = network.build(), network.build()
+    ours, theirs = build(), build()
     step = dt.training_step(ours.model, ours.loss, ours.optimizer, keep_gradients=True)
     pairs = list(zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True))
     before = [copy.deepcopy(p.detach()) for p in theirs.model.parameters()]

@@ -1,6 +1,6 @@
 """The networks that are measured: hand-written, randomly initialised, sized for a fraction of a second per step."""
 
 from benchmarks.networks.network import Network, Problem
-from benchmarks.networks.table import NETWORKS
+from benchmarks.networks.table import NETWORKS, TWELVE
 
-__all__ = ["NETWORKS", "Network", "Problem"]
+__all__ = ["NETWORKS", "TWELVE", "Network", "Problem"]

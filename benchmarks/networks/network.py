@@ -10,22 +10,30 @@ import torch
 from torch import Tensor, nn
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+Inputs = Tensor | tuple[Tensor, ...]
+Make = Callable[[], nn.Module]
+Batch = Callable[[], tuple[Inputs, Tensor]]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """All that a training step needs."""
+    """All that a training step needs; a model of several inputs has a tuple of them."""
 
     model: nn.Module
-    inputs: Tensor
+    inputs: Inputs
     targets: Tensor
     loss: Loss
     optimizer: torch.optim.Optimizer
 
+    def objective(self) -> Tensor:
+        """The loss of the batch, for a backward pass."""
+        inputs = self.inputs if isinstance(self.inputs, tuple) else (self.inputs,)
+        return self.loss(self.model(*inputs), self.targets)
+
     def step(self) -> Tensor:
         """One training step as users write it; the loss."""
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.loss(self.model(self.inputs), self.targets)
+        loss = self.objective()
         loss.backward()
         self.optimizer.step()
         return loss.detach()
@@ -35,32 +43,55 @@ class Problem:
 class Network:
     """A row of the table; the functions draw from PyTorch's generator, which `build` seeds.
 
-    `images` says that inputs and weights have a channels-last layout that PyTorch may prefer.
+    `images` says that inputs and weights have a channels-last layout that PyTorch may prefer. `small` makes the same
+    architecture and a batch of it in a size for tests.
     """
 
     title: str
-    model: Callable[[], nn.Module]
-    batch: Callable[[], tuple[Tensor, Tensor]]
+    model: Make
+    batch: Batch
     loss: Loss
     optimizer: type[torch.optim.Optimizer]
     options: dict[str, Any]
     images: bool = False
+    small: tuple[Make, Batch] | None = None
 
-    def build(self, *, channels_last: bool = False, fused: bool = False, double: bool = False) -> Problem:
+    def build(
+        self,
+        *,
+        small: bool = False,
+        channels_last: bool = False,
+        fused: bool = False,
+        double: bool = False,
+        dropout: bool = True,
+    ) -> Problem:
         """The problem, with equal numbers at each call.
 
-        `channels_last` lays images and weights out that way, `fused` takes PyTorch's fused update, `double` computes
-        in float64.
+        `channels_last` lays images and weights out that way, `fused` takes PyTorch's fused update where it takes the
+        model's gradients, `double` computes in float64, `dropout=False` lets all numbers through, so that streams of
+        random numbers do not matter.
         """
         torch.manual_seed(0)
-        model = self.model().train()
-        inputs, targets = self.batch()
+        make, draw = (self.model, self.batch) if not small or self.small is None else self.small
+        model = make().train()
+        given, targets = draw()
+        inputs = given if isinstance(given, tuple) else (given,)
+        if not dropout:
+            for module in model.modules():
+                if isinstance(module, nn.Dropout):
+                    module.p = 0.0
         if double:
             model = model.double()
-            inputs = inputs.double() if inputs.is_floating_point() else inputs
+            inputs, targets = tuple(_double(x) for x in inputs), _double(targets)
         if channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-            inputs = inputs.contiguous(memory_format=torch.channels_last)
-        options = self.options | ({"fused": True} if fused else {})
+            inputs = tuple(x.contiguous(memory_format=torch.channels_last) for x in inputs)
+        sparse = any(getattr(module, "sparse", False) for module in model.modules())  # which no fused update takes
+        options = self.options | ({"fused": True} if fused and not sparse else {})
         parameters: Iterable[nn.Parameter] = model.parameters()
-        return Problem(model, inputs, targets, self.loss, self.optimizer(parameters, **options))
+        made = self.optimizer(parameters, **options)
+        return Problem(model, inputs if isinstance(given, tuple) else inputs[0], targets, self.loss, made)
+
+
+def _double(x: Tensor) -> Tensor:
+    return x.double() if x.is_floating_point() else x
