@@ -1,16 +1,23 @@
-"""Agreement: a compiled step's loss, gradients, buffers and update are as near to float64 as eager execution's are."""
+"""Agreement: a compiled step's loss, gradients, buffers and update are as near to float64 as eager execution's are.
+
+    python -m benchmarks.agreement [--full] [NETWORK...]
+
+compares both ways of compiling with eager execution on the networks' small sizes. Exits with 1 where one disagrees.
+"""
 
 from __future__ import annotations
 
+import argparse
 import copy
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 import daceml_train as dt
-from benchmarks.networks import Network, Problem
+from benchmarks.networks import NETWORKS, Network, Problem
 
 FACTOR, FLOOR = 10.0, 2e-5
 """An error may be this many times eager's error against float64, or this large relative to the exact value."""
@@ -81,3 +88,28 @@ def _update(build: Callable[[], Problem]) -> float:
             raise Disagreement(f"update of {name}: off by {error:.1e} of what it moves")
         worst = max(worst, error / 1e-3)
     return worst
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare and print; 1 if a network disagrees or does not compile."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.agreement", description=__doc__)
+    parser.add_argument("networks", nargs="*", metavar="NETWORK", help=f"of {', '.join(NETWORKS)} (default: all)")
+    parser.add_argument("--full", action="store_true", help="in the sizes that are measured")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.networks) - set(NETWORKS):
+        parser.error(f"no network is called {', '.join(sorted(unknown))}; known: {', '.join(NETWORKS)}")
+    failed = 0
+    for name in options.networks or NETWORKS:
+        try:
+            print(
+                f"{name:16} agrees: {agreement(NETWORKS[name], small=not options.full):.3f} of what is allowed",
+                flush=True,
+            )
+        except Exception as error:  # the next networks still tell something
+            failed = 1
+            print(f"{name:16} {type(error).__name__}: {error}", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

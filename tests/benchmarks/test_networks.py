@@ -2,17 +2,19 @@
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.agreement import Disagreement, agreement
-from benchmarks.networks import NETWORKS, Network
+from benchmarks.networks import NETWORKS, TWELVE, Network
 from benchmarks.networks.mlp import mlp
 from benchmarks.networks.table import vectors
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_network_is_built_equally_each_time(name: str) -> None:
-    first, second = NETWORKS[name].build(), NETWORKS[name].build(fused=True)
-    assert torch.equal(first.inputs, second.inputs) and torch.equal(first.targets, second.targets)
+    first, second = NETWORKS[name].build(small=True), NETWORKS[name].build(small=True, fused=True)
+    given = zip(tree_leaves(first.inputs), tree_leaves(second.inputs), strict=True)
+    assert all(torch.equal(a, b) for a, b in given) and torch.equal(first.targets, second.targets)
     states = zip(first.model.state_dict().values(), second.model.state_dict().values(), strict=True)
     assert all(torch.equal(a, b) for a, b in states)
 
@@ -31,6 +33,35 @@ def small(loss: object = torch.nn.functional.cross_entropy) -> Network:
 @pytest.mark.compiled
 def test_agreement() -> None:
     assert agreement(small()) <= 1
+
+
+PARAMETERS = {  # in millions, as published for the architectures (BERT and GPT-2: 4 of 12 layers)
+    "resnet50": 25.6, "wide_resnet50_2": 68.9, "mobilenet_v2": 3.5, "efficientnet_b0": 5.3, "mixer": 18.5, "vit_s": 22.1,
+    "bert": 52.8, "gpt2": 67.7, "dlrm": 168.7,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters(name: str) -> None:
+    with torch.device("meta"):
+        model = TWELVE[name].model()
+    count = sum(p.numel() for p in model.parameters()) / 1e6
+    assert count == pytest.approx(PARAMETERS[name], abs=0.06)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_small_network_takes_an_eager_step(name: str) -> None:
+    problem = NETWORKS[name].build(small=True)
+    first = problem.step()
+    assert torch.isfinite(first) and problem.step() != first
+
+
+@pytest.mark.compiled
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wavenet", "lstm", "bert"])
+def test_small_networks_agree(name: str) -> None:
+    """The quickest ones; `python -m benchmarks.agreement` compares all."""
+    assert agreement(NETWORKS[name], small=True) <= 1
 
 
 @pytest.mark.compiled
