@@ -98,8 +98,11 @@ class BoundStep:
         flat: Sequence[Any],
         scope: dict[str, Any],
         code_globals: dict[str, Any],
+        effects: bool,
     ) -> None:
         self.step, self.guard, self.optimizer = step, guard, optimizer
+        self.effects = effects
+        """Whether the code that Dynamo made does more than compute the loss."""
         program = step.executable.program
         tensors = list(by_name.values())
         self.plan: BoundPlan = step.executable.plan([tensors[i].shape[d] for i, d in program.symbols.values()])

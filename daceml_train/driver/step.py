@@ -67,6 +67,7 @@ class TrainingStep:
         self._steps: dict[Any, tuple[Captured, WholeStep]] = {}
         self._in_pieces: dict[Any, str] = {}
         self._worked = ""
+        self._known: torch.Tensor | None = None
         self._warned: set[str] = set()
         self._lock = threading.Lock()
         self._hooks: list[int] | None = None
@@ -91,6 +92,8 @@ class TrainingStep:
         loss = bound.run(flat, self.keep_gradients) if bound is not None else None
         if loss is None:
             return self._run_in_pieces(key, inputs, targets)
+        if bound is not None and bound.effects:
+            self._repeat_effects(bound, key, loss, inputs, targets)
         if bound is not None and bound.first:
             del self._bound[key]
         return loss
@@ -117,14 +120,12 @@ class TrainingStep:
             self._bound.clear()
             self._in_pieces.clear()
             self._code = with_own_code(TrainingStep._objective)
-            self._traced = torch.compile(self._code, backend=_collect, fullgraph=True)
+            self._traced = torch.compile(self._code, backend=self._collect, fullgraph=True)
         if key in self._in_pieces or any(step_hooks(self.optimizer)):
             return None
         scope = {"self": self, "inputs": inputs, "targets": targets}
         try:
-            limits = {"recompile_limit": RECOMPILATIONS, "skip_nnmodule_hook_guards": True}
-            with torch._dynamo.config.patch(limits), tracing():
-                self._traced(self, inputs, *targets)
+            self._call_traced(inputs, targets)
         except _Stop as stop:
             captured, arguments = stop.captured, stop.arguments
         except Exception as error:
@@ -144,6 +145,35 @@ class TrainingStep:
         self._worked = self._worked or describe(flat)
         return bound
 
+    def _call_traced(self, inputs: Any, targets: tuple[Any, ...]) -> None:
+        limits = {"recompile_limit": RECOMPILATIONS, "skip_nnmodule_hook_guards": True}
+        with torch._dynamo.config.patch(limits), tracing():
+            self._traced(self, inputs, *targets)
+
+    def _collect(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        """A Dynamo backend that captures, and stops instead of running, unless the loss is known already."""
+        captured = capture(module, examples)
+
+        def stop(*arguments: Any) -> Any:
+            if self._known is None:
+                raise _Stop(captured, arguments)
+            return [self._known]
+
+        return stop
+
+    def _repeat_effects(
+        self, bound: BoundStep, key: Any, loss: torch.Tensor, inputs: Any, targets: tuple[Any, ...]
+    ) -> None:
+        """What model and loss assign to Python objects, by the code that Dynamo made for it."""
+        self._known = loss
+        try:
+            self._call_traced(inputs, targets)
+        finally:
+            self._known = None
+        if not bound.guard({"self": self, "inputs": inputs, "targets": targets}):
+            self._bound.pop(key, None)
+            self._break(key, Unsupported("the model or the loss changes Python objects that it depends on"))
+
     def _hooked(self) -> list[int]:
         """Identities of what has hooks now."""
         tables = hook_tables(self._modules())
@@ -161,8 +191,9 @@ class TrainingStep:
         found = next((entry for entry in entries if entry.guard_manager.check(scope)), None)
         if found is None:
             raise Unsupported("the step depends on something that its own capture changed")
-        if has_effects(found.code):
-            raise Unsupported("the model or the loss changes Python objects (an attribute, a list, a global)")
+        effects = has_effects(found.code)
+        if effects and [o.kind for o in captured.outputs] != ["graph"]:
+            raise Unsupported("the model or the loss keeps tensors in Python objects (an attribute, a list, a global)")
         modules = self._modules()
         if any(m._backward_hooks or m._backward_pre_hooks for m in modules):
             raise Unsupported("a module has a backward hook")
@@ -183,6 +214,7 @@ class TrainingStep:
             flat,
             scope,
             self._code.__globals__,
+            effects,
         )
 
     def _wanted(self, by_name: Mapping[str, torch.Tensor], given: set[int]) -> tuple[list[Trained], list[str]]:
@@ -267,16 +299,6 @@ class TrainingStep:
         found = [p for m in self._modules() for p in m._parameters.values() if p is not None]
         found += [p for group in self.optimizer.param_groups for p in group["params"]]
         return list({id(p): p for p in found}.values())
-
-
-def _collect(module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-    """A Dynamo backend that captures, and stops instead of running."""
-    captured = capture(module, examples)
-
-    def stop(*arguments: Any) -> Any:
-        raise _Stop(captured, arguments)
-
-    return stop
 
 
 def _kind(leaf: Any) -> Any:

@@ -264,6 +264,45 @@ def test_side_effects_happen_at_every_step() -> None:
     assert "Python objects" in pair.call.breaks[0]
 
 
+def test_side_effects_of_a_step_that_is_one_program() -> None:
+    """What was assigned stands there after each step, whatever others assigned in between."""
+
+    class Marking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.state, self.seen = nn.Linear(8, 4), "new", []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.state = "running"
+            y = self.fc(x)
+            self.state = "done"
+            return y
+
+    pair = Pair(Marking())
+    for state in ("new", "other", "done"):
+        pair.ours.state = pair.theirs.state = state
+        pair.step(*batch())
+        assert pair.ours.state == "done"
+    assert pair.call.breaks == []
+
+
+def test_a_step_that_depends_on_what_it_assigns() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.calls = nn.Linear(8, 4), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.fc(x) * self.calls
+
+    pair = Pair(Counting())
+    for calls in (1, 2, 3):
+        pair.step(*batch())
+        assert pair.ours.calls == calls
+    assert "that it depends on" in pair.call.breaks[0]
+
+
 def test_dictionaries_tuples_and_losses_of_the_output() -> None:
     class Keyword(nn.Module):
         def __init__(self) -> None:

@@ -1,0 +1,1 @@
+"""Models of other people's making, at small sizes, and the comparison of their compiled training with eager execution."""

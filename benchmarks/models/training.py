@@ -1,0 +1,128 @@
+"""Three optimizer steps of a model, eagerly, through `optimize` and through `training_step`, and how they compare.
+
+Eager execution in float32 is compared with a float64 run of the same model. A compiled result may be as far from
+float64 as ten times eager is, or as 2e-5 of the tensor's largest element, whichever is more; elements of gradients that
+are small beside those of other parameters are measured by a thousandth of the typical largest element, since there
+float32 holds rounding alone. A model that hard-codes float32 has no float64 run: it is compared with eager, at 1e-4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.models.model import Model
+
+STEPS = 3
+FACTOR, FLOOR, FLOOR_WITHOUT_REFERENCE = 10.0, 2e-5, 1e-4
+
+
+@dataclass
+class Step:
+    """What one step computed: the loss, and each gradient; None for a parameter that got none."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor | None]
+
+
+@dataclass
+class Run:
+    """Three steps, and parameters and buffers behind them."""
+
+    steps: list[Step] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+def optimizer_of(model: nn.Module, rate: float) -> torch.optim.Optimizer:
+    """Momentum, so that each step shows in the next ones; no Adam, whose first steps are signs of rounding errors."""
+    return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+
+
+def train(row: Model, model: nn.Module, called: nn.Module, batch: Mapping[str, Any], steps: int = STEPS) -> Run:
+    """Steps in a loop of PyTorch's own, of `model` called through `called`."""
+    optimizer = optimizer_of(model, row.rate)
+    run = Run()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = row.objective(called(**batch))
+        loss.backward()
+        run.steps.append(_step(model, loss))
+        optimizer.step()
+    return _finished(run, model)
+
+
+def train_whole(row: Model, step: Any, model: nn.Module, batch: Any, steps: int = STEPS) -> Run:
+    """The same by a `training_step` that keeps gradients."""
+    run = Run()
+    for _ in range(steps):
+        loss = step(batch)
+        run.steps.append(_step(model, loss))
+    return _finished(run, model)
+
+
+def _step(model: nn.Module, loss: Tensor) -> Step:
+    gradients = {n: None if p.grad is None else p.grad.detach().clone() for n, p in model.named_parameters()}
+    return Step(loss.detach().clone(), gradients)
+
+
+def _finished(run: Run, model: nn.Module) -> Run:
+    run.parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
+    run.buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
+    return run
+
+
+def difference(ours: Run, eager: Run, exact: Run | None) -> str:
+    """The first thing that differs, or an empty text."""
+    reference = eager if exact is None else exact
+    for number, (a, b, c) in enumerate(zip(ours.steps, eager.steps, reference.steps, strict=True)):
+        if said := _differs(a.loss, b.loss, c.loss, 0.0, exact is not None):
+            return f"loss of step {number}: {said}"
+        typical = _typical([g for g in c.gradients.values() if g is not None])
+        for name, gradient in b.gradients.items():
+            found = a.gradients[name]
+            if (found is None) != (gradient is None):
+                return f"gradient of {name} in step {number}: there is {'none' if found is None else 'one'}"
+            if gradient is None or found is None:
+                continue
+            other = c.gradients[name]
+            assert other is not None
+            if said := _differs(found, gradient, other, typical, exact is not None):
+                return f"gradient of {name} in step {number}: {said}"
+    for kind in ("parameters", "buffers"):
+        found, expected, other = getattr(ours, kind), getattr(eager, kind), getattr(reference, kind)
+        if found.keys() != expected.keys():
+            return f"{kind} are {sorted(found)} instead of {sorted(expected)}"
+        for name, value in expected.items():
+            if said := _differs(found[name], value, other[name], 0.0, exact is not None):
+                return f"{kind}, {name} after {len(eager.steps)} steps: {said}"
+    return ""
+
+
+def _typical(tensors: Sequence[Tensor]) -> float:
+    largest = [float(t.abs().max()) for t in tensors if t.numel()]
+    return sorted(largest)[len(largest) // 2] if largest else 0.0
+
+
+def _differs(ours: Tensor, eager: Tensor, exact: Tensor, typical: float, referenced: bool) -> str:
+    if ours.dtype is not eager.dtype or ours.shape != eager.shape:
+        return f"{ours.dtype}{list(ours.shape)} instead of {eager.dtype}{list(eager.shape)}"
+    if not eager.numel():
+        return ""
+    if not eager.is_floating_point():
+        return "" if torch.equal(ours, eager) else f"{int((ours != eager).sum())} of {eager.numel()} elements"
+    a, b, c = ours.double(), eager.double(), exact.double()
+    if not bool(b.isfinite().all()):
+        return "" if torch.equal(a.isfinite(), b.isfinite()) else "infinite in other places"
+    scale = max(float(c.abs().max()), 1e-3 * typical)
+    floor = FLOOR if referenced else FLOOR_WITHOUT_REFERENCE
+    allowed = FACTOR * float((b - c).abs().max()) + floor * scale
+    error = float((a - c).abs().max())
+    if error <= allowed:
+        return ""
+    at = int((a - c).abs().nan_to_num(torch.inf).argmax())
+    return f"off by {error:.1e} where {allowed:.1e} is allowed: {a.flatten()[at]:.6g} instead of {c.flatten()[at]:.6g}"

@@ -1,0 +1,187 @@
+"""One model through the compiler: compared with eager execution, and counted."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.profiler import profile, record_function
+
+import daceml_train as dt
+from benchmarks.models.model import Model
+from benchmarks.models.training import Run, difference, train, train_whole
+from daceml_train.driver import module as driver
+from daceml_train.driver.function import CompiledGraph
+from daceml_train.driver.module import state_of
+
+GRAPH = "daceml_train graph"
+
+
+@dataclass
+class Outcome:
+    """What came of one model.
+
+    `kind` is `right`, `wrong`, `raised`, or `timed out`; `detail` says what differs or was raised. `graphs` and `breaks`
+    are those of `optimize`; `share` is the share of eager's operators, of the forward pass, that run inside graphs;
+    `native` the share of the graphs' operators that have a rule of ours, `fallbacks` names the others. `whole` says why
+    the training step is not one program. `seconds` are those of the first call, by stage.
+    """
+
+    name: str
+    kind: str
+    detail: str = ""
+    graphs: int = 0
+    breaks: list[str] = field(default_factory=list)
+    operators: int = 0
+    share: float = 0.0
+    native: float = 1.0
+    fallbacks: dict[str, int] = field(default_factory=dict)
+    whole: str = ""
+    control_flow: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def outcome(row: Model, cache: Path) -> Outcome:
+    """Train `row` in all ways and compare."""
+    made = Outcome(row.name, "right", control_flow=row.control_flow)
+    model, batch = row.build()
+    eager = train(row, model, model, batch)
+    exact = _exact(row)
+    try:
+        ours = _through_optimize(row, cache, made)
+        made.detail = difference(ours, eager, exact)
+        if not made.detail:
+            whole = _through_step(row, cache, made)
+            made.detail = f"training_step: {said}" if (said := difference(whole, eager, exact)) else ""
+    except Exception as error:
+        made.kind, made.detail = "raised", f"{type(error).__name__}: {error}"
+        return made
+    internal = [reason for reason in (*made.breaks, made.whole) if "internal error" in reason]
+    if made.detail:
+        made.kind = "wrong"
+    elif internal:
+        made.kind, made.detail = "raised", internal[0]
+    return made
+
+
+def _exact(row: Model) -> Run | None:
+    """The run in float64; None for a model that computes in float32 whatever it is given."""
+    try:
+        model, batch = row.build(torch.float64)
+        return train(row, model, model, batch)
+    except RuntimeError:
+        return None
+
+
+def _through_optimize(row: Model, cache: Path, made: Outcome) -> Run:
+    model, batch = row.build()
+    plain = row.build()[0]
+    compiled = dt.optimize(model, cache=cache)
+    state = state_of(compiled)
+    assert state is not None
+    with _stages() as inside:
+        start = time.perf_counter()
+        run = train(row, model, compiled, batch)
+        inside["all"] = time.perf_counter() - start
+    backend = state.backend
+    made.graphs, made.breaks = backend.graphs, list(dict.fromkeys(backend.breaks))
+    captured = sum(r.passes[0].operators_before for r in backend.records if r.passes and "backward" not in r.name)
+    for name, _ in (fallback for record in backend.records for fallback in record.fallbacks):
+        made.fallbacks[name] = made.fallbacks.get(name, 0) + 1
+    made.native = 1 - sum(made.fallbacks.values()) / max(captured, 1)
+    made.seconds = _seconds(inside, backend.records)
+    made.operators, _ = counted(plain, batch)
+    _, outside = counted(compiled, batch)
+    made.share = 1 - outside / max(made.operators, 1)
+    return run
+
+
+def _through_step(row: Model, cache: Path, made: Outcome) -> Run:
+    model, batch = row.build()
+    step = dt.training_step(model, row.loss, _optimizer(model, row), keep_gradients=True, cache=cache)
+    run = train_whole(row, step, model, batch)
+    made.whole = "; ".join(dict.fromkeys(step.breaks))
+    return run
+
+
+def _optimizer(model: nn.Module, row: Model) -> torch.optim.Optimizer:
+    from benchmarks.models.training import optimizer_of
+
+    return optimizer_of(model, row.rate)
+
+
+# ---- what runs where ------------------------------------------------------------------------------------------------
+def counted(module: nn.Module, batch: dict[str, Any]) -> tuple[int, int]:
+    """How many operators a forward pass runs in PyTorch, and how many of them outside compiled graphs.
+
+    Operators that other operators call are not counted.
+    """
+    with _marked(), profile(record_shapes=False) as found:
+        module(**batch)
+    total = outside = 0
+    for event in found.function_events:
+        if not event.name.startswith("aten::"):
+            continue
+        above, within = event.cpu_parent, False
+        while above is not None and not above.name.startswith("aten::"):
+            within = within or above.name == GRAPH
+            above = above.cpu_parent
+        if above is None:
+            total += 1
+            outside += not within
+    return total, outside
+
+
+@contextlib.contextmanager
+def _marked() -> Iterator[None]:
+    """Calls of compiled graphs appear in profiles."""
+    call = CompiledGraph.__call__
+
+    def marked(self: CompiledGraph, *arguments: Any) -> Any:
+        with record_function(GRAPH):
+            return call(self, *arguments)
+
+    CompiledGraph.__call__ = marked  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        CompiledGraph.__call__ = call  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _stages() -> Iterator[dict[str, float]]:
+    """Seconds within our backend, and within its capture."""
+    spent = {"backend": 0.0, "capture": 0.0}
+    compile_, capture = driver.Backend.compile, driver.capture
+
+    def timed(key: str, function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*arguments)
+            finally:
+                spent[key] += time.perf_counter() - start
+
+        return call
+
+    driver.Backend.compile, driver.capture = timed("backend", compile_), timed("capture", capture)  # type: ignore
+    try:
+        yield spent
+    finally:
+        driver.Backend.compile, driver.capture = compile_, capture  # type: ignore
+
+
+def _seconds(spent: dict[str, float], records: list[Any]) -> dict[str, float]:
+    kernels = sum(record.seconds.get("kernels", 0.0) for record in records)
+    return {
+        "Dynamo": spent["all"] - spent["backend"],
+        "capture": spent["capture"],
+        "passes": spent["backend"] - spent["capture"] - kernels,
+        "kernels": kernels,
+    }
