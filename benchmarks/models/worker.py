@@ -90,7 +90,8 @@ def _through_optimize(row: Model, cache: Path, made: Outcome) -> Run:
         run = train(row, model, compiled, batch)
         inside["all"] = time.perf_counter() - start
     backend = state.backend
-    made.graphs, made.breaks = backend.graphs, list(dict.fromkeys(backend.breaks))
+    made.graphs = backend.graphs
+    made.breaks = [*dict.fromkeys(backend.breaks), *map(_short, torch._dynamo.utils.counters["graph_break"])]
     captured = sum(r.passes[0].operators_before for r in backend.records if r.passes and "backward" not in r.name)
     for name, _ in (fallback for record in backend.records for fallback in record.fallbacks):
         made.fallbacks[name] = made.fallbacks.get(name, 0) + 1
@@ -108,6 +109,11 @@ def _through_step(row: Model, cache: Path, made: Outcome) -> Run:
     run = train_whole(row, step, model, batch)
     made.whole = "; ".join(dict.fromkeys(step.breaks))
     return run
+
+
+def _short(reason: str) -> str:
+    lines = (line.strip() for line in reason.splitlines())
+    return " ".join(line for line in lines if line and not line.startswith(("Hint:", "Developer", "For more")))[:200]
 
 
 def _optimizer(model: nn.Module, row: Model) -> torch.optim.Optimizer:

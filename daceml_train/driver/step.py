@@ -29,6 +29,9 @@ Loss = Callable[..., torch.Tensor]
 KEPT_BINDINGS = 64
 """Kinds of arguments whose bound step is kept."""
 
+ALLOWED_CHANGES = 3
+"""How often a step may assign something that its own capture depends on, before it runs in pieces."""
+
 
 class _Stop(Exception):
     """Carries what Dynamo would run out of its compiled code, so that nothing runs."""
@@ -68,6 +71,7 @@ class TrainingStep:
         self._in_pieces: dict[Any, str] = {}
         self._worked = ""
         self._known: torch.Tensor | None = None
+        self._changes: dict[Any, int] = {}
         self._warned: set[str] = set()
         self._lock = threading.Lock()
         self._hooks: list[int] | None = None
@@ -172,7 +176,9 @@ class TrainingStep:
             self._known = None
         if not bound.guard({"self": self, "inputs": inputs, "targets": targets}):
             self._bound.pop(key, None)
-            self._break(key, Unsupported("the model or the loss changes Python objects that it depends on"))
+            self._changes[key] = self._changes.get(key, 0) + 1  # an attribute may be set once; a counter is another matter
+            if self._changes[key] >= ALLOWED_CHANGES:
+                self._break(key, Unsupported("the model or the loss changes Python objects that it depends on"))
 
     def _hooked(self) -> list[int]:
         """Identities of what has hooks now."""

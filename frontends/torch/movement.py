@@ -212,16 +212,27 @@ def _select_scatter(t: Translator, x: Value, source: Value, dim: int, index: Dim
 
 
 @rule("as_strided.default")
-def _as_strided(t: Translator, x: Value, *arguments: Any) -> Value | None:
-    """Through memory: the operand is laid out flat as PyTorch's is, whatever its order here."""
+def _as_strided(
+    t: Translator, x: Value, size: Sequence[Dim], stride: Sequence[Dim], storage_offset: Dim | None = None
+) -> Value | None:
+    """Through memory: the operand is laid out flat as PyTorch's is, and read in order or by computed places."""
     example = t.node.all_input_nodes[0].meta["val"]
     order = types.order_of(example)
     if order is None or not same(types.size(example.storage_offset()), 0):
         raise Unsupported("as_strided of a tensor that is not dense")
     flat = x.permute(order or range(len(x.shape))).view((product(x.shape),))
-    result = t.fallback(t, t.node, [flat, *arguments], {})
-    assert isinstance(result, Value)
-    return result
+    offset = 0 if storage_offset is None else storage_offset
+    result = types.order_of(t.node.meta["val"])
+    if result is not None and same(offset, 0) and same(product(t.type.shape), flat.shape[0]):
+        result = result or tuple(range(len(size)))
+        return flat.view([t.type.shape[d] for d in result]).permute([result.index(d) for d in range(len(size))])
+    places = t.value(offset, DType.int64).view((1,) * len(size))
+    for dim, step in enumerate(stride):
+        shape = tuple(size[dim] if d == dim else 1 for d in range(len(size)))
+        places = places + t.emit("iota", shape=shape, dim=dim, dtype=DType.int64, start=0, step=1) * t.value(
+            step, DType.int64
+        )
+    return t.emit("embedding", flat.view((*flat.shape, 1)), places.expand(t.type.shape)).view(t.type.shape)
 
 
 @rule("index_put.default", "_unsafe_index_put.default")

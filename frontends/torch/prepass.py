@@ -321,15 +321,21 @@ def _cosine_similarity(x1: torch.Tensor, x2: torch.Tensor, dim: int = 1, eps: fl
     return (normalised(x1.to(kind)) * normalised(x2.to(kind))).sum(dim)
 
 
-def _adaptive_average(x: torch.Tensor, output_size: Any) -> torch.Tensor:
-    """`adaptive_avg_pool2d`; to a single element it is the mean, without PyTorch's change of strides afterwards."""
-    size = output_size if isinstance(output_size, Sequence) else (output_size, output_size)
-    return x.mean((-2, -1), keepdim=True) if tuple(size) == (1, 1) else F.adaptive_avg_pool2d(x, output_size)
+def _adaptive_average(pool: Callable[..., torch.Tensor], dims: int) -> Callable[..., torch.Tensor]:
+    """Adaptive pooling; to a single element it is the mean, without PyTorch's change of strides afterwards."""
+
+    def pooled(x: torch.Tensor, output_size: Any) -> torch.Tensor:
+        sizes = tuple(output_size) if isinstance(output_size, Sequence) else (output_size,) * dims
+        return x.mean(tuple(range(-dims, 0)), keepdim=True) if sizes == (1,) * dims else pool(x, output_size)
+
+    return pooled
 
 
 _REPLACED: dict[Any, Callable[..., Any]] = {
     _SDPA: _attention,
-    F.adaptive_avg_pool2d: _adaptive_average,
+    F.adaptive_avg_pool1d: _adaptive_average(F.adaptive_avg_pool1d, 1),
+    F.adaptive_avg_pool2d: _adaptive_average(F.adaptive_avg_pool2d, 2),
+    F.adaptive_avg_pool3d: _adaptive_average(F.adaptive_avg_pool3d, 3),
     torch.matmul: _matmul,
     operator.matmul: _matmul,
     torch._C._nn.linear: _linear,

@@ -286,6 +286,24 @@ def test_side_effects_of_a_step_that_is_one_program() -> None:
     assert pair.call.breaks == []
 
 
+def test_a_step_that_assigns_once_what_it_depends_on() -> None:
+    class Deciding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.kind = nn.Linear(8, 4), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.kind is None:
+                self.kind = "matrix" if x.dim() == 2 else "other"
+            return self.fc(x) if self.kind == "matrix" else x
+
+    pair = Pair(Deciding())
+    for _ in range(4):
+        pair.step(*batch())
+    assert pair.ours.kind == "matrix"
+    pair.whole()
+
+
 def test_a_step_that_depends_on_what_it_assigns() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
@@ -297,7 +315,7 @@ def test_a_step_that_depends_on_what_it_assigns() -> None:
             return self.fc(x) * self.calls
 
     pair = Pair(Counting())
-    for calls in (1, 2, 3):
+    for calls in (1, 2, 3, 4):
         pair.step(*batch())
         assert pair.ours.calls == calls
     assert "that it depends on" in pair.call.breaks[0]
