@@ -1,1 +1,1 @@
-"""Models of other people's making, at small sizes, and the comparison of their compiled training with eager execution."""
+"""Models of other people's making, at small sizes, and how their compiled training compares with eager execution."""

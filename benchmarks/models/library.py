@@ -159,7 +159,7 @@ NAMED: tuple[Model, ...] = (
         decoder_ffn_dim=64, d_model=WIDTH, max_source_positions=16, max_target_positions=32, pad_token_id=0,
         bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, use_cache=False,
     ),
-    Model("clip", _clip, lambda: {"input_ids": words(), "pixel_values": torch.randn(3, 3, 32, 32), "return_loss": True}),
+    Model("clip", _clip, images(32, input_ids=words, return_loss=lambda: True)),
     library(
         "mamba", "MambaForCausalLM", "MambaConfig", _successors, vocab_size=WORDS, hidden_size=WIDTH, state_size=4,
         num_hidden_layers=2, time_step_rank=4, use_cache=False, bos_token_id=1, eos_token_id=2,
@@ -167,9 +167,9 @@ NAMED: tuple[Model, ...] = (
     library(
         "wav2vec2", "Wav2Vec2ForSequenceClassification", "Wav2Vec2Config",
         lambda: {"input_values": torch.randn(3, 800), "labels": _classes()}, hidden_size=WIDTH, num_hidden_layers=2,
-        num_attention_heads=4, intermediate_size=64, conv_dim=[16, 16, 16], conv_stride=[5, 2, 2], conv_kernel=[10, 3, 3],
-        num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=4, apply_spec_augment=False, layerdrop=0.0,
-        classifier_proj_size=16, num_labels=4,
+        num_attention_heads=4, intermediate_size=64, conv_dim=[16, 16, 16], conv_stride=[5, 2, 2],
+        conv_kernel=[10, 3, 3], num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=4,
+        apply_spec_augment=False, layerdrop=0.0, classifier_proj_size=16, num_labels=4,
     ),
     Model("detr", _detr, images(64, pixel_mask=lambda: torch.ones(3, 64, 64, dtype=torch.long)), _boxes),
 )  # fmt: skip

@@ -27,10 +27,10 @@ GRAPH = "daceml_train graph"
 class Outcome:
     """What came of one model.
 
-    `kind` is `right`, `wrong`, `raised`, or `timed out`; `detail` says what differs or was raised. `graphs` and `breaks`
-    are those of `optimize`; `share` is the share of eager's operators, of the forward pass, that run inside graphs;
-    `native` the share of the graphs' operators that have a rule of ours, `fallbacks` names the others. `whole` says why
-    the training step is not one program. `seconds` are those of the first call, by stage.
+    `kind` is `right`, `wrong`, `raised`, or `timed out`; `detail` says what differs or was raised. `graphs` and
+    `breaks` are those of `optimize`; `share` is the share of eager's operators, of the forward pass, that run in
+    graphs; `native` the share of the graphs' operators that have a rule of ours, `fallbacks` names the others. `whole`
+    says why the training step is not one program. `seconds` are those of the first call, by stage.
     """
 
     name: str

@@ -176,7 +176,7 @@ class TrainingStep:
             self._known = None
         if not bound.guard({"self": self, "inputs": inputs, "targets": targets}):
             self._bound.pop(key, None)
-            self._changes[key] = self._changes.get(key, 0) + 1  # an attribute may be set once; a counter is another matter
+            self._changes[key] = self._changes.get(key, 0) + 1  # an attribute set once is not a counter
             if self._changes[key] >= ALLOWED_CHANGES:
                 self._break(key, Unsupported("the model or the loss changes Python objects that it depends on"))
 
