@@ -1,16 +1,28 @@
 import dataclasses
+import json
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.testing._internal.opinfo.core import SampleInput
 
-from benchmarks import conformance
-from benchmarks.conformance import Results, as_module, difference
+from benchmarks.conformance import captured, compiled, report
+from benchmarks.conformance.compare import Results, difference
+from benchmarks.conformance.outcome import Outcome, general, row
+from benchmarks.conformance.samples import LEFT_OUT, entries, label, samples
+from daceml_train.errors import Unsupported
 
 
 def results(*values: torch.Tensor) -> Results:
     return Results(list(values), [], [], [False] * len(values))
+
+
+def entry(name: str) -> object:
+    (found,) = (op for op in entries() if label(op) == name)
+    return found
 
 
 def test_a_difference_is_measured_against_float64() -> None:
@@ -21,17 +33,105 @@ def test_a_difference_is_measured_against_float64() -> None:
     assert "should not be finite" in difference(results(exact.float().clamp(max=9)), eager, None)
     assert "requires_grad" in difference(dataclasses.replace(eager, differentiable=[True]), eager, None)
     assert "float64[4] instead of" in difference(results(exact), eager, None)
+    chosen = torch.tensor([1, 2])
+    assert difference(results(chosen), results(chosen + torch.tensor([0, 1])), None) == "values[0]: 1 of 2 elements"
 
 
 def test_a_sample_as_a_module() -> None:
     a, b = torch.randn(3), torch.randn(3)
-    made, tensors = as_module(torch.cat, SampleInput([a, b], kwargs={"dim": 0}), residual=False)
+    made, tensors = compiled.as_module(torch.cat, SampleInput([a, b], kwargs={"dim": 0}), residual=False)
     assert len(tensors) == 2
     torch.testing.assert_close(made()(*tensors), torch.cat([a, b]))
 
 
 @pytest.mark.compiled
 def test_an_operator_is_right(tmp_path: Path) -> None:
-    (op,) = (op for op in conformance.entries() if op.name == "exp")
-    found = list(conformance.outcomes(op, 1, str(tmp_path)))
-    assert [(o.form, o.kind) for o in found] == [("op", "right"), ("h + op(h)", "right")]
+    op = entry("exp")
+    found = list(compiled.outcomes(op, samples(op, torch.float32, True), 1, str(tmp_path)))
+    assert [(o.sample, o.kind) for o in found] == [("0", "native"), ("0+", "native")]
+
+
+def test_views_are_computed_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A result that is a view of its input would leave nothing to check: a wrong rule has to be seen."""
+    from daceml_train.frontends.torch.translate import RULES
+
+    op = entry("t")
+    sample = SampleInput(torch.randn(2, 3, requires_grad=True))
+    assert captured.outcome(op, 0, sample, True).kind == "native"
+    monkeypatch.setitem(RULES, "aten.permute.default", lambda t, x, dims: x.view(t.type.shape))
+    assert captured.outcome(op, 0, sample, True).kind == "wrong"
+
+
+def test_a_wrong_gradient_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from daceml_train.ops import elementwise
+
+    op = entry("exp")
+    sample = next(samples(op, torch.float32, True))
+    row_ = dataclasses.replace(elementwise.TABLE["exp"], gradients=("g * a",))
+    monkeypatch.setitem(elementwise.TABLE, "exp", row_)
+    found = captured.outcome(op, 0, sample, True)
+    assert found.kind == "wrong" and found.detail.startswith("gradients[0]")
+
+
+def test_outcomes_that_are_not_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = entry("exp")
+    sample = next(samples(op, torch.float32, True))
+
+    def refuse(*given: object) -> None:
+        raise Unsupported("the operator of line 7")
+
+    monkeypatch.setattr(captured, "capture", refuse)
+    assert captured.outcome(op, 0, sample, True) == Outcome("0", "as PyTorch", "the operator of line 7")
+    monkeypatch.setattr(captured, "capture", lambda *given: 1 / 0)
+    assert captured.outcome(op, 0, sample, True).kind == "raised"
+    monkeypatch.undo()
+    drawing = SimpleNamespace(op=torch.rand_like, name="rand_like")
+    assert captured.outcome(drawing, 0, sample, True) == Outcome("0", "left out", "draws random numbers")
+
+
+def test_rows_are_read_back_and_become_a_page(tmp_path: Path) -> None:
+    made = row("captured", "exp", [Outcome("0", "native"), Outcome("1", "as PyTorch", "the size 12 of 'x'")], 1.0)
+    made = dataclasses.replace(made, fallbacks={"aten.lu.default": 2})
+    other = row("compiled", "lu", [Outcome("0", "wrong", "values[0]: off")], 2.0)
+    report.write(tmp_path / "rows", [other, made])
+    assert report.read([tmp_path / "rows"]) == [made, other]
+    page = report.page([made, other])
+    assert "| the size … of … | 1 | `exp` |" in page and "compiled: `lu` #0 wrong: values[0]: off" in page
+    assert "`lu` 2" in page
+    assert report.in_graph(report.counts([made])) == 0.5
+
+
+def test_the_page_is_that_of_the_results() -> None:
+    if not report.RESULTS.exists():
+        pytest.skip("no complete sweep has been kept")
+    assert report.PAGE.read_text() == report.page(report.read([report.RESULTS]))
+
+
+def test_reasons_are_general() -> None:
+    assert general("the size 12 of 'x' (at m.py:3)\nmore") == "the size … of …"
+
+
+def test_what_is_left_out_has_a_reason() -> None:
+    names = {op.name for op in entries(differentiable=False)}
+    assert set(LEFT_OUT) <= names and all(LEFT_OUT.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(9))
+def test_first_samples(part: int) -> None:
+    """The first sample of every entry; `make conformance-ops` runs all of them."""
+    for op in entries()[part::9]:
+        if op.name not in LEFT_OUT:
+            sample = next(samples(op, torch.float32, True), None)
+            if sample is not None:
+                found = captured.outcome(op, 0, sample, True)
+                assert found.kind not in ("wrong", "raised"), f"{label(op)}: {found.detail}"
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.conformance", "--only", "exp", "--stage", "captured"]
+    ran = subprocess.run([*command, "--results", str(tmp_path / "r.jsonl")], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    (line,) = (tmp_path / "r.0-of-1.jsonl").read_text().splitlines()
+    assert json.loads(line)["entry"] == "exp" and "captured" in ran.stdout
