@@ -4,25 +4,77 @@ A `Pass` maps a graph to a graph. A `Rewrite` is a pass that replaces one operat
 its docstring draws `before => after`, `find` recognises, `legality` gives clauses each with the sentence that
 explains a refusal, `traffic` promises the bytes, `emit` builds the replacement. Matches are found in one topological
 sweep over the operators, never by searching for subgraphs.
+
+Every pass also works one match at a time: `matches` lists `Candidate`s, each of which says where it is, why it is
+refused, how many bytes applying it saves, and applies itself alone.
 """
 
 from __future__ import annotations
 
+import inspect
 from abc import ABCMeta, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from functools import cached_property
+from typing import Any, ClassVar, Protocol
 
 from daceml_train.errors import Refused
 from daceml_train.graph.graph import Graph, Node
+from daceml_train.graph.traffic import traffic
 from daceml_train.graph.verify import verify
 from daceml_train.ops.operator import Value
-from daceml_train.passes.options import check_names, checked_option, option_types, show_option
+from daceml_train.passes.options import check_names, checked_option, option_types, show_annotation, show_option
 from daceml_train.passes.registry import name_of, register
-from daceml_train.tensor import Dim
+from daceml_train.tensor import Dim, simplify
 
 LEVELS = ("forward", "intra_operator", "fusion", "layout", "global_movement")
 """Stages of a pipeline, in order. `forward` runs before differentiation, the others on the whole training graph."""
+
+
+class Candidate(Protocol):
+    """One place where a pass applies, or says why not."""
+
+    @property
+    def transformation(self) -> Pass:
+        """The pass, with its options."""
+
+    @property
+    def where(self) -> str:
+        """The place, by the names of the arrays made there."""
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """Names of the arrays that the operators concerned make."""
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the pass must not be applied here, or None."""
+
+    @property
+    def traffic(self) -> Dim:
+        """Bytes that applying adds (negative: saves)."""
+
+    def apply(self) -> Graph:
+        """The graph with the pass applied here alone. Raises `Refused` with the reason where that is not legal."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a pass says about itself: the parts of its docstring, and its options."""
+
+    name: str
+    level: str
+    summary: str
+    picture: str
+    """`before => after`."""
+    details: str
+    options: Mapping[str, tuple[str, str]]
+    """Name -> (type, default as text)."""
+
+    def __str__(self) -> str:
+        options = [f"    {name}: {kind} = {default}" for name, (kind, default) in self.options.items()]
+        parts = [f"{self.name} ({self.level})", self.summary, self.picture, self.details]
+        return "\n\n".join(part for part in (*parts, "\n".join(["options:", *options]) if options else "") if part)
 
 
 class _PassClass(ABCMeta):
@@ -56,6 +108,22 @@ class Pass(metaclass=_PassClass):
     @abstractmethod
     def run(self, graph: Graph) -> Graph:
         """The transformed graph; `graph` itself is left alone."""
+
+    def matches(self, graph: Graph) -> Sequence[Candidate]:
+        """Every place where the pass applies or is refused; here one, the whole graph, if the pass changes it."""
+        result = self.run(graph)
+        return [Measured(self, graph, "the whole graph", (), lambda: result)] if applied(graph, result) else []
+
+    @classmethod
+    def describe(cls) -> Description:
+        """Name, level, picture, text and options."""
+        paragraphs = inspect.cleandoc(cls.__doc__ or "").split("\n\n")
+        drawn = next((i for i, paragraph in enumerate(paragraphs) if "=>" in paragraph), None)
+        picture = "" if drawn is None else paragraphs.pop(drawn)
+        summary = paragraphs.pop(0) if paragraphs and drawn != 0 else ""
+        defaults = {f.name: show_option(f.default) for f in fields(cls) if f.default is not MISSING}
+        options = {n: (show_annotation(kind), defaults.get(n, "")) for n, kind in option_types(cls).items()}
+        return Description(name_of(cls), cls.level, summary, picture, "\n\n".join(paragraphs), options)
 
     @property
     def name(self) -> str:
@@ -115,6 +183,21 @@ class Match:
         return next((why for holds, why in self.rewrite.legality(self) if not holds), None)
 
     @property
+    def transformation(self) -> Pass:
+        """The rewrite."""
+        return self.rewrite
+
+    @property
+    def where(self) -> str:
+        """The root, as it stands in the graph's text."""
+        return str(self.root)
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """What the root makes."""
+        return self.root.outputs
+
+    @property
     def traffic(self) -> Dim:
         """Bytes that applying adds (negative: saves)."""
         return self.rewrite.traffic(self)
@@ -170,6 +253,43 @@ class Rewrite(Pass):
                 made = other.append(node.op, tuple(now[i].name for i in node.inputs), names, node.origin)
             now.update(zip(node.outputs, made, strict=True))
         return without_dead_code(graph.finish(other, {old: value.name for old, value in now.items()}))
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """A place that always applies and whose bytes are counted on the result: it holds what makes the result."""
+
+    transformation: Pass
+    graph: Graph
+    where: str
+    arrays: tuple[str, ...]
+    result: Callable[[], Graph]
+    refusal: None = None
+
+    @cached_property
+    def after(self) -> Graph:
+        """The result."""
+        return self.result()
+
+    @property
+    def traffic(self) -> Dim:
+        """Bytes that applying adds (negative: saves)."""
+        return simplify(traffic(self.after).bytes - traffic(self.graph).bytes)
+
+    def apply(self) -> Graph:
+        """The graph with the pass applied here alone."""
+        return self.after
+
+
+def applied(before: Graph, after: Graph) -> int:
+    """How many matches a pass applied; 1 for a change by a pass that does not count."""
+    if after is before:
+        return 0
+    if after.applied > before.applied:
+        return after.applied - before.applied
+    one, other = ([(n.op, n.inputs, n.outputs) for n in g.nodes] for g in (before, after))
+    same = one == other and (before.outputs, before.writes) == (after.outputs, after.writes)
+    return 0 if same else 1
 
 
 def without_dead_code(graph: Graph) -> Graph:

@@ -17,7 +17,7 @@ from daceml_train.errors import Invalid
 from daceml_train.graph.graph import Graph
 from daceml_train.graph.traffic import traffic
 from daceml_train.passes import notation
-from daceml_train.passes.base import LEVELS, Pass, checked
+from daceml_train.passes.base import LEVELS, Pass, applied, checked
 from daceml_train.passes.options import check_names, nearest
 from daceml_train.passes.registry import name_of, registered
 from daceml_train.tensor import Dim
@@ -226,17 +226,6 @@ class Pipeline:
                 graph = result
             first += len(passes)
         return graph
-
-
-def applied(before: Graph, after: Graph) -> int:
-    """How many matches a pass applied; 1 for a change by a pass that does not count."""
-    if after is before:
-        return 0
-    if after.applied > before.applied:
-        return after.applied - before.applied
-    one, other = ([(n.op, n.inputs, n.outputs) for n in g.nodes] for g in (before, after))
-    same = one == other and (before.outputs, before.writes) == (after.outputs, after.writes)
-    return 0 if same else 1
 
 
 def _check_pass(given: object) -> None:

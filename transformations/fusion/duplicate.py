@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from daceml_train.graph.graph import Graph
 from daceml_train.ops.random import Uniform
-from daceml_train.passes.base import Pass
+from daceml_train.passes.base import Candidate, Measured, Pass
 from daceml_train.tensor import Tensor
 from daceml_train.transformations.fusion.grouping import CONSTANT, POINTWISE, Group, Grouping, Item
 from daceml_train.transformations.fusion.siblings import magnitude
@@ -33,6 +33,29 @@ class DuplicateCheapProducers(Pass):
                 for name in found:
                     grouping.copy_into(group, name)
         return grouping.build()
+
+    def matches(self, graph: Graph) -> list[Candidate]:
+        """Values that a kernel should compute again, as the graph stands."""
+        grouping = Grouping(graph)
+        found = ((group, self.candidate(grouping, group)) for group in grouping.groups() if group.fusible)
+        return [self.match(grouping, group, names) for group, names in found if names is not None]
+
+    def match(self, grouping: Grouping, group: Group, names: list[str]) -> Measured:
+        """The copy of the operators that make `names` into `group`, as a match."""
+        reader = grouping.made(group)[-1]
+
+        known = tuple(n for n in names if n in grouping.graph.tensors)
+
+        def apply() -> Graph:
+            own = Grouping(grouping.graph)
+            again = own.producer[reader].group
+            assert again is not None
+            for name in names:
+                own.copy_into(again, name)
+            return own.build()
+
+        where = f"%{names[0]} in the kernel of %{reader}"
+        return Measured(self, grouping.graph, where, (*known, reader), apply)
 
     def candidate(self, grouping: Grouping, group: Group) -> list[str] | None:
         """Arrays that `group` should compute, each reading the next ones; None if there is nothing to gain."""

@@ -177,6 +177,11 @@ class Grouping:
             group.readers = [r for r in dict.fromkeys(found) if r.group is not group]
         return {r.group: None for r in group.readers if r.group is not None and r.group is not group}
 
+    def made(self, group: Group) -> tuple[str, ...]:
+        """The arrays of the original graph that a group makes."""
+        names = self.graph.tensors
+        return tuple(name for item in group.items for name in item.outputs if name in names)
+
     def seen_outside(self, name: str, groups: Iterable[Group]) -> bool:
         """Whether an array made in `groups` is a result of the graph or read outside them."""
         inside = set(map(id, groups))

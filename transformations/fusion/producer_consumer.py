@@ -6,39 +6,12 @@ Three passes share the sweep and differ in what they join, so that a pipeline sh
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from daceml_train.graph.graph import Graph
 from daceml_train.passes.base import Pass
-from daceml_train.tensor import Dim
 from daceml_train.transformations.fusion.grouping import Group, Grouping
-
-
-@dataclass(frozen=True)
-class FusionMatch:
-    """Two groups that a fusion pass would join."""
-
-    grouping: Grouping
-    first: Group
-    second: Group
-    limit: int
-
-    @property
-    def refusal(self) -> str | None:
-        """Why the groups cannot be one kernel, or None."""
-        return self.grouping.refusal(self.first, self.second, self.limit)
-
-    @property
-    def traffic(self) -> Dim:
-        """Bytes that joining adds (negative: saves)."""
-        apart = self.grouping.cost(self.first) + self.grouping.cost(self.second)
-        return self.grouping.cost(self.first, self.second) - apart
-
-    def apply(self) -> Graph:
-        """The graph with these two groups joined. The match's grouping is used up."""
-        self.grouping.join(self.first, self.second)
-        return self.grouping.build()
+from daceml_train.transformations.fusion.matches import FusionMatch
 
 
 @dataclass(frozen=True)
@@ -52,13 +25,15 @@ class Fusion(Pass):
     def joins(self, producer: Group, consumer: Group) -> bool:
         """Whether this pass is the one for such a pair."""
 
-    def matches(self, graph: Graph) -> Iterator[FusionMatch]:
+    def matches(self, graph: Graph) -> list[FusionMatch]:
         """Every pair of the kind this pass joins, refused ones included."""
         grouping = Grouping(graph)
-        for consumer in grouping.groups():
-            for producer in grouping.predecessors(consumer):
-                if producer.fusible and consumer.fusible and self.joins(producer, consumer):
-                    yield FusionMatch(grouping, producer, consumer, self.limit)
+        return [
+            FusionMatch(self, grouping, producer, consumer, self.limit)
+            for consumer in grouping.groups()
+            for producer in grouping.predecessors(consumer)
+            if producer.fusible and consumer.fusible and self.joins(producer, consumer)
+        ]
 
     def run(self, graph: Graph) -> Graph:
         grouping = Grouping(graph)

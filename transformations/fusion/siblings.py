@@ -10,6 +10,7 @@ from daceml_train.graph.graph import Graph
 from daceml_train.passes.base import Pass
 from daceml_train.tensor import Dim
 from daceml_train.transformations.fusion.grouping import Group, Grouping
+from daceml_train.transformations.fusion.matches import FusionMatch
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,12 @@ class FuseSiblings(Pass):
             while (sibling := self.sibling(grouping, group)) is not None:
                 group = grouping.join(sibling, group)
         return grouping.build()
+
+    def matches(self, graph: Graph) -> list[FusionMatch]:
+        """The nearest sibling of each kernel that has one."""
+        grouping = Grouping(graph)
+        pairs = ((self.sibling(grouping, group), group) for group in grouping.groups())
+        return [FusionMatch(self, grouping, first, second, self.limit) for first, second in pairs if first is not None]
 
     def sibling(self, grouping: Grouping, group: Group) -> Group | None:
         """The nearest earlier kernel that shares an array with `group` and may join it."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from daceml_train.graph.aliases import is_alias
 from daceml_train.graph.graph import Graph, Node
-from daceml_train.ops.elementwise import Cast, Elementwise
+from daceml_train.graph.traffic import traffic
+from daceml_train.ops.elementwise import Cast, Elementwise, Full, Iota
 from daceml_train.ops.movement import Slice
 from daceml_train.ops.operator import Value
 from daceml_train.passes.base import Match, Rewrite, View
-from daceml_train.tensor import Dim, same
+from daceml_train.tensor import Dim, same, simplify
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,8 @@ class SliceFirst(Rewrite):
         x -> [f] -> t -> [slice] -> y      =>      x -> [slice] -> s -> [f] -> y
 
     The gates of a recurrent cell, computed as one product, are then summed, activated and combined in one kernel.
+    All slices of t move together. Bytes: t is neither computed nor stored where no slice shows it; an operand that is
+    broadcast along the sliced dimension is read once per slice.
     """
 
     level = "fusion"
@@ -30,7 +34,10 @@ class SliceFirst(Rewrite):
         if not isinstance(node.op, Slice):
             return None
         f = view.producers.get(node.inputs[0])
-        return {"f": f} if f is not None and isinstance(f.op, Elementwise | Cast) else None
+        if f is None or not isinstance(f.op, Elementwise | Cast):
+            return None
+        slices = [r for r in view.readers[node.inputs[0]] if isinstance(r.op, Slice)]
+        return {"f": f, "slices": slices} if slices[0] is node else None
 
     def legality(self, match: Match) -> Iterator[tuple[bool, str]]:
         (t,) = match.parts["f"].outputs
@@ -52,8 +59,14 @@ class SliceFirst(Rewrite):
         return all(first[1] <= second[0] for first, second in itertools.pairwise(ordered))
 
     def traffic(self, match: Match) -> Dim:
-        """What the slices do not cover is no longer computed; counted where each slice stands alone."""
-        return 0
+        """Counted on the operator and its slices alone."""
+        apart = excerpt(match.view, [match.parts["f"], *match.parts["slices"]])
+        (alone,) = (m for m in self.matches(apart) if m.root.outputs == match.root.outputs)
+        return simplify(traffic(self.sweep(apart, {id(alone.root): alone})).bytes - traffic(apart).bytes)
+
+    def sweep(self, graph: Graph, chosen: Mapping[int, Match]) -> Graph:
+        slices = ((m, node) for m in chosen.values() for node in m.parts["slices"])
+        return super().sweep(graph, {id(node): replace(m, root=node) for m, node in slices})
 
     def emit(self, match: Match, builder: Graph, now: Mapping[str, Value]) -> Iterable[Value]:
         f, cut = match.parts["f"], match.root.op
@@ -73,3 +86,28 @@ class SliceFirst(Rewrite):
         while (moved := super().run(graph)) is not graph:
             graph = moved
         return graph
+
+
+def excerpt(view: View, nodes: Sequence[Node]) -> Graph:
+    """`nodes` alone, with the aliases and constants through which they read; what others see is a result."""
+    graph, own = Graph(), {id(n) for n in nodes}
+
+    def need(name: str) -> None:
+        maker = view.producers.get(name)
+        if name in graph.tensors or (maker is not None and id(maker) in own):
+            return
+        if maker is None or not (is_alias(maker.op) or isinstance(maker.op, Full | Iota)):
+            graph.input(name, view.graph.tensors[name])
+            return
+        for operand in maker.inputs:
+            need(operand)
+        graph.append(maker.op, maker.inputs, maker.outputs)
+
+    for node in nodes:
+        for name in node.inputs:
+            need(name)
+        graph.append(node.op, node.inputs, node.outputs)
+        graph.outputs += [
+            n for n in node.outputs if n in view.visible or any(id(r) not in own for r in view.readers[n])
+        ]
+    return graph

@@ -7,7 +7,7 @@ for the result. What a rule emits goes through the rules as well, so that one sw
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -15,7 +15,7 @@ from daceml_train.graph.aliases import is_alias
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.elementwise import Elementwise, Full
 from daceml_train.ops.operator import Operator, Value
-from daceml_train.passes.base import Pass, without_dead_code
+from daceml_train.passes.base import Candidate, Measured, Pass, without_dead_code
 from daceml_train.tensor import Tensor, same, same_shape
 
 Kind = TypeVar("Kind", bound=Operator)
@@ -68,6 +68,8 @@ class Sweep:
 
     def __init__(self, graph: Graph, rules: Rules) -> None:
         self.graph, self.rules = graph, rules
+        self.answered = False
+        """Whether a rule had an answer to the last operator given to `append`."""
         self.makers: dict[str, Node] = {}
         self.notes: dict[str, Any] = {}
         """What a rule has computed for an array and wants to find again."""
@@ -80,8 +82,25 @@ class Sweep:
         """Append `op`, or what a rule makes of it."""
         return self.append(op, operands, ())
 
-    def append(self, op: Operator, operands: tuple[Value, ...], names: Sequence[str]) -> tuple[Value, ...]:
-        """Append `op`, or what a rule makes of it; results that are kept get `names` where they are free."""
+    def append(
+        self, op: Operator, operands: tuple[Value, ...], names: Sequence[str], keep: bool = False
+    ) -> tuple[Value, ...]:
+        """Append `op`, or what a rule makes of it; results that are kept get `names` where they are free.
+
+        With `keep`, rules are tried, and the operator stays whatever they answer.
+        """
+        answer = self._answer(op, operands)
+        self.answered = answer is not None
+        if answer is not None and not keep:
+            self.graph.applied += 1
+            return (answer,)
+        chosen = [n if n not in self.graph.tensors else self.graph.fresh(n) for n in names]
+        made = self.graph.append(op, tuple(v.name for v in operands), chosen)
+        self.makers.update((v.name, self.graph.nodes[-1]) for v in made)
+        return tuple(self.value(v.name) for v in made)
+
+    def _answer(self, op: Operator, operands: tuple[Value, ...]) -> Value | None:
+        """What the first rule that fits makes of `op`."""
         rules = self.rules.get(op.label, ())
         if isinstance(op, Elementwise):
             rules = (*rules, *self.rules.get("elementwise", ()))
@@ -91,12 +110,8 @@ class Sweep:
             for rule in rules:
                 answer = rule(site)
                 if answer is not None and equivalent(answer.tensor, result):
-                    self.graph.applied += 1
-                    return (answer,)
-        chosen = [n if n not in self.graph.tensors else self.graph.fresh(n) for n in names]
-        made = self.graph.append(op, tuple(v.name for v in operands), chosen)
-        self.makers.update((v.name, self.graph.nodes[-1]) for v in made)
-        return tuple(self.value(v.name) for v in made)
+                    return answer
+        return None
 
 
 @dataclass(frozen=True)
@@ -110,11 +125,29 @@ class Peephole(Pass):
         """The table."""
 
     def run(self, graph: Graph) -> Graph:
+        return self.sweep(graph, None, [])
+
+    def matches(self, graph: Graph) -> list[Candidate]:
+        """Operators to which a rule has an answer, as the graph stands."""
+        found: list[int] = []
+        self.sweep(graph, (), found)
+
+        def match(index: int) -> Measured:
+            node = graph.nodes[index]
+            return Measured(self, graph, str(node), node.outputs, lambda: self.sweep(graph, (index,), []))
+
+        return [match(index) for index in found]
+
+    def sweep(self, graph: Graph, chosen: Container[int] | None, found: list[int]) -> Graph:
+        """Apply the rules to the nodes at the places `chosen` (None: to all); `found` gets places that have answers."""
         sweep = Sweep(graph.empty(), self.rules())
         now = {name: sweep.value(name) for name in graph.inputs}
-        for node in graph.nodes:
+        for index, node in enumerate(graph.nodes):
+            keep = chosen is not None and index not in chosen
             with sweep.graph.at(node.origin):
-                made = sweep.append(node.op, tuple(now[i] for i in node.inputs), node.outputs)
+                made = sweep.append(node.op, tuple(now[i] for i in node.inputs), node.outputs, keep)
+            if sweep.answered:
+                found.append(index)
             now.update(zip(node.outputs, made, strict=True))
         return without_dead_code(graph.finish(sweep.graph, {old: value.name for old, value in now.items()}))
 

@@ -1,0 +1,94 @@
+"""What holds for every pass: it describes itself, and works one match at a time with promised bytes = measured ones."""
+
+import functools
+from collections import defaultdict
+
+import pytest
+
+from daceml_train.errors import Refused
+from daceml_train.graph.graph import Graph
+from daceml_train.graph.traffic import traffic
+from daceml_train.graph.verify import verify
+from daceml_train.passes.base import LEVELS
+from daceml_train.passes.options import fits, option_types
+from daceml_train.tensor import simplify
+from daceml_train.transformations import catalog
+from daceml_train.transformations.pipelines import TRAINING
+from tests.passes.training_graphs import stages
+from tests.transformations.checking import program
+
+OURS = {name: kind for name, kind in catalog.passes().items() if kind.__module__.startswith("daceml_train.")}
+NETWORKS = ("mlp", "lstm", "post_ln", "mixer", "resnet")
+MATCHES = 3
+"""Matches looked at per graph."""
+
+
+EXTRA = {
+    "dead_code": program("x: f32[4]", "%a = exp(%x)\n%b = neg(%x)", "%b"),
+    "merge_batch": program(
+        "x: f32[2, 3, 4], w: f32[4, 5]",
+        "%a = view(%w, shape=(1, 4, 5))\n%b = expand(%a, shape=(2, 4, 5))\n%y = matmul(%x, %b)",
+        "%y",
+    ),
+    "merge_summed_batch": program(
+        "x: f32[2, 3, 4], g: f32[2, 3, 5]",
+        "%t = permute(%x, dims=(0, 2, 1))\n%p = matmul(%t, %g)\n%y = reduce(%p, kind=\"sum\", dims=(0,))",
+        "%y",
+    ),
+}
+"""Pass -> a graph for it, where the networks have none."""
+
+
+@functools.cache
+def graphs() -> dict[type, list[Graph]]:
+    """Pass class -> graphs that it meets in a pipeline, with one of another network each."""
+    met: dict[type, list[Graph]] = defaultdict(list)
+    for network in NETWORKS:
+        for kind, graph in stages(network):
+            met[kind].append(graph)
+    for name, graph in EXTRA.items():
+        met[OURS[name]].append(graph)
+    return met
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_pass_describes_itself(name: str) -> None:
+    kind = OURS[name]
+    told = kind.describe()
+    assert told.name == name
+    assert told.level in LEVELS
+    assert "=>" in told.picture, f"{name} draws no picture"
+    assert told.summary
+    assert told.summary.endswith(".")
+    made = kind()
+    for option, annotation in option_types(kind).items():
+        assert fits(getattr(made, option), annotation)
+        assert option in str(told)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_one_match_at_a_time(name: str) -> None:
+    kind, found = OURS[name], 0
+    assert kind in graphs(), f"no pipeline of the tests holds {name}"
+    for graph in graphs()[kind]:
+        text = str(graph)
+        matches = kind().matches(graph)
+        for match in [m for m in matches if m.refusal is None][:MATCHES]:
+            found += 1
+            after = match.apply()
+            verify(after)
+            measured = simplify(traffic(after).bytes - traffic(graph).bytes)
+            assert simplify(match.traffic) == measured, f"{name} at {match.where}"
+            assert match.transformation == kind()
+            assert set(match.arrays) <= set(graph.tensors)
+        for match in [m for m in matches if m.refusal is not None][:1]:
+            with pytest.raises(Refused, match="at "):
+                match.apply()
+        assert str(graph) == text
+        if found >= 2 * MATCHES:
+            break
+    assert found, f"{name} matches nothing in {NETWORKS}"
+
+
+def test_the_graphs_are_those_of_the_pipeline() -> None:
+    assert {type(p) for p in TRAINING} <= set(graphs())
