@@ -13,6 +13,10 @@ class DacemlError(Exception):
         self.message, self.where, self.advice = message, where, advice
         text = message + (f" (at {where})" if where else "") + (f"; {advice}" if advice else "")
         super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text  # without what tracers append on its way
 
 
 class Unsupported(DacemlError):

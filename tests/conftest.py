@@ -14,6 +14,7 @@ CACHE = "DACEML_TRAIN_CACHE"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--refresh-golden", action="store_true", help="write golden texts instead of comparing them")
+    parser.addoption("--wide", action="store_true", help="run what is marked wide, too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,7 +29,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("wide"):
+        left_out = [item for item in items if item.get_closest_marker("wide")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("wide")]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -14,7 +14,7 @@ from daceml_train.errors import Invalid, Unsupported
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.elementwise import Elementwise, Full
 from daceml_train.ops.fallback import Aten, Body
-from daceml_train.ops.gradient import CustomVJP, Graft
+from daceml_train.ops.gradient import CustomVJP, Graft, Overwrite
 from daceml_train.ops.operator import Operator, Value, vjp_parameters
 from daceml_train.tensor import Dim, same, same_shape, show_shape
 
@@ -62,6 +62,8 @@ def carrying(node: Node) -> Iterator[str]:
             marks: Sequence[object] = op.row.gradients
         case Aten(backward=Body() as body) | CustomVJP(backward=body):
             marks = body.yields
+        case Overwrite():
+            marks = ("g", "g")
         case Graft():
             marks = ("g", None)
         case op:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
 import torch
 import torch.utils._pytree as pytree
 
-from daceml_train.frontends.torch.capture import Captured, OutputSource
+from daceml_train.frontends.torch.capture import Captured, OutputSource, View
 from daceml_train.tensor import Dim
 
 SEED = "seed"
@@ -75,13 +75,21 @@ def _result(
     match source.kind:
         case "graph":
             result = outputs[source.index]
-            return result.detach() if detached and result.requires_grad else result
+            result = result.detach() if detached and result.requires_grad else result
+            return result if source.view is None else _viewed(result, source.view, value)
         case "input":
             owner = arguments[source.index]
             if source.view is None:
                 return owner
-            shape, strides = ([value(s) for s in dims] for dims in (source.view.shape, source.view.strides))
-            return owner.as_strided(shape, strides, owner.storage_offset() + value(source.view.offset))
+            return _viewed(owner.detach() if detached and owner.requires_grad else owner, source.view, value)
         case "size":
             return value(source.value)
     return source.value
+
+
+def _viewed(owner: torch.Tensor, view: View, value: Callable[[Dim], int]) -> torch.Tensor:
+    shape, strides = ([value(s) for s in dims] for dims in (view.shape, view.strides))
+    if view.dtype is not None:
+        made = torch.empty((), dtype=view.dtype)
+        return made.set_(owner.untyped_storage(), value(view.offset), shape, strides)
+    return owner.as_strided(shape, strides, owner.storage_offset() + value(view.offset))

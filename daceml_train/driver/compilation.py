@@ -256,7 +256,7 @@ def _step(graph: Graph, trained: Sequence[Trained], keep: Sequence[str], options
         if gradient is None:
             continue
         updated.append(entry.parameter)
-        p = graph.value(entry.parameter)
+        p = graph.value(graph.writes.get(entry.parameter, entry.parameter))  # as the forward pass left it
         before = []
         if not entry.first:
             for name in entry.update.state:

@@ -80,9 +80,10 @@ def reason(error: BaseException) -> str:
         stack = getattr(cause, "real_stack", None)
         if stack and not where:
             where = f" (at {Path(stack[-1].filename).name}:{stack[-1].lineno})"
-        if cause.__cause__ is None or isinstance(cause, DacemlError):
+        following = cause.__cause__ or getattr(cause, "inner_exception", None)
+        if following is None or isinstance(cause, DacemlError):
             break
-        cause = cause.__cause__
+        cause = following
     kind = "" if isinstance(cause, DacemlError) else f"{type(cause).__name__}: "
     text = kind + str(cause).strip().split("\n\n")[0]
     return text if " (at " in text else text + where

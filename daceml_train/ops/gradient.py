@@ -52,6 +52,29 @@ class Graft(Operator):
 
 
 @dataclass(frozen=True)
+class Overwrite(Operator):
+    """The value `x`, written over `before`, which gets a gradient of zeros: PyTorch's `zero_`, `fill_`, `copy_`."""
+
+    name = "overwrite"
+    operands = ("before", "x")
+
+    def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        before, x = operands
+        if not same_shape(before.shape, x.shape) or before.dtype is not x.dtype:
+            raise Invalid(f"overwrite expects two arrays of one type, given {before} and {x}")
+        return (x,)
+
+    def lower(self, b: Builder, *operands: Value) -> Sequence[Value]:
+        return (operands[1],)
+
+    def vjp(self, b: Builder, grad_y: Value) -> tuple[None, Value]:
+        return None, grad_y
+
+    def flops(self, *operands: Tensor) -> Dim:
+        return 0
+
+
+@dataclass(frozen=True)
 class CustomVJP(Operator):
     """A user's `autograd.Function`: `forward` is what it computes, `backward` what the user says its derivative is.
 

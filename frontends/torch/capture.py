@@ -46,19 +46,20 @@ class InputSource:
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """A view of an input: sizes, strides, and the offset in elements from the input's first one."""
+    """A view of an input or result: sizes, strides, the offset in elements from its first one, another element type."""
 
     shape: Shape
     strides: Shape
     offset: Dim
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class OutputSource:
     """What one flattened result is.
 
-    `kind` is `graph` (graph output `index`), `input` (the input at position `index`, itself, or `view` of it),
-    `size` (`value`, an expression over symbols), or `constant` (`value`).
+    `kind` is `graph` (graph output `index`, itself, or `view` of it, where results share memory), `input` (the input at
+    position `index`, itself, or `view` of it), `size` (`value`, an expression over symbols), or `constant` (`value`).
     """
 
     kind: str
@@ -117,7 +118,8 @@ def _translated(
     """Trace and translate, on fake operands and attributes."""
     token = custom_functions.set([])
     try:
-        traced, signature = trace(gm, attributes, operands, grad_enabled)
+        bases = _shared_bases(gm)
+        traced, signature = trace(gm, attributes, operands, grad_enabled, bases)
         traced.graph.eliminate_dead_code()
         graph = Graph("forward")
         t = Translator(graph, fallback.emit)
@@ -129,7 +131,7 @@ def _translated(
         custom_functions.reset(token)
     made = made[len(signature.output_tokens) :]
     written = _writes(t, traced, signature, made, values)
-    outputs, detached = _outputs(gm, t, made[written:], grad_enabled)
+    outputs, detached = _outputs(gm, t, made[written:], bases, grad_enabled)
     graph.nodes = _live(graph)
     inputs = [_dropped(graph, i) for i in inputs]
     spec = pytree.tree_structure(_results(gm))
@@ -308,21 +310,28 @@ def _writes(t: Translator, traced: fx.GraphModule, signature: Any, made: Sequenc
 
 
 def _outputs(
-    gm: fx.GraphModule, t: Translator, made: Sequence[Any], grad_enabled: bool
+    gm: fx.GraphModule, t: Translator, made: Sequence[Any], bases: Sequence[fx.Node], grad_enabled: bool
 ) -> tuple[tuple[OutputSource, ...], tuple[bool, ...]]:
     examples = [_example(n) for n in _placeholders(gm)]
     storages = {e.untyped_storage()._cdata: i for i, e in enumerate(examples) if isinstance(e, Tensor)}
+    results = pytree.tree_leaves(_results(gm))
+    shared = {
+        _example(n).untyped_storage()._cdata: (_example(n), v) for n, v in zip(bases, made[len(results) :], strict=True)
+    }
     outputs: list[OutputSource] = []
     detached: list[bool] = []
-    for example, value in zip(pytree.tree_leaves(_results(gm)), made, strict=True):
+    for example, value in zip(results, made, strict=False):
         detached.append(not (grad_enabled and isinstance(example, Tensor) and example.requires_grad))
-        owner = storages.get(example.untyped_storage()._cdata) if isinstance(example, Tensor) else None
-        if owner is not None and example.dtype is examples[owner].dtype:
+        storage = example.untyped_storage()._cdata if isinstance(example, Tensor) else None
+        if storage in storages and (example.dtype is examples[storages[storage]].dtype or detached[-1]):
+            owner = storages[storage]
             outputs.append(OutputSource("input", owner, _view(example, examples[owner])))
+        elif storage in shared:
+            base, owned = shared[storage]
+            view = None if example is base else _view(example, base)
+            outputs.append(OutputSource("graph", _output(t, owned), view))
         elif isinstance(value, Value):
-            if value.name not in t.graph.outputs:
-                t.graph.output(value)
-            outputs.append(OutputSource("graph", t.graph.outputs.index(value.name)))
+            outputs.append(OutputSource("graph", _output(t, value)))
         elif isinstance(value, sympy.Expr):
             outputs.append(OutputSource("size", value=value))
         else:
@@ -330,9 +339,38 @@ def _outputs(
     return tuple(outputs), tuple(detached)
 
 
+def _output(t: Translator, value: Value) -> int:
+    """The number of the graph output that holds a value; it becomes one if it is none yet."""
+    if value.name not in t.graph.outputs:
+        t.graph.output(value)
+    return t.graph.outputs.index(value.name)
+
+
+def _shared_bases(gm: fx.GraphModule) -> list[fx.Node]:
+    """The nodes that own the memory in which several results lie, none of them an input's."""
+    seen: dict[int, Tensor] = {}
+    several: set[int] = set()
+    for example in pytree.tree_leaves(_results(gm)):
+        if isinstance(example, Tensor):
+            storage = example.untyped_storage()._cdata
+            if seen.setdefault(storage, example) is not example:
+                several.add(storage)
+    several -= {e.untyped_storage()._cdata for n in _placeholders(gm) if isinstance(e := _example(n), Tensor)}
+    owners: list[fx.Node] = []
+    for node in gm.graph.nodes if several else ():
+        example = _example(node)
+        if isinstance(example, Tensor) and example.untyped_storage()._cdata in several and node.op != "output":
+            several.discard(example.untyped_storage()._cdata)
+            if example._base is None and types.order_of(example) is not None and not example.is_complex():
+                owners.append(node)
+    return owners
+
+
 def _view(example: Tensor, owner: Tensor) -> View | None:
     """How `example` looks at the memory of `owner`; None where it is `owner` itself."""
     if example is owner:
         return None
-    offset = types.size(example.storage_offset()) - types.size(owner.storage_offset())
-    return View(types.sizes(example.shape), types.sizes(example.stride()), offset)
+    shape, strides = types.sizes(example.shape), types.sizes(example.stride())
+    if example.dtype is not owner.dtype:
+        return View(shape, strides, types.size(example.storage_offset()), example.dtype)
+    return View(shape, strides, types.size(example.storage_offset()) - types.size(owner.storage_offset()))

@@ -24,6 +24,8 @@ from daceml_train.ops.operator import Value
 def emit(t: Translator, node: fx.Node, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
     """Emit the operator of `node` as a call of PyTorch's; its results in PyTorch's structure."""
     target = node.target
+    if str(target).startswith("auto_functionalized"):
+        raise Unsupported(f"the operator {node.args[0]}, which changes its arguments")
     if not isinstance(target, torch._ops.OpOverload):
         raise Unsupported(f"the call of {target}")
     call = _functional(target)

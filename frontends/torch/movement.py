@@ -28,6 +28,11 @@ def _graft(t: Translator, source: Value, x: Value) -> Value:
     return t.emit("graft", source, x)
 
 
+@rule("daceml_train.overwrite.default")
+def _overwrite(t: Translator, before: Value, x: Value) -> Value:
+    return t.emit("overwrite", before, x)
+
+
 @rule(
     "view.default", "reshape.default", "_unsafe_view.default", "squeeze.default", "squeeze.dim", "squeeze.dims",
     "unsqueeze.default", "flatten.using_ints", "_reshape_alias.default", "prims.collapse_view.default",

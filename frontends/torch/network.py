@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.translate import Translator, rule
 from daceml_train.ops.normalization import running_statistics
 from daceml_train.ops.operator import Value
@@ -132,7 +133,21 @@ def _along(t: Translator, x: Value, dim: int, name: str) -> Value | None:
 def _embedding(
     t: Translator, weight: Value, indices: Value, padding_idx: int = -1, scale: bool = False, sparse: bool = False
 ) -> Value | None:
+    _refuse_sparse(t, weight, sparse)
     return None if scale else t.emit("embedding", weight, indices, padding_idx=padding_idx)
+
+
+@rule("_embedding_bag.default")
+def _embedding_bag(
+    t: Translator, weight: Value, indices: Value, offsets: Value, scale: bool = False, mode: int = 0,
+    sparse: bool = False, *more: Any,
+) -> None:  # fmt: skip
+    _refuse_sparse(t, weight, sparse)
+
+
+def _refuse_sparse(t: Translator, weight: Value, sparse: bool) -> None:
+    if sparse and t.active(weight):
+        raise Unsupported("an embedding with sparse gradients", advice="leave out sparse=True to have it compiled")
 
 
 @rule("native_dropout.default")

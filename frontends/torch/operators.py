@@ -19,6 +19,7 @@ NAMESPACE = "daceml_train"
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 _library.define("graft(Tensor source, Tensor x) -> Tensor")
+_library.define("overwrite(Tensor before, Tensor x) -> Tensor")
 _library.define("attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale) -> (Tensor, Tensor)")
 _library.define("custom_vjp(int key, Tensor[] xs) -> Tensor[]")
 
@@ -76,6 +77,11 @@ def _custom_vjp(key: int, xs: list[Tensor]) -> list[Tensor]:
     return [torch.empty_like(t) for t in made]
 
 
-_MEANINGS: dict[str, Callable[..., Any]] = {"graft": _graft, "attention": _attention, "custom_vjp": _custom_vjp}
+_MEANINGS: dict[str, Callable[..., Any]] = {
+    "graft": _graft,
+    "overwrite": _graft,
+    "attention": _attention,
+    "custom_vjp": _custom_vjp,
+}
 for _name, _meaning in _MEANINGS.items():
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _meaning, lib=_library)

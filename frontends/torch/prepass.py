@@ -34,8 +34,9 @@ _ops = torch.ops.daceml_train
 class GradientAware(nn.Module):
     """A module whose forward runs the graph of `module` node by node under the rules above."""
 
-    def __init__(self, module: fx.GraphModule, grad_enabled: bool) -> None:
+    def __init__(self, module: fx.GraphModule, grad_enabled: bool, further: Sequence[fx.Node] = ()) -> None:
         super().__init__()
+        self._further = tuple(further)
         self._hidden = (module,)  # not a submodule: `capture` passes its tensors explicitly
         self._grad_enabled = grad_enabled
 
@@ -43,8 +44,10 @@ class GradientAware(nn.Module):
         (module,) = self._hidden
         state = _State(self._grad_enabled)
         with fx_traceback.preserve_node_meta(), nn.utils.stateless._reparametrize_module(module, attributes):
-            result = _Interpreter(module, state).run(*operands)
-        return tuple(pytree.tree_leaves(result, is_leaf=lambda leaf: leaf is None))
+            interpreter = _Interpreter(module, state)
+            result = interpreter.run(*operands)
+        leaves = pytree.tree_leaves(result, is_leaf=lambda leaf: leaf is None)
+        return (*leaves, *(interpreter.env[node] for node in self._further))
 
 
 class _State:
@@ -60,17 +63,25 @@ class _Interpreter(fx.Interpreter):
         super().__init__(module, garbage_collect_values=False)
         self.state = state
         self.node: fx.Node
+        self.carriers: dict[int, list[tuple[fx.Node, torch.Tensor]]] = {}
+        """Memory -> the examples in it that carry a gradient, and the nodes they belong to, in order."""
 
     def run_node(self, n: fx.Node) -> Any:
         self.node = n
         try:
-            return super().run_node(n)
+            result = super().run_node(n)
         except DacemlError:
             raise
         except Exception as error:
             line = str(error).strip().splitlines()
             message = f"{_name(n.target)} cannot be traced: {line[0] if line else type(error).__name__}"
             raise Unsupported(message, where=str(origin(n))) from error
+        example = _example(n)
+        if isinstance(example, torch.Tensor) and example.requires_grad:
+            storage = _storage(example)
+            if storage is not None:
+                self.carriers.setdefault(storage, []).append((n, example))
+        return result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is torch._C._set_grad_enabled:
@@ -108,8 +119,9 @@ class _Interpreter(fx.Interpreter):
             with torch.enable_grad(), fx_traceback.annotate({MARK: "functorch"}):
                 return call()
         if self.state.grad_enabled:
-            return call()
-        with self._grafted(args, kwargs):
+            with self._grafted_where_detached(), self._overwritten():
+                return call()
+        with self._grafted():
             result = call()
         if not any(_carries_gradient(operand) for operand in self.node.all_input_nodes):
             return result
@@ -117,17 +129,82 @@ class _Interpreter(fx.Interpreter):
             return pytree.tree_map_only(torch.Tensor, lambda t: t.detach(), result)
 
     @contextlib.contextmanager
-    def _grafted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        """Keep the derivative of a tensor that is changed in place where gradients are off: only its values change."""
+    def _grafted(self) -> Iterator[None]:
+        """A change in place where gradients are off: values change, derivatives do not.
+
+        The owner of the memory keeps its derivative; memory that carries none gets none from what is written to it.
+        """
         changed = _changed_in_place(self.node)
-        owner = _gradient_owner(changed, self.node) if changed is not None else None
-        if owner is None:
+        owner = self._gradient_owner(changed) if changed is not None else None
+        if changed is None:
+            yield
+        elif owner is not None:
+            tensor = self.env[owner]
+            before = tensor.clone()
+            yield
+            tensor.copy_(_ops.graft(before, tensor.clone()))
+        else:
+            yield
+            tensor = self.env[changed]
+            if isinstance(tensor, torch.Tensor) and any(_carries_gradient(n) for n in self.node.all_input_nodes):
+                with fx_traceback.annotate({MARK: "detach"}):
+                    tensor.copy_(tensor.detach())
+
+    @contextlib.contextmanager
+    def _grafted_where_detached(self) -> Iterator[None]:
+        """A change in place through `x.detach()` or `x.data`: the values of `x` change, its derivative does not."""
+        changed = _changed_in_place(self.node)
+        example = _example(changed) if changed is not None else None
+        if changed is None or not isinstance(example, torch.Tensor) or not self._is_detached(changed):
             yield
             return
-        tensor = self.env[owner]
+        if example.requires_grad:
+            raise Unsupported(
+                "an in-place change of a detached tensor by values that carry a gradient", where=str(origin(self.node))
+            )
+        with self._grafted():
+            yield
+
+    @contextlib.contextmanager
+    def _overwritten(self) -> Iterator[None]:
+        """Where values are replaced in place, PyTorch gives what was there a gradient of zeros, rather than none."""
+        changed = _changed_in_place(self.node)
+        tensor = self.env[changed] if changed is not None else None
+        if (
+            not isinstance(tensor, torch.Tensor)
+            or not tensor.is_floating_point()
+            or _name(self.node.target) not in _REPLACING
+            or changed is None
+            or not _carries_gradient(changed)
+        ):
+            yield
+            return
         before = tensor.clone()
         yield
-        tensor.copy_(_ops.graft(before, tensor.clone()))
+        tensor.copy_(_ops.overwrite(before, tensor.clone()))
+
+    def _is_detached(self, changed: fx.Node) -> bool:
+        """Whether memory that carries a gradient is changed through a tensor that autograd does not connect with it."""
+        example = _example(changed)
+        storage = _storage(example)
+        if storage is None or example.is_inference():
+            return False
+        base = example if example._base is None else example._base
+        owners = (x if x._base is None else x._base for _, x in self.carriers.get(storage, ()))
+        return any(owner is not base and owner.requires_grad for owner in owners)
+
+    def _gradient_owner(self, changed: fx.Node) -> fx.Node | None:
+        """The base tensor with a gradient whose memory `changed` shares; None where no such tensor is known."""
+        storage = _storage(_example(changed))
+        owners = self.carriers.get(storage, ()) if storage is not None else ()
+        for node, example in owners:
+            if example._base is None:
+                return node
+        if owners:
+            raise Unsupported(
+                "an in-place change under no_grad of a view that carries a gradient", where=str(origin(self.node))
+            )
+        return None
 
     def _higher_order(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name == "autograd_function_apply":
@@ -193,25 +270,16 @@ _AUGMENTED = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor imatmul 
 _IN_PLACE_OPERATORS = frozenset({"setitem", *_AUGMENTED.split()})
 
 
-def _gradient_owner(changed: fx.Node, node: fx.Node) -> fx.Node | None:
-    """The base tensor with a gradient whose memory `changed` shares; None where no such tensor is known."""
-    example = _example(changed)
-    if not isinstance(example, torch.Tensor):
+_OVERWRITING = "zero fill copy uniform normal random bernoulli exponential log_normal cauchy geometric"
+_REPLACING = frozenset(("setitem", *(f"{name}_" for name in _OVERWRITING.split())))
+"""Changes in place after which nothing of the old values is left where they are made."""
+
+
+def _storage(example: Any) -> int | None:
+    """What tells whether two examples share memory; None for what has none, as the tensors inside `torch.func`."""
+    if not isinstance(example, torch.Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(example):
         return None
-    storage = example.untyped_storage()._cdata
-    owners: list[fx.Node] = []
-    for other in node.graph.nodes:
-        if other is node:
-            break
-        value = _example(other)
-        if isinstance(value, torch.Tensor) and value.requires_grad and value.untyped_storage()._cdata == storage:
-            owners.append(other)
-    for owner in owners:
-        if _example(owner)._base is None:
-            return owner
-    if owners:
-        raise Unsupported("an in-place change under no_grad of a view that carries a gradient", where=str(origin(node)))
-    return None
+    return int(example.untyped_storage()._cdata)
 
 
 # ---- operators that a trace without autograd would take apart in another way ------------------------------------
@@ -294,6 +362,34 @@ def _composed_attention(
     return F.dropout(weights, dropout) @ value
 
 
+def _embedding(input: torch.Tensor, weight: torch.Tensor, *options: Any, **more: Any) -> torch.Tensor:
+    """`F.embedding`, whose `max_norm` changes the weight behind autograd's back."""
+    given = dict(zip(("padding_idx", "max_norm", "norm_type"), options, strict=False)) | more
+    given |= dict(zip(("scale_grad_by_freq", "sparse"), options[3:], strict=False))
+    largest, kind = given.pop("max_norm", None), given.pop("norm_type", 2.0)
+    if largest is not None:
+        _renormalise(weight, input, largest, kind)
+    return F.embedding(input, weight, **given)
+
+
+def _embedding_bag(input: torch.Tensor, weight: torch.Tensor, *options: Any, **more: Any) -> torch.Tensor:
+    """`F.embedding_bag`, see `_embedding`."""
+    names = (
+        "offsets max_norm norm_type scale_grad_by_freq mode sparse per_sample_weights include_last_offset padding_idx"
+    )
+    given = dict(zip(names.split(), options, strict=False)) | more
+    largest, kind = given.pop("max_norm", None), given.pop("norm_type", 2.0)
+    if largest is not None:
+        _renormalise(weight, input, largest, kind)
+    return F.embedding_bag(input, weight, **given)
+
+
+def _renormalise(weight: torch.Tensor, indices: torch.Tensor, largest: float, kind: float) -> None:
+    before = weight.clone()
+    torch.embedding_renorm_(weight.detach(), indices.contiguous(), largest, kind)
+    weight.copy_(_ops.graft(before, weight.clone()))
+
+
 def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """A product with a matrix as one matrix product, as PyTorch folds it when gradients are needed."""
     if a.dim() >= 3 and b.dim() == 2 and a.numel() != 0:
@@ -339,6 +435,8 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     torch.matmul: _matmul,
     operator.matmul: _matmul,
     torch._C._nn.linear: _linear,
+    F.embedding: _embedding,
+    F.embedding_bag: _embedding_bag,
     F.cosine_similarity: _cosine_similarity,
     torch.cosine_similarity: _cosine_similarity,
     # Without gradients these leave out the vectors that their derivatives need.

@@ -9,10 +9,12 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from daceml_train import errors
 from daceml_train.ops.operator import Origin
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), str(Path(__file__).parent))
+_OURS = (Path(errors.__file__).parent, Path(__file__).parent)
+_NOT_THE_USERS = (*map(str, _OURS), str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"))
 
 
 def origin(node: fx.Node) -> Origin:

@@ -66,13 +66,18 @@ def _without_onednn() -> Iterator[None]:
 
 
 def trace(
-    module: fx.GraphModule, attributes: dict[str, Tensor], operands: Sequence[Any], grad_enabled: bool
+    module: fx.GraphModule,
+    attributes: dict[str, Tensor],
+    operands: Sequence[Any],
+    grad_enabled: bool,
+    further: Sequence[fx.Node] = (),
 ) -> tuple[fx.GraphModule, GraphSignature]:
     """The functional ATen graph of `module` on fake operands: placeholders are `attributes`, then the operands.
 
-    Its outputs are the new values of operands that the module changes, then the flattened results.
+    Its outputs are the new values of operands that the module changes, then the flattened results, then the values
+    that the nodes `further` have at the end.
     """
-    aware = GradientAware(module, grad_enabled)
+    aware = GradientAware(module, grad_enabled, further)
     try:
         with _without_onednn():
             graph, signature = aot_export_module(

@@ -15,6 +15,7 @@ from daceml_train.errors import DacemlError, Invalid, Unsupported
 from daceml_train.frontends.torch import types
 from daceml_train.frontends.torch.source import origin
 from daceml_train.graph.graph import Graph, Role
+from daceml_train.ops.gradient import Detach
 from daceml_train.ops.operator import Origin, Value, make
 from daceml_train.tensor import Dim, DType, Shape, Tensor, same_shape
 
@@ -139,7 +140,7 @@ class Translator:
     def active(self, value: Value) -> bool:
         """Whether a gradient may have to flow through `value`."""
         for node in self.graph.nodes[self._looked_at :]:
-            if not self._active.isdisjoint(node.inputs):
+            if not self._active.isdisjoint(node.inputs) and not isinstance(node.op, Detach):
                 self._active.update(o for o in node.outputs if self.graph.tensors[o].dtype.is_float)
         self._looked_at = len(self.graph.nodes)
         return value.name in self._active

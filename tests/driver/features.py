@@ -1,0 +1,728 @@
+"""What PyTorch models do besides computing, as a table of small modules: each is trained as eager execution trains it.
+
+`wide` entries cost more or differ less from others; `pytest --wide` runs them too, and all entries as steps that are
+not `stepped`. `module` and `step` say what is
+part of the reason where the compiled module or the step runs as PyTorch does; None: everything is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from tests.driver.holding import Function
+
+ANY = ""
+"""Dynamo runs parts of it as Python, which leaves a reason in some cases only."""
+
+
+@dataclass
+class Feature:
+    """A module's maker, its arguments' maker, and how it may run."""
+
+    make: Callable[[], nn.Module]
+    arguments: Callable[[], tuple[Any, ...]]
+    module: str | None = None
+    step: str | None = None
+    wide: bool = False
+    stepped: bool = False
+    tolerance: float = 2e-5
+
+
+FEATURES: dict[str, Feature] = {}
+ARGUMENT = "requires a gradient"
+
+
+def x(*shape: int, grad: bool = False) -> Callable[[], tuple[Any, ...]]:
+    return lambda: (torch.randn(shape, requires_grad=grad),)
+
+
+def feature(name: str, make: Callable[[], nn.Module], arguments: Any = None, **options: Any) -> None:
+    assert name not in FEATURES
+    FEATURES[name] = Feature(make, arguments or x(3, 4), **options)
+
+
+def function(name: str, arguments: Any = None, shape: tuple[int, ...] = (4,), **options: Any) -> Any:
+    def enter(f: Callable[..., Any]) -> Callable[..., Any]:
+        feature(name, lambda: Function(f, *shape), arguments, **options)
+        return f
+
+    return enter
+
+
+# ---- memory that results and arguments share ------------------------------------------------------------------------
+@function("results that share memory", stepped=True)
+def _(w: Tensor, x: Tensor) -> Any:
+    h = x * w
+    return h, h.t(), h[1:], h.view(-1), h.detach()
+
+
+@function("a part before the whole", wide=True)
+def _(w: Tensor, x: Tensor) -> Any:
+    h = (x * w).view(2, 6)
+    return h[1], {"whole": h, "again": h}
+
+
+@function("pieces of one result")
+def _(w: Tensor, x: Tensor) -> Any:
+    return (x * w).split(2)
+
+
+function("a parameter as result", wide=True)(lambda w, x: (w, w.expand(3, 4), x * w))
+
+
+@function("an argument as result", x(3, 4, grad=True), step=ARGUMENT)
+def _(w: Tensor, x: Tensor) -> Any:
+    return x, x[1:], x.t(), x.detach(), x * w
+
+
+function("bits of an argument")(lambda w, x: (x.view(torch.int32), x * w))
+function("windows and diagonals", wide=True)(lambda w, x: ((x * w).unfold(1, 2, 1), (x * w)[:, :3].diagonal()))
+
+
+# ---- in place -------------------------------------------------------------------------------------------------------
+@function("arguments changed in place", stepped=True, step="in place")
+def _(w: Tensor, x: Tensor) -> Any:
+    x.mul_(2)
+    x[0].add_(1)
+    x[:, 1] = 3
+    return x, x * w
+
+
+@function(
+    "two arguments in one memory", lambda: (lambda b: (b[:3], b[1:4]))(torch.randn(5, 4)), module="alias", step="alias"
+)
+def _(w: Tensor, x: Tensor, y: Tensor) -> Any:
+    x.add_(1)
+    return y * w
+
+
+@function(
+    "a gradient written into an argument",
+    lambda: (torch.randn(3, 4, requires_grad=True) * 2,),
+    module="in-place",
+    step="in-place",
+)
+def _(w: Tensor, x: Tensor) -> Any:
+    return x.mul_(w) + 1
+
+
+@function("changed behind autograd's back", stepped=True)
+def _(w: Tensor, x: Tensor) -> Any:
+    h, k = x * w, x + w
+    h.detach().mul_(2)
+    k.data.clamp_(-0.5, 0.5)
+    d = w.detach()
+    return h * k + d * x
+
+
+@function("changed detached, then both used")
+def _(w: Tensor, x: Tensor) -> Any:
+    h = x * w
+    d = h.detach()
+    d.mul_(2)
+    return h * h + d * w
+
+
+@function("what no_grad writes carries no gradient", stepped=True)
+def _(w: Tensor, x: Tensor) -> Any:
+    with torch.no_grad():
+        out, total = torch.empty(3, 4), torch.zeros(4)
+        torch.mul(x, w, out=out)
+        total.add_(w).mul_(0.5)
+    return out * w + total * x
+
+
+@function("values replaced", stepped=True)
+def _(w: Tensor, x: Tensor) -> Any:
+    return w.clone().zero_() + x, (w * 2).fill_(3) * x
+
+
+@function("a parameter whose only use is replaced", wide=True)
+def _(w: Tensor, x: Tensor) -> Any:
+    h = w * 1
+    h[:] = x[0]
+    return h * x
+
+
+@function("parts replaced")
+def _(w: Tensor, x: Tensor) -> Any:
+    h = w * x
+    h[0] = 0
+    h[1:].copy_(x[1:])
+    h.diagonal().mul_(w[0])
+    return h
+
+
+@function("a parameter changed by the forward pass", stepped=True)
+def _(w: Tensor, x: Tensor) -> Any:
+    with torch.no_grad():
+        w.mul_(0.9)
+    w.data.clamp_(-0.7, 0.7)
+    return x * w
+
+
+@function("data of a value replaced", step="data", wide=True)
+def _(w: Tensor, x: Tensor) -> Any:
+    h = x * w
+    h.data = h.data * 2
+    return h * 3
+
+
+@function("scatters", wide=True)
+def _(w: Tensor, x: Tensor) -> Any:
+    h = torch.zeros(5, 4)
+    h.index_put_((torch.tensor([0, 0, 2]),), x * w, accumulate=True)
+    return (
+        h,
+        torch.zeros(3, 4).scatter_(1, torch.tensor([[0], [1], [3]]), (x * w)[:, :1]),
+        (x * w).masked_scatter(x > 0, x),
+    )
+
+
+# ---- modes of autograd ----------------------------------------------------------------------------------------------
+@function("no_grad and enable_grad")
+def _(w: Tensor, x: Tensor) -> Any:
+    with torch.no_grad():
+        a = x * w
+        with torch.enable_grad():
+            b = x * w
+    torch.set_grad_enabled(False)
+    c = a * w
+    torch.set_grad_enabled(True)
+    with torch.inference_mode():
+        d = (x * 2).sum().item() if False else x.shape[0]
+    return a, b, c * w * d
+
+
+@function("straight through", stepped=True)
+def _(w: Tensor, x: Tensor) -> Any:
+    h = x * w
+    return h + (h.round() - h).detach(), Step.apply(h) * w
+
+
+class Step(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (x > 0).float()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g.clamp(-1, 1)
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, k: float) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.k = k
+        return x * w * k
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return g * w * ctx.k, (g * x).sum(0) * ctx.k * 2, None
+
+
+class WithContext(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, w: Tensor) -> Any:
+        return x * w, x + w
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, a: Tensor, b: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return (a * w + b if ctx.needs_input_grad[0] else None), (a * x + b).sum(0) * 3
+
+
+class Absent(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x)
+        return x * w, x - 1
+
+    @staticmethod
+    def backward(ctx: Any, a: Tensor | None, b: Tensor | None) -> Any:
+        (x,) = ctx.saved_tensors
+        return None, (None if a is None else (a * x).sum(0))
+
+
+class Dirty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x.mul_(2)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * 2
+
+
+function("functions with constants")(lambda w, x: Scaled.apply(Scaled.apply(x, w, 2.0), w, 0.5))
+function("functions with setup_context", x(3, 4, grad=True), step=ARGUMENT)(lambda w, x: WithContext.apply(x, w))
+function("functions without materialised gradients", wide=True)(lambda w, x: Absent.apply(x, w)[0])
+function("functions that change their argument", module="in place", step="in place", wide=True)(
+    lambda w, x: Dirty.apply(x * w)
+)
+
+
+# ---- torch.func, checkpoints, operators of a library ----------------------------------------------------------------
+function("grad")(lambda w, x: torch.func.grad(lambda v: (v.sin() * w).sum())(x) * w)
+function("vmap", wide=True)(lambda w, x: torch.func.vmap(lambda r: torch.outer(r, w) @ w)(x))
+function("gradients per sample", stepped=True)(
+    lambda w, x: torch.func.vmap(torch.func.grad(lambda v, r: (v * r).tanh().sum()), (None, 0))(w, x)
+)
+function("jvp and vjp")(
+    lambda w, x: (
+        torch.func.jvp(lambda v: v.sin() * w, (x,), (x * 2,)),
+        torch.func.vjp(lambda v: v.sin() * w, x)[1](x)[0],
+    )
+)
+function("jacobians", x(4), wide=True)(
+    lambda w, x: (torch.func.jacrev(lambda v: v.sin() * w)(x), torch.func.jacfwd(lambda v: v.sin() * w)(x))
+)
+function("hessian", x(4), wide=True)(lambda w, x: torch.func.hessian(lambda v: (v**3 * w).sum())(x))
+function("functional call", module=ANY, step="Parameter", wide=True)(
+    lambda w, x: torch.func.functional_call(nn.Linear(4, 4), {"weight": torch.outer(w, w), "bias": w}, (x,))
+)
+
+
+@function("autograd.grad inside", module=ANY, step="autograd.grad", wide=True)
+def _(w: Tensor, x: Tensor) -> Any:
+    v = x.detach().requires_grad_()
+    (g,) = torch.autograd.grad((v.sin() * w).sum(), v, create_graph=True)
+    return g * w
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.reentrant = nn.Linear(4, 4), nn.Linear(4, 4), reentrant
+
+    def body(self, h: Tensor) -> Tensor:
+        return torch.tanh(self.a(h)) * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(checkpoint(self.body, self.b(x), use_reentrant=self.reentrant))
+
+
+class InSegments(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint_sequential(self.layers, 2, x, use_reentrant=False)
+
+
+feature("checkpoint", lambda: Checkpointed(False))
+feature("checkpoint, reentrant", lambda: Checkpointed(True), wide=True)
+feature("checkpoint in segments", InSegments, module=ANY, step="checkpoint_sequential", wide=True)
+
+
+@torch.library.custom_op("daceml_tests::pair", mutates_args=())
+def pair(x: Tensor, w: Tensor, k: float) -> tuple[Tensor, Tensor]:
+    return x * w * k, (x + w).sum(0)
+
+
+@torch.library.custom_op("daceml_tests::plain", mutates_args=())
+def plain(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@torch.library.custom_op("daceml_tests::bump", mutates_args=("x",))
+def bump(x: Tensor) -> None:
+    x.add_(1)
+
+
+def _pair_backward(ctx: Any, a: Tensor, b: Tensor) -> Any:
+    x, w = ctx.saved_tensors
+    return (a * w * ctx.k + b, (a * x * ctx.k + b).sum(0), None)
+
+
+def _pair_context(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.k = inputs[2]
+
+
+pair.register_fake(lambda x, w, k: (torch.empty_like(x), x.new_empty(x.shape[1:])))
+pair.register_autograd(_pair_backward, setup_context=_pair_context)
+plain.register_fake(lambda x: torch.empty_like(x))
+function("operators of a library")(lambda w, x: (*pair(x, w, 3.0), plain(x) * w))
+
+
+@function("operators that change their arguments", module="bump", step="bump", wide=True)
+def _(w: Tensor, x: Tensor) -> Any:
+    y = x * 2
+    bump(y)
+    return y * w
+
+
+# ---- recurrence -----------------------------------------------------------------------------------------------------
+class Recurrent(nn.Module):
+    def __init__(self, kind: Any, **options: Any) -> None:
+        super().__init__()
+        self.cell = kind(4, 5, **options)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.cell(x)
+
+
+class Packed(nn.Module):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.cell = kind(4, 5, batch_first=True, bidirectional=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(self.cell(packed)[0], batch_first=True)[0]
+
+
+class Cells(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.LSTMCell(4, 4), nn.GRUCell(4, 4), nn.RNNCell(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = c = torch.zeros(3, 4)
+        for t in range(2):
+            h, c = self.a(x[:, t], (h, c))
+            h = self.c(self.b(x[:, t], h), h)
+        return h
+
+
+_both: dict[str, Any] = {"bidirectional": True, "batch_first": True, "num_layers": 2}
+for _kind in (nn.LSTM, nn.GRU, nn.RNN):
+    feature(f"{_kind.__name__}, both directions", lambda k=_kind: Recurrent(k, **_both), x(3, 2, 4), wide=True)
+    _sequences: Any = lambda: (torch.randn(3, 5, 4), torch.tensor([5, 2, 4]))  # noqa: E731
+    feature(
+        f"{_kind.__name__}, packed",
+        lambda k=_kind: Packed(k),
+        _sequences,
+        module=ANY,
+        step="pack_padded",
+        wide=_kind is not nn.LSTM,
+    )
+feature("GRU, both directions, short", lambda: Recurrent(nn.GRU, bidirectional=True), x(2, 3, 4), wide=True)
+feature("LSTM with projections", lambda: Recurrent(nn.LSTM, proj_size=3), x(2, 3, 4), wide=True)
+feature("RNN without biases", lambda: Recurrent(nn.RNN, nonlinearity="relu", bias=False), x(2, 3, 4), wide=True)
+feature("GRU without a batch", lambda: Recurrent(nn.GRU), x(3, 4), wide=True)
+feature("cells", Cells, x(3, 2, 4), wide=True)
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+_SOME_ROWS = torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 1]])
+_MASKS: dict[str, Callable[[], Tensor]] = {
+    "boolean": lambda: torch.ones(4, 4).tril().bool(),
+    "float": lambda: torch.linspace(-1, 1, 16).view(4, 4),
+    "fully masked rows": lambda: _SOME_ROWS.bool(),
+    "rows of -inf": lambda: _SOME_ROWS.float().log(),
+}
+
+
+def _attend(mask: Callable[[], Tensor] | None, **options: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda w, x: F.scaled_dot_product_attention(
+        x * w, x, x + w, attn_mask=mask() if mask is not None else None, **options
+    )
+
+
+for _name, _mask in _MASKS.items():
+    function(f"attention, {_name}", x(2, 2, 4, 4), wide=_name in ("boolean", "float"))(_attend(_mask))
+function("attention, causal and scaled", x(2, 2, 4, 4, grad=True), step=ARGUMENT)(
+    _attend(None, is_causal=True, scale=0.3)
+)
+function("attention, a trained mask", x(2, 2, 5, 4), shape=(5, 5), wide=True)(
+    lambda w, x: F.scaled_dot_product_attention(x, x, x, attn_mask=w)
+)
+function("attention, shared heads", x(2, 4, 5, 4), wide=True)(
+    lambda w, x: F.scaled_dot_product_attention(x * w, x[:, :2], x[:, 2:], enable_gqa=True)
+)
+function("attention, broadcast", x(2, 4, 5, 4), wide=True)(
+    lambda w, x: F.scaled_dot_product_attention(x * w, x[:, :1], x[:1, :1])
+)
+function("attention, other lengths", x(2, 4, 5, 4), wide=True)(
+    lambda w, x: F.scaled_dot_product_attention((x * w)[:, :, :2], x, x, is_causal=True)
+)
+
+
+class Padded(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True, **options)
+
+    def forward(self, x: Tensor) -> Any:
+        padding = torch.zeros(x.shape[0], x.shape[1], dtype=torch.bool)
+        padding[0, -1] = True
+        return self.attention(x, x, x, key_padding_mask=padding)
+
+
+feature("attention weights", Padded, x(2, 3, 4), wide=True)
+feature("attention with further keys", lambda: Padded(add_bias_kv=True, add_zero_attn=True), x(2, 3, 4), wide=True)
+feature("attention of other widths", lambda: Padded(kdim=4, vdim=4), x(2, 3, 4), wide=True)
+feature("encoder layer", lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), x(2, 3, 8), wide=True)
+feature(
+    "transformer", lambda: nn.Transformer(8, 2, 1, 1, 16, 0.0, batch_first=True),
+    lambda: (torch.randn(2, 3, 8), torch.randn(2, 4, 8)), wide=True,
+)  # fmt: skip
+
+
+# ---- embeddings -----------------------------------------------------------------------------------------------------
+def tokens() -> tuple[Tensor, ...]:
+    return (torch.tensor([[1, 2, 2], [0, 5, 1]]),)
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(6, 4, mode="sum", include_last_offset=True)
+
+    def forward(self, index: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+        return self.bag(index, offsets, weights)
+
+
+feature(
+    "embedding, sparse", lambda: nn.Embedding(6, 4, sparse=True), tokens, stepped=True, module="sparse", step="sparse"
+)
+feature("embedding, largest norm", lambda: nn.Embedding(6, 4, padding_idx=1, max_norm=0.5), tokens, stepped=True)
+feature("embedding, by frequency", lambda: nn.Embedding(6, 4, scale_grad_by_freq=True), tokens, wide=True)
+feature("bag, sparse", lambda: nn.EmbeddingBag(6, 4, sparse=True), tokens, module="sparse", step="sparse", wide=True)
+for _mode in ("sum", "mean", "max"):
+    feature(f"bag, {_mode}", lambda m=_mode: nn.EmbeddingBag(6, 4, mode=m), tokens, wide=_mode != "max")
+feature(
+    "bag, offsets and weights", Bag,
+    lambda: (torch.tensor([1, 2, 2, 0, 5]), torch.tensor([0, 2, 2, 5]), torch.rand(5)), wide=True,
+)  # fmt: skip
+
+
+# ---- parameters that are computed, shared, made late ----------------------------------------------------------------
+class Symmetric(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return w.triu() + w.triu(1).mT
+
+
+def symmetric() -> nn.Module:
+    return parametrize.register_parametrization(nn.Linear(4, 4), "weight", Symmetric())
+
+
+class Remembered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = symmetric()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with parametrize.cached():
+            return self.layer(self.layer(x))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.out.weight = self.embedding.weight
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.out(self.embedding(index))
+
+
+def lazy() -> nn.Module:
+    module = nn.Sequential(nn.LazyLinear(5), nn.LazyBatchNorm1d(), nn.LazyLinear(2))
+    module(torch.randn(3, 4))
+    return module
+
+
+OBJECTS = "changes Python objects"
+feature("weight norm", lambda: parametrizations.weight_norm(nn.Linear(4, 4)))
+feature("weight norm by hooks", lambda: nn.utils.weight_norm(nn.Linear(4, 4)), step=OBJECTS, wide=True)
+feature("spectral norm", lambda: parametrizations.spectral_norm(nn.Linear(4, 4)), step=OBJECTS)
+feature(
+    "spectral norm by hooks",
+    lambda: nn.Sequential(nn.utils.spectral_norm(nn.Conv2d(2, 4, 3))),
+    x(3, 2, 5, 5),
+    step=OBJECTS,
+    wide=True,
+)
+feature("orthogonal", lambda: parametrizations.orthogonal(nn.Linear(4, 4)), wide=True)
+feature("parametrized", symmetric, wide=True)
+feature("parametrized and remembered", Remembered, step=OBJECTS, wide=True)
+feature("pruned", lambda: prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.5), step=OBJECTS)
+feature("tied", Tied, tokens, stepped=True)
+feature("lazy", lazy)
+
+
+# ---- results and arguments of all kinds -----------------------------------------------------------------------------
+@dataclass
+class Output:
+    loss: Tensor
+    logits: Tensor
+    extra: Any = None
+
+
+class Named(NamedTuple):
+    a: Tensor
+    b: Any
+
+
+function("dataclass", stepped=True)(lambda w, x: Output((x * w).sum(), x * w, 3))
+function("named tuple and nesting")(
+    lambda w, x: Named(x * w, [{"a": (None, 3)}, x.argmax(), x.shape[0], x.shape, "s", w * 2])
+)
+_given: Any = lambda: (torch.randn(3, 4), None, 2.5, "mean", [torch.randn(4), 3], {"k": torch.randn(4)})  # noqa: E731
+function("arguments of all kinds", _given)(
+    lambda w, x, mask, scale, mode, listed, named: getattr(x * w * scale + listed[0] * listed[1] + named["k"], mode)(0)
+)
+function("without elements", x(0, 4))(lambda w, x: (x * w, (x * w).sum(), (x * w).mean(0)))
+function("without dimensions", x(), shape=(1,), wide=True)(lambda w, x: (x * w, w))
+function("unused parameters and constants", wide=True)(lambda w, x: (torch.ones(3), x * 2, w[:0].sum() + 1))
+
+
+# ---- buffers --------------------------------------------------------------------------------------------------------
+class Buffers(nn.Module):
+    def __init__(self, function: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.w = nn.Parameter(torch.ones(4))
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("recent", torch.zeros(2, 4), persistent=False)
+        self.plain = torch.ones(4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def buffers(name: str, **options: Any) -> Any:
+    def enter(f: Callable[..., Any]) -> Callable[..., Any]:
+        feature(f"buffers, {name}", lambda: Buffers(f), **options)
+        return f
+
+    return enter
+
+
+@buffers("changed in place", stepped=True)
+def _(m: Any, x: Tensor) -> Any:
+    m.mean.lerp_(x.mean(0), 0.1).clamp_(-1, 1)
+    m.count.add_(1)
+    m.recent[0, 1:3] += 1
+    m.plain.mul_(0.5)
+    return m.mean, x * m.w + m.mean + m.recent.sum(0) * m.plain
+
+
+@buffers("averages of parameters under no_grad", stepped=True)
+def _(m: Any, x: Tensor) -> Any:
+    with torch.no_grad():
+        m.mean.mul_(0.9).add_(m.w, alpha=0.1)
+    return x * m.w + x * m.mean
+
+
+@buffers("assigned", stepped=True, step=OBJECTS)
+def _(m: Any, x: Tensor) -> Any:
+    m.mean = m.mean * 0.9 + x.mean(0).detach()
+    m.count += 1
+    m.plain = m.plain * 0.5
+    return x * m.w + m.mean * m.plain
+
+
+@buffers("at a place that a buffer holds", step=ANY, module=ANY, wide=True)
+def _(m: Any, x: Tensor) -> Any:
+    m.recent[m.count % 2] = x.mean(0)
+    m.count += 1
+    return x * m.w + m.recent.sum(0)
+
+
+@buffers("with other data", module="set_", step="set_", wide=True)
+def _(m: Any, x: Tensor) -> Any:
+    m.mean.data.add_(1)
+    m.mean.data = m.mean.data + 1
+    return x * m.w * m.mean
+
+
+for _number, _options in enumerate(({"momentum": 0.3}, {"track_running_stats": False}, {"affine": False})):
+    feature(
+        f"batch norm {_number}",
+        lambda o=_options: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, **o)),
+        x(5, 4),
+        wide=True,
+    )
+_average: Any = lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, momentum=None))  # noqa: E731
+feature("batch norm, cumulative average", _average, x(5, 4), module=ANY, step="data-dependent")
+feature("batch norm, evaluating", lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval(), x(5, 4), wide=True)
+
+
+# ---- Python between operators ---------------------------------------------------------------------------------------
+function("a branch on a size", wide=True)(lambda w, x: x * w if x.shape[0] > 2 else x - w)
+function("a branch on a value", stepped=True, module=ANY, step="ranching")(lambda w, x: x * w if x.sum() > 0 else x - w)
+function("a number from a tensor", module=ANY, step=ANY)(lambda w, x: x * w * x.sum().item())
+function("sizes that depend on values", module=ANY, step="depends on data")(lambda w, x: (x[x > 0] * 2, w * x))
+function("cond", module="cond", step="cond", wide=True)(
+    lambda w, x: torch.cond(x.sum() > 0, lambda a, b: a * b, lambda a, b: a - b, (x, w))
+)
+function("NumPy", module=ANY, step=ANY, wide=True)(lambda w, x: x * w + torch.from_numpy(np.sin(x.numpy())))
+
+
+@function("a loop of unknown length", module=ANY, step="ranching")
+def _(w: Tensor, x: Tensor) -> Any:
+    h, n = x * w, 0
+    while h.abs().max() > 0.1 and n < 3:
+        h, n = h * 0.5, n + 1
+    return h
+
+
+@function("an error caught", module=ANY, step=ANY, wide=True)
+def _(w: Tensor, x: Tensor) -> Any:
+    try:
+        return torch.cat([x, w])
+    except RuntimeError:
+        return x * w
+
+
+@function("a hook on a value", stepped=True, module="hook", step="hook")
+def _(w: Tensor, x: Tensor) -> Any:
+    h = x * w
+    if h.requires_grad:
+        h.register_hook(lambda g: g * 3)
+    return h * 2
+
+
+@function("a retained gradient", module=ANY, step="retain_grad", wide=True)
+def _(w: Tensor, x: Tensor) -> Any:
+    h = x * w
+    if h.requires_grad:
+        h.retain_grad()
+    return h * 2
+
+
+# ---- element types and unusual numbers ------------------------------------------------------------------------------
+function("half precision", tolerance=2e-3)(
+    lambda w, x: (
+        (x.half() * w.half()).float(),
+        x.bfloat16() * w.bfloat16(),
+        (x.double() * w).float(),
+        x.to(torch.int64),
+    )
+)
+
+
+@function("autocast", tolerance=1e-2, wide=True)
+def _(w: Tensor, x: Tensor) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return x @ torch.outer(w, w)
+
+
+_odd: Any = lambda: (torch.tensor([[float("nan"), 1.0, -1.0, float("inf")]] * 3),)  # noqa: E731
+function("not a number", _odd, stepped=True)(
+    lambda w, x: (F.relu(x * w), x.max(), x.softmax(-1), torch.nan_to_num(x) * w, x.sort().values, x.amax(0) * w)
+)
