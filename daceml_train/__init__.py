@@ -13,6 +13,8 @@ _HOME = {
     "optimize": "daceml_train.driver",
     "training_step": "daceml_train.driver",
     "report": "daceml_train.reporting",
+    "torch_function": "daceml_train.frontends.torch.extension",
+    "Operator": "daceml_train.ops.operator",
     "TRAINING": "daceml_train.transformations.pipelines",
     "INFERENCE": "daceml_train.transformations.pipelines",
     "Pipeline": "daceml_train.transformations.pipelines",  # where its texts know all passes

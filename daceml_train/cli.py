@@ -63,6 +63,14 @@ def _parser() -> argparse.ArgumentParser:
     cache.add_argument("--folder", type=Path, help="default: $DACEML_TRAIN_CACHE or the user's cache folder")
     cache.set_defaults(run=_cache)
 
+    passes = commands.add_parser(
+        "passes",
+        help="the transformations there are",
+        description="List all passes by level, or explain one: its picture, its bytes, its options.",
+    )
+    passes.add_argument("name", nargs="?", metavar="PASS", help="the pass to explain")
+    passes.set_defaults(run=_passes)
+
     doctor = commands.add_parser(
         "doctor",
         help="check the installation",
@@ -117,6 +125,28 @@ def _tuple(inputs: Any) -> tuple[Any, ...]:
     return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
 
 
+# ---- passes ---------------------------------------------------------------------------------------------------------
+def _passes(options: argparse.Namespace) -> int:
+    from daceml_train.errors import Invalid
+    from daceml_train.passes.base import LEVELS
+    from daceml_train.passes.registry import find
+    from daceml_train.transformations import catalog
+
+    known = catalog.passes()
+    if options.name is not None:
+        try:
+            print(find(options.name).describe())
+        except Invalid as error:
+            raise Failure(str(error)) from None
+        return 0
+    for level in LEVELS:
+        print(level)
+        for name, kind in known.items():
+            if kind.level == level:
+                print(f"  {name:28} {' '.join(kind.describe().summary.split())}")
+    return 0
+
+
 # ---- cache ----------------------------------------------------------------------------------------------------------
 def _cache(options: argparse.Namespace) -> int:
     from daceml_train.reporting import bytes_text
@@ -137,7 +167,7 @@ def _cache(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     """Run all checks, also behind one that fails."""
     well = True
-    for check in (_python, _versions, _compiler, _folder, _executor, _training):
+    for check in (_python, _versions, _compiler, _folder, _executor, _plugins, _training):
         try:
             for line in check():
                 print(f"ok    {line}")
@@ -190,6 +220,22 @@ def _executor() -> Iterator[str]:
 
     library()
     yield "native executor: built and loaded"
+
+
+def _plugins() -> Iterator[str]:
+    from daceml_train.plugins import GROUPS, load_plugins
+    from daceml_train.transformations import catalog
+
+    catalog.load()
+    failures = []
+    for plugin in load_plugins(*GROUPS):
+        told = f"plugin {plugin.name} ({plugin.target}) of {plugin.package}"
+        if plugin.failure:
+            failures.append(f"{told} does not load: {plugin.failure}")
+        else:
+            yield told
+    if failures:
+        raise Failure("; ".join(failures))
 
 
 def _training() -> Iterator[str]:

@@ -97,3 +97,14 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_as_a_module() -> None:
     run = subprocess.run([sys.executable, "-m", "daceml_train", "--version"], capture_output=True, text=True)
     assert (run.returncode, run.stdout.split()[0]) == (0, "daceml_train")
+
+
+def test_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["passes"]) == 0
+    said = capsys.readouterr().out
+    assert "fusion\n" in said
+    assert "  fuse_elementwise             Compute a chain" in said
+    assert main(["passes", "fuse_elementwise"]) == 0
+    assert "limit: int = 96" in capsys.readouterr().out
+    assert main(["passes", "fuse_elementwize"]) == 1
+    assert "did you mean 'fuse_elementwise'?" in capsys.readouterr().err

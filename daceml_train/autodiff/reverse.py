@@ -137,6 +137,8 @@ def operand_cotangents(
             op.gradient(graph, i, operands, results[0], g) if name in active else None
             for i, name in enumerate(node.inputs)
         ]
+    if op.vjp is None and op.is_composite:
+        return derived_cotangents(graph, op, operands, cotangents, [name in active for name in node.inputs])
     if op.vjp is None:
         raise Unsupported(
             f"operator {op.label} has no derivative but a gradient flows through it",
@@ -156,6 +158,37 @@ def operand_cotangents(
     if len(answer) != len(operands):
         raise Invalid(f"the VJP of {op.label} gave {len(answer)} cotangents for {len(operands)} operands")
     return tuple(answer)
+
+
+def derived_cotangents(
+    graph: Graph, op: Operator, operands: Sequence[Value], cotangents: Sequence[Value | None], wanted: Sequence[bool]
+) -> list[Value | None]:
+    """The cotangents of a composite without a VJP of its own, by differentiating what it lowers to.
+
+    What the derivative needs of the forward pass is emitted again; equal operators are merged later.
+    """
+    inner = Graph(op.label)
+    xs = [inner.input(f"x{i}", v.tensor) for i, v in enumerate(operands)]
+    now = {x.name: v.name for x, v in zip(xs, operands, strict=True)}
+    of: dict[str, Value] = {}
+    for i, (result, cotangent) in enumerate(zip(op.lower(inner, *xs), cotangents, strict=True)):
+        if cotangent is not None:
+            seed = inner.input(f"g{i}", cotangent.tensor)
+            now[seed.name] = cotangent.name
+            of[result.name] = of[result.name] + seed if result.name in of else seed
+    names = [x.name for x, asked in zip(xs, wanted, strict=True) if asked]
+    gradients = differentiate(inner, of, names)
+    needed = {value.name for value in gradients.values() if value is not None}
+    kept: list[Node] = []
+    for node in reversed(inner.nodes):
+        if not needed.isdisjoint(node.outputs):
+            needed.update(node.inputs)
+            kept.append(node)
+    for node in reversed(kept):
+        made = graph.append(node.op, tuple(now[i] for i in node.inputs))
+        now.update((name, value.name) for name, value in zip(node.outputs, made, strict=True))
+    found = (gradients.get(x.name) for x in xs)
+    return [None if value is None else graph.value(now[value.name]) for value in found]
 
 
 def named_operands(op: Operator, operands: tuple[Value, ...]) -> dict[str, object]:

@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from daceml_train.errors import Invalid
+from daceml_train.errors import Duplicate, Invalid
+from daceml_train.plugins import OPERATORS, load_plugins
 from daceml_train.tensor import Dim, DType, Shape, Tensor
 
 Array = np.ndarray[Any, Any]
@@ -162,14 +163,23 @@ REGISTRY: dict[str, Callable[..., Operator]] = {}
 
 
 def register(name: str, constructor: Callable[..., Operator]) -> None:
-    """Make `name` known. A duplicate name raises and names both owners."""
-    if name in REGISTRY:
-        raise Invalid(f"operator {name!r} is defined twice: by {REGISTRY[name]!r} and by {constructor!r}")
+    """Make `name` known. A duplicate name raises and names both owners; a class defined again takes its own place."""
+    other = REGISTRY.get(name)
+    if other is not None and owner(other) != owner(constructor):
+        raise Duplicate("operator", name, owner(other), owner(constructor))
     REGISTRY[name] = constructor
+
+
+def owner(constructor: Callable[..., Operator]) -> str:
+    """Where a constructor comes from, for messages."""
+    name = getattr(constructor, "__qualname__", None)
+    return f"{constructor.__module__}.{name}" if name else repr(constructor)
 
 
 def make(name: str, **attributes: Any) -> Operator:
     """The operator called `name` with these attributes. Raises `Invalid` for an unknown name."""
+    if name not in REGISTRY:
+        load_plugins(OPERATORS)
     if name not in REGISTRY:
         raise Invalid(f"no operator is called {name!r}", advice=f"known: {', '.join(sorted(REGISTRY))}")
     return REGISTRY[name](**attributes)
@@ -224,7 +234,9 @@ class Operator:
         raise NotImplementedError(f"{self.label} has no reference")
 
     vjp: ClassVar[Callable[..., Any] | None] = None
-    """`vjp(self, b, ...)`: one cotangent (or None) per operand, or a single Value for one operand.
+    """A composite without one is differentiated through its lowering.
+
+    `vjp(self, b, ...)`: one cotangent (or None) per operand, or a single Value for one operand.
 
     Further parameters are named after operands, results and `grad_<result>`: they say what the backward pass reads.
     A variadic operand arrives as a tuple and its cotangent is a tuple. `grad_<result>` is None where the result got

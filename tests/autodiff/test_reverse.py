@@ -1,5 +1,7 @@
 """The reverse pass: what it builds, what it leaves out, and what it refuses."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from daceml_train.graph.graph import Graph
 from daceml_train.graph.interpret import interpret
 from daceml_train.graph.verify import verify
 from daceml_train.ops.elementwise import Full
+from daceml_train.ops.operator import Builder, Operator, Value
 from daceml_train.tensor import DType, Tensor
 from tests.transformations.checking import program
 
@@ -99,3 +102,35 @@ def test_sum_to_drops_leading_and_grown_dimensions() -> None:
     value = graph.input("x", Tensor((2, 3, 4), DType.float64))
     assert sum_to(value, (3, 1)).shape == (3, 1)
     assert sum_to(value, (2, 3, 4)) is value
+
+
+@dataclass(frozen=True)
+class Blend(Operator):
+    """x * sigmoid(w) summed over the last dimension, and x itself: two results, no VJP of its own."""
+
+    name = "blend_for_test_reverse"
+    operands = ("x", "w")
+    results = ("y", "z")
+
+    def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        x, _ = operands
+        return Tensor(x.shape[:-1], x.dtype), x
+
+    def lower(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
+        x, w = operands
+        return (x * w.unary("sigmoid")).sum((len(x.shape) - 1,)), x
+
+
+def test_a_composite_without_a_vjp_is_differentiated_through_its_lowering() -> None:
+    graph = Graph()
+    x, w = graph.input("x", Tensor((3, 4), DType.float64)), graph.input("w", Tensor((4,), DType.float64))
+    g, h = graph.input("g", Tensor((3,), DType.float64)), graph.input("h", Tensor((3, 4), DType.float64))
+    y, z = graph.emit(Blend(), x, w)
+    gradients = differentiate(graph, {y.name: g, z.name: h}, ["x", "w"])
+    graph.output(*(v for v in gradients.values() if v is not None))
+    verify(graph)
+    arrays = {n: np.random.default_rng(i).standard_normal(graph.tensors[n].shape) for i, n in enumerate("xwgh")}
+    dx, dw = interpret(graph, arrays).outputs
+    s = 1 / (1 + np.exp(-arrays["w"]))
+    np.testing.assert_allclose(dx, arrays["g"][:, None] * s + arrays["h"])
+    np.testing.assert_allclose(dw, (arrays["g"][:, None] * arrays["x"]).sum(0) * s * (1 - s))

@@ -1,0 +1,32 @@
+"""The pass negated_products."""
+
+from dataclasses import dataclass
+
+from daceml_train.passes import Rewrite
+
+
+@dataclass(frozen=True)
+class NegatedProducts(Rewrite):
+    """Multiply two negated arrays without negating them, which gives the same bits.
+
+        a -> [neg] -> m, b -> [neg] -> n;  m, n -> [mul] -> y      =>      a, b -> [mul] -> y
+
+    Bytes: neither m nor n is written or read.
+    """
+
+    level = "intra_operator"
+
+    def find(self, view, node):
+        made = [view.producers.get(name) for name in node.inputs]
+        fits = node.op.label == "mul" and made[0] is not made[1] and all(m and m.op.label == "neg" for m in made)
+        return {"m": made[0], "n": made[1]} if fits else None
+
+    def legality(self, match):
+        for name in (part.outputs[0] for part in match.parts.values()):
+            yield match.view.only_reader(name, match.root), f"the negative %{name} has another reader"
+
+    def traffic(self, match):
+        return -2 * match.view.bytes(*(part.outputs[0] for part in match.parts.values()))
+
+    def emit(self, match, builder, now):
+        return (now[match.parts["m"].inputs[0]] * now[match.parts["n"].inputs[0]],)

@@ -1,0 +1,161 @@
+"""Operators of ours as functions of PyTorch: what a plugin gives its users to call in a model's code."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_type_hints
+
+import sympy
+import torch
+
+from daceml_train.autodiff.reverse import differentiate
+from daceml_train.errors import Invalid
+from daceml_train.frontends.torch import types
+from daceml_train.frontends.torch.translate import Translator, rule
+from daceml_train.graph.graph import Graph
+from daceml_train.graph.interpret import interpret
+from daceml_train.ops.operator import Operator, Value
+from daceml_train.tensor import Dim
+
+_SCHEMA: Mapping[Any, str] = {
+    float: "float", int: "int", bool: "bool", str: "str", tuple[int, ...]: "int[]", tuple[float, ...]: "float[]",
+}  # fmt: skip
+"""Type of an attribute -> its type in PyTorch's schemas."""
+
+_libraries: list[torch.library.Library] = []
+"""Kept alive: an operator is there as long as its library."""
+
+
+def torch_function(kind: type[Operator], name: str) -> Callable[..., Any]:
+    """The PyTorch operator `name` (`namespace::operator`) that means operator class `kind`, for use in models.
+
+    Arguments are the operator's operands, then its attributes, with their defaults. In eager execution it computes
+    the operator's reference and its derivative in NumPy, slowly; where it is compiled, the operator itself takes its
+    place. Raises `Invalid` for an attribute that PyTorch's schemas cannot express.
+    """
+    namespace, _, short = name.partition("::")
+    if not short.isidentifier() or not namespace.isidentifier():
+        raise Invalid(f"{name!r} is no name of a PyTorch operator", advice="expected namespace::operator")
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.define(f"{short}({_signature(kind)}) -> {_results(kind)}")
+    _libraries.append(library)
+    function = _Function(kind)
+    library.impl(short, function.eager, "CompositeExplicitAutograd")
+    torch.library.register_fake(name, function.fake, lib=library)
+    torch.library.register_autograd(name, function.backward, setup_context=function.remember, lib=library)
+    rule(f"{namespace}.{short}.default")(function.translated)
+    operator: Callable[..., Any] = getattr(getattr(torch.ops, namespace), short)
+    return operator
+
+
+def _signature(kind: type[Operator]) -> str:
+    if any(operand.startswith("*") for operand in kind.operands):
+        raise Invalid(f"operator {kind.name} takes any number of operands, which torch_function does not express")
+    hints = get_type_hints(kind)
+    parts = [f"Tensor {operand}" for operand in kind.operands]
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        if hints[field.name] not in _SCHEMA:
+            known = ", ".join(getattr(k, "__name__", str(k)) if isinstance(k, type) else str(k) for k in _SCHEMA)
+            message = f"attribute {field.name} of operator {kind.name} is {hints[field.name]}"
+            raise Invalid(f"{message}, which PyTorch's schemas do not express", advice=f"they express: {known}")
+        default = "" if field.default is dataclasses.MISSING else f"={_default(field.default)}"
+        parts.append(f"{_SCHEMA[hints[field.name]]} {field.name}{default}")
+    return ", ".join(parts)
+
+
+def _default(value: Any) -> str:
+    if isinstance(value, str):
+        return f"\"{value}\""
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def _results(kind: type[Operator]) -> str:
+    return "Tensor" if len(kind.results) == 1 else f"({', '.join(['Tensor'] * len(kind.results))})"
+
+
+class _Function:
+    """What PyTorch is told about one operator class."""
+
+    def __init__(self, kind: type[Operator]) -> None:
+        self.kind, self.__name__ = kind, kind.name
+
+    def operator(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[Operator, list[Any]]:
+        """The operator with its attributes, and the operands."""
+        names = [*self.kind.operands, *(f.name for f in dataclasses.fields(self.kind))]  # type: ignore[arg-type]
+        given = {**dict(zip(names, arguments, strict=False)), **keywords}
+        operands = [given.pop(name) for name in self.kind.operands]
+        return self.kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}), operands
+
+    def translated(self, t: Translator, *arguments: Any, **keywords: Any) -> Any:
+        """The rule of the frontend."""
+        op, operands = self.operator(arguments, keywords)
+        made = t.graph.emit(op, *operands)
+        return made[0] if len(made) == 1 else made
+
+    def eager(self, *arguments: Any, **keywords: Any) -> Any:
+        """The reference, in NumPy."""
+        op, operands = self.operator(arguments, keywords)
+        graph, values = _graph(operands)
+        graph.output(*graph.emit(op, *values))
+        return self.packed(_run(graph, operands))
+
+    def fake(self, *arguments: Any, **keywords: Any) -> Any:
+        """Sizes and element types of the results."""
+        op, operands = self.operator(arguments, keywords)
+        symbols = {types.size(s): s for x in operands for s in x.shape if isinstance(s, torch.SymInt)}
+        made = op.infer(*(types.tensor(x) for x in operands))
+        shapes = [[_torch_size(size, symbols) for size in tensor.shape] for tensor in made]
+        dtypes = [types.TORCH_DTYPES[tensor.dtype] for tensor in made]
+        return self.packed([operands[0].new_empty(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True)])
+
+    def remember(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keep the operands for the backward pass."""
+        op, operands = self.operator(inputs, {})
+        ctx.op, ctx.arguments = op, len(inputs)
+        ctx.save_for_backward(*operands)
+
+    def backward(self, ctx: Any, *cotangents: torch.Tensor | None) -> Any:
+        """The operator's derivative, in NumPy."""
+        operands = list(ctx.saved_tensors)
+        graph, values = _graph(operands)
+        given = [(i, g) for i, g in enumerate(cotangents) if g is not None]
+        results = graph.emit(ctx.op, *values)
+        seeds = {results[i].name: graph.input(f"g{i}", results[i].tensor) for i, _ in given}
+        wanted = [v.name for v, x in zip(values, operands, strict=True) if x.is_floating_point()]
+        found = differentiate(graph, seeds, wanted)
+        graph.output(*(v for v in found.values() if v is not None))
+        made = iter(_run(graph, [*operands, *(g for _, g in given)]))
+        gradients = [next(made) if found.get(v.name) is not None else None for v in values]
+        gradients += [None] * (ctx.arguments - len(gradients))
+        return gradients[0] if len(gradients) == 1 else tuple(gradients)
+
+    def packed(self, made: Sequence[Any]) -> Any:
+        """One result as itself, several as a tuple."""
+        return made[0] if len(made) == 1 else tuple(made)
+
+
+def _graph(operands: Sequence[torch.Tensor]) -> tuple[Graph, list[Value]]:
+    graph = Graph()
+    return graph, [graph.input(f"x{i}", types.tensor(x)) for i, x in enumerate(operands)]
+
+
+def _run(graph: Graph, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    arrays = {
+        name: (x.detach().double() if x.is_floating_point() else x.detach()).contiguous().numpy()
+        for name, x in zip(graph.inputs, operands, strict=True)
+    }
+    made = interpret(graph, arrays).outputs
+    dtypes = [types.TORCH_DTYPES[graph.tensors[name].dtype] for name in graph.outputs]
+    return [torch.tensor(array, dtype=dtype) for array, dtype in zip(made, dtypes, strict=True)]
+
+
+def _torch_size(size: Dim, symbols: Mapping[Dim, Any]) -> Any:
+    """A size in PyTorch's symbols."""
+    if isinstance(size, int) or size in symbols:
+        return symbols.get(size, size)
+    names = sorted(size.free_symbols, key=str)
+    unknown = [str(n) for n in names if n not in symbols]
+    if unknown:
+        raise Invalid(f"the size {size} of a result is over {', '.join(unknown)}, which is no operand's size")
+    return sympy.lambdify(names, size)(*(symbols[n] for n in names))
