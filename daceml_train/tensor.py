@@ -147,6 +147,17 @@ def contiguous_strides(shape: Sequence[Dim], order: Sequence[int] | None = None)
     return tuple(strides)
 
 
+def channels_last(rank: int) -> tuple[int, ...]:
+    """The memory order with the second dimension, the channels, innermost."""
+    return (0, *range(2, rank), 1)
+
+
+def same_memory(shape: Sequence[Dim], a: Sequence[int] | None, b: Sequence[int] | None) -> bool:
+    """Whether two orders put every element at the same place: dimensions of size 1 may stand anywhere."""
+    first, second = ([d for d in (order or range(len(shape))) if not same(shape[d], 1)] for order in (a, b))
+    return first == second
+
+
 @dataclass(frozen=True)
 class Tensor:
     """An array's type: sizes, element type, and the order of its dimensions in memory (outermost first).

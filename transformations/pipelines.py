@@ -21,6 +21,7 @@ from daceml_train.transformations.intra_operator.fold_constants import FoldConst
 from daceml_train.transformations.intra_operator.matmul_bias import FuseMatmulBias
 from daceml_train.transformations.intra_operator.simplify import Simplify
 from daceml_train.transformations.intra_operator.transpose_product import TransposeProduct
+from daceml_train.transformations.layout.assign import AssignLayouts
 
 catalog.load()  # texts of pipelines may name any pass
 
@@ -51,7 +52,7 @@ TRAINING = Pipeline(
         DeadCode(),
     ),
     fusion=FUSION,
-    layout=(FuseMatmulBias(),),
+    layout=(FuseMatmulBias(), AssignLayouts()),
     global_movement=(DeadCode(), UpdateInPlace()),
 )
 """A training step: forward, backward and, where it is compiled with them, loss and update."""
@@ -59,7 +60,7 @@ TRAINING = Pipeline(
 INFERENCE = Pipeline(
     intra_operator=(Decompose(), FoldConstants(), Simplify(), MergeEqual(), MergeBatch(), DeadCode()),
     fusion=FUSION,
-    layout=(FuseMatmulBias(),),
+    layout=(FuseMatmulBias(), AssignLayouts()),
     global_movement=(DeadCode(),),
 )
 """The forward pass alone."""

@@ -86,7 +86,7 @@ def partition(joint: Graph, results: int) -> Halves:
         del forward.inputs[name], forward.tensors[name]
     _add(forward, joint, [n for n in joint.nodes if not forward_names.isdisjoint(n.outputs)])
     forward.outputs = [*joint.outputs[:results], *saved]
-    forward.writes = dict(joint.writes)
+    forward.writes, forward.kept = dict(joint.writes), len(saved)
 
     reverse = Graph(f"{joint.name}_backward")
     for name in kept:

@@ -16,7 +16,7 @@ import sympy
 from daceml_train.errors import Refused
 from daceml_train.ops.elementwise import Cast, Elementwise, Full, Iota
 from daceml_train.ops.kernel import Kernel, Statement
-from daceml_train.ops.movement import Expand, Permute, Slice, View
+from daceml_train.ops.movement import Expand, Permute, Reorder, Slice, View
 from daceml_train.ops.operator import Operator
 from daceml_train.ops.random import Uniform
 from daceml_train.ops.reduction import Reduce
@@ -277,6 +277,8 @@ class _Analysis:
         match op:
             case Elementwise() | Cast():
                 dims = self.elementwise(inputs, tensor.rank)
+            case Reorder():  # where a value lies is said by the layout of the result
+                dims, draft.op = list(map(list, inputs[0].dims)), Cast(tensor.dtype)
             case Full():
                 dims = [self.axes.dim(size) for size in tensor.shape]
             case Iota():

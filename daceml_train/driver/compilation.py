@@ -8,8 +8,8 @@ import hashlib
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -21,7 +21,7 @@ from daceml_train.autodiff.reverse import differentiate, reached_arrays, reachin
 from daceml_train.codegen.compile import compile_kernels, load
 from daceml_train.codegen.launch import KernelCode
 from daceml_train.driver.observation import Observation
-from daceml_train.graph.graph import Graph, Role
+from daceml_train.graph.graph import Graph, Input, Role
 from daceml_train.graph.text import canonical_text
 from daceml_train.graph.traffic import traffic
 from daceml_train.ops.elementwise import Full
@@ -36,8 +36,8 @@ from daceml_train.runtime.executor import Arena
 from daceml_train.runtime.lowering import lower
 from daceml_train.runtime.optimizers import Update
 from daceml_train.runtime.products import Products
-from daceml_train.runtime.program import CallLaunch, KernelLaunch, Program
-from daceml_train.tensor import Dim, DType, Tensor
+from daceml_train.runtime.program import CallLaunch, KernelLaunch, Place, Program
+from daceml_train.tensor import Dim, DType, Tensor, channels_last, same_shape
 from daceml_train.transformations.pipelines import TRAINING
 
 
@@ -166,9 +166,22 @@ def _differentiable(graph: Graph, wrt: Sequence[str], outputs: Sequence[int], op
     halves = partition(joint, results)
     forward = _lowered(halves.forward, options, record, watch, results)
     reverse = Record(f"{graph.name} backward")
-    backward = _lowered(halves.backward, options, reverse, _watcher(reverse, options))
+    taken = laid_out(halves.backward, dict(zip(halves.saved, forward.outputs[results:], strict=True)))
+    backward = _lowered(taken, options, reverse, _watcher(reverse, options))
     records = [record, reverse]
     return _Pair(forward, backward, results, halves.kept, cotangents, tuple(gradients), sources, records)
+
+
+def laid_out(backward: Graph, places: Mapping[str, Place]) -> Graph:
+    """The backward graph, which takes saved arrays in the memory order in which the forward program leaves them."""
+    changed: dict[str, Input] = {}
+    for name, place in places.items():
+        entry, last = backward.inputs[name], channels_last(len(place.shape))
+        for order in (None, last) if len(place.shape) > 2 else ():
+            tensor = Tensor(entry.tensor.shape, entry.tensor.dtype, order)
+            if tensor != entry.tensor and same_shape(tensor.strides, place.strides):
+                changed[name] = replace(entry, tensor=tensor)
+    return backward.with_inputs(changed) if changed else backward
 
 
 def _link_pair(pair: _Pair, options: Options) -> Differentiable:

@@ -8,7 +8,7 @@ topological order. `daceml_train.graph.sdfg` gives the same graph as an SDFG of 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import sympy
@@ -32,6 +32,8 @@ class Graph:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     outputs: list[str] = field(default_factory=list)
     writes: dict[str, str] = field(default_factory=dict)
+    kept: int = 0
+    """How many of the last outputs are kept for a backward graph, which takes them in whatever memory order."""
     origin: Origin = Origin()
     """Given to nodes emitted from here on; see `at`."""
     applied: int = field(default=0, compare=False)
@@ -135,23 +137,27 @@ class Graph:
             other.input(key, entry.tensor, entry.role, entry.path)
         return other
 
+    def with_inputs(self, changed: Mapping[str, Input]) -> Graph:
+        """The graph with some inputs declared anew, in another memory order: all types follow."""
+        other = Graph(self.name)
+        for name, entry in self.inputs.items():
+            entry = changed.get(name, entry)
+            other.input(name, entry.tensor, entry.role, entry.path)
+        for node in self.nodes:
+            other.append(node.op, node.inputs, node.outputs, node.origin)
+        return self.finish(other, {})
+
     def finish(self, other: Graph, names: dict[str, str]) -> Graph:
         """Give `other` this graph's outputs and writes; `names` maps arrays of this graph to those of `other`."""
-        other.outputs = [names.get(n, n) for n in self.outputs]
+        other.outputs, other.kept = [names.get(n, n) for n in self.outputs], self.kept
         other.writes = {target: names.get(n, n) for target, n in self.writes.items()}
         return other
 
     def copy(self) -> Graph:
         """An independent graph with the same nodes."""
-        return Graph(
-            self.name,
-            dict(self.inputs),
-            list(self.nodes),
-            dict(self.tensors),
-            list(self.outputs),
-            dict(self.writes),
-            applied=self.applied,
-        )
+        inputs, tensors, writes = dict(self.inputs), dict(self.tensors), dict(self.writes)
+        outputs = list(self.outputs)
+        return Graph(self.name, inputs, list(self.nodes), tensors, outputs, writes, self.kept, applied=self.applied)
 
     def __str__(self) -> str:
         return show(self)

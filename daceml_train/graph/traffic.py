@@ -5,7 +5,8 @@ once and writes its results. A composite counts as the leaves it lowers to. Alia
 nothing; a reader of an alias reads only the elements that the alias shows, each once: of a broadcast array, its real
 size. Constants (full, iota) are computed in the kernels that read them and are stored only for a library call or a
 result. What no result needs is not run, and a kernel's results that nobody reads are not written. A write p <- q
-copies, unless the kernel that makes q updates p in place.
+copies, unless the kernel that makes q updates p in place. What a library reorders within a call counts
+(`Operator.reorders`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from daceml_train.tensor import Dim, Shape, Tensor, product, same, simplify
 class Entry:
     """What one node moves: bytes per array that it reads and that it writes, and floating-point operations.
 
-    A composite's inner arrays are among them. `label` is the operator's, or `write` for a copy at the end.
+    A composite's inner arrays are among them. `label` is the operator's, or `write` for a copy at the end. `reorders`
+    are bytes that a library call moves besides, between our layouts and its own.
     """
 
     label: str
@@ -41,11 +43,12 @@ class Entry:
     reads: dict[str, Dim]
     writes: dict[str, Dim]
     flops: Dim = 0
+    reorders: Dim = 0
 
     @property
     def bytes(self) -> Dim:
         """Bytes read and written."""
-        return total((*self.reads.values(), *self.writes.values()))
+        return total((*self.reads.values(), *self.writes.values(), self.reorders))
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,7 @@ def _merged(node: Node, group: Sequence[Entry]) -> Entry:
         _grouped(pair for entry in group for pair in entry.reads.items()),
         _grouped(pair for entry in group for pair in entry.writes.items()),
         total(entry.flops for entry in group),
+        total(entry.reorders for entry in group),
     )
 
 
@@ -217,7 +221,7 @@ class _Count:
             weight = self.parts[node.inputs[0]].root
             reads[weight] = _smaller(reads[weight], self.types[node.outputs[0]].bytes)
         writes = {name: self.types[name].bytes for name in written}
-        return Entry(op.label, node.origin, reads, writes, op.flops(*operands))
+        return Entry(op.label, node.origin, reads, writes, op.flops(*operands), op.reorders(*operands))
 
     def _touched(self, kernel: Kernel, inputs: Sequence[str], operands: Sequence[Tensor]) -> dict[str, _Part]:
         """The parts of the operands that a body reads."""

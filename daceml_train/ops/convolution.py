@@ -12,7 +12,19 @@ import sympy
 
 from daceml_train.errors import Invalid
 from daceml_train.ops.operator import Array, Builder, Operator, Value
-from daceml_train.tensor import Dim, Shape, Tensor, product, same, same_shape, show_shape, simplify
+from daceml_train.tensor import (
+    Dim,
+    DType,
+    Shape,
+    Tensor,
+    channels_last,
+    product,
+    same,
+    same_memory,
+    same_shape,
+    show_shape,
+    simplify,
+)
 
 
 def spatial_size(size: Dim, kernel: Dim, stride: int, padding: Dim, dilation: int) -> Dim:
@@ -21,9 +33,8 @@ def spatial_size(size: Dim, kernel: Dim, stride: int, padding: Dim, dilation: in
     return room // stride + 1 if isinstance(room, int) else simplify(sympy.floor(room / stride) + 1)
 
 
-def channels_last(rank: int) -> tuple[int, ...]:
-    """The memory order with the channels innermost."""
-    return (0, *range(2, rank), 1)
+LIBRARY_TYPES = (DType.float32, DType.bfloat16, DType.float16)
+"""Element types of oneDNN's convolutions; others run in loops of ATen's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +87,25 @@ class Geometry(Operator):
         """Twice the products of the form."""
         side = x.size if self.transposed else self.output(x, w).size
         return simplify(2 * side * product(w.shape[1:]))
+
+    def reorders(self, *operands: Tensor) -> Dim:
+        """What oneDNN moves: in row-major order each array goes into its blocked layout, or comes out of it; with the
+        channels last only the weight does, after a copy with its channels last where it has them elsewhere.
+
+        Source: `aten/src/ATen/native/mkldnn/Conv.cpp` (formats `any` or `nhwc`), and the layouts that oneDNN's
+        convolutions take, https://uxlfoundation.github.io/oneDNN/dev_guide_convolution.html.
+        """
+        results = self.infer(*operands)
+        arrays = [t for t in (*operands, *results) if t.rank == len(self.stride) + 2]
+        if any(t.dtype not in LIBRARY_TYPES for t in arrays):
+            return 0
+        last = channels_last(arrays[0].rank)
+        if last not in (t.order for t in arrays):
+            return simplify(sum((2 * t.bytes for t in arrays), start=0))
+        weight = results[0] if isinstance(self, ConvolutionWeightGrad) else operands[1]
+        moved = isinstance(self, ConvolutionWeightGrad) or not same_memory(weight.shape, weight.order, last)
+        again = moved and not same_memory(weight.shape, None, last)
+        return simplify((4 if again else 2) * weight.bytes)
 
     def gradient(self, grad: Array, x: Any, w: Any, want: int) -> Array:
         """ATen's gradient of the convolution for x (0) or w (1); the array that is not read is given as a shape."""

@@ -68,6 +68,26 @@ class Permute(Movement):
 
 
 @dataclass(frozen=True)
+class Reorder(Movement):
+    """`x` with its dimensions in memory in `order`, outermost first: the same values, written anew."""
+
+    name = "reorder"
+    order: tuple[int, ...]
+
+    def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        (x,) = operands
+        if sorted(self.order) != list(range(x.rank)):
+            raise Invalid(f"reorder expects a permutation of 0..{x.rank - 1} for {x}, given {self.order}")
+        return (Tensor(x.shape, x.dtype, None if self.order == tuple(range(x.rank)) else self.order),)
+
+    def evaluate(self, *operands: Array) -> tuple[Array, ...]:
+        return (operands[0],)
+
+    def vjp(self, b: Builder, grad_y: Value) -> Value:
+        return grad_y
+
+
+@dataclass(frozen=True)
 class Expand(Movement):
     """`x` broadcast to `shape`, by NumPy's rule."""
 

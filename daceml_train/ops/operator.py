@@ -248,6 +248,10 @@ class Operator:
         """Floating-point operations."""
         return sum((t.size for t in self.infer(*operands)), start=0)
 
+    def reorders(self, *operands: Tensor) -> Dim:
+        """Bytes that a library call moves to bring operands and results into layouts of its own and back."""
+        return 0
+
 
 @functools.cache
 def vjp_parameters(vjp: Callable[..., Any]) -> tuple[str, ...]:

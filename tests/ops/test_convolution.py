@@ -4,7 +4,7 @@ import torch
 
 from daceml_train.errors import Invalid
 from daceml_train.ops.convolution import Convolution, ConvolutionInputGrad, ConvolutionWeightGrad
-from daceml_train.tensor import Tensor, symbol
+from daceml_train.tensor import DType, Tensor, symbol
 from tests.ops.checking import check_op, numbers
 
 CASES = {
@@ -90,6 +90,23 @@ def test_channels_last_follows_the_operands() -> None:
     x, w = Tensor((2, 3, 5, 5), order=(0, 2, 3, 1)), Tensor((4, 3, 3, 3))
     assert Convolution(**f).infer(x, w)[0].order == (0, 2, 3, 1)
     assert Convolution(**f).infer(Tensor(x.shape), w)[0].order is None
+
+
+def test_what_the_library_reorders_within_its_calls() -> None:
+    f = fields((1, 1, 1, 1), {"padding": (1, 1)})
+    last = (0, 2, 3, 1)
+    x, w = Tensor((2, 3, 5, 5)), Tensor((4, 3, 3, 3))
+    y = Convolution(**f).infer(x, w)[0]
+    everything = 2 * (x.bytes + w.bytes + y.bytes)
+    assert Convolution(**f).reorders(x, w) == everything
+    assert ConvolutionInputGrad(input_shape=x.shape, **f).reorders(y, w) == everything
+    assert ConvolutionWeightGrad(weight_shape=w.shape, **f).reorders(y, x) == everything
+    xl, wl, yl = (Tensor(t.shape, order=last) for t in (x, w, y))
+    assert Convolution(**f).reorders(xl, w) == 4 * w.bytes
+    assert Convolution(**f).reorders(xl, wl) == 2 * w.bytes
+    assert ConvolutionInputGrad(input_shape=x.shape, **f).reorders(yl, wl) == 2 * w.bytes
+    assert ConvolutionWeightGrad(weight_shape=w.shape, **f).reorders(yl, xl) == 4 * w.bytes
+    assert Convolution(**f).reorders(*(Tensor(t.shape, DType.float64) for t in (x, w))) == 0
 
 
 def test_errors() -> None:

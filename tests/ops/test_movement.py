@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from daceml_train.errors import Invalid
 from daceml_train.graph.graph import Graph
-from daceml_train.ops.movement import Concat, Expand, Flip, Pad, Permute, Slice, View
+from daceml_train.ops.movement import Concat, Expand, Flip, Pad, Permute, Reorder, Slice, View
 from daceml_train.tensor import DType, Tensor, symbol
 from tests.ops.checking import check_op, numbers
 
@@ -23,6 +23,14 @@ def test_permute(dims: tuple[int, ...]) -> None:
     check_op(Permute(dims), numbers(3, 4, 5), reference=lambda x: x.permute(dims))
     check_op(Permute(dims), numbers(3, 3, 3), reference=lambda x: x.permute(dims))
     check_op(Permute(dims), numbers(0, 1, 2), reference=lambda x: x.permute(dims), smooth=False)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 1, 0)])
+def test_reorder(order: tuple[int, ...]) -> None:
+    check_op(Reorder(order), numbers(2, 3, 4), reference=lambda x: x)
+    assert Reorder(order).infer(Tensor((2, 3, 4)))[0].order == (None if order == (0, 1, 2) else order)
+    with pytest.raises(Invalid, match=r"reorder expects a permutation of 0\.\.1 .* given \(0, 0\)"):
+        Reorder((0, 0)).infer(Tensor((2, 3)))
 
 
 def test_permute_carries_the_memory_order() -> None:

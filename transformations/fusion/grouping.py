@@ -17,13 +17,13 @@ from daceml_train.errors import Refused
 from daceml_train.graph.graph import Graph
 from daceml_train.ops.elementwise import Cast, Elementwise, Full, Iota
 from daceml_train.ops.kernel import Kernel, Statement, canonical
-from daceml_train.ops.movement import Expand, Permute, View
+from daceml_train.ops.movement import Expand, Permute, Reorder, View
 from daceml_train.ops.operator import Operator, Origin
 from daceml_train.ops.random import Uniform
 from daceml_train.ops.reduction import Reduce
 from daceml_train.tensor import Dim, Tensor
 
-POINTWISE = (Elementwise, Cast)
+POINTWISE = (Elementwise, Cast, Reorder)
 MOVEMENT = (View, Permute, Expand)
 CONSTANT = (Full, Iota)
 

@@ -8,9 +8,10 @@ from daceml_train.graph.aliases import is_alias, roots
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.elementwise import Cast, Elementwise, Full
 from daceml_train.ops.kernel import Kernel, Statement, canonical
+from daceml_train.ops.movement import Reorder
 from daceml_train.passes.base import Pass
 
-POINTWISE = (Elementwise, Cast, Full)
+POINTWISE = (Elementwise, Cast, Full, Reorder)
 
 
 @dataclass(frozen=True)

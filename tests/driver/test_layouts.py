@@ -1,0 +1,75 @@
+"""Networks of convolutions train to the same numbers whichever layout their arrays have, outside and inside."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import daceml_train as dt
+from daceml_train.runtime.program import CallLaunch
+from tests.driver.conformity import assert_conforms, through_optimize, through_step
+from tests.driver.networks import Problem
+
+pytestmark = pytest.mark.compiled
+
+
+class Images(nn.Module):
+    """What meets convolutions: normalisation, pooling, branches, concatenation, depthwise, gates, upsampling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+        self.wide = nn.Conv2d(8, 16, 1)
+        self.depthwise = nn.Conv2d(16, 16, 3, 1, 1, groups=16)
+        self.gate = nn.Conv2d(16, 16, 1)
+        self.narrow = nn.Conv2d(16, 8, 1)  # no normalisation behind the gate: its gradient would be all cancellation
+        self.down = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(8, 12, 3, padding=1), nn.SiLU())
+        self.up = nn.ConvTranspose2d(12, 8, 2, 2)
+        self.last = nn.Conv2d(16, 6, 3, padding=1)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        h = F.silu(self.depthwise(F.relu6(self.wide(x))))
+        h = h * self.gate(h.mean((2, 3), keepdim=True)).sigmoid()
+        x = x + self.narrow(h)
+        x = torch.cat([F.pad(self.up(self.down(x)), (0, 0, 0, 0)), F.avg_pool2d(x, 3, 1, 1)], 1)
+        return self.head(self.last(x).mean((2, 3)))
+
+
+def problem(last: bool, strided: bool) -> Problem:
+    def batch() -> tuple[Tensor, Tensor]:
+        x = torch.randn(4, 3, 48, 32)
+        if strided:
+            x = torch.randn(8, 48, 3, 64).permute(0, 2, 1, 3)[::2, :, :, ::2]
+        elif last:
+            x = x.contiguous(memory_format=torch.channels_last)
+        return x, torch.randint(0, 4, (4,))
+
+    def model() -> nn.Module:
+        return Images().to(memory_format=torch.channels_last if last else torch.contiguous_format)  # type: ignore[call-overload]
+
+    return Problem(model, batch, F.cross_entropy)
+
+
+def adam(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+@pytest.mark.parametrize("run", [through_step, through_optimize])
+@pytest.mark.parametrize(("last", "strided"), [(False, False), (True, False), (False, True)])
+def test_trains_to_the_same_numbers(run, last: bool, strided: bool) -> None:
+    assert_conforms(problem(last, strided), adam, run, steps=4)
+
+
+def test_convolutions_run_with_their_channels_last() -> None:
+    model, (x, y) = problem(False, False).build()
+    step = dt.training_step(model, F.cross_entropy, adam(model.parameters()))
+    step(x, y)
+    launches = step.records[0].executable.program.launches
+    calls = [c for c in launches if isinstance(c, CallLaunch) and "convolution" in c.target]
+    assert len(calls) >= 20
+    for call in calls:
+        for place in call.arguments[:2]:
+            if hasattr(place, "strides") and min(place.shape[1:]) > 1:
+                assert place.strides[1] == 1, call.origin

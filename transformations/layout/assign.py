@@ -1,0 +1,285 @@
+"""AssignLayouts: which arrays lie with their channels last, decided for the whole graph at once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from daceml_train.codegen.loops import hint
+from daceml_train.graph.aliases import is_alias
+from daceml_train.graph.graph import Graph, Node
+from daceml_train.graph.traffic import traffic
+from daceml_train.ops.convolution import LIBRARY_TYPES, Geometry
+from daceml_train.ops.elementwise import Full, Iota
+from daceml_train.ops.kernel import Kernel, Statement, canonical
+from daceml_train.ops.movement import Concat, Expand, Flip, Pad, Reorder, Slice, View
+from daceml_train.ops.operator import Operator
+from daceml_train.ops.pooling import AvgPool2d, AvgPool2dGrad, MaxPool2d, MaxPool2dGrad
+from daceml_train.passes.base import Pass, without_dead_code
+from daceml_train.tensor import Tensor, channels_last, same_memory
+from daceml_train.transformations.layout.min_cut import Assignment
+
+EITHER = (MaxPool2d, MaxPool2dGrad, AvgPool2d, AvgPool2dGrad, Pad, Concat, Flip)
+"""Library calls, besides convolutions, that run in the layout of their operands, and give their results in it."""
+
+
+@dataclass(frozen=True)
+class AssignLayouts(Pass):
+    """Choose row-major or channels-last for each image-like array, and reorder where the choice changes.
+
+        x -> [conv] -> y -> [kernel] -> z -> [conv] -> u      =>      x -> [reorder] -> x' -> [conv] -> y' -> ...
+
+    Each array of four or five dimensions has a label, each library call and each kernel another one. Bytes are what
+    labels cost: a reorder (once, for all readers that want the other layout) writes and reads the array; a convolution
+    in row-major order reorders within its call; a kernel that meets an array in another layout than its own reads it
+    strided, `strided` times its bytes. Inputs and results of the graph keep their layout. All costs are pairwise, so
+    the cheapest assignment is a minimum cut, found for the whole graph at once. A kernel's results are written in the
+    layout wanted; only library calls and borders need a reorder of their own.
+    """
+
+    level = "layout"
+    strided: float = 0.5
+
+    def run(self, graph: Graph) -> Graph:
+        if not any(isinstance(node.op, Geometry) for node in graph.nodes):
+            return graph
+        chosen, cost = _Costs(graph, self.strided).solve(free=True)
+        _, before = _Costs(graph, self.strided).solve(free=False)
+        if cost >= before:
+            return graph
+        after = _Rebuild(graph, chosen).run()
+        gained = hint(traffic(after).bytes - traffic(graph).bytes)
+        return after if gained <= 0 else graph
+
+
+def choosable(tensor: Tensor) -> bool:
+    """Whether an array can lie in row-major order or with its channels last, and the two differ."""
+    rank = tensor.rank
+    last = channels_last(rank)
+    return rank in (4, 5) and tensor.order in (None, last) and not same_memory(tensor.shape, None, last)
+
+
+def is_last(tensor: Tensor) -> bool:
+    """Whether an array lies with its channels last."""
+    return tensor.order is not None and tensor.order == channels_last(tensor.rank)
+
+
+def flexible(op: Operator, types: Sequence[Tensor]) -> bool:
+    """Whether a library call runs in either layout on arrays of these types."""
+    images = [t for t in types if t.rank in (4, 5)]
+    if any(t.order not in (None, channels_last(t.rank)) for t in images):
+        return False
+    if isinstance(op, Geometry):
+        return all(t.dtype in LIBRARY_TYPES for t in images)
+    return isinstance(op, EITHER) and len(images) == len(types)
+
+
+def keeps_order(op: Operator, before: Tensor, after: Tensor) -> bool:
+    """Whether the result of an alias lies in its operand's order."""
+    return isinstance(op, Slice) or (isinstance(op, Expand) and before.rank == after.rank)
+
+
+Label = Mapping[Hashable, bool]
+
+
+class _Costs:
+    """The assignment problem of a graph. Variables, True for channels-last:
+
+    an array's name; ("call", n), ("kernel", n) for node n; ("last", name) and ("rows", name): a version of the array
+    in that layout exists.
+    """
+
+    def __init__(self, graph: Graph, strided: float) -> None:
+        self.graph, self.strided, self.problem = graph, strided, Assignment()
+        self.names = [name for name, tensor in graph.tensors.items() if choosable(tensor)]
+        self.broadcast: set[str] = set()
+        self.choosable = set(self.names)
+        for name in self.names:
+            self.versions(name)
+        for name in graph.inputs:
+            self.stays(name)
+        for number, node in enumerate(graph.nodes):
+            self.node(number, node)
+        for name in graph.outputs[: len(graph.outputs) - graph.kept]:
+            self.needs(name, is_last(graph.tensors[name]))
+        for value in graph.writes.values():
+            self.stays(value)
+
+    def bytes(self, name: str) -> float:
+        """The size of an array, symbols counted as a fixed number."""
+        return hint(self.graph.tensors[name].bytes)
+
+    def stays(self, name: str) -> None:
+        """The array keeps its layout."""
+        if name in self.choosable:
+            self.problem.fix(name, is_last(self.graph.tensors[name]))
+
+    def versions(self, name: str) -> None:
+        """A version in the layout that the array does not have is a reorder."""
+        self.problem.unless(("last", name), name, 2 * self.bytes(name))
+        self.problem.unless(name, ("not rows", name), 2 * self.bytes(name))
+
+    def needs(self, name: str, label: Hashable | bool) -> None:
+        """Somebody reads the array in the layout `label`: a variable, or a fixed choice."""
+        if name not in self.choosable:
+            return
+        if isinstance(label, bool):
+            self.problem.fix(("last", name) if label else ("not rows", name), label)
+        else:
+            self.problem.implies(label, ("last", name))
+            self.problem.implies(("not rows", name), label)
+
+    def node(self, number: int, node: Node) -> None:
+        graph, op = self.graph, node.op
+        types = [graph.tensors[name] for name in (*node.inputs, *node.outputs)]
+        if is_alias(op):
+            self.alias(node)
+        elif op.vendor and flexible(op, types):
+            self.call(number, node)
+        elif op.vendor:
+            for name in node.inputs:
+                self.needs(name, is_last(graph.tensors[name]))
+            for name in node.outputs:
+                self.stays(name)
+        elif isinstance(op, Full | Iota):
+            self.stays(node.outputs[0])
+        else:
+            for name in dict.fromkeys((*node.inputs, *node.outputs)):
+                if name in self.choosable and name not in self.broadcast:
+                    self.problem.apart(("kernel", number), name, self.strided * self.bytes(name))
+
+    def alias(self, node: Node) -> None:
+        (x,), (y,) = node.inputs, node.outputs
+        before, after = self.graph.tensors[x], self.graph.tensors[y]
+        if keeps_order(node.op, before, after) and x in self.choosable and y in self.choosable:
+            self.problem.equal(x, y)
+            return
+        if isinstance(node.op, Expand):
+            self.broadcast.add(y)
+        if x in self.choosable and not keeps_order(node.op, before, after):
+            self.problem.cost(x, not is_last(before), 2 * self.bytes(y))
+        self.stays(y)
+
+    def call(self, number: int, node: Node) -> None:
+        runs: Hashable = ("call", number)
+        for name in node.inputs:
+            self.needs(name, runs)
+        for name in node.outputs:
+            if name in self.choosable:
+                self.problem.equal(name, runs)
+        for label in (False, True):
+            operands = [laid_out(self.graph.tensors[name], label) for name in node.inputs]
+            self.problem.cost(runs, label, hint(node.op.reorders(*operands)))
+
+    def solve(self, free: bool) -> tuple[Label, float]:
+        """A cheapest assignment and its cost; unless `free`, one in which each array keeps the layout that it has."""
+        for name in () if free else self.names:
+            self.stays(name)
+        return self.problem.solve()
+
+
+def laid_out(tensor: Tensor, last: bool) -> Tensor:
+    """The type of an array in the chosen layout, if there is a choice."""
+    if tensor.rank not in (4, 5) or tensor.order not in (None, channels_last(tensor.rank)):
+        return tensor
+    return Tensor(tensor.shape, tensor.dtype, channels_last(tensor.rank) if last else None)
+
+
+class _Rebuild:
+    """The graph in the layouts chosen."""
+
+    def __init__(self, graph: Graph, chosen: Label) -> None:
+        self.graph, self.chosen, self.other = graph, chosen, graph.empty()
+        self.now = {name: name for name in graph.inputs}
+        self.made: dict[tuple[str, bool], str] = {}
+        """(array, channels-last) -> its version in that layout."""
+
+    def run(self) -> Graph:
+        graph, other = self.graph, self.other
+        for number, node in enumerate(graph.nodes):
+            with other.at(node.origin):
+                self.node(number, node)
+        for name in graph.outputs[: len(graph.outputs) - graph.kept]:
+            self.now[name] = self.version(name, is_last(graph.tensors[name]), exact=True)
+        return without_dead_code(graph.finish(other, self.now))
+
+    def node(self, number: int, node: Node) -> None:
+        types = [self.graph.tensors[name] for name in (*node.inputs, *node.outputs)]
+        if is_alias(node.op):
+            self.append(node, node.op, tuple(self.now[name] for name in node.inputs))
+        elif node.op.vendor and flexible(node.op, types):
+            last = self.chosen.get(("call", number), any(map(is_last, types)))
+            exact = not (isinstance(node.op, Geometry) and last)
+            self.append(node, node.op, tuple(self.version(name, last, exact) for name in node.inputs))
+        elif node.op.vendor:
+            inputs = (self.version(name, is_last(self.graph.tensors[name]), exact=True) for name in node.inputs)
+            self.append(node, node.op, tuple(inputs))
+        else:
+            self.kernel(number, node)
+        for name in node.outputs:
+            if name in self.chosen:
+                self.now[name] = self.version(name, self.chosen[name])
+
+    def append(self, node: Node, op: Operator, inputs: tuple[str, ...]) -> None:
+        names = [n if n not in self.other.tensors else self.other.fresh(n) for n in node.outputs]
+        self.other.append(op, inputs, names, node.origin)
+        self.now.update(zip(node.outputs, names, strict=True))
+
+    def version(self, name: str, last: bool, exact: bool = False) -> str:
+        """The array in a layout, reordered once where it lies in the other one.
+
+        Where both are the same memory, only `exact` asks for the label as well.
+        """
+        now = self.now[name]
+        tensor = self.other.tensors[now]
+        if (
+            tensor.rank not in (4, 5)
+            or is_last(tensor) is last
+            or tensor.order not in (None, channels_last(tensor.rank))
+        ):
+            return now
+        equal = same_memory(tensor.shape, None, channels_last(tensor.rank))
+        if equal and not exact:
+            return now
+        if (name, last) not in self.made:
+            order = channels_last(tensor.rank) if last else tuple(range(tensor.rank))
+            op = View(tensor.shape) if equal and not last else Reorder(order)
+            (made,) = self.other.append(op, (now,))
+            self.made[name, last] = made.name
+        return self.made[name, last]
+
+    def kernel(self, number: int, node: Node) -> None:
+        """A kernel, or an operator of ours, that writes its results in the layouts chosen."""
+        mode = self.chosen.get(("kernel", number), False)
+        inputs = tuple(self.made.get((name, mode), self.now[name]) for name in node.inputs)
+        op = node.op
+        inferred = op.infer(*(self.other.tensors[i] for i in inputs))
+        wrong = {
+            position: order
+            for position, (name, tensor) in enumerate(zip(node.outputs, inferred, strict=True))
+            if not same_memory(tensor.shape, tensor.order, order := self.order(name))
+        }
+        if wrong:
+            if not isinstance(op, Kernel):
+                op, _ = canonical(node.inputs, [Statement(op, node.inputs, node.outputs)], node.outputs)
+                inputs = tuple(dict(zip(node.inputs, inputs, strict=True)).values())
+            op = stored(op, wrong)
+        self.append(node, op, inputs)
+
+
+    def order(self, name: str) -> tuple[int, ...]:
+        """The order of an array's dimensions: the chosen one, or, where there is no choice, the one it had."""
+        tensor = self.graph.tensors[name]
+        if name not in self.chosen:
+            return tensor.order or tuple(range(tensor.rank))
+        return channels_last(tensor.rank) if self.chosen[name] else tuple(range(tensor.rank))
+
+
+def stored(kernel: Kernel, orders: Mapping[int, tuple[int, ...]]) -> Kernel:
+    """The kernel with some of its results written in other orders."""
+    statements, yields = list(kernel.statements), list(kernel.yields)
+    for position, order in orders.items():
+        yields[position] = f"y{position}"
+        statements.append(Statement(Reorder(order), (kernel.yields[position],), (yields[position],)))
+    made, _ = canonical(kernel.arguments, statements, yields)
+    return Kernel(made.arguments, made.statements, made.yields, kernel.updates)
