@@ -10,6 +10,8 @@ from daceml_train.transformations.fusion.siblings import FuseSiblings
 from daceml_train.transformations.fusion.slice_first import SliceFirst
 from daceml_train.transformations.global_movement.dead_code import DeadCode
 from daceml_train.transformations.global_movement.merge_equal import MergeEqual
+from daceml_train.transformations.global_movement.reuse_operands import ReuseOperands
+from daceml_train.transformations.global_movement.schedule import Schedule
 from daceml_train.transformations.global_movement.update_in_place import UpdateInPlace
 from daceml_train.transformations.intra_operator.accumulate_products import AccumulateProducts
 from daceml_train.transformations.intra_operator.assemble_slices import AssembleSlices
@@ -53,7 +55,7 @@ TRAINING = Pipeline(
     ),
     fusion=FUSION,
     layout=(FuseMatmulBias(), AssignLayouts()),
-    global_movement=(DeadCode(), UpdateInPlace()),
+    global_movement=(DeadCode(), UpdateInPlace(), Schedule(), ReuseOperands()),
 )
 """A training step: forward, backward and, where it is compiled with them, loss and update."""
 
@@ -61,6 +63,6 @@ INFERENCE = Pipeline(
     intra_operator=(Decompose(), FoldConstants(), Simplify(), MergeEqual(), MergeBatch(), DeadCode()),
     fusion=FUSION,
     layout=(FuseMatmulBias(), AssignLayouts()),
-    global_movement=(DeadCode(),),
+    global_movement=(DeadCode(), Schedule(), ReuseOperands()),
 )
 """The forward pass alone."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from daceml_train.graph.graph import Graph
 from daceml_train.ops.movement import Expand, Permute, Slice, View
 from daceml_train.ops.operator import Operator
+from daceml_train.tensor import Dim, Shape, Tensor, same, simplify
 
 
 def is_alias(op: Operator) -> bool:
@@ -19,3 +22,40 @@ def roots(graph: Graph) -> dict[str, str]:
         for output in node.outputs:
             root[output] = root.get(node.inputs[0], node.inputs[0]) if is_alias(node.op) else output
     return root
+
+
+def view_strides(shape: Shape, strides: Sequence[Dim], target: Shape) -> tuple[Dim, ...] | None:
+    """Strides under which an array of this layout has sizes `target`, or None where that takes a copy.
+
+    The rule of PyTorch's `computeStride`: dimensions that lie in memory as one may be split and merged freely.
+    """
+    if any(isinstance(size, int) and size == 0 for size in shape):
+        return Tensor(target).strides
+    chunks: list[tuple[Dim, Dim]] = []  # (elements, stride of the innermost) of maximal runs that lie as one
+    for size, stride in zip(shape, strides, strict=True):
+        if same(size, 1):
+            continue
+        if chunks and same(chunks[-1][1], size * stride):
+            chunks[-1] = (simplify(chunks[-1][0] * size), stride)
+        else:
+            chunks.append((size, stride))
+    result: list[Dim] = [0] * len(target)
+    dims = list(range(len(target)))
+    for size, stride in reversed(chunks):
+        covered: Dim = 1
+        while not same(covered, size):
+            while dims and same(target[dims[-1]], 1):
+                result[dims.pop()] = simplify(stride * covered)
+            if not dims:
+                return None
+            d = dims.pop()
+            result[d] = simplify(stride * covered)
+            covered = simplify(covered * target[d])
+            if isinstance(covered, int) and isinstance(size, int) and covered > size:
+                return None
+    step: Dim = 1
+    for d in reversed(dims):
+        if not same(target[d], 1):
+            return None
+        result[d] = step
+    return tuple(result)

@@ -151,7 +151,7 @@ def _remembered_symbols(op: Operator) -> tuple[sympy.Symbol, ...]:
 
 
 def _updates(graph: Graph) -> None:
-    """An updated input changes where it stands: nothing may read it, or an alias of it, from then on."""
+    """What is updated changes where it stands: nothing may read it, or an alias of it, from then on."""
     root = roots(graph)
     last: dict[str, Node] = {}
     position: dict[str, int] = {}
@@ -167,11 +167,16 @@ def _updates(graph: Graph) -> None:
             if not (0 <= result < len(node.outputs) and 0 <= argument < len(node.inputs)):
                 raise _broken(node, f"the update ({result}, {argument}) names no result or no argument")
             made, updated = node.outputs[result], node.inputs[argument]
-            if updated not in graph.inputs or graph.writes.get(updated) != made:
+            memory = root[updated]
+            inner = memory not in graph.inputs
+            if not inner and graph.writes.get(updated) != made:
                 raise _broken(node, f"it updates %{updated} in place, but the graph does not write %{made} to it")
-            if sum(root[name] == updated for name in node.inputs) > 1:
+            if inner and graph.tensors[updated].bytes != graph.tensors[made].bytes:
+                raise _broken(node, f"it updates %{updated} in place with %{made}, which has another size")
+            if sum(root[name] == memory for name in node.inputs) > 1:
                 raise _broken(node, f"it updates %{updated} in place and reads it through another argument")
-            if position[updated] > index:
-                raise _broken(node, f"it updates %{updated} in place, but {last[updated]} reads that input later")
-            if updated in visible:
-                raise _broken(node, f"it updates %{updated} in place, but the result %{visible[updated]} is its memory")
+            if position[memory] > index:
+                what = "array" if inner else "input"
+                raise _broken(node, f"it updates %{updated} in place, but {last[memory]} reads that {what} later")
+            if memory in visible:
+                raise _broken(node, f"it updates %{updated} in place, but the result %{visible[memory]} is its memory")

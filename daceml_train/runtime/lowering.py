@@ -16,8 +16,9 @@ import sympy
 from daceml_train.backends.aten import Result, call_for
 from daceml_train.codegen.launch import Layout, generate
 from daceml_train.errors import Invalid, Refused, Unsupported
-from daceml_train.graph.aliases import is_alias
+from daceml_train.graph.aliases import is_alias, view_strides
 from daceml_train.graph.graph import Graph, Node
+from daceml_train.graph.memory import bases, overwrites, summands
 from daceml_train.ops.elementwise import Cast, Full, Iota
 from daceml_train.ops.fallback import Operand
 from daceml_train.ops.kernel import Kernel, Statement
@@ -54,6 +55,8 @@ class _Lowering:
         self.numbers: dict[tuple[Kernel, tuple[Layout, ...], tuple[Layout, ...]], int] = {}
         """Kernels generated so far, by structure and layouts: networks repeat their blocks."""
         self.visible = {self.base(name) for name in graph.outputs}
+        aliases = bases(graph)
+        self.overwrites = overwrites(graph, aliases, summands(graph, aliases))
 
     def base(self, name: str) -> str:
         """The array whose memory `name` is a view of, if all movement operators on the way can be views."""
@@ -264,6 +267,9 @@ class _Lowering:
             if index in made:
                 t = results[index]
                 self.places[name] = self.new_place(Slot(Home.result, t.dtype, t.shape, t.strides))
+            elif name in self.overwrites:
+                shape = results[index].shape
+                self.places[name] = replace(self.place(self.overwrites[name]), shape=shape)
             else:
                 self.places[name] = self.allocate(name, results[index])
 
@@ -308,43 +314,6 @@ class _Lowering:
 
 def _layout(place: Place) -> Layout:
     return Layout(place.shape, place.strides, place.dtype)
-
-
-def view_strides(shape: Shape, strides: Sequence[Dim], target: Shape) -> tuple[Dim, ...] | None:
-    """Strides under which an array of this layout has sizes `target`, or None where that takes a copy.
-
-    The rule of PyTorch's `computeStride`: dimensions that lie in memory as one may be split and merged freely.
-    """
-    if any(isinstance(size, int) and size == 0 for size in shape):
-        return Tensor(target).strides
-    chunks: list[tuple[Dim, Dim]] = []  # (elements, stride of the innermost) of maximal runs that lie as one
-    for size, stride in zip(shape, strides, strict=True):
-        if same(size, 1):
-            continue
-        if chunks and same(chunks[-1][1], size * stride):
-            chunks[-1] = (simplify(chunks[-1][0] * size), stride)
-        else:
-            chunks.append((size, stride))
-    result: list[Dim] = [0] * len(target)
-    dims = list(range(len(target)))
-    for size, stride in reversed(chunks):
-        covered: Dim = 1
-        while not same(covered, size):
-            while dims and same(target[dims[-1]], 1):
-                result[dims.pop()] = simplify(stride * covered)
-            if not dims:
-                return None
-            d = dims.pop()
-            result[d] = simplify(stride * covered)
-            covered = simplify(covered * target[d])
-            if isinstance(covered, int) and isinstance(size, int) and covered > size:
-                return None
-    step: Dim = 1
-    for d in reversed(dims):
-        if not same(target[d], 1):
-            return None
-        result[d] = step
-    return tuple(result)
 
 
 def set_lifetimes(program: Program) -> None:

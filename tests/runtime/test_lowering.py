@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from daceml_train.codegen.compile import compile_kernels, load
+from daceml_train.graph.aliases import view_strides
 from daceml_train.graph.graph import Graph
 from daceml_train.graph.interpret import interpret
 from daceml_train.runtime.executable import Executable
-from daceml_train.runtime.lowering import lower, view_strides
+from daceml_train.runtime.lowering import lower
 from daceml_train.runtime.program import CopyLaunch, KernelLaunch
 from daceml_train.tensor import Tensor, symbol
 from daceml_train.transformations.fusion.producer_consumer import FuseElementwise

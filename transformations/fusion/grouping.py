@@ -275,12 +275,22 @@ class Grouping:
             return f"{other.items[0].op.label} is a library call"
         if len(first.items) + len(second.items) > limit:
             return f"the kernel would have more than {limit} operators"
+        if self.ties(first, second):
+            return f"{first.items[-1].outputs[0]} is one number, for which other kernels would wait"
         between = self.between(first, second)
         self._checked = first, second, between
         if between is None:
             return f"{second.items[-1].outputs[0]} also depends on {first.items[-1].outputs[0]} through other operators"
         kernel, arguments, _ = self.kernel(first, second)
         return self.unfit(kernel, arguments)
+
+    def ties(self, first: Group, second: Group) -> bool:
+        """Whether numbers that the whole step reads, such as the learning rate, would wait for arrays of `second`."""
+        scalar = all(self.tensors[name].rank == 0 for item in first.items for name in (*item.inputs, *item.outputs))
+        if not scalar or all(self.tensors[name].rank == 0 for name in self.reads(second)):
+            return False
+        outputs = (name for item in first.items for name in item.outputs)
+        return any(r.group is not first and r.group is not second for name in outputs for r in self.consumers(name))
 
     def unfit(self, kernel: Kernel, arguments: Iterable[str]) -> str | None:
         """Why a body is not one loop nest, or None; remembered, since networks repeat their blocks."""

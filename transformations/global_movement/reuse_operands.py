@@ -1,0 +1,138 @@
+"""ReuseOperands: a kernel writes its result over an operand that nobody needs any more."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from daceml_train.codegen.domain import analyse
+from daceml_train.codegen.loops import Layout
+from daceml_train.codegen.plan import Plan
+from daceml_train.errors import Refused
+from daceml_train.graph.graph import Graph, Node
+from daceml_train.graph.memory import Blocks
+from daceml_train.ops.kernel import Kernel
+from daceml_train.passes.base import Pass
+from daceml_train.tensor import Tensor, same
+from daceml_train.transformations.global_movement.update_in_place import as_kernel
+
+
+@dataclass(frozen=True)
+class ReuseOperands(Pass):
+    """Store a kernel's result in the memory of an operand that it is the last to read.
+
+        x -> [f] -> y, x read for the last time     =>      x -> [f over x] -> y
+
+    The kernel must read each element of the operand before it writes there and never after, which `codegen.plan`
+    decides; operand and result have one type and one layout; neither is an input's memory or a result of the graph.
+    Arrays below `min_bytes` stay as they are. The bytes moved stay as they are, the bytes that live shrink.
+    """
+
+    level = "global_movement"
+    min_bytes: int = 1 << 14
+
+    def run(self, graph: Graph) -> Graph:
+        blocks = Blocks(graph, len(graph.outputs))
+        found = candidates(graph, blocks, self.min_bytes)
+        if not found:
+            return graph
+        last: dict[str, int] = {}
+        for position, node in enumerate(graph.nodes):
+            for name in (*node.inputs, *node.outputs):
+                last.update((block, position) for block in memories(blocks, name))
+        other = graph.copy()
+        over: dict[str, str] = {}
+        """Block whose array lies in another's by now -> that other; it lives as long as both."""
+        for position, node in enumerate(graph.nodes):
+            kernel = as_kernel(node)
+            pairs: dict[int, int] = {}
+            for result, operands in found.get(position, {}).items():
+                for argument in operands:
+                    block = _root(over, blocks.block(node.inputs[argument]))
+                    fits = last[block] == position and argument not in pairs.values()
+                    if fits and legal(graph, blocks, node, {**pairs, result: argument}):
+                        pairs[result] = argument
+                        made = blocks.block(node.outputs[result])
+                        over[made] = block
+                        last[block] = last[made]
+                        break
+            if pairs and kernel is not None:
+                op = replace(kernel, updates=(*kernel.updates, *pairs.items()))
+                other.nodes[position] = replace(node, op=op)
+        return other
+
+
+def memories(blocks: Blocks, name: str) -> set[str]:
+    """The block of an array, and that of the array behind it where the array is a copy of it."""
+    names = (name, blocks.base.get(name, name))
+    return {blocks.block(n) for n in names if n in blocks.places}
+
+
+def _root(over: Mapping[str, str], block: str) -> str:
+    while block in over:
+        block = over[block]
+    return block
+
+
+def candidates(graph: Graph, blocks: Blocks, min_bytes: int) -> dict[int, dict[int, list[int]]]:
+    """Position of a kernel -> result -> arguments over which it may be stored if nobody reads them later."""
+    visible = {block for name in graph.results for block in memories(blocks, name)}
+    visible |= blocks.constants
+    found: dict[int, dict[int, list[int]]] = {}
+    for position, node in enumerate(graph.nodes):
+        kernel = as_kernel(node)
+        if kernel is None or len(set(kernel.arguments)) < len(kernel.arguments):
+            continue
+        taken = {result for result, _ in kernel.updates}
+        for result, name in enumerate(node.outputs):
+            tensor = graph.tensors[name]
+            if result in taken or blocks.places[name].block in visible or small(tensor, min_bytes):
+                continue
+            fitting = [a for a in range(len(node.inputs)) if fits(graph, blocks, node, a, tensor, visible)]
+            fitting = [a for a in fitting if legal(graph, blocks, node, {result: a})]
+            if fitting:
+                found.setdefault(position, {})[result] = fitting
+    return found
+
+
+def small(tensor: Tensor, min_bytes: int) -> bool:
+    """Whether an array is below `min_bytes`; one whose size has symbols is not."""
+    return isinstance(tensor.bytes, int) and tensor.bytes < min_bytes
+
+
+def fits(graph: Graph, blocks: Blocks, node: Node, argument: int, tensor: Tensor, visible: set[str]) -> bool:
+    """Whether an argument is a whole array of this type and layout, of memory that is ours to overwrite."""
+    name = node.inputs[argument]
+    if name not in blocks.places or graph.tensors[name].shape != tensor.shape:
+        return False
+    block, strides = blocks.block(name), blocks.places[name].strides
+    if block not in blocks.made or block in visible or graph.tensors[name].dtype is not tensor.dtype:
+        return False
+    once = sum(block in memories(blocks, i) for i in node.inputs) == 1
+    return once and strides == tensor.strides and same(blocks.tensors[block].size, tensor.size)
+
+
+def legal(graph: Graph, blocks: Blocks, node: Node, pairs: Mapping[int, int]) -> bool:
+    """Whether a kernel can be generated that stores these results over these arguments."""
+    kernel = as_kernel(node)
+    assert kernel is not None
+    op = replace(kernel, updates=(*kernel.updates, *pairs.items()))
+    operands = [
+        Layout(t.shape, blocks.places[name].strides if name in blocks.places else t.strides, t.dtype)
+        for name in node.inputs
+        for t in (graph.tensors[name],)
+    ]
+    results = [Layout(t.shape, t.strides, t.dtype) for name in node.outputs for t in (graph.tensors[name],)]
+    for result, argument in op.updates:
+        results[result] = operands[argument]
+    return _plannable(op, tuple(operands), tuple(results))
+
+
+@functools.lru_cache(maxsize=4096)
+def _plannable(kernel: Kernel, operands: tuple[Layout, ...], results: tuple[Layout, ...]) -> bool:
+    try:
+        Plan(analyse(kernel, [Tensor(o.shape, o.dtype) for o in operands]), operands, results)
+    except Refused:
+        return False
+    return True
