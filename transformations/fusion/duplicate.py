@@ -8,7 +8,7 @@ from daceml_train.graph.graph import Graph
 from daceml_train.ops.random import Uniform
 from daceml_train.passes.base import Candidate, Measured, Pass
 from daceml_train.tensor import Tensor
-from daceml_train.transformations.fusion.grouping import CONSTANT, POINTWISE, Group, Grouping, Item
+from daceml_train.transformations.fusion.grouping import CONSTANT, MOVEMENT, POINTWISE, Group, Grouping, Item
 from daceml_train.transformations.fusion.siblings import magnitude
 
 
@@ -127,8 +127,9 @@ class DuplicateCheapProducers(Pass):
         return small and grouping.refusal_of_result(maker.group, array) is None
 
     def pointwise(self, grouping: Grouping, array: str) -> bool:
+        """Whether an array is made element by element; movement within a kernel counts as that."""
         maker: Item | None = grouping.producer.get(array)
-        return maker is not None and isinstance(maker.op, (*POINTWISE, Uniform))
+        return maker is not None and isinstance(maker.op, (*POINTWISE, *MOVEMENT, Uniform))
 
     def inner(self, grouping: Grouping, array: str) -> bool:
         """Whether an array is not in memory otherwise, or depends on constants and scalars alone: then the cone goes
