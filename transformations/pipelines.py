@@ -21,6 +21,7 @@ from daceml_train.transformations.intra_operator.cross_entropy import FuseSoftma
 from daceml_train.transformations.intra_operator.decompose import Decompose
 from daceml_train.transformations.intra_operator.fold_constants import FoldConstants
 from daceml_train.transformations.intra_operator.matmul_bias import FuseMatmulBias
+from daceml_train.transformations.intra_operator.recognise_attention import RecogniseAttention
 from daceml_train.transformations.intra_operator.simplify import Simplify
 from daceml_train.transformations.intra_operator.transpose_product import TransposeProduct
 from daceml_train.transformations.layout.assign import AssignLayouts
@@ -38,7 +39,7 @@ FUSION = (
 """Joining leaves to kernels."""
 
 TRAINING = Pipeline(
-    forward=(MergeEqual(), FuseSoftmaxCrossEntropy()),
+    forward=(MergeEqual(), FuseSoftmaxCrossEntropy(), RecogniseAttention()),
     intra_operator=(
         Decompose(),
         FoldConstants(),
@@ -60,6 +61,7 @@ TRAINING = Pipeline(
 """A training step: forward, backward and, where it is compiled with them, loss and update."""
 
 INFERENCE = Pipeline(
+    forward=(RecogniseAttention(),),
     intra_operator=(Decompose(), FoldConstants(), Simplify(), MergeEqual(), MergeBatch(), DeadCode()),
     fusion=FUSION,
     layout=(FuseMatmulBias(), AssignLayouts()),

@@ -15,6 +15,7 @@ import sympy
 
 from daceml_train.backends.aten import Result, call_for
 from daceml_train.codegen.launch import Layout, generate
+from daceml_train.codegen.templates import has_template, written_kernel
 from daceml_train.errors import Invalid, Refused, Unsupported
 from daceml_train.graph.aliases import is_alias, view_strides
 from daceml_train.graph.graph import Graph, Node
@@ -131,6 +132,8 @@ class _Lowering:
             self.places[node.outputs[0]] = self.alias(node)
         elif isinstance(op, Kernel):
             self.compute(node, op)
+        elif has_template(op):
+            self.written(node)
         elif op.vendor:
             self.call(node)
         elif op.is_composite:
@@ -246,15 +249,27 @@ class _Lowering:
         if key not in self.numbers:
             self.numbers[key] = len(self.program.codes)
             self.program.codes.append(generate(*key))
-        number = self.numbers[key]
-        code = self.program.codes[number]
         updated = {y for y, _ in kernel.updates}
         written = [p for position, p in enumerate(results) if position not in updated]
+        self.start(self.numbers[key], (*operands, *written), origin)
+
+    def start(self, number: int, places: Sequence[Place], origin: str) -> None:
+        """Add the launch of a kernel, with memory for its scratch arrays."""
         scratch = []
-        for bytes_ in code.scratch:
+        for bytes_ in self.program.codes[number].scratch:
             scratch.append(self.new_place(Slot(Home.arena, DType.uint8, (bytes_,), (1,))))
-        places = (*operands, *written, *scratch)
-        self.program.launches.append(KernelLaunch(number, places, origin))
+        self.program.launches.append(KernelLaunch(number, (*places, *scratch), origin))
+
+    def written(self, node: Node) -> None:
+        """Launch a kernel that is written by hand."""
+        operands = [self.place(name) for name in node.inputs]
+        for name in node.outputs:
+            self.places[name] = self.allocate(name, self.graph.tensors[name])
+        results = [self.places[name] for name in node.outputs]
+        code = written_kernel(node.op, [_layout(p) for p in operands], [_layout(p) for p in results])
+        assert code is not None
+        self.program.codes.append(code)
+        self.start(len(self.program.codes) - 1, (*operands, *results), str(node.origin))
 
     def call(self, node: Node) -> None:
         graph = self.graph

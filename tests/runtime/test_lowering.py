@@ -85,6 +85,38 @@ GRAPHS = {
         """,
         "%y",
     ),
+    "attention with a filled and an added mask": program(
+        "q: f32[2, 3, 35, 5], k: f32[2, 3, 37, 5], v: f32[2, 3, 37, 5], b: b1[2, 1, 1, 37], "
+        "m: f32[35, 1], g: f32[2, 3, 35, 5]",
+        """
+        %y, %l = fused_attention(%q, %k, %v, %b, %m, scale=0.4, fills=(-2.0, None))
+        %gq, %gk, %gv = fused_attention_grad(%g, %q, %k, %v, %y, %l, %b, %m, scale=0.4, fills=(-2.0, None))
+        """,
+        "%y, %l, %gq, %gk, %gv",
+    ),
+    "attention on views, with dropout": program(
+        "x: f32[2, 40, 3, 2, 16], g: f32[2, 2, 40, 16], s: i64[]",
+        """
+        %p = permute(%x, dims=(2, 0, 3, 1, 4))
+        %a = slice(%p, dim=0, start=0, stop=1)
+        %b = slice(%p, dim=0, start=1, stop=2)
+        %c = slice(%p, dim=0, start=2, stop=3)
+        %q = view(%a, shape=(2, 2, 40, 16))
+        %k = view(%b, shape=(2, 2, 40, 16))
+        %v = view(%c, shape=(2, 2, 40, 16))
+        %y, %l = fused_attention(%q, %k, %v, %s, scale=0.25, p=0.3, stream=1)
+        %gq, %gk, %gv = fused_attention_grad(%g, %q, %k, %v, %y, %l, %s, scale=0.25, p=0.3, stream=1)
+        """,
+        "%y, %l, %gq, %gk, %gv",
+    ),
+    "attention in float64, one query": program(
+        "q: f64[1, 2, 1, 3], k: f64[1, 2, 9, 3], v: f64[1, 2, 9, 3], g: f64[1, 2, 1, 3]",
+        """
+        %y, %l = fused_attention(%q, %k, %v, scale=1.0)
+        %gq, %gk, %gv = fused_attention_grad(%g, %q, %k, %v, %y, %l, scale=1.0)
+        """,
+        "%y, %gq, %gk, %gv",
+    ),
     "no elements": program("x: f32[0, 3]", '%y = exp(%x)\n%s = reduce(%x, kind="sum", dims=(0,))', "%y, %s"),
     "one element": program("x: f32[1, 1]", '%y = exp(%x)\n%s = reduce(%y, kind="sum", dims=(0, 1))', "%y, %s"),
     "integers and booleans": program(
