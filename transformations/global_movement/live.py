@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from daceml_train.graph.aliases import is_alias
@@ -43,9 +43,11 @@ class Items:
         there = [False] * len(self.bytes)
         curve, now = [], 0
         for item in order:
-            shared = 0
+            shared, taken = 0, set[int]()
             for made, read in self.overwrites[item]:
-                if not there[made] and remaining[read] == 1 and there[read] and read not in self.kept:
+                dies = remaining[read] == 1 and there[read] and read not in self.kept
+                if dies and not there[made] and taken.isdisjoint((made, read)):
+                    taken.update((made, read))
                     shared += self.bytes[read]
             for block in self.touches[item]:
                 if not there[block]:
@@ -59,8 +61,11 @@ class Items:
         return curve
 
 
-def items_of(graph: Graph) -> Items:
-    """The items of a graph in its order; sizes with symbols are compared as `graph.memory` does."""
+def items_of(graph: Graph, over: Mapping[str, Sequence[str]] | None = None) -> Items:
+    """The items of a graph in its order; sizes with symbols are compared as `graph.memory` does.
+
+    `over` gives results of kernels the operands over which they may be stored.
+    """
     blocks = Blocks(graph, len(graph.outputs), add_in_place=False)
     numbers: dict[str, int] = {}
     sizes: list[int] = []
@@ -101,6 +106,11 @@ def items_of(graph: Graph) -> Items:
         for name in dict.fromkeys(blocks.base.get(name, name) for name in node.inputs):
             family.setdefault(name, []).append(index)
         pairs = []
+        for name in node.outputs:
+            for operand in (over or {}).get(name, ()):
+                a, b = numbered(name), numbered(operand)
+                if a is not None and b is not None:
+                    pairs.append((a, b))
         if (read := blocks.takes.get(node.outputs[0])) is not None:
             a, b = numbered(node.outputs[0]), numbered(read)
             if a is not None and b is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from daceml_train.graph.aliases import is_alias, roots
@@ -50,7 +51,7 @@ class UpdateInPlace(Pass):
                 once = [base[i] for i in node.inputs].count(target) == 1
                 if target in node.inputs and once and target not in seen and self.elementwise(graph, node, kernel):
                     others = [r for r in readers[target] if r != index]
-                    if not others or max(others) < index:
+                    if not others or max(others) < index or not later(node, graph, base, readers):
                         pairs.append((position, node.inputs.index(target)))
             if pairs:
                 nodes[index] = replace(node, op=replace(kernel, updates=tuple(pairs)))
@@ -68,6 +69,12 @@ class UpdateInPlace(Pass):
         pointwise = all(isinstance(s.op, POINTWISE) for s in kernel.statements)
         orders = {t.order for t in (*full, *(graph.tensors[o] for o in node.outputs)) if t.rank > 0}
         return pointwise and len(shapes) == 1 and len(orders) == 1
+
+
+def later(node: Node, graph: Graph, base: Mapping[str, str], readers: Mapping[str, Sequence[int]]) -> bool:
+    """Whether something reads what a node makes, so that it cannot wait for the last reader of what it overwrites."""
+    handed = {base[name] for name in graph.outputs}
+    return any(name in handed or readers.get(name) for name in node.outputs)
 
 
 def as_kernel(node: Node) -> Kernel | None:

@@ -1,0 +1,101 @@
+"""Again: the graph in which chosen operators run a second time, in front of the first reader of the stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from daceml_train.graph.graph import Graph, Node
+from daceml_train.transformations.global_movement.live import Items
+from daceml_train.transformations.global_movement.stages import Choice
+
+
+def rebuilt(graph: Graph, items: Items, order: Sequence[int], choice: Choice) -> Graph:
+    """The graph with its items in this order and the items of `choice.again` computed again in their stages."""
+    return _Rebuild(graph, items, choice).run(order)
+
+
+class _Rebuild:
+    def __init__(self, graph: Graph, items: Items, choice: Choice) -> None:
+        self.graph, self.items, self.choice = graph, items, choice
+        self.makers = graph.producers()
+        self.item_of = {name: i for i, node in enumerate(items.nodes) for name in node.outputs}
+        self.other = graph.empty()
+        self.current: dict[str, str] = {}
+        """Array of the graph -> its latest version."""
+        self.made_in: dict[str, int] = {}
+        """Array -> the stage in which its latest version was made."""
+        self.views: dict[tuple[str, str], str] = {}
+        """(alias or constant, version of its operand) -> its copy."""
+        self.shown: set[str] = set()
+        """Aliases and constants that stand in the new graph under their own name."""
+        self.other.tensors.update(graph.tensors)  # so that fresh names are new
+
+    def run(self, order: Sequence[int]) -> Graph:
+        for item in order:
+            node, stage = self.items.nodes[item], self.choice.stage_of[item]
+            inputs = tuple(self.version(name, stage) for name in node.inputs)
+            self.other.nodes.append(Node(node.op, inputs, node.outputs, node.origin))
+            for name in node.outputs:
+                self.current[name], self.made_in[name] = name, stage
+        for name in self.graph.results:
+            if name not in self.item_of:
+                self.version(name, -1)
+        made = {name for node in self.other.nodes for name in node.outputs} | set(self.graph.inputs)
+        self.other.tensors = {name: t for name, t in self.other.tensors.items() if name in made}
+        return self.graph.finish(self.other, {})
+
+    def version(self, name: str, stage: int) -> str:
+        """The array to read for `name` in a stage; it is made again where the choice says so."""
+        todo = [self.root(name)]
+        while todo:  # a stack of our own: chains of operators are long
+            top = todo[-1]
+            if not self.due(top, stage):
+                todo.pop()
+                continue
+            node = self.makers[top]
+            missing = [r for r in map(self.root, node.inputs) if self.due(r, stage)]
+            if missing:
+                todo += missing
+                continue
+            inputs = tuple(self.latest(i) for i in node.inputs)
+            outputs = tuple(self.fresh(n) for n in node.outputs)
+            self.other.nodes.append(Node(node.op, inputs, outputs, node.origin))
+            for old, new in zip(node.outputs, outputs, strict=True):
+                self.current[old], self.made_in[old] = new, stage
+        return self.latest(name)
+
+    def root(self, name: str) -> str:
+        """The array behind aliases that are no items."""
+        while name in self.makers and name not in self.item_of and self.makers[name].inputs:
+            name = self.makers[name].inputs[0]
+        return name
+
+    def due(self, name: str, stage: int) -> bool:
+        """Whether an array must be made again now."""
+        item = self.item_of.get(name)
+        return item is not None and (item, stage) in self.choice.again and self.made_in[name] < stage
+
+    def latest(self, name: str) -> str:
+        """The latest version of an array, with the aliases and constants that show it copied as far as needed."""
+        chain = []
+        while name in self.makers and name not in self.item_of:
+            chain.append(name)
+            if not self.makers[name].inputs:
+                break
+            name = self.makers[name].inputs[0]
+        found = self.current.get(name, name)
+        for alias in reversed(chain):
+            node = self.makers[alias]
+            key = alias, found if node.inputs else ""
+            if key not in self.views:
+                made = self.fresh(alias) if alias in self.shown else alias
+                self.shown.add(alias)
+                self.views[key] = made
+                self.other.nodes.append(Node(node.op, (found,) if node.inputs else (), (made,), node.origin))
+            found = self.views[key]
+        return found
+
+    def fresh(self, name: str) -> str:
+        made = self.other.fresh(f"{name}_again")
+        self.other.tensors[made] = self.graph.tensors[name]
+        return made

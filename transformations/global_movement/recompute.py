@@ -1,0 +1,256 @@
+"""Recompute: arrays that the backward pass needs are kept or made again, so that the step fits a memory budget."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from daceml_train.errors import Invalid
+from daceml_train.graph.graph import Graph, Node
+from daceml_train.graph.memory import Blocks, memory, number
+from daceml_train.graph.traffic import traffic
+from daceml_train.ops.fallback import Aten
+from daceml_train.ops.kernel import Kernel
+from daceml_train.passes.base import Pass
+from daceml_train.transformations.global_movement.again import rebuilt
+from daceml_train.transformations.global_movement.dead_code import DeadCode
+from daceml_train.transformations.global_movement.live import Items, items_of, reordered
+from daceml_train.transformations.global_movement.reuse_operands import ReuseOperands, candidates
+from daceml_train.transformations.global_movement.schedule import Schedule
+from daceml_train.transformations.global_movement.stages import Choice, Stages
+from daceml_train.transformations.global_movement.update_in_place import UpdateInPlace
+
+UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+@dataclass(frozen=True)
+class Recompute(Pass):
+    """Make arrays again for their late readers instead of keeping them, where the memory budget asks for it.
+
+        x -> [f] -> a -> [g] -> y, ..., a, dy -> [h] -> da
+            =>     x -> [f] -> a -> [g] -> y, ..., x -> [f] -> a', a', dy -> [h] -> da
+
+    `budget` bounds the bytes of arena and pool (parameters, optimizer state and the batch are the user's and not in
+    it): a number of bytes, a text such as "2 GiB", or a share of what the step takes without this pass (0.7). What to
+    make again is chosen so that it takes the least time: bytes moved, and operations at `intensity` per byte. `keep`
+    and `recompute` fix the choice for arrays by name or for modules by path (`*` stands for anything): the ones are
+    kept whatever the budget, the others made again in any case. Operators that draw from PyTorch's generator are never
+    run again; our own random numbers are a function of seed and index, so they come out the same. What a step writes
+    (running statistics, parameters) it writes once. Raises `Invalid` for a budget below the minimum, which it names.
+
+    Stands in front of `UpdateInPlace`; the peak is that behind `UpdateInPlace`, `Schedule` and `ReuseOperands`.
+    """
+
+    level = "global_movement"
+    budget: str | int | float | None = None
+    keep: tuple[str, ...] = ()
+    recompute: tuple[str, ...] = ()
+    intensity: float = 16.0
+    stages: int = 6
+
+    def run(self, graph: Graph) -> Graph:
+        if (self.budget is None and not self.recompute) or graph.kept or not graph.nodes:
+            return graph  # a forward graph whose backward pass is another graph has nothing to make again
+        search = _Search(self, graph)
+        limit = None if self.budget is None else budget_bytes(self.budget, search.default)
+        if not self.recompute and limit is not None and search.default <= limit:
+            return graph
+        return search.best(limit)
+
+
+def budget_bytes(budget: str | int | float, default: int) -> int:
+    """A budget in bytes; a float up to 1 is a share of `default`. Raises `Invalid` for anything else."""
+    if isinstance(budget, str):
+        found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", budget)
+        unit = found and found[2].lower()
+        if found is None or unit not in UNITS:
+            raise Invalid(f"a budget is a number of bytes such as '2 GiB', given {budget!r}")
+        return int(float(found[1]) * UNITS[unit])
+    if isinstance(budget, float) and 0 < budget <= 1:
+        return int(budget * default)
+    if budget <= 0 or (isinstance(budget, float) and budget != int(budget)):
+        raise Invalid(f"a budget is a positive number of bytes or a share up to 1, given {budget}")
+    return int(budget)
+
+
+def show_bytes(size: int) -> str:
+    """Bytes as a reader says them."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}" if size / factor < 1000 else f"{size / factor:.0f} {unit}"
+    return f"{size} bytes"
+
+
+def finished(graph: Graph) -> Graph:
+    """The graph as the passes behind `Recompute` leave it."""
+    return ReuseOperands().run(Schedule().run(UpdateInPlace().run(DeadCode().run(graph))))
+
+
+TRIES = 6
+"""How many programs are solved in search of the cheapest choice within the budget."""
+
+
+class _Search:
+    """Solves programs whose estimate of the bytes is loosened or tightened by what the memory model says exactly."""
+
+    def __init__(self, options: Recompute, graph: Graph) -> None:
+        self.options = options
+        nodes = [
+            replace(n, op=replace(n.op, updates=())) if isinstance(n.op, Kernel) and n.op.updates else n
+            for n in graph.nodes
+        ]
+        self.graph = graph.copy()
+        self.graph.nodes = nodes
+        self.default_graph = finished(self.graph)
+        self.default = memory(self.default_graph).peak
+
+    def program(self) -> Stages:
+        """The integer program over the order in which the step runs without this pass."""
+        updated = Schedule().run(UpdateInPlace().run(self.graph))
+        position = {node.outputs[0]: p for p, node in enumerate(updated.nodes)}
+        ordered = reordered(self.graph, sorted(self.graph.nodes, key=lambda n: position[n.outputs[0]]))
+        self.graph = ordered
+        blocks = Blocks(ordered, len(ordered.outputs), add_in_place=False)
+        over = {
+            ordered.nodes[position].outputs[result]: [ordered.nodes[position].inputs[a] for a in arguments]
+            for position, found in candidates(ordered, blocks, ReuseOperands().min_bytes).items()
+            for result, arguments in found.items()
+        }
+        self.items = items_of(ordered, over)
+        self.order = list(range(len(self.items.nodes)))
+        entries = {node.outputs[0]: e for node, e in zip(ordered.nodes, traffic(ordered).entries, strict=True)}
+        costs, pure = [], []
+        forward = ancestors(ordered, ordered.outputs[:1])
+        for node in self.items.nodes:
+            entry = entries[node.outputs[0]]
+            costs.append(number(entry.bytes) + number(entry.flops) / self.options.intensity)
+            pure.append(node.outputs[0] in forward and not (isinstance(node.op, Aten) and node.op.random))
+        self.costs = costs
+        # The curve of live bytes is that of the step with updates in place: what is written takes no memory then.
+        free = Items(
+            self.items.nodes,
+            self.items.before,
+            self.items.touches,
+            tuple(0 if b in self._written() else size for b, size in enumerate(self.items.bytes)),
+            self.items.kept,
+            self.items.overwrites,
+        )
+        every = frozenset(range(len(self.items.bytes)))
+        possible = frozenset(b for b, item in self._maker().items() if pure[item]) - self.items.kept
+        kept = self._chosen(self.options.keep, "keep", every)
+        dropped = self._chosen(self.options.recompute, "recompute", possible)
+        if both := kept & dropped:
+            raise Invalid(f"{self._block_names()[min(both)]} is named in keep and in recompute")
+        return Stages(free, self.order, pure, costs, frozenset(kept), frozenset(dropped), self.options.stages)
+
+    def _written(self) -> frozenset[int]:
+        written = set(self.graph.writes.values())
+        return frozenset(b for b, name in self._block_names().items() if name in written)
+
+    def _maker(self) -> dict[int, int]:
+        makers: dict[int, int] = {}
+        for item, touched in enumerate(self.items.touches):
+            for block in touched:
+                makers.setdefault(block, item)
+        return makers
+
+    def _block_names(self) -> dict[int, str]:
+        return dict(enumerate(self.items.names))
+
+    def _chosen(self, patterns: Sequence[str], option: str, possible: frozenset[int]) -> set[int]:
+        """The blocks that patterns name: by the array or by the path of the module that made it."""
+        found: set[int] = set()
+        makers = self._maker()
+        for pattern in patterns:
+            matched = set()
+            for block, name in self._block_names().items():
+                path = self.items.nodes[makers[block]].origin.module
+                if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(path, pattern) or _under(path, pattern):
+                    matched.add(block)
+            if not matched:
+                raise Invalid(f"option {option} of recompute names {pattern!r}, which is no array and no module's path")
+            if matched.isdisjoint(possible):
+                raise Invalid(self._impossible(min(matched)))
+            found |= matched & possible
+        return found
+
+    def _impossible(self, block: int) -> str:
+        """Why an array is never made again."""
+        maker = self.items.nodes[self._maker()[block]]
+        name = f"{self._block_names()[block]} cannot be made again"
+        if isinstance(maker.op, Aten) and maker.op.random:
+            return f"{name}: {maker.op.label} draws from PyTorch's generator"
+        if block in self.items.kept:
+            return f"{name}: it is a result of the step"
+        return f"{name}: it does not belong to the forward pass"
+
+    # ---- search -------------------------------------------------------------------------------------------------
+    def best(self, limit: int | None) -> Graph:
+        """The graph of the cheapest choice found whose peak is within `limit`."""
+        stages = self.program()
+        if limit is None:
+            choice = stages.solve(float("1e30"))
+            assert choice is not None
+            return self.graph_of(choice)
+        found: tuple[float, Graph] | None = None
+        lowest, target = self.default, float(limit)
+        tight, loose = 0.0, 2.0 * self.default  # estimates that gave a peak within the budget, and beyond it
+        for _ in range(TRIES):
+            choice = stages.solve(target)
+            if choice is None:  # no such estimate: a looser one may still give a peak within the budget
+                tight = max(tight, target)
+                target = (target + min(loose, 1.2 * target)) / 2
+                continue
+            graph = self.graph_of(choice)
+            peak = memory(finished(graph)).peak
+            lowest = min(lowest, peak)
+            if peak <= limit:
+                found = min(found or (choice.cost, graph), (choice.cost, graph), key=lambda pair: pair[0])
+                if peak > 0.98 * limit:
+                    break
+                tight, target = target, min(target + (limit - peak), (target + loose) / 2)
+            else:
+                loose = target
+                target = max(target - max(1.2 * (peak - limit), 0.01 * limit), (tight + target) / 2)
+            if loose - tight < 0.002 * limit:
+                break
+        return (found or self._least(stages, limit, lowest))[1]
+
+    def _least(self, stages: Stages, limit: int, lowest: int) -> tuple[float, Graph]:
+        """The choice of the fewest bytes. Raises `Invalid`, naming them, where they are more than the budget."""
+        choice = stages.solve(None)
+        assert choice is not None
+        graph = self.graph_of(choice)
+        peak = memory(finished(graph)).peak
+        if peak <= limit:
+            return choice.cost, graph
+        least, default = show_bytes(min(peak, lowest)), show_bytes(self.default)
+        raise Invalid(
+            f"a budget of {show_bytes(limit)} is below the minimum of {least} for {self.graph.name}",
+            advice=f"it takes {default} without recomputation; parameters and optimizer state are not counted",
+        )
+
+    def graph_of(self, choice: Choice) -> Graph:
+        """The graph of a choice, without what nobody reads."""
+        return DeadCode().run(rebuilt(self.graph, self.items, self.order, choice))
+
+
+def ancestors(graph: Graph, names: Sequence[str]) -> set[str]:
+    """The arrays from which `names` are computed, and all that is made along with them."""
+    found = set(names)
+    for node in reversed(graph.nodes):
+        if not found.isdisjoint(node.outputs):
+            found.update(node.inputs)
+            found.update(node.outputs)
+    return found
+
+
+def _under(path: str, pattern: str) -> bool:
+    return bool(path) and (path == pattern or path.startswith(f"{pattern}."))
+
+
+def recomputed(graph: Graph) -> list[Node]:
+    """The operators that run again in a graph that `Recompute` made."""
+    return [node for node in graph.nodes if any("_again" in name for name in node.outputs)]
