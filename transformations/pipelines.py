@@ -20,6 +20,7 @@ from daceml_train.transformations.intra_operator.concatenate_products import Con
 from daceml_train.transformations.intra_operator.cross_entropy import FuseSoftmaxCrossEntropy
 from daceml_train.transformations.intra_operator.decompose import Decompose
 from daceml_train.transformations.intra_operator.fold_constants import FoldConstants
+from daceml_train.transformations.intra_operator.hoist_products import HoistProducts
 from daceml_train.transformations.intra_operator.matmul_bias import FuseMatmulBias
 from daceml_train.transformations.intra_operator.simplify import Simplify
 from daceml_train.transformations.intra_operator.transpose_product import TransposeProduct
@@ -38,7 +39,7 @@ FUSION = (
 """Joining leaves to kernels."""
 
 TRAINING = Pipeline(
-    forward=(MergeEqual(), FuseSoftmaxCrossEntropy()),
+    forward=(MergeEqual(), HoistProducts(), FuseSoftmaxCrossEntropy()),
     intra_operator=(
         Decompose(),
         FoldConstants(),
