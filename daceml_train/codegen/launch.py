@@ -41,11 +41,15 @@ class KernelCode:
     scratch: tuple[Dim, ...]
     rows: Dim
     work: Dim
-    plan: Plan = field(repr=False, compare=False)
+    plan: Plan | None = field(default=None, repr=False, compare=False)
+    text: str = field(default="", repr=False, compare=False)
+    """The C++ text of a kernel that is written by hand, which has no plan."""
 
     @functools.cached_property
     def source(self) -> str:
         """The C++ text. Made when first asked for: a kernel that is compiled already needs none, and no DaCe."""
+        if self.plan is None:
+            return self.text
         from daceml_train.codegen.source import source
 
         return source(self.plan, self.key)
