@@ -240,16 +240,60 @@ def _as_strided(
     return t.emit("embedding", flat.view((*flat.shape, 1)), places.expand(t.type.shape)).view(t.type.shape)
 
 
-@rule("index_put.default", "_unsafe_index_put.default")
-def _index_put(
-    t: Translator, x: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False
-) -> Value | None:
-    """Only `x[mask] = number`: a choice by the mask."""
-    mask = indices[0] if len(indices) == 1 else None
-    if mask is None or mask.dtype is not DType.bool or accumulate or values.shape not in ((), (1,)):
+@rule("roll.default")
+def _roll(t: Translator, x: Value, shifts: Any, dims: Any = ()) -> Value:
+    shifts, dims = ([v] if isinstance(v, int) else list(v) for v in (shifts, dims))
+    y = x if dims else x.view((x.tensor.size,))
+    for shift, dim in zip(shifts, dims or [0], strict=True):
+        y = _rolled(t, y, shift, _axis(dim, len(y.shape))) if y.shape else y
+    return y.view(x.shape)
+
+
+def _rolled(t: Translator, x: Value, shift: Dim, dim: int) -> Value:
+    size = x.shape[dim]
+    if same(size, 0):
+        return x
+    first = simplify(size - shift % size) if isinstance(size, int) else simplify(size - shift if shift > 0 else -shift)
+    if same(first, size) or same(first, 0):
+        return x
+    return t.emit("concat", x.slice(dim, first, size), x.slice(dim, 0, first), dim=dim)
+
+
+def _bordered(t: Translator, x: Value, amounts: Sequence[int], *, kind: str) -> Value | None:
+    """Padding by what the tensor holds at its border, one dimension after the other."""
+    if 0 in x.shape:
         return None
-    whole = mask.view((*mask.shape, *(1,) * (len(x.shape) - len(mask.shape))))
-    return whole.where(values.cast(x.dtype).view(()), x)
+    rank = len(x.shape)
+    for i in range(len(amounts) // 2):
+        dim, size = rank - 1 - i, x.shape[rank - 1 - i]
+        low, high = amounts[2 * i], amounts[2 * i + 1]
+        if not all(isinstance(n, int) for n in (low, high)):
+            return None
+        inner = x.slice(dim, max(-low, 0), simplify(size - max(-high, 0))) if min(low, high) < 0 else x
+        before, after = _borders(t, x, dim, max(low, 0), max(high, 0), kind)
+        parts = [part for part in (before, inner, after) if part is not None]
+        x = parts[0] if len(parts) == 1 else t.emit("concat", *parts, dim=dim)
+    return x
+
+
+def _borders(t: Translator, x: Value, dim: int, low: int, high: int, kind: str) -> tuple[Value | None, Value | None]:
+    size = x.shape[dim]
+
+    def repeated(start: Dim, count: int) -> Value:
+        shape = tuple(count if d == dim else n for d, n in enumerate(x.shape))
+        return x.slice(dim, start, simplify(start + 1)).expand(shape)
+
+    def mirrored(start: Dim, count: int) -> Value:
+        return t.emit("flip", x.slice(dim, start, simplify(start + count)), dims=(dim,))
+
+    if kind == "replicate":
+        return repeated(0, low) if low else None, repeated(simplify(size - 1), high) if high else None
+    return mirrored(1, low) if low else None, mirrored(simplify(size - 1 - high), high) if high else None
+
+
+for _dims in (1, 2, 3):
+    RULES[f"aten.reflection_pad{_dims}d.default"] = functools.partial(_bordered, kind="reflect")
+    RULES[f"aten.replication_pad{_dims}d.default"] = functools.partial(_bordered, kind="replicate")
 
 
 # ---- made from nothing -------------------------------------------------------------------------------------------

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from daceml_train.errors import Unsupported
-from daceml_train.frontends.torch.translate import Translator, rule
+from daceml_train.frontends.torch.translate import RULES, Translator, rule
 from daceml_train.ops.normalization import running_statistics
 from daceml_train.ops.operator import Value
+from daceml_train.ops.resample import MODES
 from daceml_train.tensor import DType, product, simplify
 
 REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
@@ -217,3 +219,50 @@ def _nll_loss(
 def _mse_loss(t: Translator, x: Value, target: Value, reduction: int = 1) -> Value:
     dtype = t.type.dtype
     return t.emit("mse_loss", x.cast(dtype), target.cast(dtype), reduction=REDUCTIONS[reduction])
+
+
+# ---- windows and grids -------------------------------------------------------------------------------------------
+
+
+@rule("im2col.default")
+def _im2col(
+    t: Translator, x: Value, kernel: Sequence[int], dilation: Any = 1, padding: Any = 0, stride: Any = 1
+) -> Value | None:
+    if 0 in x.shape:
+        return None
+    return t.emit("im2col", x, **_windows(kernel, dilation, padding, stride))
+
+
+@rule("col2im.default")
+def _col2im(
+    t: Translator, x: Value, size: Sequence[Any], kernel: Sequence[int], dilation: Any = 1, padding: Any = 0,
+    stride: Any = 1,
+) -> Value | None:  # fmt: skip
+    if 0 in x.shape or not isinstance(x.shape[-2], int):
+        return None
+    return t.emit("col2im", x, size=tuple(size), **_windows(kernel, dilation, padding, stride))
+
+
+def _windows(kernel: Any, dilation: Any, padding: Any, stride: Any) -> dict[str, tuple[int, int]]:
+    given = {"kernel": kernel, "dilation": dilation, "padding": padding, "stride": stride}
+    return {name: _pair(value) for name, value in given.items()}
+
+
+def _resample(t: Translator, x: Value, size: Sequence[Any], *options: Any, mode: str, corners: bool) -> Value | None:
+    flag, scales = (options[0] if options else False, options[1:]) if corners else (False, options)
+    spatial = len(x.shape) - 2
+    given = (*scales, *[None] * (spatial - len(scales)))
+    if any(not isinstance(s, float | int | None) for s in given) or 0 in x.shape:
+        return None
+    return t.emit(
+        "resample", x, mode=mode, source=tuple(x.shape[2:]), target=tuple(t.type.shape[2:]),
+        scales=given, corners=bool(flag),
+    )  # fmt: skip
+
+
+for _mode, _calls in MODES.items():
+    for _call in _calls:
+        if _call is not None:
+            RULES[f"aten.{_call}.default"] = functools.partial(
+                _resample, mode=_mode, corners=not _mode.startswith("nearest")
+            )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 from daceml_train.frontends.torch.translate import RULES, Translator, promote, rule
@@ -25,7 +24,9 @@ def _unary(t: Translator, x: Value, *, kind: str) -> Value:
 for _name, _kind in {
     "neg": "neg", "abs": "abs", "sqrt": "sqrt", "rsqrt": "rsqrt", "exp": "exp", "expm1": "expm1", "log": "log",
     "log1p": "log1p", "sin": "sin", "cos": "cos", "tan": "tan", "atan": "atan", "tanh": "tanh", "sigmoid": "sigmoid",
-    "erf": "erf", "relu": "relu", "silu": "silu", "reciprocal": "reciprocal", "square": "square",
+    "asin": "asin", "acos": "acos", "asinh": "asinh", "acosh": "acosh", "atanh": "atanh", "exp2": "exp2",
+    "log2": "log2", "log10": "log10", "erf": "erf", "relu": "relu", "silu": "silu",
+    "reciprocal": "reciprocal", "square": "square",
 }.items():  # fmt: skip
     RULES[f"aten.{_name}.default"] = functools.partial(_unary, kind=_kind)
 
@@ -50,8 +51,21 @@ def _binary(t: Translator, a: Number, b: Number, *, kind: str) -> Value:
 
 for _kind in ("mul", "fmod", "div"):
     RULES[f"aten.{_kind}.Tensor"] = RULES[f"aten.{_kind}.Scalar"] = functools.partial(_binary, kind=_kind)
-for _kind in ("maximum", "minimum"):
+for _kind in ("maximum", "minimum", "atan2", "hypot"):
     RULES[f"aten.{_kind}.default"] = functools.partial(_binary, kind=_kind)
+
+
+RULES["aten.copysign.Tensor"] = RULES["aten.copysign.Scalar"] = functools.partial(_binary, kind="copysign")
+
+
+@rule("binary_cross_entropy.default")
+def _binary_cross_entropy(
+    t: Translator, x: Value, target: Value, weight: Value | None = None, reduction: int = 1
+) -> Value:
+    losses = t.emit("bce", x, target)
+    losses = losses if weight is None else losses * weight
+    dims = tuple(range(len(losses.shape)))
+    return losses if reduction == 0 or not dims else losses.mean(dims) if reduction == 1 else losses.sum(dims)
 
 
 def _compare(t: Translator, a: Number, b: Number, *, kind: str) -> Value:
@@ -76,15 +90,25 @@ for _kind in ("logical_and", "logical_or", "logical_not"):
 RULES["aten.logical_xor.default"] = functools.partial(_logical, kind="ne")
 
 
-def _bitwise(t: Translator, *operands: Number, kind: str) -> Value | None:
-    if t.type.dtype is not DType.bool:
-        return None
-    return t.emit(kind, *(t.value(x, DType.bool) for x in operands))
+def _bitwise(t: Translator, *operands: Number, kind: str, truth: str) -> Value:
+    dtype = t.type.dtype
+    return t.emit(truth if dtype is DType.bool else kind, *(t.value(x, dtype) for x in operands))
 
 
-for _name, _kind in {"bitwise_and": "logical_and", "bitwise_or": "logical_or", "bitwise_xor": "ne"}.items():
-    RULES[f"aten.{_name}.Tensor"] = RULES[f"aten.{_name}.Scalar"] = functools.partial(_bitwise, kind=_kind)
-RULES["aten.bitwise_not.default"] = functools.partial(_bitwise, kind="logical_not")
+for _kind, _truths in {"bitwise_and": "logical_and", "bitwise_or": "logical_or", "bitwise_xor": "ne"}.items():
+    for _overload in ("Tensor", "Scalar", "Scalar_Tensor"):
+        RULES[f"aten.{_kind}.{_overload}"] = functools.partial(_bitwise, kind=_kind, truth=_truths)
+RULES["aten.bitwise_not.default"] = functools.partial(_bitwise, kind="bitwise_not", truth="logical_not")
+
+
+def _shift(t: Translator, a: Number, b: Number, *, kind: str) -> Value | None:
+    dtype = t.type.dtype
+    return None if dtype in (DType.bool, DType.uint8) or dtype.is_float else _binary(t, a, b, kind=kind)
+
+
+for _name, _kind in {"left": "shift_left", "right": "shift_right"}.items():
+    for _overload in ("Tensor", "Tensor_Scalar", "Scalar_Tensor"):
+        RULES[f"aten.bitwise_{_name}_shift.{_overload}"] = functools.partial(_shift, kind=_kind)
 
 
 def _special(t: Translator, x: Value, *, kind: str) -> Value:
@@ -271,14 +295,6 @@ def _mish(t: Translator, x: Value) -> Value:
 @rule("gelu.default")
 def _gelu(t: Translator, x: Value, approximate: str = "none") -> Value:
     return x.unary("gelu_tanh" if approximate == "tanh" else "gelu_erf")
-
-
-def _scaled_log(t: Translator, x: Value, *, factor: float) -> Value:
-    return x.cast(_float(t)).unary("log") * factor
-
-
-RULES["aten.log2.default"] = functools.partial(_scaled_log, factor=1 / math.log(2))
-RULES["aten.log10.default"] = functools.partial(_scaled_log, factor=1 / math.log(10))
 
 
 @rule("sinh.default")
