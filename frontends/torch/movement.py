@@ -296,6 +296,36 @@ for _dims in (1, 2, 3):
     RULES[f"aten.replication_pad{_dims}d.default"] = functools.partial(_bordered, kind="replicate")
 
 
+@rule("diagonal.default")
+def _diagonal(t: Translator, x: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value | None:
+    rank = len(x.shape)
+    dim1, dim2 = _axis(dim1, rank), _axis(dim2, rank)
+    x = x.permute([*(d for d in range(rank) if d not in (dim1, dim2)), dim1, dim2])
+    *outer, rows, columns = x.shape
+    count = t.type.shape[-1]
+    if not all(isinstance(n, int) for n in (rows, columns, count)):
+        return None
+    if count == 0 or 0 in x.shape:
+        return t.full(0, t.type.shape, x.dtype)
+    start = offset if offset >= 0 else -offset * columns
+    flat = x.view((*outer, rows * columns))
+    return flat.slice(len(outer), start, start + (count - 1) * (columns + 1) + 1, columns + 1)
+
+
+@rule("unfold.default")
+def _unfold(t: Translator, x: Value, dim: int, size: int, step: int) -> Value:
+    if not x.shape:
+        return x.view((1,)).slice(0, 0, size)
+    dim, shape = _axis(dim, len(x.shape)), t.type.shape
+    count = shape[dim]
+    windows = [x.slice(dim, i, simplify(i + (count - 1) * step + 1), step) for i in range(size)]
+    if not windows or 0 in shape:
+        return t.full(0, shape, x.dtype)
+    lying = (*shape[:-1], 1)
+    parts = [w.view(lying) for w in windows]
+    return parts[0] if len(parts) == 1 else t.emit("concat", *parts, dim=len(shape) - 1)
+
+
 # ---- made from nothing -------------------------------------------------------------------------------------------
 
 
@@ -394,3 +424,13 @@ def _randint(t: Translator, *arguments: Any, **options: Any) -> Value | None:
     numbers = [a for a in arguments[1 if "like" in name else 0 :] if isinstance(a, int)]
     low, high = (numbers[0], numbers[1]) if "low" in name else (0, numbers[0])
     return (t.uniform(t.type.shape, DType.float64) * (high - low) + low).unary("floor").cast(t.type.dtype)
+
+
+_VIEWS = """
+diagonal.default expand.default permute.default select.int slice.Tensor split.Tensor
+split_with_sizes.default squeeze.default squeeze.dim squeeze.dims t.default transpose.int unbind.int unfold.default
+unsqueeze.default view.default
+"""
+for _name in _VIEWS.split():
+    _packet, _overload = _name.split(".")
+    RULES[f"aten.{_packet}_copy.{_overload}"] = RULES[f"aten.{_name}"]

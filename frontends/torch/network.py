@@ -121,14 +121,15 @@ def _safe_softmax(t: Translator, x: Value, dim: int, dtype: Any = None) -> Value
     """Zeros, and zero gradients, along rows of which every element is -inf."""
     x = x.cast(t.type.dtype)
     if not x.shape or 0 in x.shape:
-        return None
+        return x if x.shape else None
     alive = x.compare("ne", -math.inf).reduce("max", (dim % len(x.shape),), keepdim=True)
-    y = _along(t, alive.where(x, 0.0), dim, "softmax")
-    return None if y is None else alive.where(y, 0.0)
+    return alive.where(_along(t, alive.where(x, 0.0), dim, "softmax"), 0.0)
 
 
-def _along(t: Translator, x: Value, dim: int, name: str) -> Value | None:
-    return t.emit(name, x, dim=dim % len(x.shape)) if x.shape and 0 not in x.shape else None
+def _along(t: Translator, x: Value, dim: int, name: str) -> Value:
+    if 0 in x.shape:
+        return x
+    return t.emit(name, x, dim=dim % len(x.shape)) if x.shape else t.emit(name, x.view((1,)), dim=0).view(())
 
 
 @rule("embedding.default")
@@ -180,6 +181,28 @@ def _max_pool2d(
         "max_pool2d", x, kernel=size, stride=_pair(stride) if stride else size, padding=_pair(padding),
         dilation=_pair(dilation), ceil_mode=ceil_mode,
     )  # fmt: skip
+
+
+@rule("max_pool2d_with_indices_backward.default")
+def _max_pool2d_backward(
+    t: Translator, grad: Value, x: Value, kernel: Sequence[int], stride: Sequence[int], padding: Any, dilation: Any,
+    ceil_mode: bool, indices: Value,
+) -> Value:  # fmt: skip
+    size = _pair(kernel)
+    return t.emit(
+        "max_pool2d_grad", grad, indices, kernel=size, stride=_pair(stride) if stride else size,
+        padding=_pair(padding), dilation=_pair(dilation), ceil_mode=ceil_mode, input_shape=x.shape,
+    )  # fmt: skip
+
+
+@rule("_adaptive_avg_pool2d.default")
+def _adaptive_avg_pool2d(t: Translator, x: Value, size: Sequence[Any]) -> Value | None:
+    """Windows of one size, where they divide the image."""
+    sides = list(zip(x.shape[-2:], t.type.shape[-2:], strict=True))
+    if 0 in x.shape or not all(isinstance(n, int) and isinstance(m, int) and m and n % m == 0 for n, m in sides):
+        return None
+    window = (sides[0][0] // sides[0][1], sides[1][0] // sides[1][1])
+    return x if window == (1, 1) else t.emit("avg_pool2d", x, kernel=window, stride=window)
 
 
 @rule("avg_pool2d.default")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 from daceml_train.frontends.torch.translate import RULES, Translator, promote, rule
@@ -309,10 +310,43 @@ def _cosh(t: Translator, x: Value) -> Value:
     return (x.unary("exp") + (-x).unary("exp")) * 0.5
 
 
+def _logaddexp(t: Translator, a: Number, b: Number, *, base: float = 1.0) -> Value:
+    """`base` is the logarithm of the base."""
+    x, y = (v if base == 1 else v * base for v in (t.value(o, t.type.dtype) for o in (a, b)))
+    equal = t.emit("eq", x, y)  # infinite numbers have no difference
+    apart = equal.where(0.0, x - y)
+    made = t.emit("maximum", x, y) + (-apart.unary("abs")).unary("exp").unary("log1p")
+    return made if base == 1 else made * (1 / base)
+
+
+def _ignoring_nan(t: Translator, a: Number, b: Number, *, kind: str) -> Value:
+    """The larger or smaller number; where one is NaN, the other. On a tie PyTorch's derivative is the first one's."""
+    dtype = t.type.dtype
+    x, y = t.value(a, dtype), t.value(b, dtype)
+    first = t.emit(kind, x, y)
+    if dtype.is_float:
+        first = t.emit("logical_or", first, y.unary("isnan"))
+    return t.emit("where", first, x, y)
+
+
+RULES["aten.logaddexp.default"] = _logaddexp
+RULES["aten.logaddexp2.default"] = functools.partial(_logaddexp, base=math.log(2))
+RULES["aten.fmax.default"] = functools.partial(_ignoring_nan, kind="ge")
+RULES["aten.fmin.default"] = functools.partial(_ignoring_nan, kind="le")
+
+
 # ---- copies and casts: values only, so a copy is the value itself ------------------------------------------------
 
 
-@rule("clone.default", "alias.default", "lift_fresh_copy.default", "lift_fresh.default", "contiguous.default")
+@rule(
+    "clone.default",
+    "alias.default",
+    "alias_copy.default",
+    "detach_copy.default",
+    "lift_fresh_copy.default",
+    "lift_fresh.default",
+    "contiguous.default",
+)
 def _same(t: Translator, x: Value, **options: Any) -> Value:
     return x
 
