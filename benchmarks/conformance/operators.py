@@ -9,6 +9,7 @@ happens and not what was meant to.
 from __future__ import annotations
 
 import collections
+import contextlib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ import torch
 from torch import fx
 from torch.testing._internal.common_methods_invocations import op_db
 
-from benchmarks.conformance.captured import eager, flattened, graph_of
+from benchmarks.conformance.captured import Prepared, graph_of, prepared
 from benchmarks.conformance.samples import samples
 from daceml_train.frontends.torch import capture, fallback
 from daceml_train.frontends.torch.translate import RULES, Translator
@@ -114,11 +115,10 @@ def observe(recorder: Recorder) -> None:
             except Exception:
                 continue
             for sample in given:
-                call, tensors, flat = flattened(op, sample)
-                try:
-                    capture.capture(graph_of(op, flat, tensors, eager(call, tensors, None)[2]), tensors)
-                except Exception:
-                    continue  # the sweep says which and why
+                made = prepared(op, 0, sample, False)
+                if isinstance(made, Prepared):
+                    with contextlib.suppress(Exception):  # the sweep says which and why
+                        capture.capture(graph_of(op, [made]), made.tensors)
 
 
 def page(entries: dict[str, Entry]) -> str:
