@@ -217,7 +217,9 @@ def _wrong(found: Values, eager: Values, noisy: Values, exact: Values) -> str:
         if not value.numel():
             continue
         scale = max(float(exact[name].abs().max()), 3e-2 * typical, 1e-30)
-        errors = [float((t.double() - exact[name].double()).abs().max()) / scale for t in (value, eager[name], noisy[name])]
+        errors = [
+            float((t.double() - exact[name].double()).abs().max()) / scale for t in (value, eager[name], noisy[name])
+        ]
         if not errors[0] <= max(FACTOR * max(errors[1:]), FLOOR):
             rounding = errors[0] <= min(100 * max(errors[1:]), 1e-3)
             kind = IMPRECISE if rounding else ""

@@ -103,7 +103,9 @@ def _text(*families: tuple[str, ...]) -> Callable[[Draw], Layer | None]:
 
 
 def _residual(draw: Draw) -> Layer:
-    first = draw.pick(*UNARY, "h.softmax(-1)", "h.mean(-1, keepdim=True)", "h.sum(0, keepdim=True)", "h.cumsum(-1)", "h.flip(0)")
+    first = draw.pick(
+        *UNARY, "h.softmax(-1)", "h.mean(-1, keepdim=True)", "h.sum(0, keepdim=True)", "h.cumsum(-1)", "h.flip(0)"
+    )
     return Layer(f"h = h {draw.pick('+', '*', '-')} ({first})")
 
 
@@ -112,7 +114,13 @@ def _skip(draw: Draw) -> Layer | None:
     if name is None:
         return None
     same = draw.saved[name] == draw.shape
-    joins = (f"h + {name}", f"{name} * h", f"h - {name}", f"torch.where({name} > 0, h, {name})", f"h / ({name}.abs() + 1)")
+    joins = (
+        f"h + {name}",
+        f"{name} * h",
+        f"h - {name}",
+        f"torch.where({name} > 0, h, {name})",
+        f"h / ({name}.abs() + 1)",
+    )
     cat = f"torch.cat([h, {name}], {draw.dim()})"
     stack = f"torch.stack([{name}, h], {draw.dim()})" if same else cat
     return Layer(f"h = {draw.pick(*joins, cat, stack)}")
@@ -143,7 +151,14 @@ def _shared(draw: Draw) -> Layer | None:
 
 def _parameter(draw: Draw) -> Layer:
     shape = [s if draw.random.random() < 0.6 else 1 for s in draw.shape[draw.random.randrange(len(draw.shape)) :]]
-    use = draw.pick("h * self.p{n}", "h + self.p{n}", "self.p{n} - h", "h / (self.p{n}.exp() + 1)", "torch.where(h > self.p{n}, h, self.p{n})", "F.prelu(h, self.p{n}.flatten()[:1])")
+    use = draw.pick(
+        "h * self.p{n}",
+        "h + self.p{n}",
+        "self.p{n} - h",
+        "h / (self.p{n}.exp() + 1)",
+        "torch.where(h > self.p{n}, h, self.p{n})",
+        "F.prelu(h, self.p{n}.flatten()[:1])",
+    )
     return Layer(f"h = {use}", (f"self.p{{n}} = nn.Parameter(torch.randn({shape}) * 0.5)",))
 
 
@@ -169,7 +184,9 @@ def _norm(draw: Draw) -> Layer | None:
     options = [f"nn.LayerNorm({list(shape[-k:])}, elementwise_affine={affine})" for k in (1, 2) if k < len(shape)]
     options.append(f"nn.RMSNorm({shape[-1]})")
     if len(shape) in (2, 3):
-        options += [f"nn.BatchNorm1d({shape[1]}, affine={affine}, momentum={draw.pick('0.1', '0.3', 'None')}, track_running_stats={draw.pick('True', 'True', 'False')})"] * 2
+        options += [
+            f"nn.BatchNorm1d({shape[1]}, affine={affine}, momentum={draw.pick('0.1', '0.3', 'None')}, track_running_stats={draw.pick('True', 'True', 'False')})"
+        ] * 2
     if len(shape) == 4:
         options += [f"nn.BatchNorm2d({shape[1]}, affine={affine})"] * 3
     if len(shape) >= 2:
@@ -196,12 +213,28 @@ def _attention(draw: Draw) -> Layer | None:
         return None
     d = draw.shape[-1]
     heads = draw.random.choice([h for h in (1, 2, 4) if d % h == 0])
-    options = draw.pick("", ", is_causal=True", ", attn_mask=torch.ones(h.shape[1], h.shape[1]).tril().bool()", ", attn_mask=h.mean(-1).diag_embed().unsqueeze(1)", ", scale=0.7")
+    options = draw.pick(
+        "",
+        ", is_causal=True",
+        ", attn_mask=torch.ones(h.shape[1], h.shape[1]).tril().bool()",
+        ", attn_mask=h.mean(-1).diag_embed().unsqueeze(1)",
+        ", scale=0.7",
+    )
     if draw.random.random() < 0.3:
-        return Layer("h = self.m{n}(h, h, h, need_weights=False)[0]", (f"self.m{{n}} = nn.MultiheadAttention({d}, {heads}, batch_first=True)",))
+        return Layer(
+            "h = self.m{n}(h, h, h, need_weights=False)[0]",
+            (f"self.m{{n}} = nn.MultiheadAttention({d}, {heads}, batch_first=True)",),
+        )
     turn = f"t.unflatten(-1, ({heads}, -1)).transpose(1, 2)"
-    core = f"F.scaled_dot_product_attention(q, k, v{options})" if draw.random.random() < 0.6 else "((q @ k.mT) * 0.5).softmax(-1) @ v"
-    return Layer(f"q, k, v = [{turn} for t in self.q{{n}}(h).chunk(3, -1)]; h = {core}.transpose(1, 2).flatten(2)", (f"self.q{{n}} = nn.Linear({d}, {3 * d})",))
+    core = (
+        f"F.scaled_dot_product_attention(q, k, v{options})"
+        if draw.random.random() < 0.6
+        else "((q @ k.mT) * 0.5).softmax(-1) @ v"
+    )
+    return Layer(
+        f"q, k, v = [{turn} for t in self.q{{n}}(h).chunk(3, -1)]; h = {core}.transpose(1, 2).flatten(2)",
+        (f"self.q{{n}} = nn.Linear({d}, {3 * d})",),
+    )
 
 
 PROPOSALS: Sequence[tuple[int, Callable[[Draw], Layer | None]]] = (

@@ -52,7 +52,7 @@ def main() -> int:
     if not todo:
         parser.error("no entry is chosen")
     file = final.with_suffix(f".{part}-of-{parts}.jsonl")
-    if options.fresh or partial:
+    if options.fresh or (partial and not options.results):
         file.unlink(missing_ok=True)
     rows = _run(todo, file, console)
     shards = [final.with_suffix(f".{i}-of-{parts}.jsonl") for i in range(parts)]

@@ -7,10 +7,13 @@ of Dynamo's, up to the passes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
+import torch._decomp.decompositions_for_rng
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
@@ -25,32 +28,84 @@ from daceml_train.graph.sizes import bind
 from daceml_train.ops.fallback import Aten
 
 SEED = 7
+# PyTorch prepares, before and after each trace, for counting random numbers in a way that is not used here.
+torch._decomp.decompositions_for_rng.PhiloxStateTracker.reset = classmethod(lambda cls: None)  # type: ignore
+
+
+TOGETHER = 16
+"""Samples of an entry that are captured as one graph, since a trace costs more than what is in it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A sample that eager execution has run: what it takes and what is expected of it."""
+
+    number: int
+    sample: Any
+    tensors: list[Tensor]
+    flat: tuple[list[Any], Any]
+    views: list[bool]
+    leaves: int
+    expected: Results
+    cotangents: list[Tensor] | None
+
+
+def outcomes(op: Any, samples: Sequence[Any], gradients: bool) -> list[Outcome]:
+    """Compare the samples of one entry, in values and, where wanted, in gradients with random cotangents."""
+    found = [prepared(op, number, sample, gradients) for number, sample in enumerate(samples)]
+    made = {o.sample: o for o in found if isinstance(o, Outcome)}
+    runnable = [p for p in found if isinstance(p, Prepared)]
+    for start in range(0, len(runnable), TOGETHER):
+        made |= {o.sample: o for o in _compared(op, runnable[start : start + TOGETHER])}
+    return [made[str(number)] for number in range(len(samples))]
 
 
 def outcome(op: Any, number: int, sample: Any, gradients: bool) -> Outcome:
-    """Compare one sample's values and, where wanted, its gradients with random cotangents."""
+    """Compare one sample."""
+    made = prepared(op, number, sample, gradients)
+    return made if isinstance(made, Outcome) else _compared(op, [made])[0]
+
+
+def prepared(op: Any, number: int, sample: Any, gradients: bool) -> Prepared | Outcome:
+    """Run a sample eagerly, twice; an outcome where it cannot be compared."""
     call, tensors, flat = flattened(op, sample)
     try:
-        first = eager(call, tensors, None)
-        cotangents = seeds(first[1]) if gradients else None
+        first, through, views, leaves = eager(call, tensors, None)
+        cotangents = seeds(through) if gradients else None
         expected = eager(call, tensors, cotangents)[0]
     except Exception as error:
         return Outcome(str(number), "left out", f"eager execution raises {type(error).__name__}")
-    if difference(first[0], _without_gradients(expected), None):
+    if difference(first, _without_gradients(expected), None):
         return Outcome(str(number), "left out", "draws random numbers")
+    return Prepared(number, sample, tensors, flat, views, leaves, expected, cotangents)
+
+
+def _compared(op: Any, group: Sequence[Prepared]) -> list[Outcome]:
+    """Capture samples as one graph and compare each; one by one where together they cannot be."""
     try:
-        captured = capture(graph_of(op, flat, tensors, first[2]), tensors)
-        ours = interpreted(captured, tensors, expected, cotangents)
-    except Unsupported as error:
-        return Outcome(str(number), "as PyTorch", error.message)
+        captured = capture(graph_of(op, group), [t for p in group for t in p.tensors])
+        random = captured.random or any(isinstance(n.op, Aten) and n.op.random for n in captured.graph.nodes)
+        results = [] if random else interpreted(captured, group)
     except Exception as error:
-        return Outcome(str(number), "raised", f"{type(error).__name__}: {error}")
-    if ours is None:
-        return Outcome(str(number), "left out", "draws random numbers")
-    fallbacks = tuple(dict.fromkeys(name for name, _ in captured.fallbacks))
-    if said := difference(ours, expected, None):  # seldom: only then is eager's own error of interest
-        said = difference(ours, expected, _exact(op, sample, cotangents))
-    return Outcome(str(number), "wrong" if said else "ATen" if fallbacks else "native", said, fallbacks)
+        if len(group) == 1:
+            kind, said = ("as PyTorch", error.message) if isinstance(error, Unsupported) else ("raised", _text(error))
+            return [Outcome(str(group[0].number), kind, said)]
+        random, results = True, []
+    if len(group) > 1 and random:
+        return [o for p in group for o in _compared(op, [p])]
+    if random:
+        return [Outcome(str(group[0].number), "left out", "draws random numbers")]
+    return [_outcome(op, p, ours, calls) for p, (ours, calls) in zip(group, results, strict=True)]
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _outcome(op: Any, p: Prepared, ours: Results, calls: tuple[str, ...]) -> Outcome:
+    if said := difference(ours, p.expected, None):  # seldom: only then is eager's own error of interest
+        said = difference(ours, p.expected, _exact(op, p.sample, p.cotangents))
+    return Outcome(str(p.number), "wrong" if said else "ATen" if calls else "native", said, calls)
 
 
 def flattened(op: Any, sample: Any) -> tuple[Callable[..., Any], list[Tensor], tuple[list[Any], Any]]:
@@ -68,25 +123,36 @@ def flattened(op: Any, sample: Any) -> tuple[Callable[..., Any], list[Tensor], t
     return call, tensors, (arguments, (structure, sample.output_process_fn_grad))
 
 
-def graph_of(op: Any, flat: tuple[list[Any], Any], tensors: Sequence[Tensor], views: Sequence[bool]) -> fx.GraphModule:
-    """The sample as a graph; a result that is a view of an input is copied, so that the view is computed here."""
-    arguments, (structure, process) = list(flat[0]), flat[1]
+def graph_of(op: Any, group: Sequence[Prepared]) -> fx.GraphModule:
+    """Samples as one graph, a call for each."""
     graph = fx.Graph()
-    for i, argument in enumerate(arguments):
-        if isinstance(argument, Tensor):
-            arguments[i] = graph.placeholder(f"x{i}")
-            arguments[i].meta["requires_grad"] = argument.requires_grad
+    given = [[_placeholder(graph, f"x{i}_{k}", a) for k, a in enumerate(p.flat[0])] for i, p in enumerate(group)]
+    results = [_call(graph, op, p, arguments) for p, arguments in zip(group, given, strict=True)]
+    graph.output(tuple(results))
+    return fx.GraphModule({}, graph)
+
+
+def _placeholder(graph: fx.Graph, name: str, argument: Any) -> Any:
+    if not isinstance(argument, Tensor):
+        return argument
+    node = graph.placeholder(name)
+    node.meta["requires_grad"] = argument.requires_grad
+    return node
+
+
+def _call(graph: fx.Graph, op: Any, p: Prepared, arguments: list[Any]) -> fx.Node:
+    """One sample's call; a result that is a view of an input is copied, so that the view is computed in the graph."""
+    structure, process = p.flat[1]
     args, kwargs = pytree.tree_unflatten(arguments, structure)
     made = graph.call_function(_named(op), tuple(args), kwargs)
 
     def finished(result: Any) -> Any:
         leaves, spec = pytree.tree_flatten(process(result))
-        results = iter(views)
-        copied = [leaf.clone() if isinstance(leaf, Tensor) and next(results) else leaf for leaf in leaves]
+        views = iter(p.views)
+        copied = [leaf.clone() if isinstance(leaf, Tensor) and next(views) else leaf for leaf in leaves]
         return pytree.tree_unflatten(copied, spec)
 
-    graph.output((graph.call_function(finished, (made,)),))
-    return fx.GraphModule({}, graph)
+    return graph.call_function(finished, (made,))
 
 
 def _named(op: Any) -> Callable[..., Any]:
@@ -105,10 +171,11 @@ def _named(op: Any) -> Callable[..., Any]:
 # ---- eager execution ------------------------------------------------------------------------------------------------
 def eager(
     call: Callable[..., Any], tensors: Sequence[Tensor], cotangents: Sequence[Tensor] | None
-) -> tuple[Results, list[Tensor], list[bool]]:
-    """Results on copies of the tensors; also the results that carry a gradient, and which results view an input."""
+) -> tuple[Results, list[Tensor], list[bool], int]:
+    """Results on copies of the tensors, those that carry a gradient, which view an input, and how many leaves."""
     inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
-    values = [v for v in pytree.tree_leaves(call(*inputs)) if isinstance(v, Tensor)]
+    made = pytree.tree_leaves(call(*inputs))
+    values = [v for v in made if isinstance(v, Tensor)]
     through = [v for v in values if v.requires_grad]
     wanted = [t for t in inputs if t.requires_grad]
     gradients: list[Tensor | None] = []
@@ -119,7 +186,7 @@ def eager(
     views = [_storage(v) in owners for v in values]
     written = [t.detach() for t in inputs if not t.requires_grad]
     results = Results([v.detach() for v in values], gradients, written, [v.requires_grad for v in values])
-    return results, through, views
+    return results, through, views, len(made)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -146,43 +213,60 @@ def _exact(op: Any, sample: Any, cotangents: Sequence[Tensor] | None) -> Results
 
 
 # ---- the captured graph ---------------------------------------------------------------------------------------------
-def interpreted(
-    captured: Captured, tensors: Sequence[Tensor], expected: Results, cotangents: Sequence[Tensor] | None
-) -> Results | None:
-    """What the captured graph and its derivative compute; None where it draws random numbers."""
-    if captured.random or any(isinstance(n.op, Aten) and n.op.random for n in captured.graph.nodes):
-        return None
+def interpreted(captured: Captured, group: Sequence[Prepared]) -> list[tuple[Results, tuple[str, ...]]]:
+    """What the captured graph and its derivative compute for each sample, and what each calls in PyTorch."""
     graph = captured.graph.copy()
+    tensors = [t for p in group for t in p.tensors]
     arrays = {
         s.name: _array(s.value if s.kind == "attribute" else tensors[s.position]) for s in captured.inputs if s.name
     }
     names = {s.position: s.name for s in captured.inputs if s.kind == "tensor"}
-    leaves = [names.get(i, "") for i, t in enumerate(tensors) if t.requires_grad]
-    found: dict[str, Any] = {}
-    if cotangents and expected.gradients:
-        carrying = [o for o, detached in zip(captured.outputs, captured.detached, strict=True) if not detached]
-        of: dict[str, Any] = {}
-        for source, seed in zip(carrying, cotangents, strict=True):
+    outputs = iter(zip(captured.outputs, captured.detached, strict=True))
+    sources = [list(islice(outputs, p.leaves)) for p in group]
+    of: dict[str, Any] = {}
+    for p, found in zip(group, sources, strict=True):
+        if not p.expected.gradients:
+            continue
+        for source, seed in zip((o for o, detached in found if not detached), p.cotangents or (), strict=True):
             name = captured.graph.outputs[source.index]
             given = graph.input(graph.fresh("cotangent"), graph.tensors[name])
             arrays[given.name] = _array(seed)
             of[name] = of[name] + given if name in of else given
-        found = differentiate(graph, of, [name for name in leaves if name])
-    made = {name: value.name for name, value in found.items() if value is not None}
+    wanted = [names[i] for i, t in enumerate(tensors) if t.requires_grad and i in names]
+    gradients = differentiate(graph, of, wanted) if of else {}
+    made = {name: value.name for name, value in gradients.items() if value is not None}
     graph.outputs += list(made.values())
     results = interpret(graph, arrays)
-    outputs = [_output(o, results.outputs, results.sizes) for o in captured.outputs]
-    values = [
-        _like(v, e) for v, e in zip([v for v in outputs if isinstance(v, np.ndarray)], expected.values, strict=True)
-    ]
-    wanted = [t for t in tensors if t.requires_grad]
-    gradients = [
-        _like(results.values[made[name]], t) if name in made else None for name, t in zip(leaves, wanted, strict=True)
-    ]
-    inputs = [(i, t) for i, t in enumerate(tensors) if not t.requires_grad]
-    written = [_like(results.writes[names[i]], t) if names.get(i) in results.writes else t.detach() for i, t in inputs]
-    flags = [not d for d, v in zip(captured.detached, outputs, strict=True) if isinstance(v, np.ndarray)]
-    return Results(values, gradients if expected.gradients else [], written, flags)
+    arrived: list[tuple[Results, tuple[str, ...]]] = []
+    first = 0
+    for p, found in zip(group, sources, strict=True):
+        own = [(names.get(first + i, ""), t) for i, t in enumerate(p.tensors)]
+        first += len(p.tensors)
+        values = [(_output(o, results.outputs, results.sizes), detached) for o, detached in found]
+        arrays_made = [(v, detached) for v, detached in values if isinstance(v, np.ndarray)]
+        ours = Results(
+            [_like(v, e) for (v, _), e in zip(arrays_made, p.expected.values, strict=True)],
+            [_like(results.values[made[n]], t) if n in made else None for n, t in own if t.requires_grad]
+            if p.expected.gradients
+            else [],
+            [_like(results.writes[n], t) if n in results.writes else t.detach() for n, t in own if not t.requires_grad],
+            [not detached for _, detached in arrays_made],
+        )
+        reached = {captured.graph.outputs[o.index] for o, _ in found if o.kind == "graph"}
+        arrived.append((ours, _calls(captured, reached)))
+    return arrived
+
+
+def _calls(captured: Captured, reached: set[str]) -> tuple[str, ...]:
+    """The operators without a rule on which these arrays of the captured graph depend."""
+    without = {name for name, _ in captured.fallbacks}
+    found: dict[str, None] = {}
+    for node in reversed(captured.graph.nodes if without else ()):
+        if not reached.isdisjoint(node.outputs):
+            reached.update(node.inputs)
+            if isinstance(node.op, Aten):
+                found[node.op.target] = None
+    return tuple(found)
 
 
 def _array(tensor: Tensor) -> np.ndarray[Any, Any]:

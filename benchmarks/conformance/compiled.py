@@ -12,7 +12,7 @@ import torch._dynamo
 from torch import Tensor, nn
 
 import daceml_train as dt
-from benchmarks.conformance.captured import eager, seeds
+from benchmarks.conformance.captured import eager, prepared, seeds
 from benchmarks.conformance.compare import Results, difference
 from benchmarks.conformance.outcome import Outcome
 from benchmarks.conformance.samples import doubled
@@ -20,20 +20,38 @@ from daceml_train.driver.module import state_of
 
 
 def outcomes(op: Any, samples: Iterator[Any], count: int, cache: str, gradients: bool = True) -> Iterator[Outcome]:
-    """The outcomes of the first samples of one entry; of the first also as `h + op(h)`, where shapes allow."""
-    for number, sample in enumerate(islice(samples, count)):
-        for residual in (False, True) if number == 0 and fits(op, sample) else (False,):
-            name = f"{number}{'+' * residual}"
-            try:
-                yield outcome(op, name, sample, residual, cache, gradients)
-            except Exception as error:
-                yield Outcome(name, "raised", f"while comparing, {type(error).__name__}: {error}")
-            finally:
-                torch._dynamo.reset()
+    """The first samples of one entry, the first also as `h + op(h)` where shapes allow: as one module, or apart.
+
+    One module of all saves most of the time; where it is not right in all, each is a module of its own.
+    """
+    forms = [(str(number), sample, False) for number, sample in enumerate(islice(samples, count))]
+    if forms and fits(op, forms[0][1]):
+        forms.insert(1, ("0+", forms[0][1], True))
+    comparable = [form for form in forms if _comparable(op, form[1], gradients)]
+    together = _tried(op, comparable, cache, gradients) if len(comparable) > 1 else []
+    if together and all(o.kind in ("native", "ATen") for o in together):
+        yield from (Outcome(name, together[0].kind, "", together[0].fallbacks) for name, _, _ in comparable)
+        comparable, forms = [], [form for form in forms if form not in comparable]
+    for form in forms:
+        yield from _tried(op, [form], cache, gradients)
 
 
-def as_module(function: Callable[..., Any], sample: Any, residual: bool) -> tuple[type[nn.Module], list[Tensor]]:
-    """A module class whose forward takes the sample's tensors and calls `function` as written out in the sample."""
+def _comparable(op: Any, sample: Any, gradients: bool) -> bool:
+    made = prepared(op, 0, sample, gradients)
+    return not isinstance(made, Outcome)
+
+
+def _tried(op: Any, forms: Sequence[tuple[str, Any, bool]], cache: str, gradients: bool) -> list[Outcome]:
+    try:
+        return [outcome(op, forms, cache, gradients)]
+    except Exception as error:
+        return [Outcome(forms[0][0], "raised", f"while comparing, {type(error).__name__}: {error}")]
+    finally:
+        torch._dynamo.reset()
+
+
+def as_module(function: Callable[..., Any], forms: Sequence[tuple[Any, bool]]) -> tuple[type[nn.Module], list[Tensor]]:
+    """A module class whose forward takes the tensors of samples and calls `function` as written out in each."""
     tensors: list[Tensor] = []
     names: dict[str, Any] = {"function": function}
 
@@ -48,35 +66,39 @@ def as_module(function: Callable[..., Any], sample: Any, residual: bool) -> tupl
         names[f"c{len(names)}"] = value
         return f"c{len(names) - 1}"
 
-    given = [text(a) for a in (sample.input, *sample.args)] + [f"{k}={text(v)}" for k, v in sample.kwargs.items()]
-    call = f"function({', '.join(given)})"
+    calls: list[str] = []
+    for sample, residual in forms:
+        first = f"x{len(tensors)} + " if residual else ""
+        given = [text(a) for a in (sample.input, *sample.args)] + [f"{k}={text(v)}" for k, v in sample.kwargs.items()]
+        calls.append(f"{first}function({', '.join(given)})")
     taken = "".join(f", x{i}" for i in range(len(tensors)))
-    exec(f"def forward(self{taken}):\n    return {'x0 + ' if residual else ''}{call}\n", names)
+    exec(f"def forward(self{taken}):\n    return ({', '.join(calls)},)\n", names)
     return type("Sample", (nn.Module,), {"forward": names["forward"]}), tensors
 
 
-def outcome(op: Any, name: str, sample: Any, residual: bool, cache: str, gradients: bool) -> Outcome:
-    """Compare one sample in one form."""
-    made, tensors = as_module(op.op, sample, residual)
-    process = sample.output_process_fn_grad
+def outcome(op: Any, forms: Sequence[tuple[str, Any, bool]], cache: str, gradients: bool) -> Outcome:
+    """Compare samples as one module; the outcome is that of all."""
+    name = forms[0][0]
+    made, tensors = as_module(op.op, [form[1:] for form in forms])
+    processes = [sample.output_process_fn_grad for _, sample, _ in forms]
     try:
-        plain, through, _ = eager(_then(made(), process), tensors, None)
+        plain, through, _, _ = eager(_then(made(), processes), tensors, None)
         cotangents = seeds(through) if gradients else None
-        expected = eager(_then(made(), process), tensors, cotangents)[0]
+        expected = eager(_then(made(), processes), tensors, cotangents)[0]
     except Exception as error:
         return Outcome(name, "left out", f"eager execution raises {type(error).__name__}")
     if difference(plain, dataclasses.replace(expected, gradients=[]), None):
         return Outcome(name, "left out", "draws random numbers")
     compiled = dt.optimize(made(), cache=cache, jobs=1)
     try:
-        ours = eager(_then(compiled, process), tensors, cotangents)[0]
+        ours = eager(_then(compiled, processes), tensors, cotangents)[0]
     except Exception as error:
         return Outcome(name, "raised", f"{type(error).__name__}: {error}")
     state = state_of(compiled)
     assert state is not None
     fallbacks = tuple(dict.fromkeys(name for record in state.backend.records for name, _ in record.fallbacks))
     if said := difference(ours, expected, None):
-        said = difference(ours, expected, _exact(op, sample, residual, cotangents))
+        said = difference(ours, expected, _exact(op, forms, cotangents))
     if said:
         return Outcome(name, "wrong", said, fallbacks)
     breaks = state.backend.breaks
@@ -88,16 +110,18 @@ def outcome(op: Any, name: str, sample: Any, residual: bool, cache: str, gradien
     return Outcome(name, "ATen" if fallbacks else "native", "", fallbacks)
 
 
-def _then(module: nn.Module, process: Callable[[Any], Any]) -> Callable[..., Any]:
-    return lambda *tensors: process(module(*tensors))
+def _then(module: nn.Module, processes: Sequence[Callable[[Any], Any]]) -> Callable[..., Any]:
+    return lambda *tensors: [process(y) for process, y in zip(processes, module(*tensors), strict=True)]
 
 
-def _exact(op: Any, sample: Any, residual: bool, cotangents: Sequence[Tensor] | None) -> Results | None:
-    wide = sample.transform(doubled)
+def _exact(
+    op: Any, forms: Sequence[tuple[str, Any, bool]], cotangents: Sequence[Tensor] | None
+) -> Results | None:  # fmt: skip
+    wide = [(sample.transform(doubled), residual) for _, sample, residual in forms]
     try:
-        made, tensors = as_module(op.op, wide, residual)
+        made, tensors = as_module(op.op, wide)
         given = None if cotangents is None else [doubled(c) for c in cotangents]
-        return eager(_then(made(), wide.output_process_fn_grad), tensors, given)[0]
+        return eager(_then(made(), [s.output_process_fn_grad for s, _ in wide]), tensors, given)[0]
     except Exception:
         return None
 

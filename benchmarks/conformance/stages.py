@@ -47,8 +47,7 @@ class Stage:
         elif self.compiled or op.name in THROUGH_OPTIMIZE:
             yield from compiled.outcomes(op, iter(given), len(given), cache, self.gradients)
         else:
-            for number, sample in enumerate(given):
-                yield captured.outcome(op, number, sample, self.gradients)
+            yield from captured.outcomes(op, given, self.gradients)
 
 
 STAGES: tuple[Stage, ...] = (

@@ -121,6 +121,25 @@ def _attention_grad(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor
     return Call(target, arguments, returns=(0, 1, 2))
 
 
+def _index(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
+    return Call("aten::index", (Operand(0), _chosen(op, operands[0], 1)), overload="Tensor")
+
+
+def _index_put(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
+    return Call("aten::index_put", (Operand(0), _chosen(op, operands[0], 2), Operand(1), op.accumulate))
+
+
+def _chosen(op: Any, x: Tensor, first: int) -> tuple[Operand | None, ...]:
+    """The index arrays, operands from `first` on, at the dimensions that they index."""
+    numbers = {d: Operand(first + i) for i, d in enumerate(op.dims)}
+    return tuple(numbers.get(d) for d in range(max(op.dims) + 1))
+
+
+def _scatter(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
+    arguments = (Operand(0), op.dim, Operand(1), Operand(2))
+    return Call("aten::scatter_add", arguments) if op.accumulate else Call("aten::scatter", arguments, overload="src")
+
+
 def _fallback(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
     namespace, name, overload = op.target.split(".")
     arguments = Keywords(op.arguments, op.keywords).positional(op.target)
@@ -187,6 +206,23 @@ CALLS: dict[str, Rule] = {
     "pad": _pad,
     "concat": lambda op, i, o: Call("aten::cat", (tuple(Operand(k) for k in range(len(i))), op.dim)),
     "flip": lambda op, i, o: Call("aten::flip", (Operand(0), op.dims)),
+    "index": _index,
+    "index_put": _index_put,
+    "gather": lambda op, i, o: Call("aten::gather", (Operand(0), op.dim, Operand(1), False)),
+    "scatter": _scatter,
+    "masked_put": lambda op, i, o: Call("aten::index_put", (Operand(0), (Operand(1),), Operand(2), False)),
+    "masked_take": lambda op, i, o: Call("aten::index", (Operand(0), (Operand(1),)), overload="Tensor"),
+    "cumsum": lambda op, i, o: Call("aten::cumsum", (Operand(0), op.dim, None)),
+    "sort": lambda op, i, o: Call(
+        "aten::sort", (Operand(0), True, op.dim, op.descending), overload="stable", returns=(0, 1)
+    ),
+    "topk": lambda op, i, o: Call("aten::topk", (Operand(0), op.count, op.dim, op.largest, op.ordered), returns=(0, 1)),
+    "im2col": lambda op, i, o: Call("aten::im2col", (Operand(0), *op.geometry)),
+    "col2im": lambda op, i, o: Call("aten::col2im", (Operand(0), op.size, *op.geometry)),
+    "resample": lambda op, i, o: Call(f"aten::{op.call}", (Operand(0), op.target, *op.options)),
+    "resample_grad": lambda op, i, o: Call(
+        f"aten::{op.call}_backward", (Operand(0), op.target, o[0].shape, *op.options)
+    ),
     "aten": _fallback,
 }
 """Operator label -> its library call."""

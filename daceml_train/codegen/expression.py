@@ -16,7 +16,7 @@ from daceml_train.tensor import DType
 
 HALVES = (DType.bfloat16, DType.float16)
 _CALLED = {"floor_divide", "logical_and", "logical_or", "logical_not", "isnan", "isinf", "sign", "abs", "max",
-           "min", "fmod"}  # fmt: skip
+           "min", "fmod", "bit_and", "bit_or", "bit_xor", "bit_not", "shift_left", "shift_right"}  # fmt: skip
 """Functions that take integers as they are; the others compute in floating point."""
 _OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 _COMPARISONS = {ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="}

@@ -313,16 +313,16 @@ def _outputs(
     gm: fx.GraphModule, t: Translator, made: Sequence[Any], bases: Sequence[fx.Node], grad_enabled: bool
 ) -> tuple[tuple[OutputSource, ...], tuple[bool, ...]]:
     examples = [_example(n) for n in _placeholders(gm)]
-    storages = {e.untyped_storage()._cdata: i for i, e in enumerate(examples) if isinstance(e, Tensor)}
+    storages = {_storage(e): i for i, e in enumerate(examples) if isinstance(e, Tensor)}
     results = pytree.tree_leaves(_results(gm))
     shared = {
-        _example(n).untyped_storage()._cdata: (_example(n), v) for n, v in zip(bases, made[len(results) :], strict=True)
+        _storage(_example(n)): (_example(n), v) for n, v in zip(bases, made[len(results) :], strict=True)
     }
     outputs: list[OutputSource] = []
     detached: list[bool] = []
     for example, value in zip(results, made, strict=False):
         detached.append(not (grad_enabled and isinstance(example, Tensor) and example.requires_grad))
-        storage = example.untyped_storage()._cdata if isinstance(example, Tensor) else None
+        storage = _storage(example) if isinstance(example, Tensor) else None
         if storage in storages and (example.dtype is examples[storages[storage]].dtype or detached[-1]):
             owner = storages[storage]
             outputs.append(OutputSource("input", owner, _view(example, examples[owner])))
@@ -352,18 +352,23 @@ def _shared_bases(gm: fx.GraphModule) -> list[fx.Node]:
     several: set[int] = set()
     for example in pytree.tree_leaves(_results(gm)):
         if isinstance(example, Tensor):
-            storage = example.untyped_storage()._cdata
+            storage = _storage(example)
             if seen.setdefault(storage, example) is not example:
                 several.add(storage)
-    several -= {e.untyped_storage()._cdata for n in _placeholders(gm) if isinstance(e := _example(n), Tensor)}
+    several -= {_storage(e) for n in _placeholders(gm) if isinstance(e := _example(n), Tensor)}
     owners: list[fx.Node] = []
     for node in gm.graph.nodes if several else ():
         example = _example(node)
-        if isinstance(example, Tensor) and example.untyped_storage()._cdata in several and node.op != "output":
-            several.discard(example.untyped_storage()._cdata)
+        if isinstance(example, Tensor) and _storage(example) in several and node.op != "output":
+            several.discard(_storage(example))
             if example._base is None and types.order_of(example) is not None and not example.is_complex():
                 owners.append(node)
     return owners
+
+
+def _storage(example: Tensor) -> int:
+    """What identifies the memory of a tensor; one that has no single memory, such as a sparse one, shares none."""
+    return int(example.untyped_storage()._cdata) if example.layout is torch.strided else -id(example)
 
 
 def _view(example: Tensor, owner: Tensor) -> View | None:

@@ -66,7 +66,7 @@ def _signature(kind: type[Operator]) -> str:
 
 def _default(value: Any) -> str:
     if isinstance(value, str):
-        return f"\"{value}\""
+        return f'"{value}"'
     return str(list(value)) if isinstance(value, tuple) else str(value)
 
 

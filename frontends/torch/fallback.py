@@ -127,12 +127,27 @@ def _captured(argument: Any, operands: list[Value]) -> Any:
 # ---- derivatives -------------------------------------------------------------------------------------------------
 
 
+_traced: dict[tuple[object, ...], Body | None] = {}
+"""Derivatives of calls without symbolic sizes: equal layers of a model have equal ones, and a trace takes long."""
+
+
 def _derivative(t: Translator, node: fx.Node, op: Aten, operands: Sequence[Value]) -> Body | None:
     """PyTorch's derivative of this one call as a body; None where PyTorch has none."""
+    key = (  # by its text, since 1, 1.0 and True are equal
+        repr(op), tuple(v.tensor for v in operands), tuple(t.active(v) for v in operands), torch.get_default_dtype(),
+    )  # fmt: skip
+    symbolic = any(tensor.symbols for tensor in (*op.types, *(v.tensor for v in operands)))
+    if not symbolic and key in _traced:
+        return _traced[key]
     try:
-        return _traced_derivative(t, node, op, operands)
+        found = _traced_derivative(t, node, op, operands)
     except (DacemlError, RuntimeError, NotImplementedError, AssertionError):
-        return None  # the reverse pass raises, naming the operator, if a gradient has to flow through it
+        found = None  # the reverse pass raises, naming the operator, if a gradient has to flow through it
+    if not symbolic:
+        if len(_traced) >= 1024:
+            _traced.clear()
+        _traced[key] = found
+    return found
 
 
 def _traced_derivative(t: Translator, node: fx.Node, op: Aten, operands: Sequence[Value]) -> Body | None:

@@ -240,16 +240,90 @@ def _as_strided(
     return t.emit("embedding", flat.view((*flat.shape, 1)), places.expand(t.type.shape)).view(t.type.shape)
 
 
-@rule("index_put.default", "_unsafe_index_put.default")
-def _index_put(
-    t: Translator, x: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False
-) -> Value | None:
-    """Only `x[mask] = number`: a choice by the mask."""
-    mask = indices[0] if len(indices) == 1 else None
-    if mask is None or mask.dtype is not DType.bool or accumulate or values.shape not in ((), (1,)):
+@rule("roll.default")
+def _roll(t: Translator, x: Value, shifts: Any, dims: Any = ()) -> Value:
+    shifts, dims = ([v] if isinstance(v, int) else list(v) for v in (shifts, dims))
+    y = x if dims else x.view((x.tensor.size,))
+    for shift, dim in zip(shifts, dims or [0], strict=True):
+        y = _rolled(t, y, shift, _axis(dim, len(y.shape))) if y.shape else y
+    return y.view(x.shape)
+
+
+def _rolled(t: Translator, x: Value, shift: Dim, dim: int) -> Value:
+    size = x.shape[dim]
+    if same(size, 0):
+        return x
+    first = simplify(size - shift % size) if isinstance(size, int) else simplify(size - shift if shift > 0 else -shift)
+    if same(first, size) or same(first, 0):
+        return x
+    return t.emit("concat", x.slice(dim, first, size), x.slice(dim, 0, first), dim=dim)
+
+
+def _bordered(t: Translator, x: Value, amounts: Sequence[int], *, kind: str) -> Value | None:
+    """Padding by what the tensor holds at its border, one dimension after the other."""
+    if 0 in x.shape:
         return None
-    whole = mask.view((*mask.shape, *(1,) * (len(x.shape) - len(mask.shape))))
-    return whole.where(values.cast(x.dtype).view(()), x)
+    rank = len(x.shape)
+    for i in range(len(amounts) // 2):
+        dim, size = rank - 1 - i, x.shape[rank - 1 - i]
+        low, high = amounts[2 * i], amounts[2 * i + 1]
+        if not all(isinstance(n, int) for n in (low, high)):
+            return None
+        inner = x.slice(dim, max(-low, 0), simplify(size - max(-high, 0))) if min(low, high) < 0 else x
+        before, after = _borders(t, x, dim, max(low, 0), max(high, 0), kind)
+        parts = [part for part in (before, inner, after) if part is not None]
+        x = parts[0] if len(parts) == 1 else t.emit("concat", *parts, dim=dim)
+    return x
+
+
+def _borders(t: Translator, x: Value, dim: int, low: int, high: int, kind: str) -> tuple[Value | None, Value | None]:
+    size = x.shape[dim]
+
+    def repeated(start: Dim, count: int) -> Value:
+        shape = tuple(count if d == dim else n for d, n in enumerate(x.shape))
+        return x.slice(dim, start, simplify(start + 1)).expand(shape)
+
+    def mirrored(start: Dim, count: int) -> Value:
+        return t.emit("flip", x.slice(dim, start, simplify(start + count)), dims=(dim,))
+
+    if kind == "replicate":
+        return repeated(0, low) if low else None, repeated(simplify(size - 1), high) if high else None
+    return mirrored(1, low) if low else None, mirrored(simplify(size - 1 - high), high) if high else None
+
+
+for _dims in (1, 2, 3):
+    RULES[f"aten.reflection_pad{_dims}d.default"] = functools.partial(_bordered, kind="reflect")
+    RULES[f"aten.replication_pad{_dims}d.default"] = functools.partial(_bordered, kind="replicate")
+
+
+@rule("diagonal.default")
+def _diagonal(t: Translator, x: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value | None:
+    rank = len(x.shape)
+    dim1, dim2 = _axis(dim1, rank), _axis(dim2, rank)
+    x = x.permute([*(d for d in range(rank) if d not in (dim1, dim2)), dim1, dim2])
+    *outer, rows, columns = x.shape
+    count = t.type.shape[-1]
+    if not all(isinstance(n, int) for n in (rows, columns, count)):
+        return None
+    if count == 0 or 0 in x.shape:
+        return t.full(0, t.type.shape, x.dtype)
+    start = offset if offset >= 0 else -offset * columns
+    flat = x.view((*outer, rows * columns))
+    return flat.slice(len(outer), start, start + (count - 1) * (columns + 1) + 1, columns + 1)
+
+
+@rule("unfold.default")
+def _unfold(t: Translator, x: Value, dim: int, size: int, step: int) -> Value:
+    if not x.shape:
+        return x.view((1,)).slice(0, 0, size)
+    dim, shape = _axis(dim, len(x.shape)), t.type.shape
+    count = shape[dim]
+    windows = [x.slice(dim, i, simplify(i + (count - 1) * step + 1), step) for i in range(size)]
+    if not windows or 0 in shape:
+        return t.full(0, shape, x.dtype)
+    lying = (*shape[:-1], 1)
+    parts = [w.view(lying) for w in windows]
+    return parts[0] if len(parts) == 1 else t.emit("concat", *parts, dim=len(shape) - 1)
 
 
 # ---- made from nothing -------------------------------------------------------------------------------------------
@@ -350,3 +424,13 @@ def _randint(t: Translator, *arguments: Any, **options: Any) -> Value | None:
     numbers = [a for a in arguments[1 if "like" in name else 0 :] if isinstance(a, int)]
     low, high = (numbers[0], numbers[1]) if "low" in name else (0, numbers[0])
     return (t.uniform(t.type.shape, DType.float64) * (high - low) + low).unary("floor").cast(t.type.dtype)
+
+
+_VIEWS = """
+diagonal.default expand.default permute.default select.int slice.Tensor split.Tensor
+split_with_sizes.default squeeze.default squeeze.dim squeeze.dims t.default transpose.int unbind.int unfold.default
+unsqueeze.default view.default
+"""
+for _name in _VIEWS.split():
+    _packet, _overload = _name.split(".")
+    RULES[f"aten.{_packet}_copy.{_overload}"] = RULES[f"aten.{_name}"]

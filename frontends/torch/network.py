@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from daceml_train.errors import Unsupported
-from daceml_train.frontends.torch.translate import Translator, rule
+from daceml_train.frontends.torch.translate import RULES, Translator, rule
 from daceml_train.ops.normalization import running_statistics
 from daceml_train.ops.operator import Value
+from daceml_train.ops.resample import MODES
 from daceml_train.tensor import DType, product, simplify
 
 REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
@@ -119,14 +121,15 @@ def _safe_softmax(t: Translator, x: Value, dim: int, dtype: Any = None) -> Value
     """Zeros, and zero gradients, along rows of which every element is -inf."""
     x = x.cast(t.type.dtype)
     if not x.shape or 0 in x.shape:
-        return None
+        return x if x.shape else None
     alive = x.compare("ne", -math.inf).reduce("max", (dim % len(x.shape),), keepdim=True)
-    y = _along(t, alive.where(x, 0.0), dim, "softmax")
-    return None if y is None else alive.where(y, 0.0)
+    return alive.where(_along(t, alive.where(x, 0.0), dim, "softmax"), 0.0)
 
 
-def _along(t: Translator, x: Value, dim: int, name: str) -> Value | None:
-    return t.emit(name, x, dim=dim % len(x.shape)) if x.shape and 0 not in x.shape else None
+def _along(t: Translator, x: Value, dim: int, name: str) -> Value:
+    if 0 in x.shape:
+        return x
+    return t.emit(name, x, dim=dim % len(x.shape)) if x.shape else t.emit(name, x.view((1,)), dim=0).view(())
 
 
 @rule("embedding.default")
@@ -180,6 +183,28 @@ def _max_pool2d(
     )  # fmt: skip
 
 
+@rule("max_pool2d_with_indices_backward.default")
+def _max_pool2d_backward(
+    t: Translator, grad: Value, x: Value, kernel: Sequence[int], stride: Sequence[int], padding: Any, dilation: Any,
+    ceil_mode: bool, indices: Value,
+) -> Value:  # fmt: skip
+    size = _pair(kernel)
+    return t.emit(
+        "max_pool2d_grad", grad, indices, kernel=size, stride=_pair(stride) if stride else size,
+        padding=_pair(padding), dilation=_pair(dilation), ceil_mode=ceil_mode, input_shape=x.shape,
+    )  # fmt: skip
+
+
+@rule("_adaptive_avg_pool2d.default")
+def _adaptive_avg_pool2d(t: Translator, x: Value, size: Sequence[Any]) -> Value | None:
+    """Windows of one size, where they divide the image."""
+    sides = list(zip(x.shape[-2:], t.type.shape[-2:], strict=True))
+    if 0 in x.shape or not all(isinstance(n, int) and isinstance(m, int) and m and n % m == 0 for n, m in sides):
+        return None
+    window = (sides[0][0] // sides[0][1], sides[1][0] // sides[1][1])
+    return x if window == (1, 1) else t.emit("avg_pool2d", x, kernel=window, stride=window)
+
+
 @rule("avg_pool2d.default")
 def _avg_pool2d(
     t: Translator, x: Value, kernel: Sequence[int], stride: Sequence[int] = (), padding: Any = 0,
@@ -217,3 +242,50 @@ def _nll_loss(
 def _mse_loss(t: Translator, x: Value, target: Value, reduction: int = 1) -> Value:
     dtype = t.type.dtype
     return t.emit("mse_loss", x.cast(dtype), target.cast(dtype), reduction=REDUCTIONS[reduction])
+
+
+# ---- windows and grids -------------------------------------------------------------------------------------------
+
+
+@rule("im2col.default")
+def _im2col(
+    t: Translator, x: Value, kernel: Sequence[int], dilation: Any = 1, padding: Any = 0, stride: Any = 1
+) -> Value | None:
+    if 0 in x.shape:
+        return None
+    return t.emit("im2col", x, **_windows(kernel, dilation, padding, stride))
+
+
+@rule("col2im.default")
+def _col2im(
+    t: Translator, x: Value, size: Sequence[Any], kernel: Sequence[int], dilation: Any = 1, padding: Any = 0,
+    stride: Any = 1,
+) -> Value | None:  # fmt: skip
+    if 0 in x.shape or not isinstance(x.shape[-2], int):
+        return None
+    return t.emit("col2im", x, size=tuple(size), **_windows(kernel, dilation, padding, stride))
+
+
+def _windows(kernel: Any, dilation: Any, padding: Any, stride: Any) -> dict[str, tuple[int, int]]:
+    given = {"kernel": kernel, "dilation": dilation, "padding": padding, "stride": stride}
+    return {name: _pair(value) for name, value in given.items()}
+
+
+def _resample(t: Translator, x: Value, size: Sequence[Any], *options: Any, mode: str, corners: bool) -> Value | None:
+    flag, scales = (options[0] if options else False, options[1:]) if corners else (False, options)
+    spatial = len(x.shape) - 2
+    given = (*scales, *[None] * (spatial - len(scales)))
+    if any(not isinstance(s, float | int | None) for s in given) or 0 in x.shape:
+        return None
+    return t.emit(
+        "resample", x, mode=mode, source=tuple(x.shape[2:]), target=tuple(t.type.shape[2:]),
+        scales=given, corners=bool(flag),
+    )  # fmt: skip
+
+
+for _mode, _calls in MODES.items():
+    for _call in _calls:
+        if _call is not None:
+            RULES[f"aten.{_call}.default"] = functools.partial(
+                _resample, mode=_mode, corners=not _mode.startswith("nearest")
+            )

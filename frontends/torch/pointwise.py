@@ -25,7 +25,9 @@ def _unary(t: Translator, x: Value, *, kind: str) -> Value:
 for _name, _kind in {
     "neg": "neg", "abs": "abs", "sqrt": "sqrt", "rsqrt": "rsqrt", "exp": "exp", "expm1": "expm1", "log": "log",
     "log1p": "log1p", "sin": "sin", "cos": "cos", "tan": "tan", "atan": "atan", "tanh": "tanh", "sigmoid": "sigmoid",
-    "erf": "erf", "relu": "relu", "silu": "silu", "reciprocal": "reciprocal", "square": "square",
+    "asin": "asin", "acos": "acos", "asinh": "asinh", "acosh": "acosh", "atanh": "atanh", "exp2": "exp2",
+    "log2": "log2", "log10": "log10", "erf": "erf", "relu": "relu", "silu": "silu",
+    "reciprocal": "reciprocal", "square": "square",
 }.items():  # fmt: skip
     RULES[f"aten.{_name}.default"] = functools.partial(_unary, kind=_kind)
 
@@ -50,8 +52,21 @@ def _binary(t: Translator, a: Number, b: Number, *, kind: str) -> Value:
 
 for _kind in ("mul", "fmod", "div"):
     RULES[f"aten.{_kind}.Tensor"] = RULES[f"aten.{_kind}.Scalar"] = functools.partial(_binary, kind=_kind)
-for _kind in ("maximum", "minimum"):
+for _kind in ("maximum", "minimum", "atan2", "hypot"):
     RULES[f"aten.{_kind}.default"] = functools.partial(_binary, kind=_kind)
+
+
+RULES["aten.copysign.Tensor"] = RULES["aten.copysign.Scalar"] = functools.partial(_binary, kind="copysign")
+
+
+@rule("binary_cross_entropy.default")
+def _binary_cross_entropy(
+    t: Translator, x: Value, target: Value, weight: Value | None = None, reduction: int = 1
+) -> Value:
+    losses = t.emit("bce", x, target)
+    losses = losses if weight is None else losses * weight
+    dims = tuple(range(len(losses.shape)))
+    return losses if reduction == 0 or not dims else losses.mean(dims) if reduction == 1 else losses.sum(dims)
 
 
 def _compare(t: Translator, a: Number, b: Number, *, kind: str) -> Value:
@@ -76,15 +91,25 @@ for _kind in ("logical_and", "logical_or", "logical_not"):
 RULES["aten.logical_xor.default"] = functools.partial(_logical, kind="ne")
 
 
-def _bitwise(t: Translator, *operands: Number, kind: str) -> Value | None:
-    if t.type.dtype is not DType.bool:
-        return None
-    return t.emit(kind, *(t.value(x, DType.bool) for x in operands))
+def _bitwise(t: Translator, *operands: Number, kind: str, truth: str) -> Value:
+    dtype = t.type.dtype
+    return t.emit(truth if dtype is DType.bool else kind, *(t.value(x, dtype) for x in operands))
 
 
-for _name, _kind in {"bitwise_and": "logical_and", "bitwise_or": "logical_or", "bitwise_xor": "ne"}.items():
-    RULES[f"aten.{_name}.Tensor"] = RULES[f"aten.{_name}.Scalar"] = functools.partial(_bitwise, kind=_kind)
-RULES["aten.bitwise_not.default"] = functools.partial(_bitwise, kind="logical_not")
+for _kind, _truths in {"bitwise_and": "logical_and", "bitwise_or": "logical_or", "bitwise_xor": "ne"}.items():
+    for _overload in ("Tensor", "Scalar", "Scalar_Tensor"):
+        RULES[f"aten.{_kind}.{_overload}"] = functools.partial(_bitwise, kind=_kind, truth=_truths)
+RULES["aten.bitwise_not.default"] = functools.partial(_bitwise, kind="bitwise_not", truth="logical_not")
+
+
+def _shift(t: Translator, a: Number, b: Number, *, kind: str) -> Value | None:
+    dtype = t.type.dtype
+    return None if dtype in (DType.bool, DType.uint8) or dtype.is_float else _binary(t, a, b, kind=kind)
+
+
+for _name, _kind in {"left": "shift_left", "right": "shift_right"}.items():
+    for _overload in ("Tensor", "Tensor_Scalar", "Scalar_Tensor"):
+        RULES[f"aten.bitwise_{_name}_shift.{_overload}"] = functools.partial(_shift, kind=_kind)
 
 
 def _special(t: Translator, x: Value, *, kind: str) -> Value:
@@ -273,14 +298,6 @@ def _gelu(t: Translator, x: Value, approximate: str = "none") -> Value:
     return x.unary("gelu_tanh" if approximate == "tanh" else "gelu_erf")
 
 
-def _scaled_log(t: Translator, x: Value, *, factor: float) -> Value:
-    return x.cast(_float(t)).unary("log") * factor
-
-
-RULES["aten.log2.default"] = functools.partial(_scaled_log, factor=1 / math.log(2))
-RULES["aten.log10.default"] = functools.partial(_scaled_log, factor=1 / math.log(10))
-
-
 @rule("sinh.default")
 def _sinh(t: Translator, x: Value) -> Value:
     x = x.cast(_float(t))
@@ -293,10 +310,43 @@ def _cosh(t: Translator, x: Value) -> Value:
     return (x.unary("exp") + (-x).unary("exp")) * 0.5
 
 
+def _logaddexp(t: Translator, a: Number, b: Number, *, base: float = 1.0) -> Value:
+    """`base` is the logarithm of the base."""
+    x, y = (v if base == 1 else v * base for v in (t.value(o, t.type.dtype) for o in (a, b)))
+    equal = t.emit("eq", x, y)  # infinite numbers have no difference
+    apart = equal.where(0.0, x - y)
+    made = t.emit("maximum", x, y) + (-apart.unary("abs")).unary("exp").unary("log1p")
+    return made if base == 1 else made * (1 / base)
+
+
+def _ignoring_nan(t: Translator, a: Number, b: Number, *, kind: str) -> Value:
+    """The larger or smaller number; where one is NaN, the other. On a tie PyTorch's derivative is the first one's."""
+    dtype = t.type.dtype
+    x, y = t.value(a, dtype), t.value(b, dtype)
+    first = t.emit(kind, x, y)
+    if dtype.is_float:
+        first = t.emit("logical_or", first, y.unary("isnan"))
+    return t.emit("where", first, x, y)
+
+
+RULES["aten.logaddexp.default"] = _logaddexp
+RULES["aten.logaddexp2.default"] = functools.partial(_logaddexp, base=math.log(2))
+RULES["aten.fmax.default"] = functools.partial(_ignoring_nan, kind="ge")
+RULES["aten.fmin.default"] = functools.partial(_ignoring_nan, kind="le")
+
+
 # ---- copies and casts: values only, so a copy is the value itself ------------------------------------------------
 
 
-@rule("clone.default", "alias.default", "lift_fresh_copy.default", "lift_fresh.default", "contiguous.default")
+@rule(
+    "clone.default",
+    "alias.default",
+    "alias_copy.default",
+    "detach_copy.default",
+    "lift_fresh_copy.default",
+    "lift_fresh.default",
+    "contiguous.default",
+)
 def _same(t: Translator, x: Value, **options: Any) -> Value:
     return x
 

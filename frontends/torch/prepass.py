@@ -407,6 +407,7 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 
 def _cosine_similarity(x1: torch.Tensor, x2: torch.Tensor, dim: int = 1, eps: float = 1e-8) -> torch.Tensor:
     """PyTorch clamps the norms without telling autograd."""
+    x1, x2 = torch.broadcast_tensors(x1, x2)
 
     def normalised(x: torch.Tensor) -> torch.Tensor:
         norm = torch.linalg.vector_norm(x, 2, dim, keepdim=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,12 @@ def _sum(t: Translator, x: Value, dims: Any = None, keepdim: bool = False, dtype
 
 def _reduced(t: Translator, x: Value, kind: str, dims: Any, keepdim: bool) -> Value:
     return x.reduce(kind, _dims(x, dims), keepdim) if x.shape else x
+
+
+@rule("count_nonzero.dim_IntList", "count_nonzero.default")
+def _count_nonzero(t: Translator, x: Value, dims: Any = None) -> Value:
+    truth = x if x.dtype is DType.bool else x.compare("ne", 0)
+    return _reduced(t, truth.cast(t.type.dtype), "sum", dims, False)
 
 
 @rule("prod.default", "prod.dim_int")
@@ -100,12 +107,23 @@ def _safe_sqrt(x: Value) -> Value:
 def _vector_norm(
     t: Translator, x: Value, order: float = 2, dims: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Value | None:
-    if order not in (1, 2) or not x.shape:
+    if 0 in x.shape:
         return None
     x = x.cast(t.type.dtype)
-    if order == 1:
-        return _reduced(t, x.unary("abs"), "sum", dims, keepdim)
-    return _safe_sqrt(_reduced(t, x.unary("square"), "sum", dims, keepdim))
+    match float(order):
+        case 2.0:
+            return _safe_sqrt(_reduced(t, x.unary("square"), "sum", dims, keepdim))
+        case 1.0:
+            return _reduced(t, x.unary("abs"), "sum", dims, keepdim)
+        case 0.0:
+            return _reduced(t, x.compare("ne", 0).cast(x.dtype), "sum", dims, keepdim)
+        case math.inf:
+            return _reduced(t, x.unary("abs"), "max", dims, keepdim)
+        case order if order == -math.inf:
+            return _reduced(t, x.unary("abs"), "min", dims, keepdim)
+        case _ if not x.shape:
+            return x.unary("abs")
+    return None
 
 
 # ---- matrix products ---------------------------------------------------------------------------------------------

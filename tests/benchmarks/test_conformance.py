@@ -39,9 +39,9 @@ def test_a_difference_is_measured_against_float64() -> None:
 
 def test_a_sample_as_a_module() -> None:
     a, b = torch.randn(3), torch.randn(3)
-    made, tensors = compiled.as_module(torch.cat, SampleInput([a, b], kwargs={"dim": 0}), residual=False)
+    made, tensors = compiled.as_module(torch.cat, [(SampleInput([a, b], kwargs={"dim": 0}), False)])
     assert len(tensors) == 2
-    torch.testing.assert_close(made()(*tensors), torch.cat([a, b]))
+    torch.testing.assert_close(made()(*tensors), (torch.cat([a, b]),))
 
 
 @pytest.mark.compiled

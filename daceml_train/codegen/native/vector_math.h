@@ -217,6 +217,43 @@ VM double tan(double x) { return __builtin_tan(x); }
 VM double atan(double x) { return __builtin_atan(x); }
 VM double pow(double x, double y) { return __builtin_pow(x, y); }
 
+// ---- calls of the C library: seldom used, not vectorised ------------------------------------------------------------
+VM float asin(float x) { return __builtin_asinf(x); }
+VM double asin(double x) { return __builtin_asin(x); }
+VM float acos(float x) { return __builtin_acosf(x); }
+VM double acos(double x) { return __builtin_acos(x); }
+VM float asinh(float x) { return __builtin_asinhf(x); }
+VM double asinh(double x) { return __builtin_asinh(x); }
+VM float acosh(float x) { return __builtin_acoshf(x); }
+VM double acosh(double x) { return __builtin_acosh(x); }
+VM float atanh(float x) { return __builtin_atanhf(x); }
+VM double atanh(double x) { return __builtin_atanh(x); }
+VM float exp2(float x) { return __builtin_exp2f(x); }
+VM double exp2(double x) { return __builtin_exp2(x); }
+VM float log2(float x) { return __builtin_log2f(x); }
+VM double log2(double x) { return __builtin_log2(x); }
+VM float log10(float x) { return __builtin_log10f(x); }
+VM double log10(double x) { return __builtin_log10(x); }
+VM float atan2(float x, float y) { return __builtin_atan2f(x, y); }
+VM double atan2(double x, double y) { return __builtin_atan2(x, y); }
+VM float hypot(float x, float y) { return __builtin_hypotf(x, y); }
+VM double hypot(double x, double y) { return __builtin_hypot(x, y); }
+VM float copysign(float x, float y) { return __builtin_copysignf(x, y); }
+VM double copysign(double x, double y) { return __builtin_copysign(x, y); }
+
+// ---- bits of integers; a shift by a negative number, or by all bits, leaves none or the sign -----------------------
+template <typename T> VM T bit_and(T a, T b) { return (T)(a & b); }
+template <typename T> VM T bit_or(T a, T b) { return (T)(a | b); }
+template <typename T> VM T bit_xor(T a, T b) { return (T)(a ^ b); }
+template <typename T> VM T bit_not(T a) { return (T)~a; }
+template <typename T> VM T shift_left(T a, T b) {
+  return b < 0 || b >= (T)(8 * sizeof(T)) ? (T)0 : (T)((uint64_t)a << b);
+}
+template <typename T> VM T shift_right(T a, T b) {
+  const T most = (T)(8 * sizeof(T) - 1);
+  return (T)(a >> (b < 0 || b > most ? most : b));
+}
+
 // ---- random numbers: Philox2x32-10, as in ops/random.py -----------------------------------------------------------
 VM uint64_t random_key(int64_t seed, int64_t stream) {
   uint64_t z = (uint64_t)seed + 0x9E3779B97F4A7C15ull * ((uint64_t)stream + 1);

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.capture import capture
 from daceml_train.graph.graph import Role
 from daceml_train.graph.interpret import interpret
@@ -244,3 +245,11 @@ def test_checkpoint_is_seen_through() -> None:
         return checkpoint(lambda v: (v @ w).sigmoid(), x, use_reentrant=False).sum()
 
     check(f, torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True))
+
+
+def test_a_sparse_input_is_refused_by_name() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("weights")
+    graph.output((graph.call_function(torch.sparse.mm, (x, x)),))
+    with pytest.raises(Unsupported, match="the input weights of layout torch.sparse_csr"):
+        capture(fx.GraphModule({}, graph), [torch.eye(3).to_sparse_csr()])

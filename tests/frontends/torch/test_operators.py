@@ -150,15 +150,15 @@ def test_hyperbolic_sine_keeps_its_digits() -> None:
 
 
 def test_fallback_says_what_and_where() -> None:
-    captured = check(lambda x: x.cumsum(0) * 2, torch.randn(4, requires_grad=True))
+    captured = check(lambda x: x.lgamma() * 2, torch.randn(4, requires_grad=True))
     ((target, where),) = captured.fallbacks
-    assert target == "aten.cumsum.default" and where.source.startswith("test_operators.py:")
+    assert target == "aten.lgamma.default" and where.source.startswith("test_operators.py:")
     (node,) = (n for n in captured.graph.nodes if isinstance(n.op, Aten))
     assert node.op.backward is not None and len(node.op.backward.statements) < 6
 
 
 def test_fallback_derivative_only_where_a_gradient_is_needed() -> None:
-    captured = check(lambda x: x.cumsum(0) * 2, torch.randn(4))
+    captured = check(lambda x: x.lgamma() * 2, torch.randn(4))
     (node,) = (n for n in captured.graph.nodes if isinstance(n.op, Aten))
     assert node.op.backward is None
 
@@ -182,7 +182,7 @@ def test_custom_operator_with_its_own_derivative() -> None:
 
 def test_symbolic_fallback() -> None:
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    captured = check(lambda x: x.cumsum(0) + x[torch.tensor([1, 0, 1])].sum(), x, dynamic=True)
+    captured = check(lambda x: x.lgamma() + x.digamma().sum(), x, dynamic=True)
     assert len(captured.fallbacks) == 2
 
 
