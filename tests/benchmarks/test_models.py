@@ -74,10 +74,10 @@ def test_a_model_that_takes_too_long_or_crashes_is_an_outcome(tmp_path: Path) ->
 def test_the_page_names_what_fails(tmp_path: Path) -> None:
     found = [Outcome("a", "right", share=1.0), Outcome("b", "right", share=0.5, breaks=["a reason"])]
     path = tmp_path / "page.md"
-    path.write_text("before\n<!-- figures: begin -->old<!-- figures: end -->\nafter\n")
+    path.write_text("before\n<!-- figures: begin -->stale<!-- figures: end -->\nafter\n")
     conformance_models.write_page(found, path)
     text = path.read_text()
-    assert "1 of 2 models hold" in text and "- b: a reason" in text and "old" not in text
+    assert "1 of 2 models hold" in text and "- b: a reason" in text and "stale" not in text
     assert text.startswith("before") and text.endswith("after\n")
 
 
