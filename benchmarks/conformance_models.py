@@ -4,7 +4,7 @@
 
 Each model trains in a process of its own, three times: eagerly, through `optimize`, and through `training_step`.
 Dropout is off in all of them. What may differ is said in `benchmarks.models.training`. Without names: the models that
-the project promises (`--all`: every one there is); the results of a complete run go to `benchmarks/results/` and into
+the project promises (`--all`: every one there is); the results of a run without names go to `benchmarks/results/` and into
 `docs/models.md`. Exits with 1 if a model is wrong, raises or takes too long, or if less than 95 % of its operators run
 inside graphs although its control flow does not depend on data.
 """
@@ -124,6 +124,10 @@ def write_page(found: Sequence[Outcome], path: Path = PAGE) -> None:
     path.write_text(f"{before}{_MARKS[0]}\n{page(found)}\n{_MARKS[1]}{after}")
 
 
+def _text(found: Sequence[Outcome]) -> str:
+    return json.dumps([dataclasses.asdict(outcome) for outcome in found], indent=1) + "\n"
+
+
 def main() -> int:
     """Run, print, write; 1 if the promise is broken."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -132,7 +136,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the names")
     parser.add_argument("--timeout", type=float, default=600, help="seconds per model")
     parser.add_argument("--cache", type=Path, help="a folder to keep; without it each model compiles everything")
-    parser.add_argument("--json", type=Path, help="a file for the outcomes")
+    parser.add_argument("--json", type=Path, help="a file for the outcomes, written after each model")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -158,12 +162,11 @@ def main() -> int:
             if failed(made):
                 progress.console.print(f"{name}: {made.kind}, {made.detail}", markup=False, highlight=False)
             progress.advance(task)
+            if options.json:
+                options.json.write_text(_text(found))
     console.print(summary(found))
-    text = json.dumps([dataclasses.asdict(outcome) for outcome in found], indent=1)
-    if options.json:
-        options.json.write_text(text)
-    if options.all:
-        RESULTS.write_text(text + "\n")
+    if not options.names:
+        RESULTS.write_text(_text(found))
         write_page(found)
     return int(any(map(failed, found)))
 

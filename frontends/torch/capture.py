@@ -216,7 +216,7 @@ def _told(operands: Sequence[Any]) -> set[sympy.Symbol]:
 
 def _tied(operands: Sequence[Any]) -> set[sympy.Symbol]:
     """The size symbols in equations that hold for the sizes at hand, and that PyTorch compiles again without."""
-    given = (size for x in operands if isinstance(x, Tensor) for size in x.shape)
+    given: list[Any] = [size for x in operands if isinstance(x, Tensor) for size in x.shape]
     symbolic = next((size for size in given if isinstance(size, torch.SymInt)), None)
     guards = symbolic.node.shape_env.guards if symbolic is not None else ()
     equations = [guard.expr for guard in guards if isinstance(guard.expr, sympy.Eq)]

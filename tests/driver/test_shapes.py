@@ -67,11 +67,19 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], Sequence
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(
+    ("name", "dynamic"),
+    [(name, None) for name in MODELS if name != "batch of patches"] + [("batch and length", True)],
+)
 def test_how_often_sizes_are_compiled(name: str, dynamic: bool | None) -> None:
     model, make, sizes = MODELS[name]
     assert check(model(), make, sizes, dynamic=dynamic) <= (1 if dynamic else 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["batch", "batch of images", "batch of patches", "length of tokens"])
+def test_more_sizes_from_the_first_call_on(name: str) -> None:
+    test_how_often_sizes_are_compiled(name, True)
 
 
 def test_every_size_is_compiled_on_its_own_where_that_is_asked_for() -> None:
