@@ -4,7 +4,7 @@
 
 Each model trains in a process of its own, three times: eagerly, through `optimize`, and through `training_step`.
 Dropout is off in all of them. What may differ is said in `benchmarks.models.training`. Without names: the models that
-the project promises (`--all`: every one there is); the results of a run without names go to `benchmarks/results/` and into
+the project promises (`--all`: every one there is), and the results go to `benchmarks/results/` and into
 `docs/models.md`. Exits with 1 if a model is wrong, raises or takes too long, or if less than 95 % of its operators run
 inside graphs although its control flow does not depend on data.
 """
