@@ -8,10 +8,10 @@ ARGS ?=             # passed on: make test ARGS="-k softmax"
 VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench conformance-ops fuzz clean
+.PHONY: help setup demo test lint bench conformance-ops conformance-models fuzz clean
 
 help: ## show the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## make .venv, install everything, build the native runtime (PYTHON=, TORCH_INDEX=)
 	@TORCH_INDEX="$(strip $(TORCH_INDEX))" $(PYTHON) scripts/setup.py
@@ -31,6 +31,9 @@ bench: setup ## time training steps against PyTorch (ARGS=)
 
 conformance-ops: setup ## PyTorch's own operator samples through the compiler (ARGS=)
 	@$(VENV_PYTHON) -m benchmarks.conformance $(ARGS)
+
+conformance-models: setup ## whole models, through three training steps (ARGS="bert --timeout 300")
+	@$(VENV_PYTHON) -m benchmarks.conformance_models $(ARGS)
 
 fuzz: setup ## random models against PyTorch and float64 (ARGS="--models 50 --seed 0")
 	@$(VENV_PYTHON) -m benchmarks.fuzz $(ARGS)

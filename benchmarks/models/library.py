@@ -31,13 +31,14 @@ def masked_text() -> Batch:
     return {"input_ids": tokens, "attention_mask": mask, "labels": words()}
 
 
-def _classes(count: int = 4, batch: int = 3) -> Tensor:
+def classes(count: int = 4, batch: int = 3) -> Tensor:
+    """Random classes."""
     return torch.randint(0, count, (batch,))
 
 
 def images(size: int, **more: Callable[[], Any]) -> Callable[[], Batch]:
     """Random images, and classes where nothing else is asked for."""
-    given = more or {"labels": _classes}
+    given = more or {"labels": classes}
     return lambda: {"pixel_values": torch.randn(3, 3, size, size)} | {name: make() for name, make in given.items()}
 
 
@@ -60,16 +61,16 @@ def library(
     return Model(name, made, batch, loss, control_flow, rate)
 
 
-_TEXT: dict[str, Any] = {
+TEXT: dict[str, Any] = {
     "vocab_size": WORDS, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 64, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-_CAUSAL = _TEXT | {"num_key_value_heads": 2, "use_cache": False}
-_VISION: dict[str, Any] = {
+CAUSAL = TEXT | {"num_key_value_heads": 2, "use_cache": False}
+VISION: dict[str, Any] = {
     "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
     "image_size": 32, "patch_size": 8, "num_labels": 4,
 }  # fmt: skip
-_answers = text(start_positions=lambda: _classes(LENGTH), end_positions=lambda: _classes(LENGTH))
+_answers = text(start_positions=lambda: classes(LENGTH), end_positions=lambda: classes(LENGTH))
 _successors = text(labels=words)
 
 
@@ -98,31 +99,31 @@ def _clip() -> nn.Module:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    vision = {k: v for k, v in _VISION.items() if k != "num_labels"}
+    vision = {k: v for k, v in VISION.items() if k != "num_labels"}
     config = transformers.CLIPConfig(
-        text_config=_TEXT | {"initializer_range": 0.1}, vision_config=vision | {"initializer_range": 0.1},
+        text_config=TEXT | {"initializer_range": 0.1}, vision_config=vision | {"initializer_range": 0.1},
         projection_dim=16,
     )  # fmt: skip
     return transformers.CLIPModel(config)
 
 
 NAMED: tuple[Model, ...] = (
-    library("bert-mlm", "BertForMaskedLM", "BertConfig", masked_text, **_TEXT),
-    library("bert-qa", "BertForQuestionAnswering", "BertConfig", _answers, **_TEXT),
+    library("bert-mlm", "BertForMaskedLM", "BertConfig", masked_text, **TEXT),
+    library("bert-qa", "BertForQuestionAnswering", "BertConfig", _answers, **TEXT),
     library(
         "gpt2", "GPT2LMHeadModel", "GPT2Config", _successors, vocab_size=WORDS, n_positions=64, n_embd=WIDTH,
         n_layer=2, n_head=4, use_cache=False, bos_token_id=1, eos_token_id=2,
     ),
-    library("llama", "LlamaForCausalLM", "LlamaConfig", _successors, **_CAUSAL),
+    library("llama", "LlamaForCausalLM", "LlamaConfig", _successors, **CAUSAL),
     library(
-        "mixtral", "MixtralForCausalLM", "MixtralConfig", _successors, **_CAUSAL, num_local_experts=4,
+        "mixtral", "MixtralForCausalLM", "MixtralConfig", _successors, **CAUSAL, num_local_experts=4,
         control_flow="which expert gets which tokens",
     ),
     library(
         "t5", "T5ForConditionalGeneration", "T5Config", text(labels=words), vocab_size=WORDS, d_model=WIDTH, d_kv=8,
         d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0, use_cache=False,
     ),
-    library("vit", "ViTForImageClassification", "ViTConfig", images(32), **_VISION),
+    library("vit", "ViTForImageClassification", "ViTConfig", images(32), **VISION),
     library(
         "swin", "SwinForImageClassification", "SwinConfig", images(32), image_size=32, patch_size=2, embed_dim=16,
         depths=[2, 2], num_heads=[2, 4], window_size=4, num_labels=4,
@@ -166,7 +167,7 @@ NAMED: tuple[Model, ...] = (
     ),
     library(
         "wav2vec2", "Wav2Vec2ForSequenceClassification", "Wav2Vec2Config",
-        lambda: {"input_values": torch.randn(3, 800), "labels": _classes()}, hidden_size=WIDTH, num_hidden_layers=2,
+        lambda: {"input_values": torch.randn(3, 800), "labels": classes()}, hidden_size=WIDTH, num_hidden_layers=2,
         num_attention_heads=4, intermediate_size=64, conv_dim=[16, 16, 16], conv_stride=[5, 2, 2],
         conv_kernel=[10, 3, 3], num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=4,
         apply_spec_augment=False, layerdrop=0.0, classifier_proj_size=16, num_labels=4,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,36 +14,13 @@ from torch.autograd.profiler import profile, record_function
 
 import daceml_train as dt
 from benchmarks.models.model import Model
-from benchmarks.models.training import Run, difference, train, train_whole
+from benchmarks.models.outcome import Outcome
+from benchmarks.models.training import Run, difference, optimizer_of, train, train_whole
 from daceml_train.driver import module as driver
 from daceml_train.driver.function import CompiledGraph
 from daceml_train.driver.module import state_of
 
 GRAPH = "daceml_train graph"
-
-
-@dataclass
-class Outcome:
-    """What came of one model.
-
-    `kind` is `right`, `wrong`, `raised`, or `timed out`; `detail` says what differs or was raised. `graphs` and
-    `breaks` are those of `optimize`; `share` is the share of eager's operators, of the forward pass, that run in
-    graphs; `native` the share of the graphs' operators that have a rule of ours, `fallbacks` names the others. `whole`
-    says why the training step is not one program. `seconds` are those of the first call, by stage.
-    """
-
-    name: str
-    kind: str
-    detail: str = ""
-    graphs: int = 0
-    breaks: list[str] = field(default_factory=list)
-    operators: int = 0
-    share: float = 0.0
-    native: float = 1.0
-    fallbacks: dict[str, int] = field(default_factory=dict)
-    whole: str = ""
-    control_flow: str = ""
-    seconds: dict[str, float] = field(default_factory=dict)
 
 
 def outcome(row: Model, cache: Path) -> Outcome:
@@ -105,7 +81,7 @@ def _through_optimize(row: Model, cache: Path, made: Outcome) -> Run:
 
 def _through_step(row: Model, cache: Path, made: Outcome) -> Run:
     model, batch = row.build()
-    step = dt.training_step(model, row.loss, _optimizer(model, row), keep_gradients=True, cache=cache)
+    step = dt.training_step(model, row.loss, optimizer_of(model, row.rate), keep_gradients=True, cache=cache)
     run = train_whole(row, step, model, batch)
     made.whole = "; ".join(dict.fromkeys(step.breaks))
     return run
@@ -114,12 +90,6 @@ def _through_step(row: Model, cache: Path, made: Outcome) -> Run:
 def _short(reason: str) -> str:
     lines = (line.strip() for line in reason.splitlines())
     return " ".join(line for line in lines if line and not line.startswith(("Hint:", "Developer", "For more")))[:200]
-
-
-def _optimizer(model: nn.Module, row: Model) -> torch.optim.Optimizer:
-    from benchmarks.models.training import optimizer_of
-
-    return optimizer_of(model, row.rate)
 
 
 # ---- what runs where ------------------------------------------------------------------------------------------------

@@ -7,10 +7,11 @@ values, as is what only the backward pass needs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from daceml_train.graph.graph import Graph, Node, Role
+from daceml_train.graph.graph import Graph, Input, Node, Role
+from daceml_train.graph.sizes import derivation, symbols_of
 from daceml_train.ops.elementwise import Cast, Elementwise, Full, Iota
 from daceml_train.ops.movement import Expand, Permute, Slice, View
 from daceml_train.ops.random import Uniform
@@ -81,6 +82,7 @@ def partition(joint: Graph, results: int) -> Halves:
     for name in joint.outputs[results:]:
         place(name)
 
+    kept |= dict.fromkeys(_carriers(joint, backward, [*kept, *saved, *cotangents]))
     forward = joint.empty(f"{joint.name}_forward")
     for name in cotangents:
         del forward.inputs[name], forward.tensors[name]
@@ -98,6 +100,19 @@ def partition(joint: Graph, results: int) -> Halves:
     _add(reverse, joint, backward)
     reverse.outputs = list(joint.outputs[results:])
     return Halves(forward, reverse, tuple(kept), tuple(saved))
+
+
+def _carriers(joint: Graph, nodes: Sequence[Node], given: Sequence[str]) -> Iterator[str]:
+    """Inputs that are kept for their sizes alone: those of `nodes` that no array in `given` tells."""
+    inputs = {name: Input(joint.tensors[name], Role.saved) for name in given}
+    needed = {symbol for node in nodes for symbol in symbols_of(node.op)}
+    needed.update(symbol for entry in inputs.values() for symbol in entry.tensor.symbols)
+    missing = needed - {step.symbol for step in derivation(inputs)} if needed else needed
+    for name, entry in joint.inputs.items():
+        told = missing.intersection(entry.tensor.shape)
+        if told and name not in joint.writes and entry.role is not Role.cotangent:
+            missing -= told
+            yield name
 
 
 def _recomputable(joint: Graph, forward: set[str]) -> set[str]:

@@ -29,6 +29,7 @@ def optimize(
     observe: Path | str | None = None,
     watch: Watcher | None = None,
     progress: Progress | None = None,
+    dynamic: bool | None = None,
 ) -> torch.nn.Module:
     """A drop-in replacement of `module` that trains to the same numbers.
 
@@ -37,9 +38,11 @@ def optimize(
     file that holds one. `cache` is a folder for compiled programs (default: `$DACEML_TRAIN_CACHE` or the user's cache
     folder); `jobs` bounds compiler processes; `observe` names a folder that receives the graph's text after each
     pass, an SDFG for DaCe's viewers, and the kernels' C++. `watch` is called with a `Step` after each pass, `progress`
-    with (kernels done, kernels in all) while kernels compile. Raises `Invalid` for anything but a module.
+    with (kernels done, kernels in all) while kernels compile. `dynamic`: sizes of arguments are symbols from the first
+    call on (True), never (False: each size is compiled), or once a second size was seen (None). Raises `Invalid` for
+    anything but a module.
     """
-    return optimized(module, options(pipeline, cache, jobs, observe, watch, progress))
+    return optimized(module, options(pipeline, cache, jobs, observe, watch, progress, dynamic))
 
 
 def training_step(
@@ -54,12 +57,13 @@ def training_step(
     observe: Path | str | None = None,
     watch: Watcher | None = None,
     progress: Progress | None = None,
+    dynamic: bool | None = None,
 ) -> TrainingStep:
     """Forward, loss, backward and update as one graph: `loss_value = step(inputs, *targets)`.
 
     See `TrainingStep` for the meaning of a step and `optimize` for the other options.
     """
-    chosen = options(pipeline, cache, jobs, observe, watch, progress)
+    chosen = options(pipeline, cache, jobs, observe, watch, progress, dynamic)
     return TrainingStep(model, loss, optimizer, chosen, keep_gradients)
 
 
@@ -70,12 +74,13 @@ def options(
     observe: Path | str | None = None,
     watch: Watcher | None = None,
     progress: Progress | None = None,
+    dynamic: bool | None = None,
 ) -> Options:
     """The compilation options behind the public arguments; plugins are loaded first."""
     load_plugins(PASSES, OPERATORS)
     folder = Path(cache).expanduser() if cache is not None else default_folder()
     observation = Observation(Path(observe)) if observe is not None else None
-    return Options(Pipeline.of(pipeline), Cache(folder), jobs, observation, progress, watch)
+    return Options(Pipeline.of(pipeline), Cache(folder), jobs, observation, progress, watch, dynamic)
 
 
 def backend(module: torch.fx.GraphModule, examples: Sequence[Any], **_: Any) -> Callable[..., Any]:

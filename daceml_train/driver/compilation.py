@@ -85,7 +85,7 @@ class Options:
 
     `jobs` compiler processes run at once (None: one per core); `observe` receives the graph after each pass and what
     is generated, and keeps the cache out; `watch` hears of each pass, also of those whose result came from the cache;
-    `progress` is told (kernels done, kernels in all) while kernels compile.
+    `progress` is told (kernels done, kernels in all) while kernels compile; `dynamic` is that of `torch.compile`.
     """
 
     pipeline: Pipeline = TRAINING
@@ -94,6 +94,7 @@ class Options:
     observe: Observation | None = None
     progress: Callable[[int, int], None] | None = None
     watch: Watcher | None = None
+    dynamic: bool | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without `watch` and `progress`, which belong to this process."""

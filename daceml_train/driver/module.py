@@ -89,7 +89,7 @@ def optimized(module: torch.nn.Module, options: Options) -> torch.nn.Module:
     made = cast(torch.nn.Module, object.__new__(type(source.__name__, (_Optimized, source), names)))
     object.__setattr__(made, "__dict__", module.__dict__)
     backend = Backend(options)
-    state = ModuleState(options, source, backend, traced(source.forward, made, backend))
+    state = ModuleState(options, source, backend, traced(source.forward, made, backend, dynamic=options.dynamic))
     object.__setattr__(made, "_daceml_train", state)
     return made
 

@@ -124,7 +124,8 @@ class TrainingStep:
             self._bound.clear()
             self._in_pieces.clear()
             self._code = with_own_code(TrainingStep._objective)
-            self._traced = torch.compile(self._code, backend=self._collect, fullgraph=True)
+            dynamic = self.options.dynamic
+            self._traced = torch.compile(self._code, backend=self._collect, fullgraph=True, dynamic=dynamic)
         if key in self._in_pieces or any(step_hooks(self.optimizer)):
             return None
         scope = {"self": self, "inputs": inputs, "targets": targets}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch.utils._pytree as pytree
+from torch.fx.experimental import _config as symbols
 
 from daceml_train.errors import DacemlError
 
@@ -50,16 +51,17 @@ def traced(function: Callable[..., Any], owner: object, backend: Callable[..., A
 def tracing() -> Iterator[None]:
     """What holds while Dynamo may trace.
 
-    Recurrent modules are taken apart, and the tracebacks that PyTorch logs where a trace fails are left out: the error
-    itself reaches the user.
+    Recurrent modules are taken apart; sizes that are equal by chance, as a batch of as many samples as there are
+    features, stay apart; and the tracebacks that PyTorch logs where a trace fails are left out: the error itself
+    reaches the user.
     """
     logger, config = logging.getLogger("torch._subclasses.fake_tensor"), torch._dynamo.config
-    before = logger.disabled, config.allow_rnn
-    logger.disabled, config.allow_rnn = True, True
+    before = logger.disabled, config.allow_rnn, symbols.use_duck_shape
+    logger.disabled, config.allow_rnn, symbols.use_duck_shape = True, True, False
     try:
         yield
     finally:
-        logger.disabled, config.allow_rnn = before
+        logger.disabled, config.allow_rnn, symbols.use_duck_shape = before
 
 
 def has_effects(code: types.CodeType) -> bool:

@@ -20,7 +20,7 @@ from daceml_train.frontends.torch.trace import fake, fake_mode, first_line, trac
 from daceml_train.frontends.torch.translate import Translator, Unproven
 from daceml_train.graph.graph import Graph, Node, Role
 from daceml_train.ops.operator import Origin, Value
-from daceml_train.tensor import Dim, Shape
+from daceml_train.tensor import Dim, Shape, symbol
 
 assert names.RULES  # filled by importing the table
 
@@ -102,9 +102,15 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Captured:
     _refuse_gradients_into_inputs(gm, grad_enabled)
     try:
         return _translated(gm, example_inputs, operands, held, attributes, grad_enabled)
-    except Unproven:
-        _specialise(operands, set())
-        return _translated(gm, example_inputs, operands, held, attributes, grad_enabled)
+    except Unproven:  # first without those sizes of which PyTorch has noted equations, then without any
+        for kept in (_told(operands) - _tied(operands), set[sympy.Symbol]()):
+            _specialise(operands, kept)
+            try:
+                return _translated(gm, example_inputs, operands, held, attributes, grad_enabled)
+            except Unproven:
+                if not kept:
+                    raise
+        raise
 
 
 def _translated(
@@ -205,7 +211,16 @@ def _annotate(gm: fx.GraphModule, mode: Any, operands: Sequence[Any]) -> None:
 def _told(operands: Sequence[Any]) -> set[sympy.Symbol]:
     """The size symbols that the shapes of the tensors tell."""
     shapes = [types.sizes(x.shape) for x in operands if isinstance(x, Tensor)]
-    return {symbol for shape in shapes for size in shape for symbol in _free(size)}
+    return {s for shape in shapes for size in shape for s in _free(size)}
+
+
+def _tied(operands: Sequence[Any]) -> set[sympy.Symbol]:
+    """The size symbols in equations that hold for the sizes at hand, and that PyTorch compiles again without."""
+    given: list[Any] = [size for x in operands if isinstance(x, Tensor) for size in x.shape]
+    symbolic = next((size for size in given if isinstance(size, torch.SymInt)), None)
+    guards = symbolic.node.shape_env.guards if symbolic is not None else ()
+    equations = [guard.expr for guard in guards if isinstance(guard.expr, sympy.Eq)]
+    return {symbol(s.name) for equation in equations for s in equation.free_symbols}
 
 
 def _specialise(operands: Sequence[Any], symbols: set[sympy.Symbol]) -> None:

@@ -10,7 +10,7 @@ from daceml_train.autodiff.reverse import differentiate
 from daceml_train.graph.graph import Graph, Role
 from daceml_train.graph.interpret import interpret
 from daceml_train.graph.verify import verify
-from daceml_train.tensor import Tensor
+from daceml_train.tensor import DType, Tensor, symbol
 from tests.transformations.checking import arrays, program
 
 
@@ -106,3 +106,12 @@ def test_long_chains_need_no_deep_recursion(kind: str) -> None:
     halves = partition(joint, results)
     verify(halves.backward)
     assert set(halves.kept) <= {"x"}
+
+
+def test_an_input_that_only_tells_a_size_is_kept() -> None:
+    graph = Graph("sum")
+    x = graph.input("x", Tensor((symbol("n"), 3), DType.float32), Role.input)
+    graph.output(x.sum((0,)))
+    halves = partition(*joint_of(graph, ["x"]))
+    assert (halves.kept, halves.saved) == (("x",), ())
+    verify(halves.backward)

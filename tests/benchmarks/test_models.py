@@ -1,0 +1,90 @@
+"""Whole models: the comparison sees what is wrong, a model's process may fail, and a few models train right."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks import conformance_models
+from benchmarks.models.model import Model, without_dropout
+from benchmarks.models.outcome import Outcome
+from benchmarks.models.table import MODELS, PROMISED
+from benchmarks.models.training import Run, difference, train
+from benchmarks.models.worker import counted, outcome
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm, self.drop = nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.norm(self.fc(x))).square().mean()
+
+
+ROW = Model("small", Small, lambda: {"x": torch.randn(5, 4)}, lambda loss: loss)
+
+
+def eager(dtype: torch.dtype = torch.float32) -> Run:
+    model, batch = ROW.build(dtype)
+    return train(ROW, model, model, batch)
+
+
+def test_what_differs_is_named() -> None:
+    run, exact = eager(), eager(torch.float64)
+    assert difference(run, run, exact) == ""
+    for kind, change in {
+        "loss of step 1": lambda r: r.steps[1].loss.mul_(1.001),
+        "gradient of fc.weight in step 2: off": lambda r: r.steps[2].gradients["fc.weight"].add_(1),
+        "gradient of fc.bias in step 0: there is none": lambda r: r.steps[0].gradients.update({"fc.bias": None}),
+        "buffers, norm.num_batches_tracked": lambda r: r.buffers["norm.num_batches_tracked"].add_(1),
+        "parameters, norm.weight": lambda r: r.parameters["norm.weight"].add_(0.01),
+    }.items():
+        wrong = copy.deepcopy(run)
+        change(wrong)
+        assert difference(wrong, run, exact).startswith(kind)
+
+
+def test_dropout_is_off() -> None:
+    assert without_dropout(Small()).drop.p == 0
+
+
+def test_the_promise_is_in_the_table() -> None:
+    assert all(row.name in MODELS for row in PROMISED)
+    assert len(MODELS) > 60
+
+
+def test_operators_are_counted_once() -> None:
+    model, batch = ROW.build()
+    total, outside = counted(model, batch)
+    assert total == outside == 6  # linear, counting batches, batch_norm, dropout, pow, mean
+
+
+def test_a_model_that_takes_too_long_or_crashes_is_an_outcome(tmp_path: Path) -> None:
+    late = conformance_models.isolated("bert-qa", tmp_path, 0.05)
+    assert (late.kind, conformance_models.failed(late)) == ("timed out", True)
+    unknown = conformance_models.isolated("no such model", tmp_path, 100)
+    assert unknown.kind == "raised" and "KeyError" in unknown.detail
+
+
+def test_the_page_names_what_fails(tmp_path: Path) -> None:
+    found = [Outcome("a", "right", share=1.0), Outcome("b", "right", share=0.5, breaks=["a reason"])]
+    path = tmp_path / "page.md"
+    path.write_text("before\n<!-- figures: begin -->stale<!-- figures: end -->\nafter\n")
+    conformance_models.write_page(found, path)
+    text = path.read_text()
+    assert "1 of 2 models hold" in text and "- b: a reason" in text and "stale" not in text
+    assert text.startswith("before") and text.endswith("after\n")
+
+
+@pytest.mark.compiled
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert-qa", "physics"])
+def test_a_model_trains_as_in_eager_execution(name: str, tmp_path: Path) -> None:
+    found = outcome(MODELS[name], tmp_path)
+    assert (found.kind, found.detail, found.breaks, found.whole) == ("right", "", [], "")
+    assert found.share == 1.0 and found.native > 0.95
