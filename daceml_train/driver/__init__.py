@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -12,6 +12,8 @@ from daceml_train.driver.compilation import Options
 from daceml_train.driver.module import Backend, optimized
 from daceml_train.driver.observation import Observation
 from daceml_train.driver.step import Loss, TrainingStep
+from daceml_train.errors import Invalid
+from daceml_train.frontends.torch.draws import Randomness
 from daceml_train.passes.pipeline import Pipeline, Watcher
 from daceml_train.plugins import OPERATORS, PASSES, load_plugins
 from daceml_train.runtime.cache import Cache, default_folder
@@ -30,6 +32,7 @@ def optimize(
     watch: Watcher | None = None,
     progress: Progress | None = None,
     dynamic: bool | None = None,
+    random: Randomness = "seeded",
 ) -> torch.nn.Module:
     """A drop-in replacement of `module` that trains to the same numbers.
 
@@ -39,10 +42,12 @@ def optimize(
     folder); `jobs` bounds compiler processes; `observe` names a folder that receives the graph's text after each
     pass, an SDFG for DaCe's viewers, and the kernels' C++. `watch` is called with a `Step` after each pass, `progress`
     with (kernels done, kernels in all) while kernels compile. `dynamic`: sizes of arguments are symbols from the first
-    call on (True), never (False: each size is compiled), or once a second size was seen (None). Raises `Invalid` for
-    anything but a module.
+    call on (True), never (False: each size is compiled), or once a second size was seen (None). Random numbers
+    (dropout) are made from a seed that each call draws from PyTorch's generator; `random="eager"` draws the very
+    numbers of eager execution instead, with PyTorch's operators and in its order, so that runs can be compared. Raises
+    `Invalid` for anything but a module.
     """
-    return optimized(module, options(pipeline, cache, jobs, observe, watch, progress, dynamic))
+    return optimized(module, options(pipeline, cache, jobs, observe, watch, progress, dynamic, random))
 
 
 def training_step(
@@ -58,12 +63,13 @@ def training_step(
     watch: Watcher | None = None,
     progress: Progress | None = None,
     dynamic: bool | None = None,
+    random: Randomness = "seeded",
 ) -> TrainingStep:
     """Forward, loss, backward and update as one graph: `loss_value = step(inputs, *targets)`.
 
     See `TrainingStep` for the meaning of a step and `optimize` for the other options.
     """
-    chosen = options(pipeline, cache, jobs, observe, watch, progress, dynamic)
+    chosen = options(pipeline, cache, jobs, observe, watch, progress, dynamic, random)
     return TrainingStep(model, loss, optimizer, chosen, keep_gradients)
 
 
@@ -75,12 +81,15 @@ def options(
     watch: Watcher | None = None,
     progress: Progress | None = None,
     dynamic: bool | None = None,
+    random: Randomness = "seeded",
 ) -> Options:
     """The compilation options behind the public arguments; plugins are loaded first."""
+    if random not in get_args(Randomness):
+        raise Invalid(f"random is one of {', '.join(get_args(Randomness))}, given {random!r}")
     load_plugins(PASSES, OPERATORS)
     folder = Path(cache).expanduser() if cache is not None else default_folder()
     observation = Observation(Path(observe)) if observe is not None else None
-    return Options(Pipeline.of(pipeline), Cache(folder), jobs, observation, progress, watch, dynamic)
+    return Options(Pipeline.of(pipeline), Cache(folder), jobs, observation, progress, watch, dynamic, random)
 
 
 def backend(module: torch.fx.GraphModule, examples: Sequence[Any], **_: Any) -> Callable[..., Any]:
