@@ -26,7 +26,7 @@ from daceml_train.graph.text import canonical_text
 from daceml_train.graph.traffic import traffic
 from daceml_train.ops.elementwise import Full
 from daceml_train.ops.fallback import Aten
-from daceml_train.ops.operator import REGISTRY
+from daceml_train.ops.operator import REGISTRY, Value
 from daceml_train.passes.base import without_dead_code
 from daceml_train.passes.pipeline import Pipeline, Step, Watcher
 from daceml_train.plugins import source_key
@@ -248,10 +248,21 @@ def compile_step(
     return _link_step(step, options)
 
 
-def _step(graph: Graph, trained: Sequence[Trained], keep: Sequence[str], options: Options) -> _Step:
-    record = Record(graph.name)
-    watch = _watcher(record, options)
-    graph = options.pipeline.run(graph, ("forward",), watch).copy()
+@dataclass
+class Joint:
+    """A step as one graph, before the passes that see all of it; the fields are those of `WholeStep`."""
+
+    graph: Graph
+    rates: int
+    state: list[tuple[str, str]]
+    trained: list[str]
+    gradients: tuple[str, ...]
+    made: list[tuple[str, str]]
+
+
+def joint_graph(graph: Graph, trained: Sequence[Trained], keep: Sequence[str]) -> Joint:
+    """A captured graph whose first output is the loss, with gradients and update appended."""
+    graph = graph.copy()
     loss = graph.value(graph.outputs[0])
     (one,) = graph.emit(Full(1.0, loss.shape, loss.dtype))
     wrt = list(dict.fromkeys([*(t.parameter for t in trained), *keep]))
@@ -261,35 +272,45 @@ def _step(graph: Graph, trained: Sequence[Trained], keep: Sequence[str], options
     graph.outputs += [g.name for name in kept if (g := gradients[name]) is not None]
     rates = max((t.rate for t in trained), default=-1) + 1
     rate = [graph.input(graph.fresh(f"rate{i}"), Tensor((), DType.float64), Role.state) for i in range(rates)]
-    state: list[tuple[str, str]] = []
-    made: list[tuple[str, str]] = []
-    updated = []
+    joint = Joint(graph, rates, [], [], kept, [])
     for entry in trained:
         gradient = gradients[entry.parameter]
-        if gradient is None:
-            continue
-        updated.append(entry.parameter)
-        p = graph.value(graph.writes.get(entry.parameter, entry.parameter))  # as the forward pass left it
-        before = []
-        if not entry.first:
-            for name in entry.update.state:
-                tensor = Tensor((), DType.float32) if name == "step" else p.tensor
-                label = graph.fresh(f"{entry.parameter}_{name}")
-                before.append(graph.input(label, tensor, Role.state, graph.inputs[entry.parameter].path))
-                state.append((entry.parameter, name))
-        after = entry.update.emit(p, gradient, rate[entry.rate], before)
-        graph.write(entry.parameter, after[0])
-        if entry.first:
-            made += [(entry.parameter, name) for name in entry.update.state]
-            graph.outputs += [value.name for value in after[1:]]
-        else:
-            for old, new in zip(before, after[1:], strict=True):
-                graph.write(old.name, new)
-    graph = without_dead_code(graph)
-    _measure_captured(graph, record)
-    graph = options.pipeline.run(graph, ("intra_operator",), watch)
-    program = _lowered(graph, options, record, watch)
-    return _Step(program, rates, tuple(state), tuple(updated), kept, tuple(made), [record])
+        if gradient is not None:
+            _append_update(joint, entry, gradient, rate[entry.rate])
+    joint.graph = without_dead_code(graph)
+    return joint
+
+
+def _append_update(joint: Joint, entry: Trained, gradient: Value, rate: Value) -> None:
+    graph = joint.graph
+    joint.trained.append(entry.parameter)
+    p = graph.value(graph.writes.get(entry.parameter, entry.parameter))  # as the forward pass left it
+    before = []
+    if not entry.first:
+        for name in entry.update.state:
+            tensor = Tensor((), DType.float32) if name == "step" else p.tensor
+            label = graph.fresh(f"{entry.parameter}_{name}")
+            before.append(graph.input(label, tensor, Role.state, graph.inputs[entry.parameter].path))
+            joint.state.append((entry.parameter, name))
+    after = entry.update.emit(p, gradient, rate, before)
+    graph.write(entry.parameter, after[0])
+    if entry.first:
+        joint.made += [(entry.parameter, name) for name in entry.update.state]
+        graph.outputs += [value.name for value in after[1:]]
+    else:
+        for old, new in zip(before, after[1:], strict=True):
+            graph.write(old.name, new)
+
+
+def _step(graph: Graph, trained: Sequence[Trained], keep: Sequence[str], options: Options) -> _Step:
+    record = Record(graph.name)
+    watch = _watcher(record, options)
+    joint = joint_graph(options.pipeline.run(graph, ("forward",), watch), trained, keep)
+    _measure_captured(joint.graph, record)
+    whole = options.pipeline.run(joint.graph, ("intra_operator",), watch)
+    program = _lowered(whole, options, record, watch)
+    state, made, updated = tuple(joint.state), tuple(joint.made), tuple(joint.trained)
+    return _Step(program, joint.rates, state, updated, joint.gradients, made, [record])
 
 
 def _link_step(step: _Step, options: Options) -> WholeStep:
