@@ -21,12 +21,15 @@ from daceml_train.autodiff.reverse import differentiate, reached_arrays, reachin
 from daceml_train.codegen.compile import compile_kernels, load
 from daceml_train.codegen.launch import KernelCode
 from daceml_train.driver.observation import Observation
+from daceml_train.errors import Unsupported
 from daceml_train.graph.graph import Graph, Input, Role
 from daceml_train.graph.text import canonical_text
 from daceml_train.graph.traffic import traffic
 from daceml_train.ops.elementwise import Full
+from daceml_train.ops.embedding import EmbeddingGrad
 from daceml_train.ops.fallback import Aten
-from daceml_train.ops.operator import REGISTRY, Value
+from daceml_train.ops.operator import REGISTRY, Operator, Value
+from daceml_train.ops.optimizer import SGDUpdate
 from daceml_train.passes.base import without_dead_code
 from daceml_train.passes.pipeline import Pipeline, Step, Watcher
 from daceml_train.plugins import source_key
@@ -155,6 +158,8 @@ def _differentiable(graph: Graph, wrt: Sequence[str], outputs: Sequence[int], op
     found = differentiate(joint, given, wrt) if given else {}
     gradients = {name: value for name, value in found.items() if value is not None}
     joint = joint if gradients else graph  # which has no cotangents
+    read = [name for node in joint.nodes for name in node.inputs]
+    _refuse_sparse(joint, [*read, *(value.name for value in gradients.values())])
     joint.outputs += [value.name for value in gradients.values()]
     _measure_captured(joint, record)
     joint = options.pipeline.run(joint, ("intra_operator",), watch)
@@ -278,7 +283,27 @@ def joint_graph(graph: Graph, trained: Sequence[Trained], keep: Sequence[str]) -
         if gradient is not None:
             _append_update(joint, entry, gradient, rate[entry.rate])
     joint.graph = without_dead_code(graph)
+    read = (name for node in joint.graph.nodes if not _plain_descent(node.op) for name in node.inputs)
+    _refuse_sparse(joint.graph, [*read, *joint.graph.outputs])
     return joint
+
+
+def _plain_descent(op: Operator) -> bool:
+    """Whether an update gives the same result for a sparse gradient as for a dense one."""
+    return isinstance(op, SGDUpdate) and not op.momentum and not op.weight_decay
+
+
+def _refuse_sparse(graph: Graph, names: Sequence[str]) -> None:
+    """Raise `Unsupported` if one of these arrays is a sparse tensor in PyTorch."""
+    producers = graph.producers()
+    for name in names:
+        node = producers.get(name)
+        if node is not None and isinstance(node.op, EmbeddingGrad) and node.op.sparse:
+            raise Unsupported(
+                "the gradient of an embedding with sparse=True is a sparse tensor, which only plain SGD inside a "
+                "training step takes as it is",
+                where=str(node.origin),
+            )
 
 
 def _append_update(joint: Joint, entry: Trained, gradient: Value, rate: Value) -> None:

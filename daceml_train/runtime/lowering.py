@@ -278,8 +278,11 @@ class _Lowering:
         call = call_for(node.op, operands, results)
         places = [self.place(name) for name in node.inputs]
         made = {index for index in call.returns if index is not None}
+        updates = dict(node.op.updates)
         for index, name in enumerate(node.outputs):
-            if index in made:
+            if index in updates:
+                self.places[name] = places[updates[index]]
+            elif index in made:
                 t = results[index]
                 self.places[name] = self.new_place(Slot(Home.result, t.dtype, t.shape, t.strides))
             elif name in self.overwrites:
