@@ -24,7 +24,7 @@ from daceml_train.driver.observation import Observation
 from daceml_train.errors import Unsupported
 from daceml_train.graph.graph import Graph, Input, Role
 from daceml_train.graph.text import canonical_text
-from daceml_train.graph.traffic import traffic
+from daceml_train.graph.traffic import total, traffic
 from daceml_train.ops.elementwise import Full
 from daceml_train.ops.embedding import EmbeddingGrad
 from daceml_train.ops.fallback import Aten
@@ -34,6 +34,7 @@ from daceml_train.passes.base import without_dead_code
 from daceml_train.passes.pipeline import Pipeline, Step, Watcher
 from daceml_train.plugins import source_key
 from daceml_train.runtime.cache import Cache, default_folder
+from daceml_train.runtime.cost import Cost, costs
 from daceml_train.runtime.executable import Executable
 from daceml_train.runtime.executor import Arena
 from daceml_train.runtime.lowering import lower
@@ -78,6 +79,8 @@ class Record:
     """Seconds per stage of compilation."""
     warm: bool = False
     """Whether the program came from the cache."""
+    costs: list[Cost] = field(default_factory=list)
+    """What each launch of the program is and moves."""
     executable: Executable | None = field(default=None, repr=False, compare=False)
     """What runs it in this process, once it is linked."""
 
@@ -390,7 +393,8 @@ def _lowered(
     program = lower(graph, results)
     if options.observe:
         options.observe.program(record.name, graph, program)
-    record.flops = record.flops + traffic(graph).flops
+    record.costs = costs(graph, program.launches, program.nodes)
+    record.flops = record.flops + total(cost.flops for cost in record.costs)
     for launch in program.launches:
         if isinstance(launch, KernelLaunch):
             record.kernels += 1

@@ -67,13 +67,15 @@ class _Lowering:
 
     def run(self, results: int) -> Program:
         self.inputs()
-        for node in self.graph.nodes:
+        for index, node in enumerate(self.graph.nodes):
             self.node(node)
+            self.program.nodes += [index] * (len(self.program.launches) - len(self.program.nodes))
         for position, name in enumerate(self.graph.outputs):
             self.program.outputs.append(self.output(name, apart=position < results))
         sources = {target: self.source(value) for target, value in self.graph.writes.items()}
         for target, source in sources.items():
             self.write(target, source)
+        self.program.nodes += [-1] * (len(self.program.launches) - len(self.program.nodes))
         set_lifetimes(self.program)
         return self.program
 
