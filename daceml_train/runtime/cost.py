@@ -30,11 +30,13 @@ class Cost:
     read: Dim = 0
     written: Dim = 0
     flops: Dim = 0
+    reordered: Dim = 0
+    """Bytes that a library moves between layouts within the call."""
 
     @property
     def bytes(self) -> Dim:
-        """Bytes read and written."""
-        return self.read + self.written
+        """Bytes read, written and reordered."""
+        return self.read + self.written + self.reordered
 
 
 def costs(graph: Graph, launches: Sequence[Launch], nodes: Sequence[int]) -> list[Cost]:
@@ -57,7 +59,7 @@ def _computed(launch: Launch, op: Operator, entry: Entry) -> Cost:
     read, written = sum(entry.reads.values(), start=0), sum(entry.writes.values(), start=0)
     kind = {KernelLaunch: "kernel", CallLaunch: "call", CopyLaunch: "copy"}[type(launch)]
     where = entry.origin
-    return Cost(kind, described(op), where.module, where.source, read, written, entry.flops)
+    return Cost(kind, described(op), where.module, where.source, read, written, entry.flops, entry.reorders)
 
 
 def _moved(launch: Launch) -> Cost:

@@ -3,8 +3,9 @@
 `eager_traffic` watches what the dispatcher is asked for while a function runs. Every kernel reads each distinct operand
 once and writes its results; views and uninitialised memory cost nothing; an operator that works in place reads what it
 changes. These are the rules of `graph.traffic`, with two of ATen's own: both gradients of a convolution are kernels of
-their own, and what is gathered is read where the indices point. Under `fake` tensors nothing is computed, so that a
-step of any size is counted in milliseconds per operator.
+their own, and what is gathered is read where the indices point. What oneDNN reorders within a convolution counts as it
+does in ours (`Operator.reorders`). Under `fake` tensors nothing is computed, so that a step of any size is counted in
+milliseconds per operator.
 
 A watched backward pass differs from an unwatched one in three places, where what is counted is the unwatched one:
 gradients add up out of place instead of in place (the same bytes), sparse gradients are cloned, and a gradient of
@@ -22,7 +23,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from daceml_train.frontends.torch import types
 from daceml_train.graph.traffic import Entry, Traffic
+from daceml_train.ops.convolution import Convolution, ConvolutionInputGrad, ConvolutionWeightGrad
 from daceml_train.ops.operator import Origin
 
 _aten = torch.ops.aten
@@ -76,7 +79,7 @@ class _Count(TorchDispatchMode):
         self.entries: list[Entry] = []
 
     def __torch_dispatch__(
-        self, function: Any, types: Sequence[type], arguments: tuple[Any, ...] = (), keywords: Any = None
+        self, function: Any, kinds: Sequence[type], arguments: tuple[Any, ...] = (), keywords: Any = None
     ) -> Any:
         keywords = keywords or {}
         result = function(*arguments, **keywords)
@@ -104,7 +107,12 @@ def _entries(function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, A
             return
         touched = sum(_distinct(x for x in read if x is not arguments[0]))
         reads, writes = {"operand 0": touched, "operands": touched}, {"result 0": touched}
-    yield _entry(function, reads, writes, _flops(function, arguments, keywords, result))
+    reorders = 0
+    if name == "convolution":
+        x, weight, _, *window = arguments
+        op = Convolution(**_geometry(window))
+        reorders = int(op.reorders(types.tensor(x, laid_out=True), types.tensor(weight, laid_out=True)))
+    yield _entry(function, reads, writes, _flops(function, arguments, keywords, result), reorders)
 
 
 def _operands(
@@ -136,19 +144,31 @@ def _operands(
 def _convolution_backward(arguments: tuple[Any, ...], result: Any) -> Iterator[Entry]:
     """The gradients by the input, and by weight and bias, as two kernels."""
     function = _aten.convolution_backward.default
-    gradient, x, weight = arguments[:3]
-    for place, other in ((0, weight), (1, x)):
+    gradient, x, weight, _, *window = arguments[:-1]
+    geometry = _geometry(window)
+    by_input = ConvolutionInputGrad(input_shape=tuple(x.shape), **geometry)
+    by_weight = ConvolutionWeightGrad(weight_shape=tuple(weight.shape), **geometry)
+    for place, other, op in ((0, weight, by_input), (1, x, by_weight)):
         made = [r for r in result[place : 2 * place + 1] if r is not None]
         if made:
             reads = {"grad": _size(gradient), "operand": _size(other)}
             writes = {f"result {i}": _size(r) for i, r in enumerate(made)}
             mask = [place == 0, place == 1, False]
             flops = _flops(function, (*arguments[:-1], mask), {}, result)
-            yield _entry(function, reads, writes, flops)
+            operands = types.tensor(gradient, laid_out=True), types.tensor(other, laid_out=True)
+            yield _entry(function, reads, writes, flops, int(op.reorders(*operands)))
 
 
-def _entry(function: Any, reads: dict[str, int], writes: dict[str, int], flops: int) -> Entry:
-    return Entry(str(function), Origin(), dict(reads), dict(writes), flops)
+def _geometry(window: Sequence[Any]) -> dict[str, Any]:
+    """The options of a convolution, from ATen's arguments behind the bias."""
+    stride, padding, dilation, transposed, output_padding, groups = window
+    spatial = {"stride": stride, "padding": padding, "dilation": dilation, "output_padding": output_padding}
+    made: dict[str, Any] = {name: tuple(value) for name, value in spatial.items()}
+    return made | {"transposed": transposed, "groups": groups}
+
+
+def _entry(function: Any, reads: dict[str, int], writes: dict[str, int], flops: int, reorders: int) -> Entry:
+    return Entry(str(function), Origin(), dict(reads), dict(writes), flops, reorders)
 
 
 def _flops(function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any], result: Any) -> int:
