@@ -8,7 +8,9 @@ from torch import nn
 import daceml_train as dt
 from daceml_train.driver.compilation import PassRecord, Record
 from daceml_train.errors import Invalid
-from daceml_train.reporting import Report, _functions, _reasons, bytes_text, number, share
+from daceml_train.reporting import Report, bytes_text, number, share
+from daceml_train.reporting.collect import reasons
+from daceml_train.reporting.functions import functions_of
 from daceml_train.tensor import symbol
 
 
@@ -28,7 +30,7 @@ def record(name: str = "model", joint: int = 1000, halves: tuple[int, int] = (60
 
 
 def test_forward_and_backward_are_shown_together() -> None:
-    (function,) = _functions(record())
+    (function,) = functions_of(record())
     assert (function.programs, function.kernels, dict(function.calls)) == (2, 3, {"mm": 3})
     assert [(level.name, level.before, level.after) for level in function.levels] == [
         ("intra_operator", 2000, 1000),
@@ -41,14 +43,14 @@ def test_forward_and_backward_are_shown_together() -> None:
 
 
 def test_two_functions_stay_apart() -> None:
-    assert [f.programs for f in _functions([*record("a"), *record("b")])] == [2, 2]
-    assert [f.programs for f in _functions([record("a")[0], record("a")[0]])] == [1, 1]
+    assert [f.programs for f in functions_of([*record("a"), *record("b")])] == [2, 2]
+    assert [f.programs for f in functions_of([record("a")[0], record("a")[0]])] == [1, 1]
 
 
 def test_text() -> None:
     made = record()
     made[0].fallbacks = [("aten.cumsum.default", "model.py:12")]
-    text = str(Report("module", "Net", _functions(made), ("a reason",)))
+    text = str(Report("module", "Net", functions_of(made), ("a reason",)))
     assert re.search("one kernel or call per operator +2.0 kB", text)
     assert "after fusion" in text and "450 B" in text and "77.5 %" in text
     assert "aten.cumsum.default at model.py:12" in text
@@ -58,7 +60,7 @@ def test_text() -> None:
 
 def test_reasons_are_said_once_and_without_hints() -> None:
     said = "Data-dependent branching\n  Explanation: a tensor decides.\n  Hint: file an issue."
-    assert _reasons([said, said]) == ("Data-dependent branching Explanation: a tensor decides.",)
+    assert reasons([said, said]) == ("Data-dependent branching Explanation: a tensor decides.",)
 
 
 def test_symbolic_bytes_are_shown_at_known_sizes() -> None:
