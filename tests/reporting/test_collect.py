@@ -125,3 +125,33 @@ def test_module_of_varying_sizes() -> None:
     assert not fixed.sizes and 7 in varying.sizes.values()
     assert isinstance(varying.moved, int)
     assert "at the sizes last used" in str(report)
+
+
+@pytest.mark.compiled
+def test_measured() -> None:
+    """Every launch has a time; phases, memory and kept arrays fit the step; eager execution is counted."""
+    model, plain = mlp(), mlp()
+    step = dt.training_step(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    x, y = torch.randn(5, 8), torch.randint(0, 4, (5,))
+
+    def eager() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(plain(x), y).backward()
+        optimizer.step()
+
+    eager()
+    report = dt.report(step, lambda: step(x, y), eager=eager, runs=2)
+    (function,) = report.functions
+    assert report.machine is not None and report.eager is not None
+    assert all(launch.seconds for launch in function.launches)
+    assert {launch.phase for launch in function.launches} == {"forward", "backward", "update"} - (
+        set() if any(x.phase == "backward" for x in function.launches) else {"backward"}
+    )
+    assert sum(launch.bytes for launch in function.launches) == function.moved
+    assert function.moved < report.eager.bytes
+    assert len(function.memory) == len(function.launches)
+    assert function.inputs >= sum(p.numel() * 4 for p in model.parameters())
+    assert "float32[5, 16]" in {kept.array for kept in function.kept}
+    assert step.records[0].executable.timing is None, "nobody measures any more"
+    assert "PyTorch's own kernels move" in str(report)
