@@ -8,6 +8,7 @@ from daceml_train.graph.graph import Role
 from daceml_train.reporting.model import Kept, Launched
 from daceml_train.reporting.numbers import number
 from daceml_train.runtime.cost import Cost
+from daceml_train.runtime.footprint import footprint
 from daceml_train.runtime.lowering import touched
 from daceml_train.runtime.program import CallLaunch, Home, KernelLaunch, Program
 from daceml_train.tensor import Dim
@@ -21,6 +22,7 @@ class Schedule:
     def __init__(self, program: Program, costs: Sequence[Cost], sizes: Mapping[str, int]) -> None:
         self.program, self.costs, self.sizes = program, costs, {"blocks": 1, **sizes}
         self._turn = self._boundary()
+        self._footprint = footprint(program, self._number)
 
     def launches(self, program: int, seconds: Sequence[float]) -> Iterator[Launched]:
         """The launches in order; `program` is 0, or 1 for a backward pass of its own."""
@@ -40,23 +42,13 @@ class Schedule:
             )
 
     def memory(self) -> list[int]:
-        """Bytes of the program's own arrays alive during each launch."""
-        count = len(self.program.launches)
-        change = [0] * (count + 1)
-        for slot in self.program.slots:
-            if slot.home is not Home.input and slot.first >= 0:
-                size = self._number(slot.bytes)
-                change[slot.first] += size
-                change[slot.last + 1] -= size
-        alive, sizes = 0, []
-        for step in change[:count]:
-            alive += step
-            sizes.append(alive)
-        return sizes
+        """Bytes of the program's own arrays alive during each launch, scratch memory included."""
+        planned = self._footprint
+        return [alive + scratch for alive, scratch in zip(planned.live, planned.scratch, strict=True)]
 
     def inputs(self) -> int:
         """Bytes of what is handed over."""
-        return sum(self._number(s.bytes) for s in self.program.slots if s.home is Home.input)
+        return self._footprint.inputs
 
     def kept(self, apart: bool) -> list[Kept]:
         """Arrays made before the turn from forward to backward pass and read behind it; the largest first.
