@@ -75,8 +75,8 @@ def _pass_time(results: dict[str, Any]) -> Iterator[str]:
     last = results["points"][-1]
     yield "\n## Pass time\n"
     yield f"BERT with {last['layers']} layers, {last['operators']} operators behind differentiation: all passes and"
-    yield f"their verification take {last['seconds']:.1f} s of one core. Time grows with the number of operators to the power"
-    yield f"{results['exponent']:.2f}.\n"
+    yield f"their verification take {last['seconds']:.1f} s of one core. Time grows with the number of"
+    yield f"operators to the power {results['exponent']:.2f}.\n"
     yield "![pass time](pass_time.png)"
 
 
