@@ -8,7 +8,7 @@ ARGS ?=             # passed on: make test ARGS="-k softmax"
 VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench conformance-ops conformance-models fuzz clean
+.PHONY: help setup demo test lint bench traffic conformance-ops conformance-models fuzz clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ test: lint ## lint, then all tests (JOBS=, ARGS=)
 
 bench: setup ## time training steps against PyTorch (ARGS=)
 	@$(VENV_PYTHON) -m benchmarks.train $(ARGS)
+
+traffic: setup ## count the bytes of training steps against eager PyTorch (ARGS=)
+	@$(VENV_PYTHON) -m benchmarks.traffic $(ARGS)
 
 conformance-ops: setup ## PyTorch's own operator samples through the compiler (ARGS=)
 	@$(VENV_PYTHON) -m benchmarks.conformance $(ARGS)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import requires, version
 from pathlib import Path
 from typing import Any
@@ -45,16 +46,33 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser(
         "report",
         help="what compilation does to a model",
-        description="Compile and run one training step or forward pass of a model, and show what was compiled.",
+        description="Compile and run one training step or forward pass of a model, measure it, and show bytes, "
+        "operations, memory and time, level by level and kernel by kernel.",
     )
+    _add_model(report)
     report.add_argument(
-        "model",
-        metavar="FILE.py:FACTORY",
-        help="a function without arguments that returns (module, inputs) or (module, inputs, loss, optimizer); inputs "
-        "is a tensor or a tuple of what the module is called with; with a loss, of the step's inputs and targets",
+        "-o", "--output", type=Path, metavar="FILE", help="write the report there: .html, .json, or text"
     )
-    report.add_argument("--json", type=Path, metavar="FILE", help="write the report there too, as JSON")
+    report.add_argument("--json", type=Path, metavar="FILE", help="write it there, too, as JSON")
+    report.add_argument("--no-eager", action="store_true", help="do not run PyTorch's own step to count its bytes")
     report.set_defaults(run=_report)
+
+    trace = commands.add_parser(
+        "trace",
+        help="a step's launches as a timeline",
+        description="Measure each kernel and call of a step; write events for chrome://tracing or Perfetto.",
+    )
+    _add_model(trace)
+    trace.add_argument("-o", "--output", type=Path, default=Path("trace.json"), metavar="FILE", help="%(default)s")
+    trace.set_defaults(run=_trace)
+
+    roofline = commands.add_parser(
+        "roofline",
+        help="this machine's bandwidth and peak",
+        description="Copy bandwidth and peak rate of float32 products, measured once per machine and thread count.",
+    )
+    roofline.add_argument("--again", action="store_true", help="measure anew")
+    roofline.set_defaults(run=_roofline)
 
     cache = commands.add_parser(
         "cache", help="compiled programs on disk", description="Show or remove what was compiled."
@@ -81,23 +99,109 @@ def _parser() -> argparse.ArgumentParser:
 
 
 # ---- report ---------------------------------------------------------------------------------------------------------
-def _report(options: argparse.Namespace) -> int:
-    import daceml_train as dt
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="FILE.py:FACTORY",
+        help="a function without arguments that returns (module, inputs) or (module, inputs, loss, optimizer); inputs "
+        "is a tensor or a tuple of what the module is called with; with a loss, of the step's inputs and targets",
+    )
+    parser.add_argument("--runs", type=int, default=10, metavar="N", help="steps to measure (default: %(default)s)")
 
-    made = _made(options.model)
-    if len(made) == 2:
-        model, inputs = made
-        compiled: Any = dt.optimize(model)
-        compiled(*_tuple(inputs))
-    else:
-        model, inputs, loss, optimizer = made
-        compiled = dt.training_step(model, loss, optimizer)
-        compiled(*_tuple(inputs))
-    report = dt.report(compiled)
+
+def _report(options: argparse.Namespace) -> int:
+    report = _measured(options, eager=not options.no_eager)
     print(report)
-    if options.json is not None:
-        options.json.write_text(report.to_json() + "\n", encoding="utf-8")
+    for path in (options.output, options.json):
+        if path is not None:
+            report.save(path) if path is options.output else path.write_text(report.to_json() + "\n", encoding="utf-8")
+            _say(f"written to {path}")
     return 0
+
+
+def _trace(options: argparse.Namespace) -> int:
+    events = _measured(options, eager=False).trace()
+    if len(events["traceEvents"]) < 2:
+        raise Failure("nothing was compiled, so there is nothing to show; `daceml-train report` says why")
+    options.output.write_text(json.dumps(events), encoding="utf-8")
+    print(f"{options.output}: open it in chrome://tracing or https://ui.perfetto.dev")
+    return 0
+
+
+def _roofline(options: argparse.Namespace) -> int:
+    from daceml_train.runtime.cache import default_folder
+    from daceml_train.runtime.roofline import machine
+
+    found = machine(default_folder(), again=options.again)
+    print(f"{found.processor}, {found.threads} threads")
+    print(f"  copy bandwidth  {found.bandwidth / 1e9:8.1f} GB/s")
+    print(f"  peak            {found.peak / 1e9:8.1f} GFLOP/s")
+    print(f"  memory bounds what does less than {found.balance:.1f} operations per byte")
+    return 0
+
+
+def _measured(options: argparse.Namespace, eager: bool) -> Any:
+    """The report of the model that was named, with measured times."""
+    import daceml_train as dt
+    from daceml_train.errors import DacemlError
+
+    if options.runs < 1:
+        raise Failure("--runs must be at least 1")
+    made, again = _made(options.model), _made(options.model) if eager else None
+    done = [0]
+
+    def progress(kernels: int, of: int) -> None:
+        _say(f"kernels: {kernels} of {of}")
+
+    if len(made) == 2:
+        module, inputs = made
+        compiled: Any = dt.optimize(module, progress=progress)
+        run: Callable[[], object] = lambda: compiled(*_tuple(inputs))  # noqa: E731
+    else:
+        module, inputs, loss, optimizer = made
+        compiled = dt.training_step(module, loss, optimizer, progress=progress)
+        run = lambda: compiled(*_tuple(inputs))  # noqa: E731
+    _say("capturing and compiling")
+
+    def counted() -> None:
+        run()
+        done[0] += 1
+        _say(f"step {done[0]} of {options.runs + 1}")
+
+    try:
+        return dt.report(compiled, counted, eager=_eager(again) if again is not None else None, runs=options.runs)
+    except DacemlError as error:
+        raise Failure(str(error)) from error
+
+
+def _eager(made: tuple[Any, ...]) -> Callable[[], object]:
+    """The same in PyTorch, run once already."""
+    _say("counting what PyTorch moves")
+    if len(made) == 2:
+        module, inputs = made
+        run: Callable[[], object] = lambda: module(*_tuple(inputs))  # noqa: E731
+    else:
+        module, inputs, loss, optimizer = made
+
+        def run() -> None:
+            given, *targets = _tuple(inputs)
+            optimizer.zero_grad()
+            if isinstance(given, dict):
+                output = module(**given)
+            else:
+                output = module(*_tuple(given))
+            value = loss(output, *targets) if loss is not None else output.loss
+            value.backward()
+            optimizer.step()
+
+    run()
+    return run
+
+
+def _say(text: str) -> None:
+    """Progress, on a terminal only."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="" if text[-1] != "." else "\n", file=sys.stderr, flush=True)
 
 
 def _made(place: str) -> tuple[Any, ...]:

@@ -41,6 +41,20 @@ def test_report(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "module of Linear" in capsys.readouterr().out
 
 
+@pytest.mark.compiled
+def test_pages_and_traces(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, events = tmp_path / "report.html", tmp_path / "trace.json"
+    assert main(["report", f"{model}:step", "-o", str(page), "--runs", "2"]) == 0
+    assert page.read_text().startswith("<!doctype html>") and "Roofline" in page.read_text()
+    assert "PyTorch's own kernels move" in capsys.readouterr().out
+    assert main(["trace", f"{model}:step", "-o", str(events), "--runs", "1"]) == 0
+    assert any(event["ph"] == "X" for event in json.loads(events.read_text())["traceEvents"])
+    assert main(["trace", f"{model}:step", "--runs", "0"]) == 1
+    assert "--runs must be at least 1" in capsys.readouterr().err
+    assert main(["roofline"]) == 0
+    assert "copy bandwidth" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("place", "reason"),
     [
@@ -86,7 +100,7 @@ def test_wrong_use_is_status_2(arguments: list[str]) -> None:
     assert ended.value.code == 2
 
 
-@pytest.mark.parametrize("command", ["", "report", "cache", "doctor"])
+@pytest.mark.parametrize("command", ["", "report", "trace", "roofline", "cache", "doctor"])
 def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*command.split(), "--help"])

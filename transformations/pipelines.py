@@ -25,6 +25,7 @@ from daceml_train.transformations.intra_operator.matmul_bias import FuseMatmulBi
 from daceml_train.transformations.intra_operator.recognise_attention import RecogniseAttention
 from daceml_train.transformations.intra_operator.simplify import Simplify
 from daceml_train.transformations.intra_operator.transpose_product import TransposeProduct
+from daceml_train.transformations.intra_operator.update_rows import UpdateRows
 from daceml_train.transformations.layout.assign import AssignLayouts
 
 catalog.load()  # texts of pipelines may name any pass
@@ -42,6 +43,7 @@ FUSION = (
 TRAINING = Pipeline(
     forward=(MergeEqual(), HoistProducts(), FuseSoftmaxCrossEntropy(), RecogniseAttention()),
     intra_operator=(
+        UpdateRows(),
         Decompose(),
         FoldConstants(),
         Simplify(),

@@ -198,6 +198,16 @@ CALLS: dict[str, Rule] = {
         "aten::avg_pool2d_backward", (Operand(0), Placeholder(o[0]), *_average_arguments(op))
     ),
     "embedding": lambda op, i, o: Call("aten::embedding", (Operand(0), Operand(1), op.padding_idx, False, False)),
+    "embedding_bag": lambda op, i, o: Call(
+        "aten::_embedding_bag",
+        (Operand(0), Operand(1), Operand(2), False, 0, False, None, False, -1),
+        returns=(0, None, None, None),
+    ),
+    "add_rows": lambda op, i, o: Call(
+        "aten::index_put_" if op.in_place else "aten::index_put",
+        (Operand(0), (Operand(1),), Operand(2), True),
+        returns=(None,) if op.in_place else (0,),
+    ),
     "embedding_grad": lambda op, i, o: Call(
         "aten::embedding_dense_backward", (Operand(0), Operand(1), op.rows, op.padding_idx, False)
     ),

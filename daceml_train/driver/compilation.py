@@ -21,17 +21,21 @@ from daceml_train.autodiff.reverse import differentiate, reached_arrays, reachin
 from daceml_train.codegen.compile import compile_kernels, load
 from daceml_train.codegen.launch import KernelCode
 from daceml_train.driver.observation import Observation
+from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.draws import Randomness
 from daceml_train.graph.graph import Graph, Input, Role
 from daceml_train.graph.text import canonical_text
-from daceml_train.graph.traffic import traffic
+from daceml_train.graph.traffic import total, traffic
 from daceml_train.ops.elementwise import Full
+from daceml_train.ops.embedding import EmbeddingGrad
 from daceml_train.ops.fallback import Aten
-from daceml_train.ops.operator import REGISTRY
+from daceml_train.ops.operator import REGISTRY, Operator, Value
+from daceml_train.ops.optimizer import SGDUpdate
 from daceml_train.passes.base import without_dead_code
 from daceml_train.passes.pipeline import Pipeline, Step, Watcher
 from daceml_train.plugins import source_key
 from daceml_train.runtime.cache import Cache, default_folder
+from daceml_train.runtime.cost import Cost, costs
 from daceml_train.runtime.executable import Executable
 from daceml_train.runtime.executor import Arena
 from daceml_train.runtime.lowering import lower
@@ -76,6 +80,8 @@ class Record:
     """Seconds per stage of compilation."""
     warm: bool = False
     """Whether the program came from the cache."""
+    costs: list[Cost] = field(default_factory=list)
+    """What each launch of the program is and moves."""
     executable: Executable | None = field(default=None, repr=False, compare=False)
     """What runs it in this process, once it is linked."""
 
@@ -158,6 +164,8 @@ def _differentiable(graph: Graph, wrt: Sequence[str], outputs: Sequence[int], op
     found = differentiate(joint, given, wrt) if given else {}
     gradients = {name: value for name, value in found.items() if value is not None}
     joint = joint if gradients else graph  # which has no cotangents
+    read = [name for node in joint.nodes for name in node.inputs]
+    _refuse_sparse(joint, [*read, *(value.name for value in gradients.values())])
     joint.outputs += [value.name for value in gradients.values()]
     _measure_captured(joint, record)
     joint = options.pipeline.run(joint, ("intra_operator",), watch)
@@ -251,10 +259,21 @@ def compile_step(
     return _link_step(step, options)
 
 
-def _step(graph: Graph, trained: Sequence[Trained], keep: Sequence[str], options: Options) -> _Step:
-    record = Record(graph.name)
-    watch = _watcher(record, options)
-    graph = options.pipeline.run(graph, ("forward",), watch).copy()
+@dataclass
+class Joint:
+    """A step as one graph, before the passes that see all of it; the fields are those of `WholeStep`."""
+
+    graph: Graph
+    rates: int
+    state: list[tuple[str, str]]
+    trained: list[str]
+    gradients: tuple[str, ...]
+    made: list[tuple[str, str]]
+
+
+def joint_graph(graph: Graph, trained: Sequence[Trained], keep: Sequence[str]) -> Joint:
+    """A captured graph whose first output is the loss, with gradients and update appended."""
+    graph = graph.copy()
     loss = graph.value(graph.outputs[0])
     (one,) = graph.emit(Full(1.0, loss.shape, loss.dtype))
     wrt = list(dict.fromkeys([*(t.parameter for t in trained), *keep]))
@@ -264,35 +283,65 @@ def _step(graph: Graph, trained: Sequence[Trained], keep: Sequence[str], options
     graph.outputs += [g.name for name in kept if (g := gradients[name]) is not None]
     rates = max((t.rate for t in trained), default=-1) + 1
     rate = [graph.input(graph.fresh(f"rate{i}"), Tensor((), DType.float64), Role.state) for i in range(rates)]
-    state: list[tuple[str, str]] = []
-    made: list[tuple[str, str]] = []
-    updated = []
+    joint = Joint(graph, rates, [], [], kept, [])
     for entry in trained:
         gradient = gradients[entry.parameter]
-        if gradient is None:
-            continue
-        updated.append(entry.parameter)
-        p = graph.value(graph.writes.get(entry.parameter, entry.parameter))  # as the forward pass left it
-        before = []
-        if not entry.first:
-            for name in entry.update.state:
-                tensor = Tensor((), DType.float32) if name == "step" else p.tensor
-                label = graph.fresh(f"{entry.parameter}_{name}")
-                before.append(graph.input(label, tensor, Role.state, graph.inputs[entry.parameter].path))
-                state.append((entry.parameter, name))
-        after = entry.update.emit(p, gradient, rate[entry.rate], before)
-        graph.write(entry.parameter, after[0])
-        if entry.first:
-            made += [(entry.parameter, name) for name in entry.update.state]
-            graph.outputs += [value.name for value in after[1:]]
-        else:
-            for old, new in zip(before, after[1:], strict=True):
-                graph.write(old.name, new)
-    graph = without_dead_code(graph)
-    _measure_captured(graph, record)
-    graph = options.pipeline.run(graph, ("intra_operator",), watch)
-    program = _lowered(graph, options, record, watch)
-    return _Step(program, rates, tuple(state), tuple(updated), kept, tuple(made), [record])
+        if gradient is not None:
+            _append_update(joint, entry, gradient, rate[entry.rate])
+    joint.graph = without_dead_code(graph)
+    read = (name for node in joint.graph.nodes if not _plain_descent(node.op) for name in node.inputs)
+    _refuse_sparse(joint.graph, [*read, *joint.graph.outputs])
+    return joint
+
+
+def _plain_descent(op: Operator) -> bool:
+    """Whether an update gives the same result for a sparse gradient as for a dense one."""
+    return isinstance(op, SGDUpdate) and not op.momentum and not op.weight_decay
+
+
+def _refuse_sparse(graph: Graph, names: Sequence[str]) -> None:
+    """Raise `Unsupported` if one of these arrays is a sparse tensor in PyTorch."""
+    producers = graph.producers()
+    for name in names:
+        node = producers.get(name)
+        if node is not None and isinstance(node.op, EmbeddingGrad) and node.op.sparse:
+            raise Unsupported(
+                "the gradient of an embedding with sparse=True is a sparse tensor, which only plain SGD inside a "
+                "training step takes as it is",
+                where=str(node.origin),
+            )
+
+
+def _append_update(joint: Joint, entry: Trained, gradient: Value, rate: Value) -> None:
+    graph = joint.graph
+    joint.trained.append(entry.parameter)
+    p = graph.value(graph.writes.get(entry.parameter, entry.parameter))  # as the forward pass left it
+    before = []
+    if not entry.first:
+        for name in entry.update.state:
+            tensor = Tensor((), DType.float32) if name == "step" else p.tensor
+            label = graph.fresh(f"{entry.parameter}_{name}")
+            before.append(graph.input(label, tensor, Role.state, graph.inputs[entry.parameter].path))
+            joint.state.append((entry.parameter, name))
+    after = entry.update.emit(p, gradient, rate, before)
+    graph.write(entry.parameter, after[0])
+    if entry.first:
+        joint.made += [(entry.parameter, name) for name in entry.update.state]
+        graph.outputs += [value.name for value in after[1:]]
+    else:
+        for old, new in zip(before, after[1:], strict=True):
+            graph.write(old.name, new)
+
+
+def _step(graph: Graph, trained: Sequence[Trained], keep: Sequence[str], options: Options) -> _Step:
+    record = Record(graph.name)
+    watch = _watcher(record, options)
+    joint = joint_graph(options.pipeline.run(graph, ("forward",), watch), trained, keep)
+    _measure_captured(joint.graph, record)
+    whole = options.pipeline.run(joint.graph, ("intra_operator",), watch)
+    program = _lowered(whole, options, record, watch)
+    state, made, updated = tuple(joint.state), tuple(joint.made), tuple(joint.trained)
+    return _Step(program, joint.rates, state, updated, joint.gradients, made, [record])
 
 
 def _link_step(step: _Step, options: Options) -> WholeStep:
@@ -345,7 +394,8 @@ def _lowered(graph: Graph, options: Options, record: Record, watch: Watcher, res
     program = lower(graph, results)
     if options.observe:
         options.observe.program(record.name, graph, program)
-    record.flops = record.flops + traffic(graph).flops
+    record.costs = costs(graph, program.launches, program.nodes)
+    record.flops = record.flops + total(cost.flops for cost in record.costs)
     for launch in program.launches:
         if isinstance(launch, KernelLaunch):
             record.kernels += 1

@@ -17,11 +17,13 @@ import torch.utils._pytree as pytree
 
 from daceml_train.driver.binding import input_tensors
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks, hook_tables, step_hooks
-from daceml_train.driver.compilation import Options, Record, Trained, WholeStep, compile_step
+from daceml_train.driver.compilation import Options, Record, Trained, WholeStep, compile_step, joint_graph
 from daceml_train.driver.module import optimized, state_of
 from daceml_train.driver.tracing import RECOMPILATIONS, describe, has_effects, reason, tracing, with_own_code
 from daceml_train.errors import Invalid, Unsupported
 from daceml_train.frontends.torch.capture import Captured, capture
+from daceml_train.graph.graph import Graph
+from daceml_train.passes.pipeline import Pipeline
 from daceml_train.runtime.optimizers import initial_state, makes_its_state, ready, update_of
 
 Loss = Callable[..., torch.Tensor]
@@ -102,6 +104,24 @@ class TrainingStep:
             del self._bound[key]
         return loss
 
+    def graph(self, inputs: Any, *targets: Any, forward: Pipeline | None = None) -> Graph:
+        """The step on these arguments as operators: forward pass, gradients and update, before all passes but those of
+        level `forward` of the pipeline given. Nothing is compiled, run or changed. Raises what keeps it from being one
+        program.
+        """
+        with self._lock, torch.enable_grad():
+            self._watch_hooks()
+            try:
+                self._call_traced(inputs, targets)
+            except _Stop as stop:
+                captured, arguments = stop.captured, stop.arguments
+            else:
+                raise Unsupported("the step captured no tensor operation")
+        flat = pytree.tree_leaves((inputs, *targets))
+        trained, kept = self._wanted(input_tensors(captured, arguments), {id(t) for t in flat})
+        graph = captured.graph if forward is None else forward.run(captured.graph, ("forward",))
+        return joint_graph(graph, trained, kept).graph
+
     # ---- binding ------------------------------------------------------------------------------------------------
     def _objective(self, inputs: Any, *targets: Any) -> torch.Tensor:
         if isinstance(inputs, Mapping):
@@ -119,13 +139,7 @@ class TrainingStep:
     def _bind(self, key: Any, inputs: Any, targets: tuple[Any, ...], flat: Sequence[Any]) -> BoundStep | None:
         """The step for these arguments, captured and compiled as far as that is new; None if it runs in pieces."""
         _check_tensors(flat)
-        if (hooks := self._hooked()) != self._hooks:  # Dynamo does not look for hooks that were not there before
-            self._hooks = hooks
-            self._bound.clear()
-            self._in_pieces.clear()
-            self._code = with_own_code(TrainingStep._objective)
-            dynamic = self.options.dynamic
-            self._traced = torch.compile(self._code, backend=self._collect, fullgraph=True, dynamic=dynamic)
+        self._watch_hooks()
         if key in self._in_pieces or any(step_hooks(self.optimizer)):
             return None
         scope = {"self": self, "inputs": inputs, "targets": targets}
@@ -149,6 +163,16 @@ class TrainingStep:
         self._bound[key] = bound
         self._worked = self._worked or describe(flat)
         return bound
+
+    def _watch_hooks(self) -> None:
+        """Begin anew if hooks have come or gone: Dynamo does not look for hooks that were not there before."""
+        if (hooks := self._hooked()) != self._hooks:
+            self._hooks = hooks
+            self._bound.clear()
+            self._in_pieces.clear()
+            self._code = with_own_code(TrainingStep._objective)
+            dynamic = self.options.dynamic
+            self._traced = torch.compile(self._code, backend=self._collect, fullgraph=True, dynamic=dynamic)
 
     def _call_traced(self, inputs: Any, targets: tuple[Any, ...]) -> None:
         limits = {"recompile_limit": RECOMPILATIONS, "skip_nnmodule_hook_guards": True}

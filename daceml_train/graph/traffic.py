@@ -23,7 +23,7 @@ from daceml_train.graph.graph import Graph, Node
 from daceml_train.graph.leaves import leaves
 from daceml_train.graph.sizes import bind
 from daceml_train.ops.elementwise import Full, Iota
-from daceml_train.ops.embedding import Embedding
+from daceml_train.ops.embedding import AddRows, Embedding, EmbeddingBag
 from daceml_train.ops.kernel import Kernel
 from daceml_train.ops.movement import Expand, Permute, Slice, View
 from daceml_train.ops.operator import Operator, Origin
@@ -211,16 +211,21 @@ class _Count:
         written = [name for name in node.outputs if op.vendor or name in self.stored]
         if isinstance(op, Full | Iota) and not written:
             return Entry(op.label, node.origin, {}, {})
+        self.updated |= {(node.inputs[argument], node.outputs[result]) for result, argument in op.updates}
         if isinstance(op, Kernel):
-            self.updated |= {(node.inputs[argument], node.outputs[result]) for result, argument in op.updates}
             touched = self._touched(op, node.inputs, operands)
         else:
             touched = {name: self.parts[name] for name in node.inputs}
         reads = self._reads(touched, op.vendor)
-        if isinstance(op, Embedding):  # reads the rows that the indices name, at most the whole table
-            weight = self.parts[node.inputs[0]].root
-            reads[weight] = _smaller(reads[weight], self.types[node.outputs[0]].bytes)
         writes = {name: self.types[name].bytes for name in written}
+        if isinstance(op, Embedding | EmbeddingBag | AddRows):  # touches the rows that the indices name
+            table, indices = self.parts[node.inputs[0]].root, self.types[node.inputs[1]]
+            row = operands[0].shape[1] * operands[0].dtype.bytes
+            touched_bytes = _smaller(reads[table], simplify(indices.size * row))
+            if not isinstance(op, AddRows):
+                reads[table] = touched_bytes
+            elif op.in_place:
+                reads[table], writes[node.outputs[0]] = touched_bytes, touched_bytes
         return Entry(op.label, node.origin, reads, writes, op.flops(*operands), op.reorders(*operands))
 
     def _touched(self, kernel: Kernel, inputs: Sequence[str], operands: Sequence[Tensor]) -> dict[str, _Part]:

@@ -27,7 +27,7 @@ def verify(graph: Graph) -> None:
     _nodes(graph)
     _results(graph)
     _sizes(graph)
-    if any(isinstance(node.op, Kernel) and node.op.updates for node in graph.nodes):
+    if any(node.op.updates for node in graph.nodes):
         _updates(graph)
 
 
@@ -161,8 +161,6 @@ def _updates(graph: Graph) -> None:
                 last[root[name]], position[root[name]] = node, index
     visible = {root[name]: name for name in graph.results}
     for index, node in enumerate(graph.nodes):
-        if not isinstance(node.op, Kernel):
-            continue
         for result, argument in node.op.updates:
             if not (0 <= result < len(node.outputs) and 0 <= argument < len(node.inputs)):
                 raise _broken(node, f"the update ({result}, {argument}) names no result or no argument")

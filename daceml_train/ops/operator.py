@@ -198,6 +198,8 @@ class Operator:
     """Names of the inputs; a last name that starts with `*` takes any number."""
     results: ClassVar[tuple[str, ...]] = ("y",)
     vendor: ClassVar[bool] = False
+    updates: tuple[tuple[int, int], ...] = ()
+    """Pairs (position of a result, position of an operand): that result is stored over that operand."""
     zero_gradient: ClassVar[bool] = False
     """True where the derivative is zero almost everywhere (rounding, comparison, indices)."""
 

@@ -23,6 +23,7 @@ from daceml_train.runtime.executor import Arena, Plan, View
 from daceml_train.runtime.memory import Lifetime, plan_arena
 from daceml_train.runtime.products import Product, Products
 from daceml_train.runtime.program import CallLaunch, CopyLaunch, Home, KernelLaunch, Place, Program
+from daceml_train.runtime.timing import Timing
 from daceml_train.tensor import Dim, DType, Tensor, same_shape
 
 KEPT_PLANS = 8
@@ -54,6 +55,8 @@ class Executable:
         self._plans: OrderedDict[tuple[int, ...], BoundPlan] = OrderedDict()
         self._lock = threading.Lock()
         self._symbols = list(program.symbols.items())
+        self.timing: Timing | None = None
+        """Where the seconds of each launch go while somebody measures; see `runtime.timing`."""
 
     def plan(self, sizes: Sequence[int]) -> BoundPlan:
         """The plan for these values of the program's size symbols, in the order of `program.symbols`."""
@@ -65,10 +68,18 @@ class Executable:
             names = [name for name, _ in self._symbols]
             values = dict(zip(names, sizes, strict=True))
             plan = BoundPlan(self.program, self.addresses, values, key[0], self.arena, self.products)
+            plan.timing = self.timing
             self._plans[key] = plan
             while len(self._plans) > KEPT_PLANS:
                 self._plans.popitem(last=False)
             return plan
+
+    def time(self, timing: Timing | None) -> None:
+        """From now on, measure each launch of each run and add it to `timing`; None ends that."""
+        with self._lock:
+            self.timing = timing
+            for plan in self._plans.values():
+                plan.timing = timing
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -116,6 +127,9 @@ class BoundPlan:
         self._views: dict[tuple[Any, ...], View] = {}
         self.arena_bytes = self._slots()
         self._placeholder_bytes = 0
+        self.timing: Timing | None = None
+        self._order: list[int] = []
+        """Per entry of the plan, the launch of the program; releases count as the launch before them."""
         self._last_use: dict[int, list[int]] = {}
         keep = {place.slot for place in program.outputs}
         for slot in self.used:
@@ -126,6 +140,7 @@ class BoundPlan:
             self._launch(index, launch, addresses)
             for slot in self._last_use.get(index, ()):
                 self.plan.release(slot, tag=index)
+            self._order += [index] * (1 + len(self._last_use.get(index, ())))
         self.owners = list(dict.fromkeys(place.slot for place in program.outputs))
         self.plan.finalize(max(self.arena_bytes, self._placeholder_bytes), self.owners)
         self._shapes = [self._output(place) for place in program.outputs]
@@ -250,11 +265,19 @@ class BoundPlan:
     # ---- running ------------------------------------------------------------------------------------------------
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run on `inputs`; see `Executable.__call__`."""
-        return self.collect(lambda: self.plan.run(inputs))
+        timing = self.timing
+        outputs = self.collect(lambda: self.plan.run(inputs, profile=timing is not None))
+        if timing is not None:
+            timing.add(self._order, self.plan.seconds())
+        return outputs
 
     def run_addresses(self, inputs: ctypes.Array[ctypes.c_void_p]) -> list[torch.Tensor]:
         """Run on an array of `tensor._cdata`."""
-        return self.collect(lambda: self.plan.run_addresses(inputs))
+        timing = self.timing
+        outputs = self.collect(lambda: self.plan.run_addresses(inputs, profile=timing is not None))
+        if timing is not None:
+            timing.add(self._order, self.plan.seconds())
+        return outputs
 
     def collect(self, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
         """Run, and view the results as the program's outputs."""

@@ -69,13 +69,15 @@ class _Lowering:
 
     def run(self, results: int) -> Program:
         self.inputs()
-        for node in self.graph.nodes:
+        for index, node in enumerate(self.graph.nodes):
             self.node(node)
+            self.program.nodes += [index] * (len(self.program.launches) - len(self.program.nodes))
         for position, name in enumerate(self.graph.outputs):
             self.program.outputs.append(self.output(name, apart=position < results))
         sources = {target: self.source(value) for target, value in self.graph.writes.items()}
         for target, source in sources.items():
             self.write(target, source)
+        self.program.nodes += [-1] * (len(self.program.launches) - len(self.program.nodes))
         set_lifetimes(self.program)
         return self.program
 
@@ -299,8 +301,11 @@ class _Lowering:
         call = call_for(node.op, operands, results)
         places = [self.place(name) for name in node.inputs]
         made = {index for index in call.returns if index is not None}
+        updates = dict(node.op.updates)
         for index, name in enumerate(node.outputs):
-            if index in made:
+            if index in updates:
+                self.places[name] = places[updates[index]]
+            elif index in made:
                 t = results[index]
                 self.places[name] = self.new_place(Slot(Home.result, t.dtype, t.shape, t.strides))
             elif name in self.overwrites:

@@ -116,3 +116,5 @@ class Program:
     outputs: list[Place] = field(default_factory=list)
     symbols: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Size symbol -> (input, dimension) that has exactly this size."""
+    nodes: list[int] = field(default_factory=list)
+    """Per launch the position in the lowered graph of what it computes; -1 for copies at the end."""

@@ -12,10 +12,11 @@ from torch import fx
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.draws import mask_of
 from daceml_train.frontends.torch.translate import RULES, Translator, rule
+from daceml_train.ops.elementwise import Iota
 from daceml_train.ops.normalization import running_statistics
 from daceml_train.ops.operator import Value
 from daceml_train.ops.resample import MODES
-from daceml_train.tensor import DType, Tensor, product, simplify
+from daceml_train.tensor import DType, Tensor, product, same, simplify
 
 REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
 
@@ -139,19 +140,29 @@ def _along(t: Translator, x: Value, dim: int, name: str) -> Value:
 def _embedding(
     t: Translator, weight: Value, indices: Value, padding_idx: int = -1, scale: bool = False, sparse: bool = False
 ) -> Value | None:
-    _refuse_sparse(t, weight, sparse)
-    return None if scale else t.emit("embedding", weight, indices, padding_idx=padding_idx)
+    if scale:
+        _refuse_sparse(t, weight, sparse)
+        return None
+    return t.emit("embedding", weight, indices, padding_idx=padding_idx, sparse=sparse)
 
 
 @rule("_embedding_bag.default")
 def _embedding_bag(
     t: Translator, weight: Value, indices: Value, offsets: Value, scale: bool = False, mode: int = 0,
-    sparse: bool = False, *more: Any,
-) -> None:  # fmt: skip
+    sparse: bool = False, per_sample: Value | None = None, include_last: bool = False, padding_idx: int = -1,
+) -> tuple[Value | None, ...] | None:  # fmt: skip
+    """Sums over bags of one size, which is what two-dimensional indices are."""
+    plain = not scale and mode == 0 and per_sample is None and not include_last and padding_idx < 0
+    if plain and len(indices.shape) == 1 and not same(offsets.shape[0], 0):
+        made = next((node.op for node in reversed(t.graph.nodes) if offsets.name in node.outputs), None)
+        if isinstance(made, Iota) and made.start == 0 and same(made.step * offsets.shape[0], indices.shape[0]):
+            return (t.emit("embedding_bag", weight, indices, offsets, sparse=sparse), None, None, None)
     _refuse_sparse(t, weight, sparse)
+    return None
 
 
 def _refuse_sparse(t: Translator, weight: Value, sparse: bool) -> None:
+    """PyTorch's own derivative would be a sparse tensor, which no program takes."""
     if sparse and t.active(weight):
         raise Unsupported("an embedding with sparse gradients", advice="leave out sparse=True to have it compiled")
 

@@ -77,3 +77,22 @@ def test_another_loss_is_a_disagreement(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(dt, "training_step", off)
     with pytest.raises(Disagreement, match=r"by training_step: relative error 1\.0e-03"):
         agreement(small())
+
+
+@pytest.mark.compiled
+def test_sparse_gradients_stay_inside_a_step() -> None:
+    """Tables with sparse gradients: plain descent changes them inside the program, everything else is PyTorch's."""
+    import daceml_train as dt
+
+    ours, theirs = NETWORKS["dlrm"].build(small=True), NETWORKS["dlrm"].build(small=True)
+    step = dt.training_step(ours.model, ours.loss, ours.optimizer)
+    for _ in range(3):
+        assert float(step(ours.inputs, ours.targets)) == pytest.approx(float(theirs.step()), rel=1e-6)
+    assert not step.breaks
+    assert "aten::index_put_" in step.records[0].calls
+    for own, their in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        torch.testing.assert_close(own, their)
+    kept = dt.training_step(ours.model, ours.loss, ours.optimizer, keep_gradients=True)
+    with pytest.warns(UserWarning, match="sparse=True is a sparse tensor"):
+        kept(ours.inputs, ours.targets)
+    assert ours.model.tables[0].weight.grad.is_sparse

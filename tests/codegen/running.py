@@ -1,10 +1,8 @@
 """Compile and run kernels on torch tensors, and compare them with their NumPy meaning."""
 
 import ctypes
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,6 +13,7 @@ from daceml_train.graph.graph import Graph
 from daceml_train.graph.leaves import leaves
 from daceml_train.ops.kernel import Kernel, Statement
 from daceml_train.ops.operator import Value
+from daceml_train.runtime.cache import default_folder
 from daceml_train.tensor import Dim, DType, Tensor
 
 TORCH = {
@@ -24,7 +23,7 @@ TORCH = {
 }  # fmt: skip
 DTYPES = {there: here for here, there in TORCH.items()}
 FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
-FOLDER = Path(os.environ["DACEML_TRAIN_CACHE"]) / "kernels"
+FOLDER = default_folder() / "kernels"
 Body = Callable[..., Value | Sequence[Value]]
 
 

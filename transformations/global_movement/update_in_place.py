@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from daceml_train.graph.aliases import is_alias, roots
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.elementwise import Cast, Elementwise, Full
+from daceml_train.ops.embedding import AddRows
 from daceml_train.ops.kernel import Kernel, Statement, canonical
 from daceml_train.ops.movement import Reorder
+from daceml_train.ops.operator import Operator
 from daceml_train.passes.base import Pass
 from daceml_train.tensor import same_memory
 
@@ -24,7 +26,7 @@ class UpdateInPlace(Pass):
 
     The gradient's memory is free from there on. A kernel qualifies if it is elementwise over one domain (so that each
     element is read before it is overwritten, and never after) and if every other reader of the input can stand before
-    it.
+    it. `add_rows` qualifies, too: it touches only the rows that its indices name.
     """
 
     level = "global_movement"
@@ -41,8 +43,9 @@ class UpdateInPlace(Pass):
         made = {name: index for index, node in enumerate(graph.nodes) for name in node.outputs}
         nodes, wanted = list(graph.nodes), [float(i) for i in range(len(graph.nodes))]
         for index, node in enumerate(graph.nodes):
+            rows = isinstance(node.op, AddRows)
             kernel = as_kernel(node)
-            if kernel is None:
+            if kernel is None and not rows:
                 continue
             pairs = []
             for position, name in enumerate(node.outputs):
@@ -50,13 +53,13 @@ class UpdateInPlace(Pass):
                 if graph.tensors[name].rank == 0 and len(node.outputs) > 1:
                     continue  # another thread may still read the old scalar
                 once = [base[i] for i in node.inputs].count(target) == 1
-                fits = target in node.inputs and once and target not in seen and alike(graph, name, target)
-                if fits and self.elementwise(graph, node, kernel):
+                fits = kernel is None or (alike(graph, name, target) and self.elementwise(graph, node, kernel))
+                if target in node.inputs and once and target not in seen and fits:
                     others = [r for r in readers[target] if r != index]
                     if not others or max(others) < index or not later(node, graph, base, readers):
                         pairs.append((position, node.inputs.index(target)))
             if pairs:
-                nodes[index] = replace(node, op=replace(kernel, updates=tuple(pairs)))
+                nodes[index] = replace(node, op=over(node.op if kernel is None else kernel, tuple(pairs)))
                 needs = [made[i] for i in node.inputs if i in made]
                 needs += [r for _, argument in pairs for r in readers[node.inputs[argument]] if r != index]
                 wanted[index] = max(needs, default=-1) + 0.5
@@ -81,6 +84,14 @@ def later(node: Node, graph: Graph, base: Mapping[str, str], readers: Mapping[st
     """Whether something reads what a node makes, so that it cannot wait for the last reader of what it overwrites."""
     handed = {base[name] for name in graph.outputs}
     return any(name in handed or readers.get(name) for name in node.outputs)
+
+
+def over(op: Operator, pairs: tuple[tuple[int, int], ...]) -> Operator:
+    """The operator that stores these results over these operands."""
+    if isinstance(op, AddRows):
+        return replace(op, in_place=True)
+    assert isinstance(op, Kernel)
+    return replace(op, updates=pairs)
 
 
 def as_kernel(node: Node) -> Kernel | None:

@@ -8,7 +8,9 @@ from torch import nn
 import daceml_train as dt
 from daceml_train.driver.compilation import PassRecord, Record
 from daceml_train.errors import Invalid
-from daceml_train.reporting import Report, _functions, _reasons, bytes_text, number, share
+from daceml_train.reporting import Report, bytes_text, number, share
+from daceml_train.reporting.collect import reasons
+from daceml_train.reporting.functions import functions_of
 from daceml_train.tensor import symbol
 
 
@@ -28,7 +30,7 @@ def record(name: str = "model", joint: int = 1000, halves: tuple[int, int] = (60
 
 
 def test_forward_and_backward_are_shown_together() -> None:
-    (function,) = _functions(record())
+    (function,) = functions_of(record())
     assert (function.programs, function.kernels, dict(function.calls)) == (2, 3, {"mm": 3})
     assert [(level.name, level.before, level.after) for level in function.levels] == [
         ("intra_operator", 2000, 1000),
@@ -41,14 +43,14 @@ def test_forward_and_backward_are_shown_together() -> None:
 
 
 def test_two_functions_stay_apart() -> None:
-    assert [f.programs for f in _functions([*record("a"), *record("b")])] == [2, 2]
-    assert [f.programs for f in _functions([record("a")[0], record("a")[0]])] == [1, 1]
+    assert [f.programs for f in functions_of([*record("a"), *record("b")])] == [2, 2]
+    assert [f.programs for f in functions_of([record("a")[0], record("a")[0]])] == [1, 1]
 
 
 def test_text() -> None:
     made = record()
     made[0].fallbacks = [("aten.cumsum.default", "model.py:12")]
-    text = str(Report("module", "Net", _functions(made), ("a reason",)))
+    text = str(Report("module", "Net", functions_of(made), ("a reason",)))
     assert re.search("one kernel or call per operator +2.0 kB", text)
     assert "after fusion" in text and "450 B" in text and "77.5 %" in text
     assert "aten.cumsum.default at model.py:12" in text
@@ -58,7 +60,7 @@ def test_text() -> None:
 
 def test_reasons_are_said_once_and_without_hints() -> None:
     said = "Data-dependent branching\n  Explanation: a tensor decides.\n  Hint: file an issue."
-    assert _reasons([said, said]) == ("Data-dependent branching Explanation: a tensor decides.",)
+    assert reasons([said, said]) == ("Data-dependent branching Explanation: a tensor decides.",)
 
 
 def test_symbolic_bytes_are_shown_at_known_sizes() -> None:
@@ -123,3 +125,33 @@ def test_module_of_varying_sizes() -> None:
     assert not fixed.sizes and 7 in varying.sizes.values()
     assert isinstance(varying.moved, int)
     assert "at the sizes last used" in str(report)
+
+
+@pytest.mark.compiled
+def test_measured() -> None:
+    """Every launch has a time; phases, memory and kept arrays fit the step; eager execution is counted."""
+    model, plain = mlp(), mlp()
+    step = dt.training_step(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    x, y = torch.randn(5, 8), torch.randint(0, 4, (5,))
+
+    def eager() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(plain(x), y).backward()
+        optimizer.step()
+
+    eager()
+    report = dt.report(step, lambda: step(x, y), eager=eager, runs=2)
+    (function,) = report.functions
+    assert report.machine is not None and report.eager is not None
+    assert all(launch.seconds for launch in function.launches)
+    assert {launch.phase for launch in function.launches} == {"forward", "backward", "update"} - (
+        set() if any(x.phase == "backward" for x in function.launches) else {"backward"}
+    )
+    assert sum(launch.bytes for launch in function.launches) == function.moved
+    assert function.moved < report.eager.bytes
+    assert len(function.memory) == len(function.launches)
+    assert function.inputs >= sum(p.numel() * 4 for p in model.parameters())
+    assert "float32[5, 16]" in {kept.array for kept in function.kept}
+    assert step.records[0].executable.timing is None, "nobody measures any more"
+    assert "PyTorch's own kernels move" in str(report)

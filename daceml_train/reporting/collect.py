@@ -1,0 +1,134 @@
+"""report: everything known of what was compiled, put together."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from daceml_train.driver.compilation import Record
+from daceml_train.driver.module import state_of
+from daceml_train.driver.step import TrainingStep
+from daceml_train.errors import Invalid
+from daceml_train.frontends.torch.eager import eager_traffic
+from daceml_train.reporting import page, text, trace
+from daceml_train.reporting.functions import functions_of
+from daceml_train.reporting.model import Contents, Eager
+from daceml_train.runtime.cache import default_folder
+from daceml_train.runtime.roofline import machine
+from daceml_train.runtime.timing import Timing
+
+RUNS = 10
+"""How often a report runs what it measures."""
+
+
+@dataclass(frozen=True)
+class Report(Contents):
+    """What `report` returns. Printed, it is a table; a notebook shows it as HTML."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return dataclasses.asdict(self)
+
+    def to_json(self) -> str:
+        """The report as a JSON text."""
+        return json.dumps(self.as_dict(), indent=1)
+
+    def to_html(self) -> str:
+        """The report as one HTML page that loads nothing from elsewhere."""
+        return page.document(self)
+
+    def trace(self) -> dict[str, Any]:
+        """The measured launches as events for chrome://tracing and Perfetto."""
+        return trace.events(self)
+
+    def save(self, path: Path | str) -> None:
+        """Write the report: `.html`, `.json`, or text for any other ending."""
+        path = Path(path)
+        if path.suffix == ".html":
+            made = self.to_html()
+        else:
+            made = (self.to_json() if path.suffix == ".json" else str(self)) + "\n"
+        path.write_text(made, encoding="utf-8")
+
+    def __str__(self) -> str:
+        return "\n".join(text.lines(self))
+
+    def _repr_html_(self) -> str:
+        return page.fragment(self)
+
+
+def report(
+    compiled: Any,
+    run: Callable[[], object] | None = None,
+    *,
+    eager: Callable[[], object] | None = None,
+    runs: int = RUNS,
+) -> Report:
+    """What was compiled for a module from `optimize` or a step from `training_step`.
+
+    `run`, which calls `compiled`, is called `runs` times and once before, to measure each launch; `eager` does the
+    same in PyTorch and is called once, to count what PyTorch moves (state that is made once should exist by then).
+    Raises `Invalid` for other objects. Before the first call there is nothing to tell, and the report says so.
+    """
+    if isinstance(compiled, TrainingStep):
+        kind, name = "training step", f"{type(compiled.model).__name__}, {type(compiled.optimizer).__name__}"
+        pieces = state_of(compiled.pieces)
+    else:
+        pieces = state_of(compiled)
+        if pieces is None:
+            raise Invalid(
+                f"report takes what `optimize` or `training_step` returned, given {type(compiled).__name__}",
+                advice="call report on that object",
+            )
+        kind, name = "module", pieces.source.__name__
+
+    def records() -> list[Record]:
+        own = compiled.records if isinstance(compiled, TrainingStep) else []
+        of_pieces = pieces.backend.records if pieces else []
+        return [*own, *of_pieces]
+
+    found = machine(default_folder()) if run is not None else None
+    theirs = _eager(eager) if eager is not None else None
+    if run is not None:
+        run()
+        with _timed(records()):
+            for _ in range(runs):
+                run()
+            functions = functions_of(records())
+    else:
+        functions = functions_of(records())
+    own = compiled.breaks if isinstance(compiled, TrainingStep) else []
+    breaks = [*own, *(pieces.backend.breaks if pieces else ())]
+    return Report(kind, name, functions, reasons(breaks), theirs, found)
+
+
+@contextmanager
+def _timed(records: Sequence[Record]) -> Iterator[None]:
+    """Within it, the launches of these programs are measured."""
+    executables = [r.executable for r in records if r.executable is not None]
+    for executable in executables:
+        executable.time(Timing())
+    try:
+        yield
+    finally:
+        for executable in executables:
+            executable.time(None)
+
+
+def _eager(function: Callable[[], object]) -> Eager:
+    moved = eager_traffic(function)
+    sizes = {label: int(size) for label, size in moved.by_label().items()}
+    largest = dict(sorted(sizes.items(), key=lambda pair: -pair[1]))
+    return Eager(int(moved.bytes), int(moved.flops), len(moved.entries), largest)
+
+
+def reasons(breaks: Sequence[str]) -> tuple[str, ...]:
+    """Each reason once and on one line, without TorchDynamo's hints to its developers."""
+    lines = ([line.strip() for line in reason.splitlines()] for reason in breaks)
+    kept = (" ".join(line for line in of if line and not line.startswith("Hint:")) for of in lines)
+    return tuple(dict.fromkeys(kept))

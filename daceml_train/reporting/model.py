@@ -1,0 +1,168 @@
+"""What a report holds, as plain frozen data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from daceml_train.reporting.numbers import share
+from daceml_train.runtime.roofline import Machine
+
+
+@dataclass(frozen=True)
+class Change:
+    """Bytes and operators before and after a pass, a level, or the cut into forward and backward pass.
+
+    Bytes are numbers, or texts of expressions where a size is not known yet.
+    """
+
+    name: str
+    before: int | str
+    after: int | str
+    operators: tuple[int, int]
+    seconds: float
+
+    @property
+    def saved(self) -> float | None:
+        """The share of the bytes that was saved; None where it is not a number."""
+        return share(self.before, self.after)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """One launch of a program: a kernel, a library call or a copy.
+
+    `kernel` tells equal kernels apart from others, `phase` is forward, backward or update; `seconds` were measured.
+    """
+
+    program: int
+    kind: str
+    operators: str
+    kernel: str
+    module: str
+    source: str
+    phase: str
+    bytes: int
+    flops: int
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An array that the forward pass leaves for the backward pass, and the operators that made it."""
+
+    array: str
+    bytes: int
+    operators: str
+    module: str
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One compiled function: the bytes it moves, level by level, and what it runs.
+
+    `captured` are the bytes with one kernel or library call per operator, gradients and update included; `moved` those
+    of what runs. `levels` begin there; `passes` has all passes, by level. `fallbacks` are operators that PyTorch runs
+    for want of a rule, with the user's line. `stages` are seconds of compilation.
+    """
+
+    name: str
+    programs: int
+    captured: int | str
+    moved: int | str
+    flops: int | str
+    levels: tuple[Change, ...]
+    passes: tuple[tuple[str, Change], ...]
+    kernels: int
+    distinct_kernels: int
+    calls: Mapping[str, int]
+    fallbacks: tuple[tuple[str, str], ...]
+    stages: Mapping[str, float]
+    warm: bool
+    arena: int
+    sizes: Mapping[str, int]
+    launches: tuple[Launched, ...] = ()
+    memory: tuple[int, ...] = ()
+    """Bytes of arrays alive during each launch, forward pass first; the inputs' bytes come on top."""
+    inputs: int = 0
+    """Bytes of inputs: parameters, buffers, optimizer state, the batch."""
+    kept: tuple[Kept, ...] = ()
+    """Arrays that the forward pass leaves for the backward pass."""
+
+    @property
+    def saved(self) -> float | None:
+        """The share of the captured bytes that is not moved any more."""
+        return share(self.captured, self.moved)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that are alive at once, inputs included."""
+        return self.inputs + max(self.memory, default=0)
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of all launches; None where nothing was measured."""
+        times = [launch.seconds for launch in self.launches if launch.seconds is not None]
+        return sum(times) if times else None
+
+
+@dataclass(frozen=True)
+class Eager:
+    """What PyTorch moves for the same in eager execution: bytes, operations, kernels, and bytes per operator."""
+
+    bytes: int
+    flops: int
+    kernels: int
+    by_operator: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Everything known of an optimized module or a training step; `breaks` are reasons why something runs in PyTorch.
+
+    `eager` and `machine` are there if they were asked for.
+    """
+
+    kind: str
+    name: str
+    functions: tuple[Compiled, ...]
+    breaks: tuple[str, ...]
+    eager: Eager | None = None
+    machine: Machine | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was called yet."""
+        return not self.functions and not self.breaks
+
+
+@dataclass(frozen=True)
+class Group:
+    """Launches that have something in common, added up."""
+
+    name: str
+    count: int
+    bytes: int
+    flops: int
+    seconds: float | None
+
+    def roofline(self, machine: Machine | None) -> float | None:
+        """The share of the measured time that the machine needs at least."""
+        if machine is None or not self.seconds:
+            return None
+        return machine.seconds(self.bytes, self.flops) / self.seconds
+
+
+def grouped(launches: Iterable[Launched], key: Callable[[Launched], str]) -> list[Group]:
+    """Launches by what `key` says of them; those that move most come first."""
+    groups: dict[str, list[Launched]] = {}
+    for launch in launches:
+        groups.setdefault(key(launch), []).append(launch)
+    made = [_group(name, of) for name, of in groups.items()]
+    return sorted(made, key=lambda g: -g.bytes)
+
+
+def _group(name: str, of: Sequence[Launched]) -> Group:
+    times = [launch.seconds for launch in of if launch.seconds is not None]
+    total = sum(times) if times else None
+    return Group(name, len(of), sum(x.bytes for x in of), sum(x.flops for x in of), total)

@@ -1,0 +1,59 @@
+"""Numbers as people read them: sizes with units, shares, counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from daceml_train.tensor import Dim
+
+
+def number(size: Dim, sizes: Mapping[str, int]) -> int | str:
+    """A size as a number where all its symbols have values, else as a text."""
+    if not isinstance(size, int):
+        size = size.subs({s: sizes[str(s)] for s in size.free_symbols if str(s) in sizes})
+    return str(size) if getattr(size, "free_symbols", None) else int(size)
+
+
+def share(before: int | str, after: int | str) -> float | None:
+    """The share of `before` that `after` saves; None where they are not numbers, or there was nothing."""
+    if isinstance(before, str) or isinstance(after, str) or not before:
+        return None
+    return 1 - after / before
+
+
+def bytes_text(count: int | str) -> str:
+    """A number of bytes with its unit: `38.4 MB`."""
+    if isinstance(count, str):
+        return f"{count} B"
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(value) < 1000 or unit == "GB":
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    raise AssertionError
+
+
+def percent(saved: float | None) -> str:
+    """A share as a percentage; nothing for None."""
+    return "" if saved is None else f"{100 * saved:.1f} %"
+
+
+def counted(count: int, thing: str) -> str:
+    """How many of a thing: `1 kernel`, `2 kernels`."""
+    return f"{count} {thing}{'' if count == 1 else 's'}"
+
+
+def seconds_text(seconds: float) -> str:
+    """A time with its unit: `3.2 ms`."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if seconds * factor >= 1 or unit == "µs":
+            return f"{seconds * factor:.3g} {unit}"
+    raise AssertionError
+
+
+def flops_text(count: float) -> str:
+    """A number of operations with its unit: `12.5 GFLOP`."""
+    for unit, factor in (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count / 1e3:.3g} kFLOP"

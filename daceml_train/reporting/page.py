@@ -1,0 +1,191 @@
+"""The report as HTML: tables and pictures without scripts; nothing is loaded from elsewhere, every text is escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from daceml_train.reporting import picture
+from daceml_train.reporting.model import Compiled, Contents, Group, Launched, grouped
+from daceml_train.reporting.numbers import bytes_text, counted, flops_text, percent, seconds_text, share
+from daceml_train.runtime.roofline import Machine
+
+ROWS = 20
+"""Rows of a table at most; the JSON has them all."""
+NAME = 90
+"""Characters of an operator's description at most."""
+
+STYLE = """
+.daceml-report{--ink:#1d2327;--soft:#5b656d;--line:#e3e7ea;--paper:#fff;--card:#f6f8f9;--blue:#0072b2;--grey:#b9c2c9;
+--orange:#d98200;color:var(--ink);background:var(--paper);font:14px/1.5 system-ui,sans-serif;max-width:980px}
+.daceml-report h1{font-size:22px;margin:0 0 4px}.daceml-report h2{font-size:16px;margin:28px 0 8px}
+.daceml-report p{margin:4px 0;color:var(--soft)}
+.daceml-report .cards{display:flex;flex-wrap:wrap;gap:10px;margin:14px 0}
+.daceml-report .cards div{background:var(--card);border-radius:8px;padding:8px 14px}
+.daceml-report .cards b{display:block;font-size:18px;font-variant-numeric:tabular-nums}
+.daceml-report table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;background:none}
+.daceml-report th,.daceml-report td{text-align:right;border-bottom:1px solid var(--line);padding:4px 8px}
+.daceml-report th{font-weight:600;color:var(--soft)}.daceml-report tr,.daceml-report td{background:none}
+.daceml-report th:first-child,.daceml-report td:first-child{text-align:left;overflow-wrap:anywhere}
+.daceml-report .bar{display:inline-block;height:9px;background:var(--blue);border-radius:2px;vertical-align:middle}
+.daceml-report svg{width:100%;max-width:720px;display:block;overflow:visible;font:12px system-ui,sans-serif}
+.daceml-report svg text{fill:var(--ink)}.daceml-report svg .number{fill:var(--soft)}
+.daceml-report svg .before{fill:var(--grey)}.daceml-report svg .after,.daceml-report svg .area{fill:var(--blue)}
+.daceml-report svg .area{opacity:.75}.daceml-report svg .base{fill:var(--grey);opacity:.6}
+.daceml-report svg .grid{stroke:var(--line)}.daceml-report svg .roof{fill:none;stroke:var(--orange);stroke-width:2.5}
+.daceml-report svg circle{fill:var(--blue);fill-opacity:.45;stroke:var(--blue)}
+.daceml-report ul{margin:4px 0;padding-left:20px}
+@media (prefers-color-scheme:dark){.daceml-report{--ink:#e4e8eb;--soft:#9aa5ad;--line:#333b41;--paper:#14181b;
+--card:#1e2428;--blue:#4ba7dd;--grey:#59646c;--orange:#f0a52e}}
+"""
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def document(made: Contents) -> str:
+    """A whole page."""
+    title = escape(f"{made.kind} of {made.name}")
+    dark = "<style>body{margin:24px}@media (prefers-color-scheme:dark){body{background:#14181b}}</style>"
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f'<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">{dark}'
+        f"</head><body>{fragment(made)}</body></html>\n"
+    )
+
+
+def fragment(made: Contents) -> str:
+    """What goes into a page or a notebook."""
+    return f'<style>{STYLE}</style><div class="daceml-report">{"".join(_parts(made))}</div>'
+
+
+def _parts(made: Contents) -> Iterator[str]:
+    yield f"<h1>{escape(made.kind)} of {escape(made.name)}</h1>"
+    if made.empty:
+        yield "<p>nothing is compiled yet: the first call compiles</p>"
+    for place, function in enumerate(made.functions, 1):
+        if len(made.functions) > 1:
+            yield f"<h1>[{place}] {escape(function.name)}</h1>"
+        yield from _function(made, function)
+    if made.breaks:
+        yield f"<h2>Runs in PyTorch, because</h2><ul>{_items(made.breaks)}</ul>"
+    if made.eager is not None:
+        largest = list(made.eager.by_operator.items())[:ROWS]
+        rows = [(escape(name), bytes_text(size), _bar(size, made.eager.bytes)) for name, size in largest]
+        yield "<h2>What PyTorch moves in eager execution</h2>"
+        yield _table(("operator", "bytes", ""), rows)
+
+
+def _function(made: Contents, function: Compiled) -> Iterator[str]:
+    if function.sizes:
+        yield f"<p>at the sizes last used, {escape(', '.join(f'{n} = {v}' for n, v in function.sizes.items()))}</p>"
+    cards = "".join(f"<div><b>{escape(v)}</b>{escape(k)}</div>" for k, v in _cards(made, function))
+    yield f'<div class="cards">{cards}</div>'
+    yield "<h2>Bytes that are moved</h2>"
+    yield picture.bars(function, made.eager if len(made.functions) == 1 else None)
+    groups = grouped(function.launches, lambda x: x.operators)
+    if groups:
+        yield "<h2>What moves most</h2>"
+        yield _groups("operators of a kernel or call", groups, function, made.machine)
+    if made.machine is not None and (drawn := picture.roofline(groups, made.machine)):
+        yield "<h2>Roofline</h2>"
+        threads = counted(made.machine.threads, "thread")
+        yield f"<p>{escape(made.machine.processor)}, {threads}; areas are times</p>{drawn}"
+    if groups:
+        yield "<h2>By pass of the step</h2>"
+        yield _groups("pass", grouped(function.launches, lambda x: x.phase), function, made.machine)
+        yield "<h2>By module</h2>"
+        yield _groups("module", grouped(function.launches, _module), function, made.machine)
+    if function.memory:
+        yield f"<h2>Memory over the step</h2>{picture.memory(function)}"
+    if function.kept:
+        yield "<h2>Kept for the backward pass</h2>"
+        total = sum(kept.bytes for kept in function.kept)
+        yield f"<p>{counted(len(function.kept), 'array')}, {bytes_text(total)}; all others are computed again</p>"
+        rows = [(k.array, bytes_text(k.bytes), _short(k.operators), k.module) for k in function.kept[:ROWS]]
+        yield _table(("array", "bytes", "made by", "module"), [tuple(map(escape, row)) for row in rows])
+    yield "<h2>Transformations</h2>"
+    yield _passes(function)
+    yield from _compilation(function)
+
+
+def _cards(made: Contents, function: Compiled) -> Iterator[tuple[str, str]]:
+    if made.eager is not None and isinstance(function.moved, int) and len(made.functions) == 1:
+        yield "of PyTorch's bytes", f"{100 * function.moved / max(made.eager.bytes, 1):.0f} %"
+    yield "moved", bytes_text(function.moved)
+    if isinstance(function.flops, int):
+        yield "arithmetic", flops_text(function.flops)
+    if function.memory:
+        yield "peak memory", bytes_text(function.peak)
+    if (spent := function.seconds) is not None:
+        yield "measured", seconds_text(spent)
+        if made.machine is not None:
+            least = sum(made.machine.seconds(x.bytes, x.flops) for x in function.launches)
+            yield "of the roofline", percent(least / spent)
+    yield "kernels, distinct", f"{function.kernels}, {function.distinct_kernels}"
+    yield "library calls", str(sum(function.calls.values()))
+
+
+def _groups(heading: str, groups: Sequence[Group], function: Compiled, machine: Machine | None) -> str:
+    whole = sum(launch.bytes for launch in function.launches)
+    timed = any(g.seconds is not None for g in groups)
+    rows = []
+    for group in groups[:ROWS]:
+        row = [escape(_short(group.name)), str(group.count), bytes_text(group.bytes), _bar(group.bytes, whole)]
+        row.append(flops_text(group.flops) if group.flops else "")
+        if timed:
+            row.append("" if group.seconds is None else seconds_text(group.seconds))
+            row.append(percent(group.roofline(machine)))
+        rows.append(tuple(row))
+    times = ("time", "of roofline") if timed else ()
+    return _table((heading, "launches", "bytes", "", "arithmetic", *times), rows) + _more(len(groups))
+
+
+def _more(count: int) -> str:
+    return f"<p>and {count - ROWS} more</p>" if count > ROWS else ""
+
+
+def _module(launch: Launched) -> str:
+    return ".".join(launch.module.split(".")[:3]) or "the step itself"
+
+
+def _passes(function: Compiled) -> str:
+    rows = []
+    for level in function.levels:
+        seconds = f"{level.seconds:.2f} s"
+        rows.append((f"<b>{escape(level.name)}</b>", bytes_text(level.after), percent(level.saved), seconds))
+        for of, change in function.passes:
+            if of == level.name and (change.before != change.after or change.operators[0] != change.operators[1]):
+                name = f"&ensp;{escape(change.name)}"
+                rows.append((name, bytes_text(change.after), percent(change.saved), f"{change.seconds:.2f} s"))
+    return _table(("level and pass", "bytes behind it", "saved", "time"), rows)
+
+
+def _compilation(function: Compiled) -> Iterator[str]:
+    if function.fallbacks:
+        yield "<h2>Without a rule of ours, run by PyTorch</h2>"
+        yield f"<ul>{_items([f'{operator} {line}'.strip() for operator, line in function.fallbacks])}</ul>"
+    stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in function.stages.items())
+    yield f"<p>{'found in the cache' if function.warm else 'compiled'}: {escape(stages)}</p>"
+    if function.calls:
+        calls = ", ".join(f"{name} × {count}" for name, count in function.calls.items())
+        yield f"<p>library calls: {escape(calls)}</p>"
+
+
+def _bar(part: int, whole: int) -> str:
+    of = share(whole, whole - part) or 0.0
+    return f'<span class="bar" style="width:{120 * of:.0f}px"></span> {percent(of)}'
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= NAME else f"{name[: NAME - 1]}…"
+
+
+def _items(texts: Sequence[str]) -> str:
+    return "".join(f"<li>{escape(text)}</li>" for text in texts)
+
+
+def _table(heading: Sequence[str], rows: Sequence[tuple[str, ...]]) -> str:
+    """A table; headings are escaped here, cells are HTML."""
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in heading)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><tr>{head}</tr>{body}</table>"

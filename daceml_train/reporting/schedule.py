@@ -1,0 +1,92 @@
+"""Schedule: the launches of one program, what they move, and which arrays are alive meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from daceml_train.graph.graph import Role
+from daceml_train.reporting.model import Kept, Launched
+from daceml_train.reporting.numbers import number
+from daceml_train.runtime.cost import Cost
+from daceml_train.runtime.footprint import footprint
+from daceml_train.runtime.lowering import touched
+from daceml_train.runtime.program import CallLaunch, Home, KernelLaunch, Program
+from daceml_train.tensor import Dim
+
+_UPDATED = (Role.parameter, Role.state)
+
+
+class Schedule:
+    """A program at known sizes; `costs` has one entry per launch."""
+
+    def __init__(self, program: Program, costs: Sequence[Cost], sizes: Mapping[str, int]) -> None:
+        self.program, self.costs, self.sizes = program, costs, {"blocks": 1, **sizes}
+        self._turn = self._boundary()
+        self._footprint = footprint(program, self._number)
+
+    def launches(self, program: int, seconds: Sequence[float]) -> Iterator[Launched]:
+        """The launches in order; `program` is 0, or 1 for a backward pass of its own."""
+        times: Sequence[float | None] = seconds if len(seconds) == len(self.costs) else [None] * len(self.costs)
+        for index, (cost, spent) in enumerate(zip(self.costs, times, strict=True)):
+            yield Launched(
+                program,
+                cost.kind,
+                cost.operators,
+                self._kernel(index),
+                cost.module,
+                cost.source,
+                "backward" if program else self._phase(index),
+                self._number(cost.bytes),
+                self._number(cost.flops),
+                spent,
+            )
+
+    def memory(self) -> list[int]:
+        """Bytes of the program's own arrays alive during each launch, scratch memory included."""
+        planned = self._footprint
+        return [alive + scratch for alive, scratch in zip(planned.live, planned.scratch, strict=True)]
+
+    def inputs(self) -> int:
+        """Bytes of what is handed over."""
+        return self._footprint.inputs
+
+    def kept(self, apart: bool) -> list[Kept]:
+        """Arrays made before the turn from forward to backward pass and read behind it; the largest first.
+
+        `apart` says that the backward pass is another program: what it reads are outputs of this one.
+        """
+        turn = len(self.program.launches) - 1 if apart else self._turn
+        results = {place.slot for place in self.program.outputs}
+        made = []
+        for number_, slot in enumerate(self.program.slots):
+            lives = number_ in results if apart else slot.last > turn
+            if slot.home is Home.input or turn is None or not 0 <= slot.first <= turn or not lives:
+                continue
+            shape = ", ".join(str(number(size, self.sizes)) for size in slot.shape)
+            cost = self.costs[slot.first] if slot.first < len(self.costs) else Cost("", "", "", "")
+            made.append(Kept(f"{slot.dtype.name}[{shape}]", self._number(slot.bytes), cost.operators, cost.module))
+        return sorted(made, key=lambda k: -k.bytes)
+
+    def _boundary(self) -> int:
+        """The launch that makes the first output, in a step the loss; what follows is the backward pass."""
+        if not any(entry.role in _UPDATED and entry.mutable for entry in self.program.inputs):
+            return len(self.program.launches) - 1
+        return max((self.program.slots[p.slot].first for p in self.program.outputs[:1]), default=-1)
+
+    def _phase(self, index: int) -> str:
+        if index <= self._turn:
+            return "forward"
+        inputs = self.program.inputs
+        slots = (self.program.slots[s] for s in touched(self.program.launches[index]))
+        updates = any(s.mutable and inputs[s.input].role in _UPDATED for s in slots if s.home is Home.input)
+        return "update" if updates else "backward"
+
+    def _kernel(self, index: int) -> str:
+        launch = self.program.launches[index]
+        if isinstance(launch, KernelLaunch):
+            return self.program.codes[launch.code].key[:12]
+        return launch.target if isinstance(launch, CallLaunch) else "copy"
+
+    def _number(self, size: Dim) -> int:
+        value = number(size, self.sizes)
+        return value if isinstance(value, int) else 0

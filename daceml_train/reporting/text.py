@@ -1,0 +1,92 @@
+"""The report as a table for terminals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from daceml_train.reporting.model import Change, Compiled, Contents, grouped
+from daceml_train.reporting.numbers import bytes_text, counted, percent, seconds_text
+
+
+def lines(made: Contents) -> Iterator[str]:
+    """The report line by line."""
+    yield f"{made.kind} of {made.name}"
+    if made.empty:
+        yield "nothing is compiled yet: the first call compiles"
+    for place, function in enumerate(made.functions, 1):
+        if len(made.functions) > 1:
+            yield f"\n[{place}]"
+        yield from _function_lines(function)
+    if made.eager is not None:
+        moved = [f.moved for f in made.functions]
+        ours = sum(size for size in moved if isinstance(size, int))
+        yield f"PyTorch's own kernels move {bytes_text(made.eager.bytes)} for the same"
+        if len(moved) == 1 and made.eager.bytes:
+            yield f"what is moved here is {100 * ours / made.eager.bytes:.1f} % of that"
+    if made.breaks:
+        yield "\nruns in PyTorch, because"
+        yield from (f"  {reason}" for reason in made.breaks)
+
+
+def _function_lines(function: Compiled) -> Iterator[str]:
+    if function.sizes:
+        yield "at the sizes last used, " + ", ".join(f"{n} = {v}" for n, v in function.sizes.items())
+    rows = [("bytes moved", "", "saved", "operators", "seconds")]
+    rows.append(("one kernel or call per operator", bytes_text(function.captured), "", "", ""))
+    for level in function.levels:
+        rows.append((f"after {level.name}", bytes_text(level.after), *_columns(level)))
+        passes = [change for of, change in function.passes if of == level.name and _matters(change)]
+        rows += [(f"  {change.name}", "", *_columns(change)) for change in passes]
+    rows.append(("in all", bytes_text(function.moved), percent(function.saved), "", ""))
+    yield from _aligned(rows)
+    yield ", ".join(facts(function))
+    if function.launches:
+        yield "what moves most:"
+        yield from _aligned([*_movers(function)])
+    if function.calls:
+        yield "library calls: " + ", ".join(f"{name} x {count}" for name, count in function.calls.items())
+    for operator, line in function.fallbacks:
+        yield f"without a rule of ours, run by PyTorch: {operator}{f' at {line}' if line else ''}"
+    stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in function.stages.items())
+    yield f"{'found in the cache' if function.warm else 'compiled'}: {stages}"
+
+
+def _columns(change: Change) -> tuple[str, str, str]:
+    before, after = change.operators
+    operators = str(after) if before == after else f"{before} -> {after}"
+    return percent(change.saved), operators, f"{change.seconds:.2f}" if change.seconds else ""
+
+
+def _matters(change: Change) -> bool:
+    return change.before != change.after or change.operators[0] != change.operators[1]
+
+
+def _movers(function: Compiled, count: int = 6) -> Iterator[tuple[str, ...]]:
+    whole = sum(launch.bytes for launch in function.launches) or 1
+    for group in grouped(function.launches, lambda x: x.operators)[:count]:
+        spent = "" if group.seconds is None else seconds_text(group.seconds)
+        name = group.name if len(group.name) <= 60 else f"{group.name[:57]}..."
+        yield f"  {name}", f"x {group.count}", bytes_text(group.bytes), percent(group.bytes / whole), spent
+
+
+def facts(function: Compiled) -> Iterator[str]:
+    """Counts of programs, kernels, calls, operations and bytes."""
+    yield counted(function.programs, "program")
+    yield f"{counted(function.kernels, 'kernel')} ({function.distinct_kernels} distinct)"
+    yield counted(sum(function.calls.values()), "library call")
+    if isinstance(function.flops, int):
+        yield f"{function.flops / 1e9:.3g} GFLOP"
+    yield f"arena {bytes_text(function.arena)}"
+    if function.memory:
+        yield f"peak memory {bytes_text(function.peak)}"
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        first, *others = (cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in _cells(row, widths))
+        yield "  ".join((first, *others)).rstrip()
+
+
+def _cells(row: Sequence[str], widths: Sequence[int]) -> Iterator[tuple[int, tuple[str, int]]]:
+    return enumerate(zip(row, widths, strict=True))

@@ -1,0 +1,36 @@
+"""Chrome trace: the measured launches as events, with what they move; the arrays alive as a counter.
+
+The format is that of chrome://tracing and Perfetto: "Trace Event Format", Google, 2016.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from daceml_train.reporting.model import Contents
+
+
+def events(made: Contents) -> dict[str, Any]:
+    """One event per launch, in microseconds from the start; a process per function, a thread per program."""
+    found: list[dict[str, Any]] = []
+    for process, function in enumerate(made.functions):
+        found.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": function.name}})
+        now = 0.0
+        for place, launch in enumerate(function.launches):
+            if launch.seconds is None:
+                continue
+            found.append(
+                {
+                    "ph": "X", "pid": process, "tid": launch.program, "name": launch.operators or launch.kernel,
+                    "cat": f"{launch.kind},{launch.phase}", "ts": 1e6 * now, "dur": 1e6 * launch.seconds,
+                    "args": {
+                        "module": launch.module, "source": launch.source, "kernel": launch.kernel,
+                        "bytes": launch.bytes, "flops": launch.flops,
+                    },
+                }
+            )  # fmt: skip
+            if place < len(function.memory):
+                args = {"arrays": function.memory[place]}
+                found.append({"ph": "C", "pid": process, "name": "memory", "ts": 1e6 * now, "args": args})
+            now += launch.seconds
+    return {"traceEvents": found, "displayTimeUnit": "ms", "otherData": {"of": f"{made.kind} of {made.name}"}}

@@ -1,0 +1,84 @@
+"""Cost: what one launch of a program is, and the bytes and operations it takes, as expressions over sizes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from daceml_train.graph.graph import Graph
+from daceml_train.graph.traffic import Entry, traffic
+from daceml_train.ops.kernel import Kernel
+from daceml_train.ops.operator import Operator
+from daceml_train.runtime.program import CallLaunch, CopyLaunch, KernelLaunch, Launch
+from daceml_train.tensor import Dim, Tensor
+
+_SILENT = frozenset({"view", "permute", "expand", "slice", "full", "cast"})
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One launch: the operators in it, the user's module and line, bytes read and written, operations.
+
+    `kind` is `kernel`, `call` or `copy`.
+    """
+
+    kind: str
+    operators: str
+    module: str
+    source: str
+    read: Dim = 0
+    written: Dim = 0
+    flops: Dim = 0
+    reordered: Dim = 0
+    """Bytes that a library moves between layouts within the call."""
+
+    @property
+    def bytes(self) -> Dim:
+        """Bytes read, written and reordered."""
+        return self.read + self.written + self.reordered
+
+
+def costs(graph: Graph, launches: Sequence[Launch], nodes: Sequence[int]) -> list[Cost]:
+    """The cost of each launch; `nodes` gives the node of the graph that each one computes, -1 for copies at the end.
+
+    Of several launches for one node, the last one computes it; the others bring operands into place.
+    """
+    entries = traffic(graph).entries
+    last = {node: index for index, node in enumerate(nodes) if node >= 0}
+    made = []
+    for index, (launch, node) in enumerate(zip(launches, nodes, strict=True)):
+        if node >= 0 and last[node] == index:
+            made.append(_computed(launch, graph.nodes[node].op, entries[node]))
+        else:
+            made.append(_moved(launch))
+    return made
+
+
+def _computed(launch: Launch, op: Operator, entry: Entry) -> Cost:
+    read, written = sum(entry.reads.values(), start=0), sum(entry.writes.values(), start=0)
+    kind = {KernelLaunch: "kernel", CallLaunch: "call", CopyLaunch: "copy"}[type(launch)]
+    where = entry.origin
+    return Cost(kind, described(op), where.module, where.source, read, written, entry.flops, entry.reorders)
+
+
+def _moved(launch: Launch) -> Cost:
+    """A copy, or an operand that has to lie in memory."""
+    match launch:
+        case CopyLaunch(target=place):
+            size = Tensor(place.shape, place.dtype).bytes
+            return Cost("copy", "copy", "", launch.origin, size, size)
+        case KernelLaunch(places=(*read, place)):
+            size = Tensor(place.shape, place.dtype).bytes
+            return Cost("kernel", "copy" if read else "constant", "", launch.origin, size if read else 0, size)
+    return Cost("call", launch.target if isinstance(launch, CallLaunch) else "", "", launch.origin)
+
+
+def described(op: Operator) -> str:
+    """The operators of a kernel, how often each, or the label of a single one."""
+    if not isinstance(op, Kernel):
+        return op.label
+    counted = Counter(s.op.label for s in op.statements if s.op.label not in _SILENT)
+    if not counted:
+        return "copy"
+    return " ".join(f"{label}*{count}" if count > 1 else label for label, count in counted.items())

@@ -1,0 +1,40 @@
+"""Timing: the seconds that each launch of a program takes, over several runs."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections.abc import Sequence
+
+
+class Timing:
+    """Seconds per launch and run. An executable adds to it while it is set; see `Executable.time`."""
+
+    def __init__(self) -> None:
+        self._runs: list[list[float]] = []
+        self._lock = threading.Lock()
+
+    def add(self, launches: Sequence[int], seconds: Sequence[float]) -> None:
+        """One run: `seconds[i]` belongs to launch `launches[i]`; those of equal launches are added up."""
+        per_launch = [0.0] * (launches[-1] + 1 if launches else 0)
+        for launch, spent in zip(launches, seconds, strict=True):
+            per_launch[launch] += spent
+        with self._lock:
+            if self._runs and len(self._runs[0]) != len(per_launch):
+                self._runs.clear()
+            self._runs.append(per_launch)
+
+    @property
+    def runs(self) -> int:
+        """How many runs were measured."""
+        return len(self._runs)
+
+    def median(self) -> list[float]:
+        """Per launch the median over the runs; empty before the first."""
+        with self._lock:
+            return [statistics.median(of) for of in zip(*self._runs, strict=True)]
+
+    def last(self) -> list[float]:
+        """Per launch the seconds of the last run; empty before the first."""
+        with self._lock:
+            return list(self._runs[-1]) if self._runs else []

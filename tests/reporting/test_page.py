@@ -1,0 +1,114 @@
+"""Pages: everything is escaped, nothing is loaded, large models stay small pages; traces and groups of launches."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from daceml_train.reporting import Change, Compiled, Eager, Kept, Launched, Report, grouped
+from daceml_train.runtime.roofline import Machine
+
+EVIL = '<script src="https://example.org/x.js">alert(1)</script>&'
+
+
+def launched(number: int = 0, name: str = "mul add", module: str = "model.layer", **fields: object) -> Launched:
+    known = {"bytes": 1000 * (number + 1), "flops": 4000, "seconds": 1e-4 * (number + 1)}
+    return Launched(0, "kernel", name, f"k{number}", module, "model.py:3", "forward", **(known | fields))
+
+
+def compiled(launches: list[Launched], name: str = "graph") -> Compiled:
+    levels = (Change("intra_operator", 9000, 8000, (10, 9), 0.1), Change("fusion", 8000, 4000, (9, 4), 0.2))
+    memory = tuple(range(100, 100 + len(launches)))
+    kept = (Kept("float32[4, 8]", 128, EVIL, EVIL),)
+    return Compiled(
+        name, 1, 9000, 4000, 10**9, levels, (("fusion", levels[1]),), len(launches), 3, {"mm": 2}, ((EVIL, EVIL),),
+        {"kernels": 1.0}, False, 5000, {}, tuple(launches), memory, 1000, kept,
+    )  # fmt: skip
+
+
+def report(launches: list[Launched], **fields: object) -> Report:
+    eager = Eager(16000, 10**9, 40, {"aten.mul.Tensor": 9000, EVIL: 7000})
+    known = {"eager": eager, "machine": Machine(EVIL, 2, 1e10, 1e11)}
+    return Report("training step", EVIL, (compiled(launches, EVIL),), (EVIL,), **(known | fields))
+
+
+class Elements(HTMLParser):
+    """The elements of a page, and whether they close."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.seen.append(tag)
+        assert not {"src", "href", "onload", "onclick"} & {name for name, _ in attrs}
+        if tag not in ("meta", "line", "rect", "circle", "polyline", "polygon"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in ("line", "rect", "circle", "polyline", "polygon"):
+            assert self.open.pop() == tag
+
+
+def test_texts_are_escaped_and_nothing_is_loaded() -> None:
+    made = report([launched(0, EVIL, EVIL), launched(1, "matmul")])
+    page = made.to_html()
+    elements = Elements()
+    elements.feed(page)
+    assert not elements.open
+    assert not {"script", "link", "img", "iframe", "object"} & set(elements.seen)
+    assert page.count("<svg") == 3, "bars, roofline, memory"
+    assert "https://" not in re.sub(r"&quot;https://example.org/x.js&quot;", "", page)
+    assert "default-src 'none'" in page and "url(" not in page and "@import" not in page
+    assert "prefers-color-scheme:dark" in page
+
+
+@pytest.mark.parametrize("count", [0, 1, 3000])
+def test_size(count: int) -> None:
+    made = report([launched(i, f"mul*{i} add", f"model.blocks.{i}.attention") for i in range(count)])
+    assert len(made._repr_html_()) < 300_000
+    assert str(made)
+
+
+def test_without_times() -> None:
+    made = report([launched(seconds=None)], machine=None, eager=None)
+    assert made.to_html().count("<svg") == 2
+    assert made.functions[0].seconds is None
+    assert made.trace()["traceEvents"] == [made.trace()["traceEvents"][0]]
+
+
+def test_groups() -> None:
+    launches = [launched(0), launched(1), launched(2, "matmul", flops=10**7, seconds=None)]
+    first, second = grouped(launches, lambda x: x.operators)
+    assert (first.name, first.count, first.bytes, first.seconds) == ("mul add", 2, 3000, pytest.approx(3e-4))
+    assert (second.name, second.seconds) == ("matmul", None)
+    machine = Machine("p", 1, bandwidth=1e7, peak=1e9)
+    assert first.roofline(machine) == pytest.approx(1.0)
+    assert second.roofline(machine) is None and first.roofline(None) is None
+
+
+def test_peak() -> None:
+    function = compiled([launched(i) for i in range(5)])
+    assert function.peak == 1000 + 104
+
+
+def test_trace() -> None:
+    made = report([launched(0), launched(1)])
+    told = json.loads(json.dumps(made.trace()))
+    complete = [e for e in told["traceEvents"] if e["ph"] == "X"]
+    assert [e["dur"] for e in complete] == pytest.approx([100.0, 200.0])
+    assert complete[1]["ts"] == pytest.approx(complete[0]["dur"])
+    assert complete[0]["args"]["bytes"] == 1000
+    assert [e["args"]["arrays"] for e in told["traceEvents"] if e["ph"] == "C"] == [100, 101]
+
+
+@pytest.mark.parametrize("ending", [".html", ".json", ".txt"])
+def test_save(tmp_path, ending: str) -> None:
+    path = tmp_path / f"report{ending}"
+    report([launched()]).save(path)
+    text = path.read_text(encoding="utf-8")
+    if ending == ".json":
+        assert json.loads(text)["functions"][0]["launches"][0]["operators"] == "mul add"
+    assert text.startswith({".html": "<!doctype html>", ".json": "{", ".txt": "training step of"}[ending])
