@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -69,6 +69,14 @@ class OutputSource:
 
 
 @dataclass(frozen=True, eq=False)
+class Trace:
+    """The functional ATen graph, and per node the array of our graph that it became (or a tuple, or a size)."""
+
+    module: fx.GraphModule
+    arrays: dict[fx.Node, Any]
+
+
+@dataclass(frozen=True, eq=False)
 class Captured:
     """A captured graph: inputs in the order of the placeholders, then attributes, then `seed` where there is one."""
 
@@ -80,6 +88,8 @@ class Captured:
     """Per result: whether it requires no gradient in eager execution."""
     fallbacks: tuple[tuple[str, Origin], ...]
     """ATen operators without a rule, and where the user's code has them."""
+    trace: Trace | None = None
+    """What was translated, where `capture` was asked to keep it."""
 
     @property
     def random(self) -> bool:
@@ -87,7 +97,7 @@ class Captured:
         return "seed" in self.graph.inputs
 
 
-def capture(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Captured:
+def capture(gm: fx.GraphModule, example_inputs: Sequence[object], keep_trace: bool = False) -> Captured:
     """The operator graph of `gm`. Raises `Unsupported`, naming the user's line, for what cannot be captured."""
     grad_enabled = torch.is_grad_enabled()
     mode = fake_mode(example_inputs)
@@ -101,10 +111,11 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Captured:
     _annotate(gm, mode, operands)
     _refuse_gradients_into_inputs(gm, grad_enabled)
     try:
-        return _translated(gm, example_inputs, operands, held, attributes, grad_enabled)
+        captured, trace = _translated(gm, example_inputs, operands, held, attributes, grad_enabled)
     except Unproven:
         _specialise(operands, set())
-        return _translated(gm, example_inputs, operands, held, attributes, grad_enabled)
+        captured, trace = _translated(gm, example_inputs, operands, held, attributes, grad_enabled)
+    return replace(captured, trace=trace) if keep_trace else captured
 
 
 def _translated(
@@ -114,7 +125,7 @@ def _translated(
     held: dict[str, Tensor],
     attributes: dict[str, Tensor],
     grad_enabled: bool,
-) -> Captured:
+) -> tuple[Captured, Trace]:
     """Trace and translate, on fake operands and attributes."""
     token = custom_functions.set([])
     try:
@@ -136,7 +147,8 @@ def _translated(
     inputs = [_dropped(graph, i) for i in inputs]
     spec = pytree.tree_structure(_results(gm))
     bound += [InputSource("attribute", None, name, name, tensor) for name, tensor in t.constants.items()]
-    return Captured(graph, (*inputs, *bound), outputs, spec, detached, tuple(t.fallbacks))
+    captured = Captured(graph, (*inputs, *bound), outputs, spec, detached, tuple(t.fallbacks))
+    return captured, Trace(traced, t.scope)
 
 
 def _live(graph: Graph) -> list[Node]:
