@@ -102,15 +102,16 @@ def _parser() -> argparse.ArgumentParser:
 # ---- report ---------------------------------------------------------------------------------------------------------
 def _report(options: argparse.Namespace) -> int:
     import daceml_train as dt
+    from daceml_train.progress import compilation_bar
 
     made = _made(options.model)
-    if len(made) == 2:
-        model, inputs = made
-        compiled: Any = dt.optimize(model)
-        compiled(*_tuple(inputs))
-    else:
-        model, inputs, loss, optimizer = made
-        compiled = dt.training_step(model, loss, optimizer)
+    with compilation_bar() as shown:
+        if len(made) == 2:
+            model, inputs = made
+            compiled: Any = dt.optimize(model, **shown)
+        else:
+            model, inputs, loss, optimizer = made
+            compiled = dt.training_step(model, loss, optimizer, **shown)
         compiled(*_tuple(inputs))
     report = dt.report(compiled)
     print(report)
