@@ -28,7 +28,7 @@ _HOME = {
 _MODULES = ("debug",)
 """Public modules, imported at first use as well."""
 
-__all__ = ["__version__", *_HOME, *_MODULES]
+__all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:
@@ -44,4 +44,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """The public names, imported or not, and what the module holds."""
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_MODULES})
