@@ -168,7 +168,6 @@ def both(
     schedules = [
         torch.optim.lr_scheduler.CosineAnnealingLR(o, steps, eta_min=1e-5) for o in (eager_optimizer, own_optimizer)
     ]
-    step = dt.training_step(model, loss, own_optimizer)
 
     def eager(x: Tensor, y: Tensor) -> Tensor:
         eager_optimizer.zero_grad(set_to_none=True)
@@ -184,7 +183,14 @@ def both(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     compile_seconds = 0.0
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("compiling", total=steps)
+        task = progress.add_task("capturing", total=steps)
+        step = dt.training_step(
+            model,
+            loss,
+            own_optimizer,
+            watch=lambda one: progress.update(task, description=one.transformation.name),
+            progress=lambda done, total: progress.update(task, description=f"kernel {done} of {total}"),
+        )
         for number, (x, y) in enumerate(batches):
             for run, take in zip(runs, (eager, step), strict=True):
                 began = time.perf_counter()

@@ -25,11 +25,16 @@ _HOME = {
     "Refused": "daceml_train.errors",
 }
 
+_MODULES = ("debug",)
+"""Public modules, imported at first use as well."""
+
 __all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name from its module; AttributeError for every other name."""
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)
@@ -39,4 +44,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """The public names, imported or not, and what the module holds."""
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -74,6 +74,25 @@ def _parser() -> argparse.ArgumentParser:
     roofline.add_argument("--again", action="store_true", help="measure anew")
     roofline.set_defaults(run=_roofline)
 
+    explain = commands.add_parser(
+        "explain",
+        help="what of a model is not compiled, and what to change",
+        description="List the graphs of a model, what breaks them and what falls back, with the line in your source.",
+    )
+    explain.add_argument("model", metavar="FILE.py:FACTORY", help="as for report")
+    explain.set_defaults(run=_explain)
+
+    bisect = commands.add_parser(
+        "bisect",
+        help="which operator or pass makes a wrong number",
+        description="Compare every stage of compilation with PyTorch in float64; write a script that shows the first "
+        "difference. Exit status 1 if there is one.",
+    )
+    bisect.add_argument("model", metavar="FILE.py:FACTORY", help="as for report; loss and optimizer are not used")
+    bisect.add_argument("--folder", type=Path, default=Path("bisect"), help="for the script (default: bisect)")
+    bisect.add_argument("--pipeline", type=Path, metavar="FILE", help="a pipeline as JSON or text")
+    bisect.set_defaults(run=_bisect)
+
     cache = commands.add_parser(
         "cache", help="compiled programs on disk", description="Show or remove what was compiled."
     )
@@ -227,6 +246,33 @@ def _made(place: str) -> tuple[Any, ...]:
 
 def _tuple(inputs: Any) -> tuple[Any, ...]:
     return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+
+
+# ---- debugging ------------------------------------------------------------------------------------------------------
+def _explain(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from daceml_train.debug import explain
+
+    model, inputs = _call(options.model)
+    Console().print(explain(model, *inputs))
+    return 0
+
+
+def _bisect(options: argparse.Namespace) -> int:
+    from daceml_train.debug import bisect
+    from daceml_train.transformations.pipelines import TRAINING
+
+    model, inputs = _call(options.model)
+    found = bisect(model, *inputs, pipeline=options.pipeline or TRAINING, folder=options.folder)
+    print(found)
+    return 1 if found else 0
+
+
+def _call(place: str) -> tuple[Any, tuple[Any, ...]]:
+    """The model that a factory makes, and what it is called with: of a training step, its first input."""
+    model, inputs, *training = _made(place)
+    return model, _tuple(_tuple(inputs)[0] if training else inputs)
 
 
 # ---- passes ---------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def _no_notebook() -> Iterator[None]:
 
 
 with _no_notebook():
-    import dace
+    import dace as dace  # others have it from here
     import dace.library
     from dace.properties import ListProperty, Property
     from dace.transformation.transformation import ExpandTransformation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -70,6 +70,14 @@ class OutputSource:
 
 
 @dataclass(frozen=True, eq=False)
+class Trace:
+    """The functional ATen graph, and per node the array of our graph that it became (or a tuple, or a size)."""
+
+    module: fx.GraphModule
+    arrays: dict[fx.Node, Any]
+
+
+@dataclass(frozen=True, eq=False)
 class Captured:
     """A captured graph: inputs in the order of the placeholders, then attributes, then `seed` where there is one."""
 
@@ -81,6 +89,8 @@ class Captured:
     """Per result: whether it requires no gradient in eager execution."""
     fallbacks: tuple[tuple[str, Origin], ...]
     """ATen operators without a rule, and where the user's code has them."""
+    trace: Trace | None = None
+    """What was translated, where `capture` was asked to keep it."""
 
     draws: dict[str, Draw] = field(default_factory=dict)
     """Graph inputs that hold random numbers as eager execution draws them, in the order in which it does."""
@@ -91,7 +101,13 @@ class Captured:
         return "seed" in self.graph.inputs or bool(self.draws)
 
 
-def capture(gm: fx.GraphModule, example_inputs: Sequence[object], randomness: Randomness = "seeded") -> Captured:
+def capture(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[object],
+    randomness: Randomness = "seeded",
+    *,
+    keep_trace: bool = False,
+) -> Captured:
     """The operator graph of `gm`. Raises `Unsupported`, naming the user's line, for what cannot be captured."""
     grad_enabled = torch.is_grad_enabled()
     mode = fake_mode(example_inputs)
@@ -105,16 +121,21 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[object], randomness: Ra
     _annotate(gm, mode, operands)
     _refuse_gradients_into_inputs(gm, grad_enabled)
     try:
-        return _translated(gm, example_inputs, operands, held, attributes, grad_enabled, randomness)
-    except Unproven:  # first without those sizes of which PyTorch has noted equations, then without any
-        for kept in (_told(operands) - _tied(operands), set[sympy.Symbol]()):
-            _specialise(operands, kept)
-            try:
-                return _translated(gm, example_inputs, operands, held, attributes, grad_enabled, randomness)
-            except Unproven:
-                if not kept:
-                    raise
-        raise
+        captured, trace = _translated(gm, example_inputs, operands, held, attributes, grad_enabled, randomness)
+    except Unproven:
+        captured, trace = _with_fewer_symbols(gm, example_inputs, operands, held, attributes, grad_enabled, randomness)
+    return replace(captured, trace=trace) if keep_trace else captured
+
+
+def _with_fewer_symbols(gm: fx.GraphModule, example_inputs: Sequence[object], operands: Any, *more: Any) -> Any:
+    """The translation without those sizes of which PyTorch has noted equations, then, if need be, without any symbol."""
+    for kept in (_told(operands) - _tied(operands), set[sympy.Symbol]()):
+        _specialise(operands, kept)
+        try:
+            return _translated(gm, example_inputs, operands, *more)
+        except Unproven:
+            if not kept:
+                raise
 
 
 def _translated(
@@ -125,7 +146,7 @@ def _translated(
     attributes: dict[str, Tensor],
     grad_enabled: bool,
     randomness: Randomness,
-) -> Captured:
+) -> tuple[Captured, Trace]:
     """Trace and translate, on fake operands and attributes."""
     token = custom_functions.set([])
     try:
@@ -149,7 +170,8 @@ def _translated(
     inputs = [_dropped(graph, i) for i in inputs]
     spec = pytree.tree_structure(_results(gm))
     bound += [InputSource("attribute", None, name, name, tensor) for name, tensor in t.constants.items()]
-    return Captured(graph, (*inputs, *bound), outputs, spec, detached, tuple(t.fallbacks), t.draws)
+    captured = Captured(graph, (*inputs, *bound), outputs, spec, detached, tuple(t.fallbacks), draws=t.draws)
+    return captured, Trace(traced, t.scope)
 
 
 def _live(graph: Graph) -> list[Node]:

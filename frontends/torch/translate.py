@@ -75,6 +75,8 @@ class Translator:
         self.fallbacks: list[tuple[str, Origin]] = []
         self.given: dict[fx.Node, Any] = {}
         """Nodes whose results are known already: they are not emitted."""
+        self.scope: dict[fx.Node, Any] = {}
+        """What the nodes of the graph that was run last became."""
         self.node: fx.Node
         self.constants: dict[str, torch.Tensor] = {}
         """Inputs of the graph that stand for tensors held by the trace."""
@@ -162,6 +164,7 @@ class Translator:
         `tokens` names placeholders that only order checks with effects; nothing is given for them.
         """
         scope: dict[fx.Node, Any] = {}
+        self.scope = scope
         given = iter(operands)
         for node in module.graph.nodes:
             match node.op:

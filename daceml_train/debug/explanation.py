@@ -1,0 +1,137 @@
+"""explain: the graphs of a model, what breaks them, what falls back, with the user's line and what to change."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch._dynamo.exc import TorchDynamoException
+
+from daceml_train.driver.module import original
+from daceml_train.driver.tracing import reason, traced, tracing
+from daceml_train.errors import DacemlError
+from daceml_train.frontends.torch.capture import capture
+
+_ADVICE = (
+    (("generic_jump", "data-dependent", "data dependent", "jump on", "Tensor.item", ".item()", "_local_scalar_dense"),
+     "a Python decision on a tensor's value ends the graph: use torch.where, or decide outside of the model"),
+    (("print", "logging", "warnings.warn"),
+     "move the message out of forward, or behind `if not torch.compiler.is_compiling()`"),
+    (("numpy", "from_numpy"), "compute with torch instead of NumPy inside forward"),
+    (("generator", "yield"), "return a list or tuple instead of yielding"),
+    (("hook",), "remove the hook, or run this module outside of the compiled one"),
+    (("size depends on data", "dynamic shape", "nonzero", "unique"),
+     "the result's size depends on values: use a mask and a fixed size where that is possible"),
+)  # fmt: skip
+"""What occurs in a reason -> what to change."""
+_OTHERWISE = "move this call out of forward, or let it run in PyTorch: the rest is compiled around it"
+_FALLBACK = (
+    "it runs in PyTorch, forward and backward, and does not fuse; an operator of your own would: "
+    "docs/writing-an-operator.md"
+)
+
+
+@dataclass(frozen=True)
+class Note:
+    """One thing that is not compiled: `kind` is `break`, `fallback` or `refused`."""
+
+    kind: str
+    what: str
+    where: str
+    advice: str
+    count: int = 1
+
+
+@dataclass
+class Explanation:
+    """What TorchDynamo and the frontend make of a model; `str()` is a table."""
+
+    name: str
+    graphs: list[int] = field(default_factory=list)
+    """Operators of each graph; 0 for one that runs in PyTorch."""
+    notes: list[Note] = field(default_factory=list)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the model is one graph without fallbacks."""
+        return len(self.graphs) == 1 and not self.notes
+
+    def of(self, kind: str) -> list[Note]:
+        """The notes of one kind."""
+        return [note for note in self.notes if note.kind == kind]
+
+    def __rich__(self) -> Table:
+        count = len(self.graphs)
+        operators = f"{sum(self.graphs)} operators in {count} graph{'s' if count != 1 else ''}"
+        table = Table("", "what", "where", "what to change", title=f"{self.name}: {operators}", title_justify="left")
+        if not self.notes:
+            table.add_row("", "everything is compiled", "", "")
+        for note in self.notes:
+            times = f" x {note.count}" if note.count > 1 else ""
+            table.add_row(note.kind, note.what + times, note.where, note.advice)
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=120, file=None, force_terminal=False)
+        with console.capture() as captured:
+            console.print(self, markup=False)
+        return captured.get().rstrip()
+
+
+def explain(model: torch.nn.Module, *inputs: Any, **keywords: Any) -> Explanation:
+    """How `model` is captured on these inputs; it runs once, on a copy, in PyTorch."""
+    model = copy.deepcopy(original(model))
+    made = Explanation(type(model).__name__)
+    found: dict[tuple[str, str, str], tuple[str, int]] = {}
+
+    def note(kind: str, what: str, where: str, advice: str) -> None:
+        _, count = found.get((kind, what, where), ("", 0))
+        found[kind, what, where] = advice, count + 1
+
+    def backend(gm: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        ended = getattr(gm, "compile_subgraph_reason", None)
+        if ended is not None and getattr(ended, "graph_break", False):
+            note("break", _sentence(str(ended.reason)), _line(ended.user_stack), _advice(str(ended.reason)))
+        try:
+            captured = capture(gm, examples)
+        except DacemlError as error:
+            made.graphs.append(0)
+            note("refused", error.message, error.where, error.advice or _advice(error.message))
+        else:
+            made.graphs.append(len(captured.graph.nodes))
+            for operator, origin in captured.fallbacks:
+                note("fallback", operator, str(origin), _FALLBACK)
+        return gm.forward
+
+    torch._dynamo.reset()
+    try:
+        with tracing():
+            traced(type(model).forward, model, backend)(*inputs, **keywords)
+    except TorchDynamoException as error:
+        note("refused", _sentence(reason(error)), "", _advice(str(error)))
+        model(*inputs, **keywords)  # where that fails too, the model is at fault, and PyTorch says so
+    if not made.graphs and not found:
+        note("refused", f"TorchDynamo finds nothing that it can compile in {made.name}.forward", "", _OTHERWISE)
+    made.notes = [Note(*key, advice, count) for key, (advice, count) in found.items()]
+    return made
+
+
+def _sentence(text: str) -> str:
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    explained = [line.removeprefix("Explanation:").strip() for line in lines if line.startswith("Explanation:")]
+    return f"{lines[0]}: {explained[0]}" if explained else lines[0]
+
+
+def _line(stack: Sequence[Any] | None) -> str:
+    frames = list(stack or ())
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+
+
+def _advice(text: str) -> str:
+    return next((advice for marks, advice in _ADVICE if any(mark in text for mark in marks)), _OTHERWISE)
