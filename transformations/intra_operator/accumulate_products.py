@@ -45,8 +45,9 @@ class AccumulateProducts(Rewrite):
 
         a, b -> [matmul] -> p;  c, p -> [add] -> y     =>     c, a, b -> [matmul_add] -> y
 
-    Bytes: p is neither written nor read. Where c is made by an elementwise operator for this sum alone, as a decayed
-    momentum is, one kernel makes c, the sum and what follows, and nothing is gained; such a match is refused. A sum of n products becomes one product and n - 1 accumulations.
+    Bytes: p is neither written nor read. A sum of n products becomes one product and n - 1 accumulations. Where c is
+    made by an elementwise operator for this sum alone, as a decayed momentum is, one kernel makes c, the sum and what
+    follows, and nothing is gained; such a match is refused.
     """
 
     level = "intra_operator"
