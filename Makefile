@@ -8,7 +8,7 @@ ARGS ?=             # passed on: make test ARGS="-k softmax"
 VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench traffic conformance-ops conformance-models fuzz clean
+.PHONY: help setup demo test lint bench traffic conformance-ops conformance-models fuzz orders clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ conformance-models: setup ## whole models, through three training steps (ARGS="b
 
 fuzz: setup ## random models against PyTorch and float64 (ARGS="--models 50 --seed 0")
 	@$(VENV_PYTHON) -m benchmarks.fuzz $(ARGS)
+
+orders: setup ## every prefix and 200 random orders of the passes on the twelve networks (ARGS=)
+	@$(VENV_PYTHON) -m benchmarks.orders $(ARGS)
 
 clean: ## remove what builds and tests leave behind; .venv stays
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .dacecache _dacegraphs

@@ -8,7 +8,7 @@ from typing import Any
 
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.contraction import Matmul, MatmulAdd
-from daceml_train.ops.elementwise import Elementwise
+from daceml_train.ops.elementwise import Cast, Elementwise
 from daceml_train.ops.movement import View as ViewOp
 from daceml_train.ops.operator import Value
 from daceml_train.passes.base import Match, Rewrite, View
@@ -45,7 +45,9 @@ class AccumulateProducts(Rewrite):
 
         a, b -> [matmul] -> p;  c, p -> [add] -> y     =>     c, a, b -> [matmul_add] -> y
 
-    Bytes: p is neither written nor read. A sum of n products becomes one product and n - 1 accumulations.
+    Bytes: p is neither written nor read. A sum of n products becomes one product and n - 1 accumulations. Where c is
+    made by an elementwise operator for this sum alone, as a decayed momentum is, one kernel makes c, the sum and what
+    follows, and nothing is gained; such a match is refused.
     """
 
     level = "intra_operator"
@@ -69,6 +71,10 @@ class AccumulateProducts(Rewrite):
         name = product.node.outputs[0]
         yield product.only_reader(view, match.root), f"the product %{name} has another reader"
         yield c != product.seen, f"the product %{name} is added to itself"
+        yield (
+            not pointwise(view, c) or not view.only_reader(c, match.root),
+            f"%{c} is made by an elementwise operator for this sum alone, whose kernel can read the product %{name}",
+        )
         yield product.seen == name or dense(view, c), f"%{c} would have to be copied to view it as the product %{name}"
 
     def traffic(self, match: Match) -> Dim:
@@ -80,3 +86,11 @@ class AccumulateProducts(Rewrite):
         c = now[match.parts["c"]].view(graph.tensors[product.outputs[0]].shape)
         (y,) = builder.emit(MatmulAdd(), c, a, b)
         return (y.view(graph.tensors[match.root.outputs[0]].shape),)
+
+
+def pointwise(view: View, name: str) -> bool:
+    """Whether an elementwise operator makes an array that is no sum with a product, which may be accumulated itself."""
+    maker = view.producers.get(name)
+    if maker is None or not isinstance(maker.op, Elementwise | Cast):
+        return False
+    return maker.op.label != "add" or not any(Product.behind(view, i) for i in maker.inputs)

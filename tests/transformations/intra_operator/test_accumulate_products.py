@@ -68,3 +68,10 @@ def test_refused_for_a_copy() -> None:
 def test_a_bias_is_no_match() -> None:
     graph = program("c: f32[5], a: f32[4, 3], b: f32[3, 5]", SUM, "%y")
     assert AccumulateProducts().matches(graph) == []
+
+
+def test_refused_for_a_decayed_momentum() -> None:
+    body = "%p = matmul(%a, %b)\n%c = mul(%buf, %m)\n%y = add(%c, %p)"
+    graph = program("a: f32[4, 3], b: f32[3, 5], buf: f32[4, 5], m: f32[]", body, "%y")
+    sentence = "%c is made by an elementwise operator for this sum alone, whose kernel can read the product %p"
+    check_refused(graph, AccumulateProducts(), sentence)
