@@ -324,9 +324,7 @@ def environment() -> str:
     return "\n".join([own.hexdigest(), *versions, platform.machine(), flags])
 
 
-def _lowered(
-    graph: Graph, options: Options, record: Record, watch: Watcher, results: int | None = None
-) -> Program:
+def _lowered(graph: Graph, options: Options, record: Record, watch: Watcher, results: int | None = None) -> Program:
     graph = options.pipeline.run(graph, ("fusion", "layout", "global_movement"), watch)
     program = lower(graph, results)
     if options.observe:

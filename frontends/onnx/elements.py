@@ -13,7 +13,7 @@ from onnx import TensorProto, external_data_helper, numpy_helper
 
 from daceml_train.errors import Invalid, Unsupported
 
-_DTYPES = {
+_DTYPES: dict[int, torch.dtype] = {
     TensorProto.FLOAT: torch.float32,
     TensorProto.DOUBLE: torch.float64,
     TensorProto.FLOAT16: torch.float16,
@@ -36,7 +36,7 @@ _DTYPES = {
     TensorProto.FLOAT8E8M0: torch.float8_e8m0fnu,
 }
 _NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
-_NARROW = {
+_NARROW: dict[int, torch.dtype] = {
     TensorProto.INT4: torch.int8,
     TensorProto.UINT4: torch.uint8,
     TensorProto.INT2: torch.int8,
@@ -44,13 +44,13 @@ _NARROW = {
     TensorProto.FLOAT4E2M1: torch.float8_e4m3fn,
 }
 """Types below eight bits, and the type that holds each of their values."""
-BITS = {TensorProto.INT4: 4, TensorProto.UINT4: 4, TensorProto.INT2: 2, TensorProto.UINT2: 2}
-_BITS = {1: np.uint8, 2: np.int16}
+BITS: dict[int, int] = {TensorProto.INT4: 4, TensorProto.UINT4: 4, TensorProto.INT2: 2, TensorProto.UINT2: 2}
+_BITS: dict[int, Any] = {1: np.uint8, 2: np.int16}
 """NumPy has no bfloat16 or float8 of its own: such an array crosses over as integers of its width."""
 
 
 def dtype(number: int, what: str = "a tensor") -> torch.dtype:
-    """PyTorch's element type of an ONNX one; a type below eight bits is held by a wider one. `Unsupported` for strings."""
+    """PyTorch's element type of an ONNX one; one below eight bits is held by a wider one. `Unsupported` for strings."""
     if number in _NARROW:
         return _NARROW[number]
     if number not in _DTYPES:
@@ -113,9 +113,7 @@ def bounds(number: int, held: torch.dtype) -> tuple[int, int]:
     return info.min, info.max
 
 
-def _external(
-    proto: TensorProto, element: torch.dtype, shape: tuple[int, ...], folder: Path | None
-) -> torch.Tensor:
+def _external(proto: TensorProto, element: torch.dtype, shape: tuple[int, ...], folder: Path | None) -> torch.Tensor:
     info = external_data_helper.ExternalDataInfo(proto)
     file = external_file(info.location, proto.name, folder)
     count = int(np.prod(shape, dtype=object)) if shape else 1

@@ -23,6 +23,7 @@ from onnx import AttributeProto, helper
 from daceml_train.errors import DacemlError, Invalid, Unsupported
 from daceml_train.frontends.onnx import elements, host
 from daceml_train.frontends.onnx.naming import access, identifier
+from daceml_train.frontends.onnx.operators.shapes import CASTS
 from daceml_train.frontends.onnx.rules import Rule, find, find_on_host, table
 
 LITERAL = 64
@@ -122,13 +123,25 @@ class Importer:
             inputs.append(name)
             scope[value.name] = Expression(name)
         self.lines.append(f"def forward({', '.join(['self', *inputs])}):")
-        for name, value in zip(inputs, [v for v in self.graph.input if isinstance(scope[v.name], Expression)], strict=True):
+        for name, value in zip(
+            inputs, [v for v in self.graph.input if isinstance(scope[v.name], Expression)], strict=True
+        ):
             self.expectation(name, value)
         self.body(self.graph, scope)
-        results = [self.as_tensor(self.operand(scope, value.name, "the graph's outputs")) for value in self.graph.output]
+        results = [
+            self.as_tensor(self.operand(scope, value.name, "the graph's outputs")) for value in self.graph.output
+        ]
         self.emit(f"return {results[0] if len(results) == 1 else '(' + ', '.join(results) + ')'}", "")
         names = [value.name for value in self.graph.output]
-        return Imported("\n".join(self.lines) + "\n", self.namespace, inputs, names, list(self._used.values()), self.nodes, self.notes)
+        return Imported(
+            "\n".join(self.lines) + "\n",
+            self.namespace,
+            inputs,
+            names,
+            list(self._used.values()),
+            self.nodes,
+            self.notes,
+        )
 
     # ---- graphs -----------------------------------------------------------------------------------------------------
     def initializers(self, graph: onnx.GraphProto) -> dict[str, Operand]:
@@ -201,11 +214,15 @@ class Importer:
     def call(self, rule: Rule, node: onnx.NodeProto, operands: Sequence[Operand], attributes: Mapping[str, Any]) -> str:
         """The text of a rule's call."""
         if not rule.variadic and len(operands) > len(rule.operands):
-            raise Unsupported(f"the rule of this operator takes {len(rule.operands)} operands, the node has {len(operands)}")
+            raise Unsupported(
+                f"the rule of this operator takes {len(rule.operands)} operands, the node has {len(operands)}"
+            )
         texts = []
         for at, operand in enumerate(operands):
             name = rule.operands[at] if at < len(rule.operands) else ""
-            texts.append("None" if operand is None else self.as_host(operand) if name in rule.host else self.as_tensor(operand))
+            texts.append(
+                "None" if operand is None else self.as_host(operand) if name in rule.host else self.as_tensor(operand)
+            )
         for name, value in attributes.items():
             texts.append(f"{name}={value if isinstance(value, _Source) else self.literal(value)}")
         texts += [f"{name}={self.asked(name, node, operands)}" for name in rule.asks]
@@ -269,14 +286,16 @@ class Importer:
         constants = [operand for operand in operands if isinstance(operand, Constant)]
         if len(constants) != sum(operand is not None for operand in operands) or rule.random:
             return None
-        if any(isinstance(value, _Source) for value in attributes.values()) or self.train_mode and "training" in rule.asks:
+        if any(isinstance(value, _Source) for value in attributes.values()) or (
+            self.train_mode and "training" in rule.asks
+        ):
             return None
         if any(constant.trainable for constant in constants) and not rule.shape_only:
             return None
         bound = max([FOLDED, *(constant.elements for constant in constants)])
         if _estimate(node, operands) > bound:
             return None
-        arguments = []
+        arguments: list[Any] = []
         for at, operand in enumerate(operands):
             if operand is None:
                 arguments.append(None)
@@ -324,12 +343,12 @@ class Importer:
         if rule.operator == "ConstantOfShape" and not hosts[0].shape_like:
             return None
         for operand in operands:
-            if operand is not None and not (operand in hosts or isinstance(operand, Constant) and operand.literal):
+            if operand is not None and not (operand in hosts or (isinstance(operand, Constant) and operand.literal)):
                 return None
         chosen = dict(attributes)
         element = hosts[0].element if rule.operator != "Where" else self._element(operands[1])
         if rule.operator == "Cast":
-            if chosen["to"] not in host.CASTS:
+            if chosen["to"] not in CASTS:
                 return None
             element = elements.dtype(chosen["to"])
         elif rule.operator in ("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "And", "Or", "Not"):

@@ -12,13 +12,11 @@ import onnx
 import torch
 from onnx import external_data_helper
 
-from daceml_train.errors import Invalid
-from daceml_train.frontends.onnx import elements
 from daceml_train.frontends.onnx.importer import Imported, Importer
 from daceml_train.frontends.onnx.naming import homes
-from daceml_train.frontends.onnx.operators import load_plugins
 from daceml_train.frontends.onnx.reading import Source, inlined, opsets, read, value_types
 from daceml_train.frontends.onnx.weights import Trainable, trainable
+from daceml_train.plugins import ONNX_OPERATORS, load_plugins
 
 
 @dataclass(frozen=True)
@@ -47,14 +45,16 @@ class OnnxModule(torch.nn.Module):
     _options: dict[str, Any]
 
     def __reduce__(self) -> Any:
-        state = {name: value for name, value in self.state_dict(keep_vars=True).items()}
+        state = self.state_dict(keep_vars=True)
         training = {name: value.requires_grad for name, value in self.named_parameters()}
         return _rebuilt, (self.skeleton.SerializeToString(), self._options, state, training, self.training)
 
     def extra_repr(self) -> str:
         inputs, outputs = ", ".join(self.input_names), ", ".join(self.output_names)
         count = sum(entry.trainable for entry in self.held)
-        return f"{self._options['name']}: ({inputs}) -> ({outputs}), {count} parameters, {len(self.held) - count} buffers"
+        return (
+            f"{self._options['name']}: ({inputs}) -> ({outputs}), {count} parameters, {len(self.held) - count} buffers"
+        )
 
 
 def load(model: Any, *, trainable: Trainable = None, train_mode: bool = False) -> OnnxModule:
@@ -66,14 +66,12 @@ def load(model: Any, *, trainable: Trainable = None, train_mode: bool = False) -
     do in training while the module is in training mode. Raises `Invalid` for a model that breaks ONNX's rules and
     `Unsupported` for what is not imported, naming operator, domain, version and node.
     """
-    load_plugins()
+    load_plugins(ONNX_OPERATORS)
     source = read(model)
     return _build(source, trainable, train_mode, {})
 
 
-def _build(
-    source: Source, choice: Trainable, train_mode: bool, supplied: Mapping[str, torch.Tensor]
-) -> OnnxModule:
+def _build(source: Source, choice: Trainable, train_mode: bool, supplied: Mapping[str, torch.Tensor]) -> OnnxModule:
     proto = source.proto
     flat = inlined(proto)
     chosen = trainable(flat.graph, choice)
@@ -152,7 +150,9 @@ def _remarks(proto: onnx.ModelProto, train_mode: bool) -> list[str]:
     if present and not train_mode:
         notes.append(f"{' and '.join(present)} run as in inference; train_mode=True makes them train")
     if "Conv" in kinds and "BatchNormalization" not in kinds:
-        notes.append("there is no BatchNormalization; where the exporter folded it into convolutions it cannot come back")
+        notes.append(
+            "there is no BatchNormalization; where the exporter folded it into convolutions it cannot come back"
+        )
     return notes
 
 
@@ -205,7 +205,7 @@ def _rebuilt(
     mode: bool,
 ) -> OnnxModule:
     """A module from its skeleton and state: what unpickling and `copy.deepcopy` make."""
-    load_plugins()
+    load_plugins(ONNX_OPERATORS)
     proto = onnx.ModelProto.FromString(data)
     flat = inlined(proto)
     paths = homes(tensor.name for tensor in flat.graph.initializer)
@@ -217,4 +217,4 @@ def _rebuilt(
     return made.train(mode)
 
 
-__all__ = ["Held", "Invalid", "OnnxModule", "elements", "load"]
+__all__ = ["Held", "OnnxModule", "load"]

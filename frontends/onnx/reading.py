@@ -84,7 +84,6 @@ def _define(proto: onnx.ModelProto, versions: dict[str, int]) -> bool:
     types = value_types(proto)
     for count, node in enumerate(chosen):
         schema = _schema(node, versions)
-        assert schema is not None
         _spell_out(node, versions)
         function = onnx.FunctionProto()
         if schema.has_context_dependent_function:
@@ -95,8 +94,9 @@ def _define(proto: onnx.ModelProto, versions: dict[str, int]) -> bool:
             function.ParseFromString(_bytes(schema.function_body))
         function.domain, function.name = _OWN, f"{node.op_type}_{count}"
         function.attribute.extend(
-            name for name in schema.attributes if name not in function.attribute and name not in
-            {default.name for default in function.attribute_proto}
+            name
+            for name in schema.attributes
+            if name not in function.attribute and name not in {default.name for default in function.attribute_proto}
         )
         proto.functions.append(function)
         node.domain, node.op_type = _OWN, function.name
@@ -251,7 +251,7 @@ def _has_definition(node: onnx.NodeProto, versions: dict[str, int]) -> bool:
     return schema is not None and bool(schema.has_function or schema.has_context_dependent_function)
 
 
-def _schema(node: onnx.NodeProto, versions: dict[str, int]) -> onnx.defs.OpSchema | None:
+def _schema(node: onnx.NodeProto, versions: dict[str, int]) -> Any:  # onnx's annotations leave parts of a schema out
     domain = "" if node.domain == "ai.onnx" else node.domain
     version = versions.get(domain, 1)
     known = onnx.defs.has(node.op_type, version, domain)

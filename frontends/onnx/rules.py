@@ -17,9 +17,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-Function = Callable[..., Any]
+from daceml_train.errors import Duplicate
+
+Meaning = TypeVar("Meaning", bound=Callable[..., Any])
 
 _ASKED = ("outputs", "opset", "training", "element", "types")
 
@@ -56,6 +58,7 @@ class Rule:
 _RULES: dict[tuple[str, str], list[Rule]] = {}
 _HOST: dict[str, Rule] = {}
 
+
 def rule(
     *operators: str,
     since: int = 1,
@@ -64,15 +67,17 @@ def rule(
     shape_only: bool = False,
     random: bool = False,
     accepts: Callable[[Any], bool] = lambda node: True,
-) -> Callable[[Function], Function]:
+) -> Callable[[Meaning], Meaning]:
     """Register a function as the meaning of `operators` from version `since` on; `host` names operands, with spaces."""
 
-    def register(function: Function) -> Function:
+    def register(function: Meaning) -> Meaning:
         for operator in operators:
             made = Rule(operator, domain, since, function, frozenset(host.split()), shape_only, random, accepts)
             known = _RULES.setdefault((domain, operator), [])
-            if any(other.since == since for other in known):
-                raise ValueError(f"two rules for {domain}:{operator} since {since}")
+            for other in known:
+                if other.since == since:
+                    name = f"{domain or 'ai.onnx'}:{operator} since version {since}"
+                    raise Duplicate("the ONNX operator", name, other.function.__module__, function.__module__)
             known.append(made)
             known.sort(key=lambda other: -other.since)
         return function
@@ -80,10 +85,10 @@ def rule(
     return register
 
 
-def on_host(*operators: str) -> Callable[[Function], Function]:
+def on_host(*operators: str) -> Callable[[Meaning], Meaning]:
     """Register a function as the meaning of `operators` on Python numbers and nested lists."""
 
-    def register(function: Function) -> Function:
+    def register(function: Meaning) -> Meaning:
         for operator in operators:
             _HOST[operator] = Rule(operator, "", 1, function)
         return function

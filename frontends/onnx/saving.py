@@ -61,9 +61,19 @@ def _fill(proto: onnx.ModelProto, values: dict[str, torch.Tensor], stream: Any, 
             continue
         value = values[tensor.name]
         if tuple(value.shape) != tuple(tensor.dims):
-            raise Invalid(f"{tensor.name!r} has shape {tuple(value.shape)} now, the model declares {tuple(tensor.dims)}")
+            raise Invalid(
+                f"{tensor.name!r} has shape {tuple(value.shape)} now, the model declares {tuple(tensor.dims)}"
+            )
         array = np.ascontiguousarray(elements.to_numpy(value.to(elements.dtype(tensor.data_type))))
-        for name in ("float_data", "int32_data", "int64_data", "double_data", "uint64_data", "raw_data", "external_data"):
+        for name in (
+            "float_data",
+            "int32_data",
+            "int64_data",
+            "double_data",
+            "uint64_data",
+            "raw_data",
+            "external_data",
+        ):
             tensor.ClearField(name)
         if stream is None:
             tensor.data_location = TensorProto.DEFAULT
@@ -71,7 +81,7 @@ def _fill(proto: onnx.ModelProto, values: dict[str, torch.Tensor], stream: Any, 
             continue
         stream.write(b"\0" * (-stream.tell() % 64))
         begin = stream.tell()
-        stream.write(memoryview(array.reshape(-1).view(np.uint8)))
+        array.tofile(stream)
         tensor.data_location = TensorProto.EXTERNAL
         for key, text in (("location", location), ("offset", str(begin)), ("length", str(array.nbytes))):
             entry = tensor.external_data.add()

@@ -12,7 +12,7 @@ from torch import fx
 from daceml_train.ops.operator import Origin
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), str(Path(__file__).parent))
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
 
 
 def origin(node: fx.Node) -> Origin:

@@ -1,4 +1,4 @@
-"""The rules, by family; importing this package registers them, and `load_plugins` adds those of installed plugins."""
+"""The rules, by family; importing this package registers them."""
 
 from daceml_train.frontends.onnx.operators import (
     attention,
@@ -18,11 +18,11 @@ from daceml_train.frontends.onnx.operators import (
     reductions,
     resize,
     sequences,
+    shapes,
     signal,
     trees,
     vision,
 )
-from daceml_train.frontends.onnx.operators.plugins import load_plugins
 
 __all__ = [
     "attention",
@@ -32,7 +32,6 @@ __all__ = [
     "convolution",
     "elementwise",
     "indexing",
-    "load_plugins",
     "losses",
     "movement",
     "normalization",
@@ -43,6 +42,7 @@ __all__ = [
     "reductions",
     "resize",
     "sequences",
+    "shapes",
     "signal",
     "trees",
     "vision",

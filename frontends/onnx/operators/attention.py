@@ -17,8 +17,10 @@ def _plain(node: Any) -> bool:
     extra = {"softcap", "softmax_precision", "qk_matmul_output_mode"} & set(given)
     windows = {"left_window_size", "right_window_size"} & set(given)
     several = any(node.output[1:]) or any(node.input[4:])
-    return not several and not any(given[name].f or given[name].i for name in extra) and all(
-        given[name].i == -1 for name in windows
+    return (
+        not several
+        and not any(given[name].f or given[name].i for name in extra)
+        and all(given[name].i == -1 for name in windows)
     )
 
 

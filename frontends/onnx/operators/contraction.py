@@ -25,8 +25,8 @@ def gemm(
     *,
     alpha: float = 1.0,
     beta: float = 1.0,
-    transA: int = 0,  # noqa: N803
-    transB: int = 0,  # noqa: N803
+    transA: int = 0,
+    transB: int = 0,
 ) -> Tensor:
     left, right = a.t() if transA else a, b.t() if transB else b
     if c is not None and alpha == beta == 1.0 and c.dtype in _NATIVE and c.dim() <= 2:
@@ -45,8 +45,8 @@ def gemm_limited(
     alpha: float = 1.0,
     beta: float = 1.0,
     broadcast: int = 0,
-    transA: int = 0,  # noqa: N803
-    transB: int = 0,  # noqa: N803
+    transA: int = 0,
+    transB: int = 0,
 ) -> Tensor:
     return gemm(a, b, c, alpha=alpha, beta=beta, transA=transA, transB=transB)
 

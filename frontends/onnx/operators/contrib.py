@@ -42,10 +42,10 @@ def fused_matmul(
     b: Tensor,
     *,
     alpha: float = 1.0,
-    transA: int = 0,  # noqa: N803
-    transB: int = 0,  # noqa: N803
-    transBatchA: int = 0,  # noqa: N803
-    transBatchB: int = 0,  # noqa: N803
+    transA: int = 0,
+    transB: int = 0,
+    transBatchA: int = 0,
+    transBatchB: int = 0,
 ) -> Tensor:
     if transBatchA or transBatchB:
         raise Unsupported("FusedMatMul with batch dimensions behind the matrix is not computed")
@@ -55,7 +55,9 @@ def fused_matmul(
 
 @rule("SimplifiedLayerNormalization", domain=MICROSOFT)
 @rule("SimplifiedLayerNormalization")
-def simplified_layer_norm(x: Tensor, scale: Tensor, *, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1) -> Tensor:
+def simplified_layer_norm(
+    x: Tensor, scale: Tensor, *, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
+) -> Tensor:
     return rms_norm(x, scale, axis=axis, epsilon=epsilon)
 
 
@@ -196,7 +198,7 @@ def rotary_embedding(
 ) -> Tensor:
     """Rotary position embedding (Su et al. 2021) on [batch, length, heads * width] or [batch, heads, length, width]."""
     flat = x.dim() == 3
-    width = 2 * cosine.shape[-1] if not rotary_embedding_dim else rotary_embedding_dim
+    width = rotary_embedding_dim or 2 * cosine.shape[-1]
     heads = x.unflatten(-1, (num_heads or x.shape[-1] // width, -1)).transpose(1, 2) if flat else x
     at = positions if positions.numel() > 1 else positions.reshape(1, 1) + torch.arange(heads.shape[2])
     c = F.embedding(at.long(), cosine)[:, None]

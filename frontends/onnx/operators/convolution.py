@@ -117,9 +117,9 @@ def deform_conv(
     y = shift[:, :, :, 0] + row + tap_row
     z = shift[:, :, :, 1] + column + tap_column
     groups = x.reshape(n * offset_group, channels // offset_group, height, width)
-    grid = torch.stack(
-        [2 * z / max(width - 1, 1) - 1, 2 * y / max(height - 1, 1) - 1], -1
-    ).reshape(n * offset_group, taps * oh, ow, 2)
+    grid = torch.stack([2 * z / max(width - 1, 1) - 1, 2 * y / max(height - 1, 1) - 1], -1).reshape(
+        n * offset_group, taps * oh, ow, 2
+    )
     sampled = F.grid_sample(groups, grid, align_corners=True)
     sampled = sampled.reshape(n, offset_group, channels // offset_group, taps, oh, ow)
     if mask is not None:
@@ -183,9 +183,7 @@ def conv_integer(
     """In float64, which holds every sum of products of 8-bit numbers exactly."""
     left = x.double() - (0 if x_zero is None else x_zero.double())
     right = weight.double() - (0 if weight_zero is None else _per_output(weight_zero, weight).double())
-    result = conv(
-        left, right, auto_pad=auto_pad, dilations=dilations, group=group, pads=pads, strides=strides
-    )
+    result = conv(left, right, auto_pad=auto_pad, dilations=dilations, group=group, pads=pads, strides=strides)
     return result.to(torch.int32)
 
 
@@ -215,9 +213,7 @@ def qlinear_conv(
     left = x.double() - x_zero.double()
     right = weight.double() - _per_output(weight_zero, weight).double()
     added = None if bias is None else bias.double()
-    total = conv(
-        left, right, added, auto_pad=auto_pad, dilations=dilations, group=group, pads=pads, strides=strides
-    )
+    total = conv(left, right, added, auto_pad=auto_pad, dilations=dilations, group=group, pads=pads, strides=strides)
     scale = x_scale.double() * weight_scale.double() / y_scale.double()
     scale = scale.reshape(-1, *[1] * (x.dim() - 2)) if scale.numel() > 1 else scale
     bounds = torch.iinfo(y_zero.dtype)

@@ -74,8 +74,6 @@ def _unary(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return elementwise
 
 
-
-
 def _binary(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
     def elementwise(a: Tensor, b: Tensor) -> Tensor:
         if a.dtype in _WIDER:  # PyTorch has few kernels for these: two's complement makes a wider type equal, modulo
@@ -194,7 +192,7 @@ def clip(x: Tensor, lower: Tensor | None = None, upper: Tensor | None = None) ->
 
 
 @rule("Clip")
-def clip_between(x: Tensor, *, min: float = -math.inf, max: float = math.inf, consumed_inputs: Any = None) -> Tensor:  # noqa: A002
+def clip_between(x: Tensor, *, min: float = -math.inf, max: float = math.inf, consumed_inputs: Any = None) -> Tensor:
     return torch.clamp(x, min, max)
 
 

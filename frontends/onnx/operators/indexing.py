@@ -102,7 +102,7 @@ def non_zero(x: Tensor) -> Tensor:
 
 
 @rule("TopK", since=10, host="k")
-def top_k(x: Tensor, k: Host, *, axis: int = -1, largest: int = 1, sorted: int = 1) -> tuple[Tensor, Tensor]:  # noqa: A002
+def top_k(x: Tensor, k: Host, *, axis: int = -1, largest: int = 1, sorted: int = 1) -> tuple[Tensor, Tensor]:
     """By a stable sort: of equal elements, ONNX takes the one with the lower index."""
     values, at = torch.sort(x, dim=axis, descending=bool(largest), stable=True)
     return values.narrow(axis, 0, integer(k)), at.narrow(axis, 0, integer(k))
@@ -120,7 +120,7 @@ def compress(x: Tensor, condition: Tensor, *, axis: int | None = None) -> Tensor
 
 
 @rule("Unique", since=11)
-def unique(x: Tensor, *, axis: int | None = None, sorted: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # noqa: A002
+def unique(x: Tensor, *, axis: int | None = None, sorted: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Unsorted means in the order of first occurrence."""
     data, along = (x.reshape(-1), 0) if axis is None else (x, axis % x.dim())
     values, inverse, counts = torch.unique(data, sorted=True, return_inverse=True, return_counts=True, dim=along)

@@ -14,7 +14,12 @@ _NOTHING = -(1 << 40)
 
 @rule("NegativeLogLikelihoodLoss", since=12)
 def nll_loss(
-    logp: Tensor, target: Tensor, weight: Tensor | None = None, *, ignore_index: int | None = None, reduction: str = "mean"
+    logp: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int | None = None,
+    reduction: str = "mean",
 ) -> Tensor:
     ignored = _NOTHING if ignore_index is None else ignore_index
     if logp.dim() == 3:  # PyTorch takes [N, C], [N, C, H, W] and, by a longer way, others

@@ -36,9 +36,7 @@ def batch_norm(
     return _with_statistics(x, scale, bias, mean, variance, epsilon)
 
 
-def _with_statistics(
-    x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, epsilon: float
-) -> Tensor:
+def _with_statistics(x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, epsilon: float) -> Tensor:
     if mean.dtype is x.dtype and scale.dtype is x.dtype:
         return F.batch_norm(x, mean, variance, scale, bias, False, 0.0, epsilon)
     wide = mean.dtype
@@ -82,9 +80,7 @@ def group_norm(
 
 
 @rule("GroupNormalization", since=18)
-def group_norm_of_groups(
-    x: Tensor, scale: Tensor, bias: Tensor, *, num_groups: int, epsilon: float = 1e-5
-) -> Tensor:
+def group_norm_of_groups(x: Tensor, scale: Tensor, bias: Tensor, *, num_groups: int, epsilon: float = 1e-5) -> Tensor:
     """In version 18 scale and bias belong to the groups."""
     each = x.shape[1] // num_groups
     return F.group_norm(x, num_groups, scale.repeat_interleave(each), bias.repeat_interleave(each), epsilon)

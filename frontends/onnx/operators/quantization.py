@@ -13,7 +13,7 @@ from daceml_train.frontends.onnx.rules import rule
 
 def _spread(value: Tensor, x: Tensor, axis: int, block_size: int) -> Tensor:
     """A scale or zero point in the shape in which it applies to `x`: to all, along an axis, or to blocks."""
-    if value.dim() == 0 or value.numel() == 1 and not block_size:
+    if value.dim() == 0 or (value.numel() == 1 and not block_size):
         return value.reshape(())
     axis = axis % x.dim()
     if block_size:
@@ -55,7 +55,9 @@ def dequantize(
     element = elements.dtype(output_dtype) if output_dtype else scale.dtype
     if x.dtype is torch.int32 or not x.is_floating_point():
         whole = x.to(torch.int64)
-        shifted = (whole if zero is None else whole - _spread(zero, x, axis, block_size).to(torch.int64)).to(scale.dtype)
+        shifted = (whole if zero is None else whole - _spread(zero, x, axis, block_size).to(torch.int64)).to(
+            scale.dtype
+        )
     else:
         shifted = x.to(scale.dtype)
     return (shifted * _spread(scale, x, axis, block_size)).to(element)

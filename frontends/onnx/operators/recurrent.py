@@ -59,7 +59,7 @@ def _activation(name: str, alphas: Any, betas: Any) -> Activation:
 def _run(
     x: Tensor, lengths: Tensor | None, backwards: bool, state: tuple[Tensor, ...], step: Step
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The steps of one direction over x [time, batch, gates]; beyond an entry's length its state stays, its output is 0."""
+    """One direction over x [time, batch, gates]; beyond an entry's length its state stays and its output is 0."""
     time = x.shape[0]
     results: list[Tensor] = []
     for t in reversed(range(time)) if backwards else range(time):
@@ -97,7 +97,9 @@ def _layer(
         backwards = direction == "reverse" or d == 1
         first, second = bias[d].chunk(2) if bias is not None else (None, x.new_zeros(recurrence.shape[1]))
         state = tuple(x.new_zeros(batch, hidden) if s is None else s[d] for s in states)
-        sequence, final = _run(F.linear(x, weight[d], first), lengths, backwards, state, steps(d, recurrence[d], second))
+        sequence, final = _run(
+            F.linear(x, weight[d], first), lengths, backwards, state, steps(d, recurrence[d], second)
+        )
         sequences.append(sequence)
         finals.append(final)
     y = torch.stack(sequences, 1)
@@ -151,9 +153,7 @@ def lstm(
         return step
 
     size = hidden_size or recurrence.shape[-1]
-    return _layer(
-        x, weight, recurrence, bias, lengths, (hidden, cell), direction, layout, size, outputs, steps
-    )
+    return _layer(x, weight, recurrence, bias, lengths, (hidden, cell), direction, layout, size, outputs, steps)
 
 
 @rule("GRU", since=7)

@@ -28,7 +28,11 @@ def _extremum(function: Callable[..., Tensor], sign: float) -> Reduce:
         if x.dtype is torch.bool:
             bound: float = sign > 0
         else:
-            bound = sign * math.inf if x.is_floating_point() else getattr(torch.iinfo(x.dtype), "max" if sign > 0 else "min")
+            bound = (
+                sign * math.inf
+                if x.is_floating_point()
+                else getattr(torch.iinfo(x.dtype), "max" if sign > 0 else "min")
+            )
         chosen = {d % x.dim() for d in dims}
         shape = [1 if i in chosen else extent for i, extent in enumerate(x.shape) if keep or i not in chosen]
         return torch.full(shape, bound, dtype=x.dtype)
@@ -42,7 +46,10 @@ def _sum(x: Tensor, dims: list[int], keep: bool) -> Tensor:
 
 _REDUCTIONS: dict[str, tuple[Reduce, Callable[[Tensor], Tensor]]] = {
     "ReduceSum": (_sum, lambda x: x),
-    "ReduceMean": (lambda x, d, k: torch.mean(x, d, k) if x.is_floating_point() else _sum(x, d, k) // _count(x, d), lambda x: x),
+    "ReduceMean": (
+        lambda x, d, k: torch.mean(x, d, k) if x.is_floating_point() else _sum(x, d, k) // _count(x, d),
+        lambda x: x,
+    ),
     "ReduceMax": (_extremum(torch.amax, -1), lambda x: x),
     "ReduceMin": (_extremum(torch.amin, 1), lambda x: x),
     "ReduceProd": (_product, lambda x: x),

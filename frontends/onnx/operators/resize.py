@@ -64,13 +64,11 @@ def resize(
     return torch.clamp(torch.round(result) if mode != "nearest" else result, bounds.min, bounds.max).to(x.dtype)
 
 
-def _target(
-    x: Tensor, axes: Sequence[int], scales: Host, sizes: Host, policy: str
-) -> tuple[list[Any], list[Any]]:
+def _target(x: Tensor, axes: Sequence[int], scales: Host, sizes: Host, policy: str) -> tuple[list[Any], list[Any]]:
     """The extents of the result along `axes`, and the factors that coordinates are computed with."""
     if sizes:
         wanted = integers(sizes)
-        factors = [extent / x.shape[axis] for extent, axis in zip(wanted, axes, strict=True)]
+        factors: list[Any] = [extent / x.shape[axis] for extent, axis in zip(wanted, axes, strict=True)]
         if policy == "stretch":
             return wanted, factors
         common = min(factors) if policy == "not_larger" else max(factors)
@@ -81,7 +79,7 @@ def _target(
     return [int(x.shape[axis] * factor) for axis, factor in zip(axes, factors, strict=True)], factors
 
 
-def _coordinates(n: Any, o: Any, factor: Any, mode: str, window: tuple[float, float]) -> Tensor:
+def _coordinates(n: int, o: int, factor: float, mode: str, window: tuple[float, float]) -> Tensor:
     """Where each of `o` results lies among `n` elements."""
     i = torch.arange(o, dtype=torch.float64)
     if mode == "half_pixel":
@@ -120,7 +118,7 @@ def _weights(place: Tensor, n: Any, factor: Any, mode: str, antialias: bool, exc
     reach = {"linear": 1, "cubic": 2}.get(mode)
     if reach is None:
         raise Unsupported(f"Resize has no mode {mode!r}")
-    width = int(math.ceil(reach / narrow)) + 1
+    width = math.ceil(reach / narrow) + 1
     taps = torch.arange(-width, width + 1, dtype=torch.float64)
     at = torch.floor(place)[:, None] + taps
     distance = ((at - place[:, None]) * narrow).abs()
@@ -143,9 +141,7 @@ def _cubic(t: Tensor, a: float) -> Tensor:
 
 @rule("Resize", since=10, host="scales")
 def resize_by_scales(x: Tensor, scales: Host, *, mode: str = "nearest") -> Tensor:
-    return resize(
-        x, None, scales, mode=mode, coordinate_transformation_mode="asymmetric", nearest_mode="floor"
-    )
+    return resize(x, None, scales, mode=mode, coordinate_transformation_mode="asymmetric", nearest_mode="floor")
 
 
 @rule("Upsample", since=9, host="scales")

@@ -23,7 +23,8 @@ def empty_sequence(*, dtype: int = 1) -> list[Tensor]:
 
 @rule("SequenceAt", since=11, host="position")
 def sequence_at(xs: list[Tensor], position: Host) -> Tensor:
-    return xs[integer(position)]
+    found: Tensor = xs[integer(position)]
+    return found
 
 
 @rule("SequenceLength", since=11)
@@ -57,7 +58,7 @@ def split_to_sequence(x: Tensor, parts: Host = None, *, axis: int = 0, keepdims:
 
 
 @rule("Optional", since=15)
-def optional(x: Any = None, *, type: Any = None) -> Any:  # noqa: A002
+def optional(x: Any = None, *, type: Any = None) -> Any:
     return x
 
 

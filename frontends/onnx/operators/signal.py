@@ -12,11 +12,12 @@ from daceml_train.frontends.onnx.rules import rule
 
 def _complex(x: Tensor) -> Tensor:
     """The last dimension of two is the real and imaginary part, of one the real part."""
-    return torch.view_as_complex(x.contiguous()) if x.shape[-1] == 2 else x.squeeze(-1).to(_complex_of(x.dtype))
-
-
-def _complex_of(element: torch.dtype) -> torch.dtype:
-    return torch.complex128 if element is torch.float64 else torch.complex64
+    if x.shape[-1] == 2:
+        whole: Tensor = torch.view_as_complex(x.contiguous())
+        return whole
+    real = x.squeeze(-1)
+    made: Tensor = torch.complex(real, torch.zeros_like(real))
+    return made
 
 
 @rule("DFT", since=20, host="length axis")
@@ -36,16 +37,12 @@ def dft(x: Tensor, length: Host = None, axis: Host = None, *, inverse: int = 0, 
 
 
 @rule("DFT", since=17, host="length")
-def dft_by_attribute(
-    x: Tensor, length: Host = None, *, axis: int = 1, inverse: int = 0, onesided: int = 0
-) -> Tensor:
+def dft_by_attribute(x: Tensor, length: Host = None, *, axis: int = 1, inverse: int = 0, onesided: int = 0) -> Tensor:
     return dft(x, length, axis, inverse=inverse, onesided=onesided)
 
 
 @rule("STFT", since=17, host="step length")
-def stft(
-    x: Tensor, step: Host, window: Tensor | None = None, length: Host = None, *, onesided: int = 1
-) -> Tensor:
+def stft(x: Tensor, step: Host, window: Tensor | None = None, length: Host = None, *, onesided: int = 1) -> Tensor:
     """Frames of x [batch, time, 1 or 2], windowed and transformed: [batch, frames, bins, 2]."""
     size = integer(length) if length is not None else window.shape[0] if window is not None else x.shape[1]
     signal = _complex(x) if x.shape[-1] == 2 else x.squeeze(-1) if x.dim() == 3 else x
@@ -56,7 +53,9 @@ def stft(
 
 
 @rule("MelWeightMatrix", since=17, host="bins length rate low high")
-def mel_weight_matrix(bins: Host, length: Host, rate: Host, low: Host, high: Host, *, output_datatype: int = 1) -> Tensor:
+def mel_weight_matrix(
+    bins: Host, length: Host, rate: Host, low: Host, high: Host, *, output_datatype: int = 1
+) -> Tensor:
     """Triangles on the mel scale over the bins of a Fourier transform, as ONNX rounds their corners."""
     count, spectrum = integer(bins), integer(length) // 2 + 1
     ends = torch.tensor([float(integer(low)), float(integer(high))], dtype=torch.float64)

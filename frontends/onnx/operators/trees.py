@@ -28,13 +28,22 @@ def scaler(x: Tensor, *, offset: tuple[float, ...] = (0.0,), scale: tuple[float,
 
 @rule("Normalizer", domain=ML)
 def normalizer(x: Tensor, *, norm: str = "MAX") -> Tensor:
-    size = {"MAX": x.amax(-1, keepdim=True), "L1": x.abs().sum(-1, keepdim=True), "L2": (x * x).sum(-1, keepdim=True).sqrt()}
+    size = {
+        "MAX": x.amax(-1, keepdim=True),
+        "L1": x.abs().sum(-1, keepdim=True),
+        "L2": (x * x).sum(-1, keepdim=True).sqrt(),
+    }
     return x / size[norm]
 
 
 @rule("LinearRegressor", domain=ML)
 def linear_regressor(
-    x: Tensor, *, coefficients: tuple[float, ...], intercepts: tuple[float, ...] = (), targets: int = 1, post_transform: str = "NONE"
+    x: Tensor,
+    *,
+    coefficients: tuple[float, ...],
+    intercepts: tuple[float, ...] = (),
+    targets: int = 1,
+    post_transform: str = "NONE",
 ) -> Tensor:
     y = x.float() @ torch.tensor(coefficients).reshape(targets, -1).t()
     return _transformed(y + torch.tensor(intercepts) if intercepts else y, post_transform)
