@@ -42,13 +42,14 @@ _WEIGHTS: dict[str, tuple[int, ...]] = {
     "Sub": (1,),
     "Mul": (0, 1),
     "Div": (1,),
+    "Concat": (0, 1, 2, 3),
 }
 """Operands that are weights, by operator. Of elementwise operators only arrays count, not single numbers."""
 
 _THROUGH = {"Identity", "Transpose", "Reshape", "Cast", "Squeeze", "Unsqueeze", "Expand", "Flatten", "Slice"}
 """Operators behind which a weight is still one."""
 
-_ELEMENTWISE = {"Add", "Sub", "Mul", "Div"}
+_ELEMENTWISE = {"Add", "Sub", "Mul", "Div", "Concat"}
 
 
 def trainable(graph: onnx.GraphProto, choice: Trainable) -> set[str]:
