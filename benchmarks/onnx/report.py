@@ -60,8 +60,8 @@ def _reason(why: str) -> str:
 def _models(rows: list[dict[str, Any]]) -> str:
     lines = [
         "## Round trips",
-        "Exported by `torch.onnx.export`, imported, trained three steps beside the original, saved, run in ONNX Runtime "
-        "(`python -m benchmarks.onnx models`). Differences are relative to the greatest element.",
+        "Exported by `torch.onnx.export`, imported, trained three steps beside the original, saved, run by ONNX "
+        "Runtime (`python -m benchmarks.onnx models`). Differences are relative to the greatest element.",
         "",
         "| model | nodes | import s | loss | gradients | ONNX Runtime | |",
         "|---|---|---|---|---|---|---|",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-import onnx
 import torch
 from onnx import TensorProto, external_data_helper, numpy_helper
 
@@ -122,6 +123,8 @@ def _external(proto: TensorProto, element: torch.dtype, shape: tuple[int, ...], 
         raise Invalid(f"external data of {proto.name!r} has {info.length} bytes where shape {shape} needs {size}")
     if offset < 0 or offset + size > file.stat().st_size:
         raise Invalid(f"external data of {proto.name!r} ends beyond {file.name}, the file may be truncated")
+    if info.checksum and info.checksum.lower() != _sha1(file, file.stat().st_mtime_ns):
+        raise Invalid(f"the checksum of external data of {proto.name!r} is not that of {file.name}: it was changed")
     if not count:
         return torch.empty(shape, dtype=element)
     raw = np.memmap(file, dtype=np.uint8, mode="c", offset=offset, shape=(size,))
@@ -129,6 +132,13 @@ def _external(proto: TensorProto, element: torch.dtype, shape: tuple[int, ...], 
     if offset % element.itemsize:
         flat = flat.clone()
     return flat.view(element).view(shape)
+
+
+@functools.lru_cache(maxsize=64)
+def _sha1(file: Path, modified: int) -> str:
+    """ONNX's checksum, of the whole file; once per file and time of change."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha1").hexdigest()
 
 
 def external_file(location: str, name: str, folder: Path | None) -> Path:
@@ -144,6 +154,3 @@ def external_file(location: str, name: str, folder: Path | None) -> Path:
     if not file.is_file():
         raise Invalid(f"tensor {name!r} is stored in {location!r}, which is not in {folder}")
     return file
-
-
-__all__ = ["dtype", "external_file", "from_numpy", "number", "onnx", "tensor", "to_numpy"]

@@ -22,7 +22,7 @@ from onnx import AttributeProto, helper
 
 from daceml_train.errors import DacemlError, Invalid, Unsupported
 from daceml_train.frontends.onnx import elements, host
-from daceml_train.frontends.onnx.naming import access, identifier
+from daceml_train.frontends.onnx.naming import access, identifier, snake_case
 from daceml_train.frontends.onnx.operators.shapes import CASTS
 from daceml_train.frontends.onnx.rules import Rule, find, find_on_host, table
 
@@ -112,14 +112,16 @@ class Importer:
 
     def run(self) -> Imported:
         """Import the whole graph. Raises `Invalid` or `Unsupported`, naming operator, domain, version and node."""
-        self._names = {rule.function.__name__ for rule in table()} | {"torch", "as_tensor", "as_host", "expect"}
+        self._names = {"torch", "as_tensor", "as_host", "expect"}
         self.namespace = {"torch": torch, "as_tensor": host.as_tensor, "as_host": host.as_host, "expect": expect}
         scope = self.initializers(self.graph)
         inputs = []
+        reserved = {snake_case(rule.operator) for rule in table()}
         for value in self.graph.input:
             if value.name in scope:
                 continue
-            name = identifier(value.name, self._names)
+            name = identifier(value.name, self._names | reserved)
+            self._names.add(name)
             inputs.append(name)
             scope[value.name] = Expression(name)
         self.lines.append(f"def forward({', '.join(['self', *inputs])}):")
@@ -408,9 +410,8 @@ class Importer:
         """The name of a rule's function in the source."""
         name = self._references.get(rule.function)
         if name is None:
-            base = rule.function.__name__
-            name = base if base not in self.namespace else identifier(f"{base}_of_{rule.operator.lower()}", self._names)
-            self._references[rule.function] = name
+            base = snake_case(rule.operator)
+            name = self._references[rule.function] = identifier(base, self._names)
             self.namespace[name] = rule.function
         return name
 

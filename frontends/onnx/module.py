@@ -12,6 +12,7 @@ import onnx
 import torch
 from onnx import external_data_helper
 
+from daceml_train.errors import Invalid
 from daceml_train.frontends.onnx.importer import Imported, Importer
 from daceml_train.frontends.onnx.naming import homes
 from daceml_train.frontends.onnx.reading import Source, inlined, opsets, read, value_types
@@ -68,7 +69,10 @@ def load(model: Any, *, trainable: Trainable = None, train_mode: bool = False) -
     """
     load_plugins(ONNX_OPERATORS)
     source = read(model)
-    return _build(source, trainable, train_mode, {})
+    try:
+        return _build(source, trainable, train_mode, {})
+    except UnicodeDecodeError as error:
+        raise Invalid(f"{source.name} has a name or attribute that is no text, it is damaged: {error}") from None
 
 
 def _build(source: Source, choice: Trainable, train_mode: bool, supplied: Mapping[str, torch.Tensor]) -> OnnxModule:

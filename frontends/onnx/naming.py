@@ -59,3 +59,8 @@ def identifier(name: str, taken: set[str]) -> str:
         unique = f"{text}_{count}"
     taken.add(unique)
     return unique
+
+
+def snake_case(operator: str) -> str:
+    """`BatchNormalization` as `batch_normalization`: what an operator's function is called in the source."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", operator).lower()

@@ -50,7 +50,10 @@ def read(model: Any) -> Source:
         source = Source(_parse(path.read_bytes(), path.name), path.absolute().parent, path.stem, True)
     else:
         raise Invalid(f"an ONNX model is a path, bytes or an onnx.ModelProto, given {type(model).__name__}")
-    _check(source)
+    try:
+        _check(source)
+    except UnicodeDecodeError as error:
+        raise Invalid(f"{source.name} has a name that is no text, it is damaged: {error}") from None
     return source
 
 
@@ -162,6 +165,13 @@ def _check(source: Source) -> None:
             f"{source.name} uses operator set {version}, the oldest that is read is {OLDEST}",
             advice="convert it with onnx.version_converter",
         )
+    for domain, number in versions.items():
+        if not 0 < number < 1 << 30:
+            raise Invalid(f"{source.name} imports version {number} of operator domain {domain!r}, which cannot be")
+    for node in _nodes(proto.graph):
+        names = (node.op_type, node.domain, node.name, *node.input, *node.output)
+        if any(isinstance(name, bytes) for name in names):  # what Python's protobuf makes of text that is not UTF-8
+            raise Invalid(f"{source.name} has a node whose names are no text: it is damaged")
     light = _without_large(proto)
     for node in _nodes(light.graph):  # inference looks into definitions, which need the defaults spelled out
         if _has_definition(node, versions):

@@ -1,4 +1,4 @@
-"""Which initializers train: by default the floating-point ones that stand where an operator has weights."""
+"""Which initializers train: those that the exporter notes as parameters, else those that stand where weights do."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ _WEIGHTS: dict[str, tuple[int, ...]] = {
     "MatMul": (0, 1),
     "Einsum": (0, 1, 2),
     "Gather": (0,),
+    "GatherND": (0,),
     "BatchNormalization": (1, 2),
     "InstanceNormalization": (1, 2),
     "GroupNormalization": (1, 2),
@@ -41,7 +42,7 @@ _WEIGHTS: dict[str, tuple[int, ...]] = {
     "Add": (0, 1),
     "Sub": (1,),
     "Mul": (0, 1),
-    "Div": (1,),
+    "Div": (0, 1),
     "Concat": (0, 1, 2, 3),
 }
 """Operands that are weights, by operator. Of elementwise operators only arrays count, not single numbers."""
@@ -61,7 +62,11 @@ def trainable(graph: onnx.GraphProto, choice: Trainable) -> set[str]:
     floats = {tensor.name for tensor in graph.initializer if tensor.data_type in _FLOATS}
     if choice is None:
         sizes = {tensor.name: list(tensor.dims) for tensor in graph.initializer if tensor.name in floats}
-        return _standing_as_weights(graph, sizes)
+        noted = {value.name: _note(value) for value in graph.value_info if value.name in floats}
+        standing = _standing_as_weights(graph, sizes)
+        return {
+            name for name in floats if (noted.get(name) or ("PARAMETER" if name in standing else "")) == "PARAMETER"
+        }
     if isinstance(choice, bool):
         return floats if choice else set()
     if callable(choice):
@@ -70,6 +75,14 @@ def trainable(graph: onnx.GraphProto, choice: Trainable) -> set[str]:
     if unknown := sorted(names - floats):
         raise Invalid(f"trainable names {unknown[0]!r}, which is no floating-point initializer of the model")
     return names
+
+
+_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
+"""Where `torch.onnx.export` notes whether an initializer was a parameter, a buffer or a constant."""
+
+
+def _note(value: onnx.ValueInfoProto) -> str:
+    return next((entry.value for entry in value.metadata_props if entry.key == _KIND), "")
 
 
 def _standing_as_weights(graph: onnx.GraphProto, sizes: dict[str, list[int]]) -> set[str]:

@@ -26,8 +26,8 @@ def dft(x: Tensor, length: Host = None, axis: Host = None, *, inverse: int = 0, 
     along = along + x.dim() if along < 0 else along
     count = None if length is None else integer(length)
     if inverse and onesided:
-        whole = torch.fft.irfft(_complex(x), count, along)
-        return whole.unsqueeze(-1)
+        real_valued: Tensor = torch.fft.irfft(_complex(x), count, along)
+        return real_valued.unsqueeze(-1)
     if inverse:
         return torch.view_as_real(torch.fft.ifft(_complex(x), count, along))
     if onesided:
