@@ -8,7 +8,7 @@ ARGS ?=             # passed on: make test ARGS="-k softmax"
 VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench conformance-ops fuzz clean
+.PHONY: help setup demo test lint bench conformance-ops conformance-onnx fuzz clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ bench: setup ## time training steps against PyTorch (ARGS=)
 
 conformance-ops: setup ## PyTorch's own operator samples through the compiler (ARGS=)
 	@$(VENV_PYTHON) -m benchmarks.conformance $(ARGS)
+
+conformance-onnx: setup ## the official ONNX cases through the compiler (ARGS=)
+	@$(VENV_PYTHON) -m benchmarks.onnx cases $(ARGS)
 
 fuzz: setup ## random models against PyTorch and float64 (ARGS="--models 50 --seed 0")
 	@$(VENV_PYTHON) -m benchmarks.fuzz $(ARGS)

@@ -4,6 +4,7 @@
     python -m benchmarks.onnx cases --only resize    # those whose name contains a text
     python -m benchmarks.onnx models [NAME...]       # round trips: export, import, train, save, run in ONNX Runtime
     python -m benchmarks.onnx mutations --count 20000
+    python -m benchmarks.onnx import                 # how long importing takes
     python -m benchmarks.onnx page                   # docs/onnx-conformance.md from the results
 
 Each writes its results to benchmarks/results/onnx-*.json if it ran whole, and exits with 1 if anything is wrong.
@@ -24,8 +25,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from benchmarks.onnx import cases, models, mutations, report
-from benchmarks.onnx.report import CASES, MODELS, MUTATIONS, PAGE
+from benchmarks.onnx import cases, importing, models, mutations, report
+from benchmarks.onnx.report import CASES, IMPORTS, MODELS, MUTATIONS, PAGE
+from daceml_train.codegen import compile as kernels
 
 
 def main() -> int:
@@ -35,6 +37,8 @@ def main() -> int:
     official = commands.add_parser("cases", help="the official backend cases")
     official.add_argument("--only", default="", help="a part of the names")
     official.add_argument("--suite", action="append", choices=("node", "simple"))
+    official.add_argument("--shard", default="0/1", help="i/n: the i-th of n parts; the last one to end joins them")
+    official.add_argument("--kernels", default="O3", help="optimisation of kernels; O0 compiles faster")
     official.set_defaults(run=_cases)
     trips = commands.add_parser("models", help="round trips of networks and transformers models")
     trips.add_argument("names", nargs="*", help="default: all")
@@ -44,6 +48,8 @@ def main() -> int:
     damaged.add_argument("--count", type=int, default=20_000)
     damaged.add_argument("--seed", type=int, default=0)
     damaged.set_defaults(run=_mutations)
+    timed = commands.add_parser("import", help="how long importing takes")
+    timed.set_defaults(run=_import)
     commands.add_parser("page", help="write the page").set_defaults(run=lambda _: _page())
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -53,12 +59,14 @@ def main() -> int:
 
 def _cases(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
+    kernels.FLAGS = tuple(f"-{options.kernels}" if flag == "-O3" else flag for flag in kernels.FLAGS)
+    part, parts = map(int, options.shard.split("/"))
     suites = options.suite or ["node", "simple"]
     todo = [(case, suite) for suite in suites for case in cases.cases(suite) if options.only in case.name]
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="daceml_train-onnx-") as cache, _progress() as progress:
-        task = progress.add_task("", total=len(todo))
-        for case, suite in todo:
+        task = progress.add_task("", total=len(todo[part::parts]))
+        for case, suite in todo[part::parts]:
             progress.update(task, description=case.name)
             outcome = cases.run(case, suite, cache)
             outcomes.append(outcome)
@@ -68,9 +76,21 @@ def _cases(options: argparse.Namespace) -> int:
     counts = Counter(outcome.kind for outcome in outcomes)
     print(", ".join(f"{count} {kind}" for kind, count in counts.most_common()), f"of {len(outcomes)} cases")
     if not options.only and not options.suite:
-        CASES.write_text(json.dumps([dataclasses.asdict(o) for o in outcomes], indent=0) + "\n")
-        _page()
+        _join(outcomes, part, parts, len(todo))
     return int(bool(counts[cases.WRONG] or counts[cases.RAISED]))
+
+
+def _join(outcomes: list[cases.Outcome], part: int, parts: int, total: int) -> None:
+    """Keep this part, and write results and page once all parts are there."""
+    shards = [CASES.with_suffix(f".{i}-of-{parts}.json") for i in range(parts)]
+    shards[part].write_text(json.dumps([dataclasses.asdict(o) for o in outcomes], indent=0) + "\n")
+    found = [row for shard in shards if shard.is_file() for row in json.loads(shard.read_text())]
+    if len(found) == total:
+        found.sort(key=lambda row: (row["suite"], row["case"]))
+        CASES.write_text(json.dumps(found, indent=0) + "\n")
+        for shard in shards:
+            shard.unlink()
+        _page()
 
 
 def _models(options: argparse.Namespace) -> int:
@@ -102,6 +122,13 @@ def _mutations(options: argparse.Namespace) -> int:
         MUTATIONS.write_text(json.dumps(result, indent=1) + "\n")
         _page()
     return int(bool(result["crashes"] or result["hangs"] or result["unexpected"]))
+
+
+def _import(options: argparse.Namespace) -> int:
+    rows = importing.run()
+    print(importing.text(rows))
+    IMPORTS.write_text(json.dumps(rows, indent=1) + "\n")
+    return _page()
 
 
 def _page() -> int:
