@@ -8,7 +8,7 @@ ARGS ?=             # passed on: make test ARGS="-k softmax"
 VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench traffic conformance-ops conformance-models fuzz orders clean
+.PHONY: help setup demo test lint bench traffic conformance-ops conformance-models conformance-onnx fuzz orders clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ conformance-ops: setup ## PyTorch's own operator samples through the compiler (A
 
 conformance-models: setup ## whole models, through three training steps (ARGS="bert --timeout 300")
 	@$(VENV_PYTHON) -m benchmarks.conformance_models $(ARGS)
+
+conformance-onnx: setup ## the official ONNX cases through the compiler (ARGS=)
+	@$(VENV_PYTHON) -m benchmarks.onnx cases $(ARGS)
 
 fuzz: setup ## random models against PyTorch and float64 (ARGS="--models 50 --seed 0")
 	@$(VENV_PYTHON) -m benchmarks.fuzz $(ARGS)

@@ -12,6 +12,8 @@ __version__ = "0.1.0"
 _HOME = {
     "optimize": "daceml_train.driver",
     "training_step": "daceml_train.driver",
+    "load_onnx": "daceml_train.driver",
+    "save_onnx": "daceml_train.driver",
     "report": "daceml_train.reporting",
     "torch_function": "daceml_train.frontends.torch.extension",
     "Operator": "daceml_train.ops.operator",

@@ -1,9 +1,9 @@
 """Plugins: packages that bring passes and operators, found through entry points.
 
-An entry point of group `daceml_train.passes` or `daceml_train.operators` names a module (or something in one) whose
-import defines the passes or operators, which register themselves. A plugin that fails to load is skipped, with a
-warning that says so once; `daceml-train doctor` shows it. A name that is taken already is an error that names both
-owners, for what would run would depend on which came first.
+An entry point of group `daceml_train.passes`, `daceml_train.operators` or `daceml_train.onnx_operators` names a module
+(or something in one) whose import defines passes, operators or ONNX rules, which register themselves. A plugin that
+fails to load is skipped, with a warning that says so once; `daceml-train doctor` shows it. A name that is taken already
+is an error that names both owners, for what would run would depend on which came first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import Any
 
 from daceml_train.errors import Duplicate
 
-PASSES, OPERATORS = GROUPS = ("daceml_train.passes", "daceml_train.operators")
+GROUPS = ("daceml_train.passes", "daceml_train.operators", "daceml_train.onnx_operators")
+PASSES, OPERATORS, ONNX_OPERATORS = GROUPS
 
 
 @dataclass(frozen=True)

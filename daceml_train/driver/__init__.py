@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib
+import os
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,10 +22,12 @@ from daceml_train.runtime.cache import Cache, default_folder
 from daceml_train.transformations.pipelines import TRAINING
 
 Progress = Callable[[int, int], None]
+OnnxModel = Any
+"""A path (`str`, `os.PathLike`), bytes, or an `onnx.ModelProto`."""
 
 
 def optimize(
-    module: torch.nn.Module,
+    module: torch.nn.Module | OnnxModel,
     *,
     pipeline: Pipeline | str | Path = TRAINING,
     cache: Path | str | None = None,
@@ -44,9 +48,12 @@ def optimize(
     with (kernels done, kernels in all) while kernels compile. `dynamic`: sizes of arguments are symbols from the first
     call on (True), never (False: each size is compiled), or once a second size was seen (None). Random numbers
     (dropout) are made from a seed that each call draws from PyTorch's generator; `random="eager"` draws the very
-    numbers of eager execution instead, with PyTorch's operators and in its order, so that runs can be compared. Raises
-    `Invalid` for anything but a module.
+    numbers of eager execution instead, with PyTorch's operators and in its order, so that runs can be compared. An
+    ONNX model, as a path or an `onnx.ModelProto`, becomes a module first, as `load_onnx` makes it. Raises `Invalid` for
+    anything else.
     """
+    if not isinstance(module, torch.nn.Module) and _is_onnx(module):
+        module = load_onnx(module)
     return optimized(module, options(pipeline, cache, jobs, observe, watch, progress, dynamic, random))
 
 
@@ -92,9 +99,40 @@ def options(
     return Options(Pipeline.of(pipeline), Cache(folder), jobs, observation, progress, watch, dynamic, random)
 
 
+def load_onnx(
+    model: OnnxModel,
+    *,
+    trainable: Callable[[str], bool] | Iterable[str] | bool | None = None,
+    train_mode: bool = False,
+) -> torch.nn.Module:
+    """A module from an ONNX model; see `daceml_train.frontends.onnx.load` for the options.
+
+    Raises `Invalid` for a damaged model, and where the package `onnx` is not installed.
+    """
+    module: torch.nn.Module = _onnx().load(model, trainable=trainable, train_mode=train_mode)
+    return module
+
+
+def save_onnx(model: torch.nn.Module, path: Path | str, *, external: bool | None = None) -> Path:
+    """Write a module that came from ONNX back with its trained weights; see `daceml_train.frontends.onnx.save_onnx`."""
+    written: Path = _onnx().save_onnx(model, path, external=external)
+    return written
+
+
+def _onnx() -> Any:
+    try:
+        return importlib.import_module("daceml_train.frontends.onnx")
+    except ImportError as error:
+        raise Invalid(f"ONNX models need a package: {error}", advice="pip install 'daceml_train[onnx]'") from None
+
+
+def _is_onnx(model: Any) -> bool:
+    return isinstance(model, str | os.PathLike | bytes) or type(model).__module__.startswith("onnx")
+
+
 def backend(module: torch.fx.GraphModule, examples: Sequence[Any], **_: Any) -> Callable[..., Any]:
     """The backend behind `torch.compile(model, backend="daceml_train")`."""
     return Backend(options())(module, examples)
 
 
-__all__ = ["Loss", "TrainingStep", "backend", "optimize", "options", "training_step"]
+__all__ = ["Loss", "TrainingStep", "backend", "load_onnx", "optimize", "options", "save_onnx", "training_step"]

@@ -128,7 +128,7 @@ def capture(
 
 
 def _with_fewer_symbols(gm: fx.GraphModule, example_inputs: Sequence[object], operands: Any, *more: Any) -> Any:
-    """The translation without those sizes of which PyTorch has noted equations, then, if need be, without any symbol."""
+    """The translation without those sizes of which PyTorch has noted equations, or else without any symbol."""
     for kept in (_told(operands) - _tied(operands), set[sympy.Symbol]()):
         _specialise(operands, kept)
         try:

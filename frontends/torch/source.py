@@ -13,7 +13,7 @@ from daceml_train import errors
 from daceml_train.ops.operator import Origin
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_OURS = (Path(errors.__file__).parent, Path(__file__).parent)
+_OURS = (Path(errors.__file__).parent, Path(__file__).parents[1])
 _NOT_THE_USERS = (*map(str, _OURS), str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"))
 
 

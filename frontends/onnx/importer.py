@@ -1,0 +1,542 @@
+"""From an ONNX graph to the Python source of a module's `forward`.
+
+Every node becomes one call of its rule, in the graph's order, with a comment that names it:
+
+    v7 = softmax(v6, axis=-1)  # /encoder/attention/Softmax
+
+TorchDynamo then sees ordinary PyTorch code, so a model from ONNX is captured, differentiated and compiled as any other
+module is, and a data-dependent branch breaks the graph where it stands. What is known at import is not left for later:
+nodes over constants are evaluated, and shape arithmetic becomes Python arithmetic on sizes (`host`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+from onnx import AttributeProto, helper
+
+from daceml_train.errors import DacemlError, Invalid, Unsupported
+from daceml_train.frontends.onnx import elements, host
+from daceml_train.frontends.onnx.naming import access, identifier, snake_case
+from daceml_train.frontends.onnx.operators.shapes import CASTS
+from daceml_train.frontends.onnx.rules import Rule, find, find_on_host, table
+
+LITERAL = 64
+"""Constants of up to this many elements may stand in the source."""
+
+FOLDED = 1 << 20
+"""Nodes over constants are evaluated at import where results stay below this many elements, or the operands'."""
+
+GREATEST = 1 << 40
+"""An array of more elements is refused at import: it is a damaged model's, no machine holds it."""
+
+
+@dataclass
+class Constant:
+    """A value known at import: an initializer, or what was computed from constants."""
+
+    name: str
+    load: Callable[[], torch.Tensor]
+    path: str = ""
+    """Where the module keeps it; empty until an expression needs it as a tensor."""
+    trainable: bool = False
+    elements: int = 0
+    _value: torch.Tensor | None = None
+
+    @property
+    def value(self) -> torch.Tensor:
+        if self._value is None:
+            self._value = self.load()
+        return self._value
+
+    @property
+    def literal(self) -> bool:
+        """Whether it can stand in the source as a Python number or list."""
+        kinds = (torch.int64, torch.int32, torch.bool, torch.float32, torch.float64, torch.uint8, torch.int8)
+        return not self.trainable and self.elements <= LITERAL and self.value.dtype in kinds
+
+
+@dataclass(frozen=True)
+class Expression:
+    """A value that the source computes: a tensor (or a sequence of them), or a value of the host."""
+
+    text: str
+    element: torch.dtype | None = None
+    """The element type a host value stands for; None for tensors."""
+    shape_like: bool = False
+    """A host value that counts dimensions, so that what is made from it stays small."""
+
+
+Operand = Constant | Expression | None
+
+
+@dataclass
+class Imported:
+    """The source of `forward`, its namespace, and the state that the module holds."""
+
+    source: str
+    namespace: dict[str, Any]
+    inputs: list[str]
+    outputs: list[str]
+    constants: list[Constant]
+    nodes: dict[int, str]
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Importer:
+    """One import. `homes` says where each initializer lives in the module, `trainable` which are parameters."""
+
+    graph: onnx.GraphProto
+    versions: Mapping[str, int]
+    folder: Path | None
+    homes: Mapping[str, str]
+    trainable: set[str]
+    supplied: Mapping[str, torch.Tensor]
+    train_mode: bool
+    types: Mapping[str, onnx.TypeProto]
+    lines: list[str] = field(default_factory=list)
+    nodes: dict[int, str] = field(default_factory=dict)
+    namespace: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    _names: set[str] = field(default_factory=set)
+    _references: dict[Callable[..., Any], str] = field(default_factory=dict)
+    _count: int = 0
+    _used: dict[int, Constant] = field(default_factory=dict)
+    _depth: int = 1
+
+    def run(self) -> Imported:
+        """Import the whole graph. Raises `Invalid` or `Unsupported`, naming operator, domain, version and node."""
+        self._names = {"torch", "as_tensor", "as_host", "expect"}
+        self.namespace = {"torch": torch, "as_tensor": host.as_tensor, "as_host": host.as_host, "expect": expect}
+        scope = self.initializers(self.graph)
+        inputs = []
+        reserved = {snake_case(rule.operator) for rule in table()}
+        for value in self.graph.input:
+            if value.name in scope:
+                continue
+            name = identifier(value.name, self._names | reserved)
+            self._names.add(name)
+            inputs.append(name)
+            scope[value.name] = Expression(name)
+        self.lines.append(f"def forward({', '.join(['self', *inputs])}):")
+        for name, value in zip(
+            inputs, [v for v in self.graph.input if isinstance(scope[v.name], Expression)], strict=True
+        ):
+            self.expectation(name, value)
+        self.body(self.graph, scope)
+        results = [
+            self.as_tensor(self.operand(scope, value.name, "the graph's outputs")) for value in self.graph.output
+        ]
+        self.emit(f"return {results[0] if len(results) == 1 else '(' + ', '.join(results) + ')'}", "")
+        names = [value.name for value in self.graph.output]
+        return Imported(
+            "\n".join(self.lines) + "\n",
+            self.namespace,
+            inputs,
+            names,
+            list(self._used.values()),
+            self.nodes,
+            self.notes,
+        )
+
+    # ---- graphs -----------------------------------------------------------------------------------------------------
+    def initializers(self, graph: onnx.GraphProto) -> dict[str, Operand]:
+        scope: dict[str, Operand] = {}
+        for tensor in graph.initializer:
+            count = 1
+            for extent in tensor.dims:
+                count *= extent
+            if count > GREATEST or count < 0:
+                raise Invalid(f"initializer {tensor.name!r} has the absurd shape {tuple(tensor.dims)}")
+            at_top = graph is self.graph
+            scope[tensor.name] = Constant(
+                tensor.name,
+                self._loader(tensor),
+                self.homes.get(tensor.name, "") if at_top else "",
+                at_top and tensor.name in self.trainable,
+                count,
+            )
+        for sparse in graph.sparse_initializer:
+            name = sparse.values.name
+            dense = _dense(sparse)
+            scope[name] = Constant(name, lambda dense=dense: dense, elements=dense.numel())  # type: ignore[misc]
+        return scope
+
+    def _loader(self, tensor: onnx.TensorProto) -> Callable[[], torch.Tensor]:
+        if tensor.name in self.supplied:
+            return lambda: self.supplied[tensor.name]
+        return lambda: elements.tensor(tensor, self.folder)
+
+    def body(self, graph: onnx.GraphProto, scope: dict[str, Operand]) -> None:
+        for node in graph.node:
+            try:
+                results = self.node(node, scope)
+            except DacemlError as error:
+                raise type(error)(error.message, where=self.where(node), advice=_advice(error)) from error.__cause__
+            for name, result in zip(node.output, results, strict=False):
+                if name:
+                    scope[name] = result
+
+    def where(self, node: onnx.NodeProto) -> str:
+        """What messages say of a node: operator, domain, version, name."""
+        domain = node.domain or "ai.onnx"
+        version = self.versions.get("" if domain == "ai.onnx" else domain, "?")
+        name = node.name or (f"the node that makes {node.output[0]!r}" if node.output else "a node without a name")
+        return f"{domain}:{node.op_type} version {version}, {name}"
+
+    # ---- nodes ------------------------------------------------------------------------------------------------------
+    def node(self, node: onnx.NodeProto, scope: dict[str, Operand]) -> list[Operand]:
+        operands = [self.operand(scope, name, "") for name in node.input]
+        while operands and operands[-1] is None:
+            operands.pop()
+        if node.op_type == "Constant" and node.domain in ("", "ai.onnx"):
+            return [self.constant(_constant(node), node.output[0])]
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        rule = find(domain, node.op_type, self.versions.get(domain, 1))
+        if rule is None:
+            raise Unsupported("there is no rule for this ONNX operator")
+        attributes = self.attributes(node, rule, scope)
+        if folded := self.folded(rule, node, operands, attributes):
+            return folded
+        if computed := self.on_host(rule, node, operands, attributes):
+            return [computed]
+        call = self.call(rule, node, operands, attributes)
+        if len(node.output) == 1 and rule.operator not in ("If", "Loop", "Scan"):
+            return [self.assign(call, node, rule.shape_only)]
+        names = [self.fresh() if name else "_" for name in node.output]
+        self.emit(f"{', '.join(names)}{',' if len(names) == 1 else ''} = {call}", self.label(node))
+        return [None if name == "_" else Expression(name) for name in names]
+
+    def call(self, rule: Rule, node: onnx.NodeProto, operands: Sequence[Operand], attributes: Mapping[str, Any]) -> str:
+        """The text of a rule's call."""
+        if not rule.variadic and len(operands) > len(rule.operands):
+            raise Unsupported(
+                f"the rule of this operator takes {len(rule.operands)} operands, the node has {len(operands)}"
+            )
+        texts = []
+        for at, operand in enumerate(operands):
+            name = rule.operands[at] if at < len(rule.operands) else ""
+            texts.append(
+                "None" if operand is None else self.as_host(operand) if name in rule.host else self.as_tensor(operand)
+            )
+        for name, value in attributes.items():
+            texts.append(f"{name}={value if isinstance(value, _Source) else self.literal(value)}")
+        texts += [f"{name}={self.asked(name, node, operands)}" for name in rule.asks]
+        return f"{self.reference(rule)}({', '.join(texts)})"
+
+    def asked(self, name: str, node: onnx.NodeProto, operands: Sequence[Operand]) -> str:
+        if name == "outputs":
+            return str(len(node.output))
+        if name == "opset":
+            return str(self.versions.get("" if node.domain == "ai.onnx" else node.domain, 1))
+        if name == "element":
+            first = operands[0]
+            if isinstance(first, Constant):
+                return str(first.value.dtype)
+            assert first is not None
+            return f"{first.text}.dtype" if first.element is None else str(first.element)
+        if name == "types":
+            return repr(self.element_types(node))
+        return "self.training" if self.train_mode else "False"
+
+    def element_types(self, node: onnx.NodeProto) -> tuple[int, ...]:
+        known = (self.types.get(name) for name in node.input)
+        return tuple(kind.tensor_type.elem_type if kind is not None else 0 for kind in known)
+
+    def attributes(self, node: onnx.NodeProto, rule: Rule, scope: dict[str, Operand]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for attribute in node.attribute:
+            if attribute.name not in rule.attributes:
+                raise Unsupported(f"attribute {attribute.name!r} of this operator is not known here")
+            if attribute.type == AttributeProto.GRAPH:
+                found[attribute.name] = self.function(attribute.g, scope, rule.operator)
+            elif attribute.type == AttributeProto.GRAPHS:
+                raise Unsupported(f"attribute {attribute.name!r} is a list of graphs")
+            else:
+                found[attribute.name] = _attribute(attribute, self.folder)
+        return found
+
+    def function(self, graph: onnx.GraphProto, scope: dict[str, Operand], operator: str) -> _Source:
+        """A nested function for a subgraph, which sees the names around it."""
+        self._count += 1
+        name = f"{operator.lower()}_{self._count}"
+        inner = dict(scope)
+        inner.update(self.initializers(graph))
+        parameters = []
+        for value in graph.input:
+            parameters.append(identifier(value.name, self._names))
+            inner[value.name] = Expression(parameters[-1])
+        self.emit(f"def {name}({', '.join(parameters)}):", graph.name)
+        self._depth += 1
+        self.body(graph, inner)
+        results = [self.as_tensor(self.operand(inner, value.name, "a subgraph's outputs")) for value in graph.output]
+        self.emit(f"return ({''.join(result + ', ' for result in results)})", "")
+        self._depth -= 1
+        return _Source(name)
+
+    # ---- what is known at import ------------------------------------------------------------------------------------
+    def folded(
+        self, rule: Rule, node: onnx.NodeProto, operands: Sequence[Operand], attributes: Mapping[str, Any]
+    ) -> list[Operand] | None:
+        """The results of a node over constants, computed now; None where it has others, or they would be large."""
+        constants = [operand for operand in operands if isinstance(operand, Constant)]
+        if len(constants) != sum(operand is not None for operand in operands) or rule.random:
+            return None
+        if any(isinstance(value, _Source) for value in attributes.values()) or (
+            self.train_mode and "training" in rule.asks
+        ):
+            return None
+        if any(constant.trainable for constant in constants) and not rule.shape_only:
+            return None
+        bound = max([FOLDED, *(constant.elements for constant in constants)])
+        if _estimate(node, operands) > bound:
+            return None
+        arguments: list[Any] = []
+        for at, operand in enumerate(operands):
+            if operand is None:
+                arguments.append(None)
+                continue
+            assert isinstance(operand, Constant)
+            named = rule.operands[at] if at < len(rule.operands) else ""
+            arguments.append(operand.value.tolist() if named in rule.host else operand.value.detach())
+        asked = {name: self._asked_now(name, node, operands) for name in rule.asks}
+        try:
+            with torch.no_grad():
+                result = rule.function(*arguments, **attributes, **asked)
+        except DacemlError:
+            raise
+        except Exception as error:
+            raise Invalid(f"its operands do not fit: {_first_line(error)}") from error
+        results = [result] if len(node.output) == 1 and not isinstance(result, tuple) else list(result)
+        if rule.shape_only:
+            results = [torch.tensor(results[0], dtype=torch.int64)]
+        if not all(isinstance(value, torch.Tensor) for value in results):
+            return None
+        return [self.constant(value, name) for value, name in zip(results, node.output, strict=False)]
+
+    def _asked_now(self, name: str, node: onnx.NodeProto, operands: Sequence[Operand]) -> Any:
+        if name == "element":
+            first = operands[0]
+            assert isinstance(first, Constant)
+            return first.value.dtype
+        if name == "types":
+            return self.element_types(node)
+        return {"outputs": len(node.output), "training": False}.get(
+            name, self.versions.get("" if node.domain == "ai.onnx" else node.domain, 1)
+        )
+
+    def constant(self, value: torch.Tensor, name: str) -> Constant:
+        return Constant(name, lambda: value, elements=value.numel(), _value=value)
+
+    def on_host(
+        self, rule: Rule, node: onnx.NodeProto, operands: Sequence[Operand], attributes: Mapping[str, Any]
+    ) -> Expression | None:
+        """The node as Python arithmetic, if all its operands are values of the host; None otherwise."""
+        known = find_on_host(rule.domain, rule.operator)
+        hosts = [operand for operand in operands if isinstance(operand, Expression) and operand.element is not None]
+        if known is None or not hosts or len(node.output) != 1:
+            return None
+        if rule.operator == "ConstantOfShape" and not hosts[0].shape_like:
+            return None
+        for operand in operands:
+            if operand is not None and not (operand in hosts or (isinstance(operand, Constant) and operand.literal)):
+                return None
+        chosen = dict(attributes)
+        element = hosts[0].element if rule.operator != "Where" else self._element(operands[1])
+        if rule.operator == "Cast":
+            if chosen["to"] not in CASTS:
+                return None
+            element = elements.dtype(chosen["to"])
+        elif rule.operator in ("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "And", "Or", "Not"):
+            element = torch.bool
+        elif rule.operator in ("Shape", "Size"):
+            element = torch.int64
+        elif rule.operator == "ConstantOfShape":
+            value = chosen.get("value")
+            element = torch.float32 if value is None else value.dtype
+            chosen["value"] = None if value is None else value.reshape(()).item()
+        elif rule.operator in ("Gather", "Slice", "Reshape", "Squeeze", "Unsqueeze"):
+            element = self._element(operands[0])
+        texts = ["None" if operand is None else self.as_host(operand) for operand in operands]
+        texts += [f"{name}={value!r}" for name, value in chosen.items() if name in known.attributes]
+        name = self.fresh()
+        self.emit(f"{name} = {self.reference(known)}({', '.join(texts)})", self.label(node))
+        return Expression(name, element, rule.operator == "Shape")
+
+    @staticmethod
+    def _element(operand: Operand) -> torch.dtype | None:
+        return operand.value.dtype if isinstance(operand, Constant) else operand.element if operand else None
+
+    # ---- text -------------------------------------------------------------------------------------------------------
+    def operand(self, scope: Mapping[str, Operand], name: str, whose: str) -> Operand:
+        if not name:
+            return None
+        if name not in scope:
+            raise Invalid(f"value {name!r}{' of ' + whose if whose else ''} is made by no node, input or initializer")
+        return scope[name]
+
+    def as_tensor(self, operand: Operand) -> str:
+        if operand is None:
+            return "None"
+        if isinstance(operand, Expression):
+            return operand.text if operand.element is None else f"as_tensor({operand.text}, {operand.element})"
+        if not operand.path:
+            operand.path = f"constant_{len(self._used)}"
+        self._used.setdefault(id(operand), operand)
+        return access(operand.path)
+
+    def as_host(self, operand: Operand) -> str:
+        if isinstance(operand, Constant):
+            if operand.literal:
+                return repr(operand.value.tolist())
+            return f"as_host({self.as_tensor(operand)})"
+        assert operand is not None
+        return operand.text if operand.element is not None else f"as_host({operand.text})"
+
+    def literal(self, value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return self.as_tensor(self.constant(value, "attribute"))
+        if isinstance(value, float) and value in (float("inf"), float("-inf")):
+            return f"float('{value}')"
+        return repr(value)
+
+    def reference(self, rule: Rule) -> str:
+        """The name of a rule's function in the source."""
+        name = self._references.get(rule.function)
+        if name is None:
+            base = snake_case(rule.operator)
+            name = self._references[rule.function] = identifier(base, self._names)
+            self.namespace[name] = rule.function
+        return name
+
+    def assign(self, call: str, node: onnx.NodeProto, shape_only: bool) -> Expression:
+        name = self.fresh()
+        self.emit(f"{name} = {call}", self.label(node))
+        return Expression(name, torch.int64 if shape_only else None)
+
+    def fresh(self) -> str:
+        self._count += 1
+        return identifier(f"v{self._count}", self._names)
+
+    def label(self, node: onnx.NodeProto) -> str:
+        return node.name or node.op_type
+
+    def emit(self, text: str, comment: str) -> None:
+        comment = " ".join(comment.split())
+        self.lines.append("    " * self._depth + text + (f"  # {comment}" if comment else ""))
+        if comment:
+            self.nodes[len(self.lines)] = comment
+
+    def expectation(self, name: str, value: onnx.ValueInfoProto) -> None:
+        """A check of an input against its declared type and fixed extents."""
+        if not value.type.HasField("tensor_type"):
+            return
+        declared = value.type.tensor_type
+        element = elements.dtype(declared.elem_type, f"input {value.name!r}")
+        extents = None
+        if declared.HasField("shape"):
+            extents = tuple(d.dim_value if d.HasField("dim_value") else None for d in declared.shape.dim)
+            if any(extent is not None and not 0 <= extent <= GREATEST for extent in extents):
+                raise Invalid(f"input {value.name!r} has the absurd shape {extents}")
+        self.emit(f"expect({name}, {value.name!r}, {element}, {extents})", "")
+
+
+class _Source(str):
+    """Text of the generated source, as opposed to a string that an attribute holds."""
+
+
+def expect(x: torch.Tensor, name: str, element: torch.dtype, extents: tuple[int | None, ...] | None) -> None:
+    """Hold an input to its declaration. Raises `Invalid`, which names the input."""
+    if not isinstance(x, torch.Tensor):
+        raise Invalid(f"input {name!r} is a {type(x).__name__}, the model takes a tensor of {element}")
+    if x.dtype != element:
+        raise Invalid(f"input {name!r} has elements of {x.dtype}, the model takes {element}")
+    if extents is None:
+        return
+    if x.dim() != len(extents):
+        raise Invalid(f"input {name!r} has shape {tuple(x.shape)}, the model takes rank {len(extents)}: {extents}")
+    for at, extent in enumerate(extents):
+        if extent is not None and x.shape[at] != extent:
+            raise Invalid(f"input {name!r} has shape {tuple(x.shape)}, the model takes {extents}")
+
+
+def _attribute(attribute: AttributeProto, folder: Path | None) -> Any:
+    value = helper.get_attribute_value(attribute)
+    if attribute.type == AttributeProto.STRING:
+        return value.decode("utf-8", "replace")
+    if attribute.type == AttributeProto.STRINGS:
+        return tuple(item.decode("utf-8", "replace") for item in value)
+    if attribute.type == AttributeProto.TENSOR:
+        return elements.tensor(value, folder)
+    if attribute.type in (AttributeProto.INTS, AttributeProto.FLOATS):
+        return tuple(value)
+    if attribute.type in (AttributeProto.INT, AttributeProto.FLOAT):
+        return value
+    raise Unsupported(f"attribute {attribute.name!r} has a type that is not read: {attribute.type}")
+
+
+def _constant(node: onnx.NodeProto) -> torch.Tensor:
+    if len(node.attribute) != 1:
+        raise Invalid(f"a Constant has one attribute, this one has {len(node.attribute)}")
+    attribute = node.attribute[0]
+    if attribute.name == "sparse_value":
+        return _dense(attribute.sparse_tensor)
+    if attribute.name in ("value_string", "value_strings"):
+        raise Unsupported("strings are not computed with")
+    value = _attribute(attribute, None)
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.tensor(value, dtype=torch.float32 if "float" in attribute.name else torch.int64)
+
+
+def _dense(sparse: onnx.SparseTensorProto) -> torch.Tensor:
+    values, indices = elements.tensor(sparse.values), elements.tensor(sparse.indices)
+    shape = tuple(sparse.dims)
+    count = 1
+    for extent in shape:
+        count *= extent
+    if count > FOLDED * 64:
+        raise Unsupported(f"the sparse tensor {sparse.values.name!r} of shape {shape} is too large to be made dense")
+    dense = torch.zeros(shape, dtype=values.dtype)
+    if indices.dim() == 1:
+        dense.view(-1)[indices] = values
+    else:
+        dense[tuple(indices.t())] = values
+    return dense
+
+
+def _estimate(node: onnx.NodeProto, operands: Sequence[Operand]) -> int:
+    """How many elements a node over constants makes, where its operands say that rather than its shapes."""
+    at = {"ConstantOfShape": 0, "Expand": 1, "Tile": 1, "Resize": 3}.get(node.op_type)
+    if node.op_type == "Range" and all(isinstance(operand, Constant) for operand in operands):
+        start, limit, delta = (float(operand.value) for operand in operands[:3] if isinstance(operand, Constant))
+        return int(abs((limit - start) / delta)) + 1 if delta else 0
+    if at is None or at >= len(operands) or not isinstance(operands[at], Constant):
+        return 0
+    sizes = operands[at]
+    assert isinstance(sizes, Constant)
+    count = 1
+    for extent in host.integers(sizes.value.tolist()):
+        count *= max(int(extent), 1)
+    if node.op_type == "Tile" and isinstance(operands[0], Constant):
+        count *= max(operands[0].elements, 1)
+    if count > GREATEST:
+        raise Invalid(f"the node makes an array of {count} elements")
+    return count
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _advice(error: DacemlError) -> str:
+    return str(error).partition("; ")[2] if not error.where else ""
+
+
+__all__ = ["Constant", "Expression", "Imported", "Importer", "expect"]

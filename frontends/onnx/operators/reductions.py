@@ -1,0 +1,122 @@
+"""Reductions, arguments of extrema, and running sums."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from daceml_train.frontends.onnx.rules import rule
+
+Reduce = Callable[[Tensor, list[int], bool], Tensor]
+
+
+def _product(x: Tensor, dims: list[int], keep: bool) -> Tensor:
+    for dim in sorted((d % x.dim() for d in dims), reverse=True):
+        x = torch.prod(x, dim, keepdim=keep)
+    return x
+
+
+def _extremum(function: Callable[..., Tensor], sign: float) -> Reduce:
+    """An extremum over no elements is the type's own bound, of opposite sign."""
+
+    def reduce(x: Tensor, dims: list[int], keep: bool) -> Tensor:
+        if x.numel():
+            return function(x, dims, keep)
+        if x.dtype is torch.bool:
+            bound: float = sign > 0
+        else:
+            bound = (
+                sign * math.inf
+                if x.is_floating_point()
+                else getattr(torch.iinfo(x.dtype), "max" if sign > 0 else "min")
+            )
+        chosen = {d % x.dim() for d in dims}
+        shape = [1 if i in chosen else extent for i, extent in enumerate(x.shape) if keep or i not in chosen]
+        return torch.full(shape, bound, dtype=x.dtype)
+
+    return reduce
+
+
+def _sum(x: Tensor, dims: list[int], keep: bool) -> Tensor:
+    return torch.sum(x, dims, keep)
+
+
+_REDUCTIONS: dict[str, tuple[Reduce, Callable[[Tensor], Tensor]]] = {
+    "ReduceSum": (_sum, lambda x: x),
+    "ReduceMean": (
+        lambda x, d, k: torch.mean(x, d, k) if x.is_floating_point() else _sum(x, d, k) // _count(x, d),
+        lambda x: x,
+    ),
+    "ReduceMax": (_extremum(torch.amax, -1), lambda x: x),
+    "ReduceMin": (_extremum(torch.amin, 1), lambda x: x),
+    "ReduceProd": (_product, lambda x: x),
+    "ReduceL1": (lambda x, d, k: _sum(x.abs(), d, k), torch.abs),
+    "ReduceL2": (lambda x, d, k: torch.sqrt(_sum(x * x, d, k)), torch.abs),
+    "ReduceSumSquare": (lambda x, d, k: _sum(x * x, d, k), torch.square),
+    "ReduceLogSum": (lambda x, d, k: torch.log(_sum(x, d, k)), torch.log),
+    "ReduceLogSumExp": (lambda x, d, k: torch.logsumexp(x, d, k), lambda x: x),
+}
+"""Each reduction, and what is left of it where no axis is reduced."""
+
+
+def _count(x: Tensor, dims: list[int]) -> int:
+    return math.prod(x.shape[d] for d in dims)
+
+
+def _by_operand(reduce: Reduce, alone: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    def reduction(
+        x: Tensor, axes: list[int] | None = None, *, keepdims: int = 1, noop_with_empty_axes: int = 0
+    ) -> Tensor:
+        if not axes:
+            if noop_with_empty_axes:
+                return alone(x)
+            axes = list(range(x.dim()))
+        return reduce(x, list(axes), bool(keepdims)).to(x.dtype)
+
+    return reduction
+
+
+def _by_attribute(reduce: Reduce) -> Callable[..., Tensor]:
+    def reduction(x: Tensor, *, axes: tuple[int, ...] | None = None, keepdims: int = 1) -> Tensor:
+        return reduce(x, list(axes or range(x.dim())), bool(keepdims)).to(x.dtype)
+
+    return reduction
+
+
+for _name, (_reduce, _alone) in _REDUCTIONS.items():
+    rule(_name, since=13 if _name == "ReduceSum" else 18, host="axes")(_by_operand(_reduce, _alone))
+    rule(_name)(_by_attribute(_reduce))
+
+
+def _argument(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def argument(x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
+        if select_last_index:
+            return x.shape[axis] - 1 - function(x.flip(axis), axis, keepdim=bool(keepdims))
+        return function(x, axis, keepdim=bool(keepdims))
+
+    return argument
+
+
+rule("ArgMax")(_argument(torch.argmax))
+rule("ArgMin")(_argument(torch.argmin))
+
+
+def _running(function: Callable[[Tensor, int], Tensor], neutral: float) -> Callable[..., Tensor]:
+    def running(x: Tensor, axis: int, *, exclusive: int = 0, reverse: int = 0) -> Tensor:
+        ordered = x.flip(axis) if reverse else x
+        result = function(ordered, axis)
+        if exclusive:
+            length = x.shape[axis]
+            first = torch.full_like(ordered.narrow(axis, 0, min(length, 1)), neutral)
+            result = torch.cat([first, result.narrow(axis, 0, max(length - 1, 0)).to(x.dtype)], axis)
+        result = result.to(x.dtype)
+        return result.flip(axis) if reverse else result
+
+    return running
+
+
+rule("CumSum", since=11, host="axis")(_running(torch.cumsum, 0))
+rule("CumProd", since=26, host="axis")(_running(torch.cumprod, 1))
