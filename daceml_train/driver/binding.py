@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -17,7 +17,7 @@ SEED = "seed"
 
 
 def input_tensors(captured: Captured, arguments: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """Graph input -> tensor, in the graph's order and without the seed."""
+    """Graph input -> tensor, without the seed and random numbers."""
     found: dict[str, torch.Tensor] = {}
     for source in captured.inputs:
         if source.kind == "tensor":
@@ -36,11 +36,11 @@ def differentiable_outputs(captured: Captured) -> tuple[int, ...]:
     return tuple(i for i in sorted(carrying) if graph.tensors[graph.outputs[i]].dtype.is_float)
 
 
-def sizes_of(captured: Captured, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
+def sizes_of(captured: Captured, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """The values of the graph's size symbols on these inputs."""
     sizes: dict[str, int] = {}
-    for entry, tensor in zip(captured.graph.inputs.values(), tensors, strict=False):
-        for size, value in zip(entry.tensor.shape, tensor.shape, strict=True):
+    for name, tensor in tensors.items():
+        for size, value in zip(captured.graph.inputs[name].tensor.shape, tensor.shape, strict=True):
             if isinstance(size, sympy.Symbol):
                 sizes[str(size)] = value
     return sizes
@@ -54,7 +54,7 @@ def memory_span(tensor: torch.Tensor) -> tuple[int, int]:
 
 def results_of(captured: Captured, outputs: Sequence[torch.Tensor], arguments: Sequence[Any]) -> Any:
     """The results in the structure that the captured code returns."""
-    sizes = sizes_of(captured, list(input_tensors(captured, arguments).values())) if captured.graph.symbols else {}
+    sizes = sizes_of(captured, input_tensors(captured, arguments)) if captured.graph.symbols else {}
     leaves = [
         _result(source, detached, outputs, arguments, sizes)
         for source, detached in zip(captured.outputs, captured.detached, strict=True)

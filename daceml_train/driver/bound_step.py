@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from daceml_train.driver.binding import SEED, memory_span
+from daceml_train.driver.binding import SEED, memory_span, sizes_of
 from daceml_train.driver.compilation import WholeStep
 from daceml_train.errors import ExecutionError, Unsupported
 from daceml_train.frontends.torch.capture import Captured
+from daceml_train.frontends.torch.draws import Draw
 from daceml_train.runtime.executable import BoundPlan, torch_dtype
 from daceml_train.runtime.executor import Leaves
 from daceml_train.runtime.program import ProgramInput
@@ -146,6 +147,7 @@ class BoundStep:
         self.followed: list[Followed] = []
         self.alive: list[torch.Tensor] = []
         self.seed: torch.Tensor | None = None
+        self.draws: dict[str, tuple[int, Draw, tuple[int, ...]]] = {}
         mutable: list[torch.Tensor] = []
         fixed: list[torch.Tensor] = []
         for position, entry in enumerate(program.inputs):
@@ -164,12 +166,17 @@ class BoundStep:
                     self.followed.append(_follow(source.source, scope, code_globals, tensor))
             elif entry.name == SEED:
                 tensor = self.seed = torch.zeros((), dtype=torch.int64)
+            elif entry.name in captured.draws:
+                self.draws[entry.name] = position, captured.draws[entry.name], strides
+                continue
             else:
                 tensor = next(further)
                 _check_state(entry, tensor, strides)
             (mutable if entry.mutable else fixed).append(tensor)
             self.alive.append(tensor)
             self.addresses[position] = tensor._cdata
+        self.draws = {name: self.draws[name] for name in captured.draws if name in self.draws}  # in eager's order
+        self.sizes = sizes_of(captured, by_name) if self.draws else {}
         _check_apart(mutable, fixed)
         self.updated = frozenset(t.untyped_storage()._cdata for t in mutable)
         buffers = [by_name[n] for n in captured.graph.writes if n in by_name]
@@ -199,8 +206,7 @@ class BoundStep:
             tensor = flat[argument.index]
             storage = tensor.untyped_storage()._cdata
             if argument.strides is not None:
-                copy = torch.empty_strided(tensor.shape, argument.strides, dtype=tensor.dtype)
-                alive.append(tensor := copy.copy_(tensor))
+                alive.append(tensor := _in_strides(tensor, argument.strides))
             elif storage in self.updated:
                 if storage in self.buffers:
                     return None
@@ -210,6 +216,9 @@ class BoundStep:
             self.rates[position] = group["lr"]
         if self.seed is not None:
             self.seed.random_()
+        for place, draw, strides in self.draws.values():
+            alive.append(tensor := _in_strides(draw(self.sizes), strides))
+            addresses[place] = tensor._cdata
         try:
             outputs = self.plan.run_addresses(addresses)
         except ExecutionError as error:
@@ -247,6 +256,13 @@ def _options(group: Mapping[str, Any]) -> list[Any]:
 def _same_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
     pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
     return tensor.numel() < 2 or all(size == 1 or a == b for size, a, b in pairs)
+
+
+def _in_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """The tensor, or a copy of it, in these strides."""
+    if _same_strides(tensor, strides):
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
 
 
 def _laid_out_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

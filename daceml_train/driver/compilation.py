@@ -21,6 +21,7 @@ from daceml_train.autodiff.reverse import differentiate, reached_arrays, reachin
 from daceml_train.codegen.compile import compile_kernels, load
 from daceml_train.codegen.launch import KernelCode
 from daceml_train.driver.observation import Observation
+from daceml_train.frontends.torch.draws import Randomness
 from daceml_train.graph.graph import Graph, Input, Role
 from daceml_train.graph.text import canonical_text
 from daceml_train.graph.traffic import traffic
@@ -94,6 +95,7 @@ class Options:
     observe: Observation | None = None
     progress: Callable[[int, int], None] | None = None
     watch: Watcher | None = None
+    randomness: Randomness = "seeded"
 
     def __getstate__(self) -> dict[str, Any]:
         """Without `watch` and `progress`, which belong to this process."""
@@ -337,9 +339,7 @@ def environment() -> str:
     return "\n".join([own.hexdigest(), *versions, platform.machine(), flags])
 
 
-def _lowered(
-    graph: Graph, options: Options, record: Record, watch: Watcher, results: int | None = None
-) -> Program:
+def _lowered(graph: Graph, options: Options, record: Record, watch: Watcher, results: int | None = None) -> Program:
     graph = options.pipeline.run(graph, ("fusion", "layout", "global_movement"), watch)
     program = lower(graph, results)
     if options.observe:

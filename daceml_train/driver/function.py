@@ -50,18 +50,21 @@ class CompiledGraph:
     def __init__(self, captured: Captured, compiled: Differentiable, eager: Callable[..., Any]) -> None:
         self.captured, self.compiled, self.eager = captured, compiled, eager
         names = list(captured.graph.inputs)
-        self.random = SEED in names
+        self.names = names
         self.kept = [names.index(name) for name in compiled.kept]
-        self.written = [names.index(name) for name in captured.graph.writes]
+        held = [name for name in names if name != SEED and name not in captured.draws]
+        self.written = [held.index(name) for name in captured.graph.writes]
         self.wanted = {names.index(name): k for k, name in enumerate(compiled.gradients)}
         self.differentiable = frozenset(differentiable_outputs(captured))
 
     def __call__(self, *arguments: Any) -> Any:
-        tensors = list(input_tensors(self.captured, arguments).values())
-        if self.written and shares_memory(tensors, self.written):
-            return self.eager(*arguments)  # kernels assume that what they write is nothing else
-        if self.random:
-            tensors.append(draw_seed())
+        by_name = input_tensors(self.captured, arguments)
+        tensors = list(by_name.values())
+        if self.captured.random:
+            sizes = sizes_of(self.captured, by_name) if self.captured.draws else {}
+            drawn = {name: draw(sizes) for name, draw in self.captured.draws.items()}
+            drawn |= {SEED: draw_seed()} if SEED in self.captured.graph.inputs else {}
+            tensors = [drawn[n] if n in drawn else by_name[n] for n in self.names]
         if not self.differentiable or not torch.is_grad_enabled():
             results: Sequence[Any] = run_with_layout(self.compiled.forward, tensors)
         else:
@@ -129,14 +132,14 @@ def _filled(
         return cotangent
     captured = graph.captured.graph
     expected = captured.tensors[captured.outputs[graph.compiled.cotangents[number]]]
-    sizes = sizes_of(graph.captured, inputs)
+    sizes = sizes_of(graph.captured, dict(zip(graph.names, inputs, strict=True)))
     shape = [size if isinstance(size, int) else int(size.subs(sizes)) for size in expected.shape]
     return torch.zeros(shape, dtype=torch_dtype(expected.dtype))
 
 
 def _eager_gradients(ctx: Any, graph: CompiledGraph, cotangents: Sequence[torch.Tensor | None]) -> Any:
     """Gradients with a graph of their own (`create_graph=True`): the captured graph runs again as PyTorch runs it."""
-    if graph.random:
+    if graph.captured.random:
         raise RuntimeError(
             "a gradient of a gradient through dropout or other random operators is not available from a compiled "
             "graph: their numbers cannot be drawn again by PyTorch; run this module without daceml_train"

@@ -65,7 +65,7 @@ class Backend:
 
     def compile(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """The compiled form of one Dynamo graph. Raises `DacemlError` where there is none."""
-        captured = capture(module, examples)
+        captured = capture(module, examples, self.options.randomness)
         tensors = input_tensors(captured, examples) if torch.is_grad_enabled() else {}
         wrt = [name for name, tensor in tensors.items() if tensor.requires_grad]
         compiled = compile_differentiable(captured.graph, wrt, differentiable_outputs(captured), self.options)

@@ -156,7 +156,7 @@ class TrainingStep:
 
     def _collect(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """A Dynamo backend that captures, and stops instead of running, unless the loss is known already."""
-        captured = capture(module, examples)
+        captured = capture(module, examples, self.options.randomness)
 
         def stop(*arguments: Any) -> Any:
             if self._known is None:

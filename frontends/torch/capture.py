@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch import fallback, names, source, types
+from daceml_train.frontends.torch.draws import Draw, Randomness
 from daceml_train.frontends.torch.operators import custom_functions
 from daceml_train.frontends.torch.trace import fake, fake_mode, first_line, trace
 from daceml_train.frontends.torch.translate import Translator, Unproven
@@ -81,13 +82,16 @@ class Captured:
     fallbacks: tuple[tuple[str, Origin], ...]
     """ATen operators without a rule, and where the user's code has them."""
 
+    draws: dict[str, Draw] = field(default_factory=dict)
+    """Graph inputs that hold random numbers as eager execution draws them, in the order in which it does."""
+
     @property
     def random(self) -> bool:
-        """Whether the graph draws random numbers: it then has the input `seed`."""
-        return "seed" in self.graph.inputs
+        """Whether random numbers are drawn: the graph then has the input `seed`, or inputs that hold them."""
+        return "seed" in self.graph.inputs or bool(self.draws)
 
 
-def capture(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Captured:
+def capture(gm: fx.GraphModule, example_inputs: Sequence[object], randomness: Randomness = "seeded") -> Captured:
     """The operator graph of `gm`. Raises `Unsupported`, naming the user's line, for what cannot be captured."""
     grad_enabled = torch.is_grad_enabled()
     mode = fake_mode(example_inputs)
@@ -101,10 +105,10 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Captured:
     _annotate(gm, mode, operands)
     _refuse_gradients_into_inputs(gm, grad_enabled)
     try:
-        return _translated(gm, example_inputs, operands, held, attributes, grad_enabled)
+        return _translated(gm, example_inputs, operands, held, attributes, grad_enabled, randomness)
     except Unproven:
         _specialise(operands, set())
-        return _translated(gm, example_inputs, operands, held, attributes, grad_enabled)
+        return _translated(gm, example_inputs, operands, held, attributes, grad_enabled, randomness)
 
 
 def _translated(
@@ -114,15 +118,18 @@ def _translated(
     held: dict[str, Tensor],
     attributes: dict[str, Tensor],
     grad_enabled: bool,
+    randomness: Randomness,
 ) -> Captured:
     """Trace and translate, on fake operands and attributes."""
     token = custom_functions.set([])
     try:
         bases = _shared_bases(gm)
-        traced, signature = trace(gm, attributes, operands, grad_enabled, bases)
+        traced, signature = trace(
+            gm, attributes, operands, grad_enabled, [*bases, *_unread(gm, randomness)], randomness
+        )
         traced.graph.eliminate_dead_code()
         graph = Graph("forward")
-        t = Translator(graph, fallback.emit)
+        t = Translator(graph, fallback.emit, randomness)
         inputs = _inputs(t, gm, example_inputs, operands, grad_enabled)
         bound = [_attribute(t, name, held[name], example) for name, example in attributes.items()]
         values = [graph.value(i.name) if i.name else i.value for i in (*bound, *inputs)]
@@ -136,7 +143,7 @@ def _translated(
     inputs = [_dropped(graph, i) for i in inputs]
     spec = pytree.tree_structure(_results(gm))
     bound += [InputSource("attribute", None, name, name, tensor) for name, tensor in t.constants.items()]
-    return Captured(graph, (*inputs, *bound), outputs, spec, detached, tuple(t.fallbacks))
+    return Captured(graph, (*inputs, *bound), outputs, spec, detached, tuple(t.fallbacks), t.draws)
 
 
 def _live(graph: Graph) -> list[Node]:
@@ -316,7 +323,8 @@ def _outputs(
     storages = {e.untyped_storage()._cdata: i for i, e in enumerate(examples) if isinstance(e, Tensor)}
     results = pytree.tree_leaves(_results(gm))
     shared = {
-        _example(n).untyped_storage()._cdata: (_example(n), v) for n, v in zip(bases, made[len(results) :], strict=True)
+        _example(n).untyped_storage()._cdata: (_example(n), v)
+        for n, v in zip(bases, made[len(results) :], strict=False)
     }
     outputs: list[OutputSource] = []
     detached: list[bool] = []
@@ -344,6 +352,14 @@ def _output(t: Translator, value: Value) -> int:
     if value.name not in t.graph.outputs:
         t.graph.output(value)
     return t.graph.outputs.index(value.name)
+
+
+def _unread(gm: fx.GraphModule, randomness: Randomness) -> list[fx.Node]:
+    """Values that nothing reads; where random numbers are eager execution's, a trace must not leave them out."""
+    if randomness != "eager":
+        return []
+    calls = (n for n in gm.graph.nodes if n.op in ("call_function", "call_method") and not n.users)
+    return [n for n in calls if isinstance(_example(n), Tensor)]
 
 
 def _shared_bases(gm: fx.GraphModule) -> list[fx.Node]:

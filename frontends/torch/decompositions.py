@@ -28,6 +28,13 @@ KEPT = frozenset(_KEPT.split())
 
 
 @functools.cache
+def table_with_random_operators() -> dict[Any, Callable[..., Any]]:
+    """The table without what takes random operators apart."""
+    tagged = torch.Tag.nondeterministic_seeded
+    return {target: rule for target, rule in table().items() if tagged not in target.tags}
+
+
+@functools.cache
 def table() -> dict[Any, Callable[..., Any]]:
     """Operator overload -> its decomposition, for `aot_export_module` and `make_fx`."""
     rules = {target: rule for target, rule in core_aten_decompositions().items() if _name(target) not in KEPT}

@@ -6,11 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from torch import fx
+
 from daceml_train.errors import Unsupported
+from daceml_train.frontends.torch.draws import mask_of
 from daceml_train.frontends.torch.translate import Translator, rule
 from daceml_train.ops.normalization import running_statistics
 from daceml_train.ops.operator import Value
-from daceml_train.tensor import DType, product, simplify
+from daceml_train.tensor import DType, Tensor, product, simplify
 
 REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
 
@@ -154,6 +157,8 @@ def _refuse_sparse(t: Translator, weight: Value, sparse: bool) -> None:
 def _dropout(t: Translator, x: Value, p: float, train: bool | None) -> tuple[Value, Value | None]:
     if not train or p == 0:
         return x, t.full(True, x.shape, DType.bool)
+    if t.randomness == "eager":
+        return _dropout_as_eager(t, x, p)
     stream = t.stream()
     y = t.emit("dropout", x, t.seed(), p=float(p), stream=stream)
     if len(t.node.users) == 1:
@@ -161,6 +166,16 @@ def _dropout(t: Translator, x: Value, p: float, train: bool | None) -> tuple[Val
     threshold = math.ceil(p * 2**24) / 2**24
     drawn = t.emit("uniform", t.seed(), shape=x.shape, stream=stream, dtype=DType.float32)
     return y, drawn.compare("ge", threshold)
+
+
+def _dropout_as_eager(t: Translator, x: Value, p: float) -> tuple[Value, Value]:
+    """By ATen's own steps: nothing is drawn where the result is known."""
+    if p == 1 or 0 in x.shape:
+        return x * 0.0, t.full(False, x.shape, DType.bool)
+    operand = t.node.args[0]
+    assert isinstance(operand, fx.Node)
+    kept = t.drawn(mask_of(operand, 1 - p), Tensor(x.shape, x.dtype))
+    return x * (kept / (1 - p)), kept.compare("ne", 0.0)
 
 
 def _pair(values: int | Sequence[int]) -> tuple[int, int]:

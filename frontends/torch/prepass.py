@@ -405,6 +405,32 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     return F.linear(x, weight, bias)
 
 
+def _layer_by_layer(kind: str) -> Callable[..., Any]:
+    """A recurrent network with dropout between its layers, which PyTorch leaves out where it takes one apart."""
+    function = getattr(torch, kind)
+
+    def run(x: torch.Tensor, hidden: Any, weights: Any, *options: Any) -> Any:
+        if isinstance(weights, torch.Tensor):  # a packed sequence
+            return function(x, hidden, weights, *options)
+        biases, layers, dropout, train, both, batch_first = options
+        if dropout == 0 or not train or layers == 1:
+            return function(x, hidden, weights, *options)
+        states = hidden if kind == "lstm" else (hidden,)
+        held, turns = len(weights) // layers, 2 if both else 1
+        x = x.transpose(0, 1) if batch_first else x
+        last = []
+        for i in range(layers):
+            own = [s[turns * i : turns * (i + 1)] for s in states]
+            part = weights[held * i : held * (i + 1)]
+            x, *following = function(x, own if kind == "lstm" else own[0], part, biases, 1, 0.0, train, both, False)
+            last.append(following)
+            x = F.dropout(x, dropout) if i < layers - 1 else x
+        x = x.transpose(0, 1) if batch_first else x
+        return (x, *(torch.cat(parts) for parts in zip(*last, strict=True)))
+
+    return run
+
+
 def _cosine_similarity(x1: torch.Tensor, x2: torch.Tensor, dim: int = 1, eps: float = 1e-8) -> torch.Tensor:
     """PyTorch clamps the norms without telling autograd."""
 
@@ -437,6 +463,7 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     torch._C._nn.linear: _linear,
     F.embedding: _embedding,
     F.embedding_bag: _embedding_bag,
+    **{getattr(torch, kind): _layer_by_layer(kind) for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
     F.cosine_similarity: _cosine_similarity,
     torch.cosine_similarity: _cosine_similarity,
     # Without gradients these leave out the vectors that their derivatives need.

@@ -16,7 +16,8 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from daceml_train.errors import DacemlError, Unsupported
-from daceml_train.frontends.torch.decompositions import table
+from daceml_train.frontends.torch.decompositions import table, table_with_random_operators
+from daceml_train.frontends.torch.draws import Randomness
 from daceml_train.frontends.torch.prepass import GradientAware
 
 
@@ -71,17 +72,19 @@ def trace(
     operands: Sequence[Any],
     grad_enabled: bool,
     further: Sequence[fx.Node] = (),
+    randomness: Randomness = "seeded",
 ) -> tuple[fx.GraphModule, GraphSignature]:
     """The functional ATen graph of `module` on fake operands: placeholders are `attributes`, then the operands.
 
     Its outputs are the new values of operands that the module changes, then the flattened results, then the values
     that the nodes `further` have at the end.
     """
+    decompositions = table() if randomness == "seeded" else table_with_random_operators()
     aware = GradientAware(module, grad_enabled, further)
     try:
         with _without_onednn():
             graph, signature = aot_export_module(
-                aware, (attributes, *operands), trace_joint=False, decompositions=table()
+                aware, (attributes, *operands), trace_joint=False, decompositions=decompositions
             )
     except DacemlError:
         raise

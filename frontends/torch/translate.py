@@ -13,6 +13,7 @@ from torch import fx
 
 from daceml_train.errors import DacemlError, Invalid, Unsupported
 from daceml_train.frontends.torch import types
+from daceml_train.frontends.torch.draws import Draw, Randomness, draw_of, is_random
 from daceml_train.frontends.torch.source import origin
 from daceml_train.graph.graph import Graph, Role
 from daceml_train.ops.gradient import Detach
@@ -65,8 +66,11 @@ class Unproven(Unsupported):
 class Translator:
     """Builds `graph` from ATen graphs. One translator per graph: it hands out seeds and numbers random streams."""
 
-    def __init__(self, graph: Graph, fallback: Callable[..., Any]) -> None:
+    def __init__(self, graph: Graph, fallback: Callable[..., Any], randomness: Randomness = "seeded") -> None:
         self.graph = graph
+        self.randomness = randomness
+        self.draws: dict[str, Draw] = {}
+        """Inputs of the graph that hold random numbers drawn before it runs, in their order."""
         self.fallback = fallback
         self.fallbacks: list[tuple[str, Origin]] = []
         self.given: dict[fx.Node, Any] = {}
@@ -127,6 +131,12 @@ class Translator:
         """A number that no other random operator of the graph has."""
         self._streams += 1
         return self._streams - 1
+
+    def drawn(self, draw: Draw, example: Tensor) -> Value:
+        """Random numbers that are drawn before the graph runs."""
+        name = self.graph.fresh(f"draw{len(self.draws)}")
+        self.draws[name] = draw
+        return self.graph.input(name, example, Role.state, name)
 
     def uniform(self, shape: Shape, dtype: DType = DType.float32) -> Value:
         """Fresh random numbers in [0, 1)."""
@@ -253,6 +263,10 @@ class Translator:
         return functools.reduce(lambda a, b: self.emit(kind, a, b), values)
 
     def _emit(self, name: str, node: fx.Node, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+        if self.randomness == "eager" and is_random(node.target) and name != "aten.native_dropout.default":
+            numbers = self.drawn(draw_of(node), types.tensor(node.meta["val"]))
+            self._check(name, node, numbers)
+            return numbers
         known = RULES.get(name) if not _is_complex(node) else None
         result = known(self, *arguments, **keywords) if known is not None else None
         if result is None:

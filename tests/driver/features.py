@@ -544,7 +544,8 @@ def lazy() -> nn.Module:
     return module
 
 
-OBJECTS = "changes Python objects"
+OBJECTS = ANY
+"""Values are assigned to attributes, which a step repeats in Python behind its program."""
 feature("weight norm", lambda: parametrizations.weight_norm(nn.Linear(4, 4)))
 feature("weight norm by hooks", lambda: nn.utils.weight_norm(nn.Linear(4, 4)), step=OBJECTS, wide=True)
 feature("spectral norm", lambda: parametrizations.spectral_norm(nn.Linear(4, 4)), step=OBJECTS)

@@ -268,9 +268,7 @@ def test_an_input_passed_twice() -> None:
     optimized = dt.optimize(model)
     weight = model.fc.weight
     for other in (weight, weight.t(), weight.detach()):
-        found, expected = (
-            torch.autograd.grad(m(x, other).sum(), [weight, model.fc.bias]) for m in (optimized, model)
-        )
+        found, expected = (torch.autograd.grad(m(x, other).sum(), [weight, model.fc.bias]) for m in (optimized, model))
         for a, b in zip(found, expected, strict=True):
             close(a, b)
 

@@ -1,0 +1,107 @@
+"""Random numbers as eager execution draws them: PyTorch's own operators, run in its order before the program.
+
+A program that takes them as inputs cannot leave one out, repeat one, or draw in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from daceml_train.errors import Unsupported
+from daceml_train.frontends.torch import types
+from daceml_train.tensor import Shape
+
+Randomness = Literal["seeded", "eager"]
+"""`seeded`: numbers are made by the kernels, from a seed per call. `eager`: they are those of eager execution."""
+
+_ANY_OVERLOAD = "rand randn randint randperm rand_like randn_like randint_like new_rand uniform random exponential"
+_INDEPENDENT = frozenset(
+    [
+        *_ANY_OVERLOAD.split(),
+        "geometric",
+        "log_normal",
+        "cauchy",
+        "normal_functional",
+        "bernoulli.p",
+        "normal.float_float",
+    ]
+)
+"""Random operators that look at sizes and types of tensors only, never at what they hold."""
+
+
+@dataclass(frozen=True)
+class Like:
+    """Stands for a tensor of which only sizes, strides and type matter."""
+
+    shape: Shape
+    strides: Shape
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """One call of a random operator."""
+
+    target: torch._ops.OpOverload
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+    def __call__(self, sizes: Mapping[str, int]) -> Tensor:
+        """Draw, with these values of the size symbols."""
+
+        def concrete(argument: Any) -> Any:
+            match argument:
+                case Like(shape, strides, dtype):
+                    return torch.empty_strided(
+                        [concrete(s) for s in shape], [concrete(s) for s in strides], dtype=dtype
+                    )
+                case sympy.Expr():
+                    return int(argument.subs({s: sizes[str(s)] for s in argument.free_symbols}))
+            return argument
+
+        arguments, keywords = pytree.tree_map(
+            concrete, (self.arguments, self.keywords), is_leaf=lambda leaf: isinstance(leaf, Like)
+        )
+        made = self.target(*arguments, **keywords)
+        assert isinstance(made, Tensor)
+        return made
+
+
+def is_random(target: Any) -> bool:
+    """Whether an operator of the trace draws from PyTorch's generator."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def draw_of(node: fx.Node) -> Draw:
+    """The draw that a node of the trace makes. Raises `Unsupported` if it depends on what tensors hold."""
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    name = target._opname
+    if name not in _INDEPENDENT and f"{name}.{target._overloadname}" not in _INDEPENDENT:
+        raise Unsupported(
+            f"{target}, whose random numbers depend on data, drawn as eager execution draws them",
+            advice='leave out random="eager"',
+        )
+    arguments, keywords = pytree.tree_map_only(fx.Node, _described, (tuple(node.args), dict(node.kwargs)))
+    if target is torch.ops.aten.bernoulli.p:  # what is left of `bernoulli_`, which draws in the order of memory
+        return Draw(torch.ops.aten.bernoulli_.float, arguments, keywords)
+    return Draw(target, arguments, keywords)
+
+
+def mask_of(x: fx.Node, keep: float) -> Draw:
+    """What dropout draws for `x`: ones with the probability `keep`, else zeros."""
+    return Draw(torch.ops.aten.bernoulli_.float, (_described(x), keep), {})
+
+
+def _described(node: fx.Node) -> Any:
+    example = node.meta["val"]
+    if isinstance(example, Tensor):
+        return Like(types.sizes(example.shape), types.sizes(example.stride()), example.dtype)
+    return types.size(example) if isinstance(example, torch.SymInt) else example
