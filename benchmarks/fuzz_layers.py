@@ -6,6 +6,7 @@ A proposal may be wrong for the shape at hand; the generator executes it and dro
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -59,6 +60,25 @@ IN_PLACE = (
     "h = h * 1; h.transpose(0, -1).mul_(2.0)", "h = h * 1; h[:, :1].copy_(h[:, -1:] + 1)", "h = h * 1; h.view(-1)[::2].neg_()",
     "h = F.relu(h * 1, inplace=True)", "h = h.clone(); h.masked_fill_(h > 0.5, 0.1)", "h = h * 1; h += h.flip(-1)",
 )  # fmt: skip
+ALIASES = (
+    "h = h * 1; h.detach().mul_(0.5)", "h = h * 1; h.data.clamp_(-1, 1)", "d = (h * 1).detach(); d.mul_(0.5); h = h + d", "h = h.clone().zero_() + h.mean()",
+    "h = (h * 2).fill_(0.3) * h", "k = h * 1; h = k.view(-1); k.mul_(0.5); h = h.view(k.shape) + k", "k = h * 1; k[0].copy_(k[-1].clone()); h = k", "k = h * 2; h = k.T.mul_(0.5).T + k",
+    "h = h * torch.no_grad()(lambda t: t.mean() * 2)(h)", "k = torch.zeros_like(h); torch.no_grad()(k.add_)(h); h = h * k", "k = torch.empty_like(h).copy_(h); k.squeeze_(); h = h + k.sum()",
+    "h = h.contiguous(); k = h.unsqueeze(0); h = (k * 1).squeeze(0).sub_(k.detach()[0] * 0.5)", "k = h * 1; k.index_fill_(0, torch.tensor([0]), 0.1); h = k", "h = torch.stack([*(h * 1).unbind(0)]).add_(0.1)",
+)  # fmt: skip
+"""Changes in place through other names of the same memory, where autograd sees them and where it does not."""
+CONTROL = (
+    "h = h * 2 if h.shape[0] > 2 else h - 1", "h = functools.reduce(lambda a, i: a.tanh() + i, range(3), h)", "h = [t for t in (h.relu(), -h) if t.dim()][-1]", "h = {True: torch.tanh, False: torch.sigmoid}[h.dim() == 3](h)",
+    "h = h.relu() if h.sum() > 0 else -h", "h = h * (0.5 if float(h.detach().abs().max()) > 0.5 else 2.0)", "h = h[h.flatten(1).sum(1) > -1e9]", "h = h / max(1, int(h.detach().abs().max()))",
+    "h = h * next(i for i in range(1, 9) if i > h.detach().abs().mean())", "h = torch.where(h > 0, h, 0.1 * h) if bool((h > 0).any()) else h", "h = h.index_select(0, torch.nonzero(h.flatten(1).sum(1) > -1e9)[:, 0])",
+)  # fmt: skip
+"""Python's control flow, half of it on what tensors hold."""
+DERIVATIVES = (
+    "h = torch.utils.checkpoint.checkpoint(lambda t: t.tanh() * t, h, use_reentrant=False)", "h = torch.utils.checkpoint.checkpoint(lambda t: t.sin() + t, h, use_reentrant=True)", "h = torch.func.grad(lambda t: (t.sin() * h).sum())(h)",
+    "h = torch.func.vmap(lambda r: r.tanh() * r.sum())(h)", "h = torch.func.jvp(torch.sin, (h,), (h * 0.5,))[1]", "h = Straight.apply(h)", "h = Twice.apply(h, 0.5)", "h = h + (h.round() - h).detach()",
+    "h = torch.func.vmap(torch.func.grad(lambda r: (r.square() * 0.5).sum()))(h)", "h = h.double().mul(0.3).float()", "h = h * (h > 0).long()", "h = h + h.argmax({d}, keepdim=True)", "h = h * (h.detach() * 2).floor().int()",
+)  # fmt: skip
+"""Derivatives inside models, functions with derivatives of their own, other element types."""
 FALLBACKS = (
     "h.cumsum({d})", "h.flip({d})", "h.roll(1, {d})", "h.sort({d}).values", "h.topk(1, {d}).values", "torch.cumprod(h.tanh() + 1.5, {d})",
     "h.gather({d}, h.argsort({d}))", "h.index_select({d}, torch.tensor([0, 0]))", "h.kthvalue(1, {d}, keepdim=True).values",
@@ -97,7 +117,7 @@ def _text(*families: tuple[str, ...]) -> Callable[[Draw], Layer | None]:
     def propose(draw: Draw) -> Layer | None:
         text = draw.pick(*draw.random.choice(families))
         text = text.replace("{d}", str(draw.dim())).replace("{e}", str(draw.dim()))
-        return Layer(text if text.startswith("h = ") else f"h = {text}")
+        return Layer(text if re.search(r"\bh = ", text) else f"h = {text}")
 
     return propose
 
@@ -204,7 +224,28 @@ def _attention(draw: Draw) -> Layer | None:
     return Layer(f"q, k, v = [{turn} for t in self.q{{n}}(h).chunk(3, -1)]; h = {core}.transpose(1, 2).flatten(2)", (f"self.q{{n}} = nn.Linear({d}, {3 * d})",))
 
 
+def _buffer(draw: Draw) -> Layer:
+    use = draw.pick(
+        "self.b{n}.mul_(0.9).add_(h.detach().mean()); h = h * self.b{n}", "h = h + self.b{n}; self.b{n}.add_(1)", "self.b{n}.copy_(h.detach().amax()); h = h / (self.b{n}.abs() + 1)",
+        "self.b{n} = self.b{n} * 0.5 + h.detach().mean(); h = h * self.b{n}", "torch.no_grad()(self.b{n}.lerp_)(h.mean(), 0.3); h = h - self.b{n}",
+    )  # fmt: skip
+    return Layer(use, ("self.register_buffer('b{n}', torch.tensor(0.5))",))
+
+
+def _module(draw: Draw) -> Layer | None:
+    d, rank = draw.shape[-1], len(draw.shape)
+    options = [f"nn.Bilinear({d}, {d}, 3)|self.m{{n}}(h, h * 2)", "nn.PReLU()|self.m{n}(h)"]
+    options += [f"nn.utils.parametrizations.weight_norm(nn.Linear({d}, 4))|self.m{{n}}(h)", f"nn.utils.parametrizations.spectral_norm(nn.Linear({d}, 3))|self.m{{n}}(h)"]
+    if rank == 3 and draw.shape[0] * draw.shape[1] < 16:
+        options += [f"nn.{kind}({d}, 3, batch_first=True{draw.pick('', ', bidirectional=True')})|self.m{{n}}(h)[0]" for kind in ("LSTM", "GRU", "RNN")]
+    if rank == 3 and d % 2 == 0:
+        options.append(f"nn.TransformerEncoderLayer({d}, 2, 8, 0.0, batch_first=True)|self.m{{n}}(h)")
+    made, use = draw.pick(*options).split("|")
+    return Layer(f"h = {use}", (f"self.m{{n}} = {made}",))
+
+
 PROPOSALS: Sequence[tuple[int, Callable[[Draw], Layer | None]]] = (
     (3, _text(UNARY)), (2, _text(IN_PLACE)), (2, _text(FALLBACKS)), (3, _text(REDUCTIONS)), (5, _text(MOVEMENT)), (3, _text(MASKS)),
     (3, _residual), (4, _skip), (2, _contract), (4, _linear), (2, _shared), (2, _parameter), (4, _conv), (3, _norm), (2, _pool), (2, _attention),
+    (2, _text(ALIASES)), (1, _text(CONTROL)), (1, _text(DERIVATIVES)), (1, _buffer), (1, _module),
 )  # fmt: skip

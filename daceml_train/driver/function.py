@@ -60,6 +60,8 @@ class CompiledGraph:
     def __call__(self, *arguments: Any) -> Any:
         by_name = input_tensors(self.captured, arguments)
         tensors = list(by_name.values())
+        if self.written and (shares_memory(tensors, self.written) or self._forbidden(tensors)):
+            return self.eager(*arguments)  # kernels assume that what they write is nothing else, and may be written
         if self.captured.random:
             sizes = sizes_of(self.captured, by_name) if self.captured.draws else {}
             drawn = {name: draw(sizes) for name, draw in self.captured.draws.items()}
@@ -70,6 +72,10 @@ class CompiledGraph:
         else:
             results = _Function.apply(self, arguments, *tensors)  # type: ignore[no-untyped-call]
         return results_of(self.captured, results, arguments)
+
+    def _forbidden(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether PyTorch raises an error where one of these is written."""
+        return not torch.is_inference_mode_enabled() and any(tensors[i].is_inference() for i in self.written)
 
 
 def shares_memory(tensors: Sequence[torch.Tensor], written: Sequence[int]) -> bool:

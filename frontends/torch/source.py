@@ -26,7 +26,7 @@ def path(source: str) -> str:
     """The user's name in a Dynamo source: `L['self']._modules['fc']._parameters['weight']` is `fc.weight`."""
     text = re.sub(r"\._(modules|parameters|buffers)\['([^']*)'\]", r".\2", source)
     text = re.sub(r"\['([^']*)'\]|\[(\d+)\]", r".\1\2", text)
-    parts = [part for part in re.split(r"[.()]+", text) if part and part not in ("L", "G", "getattr")]
+    parts = [part for part in re.split(r"[.()]+", text) if part and part not in ("L", "G", "getattr", "__self__")]
     return ".".join(parts[1:]) if len(parts) > 1 and source.startswith(("L[", "G[")) else ".".join(parts)
 
 

@@ -43,7 +43,7 @@ def test_shrinks_to_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rounding_is_not_wrong_and_a_wrong_number_is() -> None:
     exact = {"gradient": torch.tensor([1.0, 2.0], dtype=torch.float64)}
     eager = {"gradient": exact["gradient"].float()}
-    assert not fuzz._wrong({"gradient": eager["gradient"] + 1e-6}, eager, eager, exact)
-    assert fuzz._wrong({"gradient": eager["gradient"] + 1e-3}, eager, eager, exact)
-    assert fuzz._wrong({"gradient": eager["gradient"] * torch.nan}, eager, eager, exact)
-    assert fuzz._wrong({}, eager, eager, exact)
+    assert not fuzz._wrong({"gradient": eager["gradient"] + 1e-6}, eager, [eager], exact)
+    assert fuzz._wrong({"gradient": eager["gradient"] + 1e-3}, eager, [eager], exact)
+    assert fuzz._wrong({"gradient": eager["gradient"] * torch.nan}, eager, [eager], exact)
+    assert fuzz._wrong({}, eager, [eager], exact)

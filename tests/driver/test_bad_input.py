@@ -1,0 +1,164 @@
+"""Inputs that are no dense tensors of numbers, and models that break rules: PyTorch's behaviour or an error that says so.
+
+Either way model and optimizer are as they were, and the next good call works.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import daceml_train as dt
+from tests.driver.holding import Function
+
+pytestmark = [
+    pytest.mark.compiled,
+    pytest.mark.filterwarnings("ignore"),
+]
+
+INPUTS: dict[str, Callable[[Tensor], Any]] = {
+    "sparse": lambda x: x.to_sparse(),
+    "compressed": lambda x: x.to_sparse_csr(),
+    "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8),
+    "mkldnn": lambda x: x.to_mkldnn(),
+    "meta": lambda x: x.to("meta"),
+    "nested": lambda x: torch.nested.nested_tensor([x[:3], x[3:]]),
+    "jagged": lambda x: torch.nested.nested_tensor([x[:3], x[3:]], layout=torch.jagged),
+    "complex": lambda x: x.to(torch.complex64),
+    "integers": lambda x: x.long(),
+    "a list": lambda x: x.tolist(),
+}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """The result, or the error."""
+    try:
+        return call()
+    except Exception as error:
+        return error
+
+
+WIDE = ("compressed", "quantized", "complex", "a list")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.wide] * (k in WIDE)) for k in INPUTS])
+def test_inputs_of_other_kinds(kind: str) -> None:
+    theirs = network()
+    ours, stepped = copy.deepcopy(theirs), copy.deepcopy(theirs)
+    optimized = dt.optimize(ours)
+    optimizer = torch.optim.Adam(stepped.parameters())
+    step = dt.training_step(stepped, lambda y: y.square().mean(), optimizer)
+    x = torch.randn(6, 8)
+    for _ in range(2):
+        given = INPUTS[kind](x)
+        expected, found = outcome(lambda g=given: theirs(g)), outcome(lambda g=given: optimized(g))
+        if isinstance(expected, Exception):
+            assert isinstance(found, type(expected) | dt.errors.DacemlError), repr(found)
+        else:
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        theirs.load_state_dict(ours.state_dict())  # running statistics, as far as either came
+        before = copy.deepcopy((stepped.state_dict(), optimizer.state_dict()))
+        if isinstance(outcome(lambda g=given: step(g)), Exception):
+            after = (stepped.state_dict(), optimizer.state_dict())
+            leaves = (torch.utils._pytree.tree_leaves(tree) for tree in (before, after))
+            for a, b in zip(*leaves, strict=True):
+                assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
+        torch.testing.assert_close(optimized(x), theirs(x), rtol=1e-4, atol=1e-5)
+        assert torch.isfinite(step(x))
+
+
+def test_a_leaf_that_the_model_changes() -> None:
+    def change(w: Tensor, x: Tensor) -> Tensor:
+        x.mul_(2)
+        return x * w
+
+    module = Function(change, 4)
+    optimized = dt.optimize(copy.deepcopy(module))
+    for called in (module, optimized):
+        x = torch.ones(3, 4, requires_grad=True)
+        with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+            called(x)
+        assert torch.equal(x, torch.ones(3, 4))
+
+
+def test_an_inference_tensor_that_the_model_changes() -> None:
+    module = Function(lambda w, x: x.mul_(2) * w, 4)
+    with torch.inference_mode():
+        x = torch.ones(3, 4)
+    results = [outcome(lambda m=m: m(x)) for m in (module, dt.optimize(copy.deepcopy(module)))]
+    assert type(results[1]) is type(results[0]), results
+
+
+def test_a_saved_tensor_that_is_changed_before_backward_is_an_error() -> None:
+    module = Function(lambda w, x: (x * w).tanh() * x, 4)
+    for called in (module, dt.optimize(copy.deepcopy(module))):
+        x = torch.randn(3, 4)
+        result = called(x)
+        x.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result.sum().backward()
+
+
+def test_an_error_in_the_loss_updates_nothing() -> None:
+    """Running statistics follow the forward pass that went well, as in eager execution."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if target.shape[0] == 5:
+            raise ValueError("five targets")
+        return F.mse_loss(output, target)
+
+    step = dt.training_step(model, loss, optimizer)
+    step(torch.randn(6, 8), torch.randn(6, 4))
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    for target in (torch.randn(5, 4), torch.randn(6, 3), torch.randn(6, 4).to("meta")):
+        with pytest.raises((ValueError, RuntimeError)):
+            step(torch.randn(6, 8), target)
+        leaves = (torch.utils._pytree.tree_leaves(t) for t in (before, (model.state_dict(), optimizer.state_dict())))
+        for a, b in zip(*leaves, strict=True):
+            assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
+    assert torch.isfinite(step(torch.randn(6, 8), torch.randn(6, 4)))
+
+
+def test_a_fallback_names_module_and_line() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(4, 4, sparse=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.table(x)
+
+    model = nn.Sequential(nn.Sequential(Inner()), nn.Tanh())
+    optimized = dt.optimize(model)
+    with pytest.warns(UserWarning, match=r"sparse gradients \(at 0\.0\.table test_bad_input\.py:\d+\)"):
+        optimized(torch.tensor([[1, 2]]))
+
+
+def test_not_a_number_stays_one() -> None:
+    theirs = network()
+    ours = copy.deepcopy(theirs)
+    optimizers = [torch.optim.Adam(m.parameters()) for m in (theirs, ours)]
+    step = dt.training_step(ours, lambda y: y.square().mean(), optimizers[1])
+    for value in (1.0, float("inf"), 2.0):
+        x = torch.randn(6, 8)
+        x[0, 0] = value
+        optimizers[0].zero_grad()
+        loss = theirs(x).square().mean()
+        loss.backward()
+        optimizers[0].step()
+        torch.testing.assert_close(step(x), loss.detach(), equal_nan=True)
+    for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True, rtol=1e-4, atol=1e-5)
