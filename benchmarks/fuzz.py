@@ -466,6 +466,8 @@ class Outcome:
     kind: str
     wrong: str = ""
     breaks: tuple[str, ...] = ()
+    seconds: float = 0.0
+    """Of the processor, the compiler's included."""
 
 
 def examined(seed: int, layers: int, flags: str) -> Outcome:
@@ -475,12 +477,14 @@ def examined(seed: int, layers: int, flags: str) -> Outcome:
     if flags == "mixed":
         flags = "O3" if seed % 10 == 0 else "O0"
     set_flags(flags)
+    before = sum(os.times()[:4])
     try:
         verdict = check(random_case(seed, layers))
     except Rejected:
-        return Outcome(seed, "rejected")
+        return Outcome(seed, "rejected", seconds=sum(os.times()[:4]) - before)
+    spent = sum(os.times()[:4]) - before
     breaks = tuple({reason.split("\n", maxsplit=1)[0][:120] for reason in verdict.breaks})
-    return Outcome(seed, "wrong" if verdict.wrong else "partly" if breaks else "compiled", verdict.wrong, breaks)
+    return Outcome(seed, "wrong" if verdict.wrong else "partly" if breaks else "compiled", verdict.wrong, breaks, spent)
 
 
 def set_flags(level: str) -> None:
@@ -533,13 +537,14 @@ def main() -> int:
     breaks: collections.Counter[str] = collections.Counter()
     first: dict[str, int] = {}
     wrong: dict[int, str] = {}
-    start, cpu = time.perf_counter(), sum(os.times()[:4])
+    start, processor = time.perf_counter(), 0.0
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("models", total=arguments.models)
         given = arguments.seed, arguments.models, arguments.layers, arguments.kernels, arguments.jobs, arguments.seconds
         for outcome in outcomes(*given):
             counts[outcome.kind] += 1
+            processor += outcome.seconds
             progress.advance(task, outcome.kind != "rejected")
             for reason in outcome.breaks:
                 breaks[reason] += 1
@@ -548,7 +553,7 @@ def main() -> int:
                 wrong[outcome.seed] = outcome.wrong
                 _report(console, outcome, arguments)
             if arguments.results is not None:
-                spent = {"seconds": time.perf_counter() - start, "processor seconds": sum(os.times()[:4]) - cpu}
+                spent = {"seconds": time.perf_counter() - start, "processor seconds": processor}
                 _write(arguments.results, given, counts, breaks, wrong, spent)
     console.rule("summary")
     names = {"compiled": "compiled", "partly": "in pieces or partly PyTorch", "wrong": "wrong", "rejected": "rejected by PyTorch"}
