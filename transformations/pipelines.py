@@ -20,6 +20,7 @@ from daceml_train.transformations.intra_operator.concatenate_products import Con
 from daceml_train.transformations.intra_operator.cross_entropy import FuseSoftmaxCrossEntropy
 from daceml_train.transformations.intra_operator.decompose import Decompose
 from daceml_train.transformations.intra_operator.fold_constants import FoldConstants
+from daceml_train.transformations.intra_operator.hoist_products import HoistProducts
 from daceml_train.transformations.intra_operator.matmul_bias import FuseMatmulBias
 from daceml_train.transformations.intra_operator.recognise_attention import RecogniseAttention
 from daceml_train.transformations.intra_operator.simplify import Simplify
@@ -39,7 +40,7 @@ FUSION = (
 """Joining leaves to kernels."""
 
 TRAINING = Pipeline(
-    forward=(MergeEqual(), FuseSoftmaxCrossEntropy(), RecogniseAttention()),
+    forward=(MergeEqual(), HoistProducts(), FuseSoftmaxCrossEntropy(), RecogniseAttention()),
     intra_operator=(
         Decompose(),
         FoldConstants(),
