@@ -41,9 +41,9 @@ class KernelCode:
     scratch: tuple[Dim, ...]
     rows: Dim
     work: Dim
-    plan: Plan | None = field(repr=False, compare=False)
+    plan: Plan | None = field(default=None, repr=False, compare=False)
     text: str = field(default="", repr=False, compare=False)
-    """The C++ text of a kernel that is written by hand (`codegen.templates`)."""
+    """The C++ text of a kernel that is written by hand (`codegen.templates`, `codegen.depthwise`)."""
 
     @functools.cached_property
     def source(self) -> str:

@@ -14,12 +14,14 @@ from typing import Any
 import sympy
 
 from daceml_train.backends.aten import Result, call_for
+from daceml_train.codegen.depthwise import depthwise_weight_gradient
 from daceml_train.codegen.launch import Layout, generate
 from daceml_train.codegen.templates import has_template, written_kernel
 from daceml_train.errors import Invalid, Refused, Unsupported
 from daceml_train.graph.aliases import is_alias, view_strides
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.graph.memory import bases, overwrites, summands
+from daceml_train.ops.convolution import ConvolutionWeightGrad
 from daceml_train.ops.elementwise import Cast, Full, Iota
 from daceml_train.ops.fallback import Operand
 from daceml_train.ops.kernel import Kernel, Statement
@@ -53,7 +55,7 @@ class _Lowering:
         self.graph, self.program = graph, Program(graph.name)
         self.places: dict[str, Place] = {}
         self.nodes = graph.producers()
-        self.numbers: dict[tuple[Kernel, tuple[Layout, ...], tuple[Layout, ...]], int] = {}
+        self.numbers: dict[tuple[Operator, tuple[Layout, ...], tuple[Layout, ...]], int] = {}
         """Kernels generated so far, by structure and layouts: networks repeat their blocks."""
         self.visible = {self.base(name) for name in graph.outputs}
         aliases = bases(graph)
@@ -271,7 +273,26 @@ class _Lowering:
         self.program.codes.append(code)
         self.start(len(self.program.codes) - 1, (*operands, *results), str(node.origin))
 
+    def native(self, node: Node) -> bool:
+        """Launch code of our own for a vendor operator, where there is some."""
+        if not isinstance(node.op, ConvolutionWeightGrad):
+            return False
+        operands = [self.place(name) for name in node.inputs]
+        key = node.op, tuple(map(_layout, operands)), ()
+        code = depthwise_weight_gradient(node.op, *key[1])
+        if code is None:
+            return False
+        if key not in self.numbers:
+            self.numbers[key] = len(self.program.codes)
+            self.program.codes.append(code)
+        (name,) = node.outputs
+        self.places[name] = self.allocate(name, self.graph.tensors[name])
+        self.start(self.numbers[key], (*operands, self.places[name]), str(node.origin))
+        return True
+
     def call(self, node: Node) -> None:
+        if self.native(node):
+            return
         graph = self.graph
         operands = tuple(graph.tensors[i] for i in node.inputs)
         results = tuple(graph.tensors[o] for o in node.outputs)

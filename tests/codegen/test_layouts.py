@@ -110,6 +110,14 @@ def test_updates_in_place():
         kernel = kernel_of(body, describe(p), describe(g))
         kernel = Kernel(kernel.arguments, kernel.statements, kernel.yields, ((0, 0),))
         cases.append(Case(body.__name__, kernel, [p.clone(), g]))
+    for blocks, shape in ((1, (70, 40, 3, 3)), (3, (64, 130, 5, 5))):  # a gradient with its channels last
+        p, g = torch.randn(shape), torch.randn(shape).contiguous(memory_format=torch.channels_last)
+        kernel = kernel_of(sgd, describe(p), describe(g))
+        kernel = Kernel(kernel.arguments, kernel.statements, kernel.yields, ((0, 0),))
+        cases.append(Case(f"another layout {shape}", kernel, [p, g], blocks=blocks))
+        kernel = kernel_of(lambda g, p: sgd(p, g), describe(g), describe(p))
+        kernel = Kernel(kernel.arguments, kernel.statements, kernel.yields, ((0, 1),))
+        cases.append(Case(f"over the second {shape}", kernel, [g, p.clone()], blocks=blocks))
     check(cases)
 
 

@@ -10,6 +10,7 @@ from daceml_train.ops.elementwise import Cast, Elementwise, Full
 from daceml_train.ops.kernel import Kernel, Statement, canonical
 from daceml_train.ops.movement import Reorder
 from daceml_train.passes.base import Pass
+from daceml_train.tensor import same_memory
 
 POINTWISE = (Elementwise, Cast, Full, Reorder)
 
@@ -48,7 +49,8 @@ class UpdateInPlace(Pass):
                 if graph.tensors[name].rank == 0 and len(node.outputs) > 1:
                     continue  # another thread may still read the old scalar
                 once = [base[i] for i in node.inputs].count(target) == 1
-                if target in node.inputs and once and target not in seen and self.elementwise(graph, node, kernel):
+                fits = target in node.inputs and once and target not in seen and alike(graph, name, target)
+                if fits and self.elementwise(graph, node, kernel):
                     others = [r for r in readers[target] if r != index]
                     if not others or max(others) < index:
                         pairs.append((position, node.inputs.index(target)))
@@ -64,10 +66,14 @@ class UpdateInPlace(Pass):
     def elementwise(self, graph: Graph, node: Node, kernel: Kernel) -> bool:
         """Whether every statement works element by element over one domain."""
         shapes = {graph.tensors[o].shape for o in node.outputs} - ({()} if len(node.outputs) > 1 else set())
-        full = [graph.tensors[i] for i in node.inputs if graph.tensors[i].rank > 0]
         pointwise = all(isinstance(s.op, POINTWISE) for s in kernel.statements)
-        orders = {t.order for t in (*full, *(graph.tensors[o] for o in node.outputs)) if t.rank > 0}
-        return pointwise and len(shapes) == 1 and len(orders) == 1
+        return pointwise and len(shapes) == 1
+
+
+def alike(graph: Graph, a: str, b: str) -> bool:
+    """Whether the elements of two arrays of one shape lie at the same places."""
+    first, second = graph.tensors[a], graph.tensors[b]
+    return same_memory(first.shape, first.order, second.order)
 
 
 def as_kernel(node: Node) -> Kernel | None:
