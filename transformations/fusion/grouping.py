@@ -306,16 +306,21 @@ class Grouping:
     def between(self, first: Group, second: Group) -> set[int] | None:
         """Groups (by id) after `first` and before `second` that depend on `first`; None if `second` depends on one."""
         found: set[int] = set()
-        todo = [g for g in self.successors(first) if g is not second]
+        todo = [first]
+        last = second.position
         while todo:
             group = todo.pop()
-            if group.position >= second.position or id(group) in found:
-                continue
-            found.add(id(group))
-            for successor in self.successors(group):
+            if group.readers is None:
+                self.successors(group)
+            for reader in group.readers or ():
+                successor = reader.group
                 if successor is second:
-                    return None
-                todo.append(successor)
+                    if group is not first:
+                        return None
+                elif successor is not None and successor.position < last and id(successor) not in found:
+                    if successor is not first:
+                        found.add(id(successor))
+                        todo.append(successor)
         return found
 
     def join(self, first: Group, second: Group) -> Group:
