@@ -314,13 +314,13 @@ class Grouping:
                 self.successors(group)
             for reader in group.readers or ():
                 successor = reader.group
-                if successor is second:
-                    if group is not first:
-                        return None
-                elif successor is not None and successor.position < last and id(successor) not in found:
-                    if successor is not first:
-                        found.add(id(successor))
-                        todo.append(successor)
+                if successor is None or successor is first or id(successor) in found:
+                    continue
+                if successor is second and group is not first:
+                    return None
+                if successor.position < last:
+                    found.add(id(successor))
+                    todo.append(successor)
         return found
 
     def join(self, first: Group, second: Group) -> Group:
