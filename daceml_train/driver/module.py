@@ -122,8 +122,10 @@ class _Optimized(torch.nn.Module):
         except TorchDynamoException as error:
             result = _as_pytorch(self, state, error, arguments, keywords)
         except Exception as error:
-            _note_arguments(error, state, arguments, keywords)
-            raise
+            if getattr(error, "real_stack", None) is None:
+                _note_arguments(error, state, arguments, keywords)
+                raise
+            result = _as_pytorch(self, state, error, arguments, keywords)  # TorchDynamo stumbled over the user's code
         if not state.worked:
             state.worked = describe((*arguments, *keywords.values()))
             if not state.backend.graphs:

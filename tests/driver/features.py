@@ -698,6 +698,13 @@ def _(w: Tensor, x: Tensor) -> Any:
     return h * 2
 
 
+@function("code over which TorchDynamo stumbles", module=ANY, step=ANY, stepped=True)
+def _(w: Tensor, x: Tensor) -> Any:
+    k = torch.zeros(4)
+    torch.no_grad()(k.add_)(w)
+    return x * w * k
+
+
 @function("a retained gradient", module=ANY, step="retain_grad", wide=True)
 def _(w: Tensor, x: Tensor) -> Any:
     h = x * w
