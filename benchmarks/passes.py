@@ -15,7 +15,7 @@ Generated from the passes' docstrings; do not edit. To make it again:
     .venv/bin/python -m benchmarks.passes > docs/passes.md
 
 The picture of a pass draws what it looks for, an arrow, and what it makes of that. "Runs in" says which of the
-pipelines that come with the package hold it, at which place of its level."""
+pipelines that come with the package hold it."""
 
 
 def main() -> None:
@@ -54,14 +54,10 @@ def _places(description: Description) -> str:
     """Where the pipelines hold a pass."""
     found = []
     for label, pipeline in (("TRAINING", TRAINING), ("INFERENCE", INFERENCE)):
-        places = [
-            str(i) if level == description.level else f"{level.replace('_', ' ')} {i}"
-            for level, passes in pipeline.passes
-            for i, p in enumerate(passes, 1)
-            if p.name == description.name
-        ]
-        if places:
-            found.append(f"{label} ({', '.join(places)})")
+        levels = [level for level, passes in pipeline.passes if any(p.name == description.name for p in passes)]
+        elsewhere = [level.replace("_", " ") for level in levels if level != description.level]
+        if levels:
+            found.append(label + (f" (also {', '.join(elsewhere)})" if elsewhere else ""))
     return ", ".join(found) or "none: add it where you want it"
 
 
