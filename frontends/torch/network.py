@@ -81,14 +81,16 @@ def _batch_norm(
     y, batch_mean, rstd, batch_variance = t.emit_all("batch_norm", x, *_affine(t, weight, bias), eps=eps)
     count = simplify(product((x.shape[0], *x.shape[2:])))
     following = running_statistics(t.graph, mean, variance, batch_mean, batch_variance, momentum, count)
-    return (y, batch_mean, rstd, *following)
+    made = (y, batch_mean, rstd, *following)
+    return tuple(v.cast(wanted.dtype) if wanted is not None else v for v, wanted in zip(made, t.types, strict=True))
 
 
 @rule("_native_batch_norm_legit.no_stats")
 def _batch_norm_without_statistics(
     t: Translator, x: Value, weight: Value | None, bias: Value | None, training: bool, momentum: float, eps: float
 ) -> tuple[Value, ...]:
-    return t.emit_all("batch_norm", x, *_affine(t, weight, bias), eps=eps)[:3]
+    made = t.emit_all("batch_norm", x, *_affine(t, weight, bias), eps=eps)[:3]
+    return tuple(v.cast(wanted.dtype) if wanted is not None else v for v, wanted in zip(made, t.types, strict=True))
 
 
 @rule("_native_batch_norm_legit_no_training.default")
