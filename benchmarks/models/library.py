@@ -138,7 +138,7 @@ NAMED: tuple[Model, ...] = (
     ),
     library(
         "efficientnet", "EfficientNetForImageClassification", "EfficientNetConfig", images(64), width_coefficient=0.25,
-        depth_coefficient=0.5, hidden_dim=80, num_labels=4,
+        depth_coefficient=0.5, hidden_dim=320, num_labels=4,
     ),
     library(
         "mobilenet-v2", "MobileNetV2ForImageClassification", "MobileNetV2Config", images(64), depth_multiplier=0.25,
