@@ -27,6 +27,10 @@ class Invalid(DacemlError, ValueError):
     """An argument, a graph or an input breaks its contract; nothing has run."""
 
 
+class Unmet(Invalid):
+    """What an option asks for cannot be met, such as a memory budget below the minimum: the user decides what then."""
+
+
 class Duplicate(Invalid):
     """Two passes or operators have the same name; `owners` are both."""
 

@@ -20,7 +20,7 @@ from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks, hook_t
 from daceml_train.driver.compilation import Options, Record, Trained, WholeStep, compile_step, joint_graph
 from daceml_train.driver.module import optimized, state_of
 from daceml_train.driver.tracing import RECOMPILATIONS, describe, has_effects, reason, tracing, with_own_code
-from daceml_train.errors import Invalid, Unsupported
+from daceml_train.errors import Invalid, Unmet, Unsupported
 from daceml_train.frontends.torch.capture import Captured, capture
 from daceml_train.graph.graph import Graph
 from daceml_train.passes.pipeline import Pipeline
@@ -155,6 +155,8 @@ class TrainingStep:
             return None
         try:
             bound = self._bind_captured(captured, arguments, flat, scope)
+        except Unmet:
+            raise
         except Exception as error:
             self._break(key, error)
             return None

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from daceml_train.errors import Invalid
+from daceml_train.errors import Invalid, Unmet
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.graph.memory import Blocks, memory, number
 from daceml_train.graph.traffic import traffic
 from daceml_train.ops.fallback import Aten
 from daceml_train.ops.kernel import Kernel
-from daceml_train.passes.base import Pass
+from daceml_train.passes.base import Candidate, Measured, Pass
 from daceml_train.transformations.global_movement.again import rebuilt
 from daceml_train.transformations.global_movement.dead_code import DeadCode
 from daceml_train.transformations.global_movement.live import Items, items_of, reordered
@@ -38,7 +39,7 @@ class Recompute(Pass):
     and `recompute` fix the choice for arrays by name or for modules by path (`*` stands for anything): the ones are
     kept whatever the budget, the others made again in any case. Operators that draw from PyTorch's generator are never
     run again; our own random numbers are a function of seed and index, so they come out the same. What a step writes
-    (running statistics, parameters) it writes once. Raises `Invalid` for a budget below the minimum, which it names.
+    (running statistics, parameters) it writes once. Raises `Unmet` for a budget below the minimum, which it names.
 
     Stands in front of `UpdateInPlace`; the peak is that behind `UpdateInPlace`, `Schedule` and `ReuseOperands`.
     """
@@ -58,6 +59,20 @@ class Recompute(Pass):
         if not self.recompute and limit is not None and search.default <= limit:
             return graph
         return search.best(limit)
+
+    def matches(self, graph: Graph) -> Sequence[Candidate]:
+        """One per array that the backward pass reads late and that can be made again, the largest first."""
+        if graph.kept or not graph.outputs:
+            return []
+        stages = (search := _Search(self, graph)).program()
+        late = [b for b in stages.big if stages.movable(b)]
+        found = []
+        for block in sorted(late, key=lambda b: (-stages.items.bytes[b], b)):
+            name = stages.items.names[block]
+            alone = Recompute(recompute=(name,), intensity=self.intensity, stages=self.stages)
+            where = f"%{name}, {show_bytes(stages.items.bytes[block])}"
+            found.append(Measured(self, search.given, where, (name,), functools.partial(alone.run, graph)))
+        return found
 
 
 def budget_bytes(budget: str | int | float, default: int) -> int:
@@ -96,7 +111,7 @@ class _Search:
     """Solves programs whose estimate of the bytes is loosened or tightened by what the memory model says exactly."""
 
     def __init__(self, options: Recompute, graph: Graph) -> None:
-        self.options = options
+        self.options, self.given = options, graph
         nodes = [
             replace(n, op=replace(n.op, updates=())) if isinstance(n.op, Kernel) and n.op.updates else n
             for n in graph.nodes
@@ -136,13 +151,14 @@ class _Search:
             tuple(0 if b in self._written() else size for b, size in enumerate(self.items.bytes)),
             self.items.kept,
             self.items.overwrites,
+            self.items.names,
         )
         every = frozenset(range(len(self.items.bytes)))
         possible = frozenset(b for b, item in self._maker().items() if pure[item]) - self.items.kept
         kept = self._chosen(self.options.keep, "keep", every)
         dropped = self._chosen(self.options.recompute, "recompute", possible)
         if both := kept & dropped:
-            raise Invalid(f"{self._block_names()[min(both)]} is named in keep and in recompute")
+            raise Unmet(f"{self._block_names()[min(both)]} is named in keep and in recompute")
         return Stages(free, self.order, pure, costs, frozenset(kept), frozenset(dropped), self.options.stages)
 
     def _written(self) -> frozenset[int]:
@@ -170,9 +186,9 @@ class _Search:
                 if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(path, pattern) or _under(path, pattern):
                     matched.add(block)
             if not matched:
-                raise Invalid(f"option {option} of recompute names {pattern!r}, which is no array and no module's path")
+                raise Unmet(f"option {option} of recompute names {pattern!r}, which is no array and no module's path")
             if matched.isdisjoint(possible):
-                raise Invalid(self._impossible(min(matched)))
+                raise Unmet(self._impossible(min(matched)))
             found |= matched & possible
         return found
 
@@ -219,7 +235,7 @@ class _Search:
         return (found or self._least(stages, limit, lowest))[1]
 
     def _least(self, stages: Stages, limit: int, lowest: int) -> tuple[float, Graph]:
-        """The choice of the fewest bytes. Raises `Invalid`, naming them, where they are more than the budget."""
+        """The choice of the fewest bytes. Raises `Unmet`, naming them, where they are more than the budget."""
         choice = stages.solve(None)
         assert choice is not None
         graph = self.graph_of(choice)
@@ -227,7 +243,7 @@ class _Search:
         if peak <= limit:
             return choice.cost, graph
         least, default = show_bytes(min(peak, lowest)), show_bytes(self.default)
-        raise Invalid(
+        raise Unmet(
             f"a budget of {show_bytes(limit)} is below the minimum of {least} for {self.graph.name}",
             advice=f"it takes {default} without recomputation; parameters and optimizer state are not counted",
         )

@@ -106,6 +106,12 @@ class Stages:
                 for b in self.reads[item]:
                     self.last[b] = max(self.last[b], furthest)
 
+    def movable(self, block: int) -> bool:
+        """Whether a block is read in a later stage than the one that makes it, and may be made again there."""
+        maker = self.maker[block]
+        late = self._stage(self.users[block][-1]) > self.stage_of[maker]
+        return late and self.pure[maker] and block not in self.fixed
+
     def _variables(self) -> None:
         self.keep: dict[tuple[int, int], int] = {}
         self.run: dict[tuple[int, int], int] = {}
