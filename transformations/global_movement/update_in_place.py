@@ -52,9 +52,11 @@ class UpdateInPlace(Pass):
                 target = targets.get(name, "")
                 if graph.tensors[name].rank == 0 and len(node.outputs) > 1:
                     continue  # another thread may still read the old scalar
+                if target not in node.inputs:
+                    continue
                 once = [base[i] for i in node.inputs].count(target) == 1
                 fits = kernel is None or (alike(graph, name, target) and self.elementwise(graph, node, kernel))
-                if target in node.inputs and once and target not in seen and fits:
+                if once and target not in seen and fits:
                     others = [r for r in readers[target] if r != index]
                     if not others or max(others) < index or not later(node, graph, base, readers):
                         pairs.append((position, node.inputs.index(target)))
