@@ -40,6 +40,7 @@ TOGETHER = 16
 class Prepared:
     """A sample that eager execution has run: what it takes and what is expected of it."""
 
+    op: Any
     number: int
     sample: Any
     tensors: list[Tensor]
@@ -77,13 +78,13 @@ def prepared(op: Any, number: int, sample: Any, gradients: bool) -> Prepared | O
         return Outcome(str(number), "left out", f"eager execution raises {type(error).__name__}")
     if difference(first, _without_gradients(expected), None):
         return Outcome(str(number), "left out", "draws random numbers")
-    return Prepared(number, sample, tensors, flat, views, leaves, expected, cotangents)
+    return Prepared(op, number, sample, tensors, flat, views, leaves, expected, cotangents)
 
 
 def _compared(op: Any, group: Sequence[Prepared]) -> list[Outcome]:
     """Capture samples as one graph and compare each; one by one where together they cannot be."""
     try:
-        captured = capture(graph_of(op, group), [t for p in group for t in p.tensors])
+        captured = capture(graph_of(group), [t for p in group for t in p.tensors])
         random = captured.random or any(isinstance(n.op, Aten) and n.op.random for n in captured.graph.nodes)
         results = [] if random else interpreted(captured, group)
     except Exception as error:
@@ -123,11 +124,11 @@ def flattened(op: Any, sample: Any) -> tuple[Callable[..., Any], list[Tensor], t
     return call, tensors, (arguments, (structure, sample.output_process_fn_grad))
 
 
-def graph_of(op: Any, group: Sequence[Prepared]) -> fx.GraphModule:
+def graph_of(group: Sequence[Prepared]) -> fx.GraphModule:
     """Samples as one graph, a call for each."""
     graph = fx.Graph()
     given = [[_placeholder(graph, f"x{i}_{k}", a) for k, a in enumerate(p.flat[0])] for i, p in enumerate(group)]
-    results = [_call(graph, op, p, arguments) for p, arguments in zip(group, given, strict=True)]
+    results = [_call(graph, p, arguments) for p, arguments in zip(group, given, strict=True)]
     graph.output(tuple(results))
     return fx.GraphModule({}, graph)
 
@@ -140,11 +141,11 @@ def _placeholder(graph: fx.Graph, name: str, argument: Any) -> Any:
     return node
 
 
-def _call(graph: fx.Graph, op: Any, p: Prepared, arguments: list[Any]) -> fx.Node:
+def _call(graph: fx.Graph, p: Prepared, arguments: list[Any]) -> fx.Node:
     """One sample's call; a result that is a view of an input is copied, so that the view is computed in the graph."""
     structure, process = p.flat[1]
     args, kwargs = pytree.tree_unflatten(arguments, structure)
-    made = graph.call_function(_named(op), tuple(args), kwargs)
+    made = graph.call_function(_named(p.op), tuple(args), kwargs)
 
     def finished(result: Any) -> Any:
         leaves, spec = pytree.tree_flatten(process(result))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch import fx
 from torch.testing._internal.common_methods_invocations import op_db
 
 from benchmarks.conformance.captured import Prepared, graph_of, prepared
-from benchmarks.conformance.samples import samples
+from benchmarks.conformance.samples import LEFT_OUT, samples
 from daceml_train.frontends.torch import capture, fallback
 from daceml_train.frontends.torch.translate import RULES, Translator
 from daceml_train.graph.node import Node
@@ -32,11 +32,9 @@ from daceml_train.ops.movement import Expand, View
 
 PAGE = Path(__file__).parents[2] / "docs" / "operators.md"
 TESTS = Path(__file__).parents[2] / "tests" / "ops"
-TYPES = {
-    torch.float32: 3, torch.float64: 1, torch.bfloat16: 1, torch.float16: 1, torch.int64: 1, torch.int32: 1,
-    torch.bool: 1, torch.complex64: 1,
-}  # fmt: skip
-"""Element type -> samples per entry that are captured."""
+TYPES = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, torch.complex64,
+)  # fmt: skip
 
 
 @dataclass
@@ -105,20 +103,29 @@ def base_name(target: str) -> str:
 
 
 def observe(recorder: Recorder) -> None:
-    """Capture samples of every entry and element type."""
+    """Capture samples of every entry and element type, several as one graph."""
+    group: list[Prepared] = []
     for op in op_db:
-        for dtype, count in TYPES.items():
-            if dtype not in op.dtypes:
+        for dtype in TYPES:
+            if op.name in LEFT_OUT or dtype not in op.dtypes:
                 continue
-            try:
-                given = list(islice(samples(op, dtype, op.supports_autograd and dtype is torch.float32), count))
-            except Exception:
-                continue
-            for sample in given:
-                made = prepared(op, 0, sample, False)
-                if isinstance(made, Prepared):
-                    with contextlib.suppress(Exception):  # the sweep says which and why
-                        capture.capture(graph_of(op, [made]), made.tensors)
+            count = 3 if dtype is torch.float32 else 1
+            with contextlib.suppress(Exception):
+                for sample in islice(samples(op, dtype, op.supports_autograd and dtype is torch.float32), count):
+                    made = prepared(op, 0, sample, False)
+                    group += [made] if isinstance(made, Prepared) else []
+        if len(group) >= 12:
+            _observe(group)
+            group = []
+    _observe(group)
+
+
+def _observe(group: Sequence[Prepared]) -> None:
+    try:
+        capture.capture(graph_of(group), [t for p in group for t in p.tensors])
+    except Exception:  # the sweep says which and why
+        for half in (group[: len(group) // 2], group[len(group) // 2 :]) if len(group) > 1 else ():
+            _observe(half)
 
 
 def page(entries: dict[str, Entry]) -> str:
