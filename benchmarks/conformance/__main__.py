@@ -39,14 +39,16 @@ def main() -> int:
     parser.add_argument("--shard", default="0/1", help="i/n: the i-th of n parts of the work")
     parser.add_argument("--fresh", action="store_true", help="forget what an earlier run found")
     parser.add_argument("--results", type=Path, help="the file for what is found; by default in benchmarks/results")
-    parser.add_argument("--page", action="store_true", help="only write the page from the results")
+    parser.add_argument("--page", action="store_true", help="only write the page, from what has been found so far")
     options = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 140)
     part, parts = map(int, options.shard.split("/"))
     partial = bool(options.only or options.stage or options.share < 1)
     final = options.results or (Path(tempfile.gettempdir()) / "conformance.jsonl" if partial else report.RESULTS)
     if options.page:
-        report.PAGE.write_text(report.page(report.read([final])))
+        found = report.read([final, *sorted(final.parent.glob(f"{final.stem}.*-of-*.jsonl"))])
+        report.write(final, found)
+        report.PAGE.write_text(report.page(found))
         return 0
     todo = _work(options)[part::parts]
     if not todo:

@@ -95,7 +95,8 @@ def page(rows: Sequence[Row]) -> str:
         here = [row for row in rows if row.stage == stage.name]
         found = counts(here)
         cells = " | ".join(str(found[kind]) for kind in KINDS)
-        lines.append(f"| {stage.title} | {len(here)} | {found.total()} | {cells} | {in_graph(found):.1%} |")
+        entries = str(len(here)) if len(here) == len(stage.entries()) else f"{len(here)} of {len(stage.entries())}"
+        lines.append(f"| {stage.title} | {entries} | {found.total()} | {cells} | {in_graph(found):.1%} |")
     lines += ["", _KINDS]
     for kind, title in (("as PyTorch", "What runs as PyTorch, and why"), ("left out", "What is left out, and why")):
         lines += ["", f"## {title}", "", "| reason | samples | entries |", "|---|---:|---|"]
