@@ -18,22 +18,31 @@ from benchmarks.conformance.outcome import Outcome
 from benchmarks.conformance.samples import doubled
 from daceml_train.driver.module import state_of
 
+Form = tuple[str, Any, bool]
+"""A name, a sample, and whether it is `h + op(h)`."""
+TOGETHER = 6
+"""Samples that are one module, which saves most of the time."""
+
 
 def outcomes(op: Any, samples: Iterator[Any], count: int, cache: str, gradients: bool = True) -> Iterator[Outcome]:
-    """The first samples of one entry, the first also as `h + op(h)` where shapes allow: as one module, or apart.
-
-    One module of all saves most of the time; where it is not right in all, each is a module of its own.
-    """
+    """The first samples of one entry, the first also as `h + op(h)` where shapes allow."""
     forms = [(str(number), sample, False) for number, sample in enumerate(islice(samples, count))]
     if forms and fits(op, forms[0][1]):
         forms.insert(1, ("0+", forms[0][1], True))
-    comparable = [form for form in forms if _comparable(op, form[1], gradients)]
-    together = _tried(op, comparable, cache, gradients) if len(comparable) > 1 else []
-    if together and all(o.kind in ("native", "ATen") for o in together):
-        yield from (Outcome(name, together[0].kind, "", together[0].fallbacks) for name, _, _ in comparable)
-        comparable, forms = [], [form for form in forms if form not in comparable]
-    for form in forms:
-        yield from _tried(op, [form], cache, gradients)
+    yield from compare(op, forms, cache, gradients)
+
+
+def compare(op: Any, forms: Sequence[Form], cache: str, gradients: bool) -> Iterator[Outcome]:
+    """Samples, several as one module; each as a module of its own where together they are not all in graphs."""
+    for start in range(0, len(forms), TOGETHER):
+        group = list(forms[start : start + TOGETHER])
+        comparable = [form for form in group if _comparable(op, form[1], gradients)]
+        together = _tried(op, comparable, cache, gradients) if len(comparable) > 1 else []
+        if together and all(o.kind in ("native", "ATen") for o in together):
+            yield from (Outcome(name, together[0].kind, "", together[0].fallbacks) for name, _, _ in comparable)
+            group = [form for form in group if form not in comparable]
+        for form in group:
+            yield from _tried(op, [form], cache, gradients)
 
 
 def _comparable(op: Any, sample: Any, gradients: bool) -> bool:
@@ -41,7 +50,7 @@ def _comparable(op: Any, sample: Any, gradients: bool) -> bool:
     return not isinstance(made, Outcome)
 
 
-def _tried(op: Any, forms: Sequence[tuple[str, Any, bool]], cache: str, gradients: bool) -> list[Outcome]:
+def _tried(op: Any, forms: Sequence[Form], cache: str, gradients: bool) -> list[Outcome]:
     try:
         return [outcome(op, forms, cache, gradients)]
     except Exception as error:
@@ -76,7 +85,7 @@ def as_module(function: Callable[..., Any], forms: Sequence[tuple[Any, bool]]) -
     return type("Sample", (nn.Module,), {"forward": names["forward"]}), tensors
 
 
-def outcome(op: Any, forms: Sequence[tuple[str, Any, bool]], cache: str, gradients: bool) -> Outcome:
+def outcome(op: Any, forms: Sequence[Form], cache: str, gradients: bool) -> Outcome:
     """Compare samples as one module; the outcome is that of all."""
     name = forms[0][0]
     made, tensors = as_module(op.op, [form[1:] for form in forms])
@@ -114,9 +123,7 @@ def _then(module: nn.Module, processes: Sequence[Callable[[Any], Any]]) -> Calla
     return lambda *tensors: [process(y) for process, y in zip(processes, module(*tensors), strict=True)]
 
 
-def _exact(
-    op: Any, forms: Sequence[tuple[str, Any, bool]], cotangents: Sequence[Tensor] | None
-) -> Results | None:  # fmt: skip
+def _exact(op: Any, forms: Sequence[Form], cotangents: Sequence[Tensor] | None) -> Results | None:
     wide = [(sample.transform(doubled), residual) for _, sample, residual in forms]
     try:
         made, tensors = as_module(op.op, wide)

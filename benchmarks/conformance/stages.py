@@ -47,7 +47,14 @@ class Stage:
         elif self.compiled or op.name in THROUGH_OPTIMIZE:
             yield from compiled.outcomes(op, iter(given), len(given), cache, self.gradients)
         else:
-            yield from captured.outcomes(op, given, self.gradients)
+            yield from self._captured(op, given, cache)
+
+    def _captured(self, op: Any, given: list[Any], cache: str) -> Iterator[Outcome]:
+        """Through capture; what it refuses for want of TorchDynamo, which breaks a graph, then through `optimize`."""
+        found = captured.outcomes(op, given, self.gradients)
+        refused = [(o.sample, given[int(o.sample)], False) for o in found if o.kind == "as PyTorch"]
+        again = {o.sample: o for o in compiled.compare(op, refused, cache, self.gradients)}
+        yield from (again.get(o.sample, o) for o in found)
 
 
 STAGES: tuple[Stage, ...] = (
