@@ -11,6 +11,7 @@ from typing import Any, get_args
 import torch
 
 from daceml_train.driver.compilation import Options
+from daceml_train.driver.micro_batches import MicroBatchedStep, Reduction
 from daceml_train.driver.module import Backend, optimized
 from daceml_train.driver.observation import Observation
 from daceml_train.driver.step import Loss, TrainingStep
@@ -63,6 +64,8 @@ def training_step(
     optimizer: torch.optim.Optimizer,
     *,
     keep_gradients: bool = False,
+    micro_batches: int = 1,
+    reduction: Reduction = "mean",
     pipeline: Pipeline | str | Path = TRAINING,
     cache: Path | str | None = None,
     jobs: int | None = None,
@@ -74,9 +77,16 @@ def training_step(
 ) -> TrainingStep:
     """Forward, loss, backward and update as one graph: `loss_value = step(inputs, *targets)`.
 
-    See `TrainingStep` for the meaning of a step and `optimize` for the other options.
+    With `micro_batches`, each batch is cut into so many parts along its tensors' first dimension, whose gradients are
+    added up before one update: the memory of a part instead of that of the batch. `reduction` says what `loss` does
+    over a batch; see `driver.micro_batches`. See `TrainingStep` for the meaning of a step and `optimize` for the other
+    options.
     """
     chosen = options(pipeline, cache, jobs, observe, watch, progress, dynamic, random)
+    if micro_batches != 1:
+        if keep_gradients:
+            raise Invalid("keep_gradients and micro_batches exclude each other: no call has the whole gradient")
+        return MicroBatchedStep(model, loss, optimizer, chosen, micro_batches, reduction)
     return TrainingStep(model, loss, optimizer, chosen, keep_gradients)
 
 

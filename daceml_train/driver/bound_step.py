@@ -18,7 +18,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from daceml_train.driver.binding import SEED, memory_span, sizes_of
-from daceml_train.driver.compilation import WholeStep
+from daceml_train.driver.compilation import ACCUMULATED, WholeStep
 from daceml_train.errors import ExecutionError, Unsupported
 from daceml_train.frontends.torch.capture import Captured
 from daceml_train.frontends.torch.draws import Draw
@@ -100,7 +100,9 @@ class BoundStep:
         scope: dict[str, Any],
         code_globals: dict[str, Any],
         effects: bool,
+        accumulated: Mapping[int, torch.Tensor],
     ) -> None:
+        self.accumulated = accumulated
         self.step, self.guard, self.optimizer = step, guard, optimizer
         self.effects = effects
         """Whether the code that Dynamo made does more than compute the loss."""
@@ -140,7 +142,7 @@ class BoundStep:
         held = {id(t) for t in self.same.values}
         sources = {source.name: source for source in captured.inputs}
         rates = torch.frombuffer(self.rates, dtype=torch.float64)
-        state = [self.optimizer.state[by_name[p]][name] for p, name in step.state]
+        state = [self._state(by_name[p], name) for p, name in step.state]
         further = iter([*rates[: step.rates].unbind(), *state])
         self.addresses = (ctypes.c_void_p * len(program.inputs))()
         self.arguments: list[Argument] = []
@@ -181,6 +183,11 @@ class BoundStep:
         self.updated = frozenset(t.untyped_storage()._cdata for t in mutable)
         buffers = [by_name[n] for n in captured.graph.writes if n in by_name]
         self.buffers = frozenset(t.untyped_storage()._cdata for t in buffers)
+
+    def _state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
+        held = self.accumulated[id(parameter)] if name == ACCUMULATED else self.optimizer.state[parameter][name]
+        assert isinstance(held, torch.Tensor)
+        return held
 
     # ---- every call ---------------------------------------------------------------------------------------------
     def valid(self, scope: dict[str, Any]) -> bool:

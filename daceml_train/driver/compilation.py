@@ -210,6 +210,10 @@ def _link_pair(pair: _Pair, options: Options) -> Differentiable:
     )
 
 
+ACCUMULATED = "accumulated"
+"""The name of the state in which gradients of micro-batches are added up; no optimizer has it."""
+
+
 @dataclass(frozen=True)
 class Trained:
     """A parameter that a step updates: its input, its update, and the position of its learning rate."""
@@ -219,6 +223,12 @@ class Trained:
     rate: int
     first: bool = False
     """Whether the step makes the state, rather than reading it."""
+    accumulates: bool = False
+    """Whether the gradient is only added to what is accumulated, and nothing updated."""
+    accumulated: bool = False
+    """Whether the update uses what is accumulated, with this gradient."""
+    share: float = 1.0
+    """By which the gradient is multiplied."""
 
 
 @dataclass
@@ -251,13 +261,22 @@ class _Step:
 
 
 def compile_step(
-    graph: Graph, trained: Sequence[Trained], keep_gradients: Sequence[str], options: Options
+    graph: Graph,
+    trained: Sequence[Trained],
+    keep_gradients: Sequence[str],
+    options: Options,
+    arena: Arena | None = None,
 ) -> WholeStep:
-    """Compile a captured graph whose first output is the loss into a step with gradients and update."""
-    updates = "; ".join(f"{t.parameter} {t.rate} {t.first} {t.update}" for t in trained)
+    """Compile a captured graph whose first output is the loss into a step with gradients and update.
+
+    Steps with the same `arena` must not run at the same time.
+    """
+    updates = "; ".join(
+        f"{t.parameter} {t.rate} {t.first} {t.update} {t.accumulates} {t.accumulated} {t.share!r}" for t in trained
+    )
     description = f"step keep={tuple(keep_gradients)} updates={updates}"
     step = _cached(graph, description, options, lambda: _step(graph, trained, keep_gradients, options))
-    return _link_step(step, options)
+    return _link_step(step, options, arena)
 
 
 @dataclass
@@ -317,6 +336,16 @@ def _append_update(joint: Joint, entry: Trained, gradient: Value, rate: Value) -
     graph = joint.graph
     joint.trained.append(entry.parameter)
     p = graph.value(graph.writes.get(entry.parameter, entry.parameter))  # as the forward pass left it
+    if entry.share != 1:
+        gradient = gradient * entry.share
+    if entry.accumulates or entry.accumulated:
+        label = graph.fresh(f"{entry.parameter}_{ACCUMULATED}")
+        total = graph.input(label, p.tensor, Role.state, graph.inputs[entry.parameter].path)
+        joint.state.append((entry.parameter, ACCUMULATED))
+        gradient = total + gradient
+        if entry.accumulates:
+            graph.write(label, gradient)
+            return
     before = []
     if not entry.first:
         for name in entry.update.state:
@@ -345,10 +374,10 @@ def _step(graph: Graph, trained: Sequence[Trained], keep: Sequence[str], options
     return _Step(program, joint.rates, state, updated, joint.gradients, made, [record])
 
 
-def _link_step(step: _Step, options: Options) -> WholeStep:
+def _link_step(step: _Step, options: Options, arena: Arena | None = None) -> WholeStep:
     addresses = _addresses(step.program.codes, options, step.records[0])
     step.records[0].executable = executable = Executable(
-        step.program, addresses, products=Products(options.cache.products)
+        step.program, addresses, arena, Products(options.cache.products)
     )
     return WholeStep(executable, step.rates, step.state, step.trained, step.gradients, step.made, step.records)
 

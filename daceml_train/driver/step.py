@@ -17,13 +17,14 @@ import torch.utils._pytree as pytree
 
 from daceml_train.driver.binding import input_tensors
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks, hook_tables, step_hooks
-from daceml_train.driver.compilation import Options, Record, Trained, WholeStep, compile_step, joint_graph
+from daceml_train.driver.compilation import ACCUMULATED, Options, Record, Trained, WholeStep, compile_step, joint_graph
 from daceml_train.driver.module import optimized, state_of
 from daceml_train.driver.tracing import RECOMPILATIONS, describe, has_effects, reason, tracing, with_own_code
 from daceml_train.errors import Invalid, Unmet, Unsupported
 from daceml_train.frontends.torch.capture import Captured, capture
 from daceml_train.graph.graph import Graph
 from daceml_train.passes.pipeline import Pipeline
+from daceml_train.runtime.executor import Arena
 from daceml_train.runtime.optimizers import initial_state, makes_its_state, ready, update_of
 
 Loss = Callable[..., torch.Tensor]
@@ -77,6 +78,10 @@ class TrainingStep:
         self._warned: set[str] = set()
         self._lock = threading.Lock()
         self._hooks: list[int] | None = None
+        self.arena = Arena()
+        """In which all programs of the step run, one after the other."""
+        self.accumulated: dict[int, torch.Tensor] = {}
+        """Gradients of micro-batches by the parameter's identity; see `driver.micro_batches`."""
 
     # ---- calling ------------------------------------------------------------------------------------------------
     def __call__(self, inputs: Any, *targets: Any) -> torch.Tensor:
@@ -88,6 +93,12 @@ class TrainingStep:
                 return self._step(inputs, targets)
 
     def _step(self, inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:
+        key, flat, bound = self._find(inputs, targets)
+        loss = None if bound is None else self._run_bound(key, flat, bound, inputs, targets)
+        return self._run_in_pieces(key, inputs, targets) if loss is None else loss
+
+    def _find(self, inputs: Any, targets: tuple[Any, ...]) -> tuple[Any, Sequence[Any], BoundStep | None]:
+        """The kind of these arguments, their leaves, and the step that is bound for them, if it is one program."""
         flat: Sequence[Any] = (inputs, *targets)
         if not all(isinstance(a, torch.Tensor) for a in flat):
             flat = pytree.tree_leaves(flat)
@@ -95,13 +106,16 @@ class TrainingStep:
         bound = self._bound.get(key)
         if bound is None or not bound.valid({"self": self, "inputs": inputs, "targets": targets}):
             bound = self._bind(key, inputs, targets, flat)
-        loss = bound.run(flat, self.keep_gradients) if bound is not None else None
-        if loss is None:
-            return self._run_in_pieces(key, inputs, targets)
-        if bound is not None and bound.effects:
+        return key, flat, bound
+
+    def _run_bound(
+        self, key: Any, flat: Sequence[Any], bound: BoundStep, inputs: Any, targets: tuple[Any, ...]
+    ) -> torch.Tensor | None:
+        loss = bound.run(flat, self.keep_gradients)
+        if loss is not None and bound.effects:
             self._repeat_effects(bound, key, loss, inputs, targets)
-        if bound is not None and bound.first:
-            del self._bound[key]
+        if loss is not None and bound.first:
+            self._bound.pop(key, None)
         return loss
 
     def graph(self, inputs: Any, *targets: Any, forward: Pipeline | None = None) -> Graph:
@@ -248,6 +262,7 @@ class TrainingStep:
             scope,
             self._code.__globals__,
             effects,
+            self.accumulated,
         )
 
     def _wanted(self, by_name: Mapping[str, torch.Tensor], given: set[int]) -> tuple[list[Trained], list[str]]:
@@ -267,6 +282,9 @@ class TrainingStep:
         return trained, list(leaves) if self.keep_gradients else []
 
     def _make_state(self, parameter: torch.Tensor, name: str) -> None:
+        if name == ACCUMULATED:
+            self.accumulated.setdefault(id(parameter), torch.zeros_like(parameter.detach()))
+            return
         state = self.optimizer.state[parameter]
         if not isinstance(state.get(name), torch.Tensor):
             state[name] = initial_state(name, parameter)
@@ -274,7 +292,7 @@ class TrainingStep:
     def _compiled(self, captured: Captured, trained: Sequence[Trained], kept: Sequence[str]) -> WholeStep:
         key = (id(captured), tuple(trained), tuple(kept))
         if key not in self._steps:
-            step = compile_step(captured.graph, trained, kept, self.options)
+            step = compile_step(captured.graph, trained, kept, self.options, self.arena)
             step.records[0].fallbacks = step.records[0].fallbacks or [(t, str(o)) for t, o in captured.fallbacks]
             self._steps[key] = captured, step  # `captured` is held so that its id stays its own
             self.records += step.records
@@ -283,6 +301,21 @@ class TrainingStep:
     # ---- in pieces ----------------------------------------------------------------------------------------------
     def _run_in_pieces(self, key: Any, inputs: Any, targets: Sequence[Any]) -> torch.Tensor:
         """The same step with PyTorch's autograd and optimizer around the compiled model."""
+        loss = self._loss_in_pieces(key, inputs, targets)
+        parameters = self._parameters()
+        for parameter in parameters:
+            parameter.grad = None
+        loss.backward()
+        self.optimizer.step()
+        if not self.keep_gradients:
+            for parameter in parameters:
+                parameter.grad = None
+        self._worked = self._worked or describe([inputs, *targets])
+        self._warn(key)
+        return loss.detach()
+
+    def _loss_in_pieces(self, key: Any, inputs: Any, targets: Sequence[Any]) -> torch.Tensor:
+        """The loss, of the compiled model under PyTorch's autograd."""
         if self.pieces is None:
             self.pieces = self.model if state_of(self.model) is not None else optimized(self.model, self.options)
         model = self.pieces
@@ -303,17 +336,7 @@ class TrainingStep:
             worked = f"; a step that worked took {self._worked}" if self._worked else ""
             error.add_note(f"daceml_train: the step was given {describe([inputs, *targets])}{worked}")
             raise
-        parameters = self._parameters()
-        for parameter in parameters:
-            parameter.grad = None
-        loss.backward()
-        self.optimizer.step()
-        if not self.keep_gradients:
-            for parameter in parameters:
-                parameter.grad = None
-        self._worked = self._worked or describe([inputs, *targets])
-        self._warn(key)
-        return loss.detach()
+        return loss
 
     def _warn(self, key: Any) -> None:
         """Say once that and why steps run in pieces, unless the compiled model has said so."""
