@@ -78,7 +78,7 @@ def _case(captured: Captured, gm: fx.GraphModule, arguments: Sequence[Any]) -> C
         a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in arguments
     )
     arrays = {name: array(tensor) for name, tensor in input_tensors(captured, kept).items()}
-    if captured.random:
+    if SEED in captured.graph.inputs:
         arrays[SEED] = np.asarray(7)
     made = Case(captured, gm, kept, arrays)
     values = interpret(captured.graph, arrays).outputs
