@@ -41,6 +41,11 @@ EXTRA = {
         "%d = mul(%c, %l)\n%e = mul(%d, %b)\n%f = mul(%e, %a)",
         "%l, %f",
     ),
+    "update_rows": program(
+        "p: f32[90, 4], g: f32[5, 4], i: i64[5], rate: f64[]",
+        "%d = embedding_grad(%g, %i, rows=90)\n%n = sgd_update(%p, %d, %rate)",
+        "%n",
+    ),
 }
 """Pass -> a graph for it, where the networks have none."""
 
