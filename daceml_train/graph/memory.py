@@ -19,7 +19,7 @@ from daceml_train.graph.aliases import is_alias, view_strides
 from daceml_train.graph.graph import Graph, Node, Role
 from daceml_train.ops.contraction import Matmul, MatmulAdd
 from daceml_train.ops.elementwise import Full, Iota
-from daceml_train.ops.kernel import Kernel
+from daceml_train.ops.fused_attention import FusedAttention, FusedAttentionGrad
 from daceml_train.ops.movement import Expand, Permute, Slice, View
 from daceml_train.ops.operator import Operator
 from daceml_train.tensor import Dim, Tensor, same, same_shape
@@ -113,8 +113,11 @@ def number(size: Dim, sizes: Mapping[str, int] | None = None) -> int:
 
 
 def allocates(op: Operator) -> bool:
-    """Whether a library call makes its own results' memory; matrix products write where they are told to."""
-    return op.vendor and not isinstance(op, Matmul | MatmulAdd)
+    """Whether a library call makes its own results' memory.
+
+    Matrix products write where they are told to, and so do kernels written by hand.
+    """
+    return op.vendor and not isinstance(op, Matmul | MatmulAdd | FusedAttention | FusedAttentionGrad)
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,7 @@ class Blocks:
         for name in node.inputs:
             if not (inline and name in self.constants and name not in self.places):
                 self._touch(name, position)
-        updates = dict(op.updates) if isinstance(op, Kernel) else {}
+        updates = dict(op.updates)
         for index, name in enumerate(node.outputs):
             if index in updates:
                 self.places[name] = self.places[node.inputs[updates[index]]]
@@ -255,8 +258,8 @@ def summands(graph: Graph, base: Mapping[str, str]) -> dict[str, str]:
 
 
 def _memory(makers: Mapping[str, Node], base: Mapping[str, str], name: str) -> str:
-    """The array that was first where `name` lies, when kernels store results over their operands."""
-    while (maker := makers.get(name)) is not None and isinstance(maker.op, Kernel):
+    """The array that was first where `name` lies, when operators store results over their operands."""
+    while (maker := makers.get(name)) is not None:
         argument = dict(maker.op.updates).get(maker.outputs.index(name))
         if argument is None:
             break

@@ -10,7 +10,6 @@ from daceml_train.graph.graph import Graph, Node
 from daceml_train.graph.memory import Blocks, number
 from daceml_train.ops.elementwise import Full, Iota
 from daceml_train.ops.fallback import Aten
-from daceml_train.ops.kernel import Kernel
 
 
 @dataclass(frozen=True)
@@ -117,10 +116,9 @@ def items_of(graph: Graph, over: Mapping[str, Sequence[str]] | None = None) -> I
                 pairs.append((a, b))
         overwrites.append(tuple(pairs))
     for index, node in enumerate(nodes):
-        if isinstance(node.op, Kernel):
-            for _, argument in node.op.updates:
-                name = node.inputs[argument]
-                before[index].update(i for i in family[blocks.base.get(name, name)] if i != index)
+        for _, argument in node.op.updates:
+            name = node.inputs[argument]
+            before[index].update(i for i in family[blocks.base.get(name, name)] if i != index)
     kept = {numbered(name) for name in graph.results} - {None}
     return Items(
         tuple(nodes),

@@ -65,6 +65,16 @@ def test_updates_stay_behind_the_readers_of_the_old_value() -> None:
     assert [n.outputs[0] for n in after.nodes].index("q") < [n.outputs[0] for n in after.nodes].index("n")
 
 
+def test_rows_are_added_behind_the_readers_of_the_table() -> None:
+    """In place, the table takes no memory of its own, and who reads the old table stays in front."""
+    body = "%e = exp(%t)\n%s = neg(%e)\n%n = add_rows(%t, %i, %r)\nwrite t <- %n"
+    before = UpdateInPlace().run(program("t: f32[64, 8], i: i64[4], r: f32[4, 8]", body, "%s"))
+    after = Schedule().run(before)
+    verify(after)
+    assert memory(after).peak == 2 * 64 * 8 * 4
+    assert [n.outputs[0] for n in after.nodes].index("e") < [n.outputs[0] for n in after.nodes].index("n")
+
+
 def test_random_numbers_of_pytorch_are_drawn_in_order() -> None:
     graph = Graph("random")
     x = graph.input("x", Tensor((64,)))
