@@ -56,7 +56,7 @@ class MicroBatchedStep(TrainingStep):
         self.count, self.share = count, 1 / count if reduction == "mean" else 1.0
         self.accumulating = _Accumulating(model, loss, optimizer, options)
         self.accumulating.share = self.share
-        self.accumulating.arena, self.accumulating.accumulated = self.arena, self.accumulated
+        self.accumulating.arenas, self.accumulating.accumulated = self.arenas, self.accumulated
         self.accumulating.records = self.records
 
     def _wanted(self, by_name: Mapping[str, torch.Tensor], given: set[int]) -> tuple[list[Trained], list[str]]:

@@ -78,8 +78,8 @@ class TrainingStep:
         self._warned: set[str] = set()
         self._lock = threading.Lock()
         self._hooks: list[int] | None = None
-        self.arena = Arena()
-        """In which all programs of the step run, one after the other."""
+        self.arenas: list[Arena] = []
+        """The arena in which all programs of the step run, one after the other, once there is a program."""
         self.accumulated: dict[int, torch.Tensor] = {}
         """Gradients of micro-batches by the parameter's identity; see `driver.micro_batches`."""
 
@@ -292,7 +292,9 @@ class TrainingStep:
     def _compiled(self, captured: Captured, trained: Sequence[Trained], kept: Sequence[str]) -> WholeStep:
         key = (id(captured), tuple(trained), tuple(kept))
         if key not in self._steps:
-            step = compile_step(captured.graph, trained, kept, self.options, self.arena)
+            if not self.arenas:
+                self.arenas.append(Arena())
+            step = compile_step(captured.graph, trained, kept, self.options, self.arenas[0])
             step.records[0].fallbacks = step.records[0].fallbacks or [(t, str(o)) for t, o in captured.fallbacks]
             self._steps[key] = captured, step  # `captured` is held so that its id stays its own
             self.records += step.records
