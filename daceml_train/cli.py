@@ -57,6 +57,16 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--no-eager", action="store_true", help="do not run PyTorch's own step to count its bytes")
     report.set_defaults(run=_report)
 
+    run = commands.add_parser(
+        "run",
+        help="run an ONNX model",
+        description="Compile an ONNX model, run it once, and print its results. Inputs that are not given are made up.",
+    )
+    run.add_argument("model", metavar="FILE.onnx")
+    _add_inputs(run)
+    run.add_argument("-o", "--output", type=Path, metavar="FILE.npz", help="write the results there, too")
+    run.set_defaults(run=_run)
+
     trace = commands.add_parser(
         "trace",
         help="a step's launches as a timeline",
@@ -121,11 +131,26 @@ def _parser() -> argparse.ArgumentParser:
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
-        metavar="FILE.py:FACTORY",
+        metavar="FILE.py:FACTORY|FILE.onnx",
         help="a function without arguments that returns (module, inputs) or (module, inputs, loss, optimizer); inputs "
-        "is a tensor or a tuple of what the module is called with; with a loss, of the step's inputs and targets",
+        "is a tensor or a tuple of what the module is called with; with a loss, of the step's inputs and targets. Or "
+        "an ONNX model",
     )
+    _add_inputs(parser)
     parser.add_argument("--runs", type=int, default=10, metavar="N", help="steps to measure (default: %(default)s)")
+
+
+def _add_inputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        metavar="[NAME=]FILE.npy",
+        help="an input of an ONNX model; may be repeated. Others are made up",
+    )
+    parser.add_argument(
+        "--size", action="append", default=[], metavar="NAME=N", help="a symbolic extent of an ONNX model (default 1)"
+    )
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -166,7 +191,7 @@ def _measured(options: argparse.Namespace, eager: bool) -> Any:
 
     if options.runs < 1:
         raise Failure("--runs must be at least 1")
-    made, again = _made(options.model), _made(options.model) if eager else None
+    made, again = _made(options.model, options), _made(options.model, options) if eager else None
     done = [0]
 
     def progress(kernels: int, of: int) -> None:
@@ -223,8 +248,52 @@ def _say(text: str) -> None:
         print(f"\r\033[K{text}", end="" if text[-1] != "." else "\n", file=sys.stderr, flush=True)
 
 
-def _made(place: str) -> tuple[Any, ...]:
-    """What the factory named by `FILE.py:FACTORY` returns."""
+def _onnx(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
+    """The module of an ONNX file and its inputs, read or made up."""
+    import daceml_train as dt
+    from daceml_train.errors import DacemlError
+
+    try:
+        module: Any = dt.load_onnx(Path(options.model))
+        from daceml_train.frontends.onnx.inputs import complete, from_files
+
+        files = [text.rpartition("=") for text in options.input]
+        sizes = [text.partition("=") for text in options.size]
+        if bad := next((text for text in options.size if not text.partition("=")[2].isdigit()), ""):
+            raise Failure(f"--size takes NAME=N, given {bad!r}")
+        given = from_files(module, {name: Path(file) for name, _, file in files})
+        return module, complete(module, given, {name: int(number) for name, _, number in sizes})
+    except DacemlError as error:
+        raise Failure(str(error)) from None
+
+
+def _run(options: argparse.Namespace) -> int:
+    import numpy as np
+    import torch
+
+    import daceml_train as dt
+
+    module, inputs = _onnx(options)
+    compiled = dt.optimize(module.eval())
+    with torch.inference_mode():
+        try:
+            result = compiled(*inputs)
+        except (dt.Invalid, dt.Unsupported) as error:
+            raise Failure(str(error)) from None
+    results = dict(zip(module.output_names, result if isinstance(result, tuple) else (result,), strict=True))
+    for name, value in results.items():
+        print(f"{name}: {str(value.dtype).removeprefix('torch.')} {list(value.shape)}")
+        print(value)
+    if options.output is not None:
+        np.savez(options.output, **{name: value.numpy() for name, value in results.items()})
+        _say(f"written to {options.output}")
+    return 0
+
+
+def _made(place: str, options: argparse.Namespace | None = None) -> tuple[Any, ...]:
+    """What the factory named by `FILE.py:FACTORY` returns; of an ONNX model, the module and its inputs."""
+    if options is not None and place.endswith(".onnx"):
+        return _onnx(options)
     path, _, name = place.rpartition(":")
     if not path or not Path(path).is_file():
         raise Failure(f"{place!r} names no file and function; expected FILE.py:FACTORY")
@@ -414,4 +483,3 @@ def _training() -> Iterator[str]:
     if step.breaks:
         raise Failure(f"two layers do not compile to one program: {step.breaks[0]}")
     yield "two layers trained for three steps: the losses are eager execution's"
-
