@@ -134,7 +134,7 @@ def _intact(path: Path) -> bool:
     except OSError:
         return False
     body, digest = content[: -_DIGEST - len(_SEAL)], content[-_DIGEST:]
-    return content[: -_DIGEST].endswith(_SEAL) and hashlib.sha256(body).digest() == digest
+    return content[:-_DIGEST].endswith(_SEAL) and hashlib.sha256(body).digest() == digest
 
 
 def load(path: Path, key: str) -> int:

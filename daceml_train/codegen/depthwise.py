@@ -8,10 +8,12 @@ dense filters of 3x3 in float32 oneDNN has code of its own, which is as fast or 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 from daceml_train.codegen.launch import KernelCode, generator_version
 from daceml_train.codegen.loops import Layout
 from daceml_train.ops.convolution import ConvolutionWeightGrad
+from daceml_train.ops.operator import Operator
 from daceml_train.tensor import DType, same, simplify, symbol
 
 FAST = 9
@@ -20,13 +22,17 @@ LARGEST = 121
 """Kernel elements up to which there is code of our own."""
 
 
-def depthwise_weight_gradient(op: ConvolutionWeightGrad, grad: Layout, x: Layout) -> KernelCode | None:
+def depthwise_weight_gradient(
+    op: Operator, operands: Sequence[Layout], results: Sequence[Layout] = ()
+) -> KernelCode | None:
     """The code for a cotangent and an input that lie like this; None where the library computes the gradient.
 
     Ours are: one filter per channel over images, float32 or float64, both arrays with their channels innermost, and
     filters that oneDNN has no fast code for: larger than 3x3, or dilated, or of float64. Its pointers are cotangent,
     input, result (dense in the weight's row-major order), scratch.
     """
+    assert isinstance(op, ConvolutionWeightGrad)
+    grad, x = operands
     if len(op.weight_shape) != 4 or op.transposed or grad.dtype not in (DType.float32, DType.float64):
         return None
     channels, one, height, width = op.weight_shape

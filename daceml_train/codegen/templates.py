@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import sympy
 
+from daceml_train.codegen.depthwise import depthwise_weight_gradient
 from daceml_train.codegen.launch import KernelCode, Layout, generator_version
 from daceml_train.ops.fused_attention import FusedAttention, FusedAttentionGrad, Masked
 from daceml_train.ops.operator import Operator
@@ -19,11 +20,11 @@ from daceml_train.tensor import Dim, DType, product, same, simplify, symbol
 
 BAND = 32
 """Queries per strip of scores, as in `native/attention.h`."""
-Rule = Callable[[Operator, Sequence[Layout], Sequence[Layout]], KernelCode]
+Rule = Callable[[Operator, Sequence[Layout], Sequence[Layout]], KernelCode | None]
 
 
 def written_kernel(op: Operator, operands: Sequence[Layout], results: Sequence[Layout]) -> KernelCode | None:
-    """The kernel of an operator that has one written by hand, for operands and results that lie in memory so."""
+    """The kernel written by hand for an operator whose operands and results lie in memory so; None if there is none."""
     rule = TEMPLATES.get(op.label)
     return rule(op, operands, results) if rule is not None else None
 
@@ -99,5 +100,6 @@ def _padded(size: Dim, dtype: DType) -> Dim:
 TEMPLATES: dict[str, Rule] = {
     "fused_attention": _attention,
     "fused_attention_grad": _attention_grad,
+    "convolution_weight_grad": depthwise_weight_gradient,
 }
-"""Operator -> the kernel for these layouts."""
+"""Operator -> the kernel for these layouts, None where the library or generated code does better."""

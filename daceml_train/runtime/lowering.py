@@ -14,14 +14,12 @@ from typing import Any
 import sympy
 
 from daceml_train.backends.aten import Result, call_for
-from daceml_train.codegen.depthwise import depthwise_weight_gradient
 from daceml_train.codegen.launch import Layout, generate
 from daceml_train.codegen.templates import has_template, written_kernel
 from daceml_train.errors import Invalid, Refused, Unsupported
 from daceml_train.graph.aliases import is_alias, view_strides
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.graph.memory import bases, overwrites, summands
-from daceml_train.ops.convolution import ConvolutionWeightGrad
 from daceml_train.ops.elementwise import Cast, Full, Iota
 from daceml_train.ops.fallback import Operand
 from daceml_train.ops.kernel import Kernel, Statement
@@ -136,8 +134,8 @@ class _Lowering:
             self.places[node.outputs[0]] = self.alias(node)
         elif isinstance(op, Kernel):
             self.compute(node, op)
-        elif has_template(op):
-            self.written(node)
+        elif self.written(node):
+            pass
         elif op.vendor:
             self.call(node)
         elif op.is_composite:
@@ -150,9 +148,7 @@ class _Lowering:
     def alias(self, node: Node) -> Place:
         name = node.outputs[0]
         home = Home.fresh if self.base(name) in self.visible else Home.arena
-        return self.moved(
-            node.op, self.place(node.inputs[0]), self.graph.tensors[name].shape, str(node.origin), home
-        )
+        return self.moved(node.op, self.place(node.inputs[0]), self.graph.tensors[name].shape, str(node.origin), home)
 
     def moved(self, op: Operator, x: Place, shape: Shape, origin: str, home: Home = Home.arena) -> Place:
         """The place of a movement operator's result: a view of its operand, or of a copy in `home`."""
@@ -264,37 +260,24 @@ class _Lowering:
             scratch.append(self.new_place(Slot(Home.arena, DType.uint8, (bytes_,), (1,))))
         self.program.launches.append(KernelLaunch(number, (*places, *scratch), origin))
 
-    def written(self, node: Node) -> None:
-        """Launch a kernel that is written by hand."""
-        operands = [self.place(name) for name in node.inputs]
-        for name in node.outputs:
-            self.places[name] = self.allocate(name, self.graph.tensors[name])
-        results = [self.places[name] for name in node.outputs]
-        code = written_kernel(node.op, [_layout(p) for p in operands], [_layout(p) for p in results])
-        assert code is not None
-        self.program.codes.append(code)
-        self.start(len(self.program.codes) - 1, (*operands, *results), str(node.origin))
-
-    def native(self, node: Node) -> bool:
-        """Launch code of our own for a vendor operator, where there is some."""
-        if not isinstance(node.op, ConvolutionWeightGrad):
-            return False
-        operands = [self.place(name) for name in node.inputs]
-        key = node.op, tuple(map(_layout, operands)), ()
-        code = depthwise_weight_gradient(node.op, *key[1])
+    def written(self, node: Node) -> bool:
+        """Launch a kernel that is written by hand, where there is one for operands that lie like this."""
+        operands = [self.place(name) for name in node.inputs] if has_template(node.op) else []
+        tensors = [self.graph.tensors[name] for name in node.outputs]
+        layouts = tuple(map(_layout, operands)), tuple(Layout(t.shape, t.strides, t.dtype) for t in tensors)
+        code = written_kernel(node.op, *layouts)
         if code is None:
             return False
-        if key not in self.numbers:
-            self.numbers[key] = len(self.program.codes)
+        if (node.op, *layouts) not in self.numbers:
+            self.numbers[node.op, *layouts] = len(self.program.codes)
             self.program.codes.append(code)
-        (name,) = node.outputs
-        self.places[name] = self.allocate(name, self.graph.tensors[name])
-        self.start(self.numbers[key], (*operands, self.places[name]), str(node.origin))
+        for name, tensor in zip(node.outputs, tensors, strict=True):
+            self.places[name] = self.allocate(name, tensor)
+        results = [self.places[name] for name in node.outputs]
+        self.start(self.numbers[node.op, *layouts], (*operands, *results), str(node.origin))
         return True
 
     def call(self, node: Node) -> None:
-        if self.native(node):
-            return
         graph = self.graph
         operands = tuple(graph.tensors[i] for i in node.inputs)
         results = tuple(graph.tensors[o] for o in node.outputs)
@@ -383,4 +366,3 @@ def _places(argument: Any) -> list[Place]:
     if isinstance(argument, tuple):
         return [p for a in argument for p in _places(a)]
     return []
-

@@ -52,7 +52,7 @@ def test_equals_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         stride, padding, dilation = window
         y = torch.nn.functional.conv2d(x, torch.zeros(c, 1, *kernel, dtype=dtype), None, stride, padding, dilation, c)
         g = torch.randn_like(y).contiguous(memory_format=torch.channels_last)
-        code = depthwise_weight_gradient(operator(c, kernel, *window), layout(g), layout(x))
+        code = depthwise_weight_gradient(operator(c, kernel, *window), [layout(g), layout(x)])
         assert code is not None
         made.append((code, g, x, kernel, window))
     paths = compile_kernels([m[0] for m in made], tmp_path)
@@ -80,7 +80,7 @@ def test_sizes_are_arguments() -> None:
     op = operator(8, (5, 5), (1, 1), (2, 2), (1, 1))
     sizes = [(2, 8, 9, 9), (symbol("s0"), 8, symbol("s1"), 7)]
     layouts = [Tensor(shape, DType.float32, last) for shape in sizes]
-    codes = [depthwise_weight_gradient(op, *[Layout(t.shape, t.strides, t.dtype)] * 2) for t in layouts]
+    codes = [depthwise_weight_gradient(op, [Layout(t.shape, t.strides, t.dtype)] * 2) for t in layouts]
     assert all(codes)
     assert len({code.key for code in codes if code}) == 1
 
@@ -94,10 +94,10 @@ def test_all_else_is_the_librarys(change, order) -> None:
     fields = {"weight_shape": (8, 1, 5, 5), "groups": 8} | change
     op = ConvolutionWeightGrad(stride=(1, 1), padding=(2, 2), dilation=(1, 1), output_padding=(0, 0), **fields)
     t = Tensor((2, 8, 9, 9), DType.float32, order)
-    assert depthwise_weight_gradient(op, *[Layout(t.shape, t.strides, t.dtype)] * 2) is None
+    assert depthwise_weight_gradient(op, [Layout(t.shape, t.strides, t.dtype)] * 2) is None
 
 
 def test_16_bit_types_are_the_librarys() -> None:
     t = Tensor((2, 8, 9, 9), DType.bfloat16, (0, 2, 3, 1))
     op = operator(8, (5, 5), (1, 1), (2, 2), (1, 1))
-    assert depthwise_weight_gradient(op, *[Layout(t.shape, t.strides, t.dtype)] * 2) is None
+    assert depthwise_weight_gradient(op, [Layout(t.shape, t.strides, t.dtype)] * 2) is None
