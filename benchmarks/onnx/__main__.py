@@ -1,6 +1,6 @@
 """ONNX conformance.
 
-    python -m benchmarks.onnx cases                  # the official node and simple cases, about 40 minutes on one core
+    python -m benchmarks.onnx cases                  # the official cases, about ten minutes on one core
     python -m benchmarks.onnx cases --only resize    # those whose name contains a text
     python -m benchmarks.onnx models [NAME...]       # round trips: export, import, train, save, run in ONNX Runtime
     python -m benchmarks.onnx mutations --count 20000
@@ -36,7 +36,7 @@ def main() -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     official = commands.add_parser("cases", help="the official backend cases")
     official.add_argument("--only", default="", help="a part of the names")
-    official.add_argument("--suite", action="append", choices=("node", "simple"))
+    official.add_argument("--suite", action="append", choices=("node", "simple", "light"))
     official.add_argument("--shard", default="0/1", help="i/n: the i-th of n parts; the last one to end joins them")
     official.add_argument("--kernels", default="O3", help="optimisation of kernels; O0 compiles faster")
     official.set_defaults(run=_cases)
@@ -61,7 +61,7 @@ def _cases(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     kernels.FLAGS = tuple(f"-{options.kernels}" if flag == "-O3" else flag for flag in kernels.FLAGS)
     part, parts = map(int, options.shard.split("/"))
-    suites = options.suite or ["node", "simple"]
+    suites = options.suite or ["node", "simple", "light"]
     todo = [(case, suite) for suite in suites for case in cases.cases(suite) if options.only in case.name]
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="daceml_train-onnx-") as cache, _progress() as progress:

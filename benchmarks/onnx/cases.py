@@ -13,6 +13,7 @@ import onnx
 import torch
 from onnx import numpy_helper
 from onnx.backend.test.loader import load_model_tests
+from onnx.backend.test.runner import Runner
 
 import daceml_train as dt
 from daceml_train.driver.module import state_of
@@ -48,9 +49,40 @@ class Outcome:
     breaks: int = 0
 
 
+@dataclass(frozen=True)
+class Light:
+    """A whole network of the suite "light": its weights are constant fills, its output lies beside it."""
+
+    name: str
+    path: Path
+    rtol: float = 1e-3
+    atol: float = 1e-5
+
+    @property
+    def model(self) -> onnx.ModelProto:
+        return onnx.load(self.path)
+
+    @property
+    def data_sets(self) -> list[tuple[list[Any], list[Any]]]:
+        """The inputs that ONNX's own runner makes for these networks, and the stored output."""
+        declared = _inputs(self.model)
+        inputs = [Runner.generate_dummy_data(x, seed=0, name=self.name, random=False) for x in declared]
+        output = onnx.TensorProto.FromString(self.path.with_name(f"{self.path.stem}_output_0.pb").read_bytes())
+        return [(inputs, [output])]
+
+
 def cases(suite: str) -> list[Any]:
-    """The cases of a suite: node or simple."""
+    """The cases of a suite: node, simple or light."""
+    if suite == "light":
+        folder = Path(onnx.__file__).parent / "backend/test/data/light"
+        return [Light(path.stem, path) for path in sorted(folder.glob("*.onnx"))]
     return list(load_model_tests(kind=suite))
+
+
+def _inputs(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
+    """The graph's inputs that are no initializers."""
+    held = {tensor.name for tensor in model.graph.initializer}
+    return [value for value in model.graph.input if value.name not in held]
 
 
 def run(case: Any, suite: str, cache: str) -> Outcome:
@@ -91,7 +123,7 @@ def _data(case: Any, model: onnx.ModelProto) -> Iterator[tuple[list[Any], list[A
         return
     for folder in sorted(Path(case.model_dir).glob("test_data_set_*")):
         yield (
-            [_stored(folder / f"input_{i}.pb", each) for i, each in enumerate(model.graph.input)],
+            [_stored(folder / f"input_{i}.pb", each) for i, each in enumerate(_inputs(model))],
             [_stored(folder / f"output_{i}.pb", each) for i, each in enumerate(model.graph.output)],
         )
 
