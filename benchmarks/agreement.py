@@ -20,7 +20,9 @@ import daceml_train as dt
 from benchmarks.networks import NETWORKS, Network, Problem
 
 FACTOR, FLOOR = 10.0, 2e-5
-"""An error may be this many times eager's error against float64, or this large relative to the exact value."""
+"""An error may be this many times eager's error against float64, or this large relative to the exact value. Of eager
+execution's layouts the worse one counts: for gradients in front of BatchNorm and ReLU6 they differ by more than ten
+times, for no reason but another order of sums."""
 
 
 class Disagreement(Exception):
@@ -31,7 +33,7 @@ def agreement(network: Network, small: bool = False) -> float:
     """The largest error relative to what is allowed, without dropout. Raises `Disagreement` above 1."""
     build = functools.partial(network.build, small=small, dropout=False)
     exact = _gradients(build(double=True))
-    eager = _gradients(build())
+    eager = [_gradients(build(channels_last=last)) for last in ((False, True) if network.images else (False,))]
     whole = _step_gradients(build())
     drop_in = build()
     module = _gradients(Problem(dt.optimize(drop_in.model), *_rest(drop_in)))
@@ -39,7 +41,7 @@ def agreement(network: Network, small: bool = False) -> float:
     worst = 0.0
     for name, value in exact.items():
         scale = max(float(value.norm()), 1e-3 * typical)
-        allowed = FACTOR * float((eager[name] - value).norm()) / scale + FLOOR
+        allowed = FACTOR * max(float((found[name] - value).norm()) for found in eager) / scale + FLOOR
         for path, found in (("training_step", whole), ("optimize", module)):
             error = float((found[name] - value).norm()) / scale
             if not error <= allowed:
