@@ -158,7 +158,7 @@ def _train(row: Row, trip: Trip, original: torch.nn.Module, optimized: torch.nn.
             loss.backward()
             losses.append(loss.detach())
         row.loss = max(row.loss, _relative(losses[1], losses[0]))
-        scale = max(float(p.grad.abs().max()) for p in theirs.values() if p.grad is not None and p.grad.numel())
+        scale = max(float(p.grad.to_dense().abs().max()) for p in theirs.values() if p.grad is not None)
         for name, parameter in theirs.items():
             if parameter.grad is None or name not in used:
                 if parameter.grad is not None and bool(parameter.grad.abs().max() > 0):

@@ -36,6 +36,8 @@ class Call:
     arguments: tuple[Any, ...]
     overload: str = ""
     returns: tuple[int | None, ...] = (0,)
+    dense_rows: tuple[int, ...] = ()
+    """Operands of which the library takes for granted, without looking, that the last dimension has stride 1."""
 
     @property
     def direct(self) -> bool:
@@ -111,14 +113,15 @@ def _pad(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> 
 def _attention(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
     mask = Operand(3) if len(operands) > 3 else None
     arguments = (Operand(0), Operand(1), Operand(2), 0.0, op.causal, mask, op.scale)
-    return Call("aten::_scaled_dot_product_flash_attention_for_cpu", arguments, returns=(0, 1))
+    target = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    return Call(target, arguments, returns=(0, 1), dense_rows=(0, 1, 2))
 
 
 def _attention_grad(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
     mask = Operand(6) if len(operands) > 6 else None
     arguments = (*(Operand(i) for i in range(6)), 0.0, op.causal, mask, op.scale)
     target = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
-    return Call(target, arguments, returns=(0, 1, 2))
+    return Call(target, arguments, returns=(0, 1, 2), dense_rows=(0, 1, 2, 3, 4))
 
 
 def _index(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:

@@ -283,6 +283,10 @@ class _Lowering:
         results = tuple(graph.tensors[o] for o in node.outputs)
         call = call_for(node.op, operands, results)
         places = [self.place(name) for name in node.inputs]
+        for index in call.dense_rows:
+            x = places[index]
+            if not same(x.strides[-1], 1) and not same(x.shape[-1], 1):
+                places[index] = self.copy_of(x, x.shape, Home.arena, str(node.origin))
         made = {index for index in call.returns if index is not None}
         updates = dict(node.op.updates)
         for index, name in enumerate(node.outputs):
