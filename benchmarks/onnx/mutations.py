@@ -12,7 +12,6 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-import onnx
 from onnx.backend.test.loader import load_model_tests
 
 import daceml_train as dt
@@ -117,6 +116,3 @@ def _reader(pipe: Connection) -> None:
         except Exception as error:
             answer = f"{type(error).__name__}: {error}"[:200]
         pipe.send_bytes(answer.encode())
-
-
-__all__ = ["mutate", "onnx", "run"]

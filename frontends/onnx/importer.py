@@ -84,8 +84,6 @@ class Imported:
     inputs: list[str]
     outputs: list[str]
     constants: list[Constant]
-    nodes: dict[int, str]
-    notes: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -101,9 +99,7 @@ class Importer:
     train_mode: bool
     types: Mapping[str, onnx.TypeProto]
     lines: list[str] = field(default_factory=list)
-    nodes: dict[int, str] = field(default_factory=dict)
     namespace: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
     _names: set[str] = field(default_factory=set)
     _references: dict[Callable[..., Any], str] = field(default_factory=dict)
     _count: int = 0
@@ -141,8 +137,6 @@ class Importer:
             inputs,
             names,
             list(self._used.values()),
-            self.nodes,
-            self.notes,
         )
 
     # ---- graphs -----------------------------------------------------------------------------------------------------
@@ -430,8 +424,6 @@ class Importer:
     def emit(self, text: str, comment: str) -> None:
         comment = " ".join(comment.split())
         self.lines.append("    " * self._depth + text + (f"  # {comment}" if comment else ""))
-        if comment:
-            self.nodes[len(self.lines)] = comment
 
     def expectation(self, name: str, value: onnx.ValueInfoProto) -> None:
         """A check of an input against its declared type and fixed extents."""

@@ -16,7 +16,7 @@ from daceml_train.errors import Invalid
 from daceml_train.frontends.onnx.importer import Imported, Importer
 from daceml_train.frontends.onnx.naming import homes
 from daceml_train.frontends.onnx.reading import Source, inlined, opsets, read, value_types
-from daceml_train.frontends.onnx.weights import Trainable, trainable
+from daceml_train.frontends.onnx.weights import FLOATS, Trainable, trainable
 from daceml_train.plugins import ONNX_OPERATORS, load_plugins
 
 
@@ -101,7 +101,7 @@ def _build(source: Source, choice: Trainable, train_mode: bool, supplied: Mappin
         _place(made, constant.path, values, constant.trainable, persistent=initializer)
         if initializer:
             made.held.append(Held(constant.name, constant.path, constant.trainable))
-    made.notes = imported.notes + _remarks(flat, train_mode)
+    made.notes = _remarks(flat, train_mode) + _still(flat.graph, made.held)
     made.skeleton = _skeleton(source, {entry.name for entry in made.held})
     return made
 
@@ -158,6 +158,16 @@ def _remarks(proto: onnx.ModelProto, train_mode: bool) -> list[str]:
             "there is no BatchNormalization; where the exporter folded it into convolutions it cannot come back"
         )
     return notes
+
+
+def _still(graph: onnx.GraphProto, held: list[Held]) -> list[str]:
+    """Floating-point arrays that do not train, by name, so that none is frozen unsaid."""
+    floats = {tensor.name for tensor in graph.initializer if tensor.data_type in FLOATS and tensor.dims}
+    names = [entry.name for entry in held if entry.name in floats and not entry.trainable]
+    if not names:
+        return []
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return [f"these arrays are buffers and do not train, unless trainable names them: {', '.join(names[:8])}{more}"]
 
 
 def _skeleton(source: Source, held: set[str]) -> onnx.ModelProto:

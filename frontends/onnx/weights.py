@@ -11,7 +11,7 @@ from daceml_train.errors import Invalid
 
 Trainable = Callable[[str], bool] | Iterable[str] | bool | None
 
-_FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 _WEIGHTS: dict[str, tuple[int, ...]] = {
     "Conv": (1, 2),
@@ -59,7 +59,7 @@ def trainable(graph: onnx.GraphProto, choice: Trainable) -> set[str]:
     `choice`: None for the default; True for every floating-point one, False for none; names, or a predicate over names.
     Raises `Invalid` for a name that is no floating-point initializer.
     """
-    floats = {tensor.name for tensor in graph.initializer if tensor.data_type in _FLOATS}
+    floats = {tensor.name for tensor in graph.initializer if tensor.data_type in FLOATS}
     if choice is None:
         sizes = {tensor.name: list(tensor.dims) for tensor in graph.initializer if tensor.name in floats}
         noted = {value.name: _note(value) for value in graph.value_info if value.name in floats}
