@@ -20,6 +20,7 @@ from daceml_train.frontends.torch.draws import Randomness
 from daceml_train.passes.pipeline import Pipeline, Watcher
 from daceml_train.plugins import OPERATORS, PASSES, load_plugins
 from daceml_train.runtime.cache import Cache, default_folder
+from daceml_train.runtime.gradients import Clipping
 from daceml_train.transformations.pipelines import TRAINING
 
 Progress = Callable[[int, int], None]
@@ -66,6 +67,10 @@ def training_step(
     keep_gradients: bool = False,
     micro_batches: int = 1,
     reduction: Reduction = "mean",
+    clip_norm: float | None = None,
+    norm_type: float = 2.0,
+    clip_value: float | None = None,
+    scaler: torch.amp.GradScaler | None = None,
     pipeline: Pipeline | str | Path = TRAINING,
     cache: Path | str | None = None,
     jobs: int | None = None,
@@ -79,15 +84,22 @@ def training_step(
 
     With `micro_batches`, each batch is cut into so many parts along its tensors' first dimension, whose gradients are
     added up before one update: the memory of a part instead of that of the batch. `reduction` says what `loss` does
-    over a batch; see `driver.micro_batches`. See `TrainingStep` for the meaning of a step and `optimize` for the other
+    over a batch; see `driver.micro_batches`. `clip_norm` and `clip_value` clip the gradients of the optimizer's
+    parameters before the update, as `torch.nn.utils.clip_grad_norm_(..., norm_type=norm_type)` and `clip_grad_value_`
+    do; `step.gradient_norm` is then the norm before. With a `scaler` the step goes through it: the loss is scaled,
+    gradients are unscaled (and then clipped), the update is left out where one is not finite, and the scale adapts.
+    See `TrainingStep` for the meaning of a step and `optimize` for the other
     options.
     """
     chosen = options(pipeline, cache, jobs, observe, watch, progress, dynamic, random)
+    clipping = Clipping(clip_norm, norm_type, clip_value)
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise Invalid(f"scaler is a torch.amp.GradScaler, given {type(scaler).__name__}")
     if micro_batches != 1:
         if keep_gradients:
             raise Invalid("keep_gradients and micro_batches exclude each other: no call has the whole gradient")
-        return MicroBatchedStep(model, loss, optimizer, chosen, micro_batches, reduction)
-    return TrainingStep(model, loss, optimizer, chosen, keep_gradients)
+        return MicroBatchedStep(model, loss, optimizer, chosen, micro_batches, reduction, clipping, scaler)
+    return TrainingStep(model, loss, optimizer, chosen, keep_gradients, clipping, scaler)
 
 
 def options(

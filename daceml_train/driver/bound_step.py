@@ -18,12 +18,14 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from daceml_train.driver.binding import SEED, memory_span, sizes_of
-from daceml_train.driver.compilation import ACCUMULATED, WholeStep
+from daceml_train.driver.compilation import WholeStep
+from daceml_train.driver.joint import ACCUMULATED
 from daceml_train.errors import ExecutionError, Unsupported
 from daceml_train.frontends.torch.capture import Captured
 from daceml_train.frontends.torch.draws import Draw
 from daceml_train.runtime.executable import BoundPlan, torch_dtype
 from daceml_train.runtime.executor import Leaves
+from daceml_train.runtime.gradients import SCALER, scaler_state, scaling_of
 from daceml_train.runtime.program import ProgramInput
 
 _END = object()
@@ -101,8 +103,11 @@ class BoundStep:
         code_globals: dict[str, Any],
         effects: bool,
         accumulated: Mapping[int, torch.Tensor],
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        self.accumulated = accumulated
+        self.accumulated, self.scaler, self.scaling = accumulated, scaler, scaling_of(scaler)
+        self.norm: torch.Tensor | None = None
+        """The norm of the last call's gradients before they were clipped by it."""
         self.step, self.guard, self.optimizer = step, guard, optimizer
         self.effects = effects
         """Whether the code that Dynamo made does more than compute the loss."""
@@ -142,7 +147,8 @@ class BoundStep:
         held = {id(t) for t in self.same.values}
         sources = {source.name: source for source in captured.inputs}
         rates = torch.frombuffer(self.rates, dtype=torch.float64)
-        state = [self._state(by_name[p], name) for p, name in step.state]
+        scaling = self._scaler_state(next(iter(by_name.values())).device)
+        state = [scaling[name] if name in SCALER else self._state(by_name[p], name) for p, name in step.state]
         further = iter([*rates[: step.rates].unbind(), *state])
         self.addresses = (ctypes.c_void_p * len(program.inputs))()
         self.arguments: list[Argument] = []
@@ -184,6 +190,10 @@ class BoundStep:
         buffers = [by_name[n] for n in captured.graph.writes if n in by_name]
         self.buffers = frozenset(t.untyped_storage()._cdata for t in buffers)
 
+    def _scaler_state(self, device: torch.device) -> dict[str, torch.Tensor]:
+        self.scale = {} if self.scaler is None or self.scaling is None else scaler_state(self.scaler, device)
+        return self.scale
+
     def _state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         held = self.accumulated[id(parameter)] if name == ACCUMULATED else self.optimizer.state[parameter][name]
         assert isinstance(held, torch.Tensor)
@@ -196,6 +206,10 @@ class BoundStep:
         if optimizer.state is not self.state_object or not self.same.holds() or any(self.empty_hooks):
             return False
         if len(optimizer.param_groups) != len(self.groups) or optimizer.__dict__.get("step") is not self.patched:
+            return False
+        if scaling_of(self.scaler) != self.scaling:
+            return False
+        if any(getattr(self.scaler, name) is not tensor for name, tensor in self.scale.items()):
             return False
         for group, (bound, options, parameters) in zip(optimizer.param_groups, self.groups, strict=True):
             if group is not bound or _options(group) != options or len(group["params"]) != len(parameters):
@@ -237,6 +251,7 @@ class BoundStep:
         if keep_gradients:
             for parameter, gradient in zip(self.kept, outputs[1:], strict=False):
                 parameter.grad = _laid_out_like(parameter, gradient)
+        self.norm = outputs.pop() if self.step.norm else None
         if self.first:
             made = outputs[1 + len(self.kept) :]
             owners = dict(zip(self.step.trained, self.trained, strict=True))

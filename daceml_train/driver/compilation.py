@@ -21,17 +21,14 @@ from daceml_train.autodiff.partition import partition
 from daceml_train.autodiff.reverse import differentiate, reached_arrays, reaching
 from daceml_train.codegen.compile import compile_kernels, load
 from daceml_train.codegen.launch import KernelCode
+from daceml_train.driver.joint import Trained, joint_graph, refuse_sparse
 from daceml_train.driver.observation import Observation
-from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.draws import Randomness
 from daceml_train.graph.graph import Graph, Input, Role
 from daceml_train.graph.text import canonical_text
 from daceml_train.graph.traffic import total, traffic
-from daceml_train.ops.elementwise import Full
-from daceml_train.ops.embedding import EmbeddingGrad
 from daceml_train.ops.fallback import Aten
-from daceml_train.ops.operator import REGISTRY, Operator, Value
-from daceml_train.ops.optimizer import SGDUpdate
+from daceml_train.ops.operator import REGISTRY
 from daceml_train.passes.base import without_dead_code
 from daceml_train.passes.pipeline import Pipeline, Step, Watcher
 from daceml_train.plugins import source_key
@@ -39,11 +36,11 @@ from daceml_train.runtime.cache import Cache, default_folder
 from daceml_train.runtime.cost import Cost, costs
 from daceml_train.runtime.executable import Executable
 from daceml_train.runtime.executor import Arena
+from daceml_train.runtime.gradients import PLAIN, GradientOptions
 from daceml_train.runtime.lowering import lower
-from daceml_train.runtime.optimizers import Update
 from daceml_train.runtime.products import Products
 from daceml_train.runtime.program import CallLaunch, KernelLaunch, Place, Program
-from daceml_train.tensor import Dim, DType, Tensor, channels_last, same_shape
+from daceml_train.tensor import Dim, Tensor, channels_last, same_shape
 from daceml_train.transformations.pipelines import TRAINING
 
 
@@ -166,7 +163,7 @@ def _differentiable(graph: Graph, wrt: Sequence[str], outputs: Sequence[int], op
     gradients = {name: value for name, value in found.items() if value is not None}
     joint = joint if gradients else graph  # which has no cotangents
     read = [name for node in joint.nodes for name in node.inputs]
-    _refuse_sparse(joint, [*read, *(value.name for value in gradients.values())])
+    refuse_sparse(joint, [*read, *(value.name for value in gradients.values())])
     joint.outputs += [value.name for value in gradients.values()]
     _measure_captured(joint, record)
     joint = options.pipeline.run(joint, ("intra_operator",), watch)
@@ -210,34 +207,14 @@ def _link_pair(pair: _Pair, options: Options) -> Differentiable:
     )
 
 
-ACCUMULATED = "accumulated"
-"""The name of the state in which gradients of micro-batches are added up; no optimizer has it."""
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A parameter that a step updates: its input, its update, and the position of its learning rate."""
-
-    parameter: str
-    update: Update
-    rate: int
-    first: bool = False
-    """Whether the step makes the state, rather than reading it."""
-    accumulates: bool = False
-    """Whether the gradient is only added to what is accumulated, and nothing updated."""
-    accumulated: bool = False
-    """Whether the update uses what is accumulated, with this gradient."""
-    share: float = 1.0
-    """By which the gradient is multiplied."""
-
-
 @dataclass
 class WholeStep:
     """A training step as one program.
 
     Its inputs are the captured ones, then one float64 learning rate per group (`rates`), then the state of each
-    trained parameter (`state` names them as (parameter, state name)). Outputs: the loss, then gradients of
-    `gradients`, then for first steps the state they make, in the order of `made`.
+    trained parameter (`state` names them as (parameter, state name); those of no parameter are the loss scaler's).
+    Outputs: the loss, then gradients of `gradients`, then for first steps the state they make, in the order of `made`,
+    then, if gradients are clipped by their norm, that norm.
     """
 
     executable: Executable
@@ -246,6 +223,7 @@ class WholeStep:
     trained: tuple[str, ...]
     gradients: tuple[str, ...]
     made: tuple[tuple[str, str], ...]
+    norm: bool
     records: list[Record]
 
 
@@ -257,6 +235,7 @@ class _Step:
     trained: tuple[str, ...]
     gradients: tuple[str, ...]
     made: tuple[tuple[str, str], ...]
+    norm: bool
     records: list[Record]
 
 
@@ -266,6 +245,7 @@ def compile_step(
     keep_gradients: Sequence[str],
     options: Options,
     arena: Arena | None = None,
+    gradients: GradientOptions = PLAIN,
 ) -> WholeStep:
     """Compile a captured graph whose first output is the loss into a step with gradients and update.
 
@@ -274,104 +254,22 @@ def compile_step(
     updates = "; ".join(
         f"{t.parameter} {t.rate} {t.first} {t.update} {t.accumulates} {t.accumulated} {t.share!r}" for t in trained
     )
-    description = f"step keep={tuple(keep_gradients)} updates={updates}"
-    step = _cached(graph, description, options, lambda: _step(graph, trained, keep_gradients, options))
+    description = f"step keep={tuple(keep_gradients)} updates={updates} {gradients}"
+    step = _cached(graph, description, options, lambda: _step(graph, trained, keep_gradients, options, gradients))
     return _link_step(step, options, arena)
 
 
-@dataclass
-class Joint:
-    """A step as one graph, before the passes that see all of it; the fields are those of `WholeStep`."""
-
-    graph: Graph
-    rates: int
-    state: list[tuple[str, str]]
-    trained: list[str]
-    gradients: tuple[str, ...]
-    made: list[tuple[str, str]]
-
-
-def joint_graph(graph: Graph, trained: Sequence[Trained], keep: Sequence[str]) -> Joint:
-    """A captured graph whose first output is the loss, with gradients and update appended."""
-    graph = graph.copy()
-    loss = graph.value(graph.outputs[0])
-    (one,) = graph.emit(Full(1.0, loss.shape, loss.dtype))
-    wrt = list(dict.fromkeys([*(t.parameter for t in trained), *keep]))
-    gradients = differentiate(graph, {loss.name: one}, wrt)
-    graph.outputs = [loss.name]
-    kept = tuple(name for name in keep if gradients[name] is not None)
-    graph.outputs += [g.name for name in kept if (g := gradients[name]) is not None]
-    rates = max((t.rate for t in trained), default=-1) + 1
-    rate = [graph.input(graph.fresh(f"rate{i}"), Tensor((), DType.float64), Role.state) for i in range(rates)]
-    joint = Joint(graph, rates, [], [], kept, [])
-    for entry in trained:
-        gradient = gradients[entry.parameter]
-        if gradient is not None:
-            _append_update(joint, entry, gradient, rate[entry.rate])
-    joint.graph = without_dead_code(graph)
-    read = (name for node in joint.graph.nodes if not _plain_descent(node.op) for name in node.inputs)
-    _refuse_sparse(joint.graph, [*read, *joint.graph.outputs])
-    return joint
-
-
-def _plain_descent(op: Operator) -> bool:
-    """Whether an update gives the same result for a sparse gradient as for a dense one."""
-    return isinstance(op, SGDUpdate) and not op.momentum and not op.weight_decay
-
-
-def _refuse_sparse(graph: Graph, names: Sequence[str]) -> None:
-    """Raise `Unsupported` if one of these arrays is a sparse tensor in PyTorch."""
-    producers = graph.producers()
-    for name in names:
-        node = producers.get(name)
-        if node is not None and isinstance(node.op, EmbeddingGrad) and node.op.sparse:
-            raise Unsupported(
-                "the gradient of an embedding with sparse=True is a sparse tensor, which only plain SGD inside a "
-                "training step takes as it is",
-                where=str(node.origin),
-            )
-
-
-def _append_update(joint: Joint, entry: Trained, gradient: Value, rate: Value) -> None:
-    graph = joint.graph
-    joint.trained.append(entry.parameter)
-    p = graph.value(graph.writes.get(entry.parameter, entry.parameter))  # as the forward pass left it
-    if entry.share != 1:
-        gradient = gradient * entry.share
-    if entry.accumulates or entry.accumulated:
-        label = graph.fresh(f"{entry.parameter}_{ACCUMULATED}")
-        total = graph.input(label, p.tensor, Role.state, graph.inputs[entry.parameter].path)
-        joint.state.append((entry.parameter, ACCUMULATED))
-        gradient = total + gradient
-        if entry.accumulates:
-            graph.write(label, gradient)
-            return
-    before = []
-    if not entry.first:
-        for name in entry.update.state:
-            tensor = Tensor((), DType.float32) if name == "step" else p.tensor
-            label = graph.fresh(f"{entry.parameter}_{name}")
-            before.append(graph.input(label, tensor, Role.state, graph.inputs[entry.parameter].path))
-            joint.state.append((entry.parameter, name))
-    after = entry.update.emit(p, gradient, rate, before)
-    graph.write(entry.parameter, after[0])
-    if entry.first:
-        joint.made += [(entry.parameter, name) for name in entry.update.state]
-        graph.outputs += [value.name for value in after[1:]]
-    else:
-        for old, new in zip(before, after[1:], strict=True):
-            graph.write(old.name, new)
-
-
-def _step(graph: Graph, trained: Sequence[Trained], keep: Sequence[str], options: Options) -> _Step:
+def _step(
+    graph: Graph, trained: Sequence[Trained], keep: Sequence[str], options: Options, gradients: GradientOptions
+) -> _Step:
     record = Record(graph.name)
     watch = _watcher(record, options)
-    joint = joint_graph(options.pipeline.run(graph, ("forward",), watch), trained, keep)
+    joint = joint_graph(options.pipeline.run(graph, ("forward",), watch), trained, keep, gradients)
     _measure_captured(joint.graph, record)
     whole = options.pipeline.run(joint.graph, ("intra_operator",), watch)
     program = _lowered(whole, options, record, watch)
     state, made, updated = tuple(joint.state), tuple(joint.made), tuple(joint.trained)
-    return _Step(program, joint.rates, state, updated, joint.gradients, made, [record])
+    return _Step(program, joint.rates, state, updated, joint.gradients, made, joint.norm, [record])
 
 
 def _link_step(step: _Step, options: Options, arena: Arena | None = None) -> WholeStep:
@@ -379,7 +277,8 @@ def _link_step(step: _Step, options: Options, arena: Arena | None = None) -> Who
     step.records[0].executable = executable = Executable(
         step.program, addresses, arena, Products(options.cache.products)
     )
-    return WholeStep(executable, step.rates, step.state, step.trained, step.gradients, step.made, step.records)
+    made, norm = step.made, step.norm
+    return WholeStep(executable, step.rates, step.state, step.trained, step.gradients, made, norm, step.records)
 
 
 Entry = TypeVar("Entry", _Pair, _Step)

@@ -14,9 +14,11 @@ from typing import Any, Literal
 import torch
 import torch.utils._pytree as pytree
 
-from daceml_train.driver.compilation import Options, Trained
+from daceml_train.driver.compilation import Options
+from daceml_train.driver.joint import Trained
 from daceml_train.driver.step import Loss, TrainingStep
 from daceml_train.errors import Invalid, Unsupported
+from daceml_train.runtime.gradients import Clipping
 
 Reduction = Literal["mean", "sum"]
 """What a loss does over a batch: with "mean" each of n parts counts 1/n, with "sum" each counts whole."""
@@ -47,14 +49,16 @@ class MicroBatchedStep(TrainingStep):
         options: Options,
         count: int,
         reduction: Reduction = "mean",
+        clipping: Clipping | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise Invalid(f"micro_batches is a positive whole number, given {count!r}")
         if reduction not in ("mean", "sum"):
             raise Invalid(f"reduction is 'mean' or 'sum', given {reduction!r}")
-        super().__init__(model, loss, optimizer, options)
+        super().__init__(model, loss, optimizer, options, clipping=clipping, scaler=scaler)
         self.count, self.share = count, 1 / count if reduction == "mean" else 1.0
-        self.accumulating = _Accumulating(model, loss, optimizer, options)
+        self.accumulating = _Accumulating(model, loss, optimizer, options, scaler=scaler)
         self.accumulating.share = self.share
         self.accumulating.arenas, self.accumulating.accumulated = self.arenas, self.accumulated
         self.accumulating.records = self.records
@@ -95,9 +99,9 @@ class MicroBatchedStep(TrainingStep):
         total = None
         for inputs, targets in parts:
             loss = self._loss_in_pieces(None, inputs, targets) * self.share
-            loss.backward()
+            self._backward_in_pieces(loss)
             total = loss.detach() if total is None else total + loss.detach()
-        self.optimizer.step()
+        self._update_in_pieces()
         for parameter in parameters:
             parameter.grad = None
         assert total is not None

@@ -17,7 +17,8 @@ import torch.utils._pytree as pytree
 
 from daceml_train.driver.binding import input_tensors
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks, hook_tables, step_hooks
-from daceml_train.driver.compilation import ACCUMULATED, Options, Record, Trained, WholeStep, compile_step, joint_graph
+from daceml_train.driver.compilation import Options, Record, WholeStep, compile_step
+from daceml_train.driver.joint import ACCUMULATED, Trained, joint_graph
 from daceml_train.driver.module import optimized, state_of
 from daceml_train.driver.tracing import RECOMPILATIONS, describe, has_effects, reason, tracing, with_own_code
 from daceml_train.errors import Invalid, Unmet, Unsupported
@@ -25,6 +26,7 @@ from daceml_train.frontends.torch.capture import Captured, capture
 from daceml_train.graph.graph import Graph
 from daceml_train.passes.pipeline import Pipeline
 from daceml_train.runtime.executor import Arena
+from daceml_train.runtime.gradients import SCALER, Clipping, GradientOptions, scaling_of
 from daceml_train.runtime.optimizers import initial_state, makes_its_state, ready, update_of
 
 Loss = Callable[..., torch.Tensor]
@@ -60,8 +62,13 @@ class TrainingStep:
         optimizer: torch.optim.Optimizer,
         options: Options,
         keep_gradients: bool = False,
+        clipping: Clipping | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         _check(model, loss, optimizer)
+        self.clipping, self.scaler = clipping or Clipping(), scaler
+        self.gradient_norm: torch.Tensor | None = None
+        """The norm of the last step's gradients before they were clipped by it."""
         self.model, self.loss, self.optimizer = model, loss, optimizer
         self.options, self.keep_gradients = options, keep_gradients
         self.records: list[Record] = []
@@ -112,6 +119,8 @@ class TrainingStep:
         self, key: Any, flat: Sequence[Any], bound: BoundStep, inputs: Any, targets: tuple[Any, ...]
     ) -> torch.Tensor | None:
         loss = bound.run(flat, self.keep_gradients)
+        if loss is not None:
+            self.gradient_norm = bound.norm
         if loss is not None and bound.effects:
             self._repeat_effects(bound, key, loss, inputs, targets)
         if loss is not None and bound.first:
@@ -134,7 +143,7 @@ class TrainingStep:
         flat = pytree.tree_leaves((inputs, *targets))
         trained, kept = self._wanted(input_tensors(captured, arguments), {id(t) for t in flat})
         graph = captured.graph if forward is None else forward.run(captured.graph, ("forward",))
-        return joint_graph(graph, trained, kept).graph
+        return joint_graph(graph, trained, kept, self._gradients()).graph
 
     # ---- binding ------------------------------------------------------------------------------------------------
     def _objective(self, inputs: Any, *targets: Any) -> torch.Tensor:
@@ -250,7 +259,8 @@ class TrainingStep:
             raise Unsupported("an argument requires a gradient")
         step = self._compiled(captured, *self._wanted(by_name, given))
         for name, entry in step.state:
-            self._make_state(by_name[name], entry)
+            if entry not in SCALER:
+                self._make_state(by_name[name], entry)
         return BoundStep(
             captured,
             step,
@@ -263,6 +273,7 @@ class TrainingStep:
             self._code.__globals__,
             effects,
             self.accumulated,
+            self.scaler,
         )
 
     def _wanted(self, by_name: Mapping[str, torch.Tensor], given: set[int]) -> tuple[list[Trained], list[str]]:
@@ -281,20 +292,24 @@ class TrainingStep:
             raise Unsupported("a parameter has a gradient hook")
         return trained, list(leaves) if self.keep_gradients else []
 
+    def _gradients(self) -> GradientOptions:
+        return GradientOptions(self.clipping, scaling_of(self.scaler))
+
     def _make_state(self, parameter: torch.Tensor, name: str) -> None:
         if name == ACCUMULATED:
             self.accumulated.setdefault(id(parameter), torch.zeros_like(parameter.detach()))
             return
         state = self.optimizer.state[parameter]
         if not isinstance(state.get(name), torch.Tensor):
-            state[name] = initial_state(name, parameter)
+            state[name] = initial_state(name, parameter, self.optimizer)
 
     def _compiled(self, captured: Captured, trained: Sequence[Trained], kept: Sequence[str]) -> WholeStep:
-        key = (id(captured), tuple(trained), tuple(kept))
+        gradients = self._gradients()
+        key = (id(captured), tuple(trained), tuple(kept), gradients)
         if key not in self._steps:
             if not self.arenas:
                 self.arenas.append(Arena())
-            step = compile_step(captured.graph, trained, kept, self.options, self.arenas[0])
+            step = compile_step(captured.graph, trained, kept, self.options, self.arenas[0], gradients)
             step.records[0].fallbacks = step.records[0].fallbacks or [(t, str(o)) for t, o in captured.fallbacks]
             self._steps[key] = captured, step  # `captured` is held so that its id stays its own
             self.records += step.records
@@ -307,14 +322,30 @@ class TrainingStep:
         parameters = self._parameters()
         for parameter in parameters:
             parameter.grad = None
-        loss.backward()
-        self.optimizer.step()
+        self._backward_in_pieces(loss)
+        self._update_in_pieces()
         if not self.keep_gradients:
             for parameter in parameters:
                 parameter.grad = None
         self._worked = self._worked or describe([inputs, *targets])
         self._warn(key)
         return loss.detach()
+
+    def _backward_in_pieces(self, loss: torch.Tensor) -> None:
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        scaled.backward()
+
+    def _update_in_pieces(self) -> None:
+        """Unscale, clip, update and adapt the scale, by PyTorch."""
+        clipped = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if self.scaler is None:
+            self.gradient_norm = self.clipping.apply(clipped)
+            self.optimizer.step()
+            return
+        self.scaler.unscale_(self.optimizer)
+        self.gradient_norm = self.clipping.apply(clipped)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
 
     def _loss_in_pieces(self, key: Any, inputs: Any, targets: Sequence[Any]) -> torch.Tensor:
         """The loss, of the compiled model under PyTorch's autograd."""

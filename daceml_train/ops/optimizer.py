@@ -52,10 +52,7 @@ class SGDUpdate(Operator):
 
     def lower(self, b: Builder, *operands: Value) -> Sequence[Value]:
         p, grad, lr, *buffer = operands
-        if self.maximize:
-            grad = -grad
-        if self.weight_decay:
-            grad = grad + p * self.weight_decay
+        grad = _directed(grad, p, self.maximize, self.weight_decay)
         made: list[Value] = []
         if self.momentum:
             following = buffer[0] * self.momentum + grad * (1 - self.dampening) if buffer else grad
@@ -119,6 +116,92 @@ class AdamUpdate(Operator):
     def flops(self, *operands: Tensor) -> Dim:
         decay = (1 if self.decoupled else 2) if self.weight_decay else 0
         return simplify((22 + decay + self.amsgrad + self.maximize) * operands[0].size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RMSpropUpdate(Operator):
+    """`torch.optim.RMSprop`.
+
+    Operands: p, grad, lr, step, square_avg, with momentum momentum_buffer, and if `centered` grad_avg. Results: the
+    next p, step and state, in the same order.
+    """
+
+    name = "rmsprop_update"
+    operands = ("p", "grad", "lr", "step", "*state")
+    results = ("next_p", "next_step", "*next_state")
+    alpha: float = 0.99
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    centered: bool = False
+    maximize: bool = False
+
+    def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        p, grad, lr, step, *state = operands
+        check_update(self, p, grad, (lr, step), state)
+        expected = 1 + (self.momentum > 0) + self.centered
+        if len(state) != expected:
+            raise Invalid(f"rmsprop_update expects {expected} state arrays, given {len(state)}")
+        return p, step, *(p for _ in state)
+
+    def lower(self, b: Builder, *operands: Value) -> Sequence[Value]:
+        p, grad, lr, step, square_avg, *more = operands
+        grad = _directed(grad, p, self.maximize, self.weight_decay)
+        made = [square_avg * self.alpha + grad * grad * (1 - self.alpha)]
+        average = made[0]
+        buffer = [more[0] * self.momentum] if self.momentum > 0 else []
+        if self.centered:
+            center = _lerp(more[-1], grad, 1 - self.alpha)
+            average = average - center * center
+        average = average.unary("sqrt") + self.eps
+        if buffer:
+            made.append(buffer[0] + grad / average)
+        if self.centered:
+            made.append(center)
+        rate = lr.cast(p.dtype)
+        following = p - made[1] * rate if buffer else p - grad * rate / average
+        return following, step + 1.0, *made
+
+    def flops(self, *operands: Tensor) -> Dim:
+        more = 2 * (self.momentum > 0) + 5 * self.centered + 2 * bool(self.weight_decay) + self.maximize
+        return simplify((15 + more) * operands[0].size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdagradUpdate(Operator):
+    """`torch.optim.Adagrad`: operands p, grad, lr, step and sum; results the next p, step and sum."""
+
+    name = "adagrad_update"
+    operands = ("p", "grad", "lr", "step", "sum")
+    results = ("next_p", "next_step", "next_sum")
+    lr_decay: float = 0.0
+    eps: float = 1e-10
+    weight_decay: float = 0.0
+    maximize: bool = False
+
+    def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        p, grad, lr, step, *state = operands
+        check_update(self, p, grad, (lr, step), state)
+        return p, step, p
+
+    def lower(self, b: Builder, *operands: Value) -> Sequence[Value]:
+        p, grad, lr, step, total = operands
+        grad = _directed(grad, p, self.maximize, self.weight_decay)
+        rate = lr.cast(DType.float64)
+        if self.lr_decay:
+            rate = rate / (step.cast(DType.float64) * self.lr_decay + 1.0)
+        total = total + grad * grad
+        return p - grad * rate.cast(p.dtype) / (total.unary("sqrt") + self.eps), step + 1.0, total
+
+    def flops(self, *operands: Tensor) -> Dim:
+        return simplify((13 + 2 * bool(self.weight_decay) + self.maximize) * operands[0].size)
+
+
+def _directed(grad: Value, p: Value, maximize: bool, weight_decay: float) -> Value:
+    """The gradient to descend along, with the decay of the weights."""
+    if maximize:
+        grad = -grad
+    return grad + p * weight_decay if weight_decay else grad
 
 
 def _lerp(start: Value, end: Value, weight: float) -> Value:

@@ -14,7 +14,7 @@ import torch
 
 from daceml_train.errors import Unsupported
 from daceml_train.ops.operator import Operator, Value
-from daceml_train.ops.optimizer import AdamUpdate, SGDUpdate
+from daceml_train.ops.optimizer import AdagradUpdate, AdamUpdate, RMSpropUpdate, SGDUpdate
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def update_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Upd
     if group.get("differentiable") or group.get("capturable"):
         raise Unsupported(f"{kind.__name__} with differentiable=True or capturable=True", advice="leave it False")
     if kind is torch.optim.SGD:
-        names = ("momentum", "dampening", "nesterov", "weight_decay", "maximize")
+        names: tuple[str, ...] = ("momentum", "dampening", "nesterov", "weight_decay", "maximize")
         op: Operator = SGDUpdate(**{n: group[n] for n in names})
         return Update(op, ("momentum_buffer",) if group["momentum"] else ())
     if kind in (torch.optim.Adam, torch.optim.AdamW):
@@ -51,9 +51,18 @@ def update_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Upd
             maximize=group["maximize"],
         )
         return Update(op, ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())))
+    if kind is torch.optim.RMSprop:
+        names = ("alpha", "eps", "weight_decay", "momentum", "centered", "maximize")
+        state = ["step", "square_avg"]
+        state += ["momentum_buffer"] if group["momentum"] > 0 else []
+        state += ["grad_avg"] if group["centered"] else []
+        return Update(RMSpropUpdate(**{n: group[n] for n in names}), tuple(state))
+    if kind is torch.optim.Adagrad:
+        names = ("lr_decay", "eps", "weight_decay", "maximize")
+        return Update(AdagradUpdate(**{n: group[n] for n in names}), ("step", "sum"))
     raise Unsupported(
         f"optimizer {kind.__module__}.{kind.__name__} has no update inside the graph",
-        advice="SGD, Adam and AdamW have; the step runs with PyTorch's own update",
+        advice="SGD, Adam, AdamW, RMSprop and Adagrad have; the step runs with PyTorch's own update",
     )
 
 
@@ -71,8 +80,11 @@ def makes_its_state(update: Update) -> bool:
     return isinstance(update.op, SGDUpdate) and bool(update.op.dampening)
 
 
-def initial_state(name: str, parameter: torch.Tensor) -> torch.Tensor:
+def initial_state(name: str, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> torch.Tensor:
     """An entry of a parameter's state before the first step."""
     if name == "step":
         return torch.tensor(0.0, dtype=torch.float32)
+    if name == "sum":
+        start = optimizer.defaults["initial_accumulator_value"]
+        return torch.full_like(parameter, start, memory_format=torch.preserve_format)
     return torch.zeros_like(parameter, memory_format=torch.preserve_format)

@@ -11,7 +11,7 @@ from daceml_train.graph.graph import Graph
 from daceml_train.graph.interpret import interpret
 from daceml_train.graph.leaves import leaves
 from daceml_train.ops.operator import Operator
-from daceml_train.ops.optimizer import AdamUpdate, SGDUpdate
+from daceml_train.ops.optimizer import AdagradUpdate, AdamUpdate, RMSpropUpdate, SGDUpdate
 from daceml_train.tensor import DType, Tensor
 from tests.ops.checking import numbers
 
@@ -85,6 +85,45 @@ def test_adam(kind: str, options: dict[str, Any]) -> None:
         np.testing.assert_allclose(value, optimizer.state[parameter][name], rtol=1e-13)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"momentum": 0.9, "weight_decay": 0.1},
+        {"centered": True, "alpha": 0.4},
+        {"centered": True, "momentum": 0.5, "maximize": True, "eps": 1e-3},
+    ],
+)
+def test_rmsprop(options: dict[str, Any]) -> None:
+    p = numbers(*SHAPE)
+    parameter = torch.nn.Parameter(torch.as_tensor(p.copy()))
+    optimizer = torch.optim.RMSprop([parameter], lr=0.01, foreach=False, **options)
+    op, count = RMSpropUpdate(**options), np.zeros(())
+    state = [np.zeros(SHAPE) for _ in range(1 + (op.momentum > 0) + op.centered)]
+    for step in range(4):
+        parameter.grad = torch.as_tensor(gradients(step))
+        optimizer.step()
+        p, count, *state = run(op, p, gradients(step), 0.01, count, *state)
+        np.testing.assert_allclose(p, parameter.detach(), rtol=1e-13, atol=1e-14)
+    held = optimizer.state[parameter]
+    for name, value in zip([n for n in held if n != "step"], state, strict=True):
+        np.testing.assert_allclose(value, held[name], rtol=1e-13)
+
+
+@pytest.mark.parametrize("options", [{}, {"lr_decay": 0.3, "weight_decay": 0.1}, {"maximize": True, "eps": 1e-3}])
+def test_adagrad(options: dict[str, Any]) -> None:
+    p = numbers(*SHAPE)
+    parameter = torch.nn.Parameter(torch.as_tensor(p.copy()))
+    optimizer = torch.optim.Adagrad([parameter], lr=0.1, initial_accumulator_value=0.2, foreach=False, **options)
+    count, total = np.zeros(()), np.full(SHAPE, 0.2)
+    for step in range(4):
+        parameter.grad = torch.as_tensor(gradients(step))
+        optimizer.step()
+        p, count, total = run(AdagradUpdate(**options), p, gradients(step), 0.1, count, total)
+        np.testing.assert_allclose(p, parameter.detach(), rtol=1e-13, atol=1e-14)
+    np.testing.assert_allclose(total, optimizer.state[parameter]["sum"], rtol=1e-13)
+
+
 @pytest.mark.parametrize("op", [AdamUpdate(weight_decay=0.1, decoupled=True), SGDUpdate(momentum=0.9)])
 def test_what_all_elements_share_is_computed_once(op: Operator) -> None:
     """Elementwise work on the parameter's shape is arithmetic and roots; powers and casts are 0-d."""
@@ -110,3 +149,5 @@ def test_errors() -> None:
         SGDUpdate().infer(p, p, lr, p)
     with pytest.raises(Invalid, match="expects 3 state arrays, given 2"):
         AdamUpdate(amsgrad=True).infer(p, p, lr, lr, p, p)
+    with pytest.raises(Invalid, match="expects 2 state arrays, given 1"):
+        RMSpropUpdate(centered=True).infer(p, p, lr, lr, p)

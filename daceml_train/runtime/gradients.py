@@ -1,0 +1,152 @@
+"""What a training step does to gradients before the update: clipping, and loss scaling, as operators.
+
+They equal `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` over the optimizer's parameters, and a step through
+`torch.amp.GradScaler`: unscale, clip, update unless a gradient is not finite, adapt the scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from daceml_train.errors import Invalid, Unsupported
+from daceml_train.ops.operator import Value, make
+from daceml_train.ops.reduction import wide_type
+from daceml_train.tensor import DType
+
+SCALER = ("_scale", "_growth_tracker")
+"""What a `GradScaler` calls its state, which is a step's state of no parameter."""
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """At most `norm` for the `kind`-norm of all gradients together, or at most `value` for each element's size."""
+
+    norm: float | None = None
+    kind: float = 2.0
+    value: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.norm is not None and self.value is not None:
+            raise Invalid("clip_norm and clip_value exclude each other")
+        for name, bound in (("clip_norm", self.norm), ("clip_value", self.value)):
+            if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float) or bound < 0):
+                raise Invalid(f"{name} is a number of at least 0, given {bound!r}")
+
+    def apply(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Clip `.grad` in PyTorch; the norm before, if clipped by that."""
+        if self.norm is not None:
+            return torch.nn.utils.clip_grad_norm_(parameters, self.norm, self.kind)
+        if self.value is not None:
+            torch.nn.utils.clip_grad_value_(parameters, self.value)
+        return None
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How a `GradScaler` adapts its scale."""
+
+    growth: float
+    backoff: float
+    interval: int
+
+
+@dataclass(frozen=True)
+class GradientOptions:
+    """What is done to the gradients of a step."""
+
+    clipping: Clipping = Clipping()
+    scaling: Scaling | None = None
+
+
+PLAIN = GradientOptions()
+"""Nothing."""
+
+
+def scaling_of(scaler: torch.amp.GradScaler | None) -> Scaling | None:
+    """How a scaler scales now; None for none, and for one that is switched off."""
+    if scaler is None or not scaler.is_enabled():
+        return None
+    return Scaling(scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval())
+
+
+def scaler_state(scaler: torch.amp.GradScaler, device: torch.device) -> dict[str, torch.Tensor]:
+    """The tensors that hold a scaler's state, made as its first use makes them."""
+    if scaler._scale is None:
+        scaler._lazy_init_scale_growth_tracker(device)
+    return {name: getattr(scaler, name) for name in SCALER}
+
+
+def clip(clipping: Clipping, gradients: Sequence[Value]) -> tuple[list[Value], Value | None]:
+    """The clipped gradients, and the norm of all of them before, if clipped by that."""
+    if clipping.value is not None:
+        bound = float(clipping.value)
+        below = [g._binary("maximum", -bound) for g in gradients]
+        return [g._binary("minimum", bound) for g in below], None
+    if clipping.norm is None or not gradients:
+        return list(gradients), None
+    total = _norm(_together([_norm(g, clipping.kind) for g in gradients]), clipping.kind)
+    factor = total.constant(float(clipping.norm)) / (total + 1e-6)
+    factor = factor._binary("minimum", 1.0)
+    return [g * factor.cast(g.dtype) for g in gradients], total
+
+
+def _norm(x: Value, kind: float) -> Value:
+    """The `kind`-norm of all elements, as `torch.linalg.vector_norm` has it."""
+    dims = tuple(range(len(x.shape)))
+    wide, kind = x.cast(wide_type(x.dtype)), float(kind)
+    match kind:
+        case 2.0:
+            found = (wide * wide).sum(dims).unary("sqrt")
+        case 1.0:
+            found = wide.unary("abs").sum(dims)
+        case 0.0:
+            found = wide.compare("ne", 0.0).cast(wide.dtype).sum(dims)
+        case _ if math.isinf(kind):
+            found = wide.unary("abs").reduce("max" if kind > 0 else "min", dims)
+        case _:
+            powers = wide.unary("abs")._binary("pow", kind).sum(dims)
+            found = powers._binary("pow", 1 / kind)
+    return found.cast(x.dtype)
+
+
+def _together(scalars: Sequence[Value]) -> Value:
+    """0-d values as one array, in the widest of their element types."""
+    widest = max((s.dtype for s in scalars), key=lambda dtype: dtype.bytes)
+    if len({s.dtype for s in scalars if s.dtype.bytes == widest.bytes}) > 1:
+        widest = DType.float32  # of bfloat16 and float16
+    if len(scalars) == 1:
+        return scalars[0].cast(widest)
+    first, *others = (s.cast(widest).view((1,)) for s in scalars)
+    return first.apply(make("concat", dim=0), *others)
+
+
+def unscale(gradients: Sequence[Value], scale: Value) -> tuple[list[Value], Value]:
+    """The gradients divided by the scale, and whether any of them was not finite."""
+    inverse = (1.0 / scale.cast(DType.float64)).cast(DType.float32)
+    made, found = [], []
+    for g in gradients:
+        if g.dtype is DType.float16:
+            raise Unsupported("a GradScaler unscales no float16 gradients", advice="keep parameters in float32")
+        wide = wide_type(g.dtype)
+        made.append((g.cast(wide) * inverse.cast(wide)).cast(g.dtype))
+        finite = g.unary("abs").compare("lt", math.inf)  # false for NaN
+        bad = finite.unary("logical_not").cast(DType.float32)
+        found.append(bad.reduce("max", tuple(range(len(g.shape)))))
+    together = _together(found)
+    return made, together.reduce("max", tuple(range(len(together.shape)))).compare("gt", 0.0)
+
+
+def next_scale(scaling: Scaling, scale: Value, tracker: Value, found: Value) -> tuple[Value, Value]:
+    """Scale and growth tracker after a step in which `found` says whether a gradient was not finite."""
+    exact = scale.cast(DType.float64)
+    smaller, larger = (exact * scaling.backoff).cast(scale.dtype), (exact * scaling.growth).cast(scale.dtype)
+    count = tracker + 1
+    due = count.compare("eq", scaling.interval)
+    grown = larger.compare("lt", math.inf).where(larger, scale)
+    following = found.where(smaller, due.where(grown, scale))
+    reset = found._binary("logical_or", due)
+    return following, reset.where(tracker.constant(0), count)
