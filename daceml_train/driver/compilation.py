@@ -146,11 +146,17 @@ class _Pair:
     records: list[Record]
 
 
-def _differentiable(graph: Graph, wrt: Sequence[str], outputs: Sequence[int], options: Options) -> _Pair:
-    record = Record(graph.name)
-    watch = _watcher(record, options)
-    graph = options.pipeline.run(graph, ("forward",), watch)
-    results = len(graph.outputs)
+@dataclass(frozen=True)
+class WithGradients:
+    """A captured graph with gradients behind its outputs; see `Differentiable` for the other fields."""
+
+    graph: Graph
+    cotangents: tuple[int, ...]
+    gradients: tuple[str, ...]
+
+
+def with_gradients(graph: Graph, wrt: Sequence[str], outputs: Sequence[int]) -> WithGradients:
+    """The graph with gradients by the inputs `wrt` of its outputs `outputs`, whose cotangents are further inputs."""
     felt = reached_arrays(graph, wrt)
     cotangents = tuple(i for i in outputs if graph.outputs[i] in felt)
     joint = graph.copy()
@@ -164,7 +170,18 @@ def _differentiable(graph: Graph, wrt: Sequence[str], outputs: Sequence[int], op
     joint = joint if gradients else graph  # which has no cotangents
     read = [name for node in joint.nodes for name in node.inputs]
     refuse_sparse(joint, [*read, *(value.name for value in gradients.values())])
-    joint.outputs += [value.name for value in gradients.values()]
+    if gradients:
+        joint.outputs += [value.name for value in gradients.values()]
+    return WithGradients(joint, cotangents, tuple(gradients))
+
+
+def _differentiable(graph: Graph, wrt: Sequence[str], outputs: Sequence[int], options: Options) -> _Pair:
+    record = Record(graph.name)
+    watch = _watcher(record, options)
+    graph = options.pipeline.run(graph, ("forward",), watch)
+    results = len(graph.outputs)
+    found = with_gradients(graph, wrt, outputs)
+    joint, cotangents, gradients = found.graph, found.cotangents, found.gradients
     _measure_captured(joint, record)
     joint = options.pipeline.run(joint, ("intra_operator",), watch)
     if not gradients:

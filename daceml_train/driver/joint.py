@@ -10,7 +10,7 @@ from daceml_train.errors import Unsupported
 from daceml_train.graph.graph import Graph, Role
 from daceml_train.ops.elementwise import Full
 from daceml_train.ops.embedding import EmbeddingGrad
-from daceml_train.ops.operator import Operator, Value
+from daceml_train.ops.operator import Operator, Origin, Value
 from daceml_train.ops.optimizer import SGDUpdate
 from daceml_train.passes.base import without_dead_code
 from daceml_train.runtime.gradients import PLAIN, SCALER, GradientOptions, clip, next_scale, unscale
@@ -85,7 +85,8 @@ def joint_graph(
     joint.gradients = tuple(name for name in keep if name in found)
     graph.outputs = [loss.name, *(found[name].name for name in joint.gradients)]
     for entry in updated:
-        _append_update(joint, entry, found[entry.parameter], rate[entry.rate], skip)
+        with graph.at(Origin(graph.inputs[entry.parameter].path.rpartition(".")[0])):
+            _append_update(joint, entry, found[entry.parameter], rate[entry.rate], skip)
     if norm is not None:
         joint.norm = True
         graph.output(norm)

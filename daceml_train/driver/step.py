@@ -19,6 +19,7 @@ from daceml_train.driver.binding import input_tensors
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks, hook_tables, step_hooks
 from daceml_train.driver.compilation import Options, Record, WholeStep, compile_step
 from daceml_train.driver.joint import ACCUMULATED, Trained, joint_graph
+from daceml_train.driver.looking import Seen, Stop, within
 from daceml_train.driver.module import optimized, state_of
 from daceml_train.driver.tracing import RECOMPILATIONS, describe, has_effects, reason, tracing, with_own_code
 from daceml_train.errors import Invalid, Unmet, Unsupported
@@ -36,14 +37,6 @@ KEPT_BINDINGS = 64
 
 ALLOWED_CHANGES = 3
 """How often a step may assign something that its own capture depends on, before it runs in pieces."""
-
-
-class _Stop(Exception):
-    """Carries what Dynamo would run out of its compiled code, so that nothing runs."""
-
-    def __init__(self, captured: Captured, arguments: Sequence[Any]) -> None:
-        self.captured, self.arguments = captured, arguments
-        super().__init__("captured")
 
 
 class TrainingStep:
@@ -132,18 +125,25 @@ class TrainingStep:
         level `forward` of the pipeline given. Nothing is compiled, run or changed. Raises what keeps it from being one
         program.
         """
+        seen, trained, kept = self.look(inputs, *targets)
+        graph = seen.captured.graph if forward is None else forward.run(seen.captured.graph, ("forward",))
+        return joint_graph(graph, trained, kept, self._gradients()).graph
+
+    def look(self, inputs: Any, *targets: Any) -> tuple[Seen, list[Trained], list[str]]:
+        """What is captured on these arguments, the parameters that are updated, and those whose gradients are kept.
+
+        Nothing is compiled, run or changed. Raises what keeps the step from being one program.
+        """
         with self._lock, torch.enable_grad():
             self._watch_hooks()
             try:
                 self._call_traced(inputs, targets)
-            except _Stop as stop:
-                captured, arguments = stop.captured, stop.arguments
+            except Stop as stop:
+                seen = Seen.of(stop.captured, stop.arguments)
             else:
                 raise Unsupported("the step captured no tensor operation")
         flat = pytree.tree_leaves((inputs, *targets))
-        trained, kept = self._wanted(input_tensors(captured, arguments), {id(t) for t in flat})
-        graph = captured.graph if forward is None else forward.run(captured.graph, ("forward",))
-        return joint_graph(graph, trained, kept, self._gradients()).graph
+        return seen, *self._wanted(seen.tensors, {id(t) for t in flat})
 
     # ---- binding ------------------------------------------------------------------------------------------------
     def _objective(self, inputs: Any, *targets: Any) -> torch.Tensor:
@@ -168,7 +168,7 @@ class TrainingStep:
         scope = {"self": self, "inputs": inputs, "targets": targets}
         try:
             self._call_traced(inputs, targets)
-        except _Stop as stop:
+        except Stop as stop:
             captured, arguments = stop.captured, stop.arguments
         except Exception as error:
             self._break(key, error)
@@ -206,11 +206,11 @@ class TrainingStep:
 
     def _collect(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """A Dynamo backend that captures, and stops instead of running, unless the loss is known already."""
-        captured = capture(module, examples, self.options.randomness)
+        captured = within(capture(module, examples, self.options.randomness), "model")
 
         def stop(*arguments: Any) -> Any:
             if self._known is None:
-                raise _Stop(captured, arguments)
+                raise Stop(captured, arguments)
             return [self._known]
 
         return stop

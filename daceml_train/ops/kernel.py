@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from daceml_train.errors import Invalid
 from daceml_train.ops.operator import Array, Operator
 from daceml_train.tensor import Dim, Tensor
+
+_SILENT = frozenset({"view", "permute", "expand", "slice", "full", "cast"})
 
 
 @dataclass(frozen=True)
@@ -78,3 +81,13 @@ def canonical(
         Statement(s.op, tuple(names[i] for i in s.inputs), tuple(names[o] for o in s.outputs)) for s in statements
     )
     return Kernel(tuple(names[a] for a in arguments), renamed, tuple(names[y] for y in yields)), names
+
+
+def described(op: Operator) -> str:
+    """The operators of a kernel, how often each, or the label of a single one."""
+    if not isinstance(op, Kernel):
+        return op.label
+    counted = Counter(s.op.label for s in op.statements if s.op.label not in _SILENT)
+    if not counted:
+        return "copy"
+    return " ".join(f"{label}*{count}" if count > 1 else label for label, count in counted.items())

@@ -264,6 +264,8 @@ class Measured:
     where: str
     arrays: tuple[str, ...]
     result: Callable[[], Graph]
+    slow: bool = False
+    """Whether making the result takes so long that nobody should ask for the bytes of many."""
     refusal: None = None
 
     @cached_property

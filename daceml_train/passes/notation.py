@@ -50,6 +50,16 @@ def parse(text: str) -> dict[str, tuple[Pass, ...]]:
     return levels
 
 
+def parse_pass(text: str) -> Pass:
+    """The pass of a text such as `fuse_elementwise(limit=32)`. Raises `Invalid` for anything else."""
+    where = f"the pass {text!r}"
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError):
+        raise Invalid(f"{text!r} is no pass", advice="expected name(option=value, ...)") from None
+    return _read(tree, where)
+
+
 def _levels(text: str) -> Iterator[tuple[int, str, str]]:
     """(line, level, what follows its colon up to the next level)."""
     held: tuple[int, str, str] | None = None

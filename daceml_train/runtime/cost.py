@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from daceml_train.graph.graph import Graph
 from daceml_train.graph.traffic import Entry, traffic
-from daceml_train.ops.kernel import Kernel
+from daceml_train.ops.kernel import described
 from daceml_train.ops.operator import Operator
 from daceml_train.runtime.program import CallLaunch, CopyLaunch, KernelLaunch, Launch
 from daceml_train.tensor import Dim, Tensor
-
-_SILENT = frozenset({"view", "permute", "expand", "slice", "full", "cast"})
 
 
 @dataclass(frozen=True)
@@ -72,13 +69,3 @@ def _moved(launch: Launch) -> Cost:
             size = Tensor(place.shape, place.dtype).bytes
             return Cost("kernel", "copy" if read else "constant", "", launch.origin, size if read else 0, size)
     return Cost("call", launch.target if isinstance(launch, CallLaunch) else "", "", launch.origin)
-
-
-def described(op: Operator) -> str:
-    """The operators of a kernel, how often each, or the label of a single one."""
-    if not isinstance(op, Kernel):
-        return op.label
-    counted = Counter(s.op.label for s in op.statements if s.op.label not in _SILENT)
-    if not counted:
-        return "copy"
-    return " ".join(f"{label}*{count}" if count > 1 else label for label, count in counted.items())

@@ -24,6 +24,7 @@ MATCHES = 3
 
 
 EXTRA = {
+    "at_place": program("x: f32[4]", "%a = neg(%x)\n%b = neg(%a)\n%y = exp(%b)", "%y"),
     "dead_code": program("x: f32[4]", "%a = exp(%x)\n%b = neg(%x)", "%b"),
     "merge_batch": program(
         "x: f32[2, 3, 4], w: f32[4, 5]",

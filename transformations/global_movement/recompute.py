@@ -71,7 +71,7 @@ class Recompute(Pass):
             name = stages.items.names[block]
             alone = Recompute(recompute=(name,), intensity=self.intensity, stages=self.stages)
             where = f"%{name}, {show_bytes(stages.items.bytes[block])}"
-            found.append(Measured(self, search.given, where, (name,), functools.partial(alone.run, graph)))
+            found.append(Measured(self, search.given, where, (name,), functools.partial(alone.run, graph), slow=True))
         return found
 
 

@@ -1,0 +1,117 @@
+"""Subject: the model that a session is about, captured, and its training graph before any pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from daceml_train.driver.binding import differentiable_outputs
+from daceml_train.driver.compilation import Options, with_gradients
+from daceml_train.driver.joint import Joint, Trained, joint_graph
+from daceml_train.driver.looking import Seen, look
+from daceml_train.driver.module import original
+from daceml_train.driver.step import TrainingStep
+from daceml_train.driver.tracing import reason
+from daceml_train.errors import DacemlError, Invalid, Unsupported
+from daceml_train.graph.graph import Graph
+
+Loss = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with what it is called with. `training_graph` differentiates what was captured, or what passes of level
+    `forward` made of it: with an optimizer it is the whole step, with a loss alone the loss and all gradients, with
+    neither the module's outputs and the gradients by cotangents that are inputs.
+    """
+
+    model: torch.nn.Module
+    inputs: tuple[Any, ...]
+    loss: Loss | None
+    optimizer: torch.optim.Optimizer | None
+    seen: Seen
+    trained: tuple[Trained, ...]
+    wrt: tuple[str, ...]
+    """Captured inputs whose gradients are outputs."""
+
+    @staticmethod
+    def of(
+        model: torch.nn.Module,
+        inputs: Sequence[Any],
+        loss: Loss | None,
+        optimizer: torch.optim.Optimizer | None,
+        options: Options,
+    ) -> Subject:
+        """Capture a model. Nothing is run or changed. Raises `Unsupported` where it is not one graph."""
+        if not isinstance(model, torch.nn.Module):
+            raise Invalid(f"a session takes a torch.nn.Module, given {type(model).__name__}")
+        model = original(model)
+        try:
+            if loss is None and optimizer is None:
+                seen = look(model, inputs, options.randomness)
+                wrt = tuple(name for name, tensor in seen.tensors.items() if tensor.requires_grad)
+                return Subject(model, tuple(inputs), None, None, seen, (), wrt)
+            held = optimizer if optimizer is not None else _any_optimizer(model)
+            step = TrainingStep(model, loss, held, options, keep_gradients=optimizer is None)
+            if not inputs:
+                raise Invalid("a training step takes inputs and targets, given none")
+            seen, trained, kept = step.look(inputs[0], *inputs[1:])
+        except DacemlError:
+            raise
+        except Exception as error:
+            raise Unsupported(f"the model cannot be captured: {reason(error)}") from error
+        return Subject(model, tuple(inputs), loss, optimizer, seen, tuple(trained) if optimizer else (), tuple(kept))
+
+    @property
+    def kind(self) -> str:
+        """`step`, `loss` or `module`."""
+        if self.optimizer is not None:
+            return "step"
+        return "module" if self.loss is None else "loss"
+
+    @property
+    def name(self) -> str:
+        """What is trained, and by what."""
+        parts = [type(self.model).__name__]
+        parts += [type(self.optimizer).__name__] if self.optimizer is not None else []
+        return ", ".join(parts)
+
+    @property
+    def captured(self) -> Graph:
+        """The forward pass, and the loss if there is one, as captured."""
+        return self.seen.captured.graph
+
+    def joint(self, forward: Graph) -> Joint:
+        """The whole step of a forward graph, for sessions with a loss or an optimizer."""
+        return joint_graph(forward, self.trained, self.wrt)
+
+    def training_graph(self, forward: Graph) -> Graph:
+        """The graph that passes behind differentiation see."""
+        if self.kind != "module":
+            return self.joint(forward).graph
+        return with_gradients(forward, self.wrt, differentiable_outputs(self.seen.captured)).graph
+
+    def labels(self, graph: Graph) -> Mapping[int, str]:
+        """Position of an output of the training graph -> what it is to the user."""
+        results = 1 if self.kind != "module" else len(self.captured.outputs)
+        labels = {i: "loss" if self.kind != "module" else f"output {i}" for i in range(results)}
+        inputs = self.captured.inputs
+        gradients = self._gradients()
+        labels |= {results + i: f"gradient of {inputs[name].path or name}" for i, name in enumerate(gradients)}
+        return labels
+
+    def _gradients(self) -> tuple[str, ...]:
+        if self.kind != "module":
+            return self.joint(self.captured).gradients
+        return with_gradients(self.captured, self.wrt, differentiable_outputs(self.seen.captured)).gradients
+
+
+def _any_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """What a step is captured with if there is none: it is left out of the graph."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise Invalid(f"no parameter of {type(model).__name__} requires a gradient: there is nothing to train")
+    return torch.optim.SGD(parameters, lr=0.0)

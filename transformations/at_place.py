@@ -1,0 +1,117 @@
+"""AtPlace: one match of a pass, found again by module path and operators instead of names in a graph.
+
+What a user applied by hand becomes part of a pipeline so, and finds its place in another capture of the model, or in a
+model that shares modules with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from daceml_train.errors import Invalid
+from daceml_train.graph.graph import Graph, Node
+from daceml_train.ops.kernel import described
+from daceml_train.passes import notation
+from daceml_train.passes.base import Candidate, Pass
+from daceml_train.tensor import Dim
+
+
+@dataclass(frozen=True)
+class AtPlace(Pass):
+    """Apply a pass at one place alone: where module and operators are these, the match number `occurrence`.
+
+    matches m0, m1, m2 of a pass      =>      m1 applied
+
+    `apply` is the pass as it stands in pipelines' texts. `operators` lists those of the match in the order of the
+    graph, `module` is the user's module that the last of them belongs to; empty ones fit everything. Where there is no
+    such match, or it is refused, the graph stays as it is.
+    """
+
+    level = "intra_operator"
+    apply: str = "simplify()"
+    module: str = ""
+    operators: str = ""
+    occurrence: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.transformation, AtPlace):
+            raise Invalid("at_place holds a pass that is at_place itself")
+        if self.occurrence < 0:
+            raise Invalid(f"occurrence counts from 0, given {self.occurrence}")
+        object.__setattr__(self, "level", self.transformation.level)
+
+    @property
+    def transformation(self) -> Pass:
+        """The pass of which one match is applied."""
+        return notation.parse_pass(self.apply)
+
+    def run(self, graph: Graph) -> Graph:
+        found = self.find(graph)
+        return graph if found is None or found.refusal is not None else found.apply()
+
+    def matches(self, graph: Graph) -> Sequence[Candidate]:
+        """The one match, refused or not, if it is there."""
+        found = self.find(graph)
+        return [] if found is None else [Placed(self, found)]
+
+    def find(self, graph: Graph) -> Candidate | None:
+        """The match that is meant, or None."""
+        return next(iter(self.places(graph)[self.occurrence : self.occurrence + 1]), None)
+
+    def places(self, graph: Graph) -> list[Candidate]:
+        """All matches of the pass whose module and operators are these, in the order of the pass."""
+        makers = graph.producers()
+        return [m for m in self.transformation.matches(graph) if self.fits(makers, m)]
+
+    def fits(self, makers: dict[str, Node], match: Candidate) -> bool:
+        """Whether a match's module and operators are these; `makers` are the graph's producers."""
+        module, operators = place_of(makers, match)
+        return self.module in ("", module) and self.operators in ("", operators)
+
+    @staticmethod
+    def of(graph: Graph, match: Candidate) -> AtPlace:
+        """The pass that finds `match`, one of those that its pass lists for `graph`."""
+        module, operators = place_of(graph.producers(), match)
+        anywhere = AtPlace(str(match.transformation), module, operators)
+        same = [(m.where, m.arrays) for m in anywhere.places(graph)]
+        return replace(anywhere, occurrence=same.index((match.where, match.arrays)))
+
+
+def place_of(makers: dict[str, Node], match: Candidate) -> tuple[str, str]:
+    """The module of a match's last operator that has one, and the operators of the match."""
+    nodes = list({id(n): n for name in match.arrays if (n := makers.get(name)) is not None}.values())
+    modules = [node.origin.module for node in nodes if node.origin.module]
+    return modules[-1] if modules else "", ", ".join(described(node.op) for node in nodes)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A match of the pass inside, as one of `AtPlace`."""
+
+    transformation: AtPlace
+    found: Candidate
+
+    @property
+    def where(self) -> str:
+        """The place, by the names of the arrays made there."""
+        return self.found.where
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """Names of the arrays that the operators concerned make."""
+        return self.found.arrays
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the pass must not be applied here, or None."""
+        return self.found.refusal
+
+    @property
+    def traffic(self) -> Dim:
+        """Bytes that applying adds (negative: saves)."""
+        return self.found.traffic
+
+    def apply(self) -> Graph:
+        """The graph with the match applied."""
+        return self.found.apply()
