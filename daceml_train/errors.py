@@ -50,9 +50,19 @@ class CompilerError(DacemlError):
         super().__init__(message)
 
 
-class ExecutionError(DacemlError):
+class ExecutionError(DacemlError, RuntimeError):
     """A compiled program failed while running; `tag` is the launch that failed."""
 
     def __init__(self, message: str, tag: int, *, where: str = "") -> None:
         self.tag = tag
         super().__init__(message, where=where)
+
+
+class OutOfRange(ExecutionError, IndexError):
+    """An index or a class that the data hold is outside of what it points into."""
+
+
+def execution_error(message: str, tag: int, *, where: str = "") -> ExecutionError:
+    """The error of a launch: an `IndexError` where PyTorch's message speaks of an index that is out of range."""
+    outside = "out of range" in message or "out of bounds" in message
+    return (OutOfRange if outside else ExecutionError)(message, tag, where=where)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from benchmarks.models.further import FURTHER
 from benchmarks.models.library import NAMED
 from benchmarks.models.model import Batch, Model
+from benchmarks.models.unusual import UNUSUAL
 from benchmarks.models.written import WRITTEN
 from benchmarks.networks import NETWORKS, Network
 
@@ -47,4 +48,4 @@ NETWORK_MODELS: tuple[Model, ...] = tuple(
 """The networks that the benchmarks time, at the sizes at which they are timed."""
 
 PROMISED: tuple[Model, ...] = (*NAMED, *NETWORK_MODELS)
-MODELS: dict[str, Model] = {row.name: row for row in (*PROMISED, *FURTHER, *WRITTEN)}
+MODELS: dict[str, Model] = {row.name: row for row in (*PROMISED, *FURTHER, *WRITTEN, *UNUSUAL)}

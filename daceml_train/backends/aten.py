@@ -236,6 +236,9 @@ CALLS: dict[str, Rule] = {
     "resample_grad": lambda op, i, o: Call(
         f"aten::{op.call}_backward", (Operand(0), op.target, o[0].shape, *op.options)
     ),
+    "require": lambda op, i, o: Call(
+        "aten::_functional_assert_async", (Operand(0), op.message, Operand(0)), overload="msg"
+    ),
     "aten": _fallback,
 }
 """Operator label -> its library call."""

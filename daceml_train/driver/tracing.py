@@ -18,6 +18,7 @@ import torch.utils._pytree as pytree
 from torch.fx.experimental import _config as symbols
 
 from daceml_train.errors import DacemlError
+from daceml_train.frontends.torch import polyfills
 
 RECOMPILATIONS = 64
 """Programs per module or step before Dynamo gives up: modes, frozen sets of parameters and kinds of arguments."""
@@ -55,6 +56,7 @@ def tracing() -> Iterator[None]:
     features, stay apart; and the tracebacks that PyTorch logs where a trace fails are left out: the error itself
     reaches the user.
     """
+    polyfills.install()
     logger, config = logging.getLogger("torch._subclasses.fake_tensor"), torch._dynamo.config
     before = logger.disabled, config.allow_rnn, symbols.use_duck_shape
     logger.disabled, config.allow_rnn, symbols.use_duck_shape = True, True, False

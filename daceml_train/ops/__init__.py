@@ -22,6 +22,7 @@ from daceml_train.ops import (
     pooling,
     random,
     reduction,
+    requirement,
     resample,
     softmax,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "pooling",
     "random",
     "reduction",
+    "requirement",
     "resample",
     "softmax",
 ]

@@ -26,6 +26,15 @@ def _erf(x: Array) -> Array:
     return torch.erf(torch.as_tensor(x)).numpy()
 
 
+def _pow(a: Array, b: Array) -> Array:
+    """Of integers, a negative power is the truncated one, as in PyTorch; that of 0 is 0."""
+    if not np.issubdtype(np.result_type(a, b), np.integer):
+        return np.asarray(np.power(a, b))
+    powers = np.power(a, np.maximum(b, 0))
+    odd = np.where(np.equal(np.bitwise_and(b, 1), 1), a, 1)
+    return np.where(np.less(b, 0), np.where(np.abs(a) == 1, odd, 0), powers)
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "exp": np.exp, "log": np.log, "log1p": np.log1p, "expm1": np.expm1, "sqrt": np.sqrt,
     "tanh": np.tanh, "sin": np.sin, "cos": np.cos, "tan": np.tan, "atan": np.arctan, "erf": _erf, "abs": np.abs,
@@ -35,7 +44,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "bit_not": np.invert, "shift_left": np.left_shift, "shift_right": np.right_shift,
     "floor": np.floor, "ceil": np.ceil, "round": np.round, "trunc": np.trunc,
     "sign": lambda x: np.where(x > 0, 1, np.where(x < 0, -1, 0)),
-    "pow": np.power, "fmod": np.fmod, "max": np.maximum, "min": np.minimum, "where": np.where, "isnan": np.isnan,
+    "pow": _pow, "fmod": np.fmod, "max": np.maximum, "min": np.minimum, "where": np.where, "isnan": np.isnan,
     "sigmoid": lambda x: np.where(x >= 0, 1 / (1 + np.exp(-np.abs(x))), np.exp(-np.abs(x)) / (1 + np.exp(-np.abs(x)))),
     "rsqrt": lambda x: 1 / np.sqrt(x), "floor_divide": np.floor_divide, "isinf": np.isinf,
     "logical_and": np.logical_and, "logical_or": np.logical_or, "logical_not": np.logical_not,

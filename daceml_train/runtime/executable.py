@@ -18,7 +18,7 @@ import torch
 
 from daceml_train.backends.aten import Placeholder
 from daceml_train.codegen.launch import block_count
-from daceml_train.errors import ExecutionError, Invalid
+from daceml_train.errors import ExecutionError, Invalid, execution_error
 from daceml_train.runtime.executor import Arena, Plan, View
 from daceml_train.runtime.memory import Lifetime, plan_arena
 from daceml_train.runtime.products import Product, Products
@@ -286,7 +286,7 @@ class BoundPlan:
         except ExecutionError as error:
             launch = self.program.launches[error.tag] if 0 <= error.tag < len(self.program.launches) else None
             where = launch.origin if launch else ""
-            raise ExecutionError(error.message, error.tag, where=where) from error
+            raise execution_error(error.message, error.tag, where=where) from error
         outputs = []
         for shape in self._shapes:
             if isinstance(shape, int):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
 
-from daceml_train.errors import ExecutionError, Invalid
+from daceml_train.errors import ExecutionError, Invalid, execution_error
 from daceml_train.runtime.native_build import build
 
 DTYPE_NUMBERS: dict[torch.dtype, int] = {
@@ -416,7 +416,7 @@ class Plan:
         message, number = _last_error(self._native), self._native.executor_error_number()
         if status == _MISMATCH:
             raise InputMismatch(message, number)
-        raise ExecutionError(message, number)
+        raise execution_error(message, number)
 
 
 def _layout(dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, Any, Any, int]:

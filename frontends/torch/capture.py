@@ -17,6 +17,7 @@ from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch import fallback, names, source, types
 from daceml_train.frontends.torch.draws import Draw, Randomness
 from daceml_train.frontends.torch.operators import custom_functions
+from daceml_train.frontends.torch.polyfills import POLYFILLS
 from daceml_train.frontends.torch.trace import fake, fake_mode, first_line, trace
 from daceml_train.frontends.torch.translate import Translator, Unproven
 from daceml_train.graph.graph import Graph, Node, Role
@@ -221,6 +222,9 @@ def _annotate(gm: fx.GraphModule, mode: Any, operands: Sequence[Any]) -> None:
         return
 
     class Annotator(fx.Interpreter):
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            return super().call_function(POLYFILLS.get(target, target), args, kwargs)
+
         def run_node(self, n: fx.Node) -> Any:
             n.meta["example_value"] = result = super().run_node(n)
             return result
@@ -372,14 +376,18 @@ def _outputs(
             outputs.append(OutputSource("input", owner, _view(example, examples[owner])))
         elif storage in shared:
             base, owned = shared[storage]
+            if t.required:
+                shared[storage] = base, (owned := t.dependent(owned))
             view = None if example is base else _view(example, base)
             outputs.append(OutputSource("graph", _output(t, owned), view))
         elif isinstance(value, Value):
-            outputs.append(OutputSource("graph", _output(t, value)))
+            outputs.append(OutputSource("graph", _output(t, t.dependent(value))))
         elif isinstance(value, sympy.Expr):
             outputs.append(OutputSource("size", value=value))
         else:
             outputs.append(OutputSource("constant", value=value))
+    if t.required:
+        raise Unsupported("a check of values in a graph without results of its own")
     return tuple(outputs), tuple(detached)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,6 +35,8 @@ def emit(t: Translator, node: fx.Node, arguments: Sequence[Any], keywords: dict[
     named = tuple((k, _captured(a, operands)) for k, a in keywords.items() if k != "pin_memory")
     examples, structure = pytree.tree_flatten(_examples(node, operands))
     made = [e for e in examples if isinstance(e, Tensor)]
+    if any(e.layout is not torch.strided for e in made):
+        raise Unsupported(f"{target}, whose result is of layout {made[0].layout}")
     if any(_depends_on_data(e) for e in made):
         raise Unsupported(f"{target}, whose result's size depends on data")
     op = Aten(
@@ -135,6 +138,7 @@ def _derivative(t: Translator, node: fx.Node, op: Aten, operands: Sequence[Value
     """PyTorch's derivative of this one call as a body; None where PyTorch has none."""
     key = (  # by its text, since 1, 1.0 and True are equal
         repr(op), tuple(v.tensor for v in operands), tuple(t.active(v) for v in operands), torch.get_default_dtype(),
+        tuple(_read(node)),
     )  # fmt: skip
     symbolic = any(tensor.symbols for tensor in (*op.types, *(v.tensor for v in operands)))
     if not symbolic and key in _traced:
@@ -160,7 +164,8 @@ def _traced_derivative(t: Translator, node: fx.Node, op: Aten, operands: Sequenc
 
     with mode, torch.enable_grad():
         leaves = [_as_here(n.meta["val"], v).requires_grad_(t.active(v)) for n, v in zip(nodes, operands, strict=True)]
-        differentiable = [i for i, r in enumerate(call(*leaves)) if r.requires_grad]
+        read = _read(node)
+        differentiable = [i for i, r in enumerate(call(*leaves)) if r.requires_grad and (not read or i in read)]
         wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
         if not differentiable or not wanted:
             return None
@@ -172,6 +177,15 @@ def _traced_derivative(t: Translator, node: fx.Node, op: Aten, operands: Sequenc
         joint = aot_export_joint_simple(chosen, tuple(leaves), trace_joint=True, decompositions=derivative_table())
     assert isinstance(joint, fx.GraphModule)
     return _body(joint, node, op, operands, differentiable, wanted)
+
+
+def _read(node: fx.Node) -> list[int]:
+    """The results that anything reads, of several: a derivative by others may not exist, as that of equal vectors."""
+    if not isinstance(node.meta["val"], tuple | list) or not all(isinstance(v, Tensor) for v in node.meta["val"]):
+        return []
+    if not all(user.target is operator.getitem for user in node.users):
+        return []
+    return sorted({int(user.args[1]) for user in node.users})  # type: ignore[arg-type]
 
 
 def _body(

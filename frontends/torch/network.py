@@ -11,6 +11,7 @@ from torch import fx
 
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.draws import mask_of
+from daceml_train.frontends.torch.requirements import within
 from daceml_train.frontends.torch.translate import RULES, Translator, rule
 from daceml_train.ops.elementwise import Iota
 from daceml_train.ops.normalization import running_statistics
@@ -68,7 +69,7 @@ def _as_typed(t: Translator, results: Sequence[Value]) -> tuple[Value, ...]:
 def _group_norm(
     t: Translator, x: Value, weight: Value | None, bias: Value | None, n: Any, c: Any, hw: Any, groups: int, eps: float
 ) -> tuple[Value, ...]:
-    return t.emit_all("group_norm", x, *_affine(t, weight, bias), groups=groups, eps=eps)
+    return _as_typed(t, t.emit_all("group_norm", x, *_affine(t, weight, bias), groups=groups, eps=eps))
 
 
 @rule("_native_batch_norm_legit_functional.default", "_native_batch_norm_legit.default")
@@ -77,7 +78,9 @@ def _batch_norm(
     momentum: float, eps: float,
 ) -> tuple[Value | None, ...]:  # fmt: skip
     if not training:
-        return (_inference(t, x, weight, bias, mean, variance, eps), *_absent(t), mean, variance)
+        unchanged = (mean, variance)
+        same = (v.cast(w.dtype) if w else v for v, w in zip(unchanged, t.types[3:], strict=True))
+        return (_inference(t, x, weight, bias, mean, variance, eps), *_absent(t), *same)
     y, batch_mean, rstd, batch_variance = t.emit_all("batch_norm", x, *_affine(t, weight, bias), eps=eps)
     count = simplify(product((x.shape[0], *x.shape[2:])))
     following = running_statistics(t.graph, mean, variance, batch_mean, batch_variance, momentum, count)
@@ -259,6 +262,8 @@ def _nll_loss(
 ) -> tuple[Value, ...] | None:
     if target.dtype is not DType.int64:
         return None
+    classes = logp.shape[min(1, len(logp.shape) - 1)]
+    target = within(t, target, classes, f"a target is out of bounds: classes are 0 to {classes}-1", int(ignore_index))
     loss, total = t.emit_all(
         "nll_loss", logp, target, *(() if weight is None else (weight,)), reduction=REDUCTIONS[reduction],
         ignore_index=int(ignore_index),

@@ -20,6 +20,7 @@ NAMESPACE = "daceml_train"
 _library = torch.library.Library(NAMESPACE, "DEF")
 _library.define("graft(Tensor source, Tensor x) -> Tensor")
 _library.define("overwrite(Tensor before, Tensor x) -> Tensor")
+_library.define("require(Tensor x, Tensor holds, str message) -> Tensor")
 _library.define("attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale) -> (Tensor, Tensor)")
 _library.define("custom_vjp(int key, Tensor[] xs) -> Tensor[]")
 
@@ -62,6 +63,10 @@ def _graft(source: Tensor, x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+def _require(x: Tensor, holds: Tensor, message: str) -> Tensor:
+    return torch.empty_like(x)
+
+
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -80,6 +85,7 @@ def _custom_vjp(key: int, xs: list[Tensor]) -> list[Tensor]:
 _MEANINGS: dict[str, Callable[..., Any]] = {
     "graft": _graft,
     "overwrite": _graft,
+    "require": _require,
     "attention": _attention,
     "custom_vjp": _custom_vjp,
 }

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from daceml_train.errors import DacemlError, Unsupported
 from daceml_train.frontends.torch.operators import CustomFunction, custom_functions, result_counts
+from daceml_train.frontends.torch.polyfills import POLYFILLS
 from daceml_train.frontends.torch.source import origin
 
 MARK = "daceml_train"
@@ -467,6 +468,7 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     **{getattr(torch, kind): _layer_by_layer(kind) for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
     F.cosine_similarity: _cosine_similarity,
     torch.cosine_similarity: _cosine_similarity,
+    **POLYFILLS,
     # Without gradients these leave out the vectors that their derivatives need.
     torch.linalg.eigvalsh: lambda x, *options, **more: torch.linalg.eigh(x, *options, **more)[0],
     torch.linalg.svdvals: lambda x, **more: torch.linalg.svd(x, full_matrices=False, **more)[1],

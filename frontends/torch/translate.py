@@ -45,8 +45,8 @@ def rule(*overloads: str) -> Callable[[Function], Function]:
 
 
 _CHECKS = """
-_assert_tensor_metadata _assert_async _assert_scalar sym_constrain_range sym_constrain_range_for_size
-_functional_assert_async _functional_assert_scalar _linalg_check_errors
+_assert_tensor_metadata _assert_scalar sym_constrain_range sym_constrain_range_for_size _functional_assert_scalar
+_linalg_check_errors
 """
 IGNORED = frozenset(_CHECKS.split())
 """Checks: they compute nothing. (A matrix that has no inverse gives infinities in place of an error.)"""
@@ -80,6 +80,8 @@ class Translator:
         self.node: fx.Node
         self.constants: dict[str, torch.Tensor] = {}
         """Inputs of the graph that stand for tensors held by the trace."""
+        self.required: list[Value] = []
+        """What checks without a result of their own gave, on which results have to depend."""
         self._numbers: dict[str, Value] = {}
         self._active: set[str] = set()
         self._looked_at = 0
@@ -144,6 +146,13 @@ class Translator:
         """Fresh random numbers in [0, 1)."""
         made = dtype if dtype is DType.float64 else DType.float32
         return self.emit("uniform", self.seed(), shape=shape, stream=self.stream(), dtype=made).cast(dtype)
+
+    def dependent(self, value: Value) -> Value:
+        """`value`, which exists only if all checks hold that came before and no other value depends on."""
+        for holds in self.required:
+            value = holds.where(value, 0)
+        self.required = []
+        return value
 
     def require_gradient(self, value: Value) -> None:
         """Say that a gradient for this input may be asked for."""
@@ -223,8 +232,16 @@ class Translator:
         if name == "with_effects" and isinstance(node.args[1], torch._ops.OpOverload):
             if _base_name(str(node.args[1])) in IGNORED:
                 return (None, None)
+            if _base_name(str(node.args[1])) == "_assert_async":
+                self.node = node
+                RULES[f"{node.args[1]}"](self, *(resolve(a) for a in node.args[2:]))
+                return (None, None)
             raise Unsupported(f"{node.args[1]}, which has effects", where=str(origin(node)))
         if _base_name(name) in IGNORED:
+            return None
+        if _base_name(name) == "_assert_async":
+            self.node = node
+            RULES[name](self, *(resolve(a) for a in node.args))
             return None
         arguments = [resolve(a) for a in node.args]
         keywords = {key: resolve(a) for key, a in node.kwargs.items()}

@@ -73,6 +73,23 @@ def test_a_wrong_gradient_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.kind == "wrong" and found.detail.startswith("gradients[0]")
 
 
+def test_equal_elements_may_be_chosen_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = SimpleNamespace(input=torch.tensor([2.0, 1.0, 2.0]), args=(), kwargs={})
+    made = [Results([torch.tensor(order)], [], [], [False]) for order in ([1, 0, 2], [1, 2, 0], [0, 1, 2], [1, 0, 0])]
+    first, *others = (captured.chosen(sample, results) for results in made)
+    assert [bool(difference(other, first, None)) for other in others] == [False, True, True]
+
+
+@pytest.mark.parametrize("order", ["nuc", 2])
+def test_results_that_nobody_reads_have_no_part_in_a_derivative(order: object) -> None:
+    """The vectors of a decomposition have no derivative where its values are equal; the values do."""
+    x = torch.zeros(3, 3, requires_grad=True)
+    op = SimpleNamespace(op=torch.linalg.norm, name="norm")
+    sample = SimpleNamespace(input=x, args=(order,), kwargs={}, output_process_fn_grad=lambda y: y)
+    found = captured.outcome(op, 0, sample, True)
+    assert (found.kind, found.detail) == ("ATen", "")
+
+
 def test_outcomes_that_are_not_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
     op = entry("exp")
     sample = next(samples(op, torch.float32, True))
