@@ -1,4 +1,4 @@
-"""Models in the way people write their own: loops, caches, routing, norms of weights, derivatives inside the forward."""
+"""Models in the way people write their own: loops, caches, routing, norms of weights, derivatives within."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ class UNet(nn.Module):
 
     @staticmethod
     def _block(inputs: int, outputs: int) -> nn.Module:
-        return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(4, outputs), nn.LeakyReLU(0.1, True))
+        convolution = nn.Conv2d(inputs, outputs, 3, padding=1)
+        return nn.Sequential(convolution, nn.GroupNorm(4, outputs), nn.LeakyReLU(0.1, True))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         kept = []
@@ -129,9 +130,9 @@ class Normed(nn.Module):
         self.a = parametrizations.weight_norm(nn.Linear(8, 12))
         self.b = parametrizations.spectral_norm(nn.Conv1d(3, 3, 3, padding=1))
         self.c = parametrizations.orthogonal(nn.Linear(12, 12))
-        self.d = nn.Linear(12, 8)
+        self.d = nn.Linear(12, 12)
         self.shared = nn.Parameter(0.3 * torch.randn(8, 12))
-        self.e = nn.Linear(8, 12, bias=False)
+        self.e = nn.Linear(12, 12, bias=False)
         self.e.weight = self.d.weight = nn.Parameter(0.3 * torch.randn(12, 12))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -215,7 +216,7 @@ class Messages(nn.Module):
 
 
 class Memory(nn.Module):
-    """State from call to call in buffers: a running mean, a queue that is written at a place, codes moved by averages."""
+    """State from call to call in buffers: a running mean, a queue written at a place, codes moved by averages."""
 
     def __init__(self) -> None:
         super().__init__()

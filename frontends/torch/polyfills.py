@@ -91,8 +91,10 @@ def cov(
 def _divided(x: Tensor, by: Any) -> Tensor:
     """Division by a count that may be 0 and then gives NaN or infinity, as a tensor of it would."""
     if isinstance(by, Tensor) or by != 0:
-        return x / by
-    return x / x.new_zeros((), dtype=torch.get_default_dtype() if not x.is_floating_point() else x.dtype)
+        made: Tensor = x / by
+        return made
+    nothing: Tensor = x.new_zeros((), dtype=torch.get_default_dtype() if not x.is_floating_point() else x.dtype)
+    return x / nothing
 
 
 def corrcoef(input: Tensor) -> Tensor:
