@@ -16,6 +16,7 @@ _HOME = {
     "save_onnx": "daceml_train.driver",
     "report": "daceml_train.reporting",
     "Session": "daceml_train.exploration",
+    "replay": "daceml_train.exploration",
     "torch_function": "daceml_train.frontends.torch.extension",
     "Operator": "daceml_train.ops.operator",
     "TRAINING": "daceml_train.transformations.pipelines",

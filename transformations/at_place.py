@@ -59,6 +59,22 @@ class AtPlace(Pass):
         """The match that is meant, or None."""
         return next(iter(self.places(graph)[self.occurrence : self.occurrence + 1]), None)
 
+    def missing(self, graph: Graph) -> str:
+        """Why there is no match, or why it is refused; empty where it applies."""
+        found = self.places(graph)
+        if len(found) > self.occurrence:
+            return found[self.occurrence].refusal or ""
+        name, inside = self.transformation.name, f" in module {self.module!r}" if self.module else ""
+        if found:
+            operators = self.operators or "any operator"
+            return f"{name} has {len(found)} places at {operators}{inside}, not {self.occurrence + 1}"
+        if self.module and not any(self.module == node.origin.module for node in graph.nodes):
+            return f"no operator belongs to module {self.module!r}"
+        there = replace(self, operators="").places(graph)
+        if not there:
+            return f"{name} finds no place{inside}"
+        return f"{name} finds no place at {self.operators}{inside}, but {len(there)} at other operators"
+
     def places(self, graph: Graph) -> list[Candidate]:
         """All matches of the pass whose module and operators are these, in the order of the pass."""
         makers = graph.producers()

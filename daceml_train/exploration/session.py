@@ -17,6 +17,8 @@ own. The session begins with the captured and differentiated graph, in front of 
     session.jump(3)                     to behind the third step; 0 is the start
     session.history, session.undone     the steps applied, and those that `redo` would apply, in order
     session.pipeline()                  the same as a `Pipeline`, for `optimize` and `training_step`
+    session.save("mine.json")           write it; also `.txt` and, to read and import, `.py`
+    session.replay("mine.json")         apply what was saved: a `Replay` with what did not match, and why
     session.version                     a number that every change of the graph makes another one
 
 A match is valid in the state in which it was found. Afterwards, `apply` and `preview` refuse it and name what was done
@@ -28,7 +30,8 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,8 +40,10 @@ import torch
 
 from daceml_train.driver import options as driver_options
 from daceml_train.errors import DacemlError, Invalid, Refused
+from daceml_train.exploration.listing import every_pass, listed
+from daceml_train.exploration.saving import write
 from daceml_train.exploration.state import State
-from daceml_train.exploration.steps import Match, Preview, Step, counted, said
+from daceml_train.exploration.steps import Match, Preview, Step, said
 from daceml_train.exploration.subject import Loss, Subject
 from daceml_train.frontends.torch.draws import Randomness
 from daceml_train.graph.graph import Graph
@@ -138,32 +143,14 @@ class Session:
         refused, with `refusal` saying why, follow. Bytes that are known only once a pass is applied are None on large
         graphs and stand behind the others: `preview` tells.
         """
-        wanted = frozenset(selection) if selection is not None else None
-        found: list[Match] = []
-        for transformation in [self._pass(pass_)] if pass_ is not None else every_pass():
-            if self._hidden(transformation):
-                continue
-            try:
-                candidates = self.state.matches(transformation)
-            except Exception as error:
-                if pass_ is not None:
-                    raise Refused(f"{transformation} fails: {said(error)}") from error
-                self.failing[transformation.name] = said(error)
-                continue
-            for candidate in candidates:
-                if wanted is not None and wanted.isdisjoint(candidate.arrays):
-                    continue
-                known = counted(len(candidates), len(self.graph.nodes), candidate)
-                match = Match(candidate, self.state, self._at, known)
-                if module_path is not None and not _within(match, module_path):
-                    continue
-                if refused or match.refusal is None:
-                    found.append(match)
-        return sorted(found, key=_rank)
-
-    def _hidden(self, transformation: Pass) -> bool:
-        """Passes of which nothing can apply any more; a pass that is asked for by name says why."""
-        return transformation.level == "forward" and self.state.behind
+        if pass_ is not None:
+            passes = [self._pass(pass_)]
+        else:  # passes of which nothing can apply any more say so when they are asked for by name
+            passes = [p for p in every_pass() if not (p.level == "forward" and self.state.behind)]
+        found, self.failing = listed(passes, self.state, self._at, selection, module_path, refused)
+        if pass_ is not None and self.failing:
+            raise Refused(f"{passes[0]} fails: {self.failing[passes[0].name]}")
+        return found
 
     # ---- previews -----------------------------------------------------------------------------------------------
     @_alone
@@ -325,6 +312,12 @@ class Session:
 
     def _step(self, target: Match | Pass, level: str, state: State | None = None, number: int | None = None) -> Step:
         state, number = self.state if state is None else state, self._at if number is None else number
+        kept: Pass | None = None
+        if isinstance(target, AtPlace):
+            found = target.find(state.forward if level == "forward" else state.graph)
+            if found is None or found.refusal is not None:
+                return Step(number + 1, target, target, level, "", 0, 0.0, state, state)
+            kept, target = target, Match(found, state, number)
         began = time.perf_counter()
         after = self._after(target, level, state)
         seconds = time.perf_counter() - began
@@ -332,14 +325,16 @@ class Session:
         count = applied(*seen)
         if not isinstance(target, Match):
             return Step(number + 1, target, target, level, "", count, seconds, state, after if count else state)
-        kept = target.anchored
         return Step(
-            number + 1, target.transformation, kept, level, target.where, count, seconds, state, after,
-            target.module, target.operators, target.source,
+            number + 1, target.transformation, kept or target.anchored, level, target.where, count, seconds, state,
+            after, target.module, target.operators, target.source,
         )  # fmt: skip
 
     def _why(self, transformation: Pass) -> str:
         """The first reason why a pass has no place to apply."""
+        if isinstance(transformation, AtPlace):
+            seen = self.state.forward if transformation.level == "forward" else self.graph
+            return f": {transformation.missing(seen)}"
         reasons = (candidate.refusal for candidate in self.state.matches(transformation))
         found = next((r for r in reasons if r), "")
         return f": {found}" if found else ": it finds no place"
@@ -359,6 +354,39 @@ class Session:
             levels[LEVELS[reached]].append(step.kept)
         return Pipeline(**{level: tuple(passes) for level, passes in levels.items()})
 
+    @_alone
+    def save(self, path: Path | str) -> Path:
+        """Write the steps as a pipeline that `replay`, `optimize` and `training_step` read: .json, .txt or .py."""
+        before, after = self.start.bytes, self.state.bytes
+        about = f"{self.subject.name}: {before:,} -> {after:,} bytes moved"
+        return write(Path(path).expanduser(), self.pipeline(), self.history, about)
+
+    @_alone
+    def replay(self, path: Pipeline | Path | str) -> Replay:
+        """Apply what was saved, here or on another model, behind the steps that are there.
+
+        What does not match, or fails, is listed with its reason, and the others are applied; a pass that changes
+        nothing is a step without matches, as it may change another model.
+        """
+        state, made = self.state, list[Step]()
+        missed: list[tuple[Pass, str]] = []
+        for level, passes in Pipeline.of(path).passes:
+            for transformation in passes:
+                try:
+                    step = self._step(transformation, level, state, self._at + len(made))
+                except Exception as error:
+                    missed.append((transformation, said(error)))
+                    continue
+                if isinstance(transformation, AtPlace) and not step.matches:
+                    seen = state.forward if level == "forward" else state.graph
+                    missed.append((transformation, transformation.missing(seen) or "it changes nothing"))
+                    continue
+                made.append(step)
+                state = step.after
+        if made:
+            self._push(made)
+        return Replay(self, tuple(made), tuple(missed))
+
     def __str__(self) -> str:
         now, start = self.state, self.start
         lines = [f"session of {self.subject.name}: {len(now.graph.nodes)} operators, {now.bytes:,} bytes moved"]
@@ -368,21 +396,29 @@ class Session:
         return "\n".join(lines)
 
 
-def every_pass() -> Iterator[Pass]:
-    """Every pass there is, plugins' included, with default options; not the one that stands for single matches."""
-    for kind in catalog.passes().values():
-        if kind is not AtPlace:
-            yield kind()
+@dataclass(frozen=True)
+class Replay:
+    """What of a saved pipeline was applied, and what was not, with the reason."""
+
+    session: Session
+    steps: tuple[Step, ...]
+    missed: tuple[tuple[Pass, str], ...]
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.steps)} of {len(self.steps) + len(self.missed)} steps applied", str(self.session)]
+        lines += [f"  not applied: {transformation}\n    {reason}" for transformation, reason in self.missed]
+        return "\n".join(lines)
 
 
-def _within(match: Match, module: str) -> bool:
-    """Whether one of a match's operators belongs to a module or to one below it."""
-    return any(_below(node.origin.module, module) for node in match.nodes)
-
-
-def _below(path: str, module: str) -> bool:
-    return not module or path == module or path.startswith(f"{module}.")
-
-
-def _rank(match: Match) -> tuple[bool, bool, int]:
-    return match.refusal is not None, match.bytes is None, match.bytes or 0
+def replay(
+    path: Pipeline | Path | str,
+    model: torch.nn.Module,
+    *inputs: Any,
+    loss: Loss | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    cache: Path | str | None = None,
+    random: Randomness = "seeded",
+) -> Replay:
+    """A session of a model with what was saved applied to it; the arguments are those of `Session`."""
+    read = Pipeline.of(path)
+    return Session(model, *inputs, loss=loss, optimizer=optimizer, cache=cache, random=random).replay(read)

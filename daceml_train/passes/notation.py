@@ -8,7 +8,6 @@ fuse_epilogue()
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -43,8 +42,10 @@ def parse(text: str) -> dict[str, tuple[Pass, ...]]:
             raise Invalid(f"level {level} is given twice", where=where)
         try:
             tree = ast.parse(f"[{body}\n]", mode="eval").body
-        except SyntaxError:
-            raise Invalid(f"{body.strip()!r} is no list of passes", where=where, advice="check its brackets") from None
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            raise Invalid(
+                f"{shortened(body.strip())!r} is no list of passes", where=where, advice="check its brackets"
+            ) from None
         assert isinstance(tree, ast.List)
         levels[level] = tuple(_read(element, where) for element in tree.elts)
     return levels
@@ -52,12 +53,17 @@ def parse(text: str) -> dict[str, tuple[Pass, ...]]:
 
 def parse_pass(text: str) -> Pass:
     """The pass of a text such as `fuse_elementwise(limit=32)`. Raises `Invalid` for anything else."""
-    where = f"the pass {text!r}"
+    where = f"the pass {shortened(text)!r}"
     try:
         tree = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError):
-        raise Invalid(f"{text!r} is no pass", advice="expected name(option=value, ...)") from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise Invalid(f"{shortened(text)!r} is no pass", advice="expected name(option=value, ...)") from None
     return _read(tree, where)
+
+
+def shortened(text: str) -> str:
+    """The beginning of a long text, for messages."""
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _levels(text: str) -> Iterator[tuple[int, str, str]]:
@@ -94,21 +100,16 @@ def built(name: str, options: Mapping[str, Any], where: str = "") -> Pass:
     return made
 
 
-def to_json(levels: Levels) -> str:
-    """`{"fusion": [{"pass": "fuse_elementwise", "options": {"limit": 32}}], ...}`."""
-    entries = {
+def to_entries(levels: Levels) -> dict[str, list[dict[str, Any]]]:
+    """`{"fusion": [{"pass": "fuse_elementwise", "options": {"limit": 32}}], ...}`, as JSON holds it."""
+    return {
         level: [{"pass": p.name, "options": {o: plain(v) for o, v in p.options.items()}} for p in passes]
         for level, passes in levels.items()
     }
-    return json.dumps(entries, indent=2)
 
 
-def from_json(text: str) -> dict[str, tuple[Pass, ...]]:
-    """The passes of each level in what `to_json` wrote. Raises `Invalid` for anything else."""
-    try:
-        entries = json.loads(text)
-    except ValueError as error:
-        raise Invalid(f"the pipeline is no JSON: {error}") from None
+def from_entries(entries: Any) -> dict[str, tuple[Pass, ...]]:
+    """The passes of each level in what `to_entries` made. Raises `Invalid` for anything else."""
     if not isinstance(entries, dict):
         raise Invalid(f"a pipeline's JSON is an object with a list per level, given {type(entries).__name__}")
     levels: dict[str, tuple[Pass, ...]] = {}
@@ -116,7 +117,7 @@ def from_json(text: str) -> dict[str, tuple[Pass, ...]]:
         known_level(level)
         if not isinstance(listed, list):
             expected = 'expected a list of {"pass": ..., "options": {...}}'
-            raise Invalid(f"level {level} holds {listed!r}", advice=expected)
+            raise Invalid(f"level {level} holds {shortened(repr(listed))}", advice=expected)
         levels[level] = tuple(_entry(entry, f"entry {number} of {level}") for number, entry in enumerate(listed))
     return levels
 
@@ -125,6 +126,7 @@ def _entry(entry: Any, where: str) -> Pass:
     given = entry if isinstance(entry, dict) else {"pass": entry}
     name, options = given.get("pass"), given.get("options", {})
     if not isinstance(name, str) or not isinstance(options, dict) or not given.keys() <= {"pass", "options"}:
-        raise Invalid(f"{entry!r} is no pass", where=where, advice='expected {"pass": ..., "options": {...}}')
+        raise Invalid(
+            f"{shortened(repr(entry))} is no pass", where=where, advice='expected {"pass": ..., "options": {...}}'
+        )
     return built(name, options, where)
-

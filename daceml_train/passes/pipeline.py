@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from typing import TypeAlias
 from daceml_train.errors import Invalid
 from daceml_train.graph.graph import Graph
 from daceml_train.graph.traffic import traffic
-from daceml_train.passes import notation
+from daceml_train.passes import files, notation
 from daceml_train.passes.base import LEVELS, Pass, applied, checked
 from daceml_train.passes.options import check_names, nearest
 from daceml_train.passes.registry import name_of, registered
@@ -70,35 +71,26 @@ class Pipeline:
 
     @staticmethod
     def from_json(text: str) -> Pipeline:
-        """The pipeline that `to_json` wrote."""
-        return Pipeline(**notation.from_json(text))
+        """The pipeline that `to_json` or `Session.save` wrote."""
+        return Pipeline(**files.from_json(text))
 
     @staticmethod
     def of(given: Pipeline | str | Path) -> Pipeline:
-        """A pipeline from itself, its text, or the path of a file that holds its JSON or text.
+        """A pipeline from itself, its text, or the path of a file that holds its JSON, its text, or its Python form.
 
-        A string is a path if it ends in `.json` or `.txt`.
+        A string is a path if it ends in `.json`, `.txt` or `.py`.
         """
         if isinstance(given, Pipeline):
             return given
-        if isinstance(given, str) and not given.endswith((".json", ".txt")):
+        if isinstance(given, str) and not given.endswith(files.ENDINGS):
             return Pipeline.parse(given)
         if not isinstance(given, str | Path):
             raise Invalid(f"a pipeline is a Pipeline, its text or a file's path, given {type(given).__name__}")
-        path = Path(given).expanduser()
-        try:
-            text = path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise Invalid(f"the pipeline's file cannot be read: {error}") from None
-        try:
-            return Pipeline.from_json(text) if path.suffix == ".json" else Pipeline.parse(text)
-        except Invalid as error:
-            error.add_note(f"in {path}")
-            raise
+        return Pipeline(**files.read(Path(given).expanduser()))
 
     def to_json(self) -> str:
         """The pipeline as JSON, which `from_json` reads."""
-        return notation.to_json(dict(self.passes))
+        return json.dumps(notation.to_entries(dict(self.passes)), indent=2)
 
     def __str__(self) -> str:
         return notation.show(dict(self.passes))

@@ -25,15 +25,23 @@ def blocks(count: int = 2, size: int = 16) -> nn.Module:
     return nn.Sequential(*(Block(size) for _ in range(count)), nn.Linear(size, 10))
 
 
+def perceptron() -> nn.Module:
+    """Small enough to be compiled without a pipeline."""
+    return nn.Sequential(nn.Linear(16, 10), nn.ReLU(), nn.Linear(10, 10))
+
+
 def batch(size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, size), torch.randint(0, 10, (8,))
 
 
-def session(kind: str = "step", count: int = 2, model: nn.Module | None = None, **options: Any) -> Session:
-    """A session of `blocks`: `step` with AdamW, `loss` without optimizer, `module` without both."""
+def session(
+    kind: str = "step", count: int = 2, model: nn.Module | None = None, optimizer: str = "adamw", **options: Any
+) -> Session:
+    """A session of `blocks`: `step` with an optimizer, `loss` without optimizer, `module` without both."""
     model = blocks(count) if model is None else model
     x, y = batch()
     if kind == "module":
         return Session(model, x, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2) if kind == "step" else None
-    return Session(model, x, y, loss=F.cross_entropy, optimizer=optimizer, **options)
+    kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    made = kinds[optimizer](model.parameters(), lr=1e-2) if kind == "step" else None
+    return Session(model, x, y, loss=F.cross_entropy, optimizer=made, **options)

@@ -1,0 +1,175 @@
+"""A session is saved as a pipeline and replayed, here, on another model, and by `optimize`; bad files are one error."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import daceml_train as dt
+from daceml_train.errors import Invalid
+from daceml_train.exploration import Session
+from daceml_train.graph.text import show
+from daceml_train.passes.pipeline import Step
+from daceml_train.transformations.at_place import AtPlace
+from tests.exploration.models import batch, blocks, perceptron, session
+
+
+def by_hand() -> Session:
+    """One pass before differentiation, places by hand in both blocks, and a pass everywhere."""
+    made = session()
+    made.apply("fuse_softmax_cross_entropy")
+    made.apply("decompose")
+    for module in ("0", "1.norm", "1"):
+        made.apply(made.matches(pass_="fuse_elementwise", module_path=module)[0])
+    made.apply("simplify")
+    made.apply(made.matches(pass_="fuse_siblings")[0], limit=12)
+    return made
+
+
+@pytest.mark.parametrize("ending", ["json", "txt", "py"])
+def test_saved_and_replayed(ending: str, tmp_path: Path) -> None:
+    made = by_hand()
+    path = made.save(tmp_path / f"mine.{ending}")
+    assert dt.Pipeline.of(path) == dt.Pipeline.of(str(path)) == made.pipeline()
+    other = dt.replay(path, blocks(), *batch(), loss=F.cross_entropy, optimizer=made.subject.optimizer)
+    assert {p.name for p, _ in other.missed} <= {"at_place"}
+    again = session().replay(path)
+    assert not again.missed
+    assert show(again.session.graph) == show(made.graph)
+    assert [s.bytes for s in again.steps] == [s.bytes for s in made.history]
+    assert again.session.pipeline() == made.pipeline()
+    text = path.read_text()
+    assert "%" not in text, "names of a graph's arrays"
+    assert "limit=12" in text
+
+
+def test_the_order_of_levels_is_kept() -> None:
+    made = by_hand()
+    assert [s.level for s in made.history][-2:] == ["intra_operator", "fusion"]
+    assert [level for level, passes in made.pipeline().passes for _ in passes] == [
+        "forward", "intra_operator", *["fusion"] * 5,
+    ]  # fmt: skip
+
+
+def test_the_python_form_can_be_imported(tmp_path: Path) -> None:
+    made = by_hand()
+    text = made.save(tmp_path / "mine.py").read_text()
+    names: dict[str, object] = {}
+    exec(compile(text, "mine.py", "exec"), names)
+    assert names["PIPELINE"] == made.pipeline()
+
+
+def test_on_another_model_what_does_not_match_is_listed(tmp_path: Path) -> None:
+    path = by_hand().save(tmp_path / "mine.json")
+    shorter = session(count=1)
+    told = shorter.replay(path)
+    reasons = [reason for _, reason in told.missed]
+    assert [p.name for p, _ in told.missed] == ["at_place"] * len(reasons)
+    assert "no operator belongs to module '1.norm'" in reasons
+    elsewhere = AtPlace("fuse_elementwise()", "0", "tan, atan").missing(shorter.start.graph)
+    assert re.fullmatch(
+        r"fuse_elementwise finds no place at tan, atan in module '0', but \d+ at other operators", elsewhere
+    )
+    assert [s.name for s in told.steps][:3] == ["fuse_softmax_cross_entropy", "decompose", "fuse_elementwise"]
+    assert "not applied: at_place" in str(told)
+    longer = session(count=3).replay(path)
+    assert longer.missed == ()
+    replayed_late = shorter.replay(path)
+    assert any("before differentiation" in reason for _, reason in replayed_late.missed)
+
+
+def test_places_count_from_the_first() -> None:
+    made = session()
+    same = [m for m in made.matches(pass_="fuse_elementwise") if (m.module, m.operators) == ("1", "mul, mul")]
+    anchored = [m.anchored for m in same]
+    assert [p.options.get("occurrence", 0) for p in anchored] == list(range(len(same)))
+    for match, place in zip(same, anchored, strict=True):
+        assert show(place.run(made.graph)) == show(match.candidate.apply())
+    beyond = AtPlace(**{**anchored[0].options, "occurrence": 99})
+    assert "not 100" in beyond.missing(made.graph)
+
+
+@pytest.mark.compiled
+def test_a_saved_session_is_a_pipeline_for_compilation(tmp_path: Path) -> None:
+    made = session(model=perceptron(), optimizer="sgd")
+    made.apply(made.matches(pass_="fuse_elementwise", module_path="1")[0])
+    made.apply("decompose")
+    path = made.save(tmp_path / "mine.json")
+    eager, model = perceptron(), perceptron()
+    model.load_state_dict(eager.state_dict())
+    x, y = batch()
+    steps: list[Step] = []
+    theirs, ours = (torch.optim.SGD(m.parameters(), lr=1e-2) for m in (eager, model))
+    step = dt.training_step(model, F.cross_entropy, ours, pipeline=path, watch=steps.append)
+    for _ in range(2):
+        theirs.zero_grad()
+        loss = F.cross_entropy(eager(x), y)
+        loss.backward()
+        theirs.step()
+        assert torch.allclose(step(x, y), loss.detach(), rtol=1e-4)
+    assert not step.breaks
+    assert [s.matches for s in steps] == [s.matches for s in made.history]
+    assert steps[-1].bytes_after == made.state.bytes
+    drop_in = dt.optimize(eager, pipeline=path)
+    assert torch.allclose(drop_in(x), eager(x), rtol=1e-4, atol=1e-6)
+
+
+CASES: dict[str, tuple[str, Callable[[str], str | bytes], str]] = {
+    "truncated": ("json", lambda t: t[: len(t) // 2], "is no JSON"),
+    "empty": ("json", lambda t: "", "is no JSON"),
+    "binary": ("json", lambda t: b"\x80\x04\x95pickle\xff", "is no text file"),
+    "version": ("json", lambda t: t.replace('"version": 1', '"version": 2'), "version is 2, this package reads 1"),
+    "no version": ("json", lambda t: t.replace('"version": 1,', ""), "version is None"),
+    "format": ("json", lambda t: t.replace('"daceml_train pipeline"', '"a cake"'), "holds 'a cake'"),
+    "unknown pass": ("json", lambda t: t.replace("decompose", "decomposed"), "did you mean 'decompose'"),
+    "unknown inner pass": ("json", lambda t: t.replace("fuse_siblings", "fuse_sisters"), "no pass is called 'fuse_sist"),
+    "wrong type": ("json", lambda t: re.sub('"module": "[^"]*"', '"module": 1', t), "module of at_place is str, given 1"),
+    "negative": ("json", lambda t: re.sub('("module": "[^"]*")', r'\1, "occurrence": -1', t), "occurrence counts from 0"),
+    "nested place": ("json", lambda t: t.replace("fuse_siblings(limit=12)", "at_place()"), "at_place itself"),
+    "levels": ("json", lambda t: json.dumps({"format": "daceml_train pipeline", "version": 1, "levels": [1]}), "an object with a list per level"),
+    "more": ("json", lambda t: t.replace('"notes"', '"code"'), "has no entry 'code'"),
+    "deep": ("json", lambda t: "[" * 100_000, "is no JSON"),
+    "huge": ("json", lambda t: "x" * (5 << 20), "no pipeline is larger"),
+    "no pass": ("json", lambda t: json.dumps({"fusion": [{"__reduce__": "os.system"}]}), "is no pass"),
+    "code in py": ("py", lambda t: t + "\nimport os\nos.system('true')\n", "is code"),
+    "call in py": ("py", lambda t: t.replace("dt.Pipeline.parse(", "eval("), "is code"),
+    "two in py": ("py", lambda t: t + t, "once, this one 2 times"),
+    "broken py": ("py", lambda t: t + "(", "is no Python source"),
+    "call in text": ("txt", lambda t: t.replace("decompose()", "decompose(__import__('os').system('true'))"), "is no pass"),
+    "option in text": ("txt", lambda t: t.replace("occurrence=1", "occurrence=open('x')").replace("limit=12", "limit=print()"), "is no literal|is no pass"),
+    "line in text": ("txt", lambda t: "hello\n" + t, "belongs to no level"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def kept() -> Session:
+    torch.manual_seed(0)
+    return by_hand()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_bad_file_is_one_error(name: str, kept: Session, tmp_path: Path) -> None:
+    ending, spoil, said = CASES[name]
+    path = kept.save(tmp_path / f"bad.{ending}")
+    spoiled = spoil(path.read_text())
+    path.write_bytes(spoiled if isinstance(spoiled, bytes) else spoiled.encode())
+    before = show(kept.graph), kept.history, kept.version
+    with pytest.raises(Invalid, match=said) as raised:
+        kept.replay(path)
+    assert len(str(raised.value)) < 600
+    assert (show(kept.graph), kept.history, kept.version) == before
+
+
+def test_files_that_are_not_there(kept: Session, tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match="cannot be read"):
+        kept.replay(tmp_path / "nothing.json")
+    with pytest.raises(Invalid, match="saved as .json, .txt or .py"):
+        kept.save(tmp_path / "mine.pkl")
+    with pytest.raises(Invalid, match="cannot be written"):
+        kept.save(tmp_path / "nowhere" / "mine.json")
