@@ -6,7 +6,7 @@ array and `Result(i)` for an output array that the call writes in place. The exe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,10 @@ class Call:
     returns: tuple[int | None, ...] = (0,)
     dense_rows: tuple[int, ...] = ()
     """Operands of which the library takes for granted, without looking, that the last dimension has stride 1."""
+    seen: tuple[int | None, ...] = ()
+    """How the call sees the arrays of this many dimensions, if not as they are: per dimension of its own, which of
+    ours it is; None is one of size 1 in front of the next.
+    """
 
     @property
     def direct(self) -> bool:
@@ -66,28 +70,54 @@ def _matmul_add(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ..
     return Call(direct, (Result(), Operand(0), Operand(1), Operand(2)), returns=())
 
 
+SEQUENCE = (0, 1, None, 2)
+"""A sequence as an image of one row. ATen runs convolutions of one dimension that way itself, but then keeps channels
+that are last only after a copy.
+"""
+
+
+def show(tensor: Tensor, seen: Sequence[int | None]) -> Tensor:
+    """The type of an array as a call sees it; see `Call.seen`."""
+    if not seen or tensor.rank != sum(d is not None for d in seen):
+        return tensor
+    place = {d: position for position, d in enumerate(seen)}
+    order = [place[d] for d in tensor.order or range(tensor.rank)]
+    for position in (p for p, d in enumerate(seen) if d is None):
+        order.insert(order.index(position + 1), position)
+    shape = tuple(1 if d is None else tensor.shape[d] for d in seen)
+    return Tensor(shape, tensor.dtype, None if order == sorted(order) else tuple(order))
+
+
 def _window(op: Any) -> tuple[Any, ...]:
-    return (op.stride, op.padding, op.dilation, op.transposed, op.output_padding, op.groups)
+    stride, padding, dilation, output_padding = op.stride, op.padding, op.dilation, op.output_padding
+    if len(stride) == 1:
+        stride, padding, dilation, output_padding = (1, *stride), (0, *padding), (1, *dilation), (0, *output_padding)
+    return (stride, padding, dilation, op.transposed, output_padding, op.groups)
+
+
+def _seen(op: Any) -> tuple[int | None, ...]:
+    return SEQUENCE if len(op.stride) == 1 else ()
 
 
 def _convolution(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
     bias = Operand(2) if len(operands) > 2 else None
-    return Call("aten::convolution", (Operand(0), Operand(1), bias, *_window(op)))
+    return Call("aten::convolution", (Operand(0), Operand(1), bias, *_window(op)), seen=_seen(op))
 
 
 def _convolution_backward(op: Any, x: Any, w: Any, mask: tuple[bool, bool, bool]) -> Call:
     returns = tuple(0 if wanted else None for wanted in mask)
-    return Call("aten::convolution_backward", (Operand(0), x, w, None, *_window(op), mask), returns=returns)
+    arguments = (Operand(0), x, w, None, *_window(op), mask)
+    return Call("aten::convolution_backward", arguments, returns=returns, seen=_seen(op))
 
 
 def _input_grad(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
     # The derivative by the input does not read the input: any array of its shape will do, so one without elements
     # in memory stands in for it.
-    return _convolution_backward(op, Placeholder(results[0]), Operand(1), (True, False, False))
+    return _convolution_backward(op, Placeholder(show(results[0], _seen(op))), Operand(1), (True, False, False))
 
 
 def _weight_grad(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
-    return _convolution_backward(op, Operand(1), Placeholder(results[0]), (False, True, False))
+    return _convolution_backward(op, Operand(1), Placeholder(show(results[0], _seen(op))), (False, True, False))
 
 
 @dataclass(frozen=True)
@@ -105,9 +135,33 @@ def _average_arguments(op: Any) -> tuple[Any, ...]:
     return (op.kernel, op.stride, op.padding, op.ceil_mode, op.count_include_pad, op.divisor)
 
 
+def _in_memory_order(operands: tuple[Tensor, ...]) -> tuple[int, ...]:
+    """Sequences with their channels last, as row-major arrays: ATen gives results in row-major order for them."""
+    x = operands[0]
+    last = x.rank == 3 and x.order is not None and all(t.order == x.order for t in operands)
+    return x.order if last and x.order is not None else tuple(range(x.rank))
+
+
+def _moved(target: str, operands: tuple[Tensor, ...], arguments: Callable[[tuple[int, ...]], tuple[Any, ...]]) -> Call:
+    order = _in_memory_order(operands)
+    return Call(target, arguments(order), seen=() if order == tuple(range(len(order))) else order)
+
+
 def _pad(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
-    amounts = tuple(amount for pair in reversed(op.pads) for amount in pair)
-    return Call("aten::constant_pad_nd", (Operand(0), amounts, op.value))
+    def arguments(order: tuple[int, ...]) -> tuple[Any, ...]:
+        amounts = tuple(amount for d in reversed(order) for amount in op.pads[d])
+        return (Operand(0), amounts, op.value)
+
+    return _moved("aten::constant_pad_nd", operands, arguments)
+
+
+def _concat(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
+    parts = tuple(Operand(k) for k in range(len(operands)))
+    return _moved("aten::cat", operands, lambda order: (parts, order.index(op.dim)))
+
+
+def _flip(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
+    return _moved("aten::flip", operands, lambda order: (Operand(0), tuple(order.index(d) for d in op.dims)))
 
 
 def _attention(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
@@ -217,8 +271,8 @@ CALLS: dict[str, Rule] = {
     "attention": _attention,
     "attention_grad": _attention_grad,
     "pad": _pad,
-    "concat": lambda op, i, o: Call("aten::cat", (tuple(Operand(k) for k in range(len(i))), op.dim)),
-    "flip": lambda op, i, o: Call("aten::flip", (Operand(0), op.dims)),
+    "concat": _concat,
+    "flip": _flip,
     "index": _index,
     "index_put": _index_put,
     "gather": lambda op, i, o: Call("aten::gather", (Operand(0), op.dim, Operand(1), False)),

@@ -13,7 +13,7 @@ from typing import Any
 
 import sympy
 
-from daceml_train.backends.aten import Result, call_for
+from daceml_train.backends.aten import Result, call_for, show
 from daceml_train.codegen.launch import Layout, generate
 from daceml_train.codegen.templates import has_template, written_kernel
 from daceml_train.errors import Invalid, Refused, Unsupported
@@ -293,8 +293,9 @@ class _Lowering:
             if index in updates:
                 self.places[name] = places[updates[index]]
             elif index in made:
-                t = results[index]
-                self.places[name] = self.new_place(Slot(Home.result, t.dtype, t.shape, t.strides))
+                t, shown = results[index], show(results[index], call.seen)
+                made_place = self.new_place(Slot(Home.result, t.dtype, shown.shape, shown.strides))
+                self.places[name] = replace(made_place, shape=t.shape, strides=t.strides)
             elif name in self.overwrites:
                 shape = results[index].shape
                 self.places[name] = replace(self.place(self.overwrites[name]), shape=shape)
@@ -304,9 +305,9 @@ class _Lowering:
         def resolve(argument: Any) -> Any:
             match argument:
                 case Operand(index=index):
-                    return places[index]
+                    return _seen(places[index], call.seen)
                 case Result(index=index):
-                    return self.places[node.outputs[index]]
+                    return _seen(self.places[node.outputs[index]], call.seen)
                 case tuple() | list():
                     return tuple(resolve(a) for a in argument)
             return argument
@@ -338,6 +339,20 @@ class _Lowering:
         if owned and not (apart and place.slot in {p.slot for p in self.program.outputs}):
             return place
         return self.copy_of(place, place.shape, Home.fresh, "output")
+
+
+def _seen(place: Place, seen: Sequence[int | None]) -> Place:
+    """A place as a library call sees it; see `backends.aten.Call.seen`."""
+    if not seen or len(place.shape) != sum(d is not None for d in seen):
+        return place
+    shape: list[Dim] = []
+    strides: list[Dim] = []
+    for d in reversed(seen):
+        if d is None:
+            shape, strides = [1, *shape], [simplify(shape[0] * strides[0]), *strides]
+        else:
+            shape, strides = [place.shape[d], *shape], [place.strides[d], *strides]
+    return replace(place, shape=tuple(shape), strides=tuple(strides))
 
 
 def _layout(place: Place) -> Layout:

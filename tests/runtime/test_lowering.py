@@ -117,6 +117,38 @@ GRAPHS = {
         """,
         "%y, %gq, %gk, %gv",
     ),
+    "a convolution of sequences": program(
+        "x: f32[2, 3, 9], w: f32[4, 3, 2], b: f32[4], g: f32[2, 4, 6]",
+        """
+        %y = convolution(%x, %w, %b, stride=(2,), padding=(3,), dilation=(3,), output_padding=(0,))
+        %gx = convolution_input_grad(%y, %w, input_shape=(2, 3, 9), stride=(2,), padding=(3,), dilation=(3,), output_padding=(0,))
+        %gw = convolution_weight_grad(%y, %x, weight_shape=(4, 3, 2), stride=(2,), padding=(3,), dilation=(3,), output_padding=(0,))
+        """,
+        "%y, %gx, %gw",
+    ),
+    "a convolution of sequences with their channels last": program(
+        "s: f32[2, 9, 3], v: f32[4, 2, 3], b: f32[4]",
+        """
+        %x = permute(%s, dims=(0, 2, 1))
+        %w = permute(%v, dims=(0, 2, 1))
+        %y = convolution(%x, %w, %b, stride=(1,), padding=(1,), dilation=(3,), output_padding=(0,))
+        %gx = convolution_input_grad(%y, %w, input_shape=(2, 3, 9), stride=(1,), padding=(1,), dilation=(3,), output_padding=(0,))
+        %gw = convolution_weight_grad(%y, %x, weight_shape=(4, 3, 2), stride=(1,), padding=(1,), dilation=(3,), output_padding=(0,))
+        """,
+        "%y, %gx, %gw",
+    ),
+    "sequences with their channels last, moved": program(
+        "s: f32[2, 5, 3], t: f32[2, 5, 4]",
+        """
+        %x = permute(%s, dims=(0, 2, 1))
+        %y = permute(%t, dims=(0, 2, 1))
+        %p = pad(%x, pads=((0, 1), (2, 0), (3, 4)), value=0.5)
+        %c = concat(%x, %y, %x, dim=1)
+        %f = flip(%c, dims=(1, 2))
+        %e = exp(%p)
+        """,
+        "%p, %c, %f, %e",
+    ),
     "no elements": program("x: f32[0, 3]", '%y = exp(%x)\n%s = reduce(%x, kind="sum", dims=(0,))', "%y, %s"),
     "one element": program("x: f32[1, 1]", '%y = exp(%x)\n%s = reduce(%y, kind="sum", dims=(0, 1))', "%y, %s"),
     "integers and booleans": program(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from daceml_train.codegen.loops import hint
@@ -29,12 +29,13 @@ class AssignLayouts(Pass):
 
         x -> [conv] -> y -> [kernel] -> z -> [conv] -> u      =>      x -> [reorder] -> x' -> [conv] -> y' -> ...
 
-    Each array of four or five dimensions has a label, each library call and each kernel another one. Bytes are what
-    labels cost: a reorder (once, for all readers that want the other layout) writes and reads the array; a convolution
-    in row-major order reorders within its call; a kernel that meets an array in another layout than its own reads it
-    strided, `strided` times its bytes. Inputs and results of the graph keep their layout. All costs are pairwise, so
-    the cheapest assignment is a minimum cut, found for the whole graph at once. A kernel's results are written in the
-    layout wanted; only library calls and borders need a reorder of their own.
+    Each array of four or five dimensions, and of three where convolutions have one dimension, has a label, each
+    library call and each kernel another one. Bytes are what labels cost: a reorder (once, for all readers that want
+    the other layout) writes and reads the array; a convolution in row-major order reorders within its call; a
+    kernel that meets an array in another layout than its own reads it strided, `strided` times its bytes. Inputs
+    and results of the graph keep their layout. All costs are pairwise, so the cheapest assignment is a minimum cut,
+    found for the whole graph at once. A kernel's results are written in the layout wanted; only library calls and
+    borders need a reorder of their own.
     """
 
     level = "layout"
@@ -52,11 +53,19 @@ class AssignLayouts(Pass):
         return after if gained <= 0 else graph
 
 
-def choosable(tensor: Tensor) -> bool:
+def image_ranks(graph: Graph) -> frozenset[int]:
+    """The ranks of arrays that have a layout to choose: images and volumes, sequences only where convolutions of one
+    dimension read them (elsewhere an array of three dimensions is a matrix with a batch in front).
+    """
+    sequences = any(isinstance(node.op, Geometry) and len(node.op.stride) == 1 for node in graph.nodes)
+    return frozenset((3, 4, 5) if sequences else (4, 5))
+
+
+def choosable(tensor: Tensor, ranks: Collection[int]) -> bool:
     """Whether an array can lie in row-major order or with its channels last, and the two differ."""
     rank = tensor.rank
     last = channels_last(rank)
-    return rank in (4, 5) and tensor.order in (None, last) and not same_memory(tensor.shape, None, last)
+    return rank in ranks and tensor.order in (None, last) and not same_memory(tensor.shape, None, last)
 
 
 def is_last(tensor: Tensor) -> bool:
@@ -64,9 +73,9 @@ def is_last(tensor: Tensor) -> bool:
     return tensor.order is not None and tensor.order == channels_last(tensor.rank)
 
 
-def flexible(op: Operator, types: Sequence[Tensor]) -> bool:
+def flexible(op: Operator, types: Sequence[Tensor], ranks: Collection[int]) -> bool:
     """Whether a library call runs in either layout on arrays of these types."""
-    images = [t for t in types if t.rank in (4, 5)]
+    images = [t for t in types if t.rank in ranks]
     if any(t.order not in (None, channels_last(t.rank)) for t in images):
         return False
     if isinstance(op, Geometry):
@@ -91,7 +100,8 @@ class _Costs:
 
     def __init__(self, graph: Graph, strided: float) -> None:
         self.graph, self.strided, self.problem = graph, strided, Assignment()
-        self.names = [name for name, tensor in graph.tensors.items() if choosable(tensor)]
+        self.ranks = image_ranks(graph)
+        self.names = [name for name, tensor in graph.tensors.items() if choosable(tensor, self.ranks)]
         self.broadcast: set[str] = set()
         self.choosable = set(self.names)
         for name in self.names:
@@ -134,7 +144,7 @@ class _Costs:
         types = [graph.tensors[name] for name in (*node.inputs, *node.outputs)]
         if is_alias(op):
             self.alias(node)
-        elif op.vendor and flexible(op, types):
+        elif op.vendor and flexible(op, types, self.ranks):
             self.call(number, node)
         elif op.vendor:
             for name in node.inputs:
@@ -168,7 +178,7 @@ class _Costs:
             if name in self.choosable:
                 self.problem.equal(name, runs)
         for label in (False, True):
-            operands = [laid_out(self.graph.tensors[name], label) for name in node.inputs]
+            operands = [laid_out(self.graph.tensors[name], label, self.ranks) for name in node.inputs]
             self.problem.cost(runs, label, hint(node.op.reorders(*operands)))
 
     def solve(self, free: bool) -> tuple[Label, float]:
@@ -178,9 +188,9 @@ class _Costs:
         return self.problem.solve()
 
 
-def laid_out(tensor: Tensor, last: bool) -> Tensor:
+def laid_out(tensor: Tensor, last: bool, ranks: Collection[int]) -> Tensor:
     """The type of an array in the chosen layout, if there is a choice."""
-    if tensor.rank not in (4, 5) or tensor.order not in (None, channels_last(tensor.rank)):
+    if tensor.rank not in ranks or tensor.order not in (None, channels_last(tensor.rank)):
         return tensor
     return Tensor(tensor.shape, tensor.dtype, channels_last(tensor.rank) if last else None)
 
@@ -190,6 +200,7 @@ class _Rebuild:
 
     def __init__(self, graph: Graph, chosen: Label) -> None:
         self.graph, self.chosen, self.other = graph, chosen, graph.empty()
+        self.ranks = image_ranks(graph)
         self.now = {name: name for name in graph.inputs}
         self.made: dict[tuple[str, bool], str] = {}
         """(array, channels-last) -> its version in that layout."""
@@ -207,7 +218,7 @@ class _Rebuild:
         types = [self.graph.tensors[name] for name in (*node.inputs, *node.outputs)]
         if is_alias(node.op):
             self.append(node, node.op, tuple(self.now[name] for name in node.inputs))
-        elif node.op.vendor and flexible(node.op, types):
+        elif node.op.vendor and flexible(node.op, types, self.ranks):
             last = self.chosen.get(("call", number), any(map(is_last, types)))
             exact = not (isinstance(node.op, Geometry) and last)
             self.append(node, node.op, tuple(self.version(name, last, exact) for name in node.inputs))
@@ -233,7 +244,7 @@ class _Rebuild:
         now = self.now[name]
         tensor = self.other.tensors[now]
         if (
-            tensor.rank not in (4, 5)
+            tensor.rank not in self.ranks
             or is_last(tensor) is last
             or tensor.order not in (None, channels_last(tensor.rank))
         ):

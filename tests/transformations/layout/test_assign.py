@@ -148,6 +148,15 @@ def test_three_spatial_dimensions() -> None:
     assert lasts(after)["convolution"]
 
 
+def test_sequences_have_a_layout_where_convolutions_read_them() -> None:
+    one = CONV.replace("(1, 1)", "(1,)").replace("(0, 0)", "(0,)")
+    body = f"%p = pad(%x, pads=((0, 0), (0, 0), (2, 0)))\n%y = convolution(%p, %w, {one})\n%z = relu(%y)"
+    after = assigned(program("x: f32[2, 16, 400], w: f32[16, 16, 3]", body, "%z"))
+    assert lasts(after)["convolution"] and lasts(after)["pad"]
+    graph = program("x: f32[2, 16, 400]@021", "%y = concat(%x, %x, dim=1)\n%z = relu(%y)", "%z")
+    assert AssignLayouts().run(graph) is graph, "there is no convolution"
+
+
 def test_arrays_without_a_choice_lie_as_before() -> None:
     body = conv("a", "x", "u") + '%b = reduce(%a, kind="max", dims=(3,))\n%c = relu(%a)\n%d = exp(%b)'
     after = assigned(program(f"x: {LARGE}, u: f32[4, 3, 3, 3]", body, "%b, %c, %d"))
