@@ -104,6 +104,7 @@ class _Function(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]  # it may be called where TorchDynamo is at work, by a gradient inside the user's code
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         graph: CompiledGraph = ctx.graph
         if ctx.again is None:

@@ -52,18 +52,23 @@ def traced(function: Callable[..., Any], owner: object, backend: Callable[..., A
 def tracing() -> Iterator[None]:
     """What holds while Dynamo may trace.
 
-    Recurrent modules are taken apart; sizes that are equal by chance, as a batch of as many samples as there are
-    features, stay apart; and the tracebacks that PyTorch logs where a trace fails are left out: the error itself
-    reaches the user.
+    Recurrent modules are taken apart; gradients taken inside a function are a part of its graph; sizes that are equal
+    by chance, as a batch of as many samples as there are features, stay apart; and the tracebacks that PyTorch logs
+    where a trace fails are left out: the error itself reaches the user.
     """
     polyfills.install()
     logger, config = logging.getLogger("torch._subclasses.fake_tensor"), torch._dynamo.config
     before = logger.disabled, config.allow_rnn, symbols.use_duck_shape
     logger.disabled, config.allow_rnn, symbols.use_duck_shape = True, True, False
+    inner = getattr(config, "trace_autograd_ops", None)  # not known to every version
+    if inner is not None:
+        config.trace_autograd_ops = True
     try:
         yield
     finally:
         logger.disabled, config.allow_rnn, symbols.use_duck_shape = before
+        if inner is not None:
+            config.trace_autograd_ops = inner
 
 
 def has_effects(code: types.CodeType) -> bool:

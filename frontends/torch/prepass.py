@@ -19,6 +19,7 @@ from torch.fx import traceback as fx_traceback
 from torch.utils import _pytree as pytree
 
 from daceml_train.errors import DacemlError, Unsupported
+from daceml_train.frontends.torch import inner_gradients
 from daceml_train.frontends.torch.operators import CustomFunction, custom_functions, result_counts
 from daceml_train.frontends.torch.polyfills import POLYFILLS
 from daceml_train.frontends.torch.source import origin
@@ -89,7 +90,9 @@ class _Interpreter(fx.Interpreter):
             self.state.grad_enabled = bool(args[0])
             return None
         name = _name(target)
-        if name in _REFUSED or target is torch.autograd.grad:
+        if target is torch.autograd.grad:
+            return self._inner_gradients()
+        if name in _REFUSED:
             raise Unsupported(f"{name} inside a compiled graph", where=str(origin(self.node)))
         if isinstance(target, torch._ops.HigherOrderOperator):
             return self._higher_order(name, args, kwargs)
@@ -101,6 +104,40 @@ class _Interpreter(fx.Interpreter):
         if name == "_grad_decrement_nesting" or name == "_vmap_decrement_nesting":
             self.state.nesting -= 1
         return result
+
+    def _inner_gradients(self) -> Any:
+        """`torch.autograd.grad`; without `create_graph` no gradient flows through its result."""
+        if inner_gradients.written_before(self.node, _changed_in_place):
+            raise Unsupported("a gradient inside a graph that changes tensors in place", where=str(origin(self.node)))
+        node, self.state.nesting = self.node, self.state.nesting + 1
+        try:
+            with torch.enable_grad(), fx_traceback.annotate({MARK: "functorch"}):
+                found = inner_gradients.gradients(node, self.env, self._again, _refused_between)
+        finally:
+            self.state.nesting -= 1
+            self.node = node
+        if _creates_graph(node):
+            return found
+        with fx_traceback.annotate({MARK: "detach"}):
+            return tuple(None if g is None else g.detach() for g in found)
+
+    def _again(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+        """The result of a node where others have these values."""
+        if node.target is torch.autograd.grad:
+            return inner_gradients.gradients(node, values, self._again, _refused_between)
+        args, kwargs = pytree.tree_map_only(fx.Node, values.__getitem__, (node.args, node.kwargs))
+        self.node = node
+        result = getattr(self, node.op)(node.target, tuple(args), kwargs)
+        leaves, structure = pytree.tree_flatten(result)
+        examples = pytree.tree_leaves(_example(node))
+        if len(examples) != len(leaves):
+            raise Unsupported(f"a gradient inside a graph through {node.format_node()}", where=str(origin(node)))
+        with fx_traceback.annotate({MARK: "detach"}):
+            made = [
+                leaf.detach() if isinstance(e, torch.Tensor) and e.is_floating_point() and not e.requires_grad else leaf
+                for leaf, e in zip(leaves, examples, strict=True)
+            ]
+        return pytree.tree_unflatten(made, structure)
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in _REFUSED:
@@ -235,6 +272,23 @@ class _Interpreter(fx.Interpreter):
             off = not self.state.grad_enabled
             results = [r.detach() if off or i in without else r for i, r in enumerate(results)]
         return tuple(results) if several else results[0]
+
+
+def _refused_between(node: fx.Node) -> str:
+    """Why `torch.func` cannot differentiate a node as autograd does; empty where it can."""
+    if node.op not in ("call_function", "call_method") or isinstance(node.target, torch._ops.HigherOrderOperator):
+        return node.format_node() or node.name
+    name = _name(node.target)
+    if node.target is torch.autograd.grad:
+        return "" if _creates_graph(node) else "a gradient without create_graph"
+    if name == "_get_data_attr":
+        return ".data"
+    return f"{name}, which draws random numbers" if inner_gradients.random(node.target) else ""
+
+
+def _creates_graph(node: fx.Node) -> bool:
+    """Whether gradients flow through the result of `torch.autograd.grad`."""
+    return bool(node.kwargs.get("create_graph", node.args[4] if len(node.args) > 4 else False))
 
 
 def _name(target: Any) -> str:

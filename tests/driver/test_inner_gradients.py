@@ -1,0 +1,135 @@
+"""`torch.autograd.grad` in a model's code is a part of its graph: first and second derivatives, and through updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import daceml_train as dt
+from daceml_train.driver.module import state_of
+from tests.driver.conformity import assert_compiled, distance
+
+pytestmark = pytest.mark.compiled
+grad = torch.autograd.grad
+
+Body = Callable[[nn.Linear, nn.Linear, Tensor], Tensor]
+
+
+class Net(nn.Module):
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.body = nn.Linear(4, 8), nn.Linear(8, 1), body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.a, self.b, x)
+
+
+def penalty(a: nn.Linear, b: nn.Linear, x: Tensor) -> Tensor:
+    y = b(torch.tanh(a(x)))
+    (slope,) = grad(y.sum(), x, create_graph=True)
+    return y.mean() + (slope.norm(dim=-1) - 1).square().mean()
+
+
+def without_graph(a: nn.Linear, b: nn.Linear, x: Tensor) -> Tensor:
+    y = b(torch.tanh(a(x)))
+    return y.mean() * grad(y.sum(), x, retain_graph=True)[0].norm()
+
+
+def second(a: nn.Linear, b: nn.Linear, x: Tensor) -> Tensor:
+    h = a(x)
+    u = b(torch.tanh(h) + h.detach().sin())
+    (slope,) = grad(u, x, torch.ones_like(u), create_graph=True)
+    (curve,) = grad(slope[:, 0].sum(), x, create_graph=True)
+    return (curve[:, 0] + slope[:, 1] * u[:, 0]).square().mean()
+
+
+def adapted(a: nn.Linear, b: nn.Linear, x: Tensor) -> Tensor:
+    weight, rest = a.weight, [b.bias, a.bias]
+    for _ in range(2):
+        loss = F.softplus(x @ weight.t()).mean()
+        step, none = grad(loss, [weight, rest[0]], create_graph=True, allow_unused=True)
+        assert none is None
+        weight = weight - 0.5 * step
+    return b(F.relu(x @ weight.t() + a.bias)).square().mean()
+
+
+def partly_off(a: nn.Linear, b: nn.Linear, x: Tensor) -> Tensor:
+    h = a(x)
+    with torch.no_grad():
+        scale = h.abs().mean() + x.square()
+    return grad((b(h) * scale.sum()).sum(), x, create_graph=True)[0].square().mean()
+
+
+def measured(body: Body, called: Callable[[nn.Module], nn.Module]) -> tuple[nn.Module, dict[str, Tensor]]:
+    model = Net(body)
+    module = called(model)
+    x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
+    loss = module(x)
+    loss.backward()
+    made = {name: p.grad for name, p in [*model.named_parameters(), ("x", x)] if p.grad is not None}
+    return module, {"loss": loss.detach(), **made}
+
+
+@pytest.mark.parametrize("body", [penalty, without_graph, second, adapted, partly_off])
+def test_values_and_gradients(body: Body) -> None:
+    _, expected = measured(body, lambda model: model)
+    compiled, found = measured(body, dt.optimize)
+    assert_compiled(compiled, 1)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert distance(found[name], tensor) < 1e-5, name
+
+
+@pytest.mark.parametrize("body", [second])
+def test_a_training_step_is_one_program(body: Body) -> None:
+    runs = []
+    for compiled in (False, True):
+        model = Net(lambda a, b, x, body=body: body(a, b, x + 0 * a.weight.sum()))  # type: ignore[misc]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.linspace(-1, 1, 12).view(3, 4)
+        losses = []
+        step = dt.training_step(model, lambda y: y, optimizer) if compiled else None
+        for _ in range(3):
+            if step is None:
+                optimizer.zero_grad()
+                loss = model(x)
+                loss.backward()
+                optimizer.step()
+            else:
+                loss = step(x)
+            losses.append(float(loss))
+        assert step is None or step.breaks == []
+        runs.append((losses, [p.detach().clone() for p in model.parameters()]))
+    (expected, theirs), (found, ours) = runs
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert all(distance(a, b) < 1e-5 for a, b in zip(ours, theirs, strict=True))
+
+
+def in_place(a: nn.Linear, b: nn.Linear, x: Tensor) -> Tensor:
+    y = b(a(x).mul_(2).tanh())
+    return grad(y.sum(), x, create_graph=True)[0].square().mean()
+
+
+def unsteady(a: nn.Linear, b: nn.Linear, x: Tensor) -> Tensor:
+    y = b(F.dropout(a(x), 0.5))
+    return grad(y.sum(), x, create_graph=True)[0].square().mean()
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"), [(in_place, "changes tensors in place"), (unsteady, "draws random numbers")]
+)
+def test_what_torch_func_sees_otherwise_runs_as_pytorch(body: Body, reason: str) -> None:
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match=reason):
+        compiled, found = measured(body, dt.optimize)
+    torch.manual_seed(0)
+    _, expected = measured(body, lambda model: model)
+    state = state_of(compiled)
+    assert state is not None and reason in state.backend.breaks[0]
+    if body is not unsteady:  # which draws where it is captured, too
+        assert all(distance(found[name], tensor) < 1e-5 for name, tensor in expected.items())
