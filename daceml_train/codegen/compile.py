@@ -69,7 +69,7 @@ def library_path(key: str, folder: Path, compiler: str | None = None) -> Path:
     try:
         return folder / f"{stem}-{_toolchain(tuple(compiler_command(compiler)))}.so"
     except CompilerError:
-        made = [path for path in folder.glob(f"{stem}-*.so") if _intact(path)]
+        made = [path for path in folder.glob(f"{stem}-*.so") if intact(path)]
         if not made:
             raise
         return max(made, key=lambda path: path.stat().st_mtime)
@@ -88,7 +88,7 @@ def compile_kernels(
     """
     distinct = {code.key: code for code in codes}
     paths = {key: library_path(key, folder, compiler) for key in distinct}
-    missing = [code for key, code in distinct.items() if not _intact(paths[key])]
+    missing = [code for key, code in distinct.items() if not intact(paths[key])]
     if not missing:
         return paths
     folder.mkdir(parents=True, exist_ok=True)
@@ -118,9 +118,7 @@ def build(source: str, path: Path, compiler: str | None = None) -> None:
         if run.returncode != 0 or not library.exists():
             tail = "\n".join(run.stderr.strip().splitlines()[-20:])
             raise CompilerError(f"{command[0]} failed on {path.stem} (exit {run.returncode}):\n{tail}")
-        content = library.read_bytes()
-        library.write_bytes(content + _SEAL + hashlib.sha256(content).digest())
-        os.replace(library, path)
+        install(library, path)
 
 
 _SEAL = b"daceml_train: whole\n"
@@ -128,7 +126,15 @@ _SEAL = b"daceml_train: whole\n"
 _DIGEST = 32
 
 
-def _intact(path: Path) -> bool:
+def install(library: Path, path: Path) -> None:
+    """Seal a library that is complete, and move it to its place."""
+    content = library.read_bytes()
+    library.write_bytes(content + _SEAL + hashlib.sha256(content).digest())
+    os.replace(library, path)
+
+
+def intact(path: Path) -> bool:
+    """Whether a library is there, whole."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -137,11 +143,11 @@ def _intact(path: Path) -> bool:
     return content[:-_DIGEST].endswith(_SEAL) and hashlib.sha256(body).digest() == digest
 
 
-def load(path: Path, key: str) -> int:
+def load(path: Path, key: str, entry: str = "kernel") -> int:
     """The address of the kernel's entry point. The library stays loaded for the life of the process."""
     try:
         library = ctypes.CDLL(str(path))
-        address = ctypes.cast(getattr(library, f"kernel_{key}"), ctypes.c_void_p).value
+        address = ctypes.cast(getattr(library, f"{entry}_{key}"), ctypes.c_void_p).value
     except (OSError, AttributeError) as error:
         raise CompilerError(f"{path} is no library of kernel {key}: {error}") from None
     assert address is not None

@@ -71,7 +71,7 @@ def generate(kernel: Kernel, operands: Sequence[Layout], results: Sequence[Layou
     integers = (symbol("blocks"), *plan.integers().values())
     scratch = tuple(simplify(array.bytes) for array in plan.arrays.scratch)
     key = hashlib.sha256(f"{plan.structure()}\n{generator_version()}".encode()).hexdigest()[:20]
-    return KernelCode(key, integers, scratch, _units(plan), _work(plan), plan)
+    return KernelCode(key, integers, scratch, _units(plan), work(plan), plan)
 
 
 def _units(plan: Plan) -> Dim:
@@ -91,7 +91,7 @@ def _groups(size: Dim, group: int) -> Dim:
     return -(-size // group) if isinstance(size, int) else sympy.ceiling(size / group)
 
 
-def _work(plan: Plan) -> Dim:
+def work(plan: Plan) -> Dim:
     """Element-operations: every value once per element of its axes, memory accesses included."""
     loops, total = plan.loops.row_axes + plan.loops.lane_axes, simplify(0)
     for name, leaf in plan.loops.leaves.items():

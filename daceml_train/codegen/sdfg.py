@@ -35,10 +35,10 @@ _VARIABLES = {"row_index", "row_unit", "row_group", "lane_group", "tile_index"}
 
 def build(plan: Plan, name: str) -> Any:
     """The SDFG of a plan."""
-    return _Build(plan, name).top
+    return Builder(plan, name).top
 
 
-class _Build(Parts):
+class Builder(Parts):
     """Builds the SDFG of one plan."""
 
     def __init__(self, plan: Plan, name: str) -> None:
@@ -51,6 +51,10 @@ class _Build(Parts):
         for symbol in [*plan.integers(), "blocks", *(["lane_blocks"] if self.loops.mode == "flat" else [])]:
             if symbol not in self.top.symbols and not symbol.endswith("_offset"):
                 self.top.add_symbol(symbol, dace.float64 if symbol in self.values.reals else dace.int64)
+        self.kernels()
+
+    def kernels(self) -> None:
+        """The states of the outer SDFG."""
         if self.tiled:
             self.tiles()
             return
@@ -58,7 +62,7 @@ class _Build(Parts):
             self.columns(self.top, self.top, p)
             rows = self.phases.rows[p]
             if rows is not None:
-                block = dace.SDFG(f"{name}_rows{p}")
+                block = dace.SDFG(f"{self.name}_rows{p}")
                 self.rows(block, block, p, rows)
                 self.nest(block, f"rows{p}", self.share())
 

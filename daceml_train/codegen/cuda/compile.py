@@ -1,0 +1,135 @@
+"""Compile: the kernels of a program as one CUDA file, by nvcc called directly, into the cache folder.
+
+A library is named by its kernels, the architecture, and compiler with flags; it is written under another name, sealed
+and renamed, as the CPU's are. It holds the CUDA runtime (static where the toolkit has it) and needs nothing of ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from daceml_train.codegen.compile import install, intact
+from daceml_train.codegen.compile import load as load_entry
+from daceml_train.codegen.cuda.launch import CudaCode
+from daceml_train.errors import CompilerError
+
+HEADERS = Path(__file__).parent / "native"
+FLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-diag-suppress=177,186", "-Xcompiler=-fvisibility=hidden,-w")
+"""Arithmetic is IEEE's: no approximate functions, no flush to zero; products and sums may contract."""
+DEFAULT_ARCHITECTURE = "sm_90"
+ADVICE = (
+    "install NVIDIA's CUDA toolkit and put its nvcc on PATH or its folder into CUDA_HOME, or install it with "
+    "`pip install nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl`"
+)
+
+
+def _candidates() -> Iterator[Path]:
+    if given := os.environ.get("NVCC"):
+        yield Path(given)
+    if found := shutil.which("nvcc"):
+        yield Path(found)
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if folder := os.environ.get(variable):
+            yield Path(folder) / "bin" / "nvcc"
+    yield Path("/usr/local/cuda/bin/nvcc")
+    package = importlib.util.find_spec("nvidia")
+    for place in (package.submodule_search_locations or ()) if package else ():
+        yield from sorted(Path(place).glob("cu*/bin/nvcc"), reverse=True)  # cu13/, cuda_nvcc/
+
+
+def find_nvcc() -> Path:
+    """The compiler: from $NVCC, PATH, $CUDA_HOME or $CUDA_PATH, /usr/local/cuda, or the packages from PyPI.
+
+    Raises `CompilerError` that says what to install.
+    """
+    for path in _candidates():
+        if path.is_file() and os.access(path, os.X_OK):
+            return path
+    raise CompilerError(f"no nvcc was found, which compiles the kernels for the GPU; {ADVICE}")
+
+
+@functools.cache
+def _toolchain(nvcc: Path) -> str:
+    """A hash of nvcc and its version."""
+    try:
+        version = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise CompilerError(f"{nvcc} cannot be started ({error}); {ADVICE}") from None
+    return hashlib.sha256("\n".join([version, *FLAGS]).encode()).hexdigest()[:12]
+
+
+def architecture(major: int, minor: int) -> str:
+    """The name for nvcc of a device's architecture, from its compute capability."""
+    return f"sm_{major}{minor}"
+
+
+def text(codes: Sequence[CudaCode]) -> str:
+    """One CUDA file with all kernels, each once."""
+    distinct = {code.key: code for code in codes}
+    return "\n".join(['#include "kernel.cuh"\n', *(distinct[key].source for key in sorted(distinct))])
+
+
+def library_path(codes: Sequence[CudaCode], folder: Path, arch: str, nvcc: Path) -> Path:
+    """Where the library of a program's kernels lies."""
+    keys = hashlib.sha256("\n".join(sorted({code.key for code in codes})).encode()).hexdigest()[:20]
+    return folder / f"cuda_{keys}-{arch}-{_toolchain(nvcc)}.so"
+
+
+def compile_program(
+    codes: Sequence[CudaCode], folder: Path, arch: str = DEFAULT_ARCHITECTURE, nvcc: Path | None = None
+) -> Path:
+    """The library of a program's kernels, compiled unless the folder has it.
+
+    Raises `CompilerError` with nvcc's last lines, or with what to install.
+    """
+    nvcc = nvcc or find_nvcc()
+    path = library_path(codes, folder, arch, nvcc)
+    if intact(path):
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=folder) as place:
+        source, library = Path(place) / "kernels.cu", Path(place) / "kernels.so"
+        source.write_text(text(codes))
+        options = ["-shared", "-Xcompiler=-fPIC", f"-split-compile={os.cpu_count() or 1}", *_runtime(nvcc)]
+        run_nvcc(nvcc, [*options, str(source), "-o", str(library)], arch)
+        install(library, path)
+    return path
+
+
+def run_nvcc(nvcc: Path, options: Sequence[str], arch: str = DEFAULT_ARCHITECTURE) -> str:
+    """Call nvcc with our flags; what it printed. Raises `CompilerError` with its last lines."""
+    command = [str(nvcc), *FLAGS, f"-arch={arch}", f"-I{HEADERS}", *options]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise CompilerError(f"{nvcc} cannot be started ({error.strerror}); {ADVICE}") from None
+    if run.returncode != 0:
+        tail = "\n".join((run.stderr or run.stdout).strip().splitlines()[-20:])
+        raise CompilerError(f"nvcc failed (exit {run.returncode}):\n{tail}")
+    return run.stdout + run.stderr
+
+
+def _runtime(nvcc: Path) -> list[str]:
+    """How to link the CUDA runtime: static where it is, else the shared one that packages from PyPI bring."""
+    root = nvcc.resolve().parent.parent
+    places = [place for place in (root / "lib64", root / "lib", *root.glob("targets/*/lib")) if place.is_dir()]
+    if not places or any((place / "libcudart_static.a").exists() for place in places):
+        return ["-cudart=static", *(f"-L{place}" for place in places)]
+    around = [*places, *root.parent.glob("*/lib")]
+    shared = next((found for place in around for found in sorted(place.glob("libcudart.so*"))), None)
+    if shared is None:
+        raise CompilerError(f"the CUDA runtime is not beside {nvcc}; {ADVICE}")
+    return ["-cudart=none", f"-Xlinker={shared}", f"-Xlinker=-rpath={shared.parent}"]
+
+
+def load(path: Path, key: str) -> int:
+    """The address of `launch_<key>`. The library stays loaded for the life of the process."""
+    return load_entry(path, key, "launch")

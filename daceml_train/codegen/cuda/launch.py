@@ -1,0 +1,94 @@
+"""Launch: a CUDA kernel as the runtime sees it: its identity, its text, and what to pass to it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from daceml_train.codegen.cuda.plan import CudaPlan, groups
+from daceml_train.codegen.domain import analyse
+from daceml_train.codegen.launch import KernelCode, Layout, generator_version, work
+from daceml_train.ops.kernel import Kernel
+from daceml_train.tensor import Dim, Tensor, product, simplify, symbol
+
+__all__ = ["CudaCode", "Layout", "generate"]
+
+ROWS_EACH = 8
+"""Rows that each team sums at least before its sums are combined with others."""
+FRAGMENTS_EACH = 4
+"""Fragments per thread of an elementwise kernel, where there are enough."""
+RESIDENT, RESIDENT_SUMS = 2048, 1024
+"""Threads per multiprocessor: of all kernels, and of those whose blocks leave partial results."""
+MOST_BLOCKS = (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class CudaCode(KernelCode):
+    """The generated function `int launch_<key>(void** pointers, const int64_t* integers, void* stream)`.
+
+    `pointers`, `integers` and `scratch` are as for a CPU kernel: inputs, outputs that update no input, scratch arrays;
+    `symbol("blocks")` in integers and scratch stands for the number of thread blocks, which `blocks` proposes. The
+    function launches one kernel or more on the stream and returns CUDA's error code, 0 if all is well. It neither
+    allocates nor waits, and may be captured. Scratch needs no content, and 16 bytes of alignment.
+    """
+
+    threads: int = 256
+    partial: bool = False
+    """Whether blocks leave partial results, so that more of them cost more."""
+
+    @functools.cached_property
+    def source(self) -> str:
+        """The CUDA text, without the header."""
+        from daceml_train.codegen.cuda.source import source
+
+        assert isinstance(self.plan, CudaPlan)
+        return source(self.plan, self.key)
+
+    def blocks(self, value: Callable[[Dim], int], processors: int) -> int:
+        """How many blocks to launch on a device of so many multiprocessors; `value` gives numbers for sizes."""
+        useful = max(1, value(self.rows))
+        if not self.partial:
+            return min(useful, MOST_BLOCKS)
+        return min(useful, processors * max(1, RESIDENT_SUMS // self.threads))
+
+
+@functools.cache
+def version() -> str:
+    """A hash of the code generator for CUDA, so that a cache never serves what an older one made."""
+    digest = hashlib.sha256(generator_version().encode())
+    folder = Path(__file__).parent
+    for path in sorted([*folder.glob("*.py"), *folder.glob("native/*.cuh")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def generate(kernel: Kernel, operands: Sequence[Layout], results: Sequence[Layout]) -> CudaCode:
+    """The code of a kernel on operands and results that lie in memory like this. Raises `Refused` with a sentence."""
+    plan = CudaPlan(analyse(kernel, [Tensor(o.shape, o.dtype) for o in operands]), operands, results)
+    integers = (symbol("blocks"), *plan.integers().values())
+    scratch = tuple(simplify(array.bytes) for array in plan.arrays.scratch)
+    key = hashlib.sha256(f"{plan.structure()}\n{version()}".encode()).hexdigest()[:20]
+    partial = any(a.axes[:1] in (("part",), ("block",)) for a in plan.arrays.scratch)
+    return CudaCode(
+        key, integers, scratch, _units(plan), work(plan), plan, threads=plan.geometry.threads, partial=partial
+    )
+
+
+def _units(plan: CudaPlan) -> Dim:
+    """How many blocks could be of use."""
+    loops, g = plan.loops, plan.geometry
+    rows = product(a.size for a in loops.row_axes)
+    if loops.mode == "tiles":
+        return plan.tiles
+    if loops.squares:
+        sizes = [a.size for a in loops.row_axes[:-1]]
+        ends = [groups(a.size, 32) for a in (loops.row_axes[-1], loops.lane_axes[-1])]
+        return simplify(product([*sizes, *ends]))
+    if loops.mode == "flat":
+        last = groups(loops.lane_axes[-1].size, g.width) if loops.lane_axes else 1
+        return groups(simplify(rows * last), g.threads * FRAGMENTS_EACH)
+    sums = any(leaf.reduced and loops.kind(leaf) != "row" for leaf in loops.leaves.values())
+    return simplify(plan.tiles * groups(simplify(rows), g.teams * (ROWS_EACH if sums else 1)))

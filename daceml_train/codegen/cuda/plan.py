@@ -1,0 +1,182 @@
+"""Plan of a CUDA kernel: the decisions of a CPU kernel, with what stays in registers, and the shape of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import sympy
+
+from daceml_train.codegen.arrays import Array, Arrays
+from daceml_train.codegen.cuda.geometry import choose
+from daceml_train.codegen.domain import Domain
+from daceml_train.codegen.expression import computed
+from daceml_train.codegen.loops import Layout, Loops
+from daceml_train.codegen.phases import Phases, once
+from daceml_train.codegen.plan import Plan
+from daceml_train.codegen.values import Values
+from daceml_train.errors import Refused
+from daceml_train.ops.elementwise import Full
+from daceml_train.tensor import Dim, DType, product, simplify, symbol
+
+FEW_ROWS, MANY_LANES = 64, 1 << 17
+"""Where only lanes are shared out: few rows, or as many lanes as fill a device."""
+
+
+class CudaLoops(Loops):
+    """Loops of a CUDA kernel: tiles of lanes are what runs in parallel in other places than on the CPU."""
+
+    def _choose_mode(self) -> None:
+        super()._choose_mode()
+        if self.mode == "flat":
+            return
+        kinds = {self.kind(leaf) for leaf in self.leaves.values()}
+        lanes, rows = (product(a.size for a in axes) for axes in (self.lane_axes, self.row_axes))
+        columns = [leaf for leaf in self.leaves.values() if self.kind(leaf) == "column"]
+        tiled = (
+            bool(columns) and not kinds & {"row", "full"}
+            and isinstance(lanes, int)
+            and (lanes >= MANY_LANES or (isinstance(rows, int) and rows <= FEW_ROWS and lanes >= 512))
+            and all(self.has_lanes(leaf.inputs[0]) for leaf in columns)
+            and all(self.has_lanes(n) for n, leaf in self.leaves.items() if self.has_rows(n) and leaf.op is not None)
+            and all(frozenset(map(self.axis_of.__getitem__, r.axes)) >= self.lane_set for r in self.domain.results)
+        )  # fmt: skip
+        self.mode = "tiles" if tiled else "rows"
+
+
+class CudaPlan(Plan):
+    """Loops, arrays, phases, texts and geometry of a kernel. Raises `Refused` with a sentence."""
+
+    def __init__(self, domain: Domain, operands: Sequence[Layout], results: Sequence[Layout]) -> None:
+        self.loops = CudaLoops(domain, operands, results)
+        self.arrays = Arrays(self.loops)
+        self.phases = Phases(self.loops, self.arrays.results)
+        self.geometry = choose(self.loops, self.phases)
+        self.fragments: dict[str, Array] = {}
+        """What threads keep in registers per lane: accumulators, kept values, arguments that are read again."""
+        self.squares: dict[str, Array] = {}
+        """What a block keeps in shared memory: arguments turned square by square."""
+        self._keep()
+        self._check_order()
+        self.values = Values(self.loops)
+
+    def _keep(self) -> None:
+        """Scratch arrays, fragments and squares."""
+        loops, phases, resident = self.loops, self.phases, self.geometry.resident
+        lanes, tiles = tuple(a.name for a in loops.lane_axes), loops.mode == "tiles"
+        for rows in phases.rows if resident else ():
+            for v in rows.kept if rows else ():
+                assert rows is not None
+                rows.kept[v] = f"keep_{v}"
+                once(rows.stages[phases.depth(v, phases.rows.index(rows))].keeps, v)
+        for name in loops.turned:
+            dtype = self.arrays.named[self.arrays.place[name]].dtype
+            self.squares[f"square_{name}"] = Array(
+                f"square_{name}", dtype, (loops.lane_axes[-1].name, loops.row_axes[-1].name)
+            )
+        for name, leaf in loops.leaves.items():
+            if loops.kind(leaf) in ("column", "full"):
+                near, total = phases.accumulators(name)
+                if loops.kind(leaf) == "column" and loops.has_lanes(leaf.inputs[0]):
+                    if resident:
+                        self._fragment(f"sum_{name}", near)
+                    elif near is not total:
+                        self._scratch(f"sum_{name}", ("block", *lanes), near)
+                    if tiles:
+                        self._fragment(f"part_{name}", total, ("block",))
+                    else:
+                        self._scratch(f"part_{name}", ("part", *lanes), total)
+                else:
+                    self._scratch(f"part_{name}", ("block",), total)
+        for rows in phases.rows:
+            for v, array in rows.kept.items() if rows else ():
+                if array.startswith("keep_"):
+                    held = computed(loops.leaves[v].dtype)
+                    if resident:
+                        self._fragment(array, held)
+                    else:
+                        self._scratch(array, ("block", *lanes), held)
+            seen = [v for stage in (rows.stages if rows else ()) for v in stage.loads]
+            for v in dict.fromkeys(seen):
+                if resident and seen.count(v) > 1 and loops.leaves[v].op is None and v not in loops.turned:
+                    self._fragment(f"held_{v}", self.arrays.named[self.arrays.place[v]].dtype)
+        for name in sorted(phases.saved, key=phases.order.__getitem__):
+            dtype = computed(loops.leaves[name].dtype)
+            if loops.has_rows(name):
+                self._scratch(f"row_{name}", tuple(a.name for a in loops.row_axes), dtype)
+            elif loops.has_lanes(name) and tiles:
+                self._fragment(f"column_{name}", dtype)
+            elif loops.has_lanes(name):
+                self._scratch(f"column_{name}", lanes, dtype)
+        for p, columns in enumerate(phases.columns):
+            for v in columns.scalars + columns.combined if p and not tiles else ():
+                if f"part_{v}" not in self.arrays.named or self.arrays.named[f"part_{v}"].axes == ("block",):
+                    self._scratch(f"between_{v}", (), computed(loops.leaves[v].dtype))
+
+        for rows in phases.rows:
+            for stage in rows.stages if rows else ():
+                stage.scalars = [v for v in stage.scalars if not self.first(v)]
+
+    def first(self, name: str) -> bool:
+        """Whether a value depends on no element, and on no reduction: every thread computes it before all else."""
+        leaf, loops = self.loops.leaves[name], self.loops
+        plain = leaf.op is not None and not isinstance(leaf.op, Full) and not self.phases.phase[name]
+        return plain and not loops.has_rows(name) and not loops.has_lanes(name)
+
+    def _fragment(self, name: str, dtype: DType, outer: tuple[str, ...] = ()) -> None:
+        made = Array(name, dtype, outer + tuple(a.name for a in self.loops.lane_axes))
+        self.fragments.setdefault(name, made)
+
+    def _scratch(self, name: str, axes: Sequence[str], dtype: DType) -> None:
+        sizes = {a.name: a.size for a in self.loops.row_axes + self.loops.lane_axes}
+        sizes |= {"block": self.grid, "part": self.parts}
+        strides: list[Dim] = []
+        step: Dim = 1
+        for axis in reversed(axes):
+            strides.append(step)
+            step = step * sizes[axis]
+        pointer = ("scratch", len(self.arrays.scratch))
+        made = Array(name, dtype, tuple(axes), tuple(reversed(strides)), pointer, 0, simplify(step * dtype.bytes))
+        self.arrays.scratch.append(made)
+        self.arrays.named[name] = made
+
+    @property
+    def tiles(self) -> Dim:
+        """Parts into which the lanes are cut, where blocks share them out."""
+        if self.loops.mode != "tiles" and not self.geometry.tiled:
+            return 1
+        return groups(product(a.size for a in self.loops.lane_axes), self.geometry.capacity)
+
+    @property
+    def parts(self) -> Dim:
+        """Parts into which the rows are cut: the blocks that see the same lanes, one at least."""
+        tiles, blocks = self.tiles, symbol("blocks")
+        return blocks if tiles == 1 else sympy.Max(1, sympy.floor(blocks / sympy.Max(1, tiles)))
+
+    @property
+    def grid(self) -> Dim:
+        """Blocks of a launch over rows: all parts of all tiles."""
+        return symbol("blocks") if self.tiles == 1 else simplify(self.tiles * self.parts)
+
+    def _check_order(self) -> None:
+        """An argument that a phase's columns overwrite must not be read in the rows of that phase."""
+        loops, phases = self.loops, self.phases
+        for p, columns in enumerate(phases.columns):
+            targets = {loops.domain.results[i].target for i in columns.results} - {None}
+            rows = phases.rows[p]
+            if not targets or rows is None or p == 0:  # what has no phase before it is stored after the rows
+                continue
+            read = {v for s in rows.stages for v in s.loads + s.reads}
+            read |= {i for s in rows.stages for v in s.scalars for i in loops.leaves[v].inputs}
+            for v in read:
+                if loops.leaves[v].op is None and loops.leaves[v].argument in targets:
+                    raise Refused(f"argument {loops.leaves[v].argument} is read again after its new value is stored")
+
+    def structure(self) -> str:
+        """All that the source depends on, as text: no names of the user, sizes only where the geometry needs them."""
+        held = sorted([*self.fragments, *self.squares])
+        return f"{super().structure()}\n{self.geometry} {held}"
+
+
+def groups(size: Dim, group: int) -> Dim:
+    """How many groups hold `size` elements."""
+    return -(-size // group) if isinstance(size, int) else sympy.ceiling(size / group)

@@ -1,0 +1,157 @@
+"""Source: the CUDA text of a kernel, from its SDFG by DaCe's code generator.
+
+One namespace per kernel, `k_<key>`, so that the kernels of a program stand in one file. What threads do is a template
+over the width of fragments: the host function `launch_<key>` takes 16-byte accesses where all pointers and strides
+allow, else single elements.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+from dace.codegen import codegen
+from dace.codegen.targets import cpu, framecode
+from dace.config import set_temporary
+from dace.sdfg import infer_types
+
+from daceml_train.codegen.cuda.plan import CudaPlan
+from daceml_train.codegen.cuda.schedule import BlockGenerator, ThreadGenerator
+from daceml_train.codegen.cuda.sdfg import CudaBuilder
+from daceml_train.tensor import same
+
+_STRUCT = """template <int V_> struct Device {{
+    static constexpr int V = V_, THREADS = {threads}, TEAM = {team}, TEAMS = {teams}, CAPACITY = {capacity};
+    static constexpr int PASSES = {passes};
+    static constexpr bool RAGGED = {ragged} && V > 1;
+    VM int vm_member() {{ return (int)threadIdx.x % TEAM; }}
+    VM int vm_team() {{ return (int)threadIdx.x / TEAM; }}
+    VM int64_t vm_width() {{ return V; }}
+"""
+
+
+def source(plan: CudaPlan, key: str) -> str:
+    """The text of a kernel, with its entry `launch_<key>`."""
+    with warnings.catch_warnings(), set_temporary("compiler", "lineinfo", value="none"):
+        warnings.simplefilter("ignore")
+        builder = CudaBuilder(plan, "body")
+        functions, kernels, host, passed = _generate(builder)
+    g = plan.geometry
+    flat = plan.loops.mode == "flat" and not plan.loops.squares
+    struct = _STRUCT.format(
+        threads=g.threads, team=g.team, teams=g.teams, capacity=g.capacity,
+        passes=g.fragments if flat else "CAPACITY / (TEAM * V)", ragged=str(g.ragged).lower(),
+    )  # fmt: skip
+    types = _types(plan, builder.top)
+    texts = [f"namespace k_{key} {{\n", struct, functions, "};\n"]
+    for name, threads, body in kernels:
+        used = [a for a in passed if re.search(rf"\b{a}\b", body)]
+        signature = ", ".join(f"{types[a]} {a}" for a in used)
+        texts.append(
+            f"template <int V> __global__ void __launch_bounds__({threads}) {name}({signature}) {{\n"
+            f"    const int64_t block = blockIdx.x;\n{_calls(body, name)}\n}}\n"
+        )
+        width = "1" if name.startswith(("scalars", "columns")) else "V"
+        call = f"if (!error) error = vm::launch({name}<{width}>, \\1, {threads}, stream, {', '.join(used)});"
+        host = re.sub(rf"LAUNCH\({name}, (.*), \d+\)", call.replace(", );", ");"), host)
+    arguments = ", ".join(f"{types[a]} {a}" for a in passed)
+    texts.append(f"template <int V> static int run({', '.join(filter(None, [arguments, 'void* stream']))}) {{\n")
+    texts.append(f"    int error = 0;\n{host}\n    return error;\n}}\n}}  // namespace k_{key}\n\n")
+    return "".join(texts) + entry(plan, passed, types, key)
+
+
+def _calls(body: str, kernel: str) -> str:
+    """Calls of functions of the device, which depend on the width."""
+    width = "1" if kernel.startswith(("scalars", "columns")) else "V"
+    return re.sub(r"\bbody_", f"Device<{width}>::body_", body)
+
+
+def _generate(builder: CudaBuilder) -> tuple[str, list[tuple[str, int, str]], str, list[str]]:
+    """Functions on the device, kernels, host code, and the arguments of them all."""
+    sdfg: Any = builder.top
+    infer_types.infer_connector_types(sdfg)
+    infer_types.set_default_schedule_and_storage_types(sdfg, None)
+    frame = framecode.DaCeCodeGenerator(sdfg)
+    cpu.CPUCodeGen(frame, sdfg)
+    blocks = BlockGenerator(frame, sdfg)
+    ThreadGenerator(frame, sdfg, builder.geometry, builder.conditions)
+    codegen._get_codegen_targets(sdfg, frame)
+    frame.dispatcher.instrumentation = dict.fromkeys(frame.dispatcher.instrumentation)
+    with set_temporary("compiler", "unique_functions", value="none"):
+        functions, body, *_ = frame.generate_code(sdfg, None)
+    text = re.sub(r"[ \t]*////__DACE:[^\n]*", "", str(functions) + str(body))
+    text = re.sub(r"\n\s*/{5,}(?=\n)", "", text)
+    text = text[text.index("};", text.index(f"struct {sdfg.name}_state_t")) + 2 : text.index("DACE_EXPORTED")]
+    text = re.sub(rf"{sdfg.name}_state_t ?\*__state(, )?|__state, ", "", text)
+    text = re.sub(r"\n\s*(?=\n)", "", text).strip() + "\n"
+    start = text.index(f"void __program_{sdfg.name}_internal(")
+    functions, host = text[:start], text[start:]
+    functions = re.sub(r"^inline void", "VM void", functions, flags=re.MULTILINE)
+    host = host[host.index("{") + 1 : host.rindex("}")]
+    kernels = [(n, t, re.sub(r"__state, |[ \t]*////__DACE:[^\n]*", "", b)) for n, t, b in blocks.kernels]
+    return functions, kernels, host.strip("\n"), list(frame.arglist)
+
+
+def _types(plan: CudaPlan, sdfg: Any) -> dict[str, str]:
+    """The C++ type of every argument."""
+    types = {name: f"{sdfg.arrays[name].dtype.ctype}* __restrict__" for name in plan.arrays.named}
+    return types | {name: "double" if name in plan.values.reals else "int64_t" for name in _symbols(plan)}
+
+
+def _symbols(plan: CudaPlan) -> list[str]:
+    return ["blocks", "tiles", "parts", *plan.integers()]
+
+
+def entry(plan: CudaPlan, passed: list[str], types: dict[str, str], key: str) -> str:
+    """The host function: it unpacks pointers and integers, and chooses the width."""
+    g, loops = plan.geometry, plan.loops
+    lines = [f'extern "C" VM_EXPORT int launch_{key}(void** pointers, const int64_t* integers, void* stream) {{']
+    lines.append("    const int64_t blocks = integers[0];")
+    for position, (name, _) in enumerate(plan.integers().items(), 1):
+        kind = "double" if name in plan.values.reals else "int64_t"
+        value = f"integers[{position}]"
+        lines.append(f"    const {kind} {name} = {f'vm::bits64({value})' if kind == 'double' else value};")
+    inputs, outputs = len(loops.operands), sum(r.target is None for r in loops.domain.results)
+    base = {"input": 0, "output": inputs, "scratch": inputs + outputs}
+    known = plan.integers()
+    for name, array in plan.arrays.named.items():
+        kind, position = array.pointer
+        ctype = types[name].removesuffix("* __restrict__")
+        offset = f" + {name}_offset" if f"{name}_offset" in known else ""
+        lines.append(f"    {ctype}* {name} = ({ctype}*)pointers[{base[kind] + position}]{offset};")
+    lanes = " * ".join(f"{a.name}_size" for a in loops.lane_axes) or "1"
+    cut = loops.mode == "tiles" or g.tiled
+    lines.append(f"    const int64_t tiles = {f'vm_tiles({lanes}, {g.capacity})' if cut else '1'};")
+    lines.append("    const int64_t parts = blocks < tiles ? 1 : blocks / tiles;")
+    texts = ", ".join([*passed, "stream"])
+    if g.width > 1:
+        lines.append(f"    const bool wide = {' && '.join(_conditions(plan))};")
+        lines.append(f"    if (wide) return k_{key}::run<{g.width}>({texts});")
+    lines.append(f"    return k_{key}::run<1>({texts});")
+    return "\n".join([*lines, "}", ""])
+
+
+def _conditions(plan: CudaPlan) -> list[str]:
+    """When whole fragments are aligned: pointers and strides of all that is contiguous along the lanes, and sizes."""
+    loops, width = plan.loops, plan.geometry.width
+    inner, known = loops.lane_axes[-1].name, plan.integers()
+    found: dict[str, None] = {}
+    if len(loops.lane_axes) > 1:
+        found[f"{inner}_size % {width} == 0"] = None
+    for name, array in plan.arrays.named.items():
+        if inner not in array.axes:
+            continue
+        strides = dict(zip(array.axes, array.strides, strict=True))
+        scratch = array.pointer[0] == "scratch"
+        if not scratch and not same(strides[inner], 1):
+            continue
+        found[f"vm::aligned({name}, {width})"] = None
+        if scratch and len(array.axes) > 1:  # rows of all lanes
+            found[f"{inner}_size % {width} == 0"] = None
+        for axis in () if scratch else array.axes:
+            if axis != inner and f"{name}_{axis}" in known:
+                found[f"{name}_{axis} % {width} == 0"] = None
+            elif axis != inner:  # a stride of 1
+                found["false"] = None
+    return list(found)

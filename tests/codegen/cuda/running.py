@@ -1,0 +1,72 @@
+"""Run CUDA kernels in the emulator, and compare them with their NumPy meaning."""
+
+import ctypes
+import hashlib
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from daceml_train.codegen.cuda.compile import HEADERS, text
+from daceml_train.codegen.cuda.launch import CudaCode, generate
+from daceml_train.runtime.cache import default_folder
+from tests.codegen.running import Case, layout, number
+
+EMULATOR = Path(__file__).parent / "native"
+FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+
+
+def emulated(codes: Sequence[CudaCode]) -> ctypes.CDLL:
+    """The library of kernels as programs of the CPU, from the cache."""
+    content = text(codes)
+    version = [content, *(p.read_text() for p in sorted([*HEADERS.glob("*.cuh"), *EMULATOR.glob("*.h")]))]
+    path = default_folder() / "emulated" / f"{hashlib.sha256(chr(0).join(version).encode()).hexdigest()[:24]}.so"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        made = path.with_suffix(f".{os.getpid()}")
+        source = made.with_suffix(f".{os.getpid()}.cpp")
+        source.write_text(content)
+        command = ["g++", "-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-DVM_EMULATOR", "-fvisibility=hidden"]
+        run = subprocess.run(
+            [*command, f"-I{HEADERS}", f"-I{EMULATOR}", str(source), "-o", str(made)], capture_output=True, text=True
+        )
+        assert run.returncode == 0, run.stderr[:4000]
+        made.rename(path)
+        source.unlink()
+    return ctypes.CDLL(str(path))
+
+
+def code_of(case: Case) -> CudaCode:
+    return generate(case.kernel, [*map(layout, case.inputs)], [*map(layout, case.outputs)])
+
+
+def run(case: Case, code: CudaCode, library: ctypes.CDLL, blocks: int = 0, processors: int = 2) -> None:
+    """One launch. Scratch holds rubbish before."""
+    blocks = blocks or min(6, code.blocks(lambda size: number(size, blocks=1), processors))
+    known = {"blocks": blocks}
+    integers = (ctypes.c_int64 * len(code.integers))(*(number(i, **known) for i in code.integers))
+    scratch = [torch.full((number(s, **known) + 64,), 255, dtype=torch.uint8) for s in code.scratch]
+    updated = {i for i, _ in case.kernel.updates}
+    memory = [*case.inputs, *(x for i, x in enumerate(case.outputs) if i not in updated), *scratch]
+    pointers = (ctypes.c_void_p * max(1, len(memory)))(*(x.data_ptr() for x in memory))
+    error = FUNCTION(ctypes.cast(getattr(library, f"launch_{code.key}"), ctypes.c_void_p).value)(
+        pointers, integers, None
+    )
+    assert error == 0, f"{case.name}: threads wait for one another"
+    for x in scratch:
+        assert (x[-64:] == 255).all(), f"{case.name} writes beyond its scratch"
+
+
+def check(cases: Sequence[Case], blocks: int = 0) -> None:
+    """Run all cases, and report every one that is wrong."""
+    codes = [code_of(c) for c in cases]
+    library = emulated(codes)
+    wrong: list[str] = []
+    for case, code in zip(cases, codes, strict=True):
+        run(case, code, library, blocks)
+        error = case.worst()
+        if not error <= case.tolerance:
+            wrong.append(f"{case.name}: {error:.3g} with {code.plan.geometry} {code.plan.loops.mode}")
+    assert not wrong, "\n".join(wrong)
