@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from daceml_train.autodiff.control import control_cotangents
 from daceml_train.errors import Invalid, Unsupported
 from daceml_train.graph.graph import Graph, Node
+from daceml_train.ops.control import ControlFlow
 from daceml_train.ops.elementwise import Elementwise, Full
 from daceml_train.ops.fallback import Aten, Body
 from daceml_train.ops.gradient import CustomVJP, Graft, Overwrite
@@ -107,14 +109,21 @@ def differentiate(graph: Graph, of: Mapping[str, Value], wrt: Sequence[str]) -> 
             total[name] = result
         return total[name]
 
-    for node in list(reversed(graph.nodes)):
+    for position in reversed(range(len(graph.nodes))):  # what is emitted stands behind
+        node = graph.nodes[position]
         if active.isdisjoint(node.outputs) or active.isdisjoint(node.inputs) or not passes_gradient(node.op):
             continue
         with graph.at(node.origin):
             cotangents = [cotangent_of(name) if name in active else None for name in node.outputs]
             if all(c is None for c in cotangents):
                 continue
-            gradients = operand_cotangents(graph, node, cotangents, active)
+            if isinstance(node.op, ControlFlow):
+                asked = [name in active for name in node.inputs]
+                gradients: Sequence[Value | None] = control_cotangents(
+                    graph, position, cotangents, asked, differentiate
+                )
+            else:
+                gradients = operand_cotangents(graph, node, cotangents, active)
             for name, gradient in zip(node.inputs, gradients, strict=True):
                 if gradient is not None and name in active:
                     contributions.setdefault(name, []).append(sum_to(gradient, graph.tensors[name].shape))

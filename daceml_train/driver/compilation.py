@@ -213,7 +213,7 @@ def laid_out(backward: Graph, places: Mapping[str, Place]) -> Graph:
 def _link_pair(pair: _Pair, options: Options) -> Differentiable:
     arena = Arena()
     programs = [pair.forward] + ([pair.backward] if pair.backward else [])
-    addresses = _addresses([c for p in programs for c in p.codes], options, pair.records[0])
+    addresses = _addresses([c for p in programs for q in p.all for c in q.codes], options, pair.records[0])
     products = Products(options.cache.products)
     forward = Executable(pair.forward, addresses, arena, products)
     backward = Executable(pair.backward, addresses, arena, products) if pair.backward else None
@@ -290,7 +290,7 @@ def _step(
 
 
 def _link_step(step: _Step, options: Options, arena: Arena | None = None) -> WholeStep:
-    addresses = _addresses(step.program.codes, options, step.records[0])
+    addresses = _addresses([c for p in step.program.all for c in p.codes], options, step.records[0])
     step.records[0].executable = executable = Executable(
         step.program, addresses, arena, Products(options.cache.products)
     )
@@ -357,12 +357,12 @@ def _lowered(graph: Graph, options: Options, record: Record, watch: Watcher, res
         options.observe.program(record.name, graph, program)
     record.costs = costs(graph, program.launches, program.nodes)
     record.flops = record.flops + total(cost.flops for cost in record.costs)
-    for launch in program.launches:
+    for launch in (launch for each in program.all for launch in each.launches):
         if isinstance(launch, KernelLaunch):
             record.kernels += 1
         elif isinstance(launch, CallLaunch):
             record.calls[launch.target] = record.calls.get(launch.target, 0) + 1
-    record.distinct_kernels = len({code.key for code in program.codes})
+    record.distinct_kernels = len({code.key for each in program.all for code in each.codes})
     record.fallbacks += [(n.op.label, str(n.origin)) for n in graph.nodes if isinstance(n.op, Aten)]
     return program
 

@@ -33,5 +33,5 @@ class Observation:
         label = name.replace(" ", "_")
         self.folder.mkdir(parents=True, exist_ok=True)
         to_sdfg(graph).save(str(self.folder / f"{label}.sdfg"))
-        for number, code in enumerate(program.codes):
+        for number, code in enumerate(code for each in program.all for code in each.codes):
             (self.folder / f"{label}_kernel{number:03}_{code.key}.cpp").write_text(code.source)

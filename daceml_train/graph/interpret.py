@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from daceml_train.errors import Invalid
+from daceml_train.graph.bodies import bodies
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.graph.leaves import leaves
 from daceml_train.graph.sizes import bind, solve
+from daceml_train.ops.control import Cond, ControlFlow, Scan, While
 from daceml_train.ops.fallback import Aten
 from daceml_train.ops.operator import Array
 from daceml_train.tensor import DType, Tensor
@@ -35,18 +37,63 @@ def interpret(graph: Graph, inputs: Mapping[str, Any]) -> Results:
     """
     given = {name: np.asarray(value) for name, value in inputs.items()}
     sizes = solve(graph.inputs, {name: value.shape for name, value in given.items()})
+    values = _run(graph, {name: _widen(name, value, graph.inputs[name].tensor) for name, value in given.items()}, sizes)
+    outputs = tuple(values[name] for name in graph.outputs)
+    return Results(outputs, {target: values[name] for target, name in graph.writes.items()}, values, sizes)
+
+
+def _run(graph: Graph, scope: dict[str, Array], sizes: Mapping[str, int]) -> dict[str, Array]:
+    """Every array of the graph by name."""
     lowered = leaves(graph)
-    scope = {name: _widen(name, value, graph.inputs[name].tensor) for name, value in given.items()}
     for node in lowered.graph.nodes:
         op = bind(node.op, sizes)
-        made = op.evaluate(*(scope[i] for i in node.inputs))
+        operands = [scope[i] for i in node.inputs]
+        if isinstance(op, ControlFlow):
+            made = _control(lowered.graph, node, op, operands, sizes)
+        else:
+            made = op.evaluate(*operands)
         for name, value in zip(node.outputs, made, strict=True):
             if not isinstance(op, Aten):  # its shapes are PyTorch's claims, wrong for embedding_bag's bookkeeping
                 _check(node, value, bind(lowered.graph.tensors[name], sizes))
             scope[name] = value
-    values = {name: scope[inner] for name, inner in lowered.names.items()}
-    outputs = tuple(values[name] for name in graph.outputs)
-    return Results(outputs, {target: values[name] for target, name in graph.writes.items()}, values, sizes)
+    return {name: scope[inner] for name, inner in lowered.names.items()}
+
+
+def _control(
+    graph: Graph, node: Node, op: ControlFlow, operands: Sequence[Array], sizes: Mapping[str, int]
+) -> tuple[Array, ...]:
+    """The results of control flow: its bodies run as graphs."""
+    assert isinstance(node.op, ControlFlow)
+    inner = bodies(node.op, [graph.tensors[i] for i in node.inputs])
+
+    def run(body: Graph, arguments: Sequence[Array]) -> list[Array]:
+        values = _run(body, dict(zip(body.inputs, arguments, strict=True)), sizes)
+        return [values[name] for name in body.outputs]
+
+    match op:
+        case Cond():
+            return tuple(run(inner[0 if operands[0] else 1], operands[1:]))
+        case Scan(carried=carried, sliced=sliced, reverse=reverse):
+            states, slices = list(operands[:carried]), operands[carried : carried + sliced]
+            columns: list[list[Array]] = [[] for _ in node.outputs[carried:]]
+            steps = range(int(bind(op.trips, sizes)))
+            for step in reversed(steps) if reverse else steps:
+                made = run(inner[0], [*states, *(x[step] for x in slices), *operands[carried + sliced :]])
+                states = made[:carried]
+                for column, value in zip(columns, made[carried:], strict=True):
+                    column.append(value)
+            types = [bind(graph.tensors[name], sizes) for name in node.outputs[carried:]]
+            stacks = (
+                np.stack(column[::-1] if reverse else column) if column else np.zeros(t.shape, wide(t.dtype))
+                for column, t in zip(columns, types, strict=True)
+            )
+            return (*states, *stacks)
+        case While(carried=carried):
+            states = list(operands[:carried])
+            while run(inner[0], [*states, *operands[carried:]])[0]:
+                states = run(inner[1], [*states, *operands[carried:]])
+            return tuple(states)
+    raise Invalid(f"{op.label} has no reference", where=str(node.origin))
 
 
 def wide(dtype: DType) -> np.dtype[Any]:

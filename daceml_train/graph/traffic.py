@@ -6,7 +6,8 @@ nothing; a reader of an alias reads only the elements that the alias shows, each
 size. Constants (full, iota) are computed in the kernels that read them and are stored only for a library call or a
 result. What no result needs is not run, and a kernel's results that nobody reads are not written. A write p <- q
 copies, unless the kernel that makes q updates p in place. What a library reorders within a call counts
-(`Operator.reorders`).
+(`Operator.reorders`). A branch counts as the dearer one of its bodies, a loop as its body times its steps, or once
+where data decides how often it runs; what a body reads from outside and hands out is among that.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from dataclasses import dataclass
 import sympy
 
 from daceml_train.graph.aliases import is_alias
+from daceml_train.graph.bodies import bodies
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.graph.leaves import leaves
 from daceml_train.graph.sizes import bind
+from daceml_train.ops.control import Cond, ControlFlow, Scan
 from daceml_train.ops.elementwise import Full, Iota
 from daceml_train.ops.embedding import AddRows, Embedding, EmbeddingBag
 from daceml_train.ops.kernel import Kernel
@@ -44,11 +47,13 @@ class Entry:
     writes: dict[str, Dim]
     flops: Dim = 0
     reorders: Dim = 0
+    inner: Dim = 0
+    """Bytes that the bodies of control flow move, their operands and results among them."""
 
     @property
     def bytes(self) -> Dim:
         """Bytes read and written."""
-        return total((*self.reads.values(), *self.writes.values(), self.reorders))
+        return total((*self.reads.values(), *self.writes.values(), self.reorders, self.inner))
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ def traffic(graph: Graph, sizes: Mapping[str, int] | None = None) -> Traffic:
     if sizes is not None:
         types = {name: bind(tensor, sizes) for name, tensor in types.items()}
         leafy.nodes = [dataclasses.replace(node, op=bind(node.op, sizes)) for node in leafy.nodes]
-    count = _Count(leafy, types)
+    count = _Count(leafy, types, sizes)
     groups: list[list[Entry]] = [[] for _ in graph.nodes]
     for owner, node in zip(lowered.owners, leafy.nodes, strict=True):
         groups[owner].append(count.entry(node))
@@ -129,7 +134,26 @@ def _merged(node: Node, group: Sequence[Entry]) -> Entry:
         _grouped(pair for entry in group for pair in entry.writes.items()),
         total(entry.flops for entry in group),
         total(entry.reorders for entry in group),
+        total(entry.inner for entry in group),
     )
+
+
+def _inner(op: ControlFlow, operands: Sequence[Tensor], sizes: Mapping[str, int] | None) -> tuple[Dim, Dim]:
+    """Bytes and operations of the bodies of control flow."""
+    counted = [traffic(body, sizes) for body in bodies(op, operands)]
+    moved, done = [t.bytes for t in counted], [t.flops for t in counted]
+    match op:
+        case Cond():
+            return functools.reduce(_larger, moved), functools.reduce(_larger, done)
+        case Scan(trips=trips):
+            return simplify(total(moved) * trips), simplify(total(done) * trips)
+    return total(moved), total(done)
+
+
+def _larger(a: Dim, b: Dim) -> Dim:
+    if isinstance(a, int) and isinstance(b, int):
+        return max(a, b)
+    return simplify(sympy.Max(a, b))
 
 
 @dataclass(frozen=True)
@@ -170,8 +194,8 @@ def _shown(op: Operator, part: _Part, before: Tensor, after: Tensor) -> _Part:
 class _Count:
     """Entries of the leaves of one graph."""
 
-    def __init__(self, graph: Graph, types: dict[str, Tensor]) -> None:
-        self.types = types
+    def __init__(self, graph: Graph, types: dict[str, Tensor], sizes: Mapping[str, int] | None) -> None:
+        self.types, self.sizes = types, sizes
         self.updated: set[tuple[str, str]] = set()
         self.parts: dict[str, _Part] = {}
         self.free: set[str] = set()
@@ -208,6 +232,9 @@ class _Count:
         op, operands = node.op, [self.types[i] for i in node.inputs]
         if id(node) not in self.needed or is_alias(op):
             return Entry(op.label, node.origin, {}, {})
+        if isinstance(op, ControlFlow):
+            moved, done = _inner(op, operands, self.sizes)
+            return Entry(op.label, node.origin, {}, {}, done, inner=moved)
         written = [name for name in node.outputs if op.vendor or name in self.stored]
         if isinstance(op, Full | Iota) and not written:
             return Entry(op.label, node.origin, {}, {})

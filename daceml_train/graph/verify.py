@@ -11,6 +11,7 @@ from daceml_train.errors import DacemlError, Invalid
 from daceml_train.graph.aliases import is_alias, roots
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.graph.sizes import derivation, symbols_of
+from daceml_train.ops.control import ControlFlow
 from daceml_train.ops.kernel import Kernel
 from daceml_train.ops.operator import Operator
 from daceml_train.tensor import Tensor
@@ -84,7 +85,7 @@ def _remembered(op: Operator, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...
 def _operator(node: Node) -> None:
     if isinstance(node.op, Kernel):
         _kernel(node, node.op)
-    elif not _has_meaning(type(node.op)):
+    elif not isinstance(node.op, ControlFlow) and not _has_meaning(type(node.op)):
         raise _broken(node, f"{node.op.label} has neither a lowering nor a reference")
 
 

@@ -6,6 +6,7 @@ Importing this package makes every operator known by its name.
 from daceml_train.ops import (
     attention,
     contraction,
+    control,
     convolution,
     elementwise,
     embedding,
@@ -30,6 +31,7 @@ from daceml_train.ops import (
 __all__ = [
     "attention",
     "contraction",
+    "control",
     "convolution",
     "elementwise",
     "embedding",

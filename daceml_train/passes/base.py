@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 from daceml_train.errors import Refused
+from daceml_train.graph.bodies import within
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.graph.traffic import traffic
 from daceml_train.graph.verify import verify
@@ -310,8 +311,8 @@ def without_dead_code(graph: Graph) -> Graph:
 
 
 def checked(transformation: Pass, graph: Graph) -> Graph:
-    """Run a pass and verify its result; an invalid graph is an error that names the pass."""
-    result = transformation.run(graph)
+    """Run a pass, inside of branches and loops too, and verify; an invalid graph is an error that names the pass."""
+    result = within(transformation.run(graph), lambda body: checked(transformation, body))
     if result is graph:
         return graph
     try:

@@ -10,7 +10,7 @@ from daceml_train.reporting.numbers import number
 from daceml_train.runtime.cost import Cost
 from daceml_train.runtime.footprint import footprint
 from daceml_train.runtime.lowering import touched
-from daceml_train.runtime.program import CallLaunch, Home, KernelLaunch, Program
+from daceml_train.runtime.program import CallLaunch, ControlLaunch, Home, KernelLaunch, Program
 from daceml_train.tensor import Dim
 
 _UPDATED = (Role.parameter, Role.state)
@@ -85,6 +85,8 @@ class Schedule:
         launch = self.program.launches[index]
         if isinstance(launch, KernelLaunch):
             return self.program.codes[launch.code].key[:12]
+        if isinstance(launch, ControlLaunch):
+            return launch.kind
         return launch.target if isinstance(launch, CallLaunch) else "copy"
 
     def _number(self, size: Dim) -> int:

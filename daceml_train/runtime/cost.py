@@ -9,15 +9,17 @@ from daceml_train.graph.graph import Graph
 from daceml_train.graph.traffic import Entry, traffic
 from daceml_train.ops.kernel import described
 from daceml_train.ops.operator import Operator
-from daceml_train.runtime.program import CallLaunch, CopyLaunch, KernelLaunch, Launch
+from daceml_train.runtime.program import CallLaunch, ControlLaunch, CopyLaunch, KernelLaunch, Launch
 from daceml_train.tensor import Dim, Tensor
+
+_KINDS = {KernelLaunch: "kernel", CallLaunch: "call", CopyLaunch: "copy", ControlLaunch: "control"}
 
 
 @dataclass(frozen=True)
 class Cost:
     """One launch: the operators in it, the user's module and line, bytes read and written, operations.
 
-    `kind` is `kernel`, `call` or `copy`.
+    `kind` is `kernel`, `call`, `copy` or `control`, whose bodies' bytes all count as read.
     """
 
     kind: str
@@ -53,8 +55,8 @@ def costs(graph: Graph, launches: Sequence[Launch], nodes: Sequence[int]) -> lis
 
 
 def _computed(launch: Launch, op: Operator, entry: Entry) -> Cost:
-    read, written = sum(entry.reads.values(), start=0), sum(entry.writes.values(), start=0)
-    kind = {KernelLaunch: "kernel", CallLaunch: "call", CopyLaunch: "copy"}[type(launch)]
+    read, written = sum(entry.reads.values(), start=entry.inner), sum(entry.writes.values(), start=0)
+    kind = _KINDS[type(launch)]
     where = entry.origin
     return Cost(kind, described(op), where.module, where.source, read, written, entry.flops, entry.reorders)
 

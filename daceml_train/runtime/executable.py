@@ -22,7 +22,16 @@ from daceml_train.errors import ExecutionError, Invalid, execution_error
 from daceml_train.runtime.executor import Arena, Plan, View
 from daceml_train.runtime.memory import Lifetime, plan_arena
 from daceml_train.runtime.products import Product, Products
-from daceml_train.runtime.program import CallLaunch, CopyLaunch, Home, KernelLaunch, Place, Program
+from daceml_train.runtime.program import (
+    CallLaunch,
+    ControlLaunch,
+    CopyLaunch,
+    Home,
+    KernelLaunch,
+    Launch,
+    Place,
+    Program,
+)
 from daceml_train.runtime.timing import Timing
 from daceml_train.tensor import Dim, DType, Tensor, same_shape
 
@@ -115,7 +124,7 @@ class BoundPlan:
         arena: Arena,
         products: Products,
     ) -> None:
-        self.program, self.threads = program, threads
+        self.program, self.threads, self.sizes, self.products = program, threads, sizes, products
         self.value = _evaluator(sizes)
         self.onednn = self._choose_products(products)
         """Products that run in oneDNN: launch -> the slot that holds what it returns."""
@@ -200,7 +209,7 @@ class BoundPlan:
         return [self.value(d) for d in dims]
 
     # ---- launches -----------------------------------------------------------------------------------------------
-    def _launch(self, index: int, launch: KernelLaunch | CallLaunch | CopyLaunch, addresses: dict[str, int]) -> None:
+    def _launch(self, index: int, launch: Launch, addresses: dict[str, int]) -> None:
         match launch:
             case KernelLaunch(code=number, places=places):
                 code = self.program.codes[number]
@@ -221,6 +230,31 @@ class BoundPlan:
                     getattr(self.plan, name)(*values, tag=index)
                 else:
                     self.plan.call(name, overload, values, returns, tag=index)
+
+            case ControlLaunch():
+                self._control(index, launch, addresses)
+
+    def _control(self, index: int, launch: ControlLaunch, addresses: dict[str, int]) -> None:
+        """Launch control flow, whose bodies have plans and an arena of their own: one of them runs at a time."""
+        inner = [
+            BoundPlan(body, addresses, self.sizes, self.threads, self.plan.arena.inner, self.products).plan
+            for body in launch.bodies
+        ]
+        trips = self.value(launch.trips)
+        strides = [self.value(p.strides[0]) * p.dtype.bytes for p in launch.slices]
+        first = [replace(p, shape=p.shape[1:], strides=p.strides[1:]) for p in launch.slices] if trips else []
+        self.plan.control(
+            launch.kind,
+            inner,
+            None if launch.condition is None else self._view(launch.condition),
+            [self._view(p) for p in launch.states],
+            [(self._view(p), stride) for p, stride in zip(first, strides, strict=bool(first))],
+            [self._view(p) for p in launch.shared],
+            launch.returns,
+            trips,
+            launch.reverse,
+            tag=index,
+        )
 
     def _onednn(self, index: int, arguments: tuple[Place, ...]) -> None:
         """Launch a product in oneDNN, which takes the second operand transposed."""
@@ -314,4 +348,3 @@ def _evaluator(sizes: dict[str, int]) -> Callable[..., int]:
         return known[key]
 
     return value
-

@@ -34,6 +34,7 @@ _MEMORY_FORMATS = {
 }  # fmt: skip
 _LAYOUTS = {torch.strided: 0}
 _PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 2, "baddbmm": 3}
+_CONTROL = {"cond": 0, "scan": 1, "while": 2}
 _MISMATCH = 2
 
 _HANDLE, _POINTER = c_void_p, c_void_p
@@ -74,6 +75,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "call_booleans": (c_int, [_HANDLE, _POINTER, c_int]),
     "call_result": (c_int, [_HANDLE, c_int, c_int]),
     "call_end": (c_int, [_HANDLE, c_int]),
+    "plan_control": (
+        c_int,
+        [_HANDLE, c_int, _POINTER, *(c_int,) * 2, _POINTER, c_int, _POINTER, *(_POINTER, c_int) * 3, c_int64, *(c_int,) * 2],
+    ),
     "plan_finalize": (c_int, [_HANDLE, c_int64, _POINTER, c_int]),
     "plan_run": (c_int, [_HANDLE, _POINTER, c_int64, _POINTER, c_int]),
     "plan_seconds": (c_int, [_HANDLE, _POINTER, c_int]),
@@ -188,6 +193,11 @@ class Arena:
         self._native, self._handle = native, native.arena_create()
         weakref.finalize(self, native.arena_destroy, self._handle)
 
+    @functools.cached_property
+    def inner(self) -> Arena:
+        """The arena for programs that run inside those of this one: bodies of control flow."""
+        return Arena()
+
     @property
     def capacity(self) -> int:
         """Bytes allocated: 0 until a plan runs or `grow` is called."""
@@ -212,6 +222,7 @@ class Plan:
         self.arena = arena or Arena()
         self._native, self._handle = native, native.plan_create(n_slots, self.arena._handle)
         weakref.finalize(self, native.plan_destroy, self._handle)
+        self._bodies: list[Plan] = []
         self._launches = self._inputs = self._outputs = 0
         self._input_array = self._output_array = c_void_p * 0
 
@@ -307,6 +318,37 @@ class Plan:
             slot = result if isinstance(result, int) else -1
             self._checked(self._native.call_result(self._handle, slot, view))
         return self._added(self._native.call_end(self._handle, tag))
+
+    def control(
+        self,
+        kind: str,
+        bodies: Sequence[Plan],
+        condition: View | None,
+        states: Sequence[View],
+        slices: Sequence[tuple[View, int]],
+        shared: Sequence[View],
+        results: Sequence[int],
+        trips: int,
+        reverse: bool,
+        *,
+        tag: int = -1,
+    ) -> int:
+        """Runs plans as the bodies of control flow; see `runtime.program.ControlLaunch` for what is which.
+
+        Slices are given by the first one and the bytes to the next. Bodies are finalised, have an arena of their own,
+        and hand out dense row-major tensors; `results` are result slots.
+        """
+        self._bodies += bodies
+        handles = (c_void_p * len(bodies))(*[body._handle for body in bodies])
+        numbers = [_integers([v.number for v in views], c_int) for views in (states, [v for v, _ in slices], shared)]
+        steps = _integers([stride for _, stride in slices])
+        return self._added(
+            self._native.plan_control(
+                self._handle, _CONTROL[kind], handles, len(bodies), -1 if condition is None else condition.number,
+                numbers[0], len(states), numbers[1], steps, len(slices), numbers[2], len(shared),
+                _integers(results, c_int), len(results), trips, reverse, tag,
+            )
+        )  # fmt: skip
 
     def release(self, slot: int, *, tag: int = -1) -> int:
         """Drops an owned value after its last use: its memory returns to the pool."""

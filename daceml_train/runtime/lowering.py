@@ -18,8 +18,10 @@ from daceml_train.codegen.launch import Layout, generate
 from daceml_train.codegen.templates import has_template, written_kernel
 from daceml_train.errors import Invalid, Refused, Unsupported
 from daceml_train.graph.aliases import is_alias, view_strides
+from daceml_train.graph.bodies import bodies
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.graph.memory import bases, overwrites, summands
+from daceml_train.ops.control import Cond, ControlFlow, Scan, While
 from daceml_train.ops.elementwise import Cast, Full, Iota
 from daceml_train.ops.fallback import Operand
 from daceml_train.ops.kernel import Kernel, Statement
@@ -27,6 +29,7 @@ from daceml_train.ops.movement import Expand, Permute, Slice
 from daceml_train.ops.operator import Operator
 from daceml_train.runtime.program import (
     CallLaunch,
+    ControlLaunch,
     CopyLaunch,
     Home,
     KernelLaunch,
@@ -36,21 +39,22 @@ from daceml_train.runtime.program import (
     ProgramInput,
     Slot,
 )
-from daceml_train.tensor import Dim, DType, Shape, Tensor, same, simplify
+from daceml_train.tensor import Dim, DType, Shape, Tensor, same, same_shape, simplify
 
 
-def lower(graph: Graph, results: int | None = None) -> Program:
+def lower(graph: Graph, results: int | None = None, body: bool = False) -> Program:
     """The program of a graph of leaves and kernels. Raises `Unsupported` for an operator without lowering.
 
     The first `results` outputs (all, if None) go to the user, who may change them: no two share memory. Later ones
-    are kept for a backward pass and may share it.
+    are kept for a backward pass and may share it. A `body` of control flow has dense row-major outputs, and its sizes
+    are given by the program around it.
     """
-    return _Lowering(graph).run(len(graph.outputs) if results is None else results)
+    return _Lowering(graph, body).run(len(graph.outputs) if results is None else results)
 
 
 class _Lowering:
-    def __init__(self, graph: Graph) -> None:
-        self.graph, self.program = graph, Program(graph.name)
+    def __init__(self, graph: Graph, body: bool) -> None:
+        self.graph, self.body, self.program = graph, body, Program(graph.name)
         self.places: dict[str, Place] = {}
         self.nodes = graph.producers()
         self.numbers: dict[tuple[Operator, tuple[Layout, ...], tuple[Layout, ...]], int] = {}
@@ -88,7 +92,7 @@ class _Lowering:
             for dim, size in enumerate(t.shape):
                 if isinstance(size, sympy.Symbol):
                     program.symbols.setdefault(str(size), (index, dim))
-        if missing := {str(s) for s in self.graph.symbols} - set(program.symbols):
+        if not self.body and (missing := {str(s) for s in self.graph.symbols} - set(program.symbols)):
             raise Unsupported(f"no input has exactly the size {', '.join(sorted(missing))}")
 
     # ---- places -------------------------------------------------------------------------------------------------
@@ -134,6 +138,8 @@ class _Lowering:
             self.places[node.outputs[0]] = self.alias(node)
         elif isinstance(op, Kernel):
             self.compute(node, op)
+        elif isinstance(op, ControlFlow):
+            self.control(node, op)
         elif self.written(node):
             pass
         elif op.vendor:
@@ -318,6 +324,37 @@ class _Lowering:
             CallLaunch(call.target, call.overload, arguments, returns, call.direct, str(node.origin))
         )
 
+    def control(self, node: Node, op: ControlFlow) -> None:
+        """Lower the bodies to programs of their own, on operands that lie densely, and launch them."""
+        carried, sliced, trips, reverse = 0, 0, 0, False
+        match op:
+            case Scan():
+                carried, sliced, trips, reverse = op.carried, op.sliced, op.trips, op.reverse
+            case While():
+                carried = op.carried
+        origin, names = str(node.origin), node.inputs
+        first = 1 if isinstance(op, Cond) else carried + sliced
+        condition = self.place(names[0]) if isinstance(op, Cond) else None
+        states = tuple(self.dense(name, origin) for name in names[:carried])
+        slices = tuple(self.dense(name, origin, 1) for name in names[carried : carried + sliced])
+        shared = tuple(self.dense(name, origin) for name in names[first:])
+        programs = tuple(lower(body, body=True) for body in bodies(op, [self.graph.tensors[name] for name in names]))
+        returns = []
+        for name in node.outputs:
+            t = self.graph.tensors[name]
+            self.places[name] = self.new_place(Slot(Home.result, t.dtype, t.shape, t.strides))
+            returns.append(self.places[name].slot)
+        self.program.launches.append(
+            ControlLaunch(op.label, programs, condition, states, slices, shared, tuple(returns), trips, reverse, origin)
+        )
+
+    def dense(self, name: str, origin: str, outer: int = 0) -> Place:
+        """Where array `name` lies, or a copy if it is not row-major there but for its `outer` first dimensions."""
+        place = self.place(name)
+        if same_shape(place.strides[outer:], Tensor(place.shape).strides[outer:]):
+            return place
+        return self.copy_of(place, place.shape, Home.arena, origin)
+
     # ---- results ------------------------------------------------------------------------------------------------
     def source(self, value: str) -> Place:
         """Where a written value lies; one that is another written input is copied before any write happens."""
@@ -336,7 +373,9 @@ class _Lowering:
         """A result in memory that is neither an input's nor the arena's nor, if `apart`, an earlier output's."""
         place = self.place(name)
         owned = self.program.slots[place.slot].home in (Home.fresh, Home.result)
-        if owned and not (apart and place.slot in {p.slot for p in self.program.outputs}):
+        slot = self.program.slots[place.slot]
+        whole = same_shape(place.strides, Tensor(slot.shape).strides) and same_shape(place.shape, slot.shape)
+        if owned and not (apart and place.slot in {p.slot for p in self.program.outputs}) and (whole or not self.body):
             return place
         return self.copy_of(place, place.shape, Home.fresh, "output")
 
@@ -375,6 +414,8 @@ def touched(launch: Launch) -> list[int]:
             return [p.slot for p in places]
         case CopyLaunch(target=target, source=source):
             return [target.slot, source.slot]
+        case ControlLaunch(places=places, returns=returns):
+            return [*(p.slot for p in places), *returns]
         case CallLaunch(arguments=arguments, returns=returns):
             return [p.slot for p in _places(arguments)] + [s for s in returns if s is not None]
 

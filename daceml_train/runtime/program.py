@@ -7,6 +7,7 @@ A program holds no addresses and no kernels' code, so it can be stored and loade
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,7 +89,34 @@ class CopyLaunch:
     origin: str
 
 
-Launch = KernelLaunch | CallLaunch | CopyLaunch
+@dataclass(frozen=True)
+class ControlLaunch:
+    """Run the bodies of control flow, each a program of its own, whose sizes are those of the program around it.
+
+    `kind` is `cond` (bodies: then, orelse), `scan` (body) or `while` (condition, body). Their inputs are the dense
+    `states`, a slice of each of `slices` along its first dimension, and `shared`. The results go to `returns`: the last
+    states, then stacks; of `cond`, whatever the chosen body makes.
+    """
+
+    kind: str
+    bodies: tuple[Program, ...]
+    condition: Place | None
+    states: tuple[Place, ...]
+    slices: tuple[Place, ...]
+    shared: tuple[Place, ...]
+    returns: tuple[int, ...]
+    trips: Dim
+    reverse: bool
+    origin: str
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """All that is read."""
+        first = () if self.condition is None else (self.condition,)
+        return (*first, *self.states, *self.slices, *self.shared)
+
+
+Launch = KernelLaunch | CallLaunch | CopyLaunch | ControlLaunch
 
 
 @dataclass(frozen=True)
@@ -118,3 +146,11 @@ class Program:
     """Size symbol -> (input, dimension) that has exactly this size."""
     nodes: list[int] = field(default_factory=list)
     """Per launch the position in the lowered graph of what it computes; -1 for copies at the end."""
+
+    @property
+    def all(self) -> Iterator[Program]:
+        """This program and those of the bodies in it, at any depth."""
+        yield self
+        for launch in self.launches:
+            for body in launch.bodies if isinstance(launch, ControlLaunch) else ():
+                yield from body.all

@@ -22,7 +22,8 @@ from daceml_train.ops.operator import Value
 
 @rule("daceml_train.custom_vjp.default")
 def _custom_vjp(t: Translator, key: int, xs: Sequence[Value]) -> tuple[Value, ...]:
-    function: CustomFunction = custom_functions.get()[key]
+    function = custom_functions.get()[key]
+    assert isinstance(function, CustomFunction)
     node_operands = t.node.args[1]
     assert isinstance(node_operands, list | tuple)
     operands = [n.meta["val"] for n in node_operands if isinstance(n, fx.Node)]

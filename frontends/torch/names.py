@@ -2,6 +2,7 @@
 
 from daceml_train.frontends.torch import (
     autograd_function,
+    control_flow,
     indexing,
     movement,
     network,
@@ -11,4 +12,7 @@ from daceml_train.frontends.torch import (
 )
 from daceml_train.frontends.torch.translate import RULES
 
-__all__ = ["RULES", "autograd_function", "indexing", "movement", "network", "pointwise", "reductions", "requirements"]
+__all__ = [
+    "RULES", "autograd_function", "control_flow", "indexing", "movement", "network", "pointwise", "reductions",
+    "requirements",
+]  # fmt: skip

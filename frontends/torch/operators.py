@@ -23,6 +23,7 @@ _library.define("overwrite(Tensor before, Tensor x) -> Tensor")
 _library.define("require(Tensor x, Tensor holds, str message) -> Tensor")
 _library.define("attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale) -> (Tensor, Tensor)")
 _library.define("custom_vjp(int key, Tensor[] xs) -> Tensor[]")
+_library.define("control(int key, Tensor[] xs) -> Tensor[]")
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,8 +34,25 @@ class CustomFunction:
     backward: fx.GraphModule
 
 
-custom_functions: ContextVar[list[CustomFunction]] = ContextVar("custom_functions")
-"""The functions met by the capture that is going on; the operator's `key` is an index into it."""
+@dataclass(frozen=True, eq=False)
+class Control:
+    """A branch or loop as Dynamo gives it: its name, its bodies, and their operands, which need not all be tensors.
+
+    `groups` counts the operands that are states, those that are sliced, and those that are given to all steps;
+    `examples` are the results.
+    """
+
+    name: str
+    bodies: tuple[fx.GraphModule, ...]
+    operands: tuple[Any, ...]
+    groups: tuple[int, int, int]
+    examples: tuple[Tensor, ...]
+    grad_enabled: bool
+    reverse: bool = False
+
+
+custom_functions: ContextVar[list[CustomFunction | Control]] = ContextVar("custom_functions")
+"""The functions and control flow met by the capture that is going on; an operator's `key` is an index into it."""
 
 
 def result_counts(function: CustomFunction) -> tuple[int, bool]:
@@ -76,10 +94,18 @@ def _attention(
 
 
 def _custom_vjp(key: int, xs: list[Tensor]) -> list[Tensor]:
-    made = run_forward(custom_functions.get()[key], xs)
+    function = custom_functions.get()[key]
+    assert isinstance(function, CustomFunction)
+    made = run_forward(function, xs)
     if not all(isinstance(t, Tensor) for t in made):
         raise Unsupported("an autograd.Function that returns or saves what is not a tensor")
     return [torch.empty_like(t) for t in made]
+
+
+def _control(key: int, xs: list[Tensor]) -> list[Tensor]:
+    control = custom_functions.get()[key]
+    assert isinstance(control, Control)
+    return [xs[0].new_empty(e.shape, dtype=e.dtype) for e in control.examples]
 
 
 _MEANINGS: dict[str, Callable[..., Any]] = {
@@ -88,6 +114,7 @@ _MEANINGS: dict[str, Callable[..., Any]] = {
     "require": _require,
     "attention": _attention,
     "custom_vjp": _custom_vjp,
+    "control": _control,
 }
 for _name, _meaning in _MEANINGS.items():
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _meaning, lib=_library)

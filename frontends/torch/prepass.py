@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from daceml_train.errors import DacemlError, Unsupported
 from daceml_train.frontends.torch import inner_gradients
+from daceml_train.frontends.torch.control import CONTROL, control_of
 from daceml_train.frontends.torch.operators import CustomFunction, custom_functions, result_counts
 from daceml_train.frontends.torch.polyfills import POLYFILLS
 from daceml_train.frontends.torch.source import origin
@@ -247,11 +248,31 @@ class _Interpreter(fx.Interpreter):
     def _higher_order(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name == "autograd_function_apply":
             return self._custom_function(args, kwargs)
+        if name in CONTROL:
+            return self._control(name, args)
         bodies = [a for a in args if isinstance(a, fx.GraphModule)]
         if name in _INLINED and len(bodies) == 1:
             operands = [a for a in args if not isinstance(a, fx.GraphModule | str)]
             return _Interpreter(bodies[0], self.state).run(*operands)
         raise Unsupported(f"the higher-order operator {name}", where=str(origin(self.node)))
+
+    def _control(self, name: str, args: tuple[Any, ...]) -> Any:
+        """A branch or loop, as one operator over the tensors among its operands; a known condition is no branch."""
+        where = str(origin(self.node))
+        if self.state.nesting:
+            raise Unsupported(f"{name} inside torch.func", where=where)
+        if name == "cond" and not isinstance(args[0], torch.Tensor):
+            return _Interpreter(args[1] if args[0] else args[2], self.state).run(*args[3])
+        control = control_of(name, args, _example(self.node), self.state.grad_enabled, where)
+        functions = custom_functions.get()
+        functions.append(control)
+        first = [args[0].reshape(())] if name == "cond" else []
+        tensors = [x for x in control.operands if isinstance(x, torch.Tensor)]
+        results: list[torch.Tensor] = _ops.control(len(functions) - 1, [*first, *tensors])
+        if not self.state.grad_enabled:
+            with fx_traceback.annotate({MARK: "detach"}):
+                results = [r.detach() for r in results]
+        return tuple(results)
 
     def _custom_function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         forward, backward, *operands = args

@@ -136,6 +136,10 @@ class Translator:
         self._streams += 1
         return self._streams - 1
 
+    def count_streams_with(self, other: Translator) -> None:
+        """Number random operators behind those that `other` has numbered: they share a seed."""
+        self._streams = max(self._streams, other._streams)
+
     def drawn(self, draw: Draw, example: Tensor) -> Value:
         """Random numbers that are drawn before the graph runs."""
         name = self.graph.fresh(f"draw{len(self.draws)}")

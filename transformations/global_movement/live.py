@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from daceml_train.graph.aliases import is_alias
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.graph.memory import Blocks, number
+from daceml_train.ops.control import draws
 from daceml_train.ops.elementwise import Full, Iota
-from daceml_train.ops.fallback import Aten
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def items_of(graph: Graph, over: Mapping[str, Sequence[str]] | None = None) -> I
         index = len(nodes)
         nodes.append(node)
         before.append({i for name in node.inputs for i in maker.get(name, ())})
-        if isinstance(node.op, Aten) and node.op.random:  # PyTorch's generator gives its numbers in order
+        if draws(node.op):  # PyTorch's generator gives its numbers in order
             before[index] |= set() if drawn is None else {drawn}
             drawn = index
         maker.update((name, frozenset((index,))) for name in node.outputs)

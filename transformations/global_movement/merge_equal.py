@@ -6,8 +6,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from daceml_train.graph.graph import Graph, Node
+from daceml_train.ops.control import draws
 from daceml_train.ops.elementwise import Elementwise
-from daceml_train.ops.fallback import Aten
 from daceml_train.passes.base import Pass, without_dead_code
 
 COMMUTATIVE = frozenset({"add", "mul", "eq", "ne", "logical_and", "logical_or"})
@@ -45,7 +45,7 @@ class MergeEqual(Pass):
 
 def identity(graph: Graph, node: Node, inputs: tuple[str, ...]) -> Hashable | None:
     """What equal operators share: the operator, what it reads and what it makes; None where it must not be merged."""
-    if isinstance(node.op, Aten) and node.op.random:
+    if draws(node.op):
         return None
     if isinstance(node.op, Elementwise) and node.op.kind in COMMUTATIVE:
         inputs = tuple(sorted(inputs))

@@ -12,7 +12,7 @@ from daceml_train.errors import Invalid, Unmet
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.graph.memory import Blocks, memory, number
 from daceml_train.graph.traffic import traffic
-from daceml_train.ops.fallback import Aten
+from daceml_train.ops.control import draws
 from daceml_train.ops.kernel import Kernel
 from daceml_train.passes.base import Candidate, Measured, Pass
 from daceml_train.transformations.global_movement.again import rebuilt
@@ -141,7 +141,7 @@ class _Search:
         for node in self.items.nodes:
             entry = entries[node.outputs[0]]
             costs.append(number(entry.bytes) + number(entry.flops) / self.options.intensity)
-            pure.append(node.outputs[0] in forward and not (isinstance(node.op, Aten) and node.op.random))
+            pure.append(node.outputs[0] in forward and not draws(node.op))
         self.costs = costs
         # The curve of live bytes is that of the step with updates in place: what is written takes no memory then.
         free = Items(
@@ -196,7 +196,7 @@ class _Search:
         """Why an array is never made again."""
         maker = self.items.nodes[self._maker()[block]]
         name = f"{self._block_names()[block]} cannot be made again"
-        if isinstance(maker.op, Aten) and maker.op.random:
+        if draws(maker.op):
             return f"{name}: {maker.op.label} draws from PyTorch's generator"
         if block in self.items.kept:
             return f"{name}: it is a result of the step"

@@ -186,6 +186,19 @@ EXPORT int plan_copy(PlanHandle* handle, int to, int64_t to_offset, int from, in
   });
 }
 
+EXPORT int plan_control(PlanHandle* handle, int kind, PlanHandle* const* bodies, int body_count, int condition,
+                        const int* states, int state_count, const int* slices, const int64_t* strides, int slice_count,
+                        const int* shared, int shared_count, const int* results, int result_count, int64_t trips,
+                        int reverse, int tag) {
+  return build([&] {
+    Control control{static_cast<Control::Kind>(kind), {}, condition, {states, states + state_count}, {},
+                    {shared, shared + shared_count}, {results, results + result_count}, trips, reverse != 0};
+    for (int i = 0; i < body_count; ++i) control.bodies.push_back(&bodies[i]->plan);
+    for (int i = 0; i < slice_count; ++i) control.slices.push_back({slices[i], strides[i]});
+    return handle->plan.add_control(std::move(control), tag);
+  });
+}
+
 EXPORT int call_begin(PlanHandle* handle, const char* name, const char* overload) {
   return build([&] {
     handle->call = std::make_unique<Call>(name, overload);

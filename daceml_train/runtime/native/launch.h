@@ -1,4 +1,4 @@
-// What a plan does, step by step: kernels, matrix products, boxed calls, releases and copies.
+// What a plan does, step by step: kernels, matrix products, boxed calls, releases, copies; control flow is in control.h.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace daceml {
 
-enum class Step : uint8_t { kernel, product, call, release, copy };
+enum class Step : uint8_t { kernel, product, call, release, copy, control };
 
 // `index` finds the step's own data; `uses` and `defines` are slots, for the check and the allocations.
 struct Launch {

@@ -12,6 +12,7 @@
 
 #include "arena.h"
 #include "call.h"
+#include "control.h"
 #include "launch.h"
 #include "lifetime.h"
 #include "pool.h"
@@ -69,6 +70,14 @@ class Plan {
   int add_copy(Copy copy, int tag) {
     copies_.push_back(copy);
     return add(Step::copy, tag, last(copies_), {copy.from.slot, copy.to.slot});
+  }
+
+  int add_control(Control control, int tag) {
+    std::vector<int> uses;
+    for (int view : control.views()) uses.push_back(values.view(view).slot);
+    std::vector<int> defines = control.results;
+    controls_.push_back(std::move(control));
+    return add(Step::control, tag, last(controls_), std::move(uses), std::move(defines));
   }
 
   // Checks the whole list and closes it.
@@ -176,6 +185,7 @@ class Plan {
         case Step::call: calls_[launch.index].run(values); break;
         case Step::release: values.drop(launch.index); break;
         case Step::copy: copies_[launch.index].run(values); break;
+        case Step::control: controls_[launch.index].run(values); break;
       }
       if constexpr (profile) {
         const double after = now();
@@ -191,6 +201,7 @@ class Plan {
   std::vector<Product> products_;
   std::vector<Call> calls_;
   std::vector<Copy> copies_;
+  std::vector<Control> controls_;
   std::vector<int> owned_, bound_, outputs_;
   std::vector<void*> scratch_;
   std::vector<double> seconds_;
@@ -199,5 +210,19 @@ class Plan {
   int current_ = -1;
   bool final_ = false;
 };
+
+// The outputs of a body, which belong to the caller.
+inline std::vector<at::Tensor> Control::call(Plan& body, const std::vector<void*>& inputs) const {
+  const std::lock_guard<Turn> guard(body.turn);
+  std::vector<void*> made(body.outputs());
+  body.run(inputs.data(), inputs.size(), made.data(), false);
+  std::vector<at::Tensor> outputs;
+  outputs.reserve(made.size());
+  for (void* output : made) {
+    const std::unique_ptr<at::Tensor> owned(static_cast<at::Tensor*>(output));
+    outputs.push_back(std::move(*owned));
+  }
+  return outputs;
+}
 
 }  // namespace daceml

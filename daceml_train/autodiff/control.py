@@ -1,0 +1,216 @@
+"""Derivatives of control flow: a branch's is the branch of the derivatives, a loop's is a loop in the other direction.
+
+What the derivative of a body needs of the body itself is computed again inside of it, from the operands and, in a
+loop, from the states before each step, which the forward loop then stacks up for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from daceml_train.errors import Unsupported
+from daceml_train.graph.bodies import bodies, body_of
+from daceml_train.graph.graph import Graph, Node
+from daceml_train.ops.control import Cond, Scan, dense, draws
+from daceml_train.ops.elementwise import Full
+from daceml_train.ops.operator import Value
+from daceml_train.tensor import Tensor
+
+Differentiate = Callable[[Graph, Mapping[str, Value], Sequence[str]], dict[str, Value | None]]
+"""`reverse.differentiate`, which calls what is here."""
+Cotangents = Sequence[Value | None]
+
+
+def control_cotangents(
+    graph: Graph, position: int, cotangents: Cotangents, wanted: Sequence[bool], differentiate: Differentiate
+) -> list[Value | None]:
+    """One cotangent per operand of the node at `position`, None for those that are not wanted or not reached.
+
+    A loop's node is replaced there by one that also stacks the states which its derivative reads.
+    Raises `Unsupported` for a loop whose number of steps depends on data.
+    """
+    node = graph.nodes[position]
+    try:
+        match node.op:
+            case Cond():
+                return _cond(graph, node, node.op, cotangents, wanted, differentiate)
+            case Scan():
+                return _scan(graph, position, node.op, cotangents, wanted, differentiate)
+    except Unsupported as error:  # operators in bodies do not know where they come from
+        raise Unsupported(f"inside {node.op.label}: {error.message}", where=str(node.origin)) from error
+    raise Unsupported(
+        f"the derivative of {node.op.label}, whose number of steps depends on data",
+        where=str(node.origin),
+        advice="a loop with a fixed number of steps has a derivative",
+    )
+
+
+def _zeros(graph: Graph, tensor: Tensor) -> Value:
+    return graph.emit(Full(0.0, tensor.shape, tensor.dtype))[0]
+
+
+def _types(graph: Graph, node: Node) -> list[Tensor]:
+    return [graph.tensors[i] for i in node.inputs]
+
+
+@dataclass
+class _Derivative:
+    """A body with its derivative appended: per argument asked for, the cotangent, or None where it is not reached."""
+
+    graph: Graph
+    arguments: list[str]
+    seeds: list[str]
+    """Inputs that hold the cotangents given."""
+    found: dict[str, Value | None]
+
+
+def _derivative(body: Graph, given: Sequence[int], wanted: Sequence[str], differentiate: Differentiate) -> _Derivative:
+    """Differentiate what `body` yields at the positions `given`, each with a cotangent that is a further input."""
+    graph, of, seeds = body.copy(), dict[str, Value](), []
+    arguments = list(graph.inputs)
+    for position in given:
+        name = graph.outputs[position]
+        seed = graph.input(graph.fresh(f"grad_{name}"), dense(graph.tensors[name]))
+        seeds.append(seed.name)
+        of[name] = of[name] + seed if name in of else seed
+    return _Derivative(graph, arguments, seeds, differentiate(graph, of, wanted) if of else {})
+
+
+def _pruned(graph: Graph, keep: Sequence[str]) -> Graph:
+    """The graph with the nodes that its outputs need; of its inputs, those in `keep` stay, used or not.
+
+    Raises `Unsupported` where random numbers would have to be drawn a second time.
+    """
+    needed, nodes = {*graph.outputs}, []
+    for node in reversed(graph.nodes):
+        if not needed.isdisjoint(node.outputs):
+            needed.update(node.inputs)
+            nodes.append(node)
+    for node in nodes:
+        if draws(node.op):
+            raise Unsupported(f"a derivative that needs the numbers of {node.op.label} again")
+    other = Graph(graph.name)
+    for name in keep:
+        other.input(name, graph.tensors[name])
+    other.nodes = nodes[::-1]
+    other.tensors.update({name: graph.tensors[name] for node in nodes for name in node.outputs})
+    other.outputs = list(graph.outputs)
+    return other
+
+
+def _read(graph: Graph) -> set[str]:
+    """The inputs that outputs depend on."""
+    needed = {*graph.outputs}
+    for node in reversed(graph.nodes):
+        if not needed.isdisjoint(node.outputs):
+            needed.update(node.inputs)
+    return needed.intersection(graph.inputs)
+
+
+# ---- branches -------------------------------------------------------------------------------------------------------
+def _cond(
+    graph: Graph, node: Node, op: Cond, cotangents: Cotangents, wanted: Sequence[bool], differentiate: Differentiate
+) -> list[Value | None]:
+    given = [i for i, g in enumerate(cotangents) if g is not None]
+    inner = bodies(op, _types(graph, node))
+    asked = [i for i, want in enumerate(wanted[1:]) if want]
+    made = [_derivative(body, given, [list(body.inputs)[i] for i in asked], differentiate) for body in inner]
+    reached = [i for i in asked if any(d.found.get(d.arguments[i]) is not None for d in made)]
+    if not reached:
+        return [None] * len(node.inputs)
+    for d in made:
+        d.graph.outputs = []
+        for i in reached:
+            d.graph.output(d.found.get(d.arguments[i]) or _zeros(d.graph, d.graph.tensors[d.arguments[i]]))
+    read = [_read(d.graph) for d in made]
+    kept = [i for i in range(len(node.inputs) - 1) if any(d.arguments[i] in r for d, r in zip(made, read, strict=True))]
+    branches = [body_of(_pruned(d.graph, [*(d.arguments[i] for i in kept), *d.seeds])) for d in made]
+    operands = [graph.value(node.inputs[0]), *(graph.value(node.inputs[i + 1]) for i in kept)]
+    results = graph.emit(Cond(*branches), *operands, *(g for g in cotangents if g is not None))
+    found: list[Value | None] = [None] * len(node.inputs)
+    for i, value in zip(reached, results, strict=True):
+        found[i + 1] = value
+    return found
+
+
+# ---- loops ----------------------------------------------------------------------------------------------------------
+def _scan(
+    graph: Graph, position: int, op: Scan, cotangents: Cotangents, wanted: Sequence[bool], differentiate: Differentiate
+) -> list[Value | None]:
+    node = graph.nodes[position]
+    (body,) = bodies(op, _types(graph, node))
+    names = list(body.inputs)
+    count = op.carried
+    stacked = [i for i in range(count, len(cotangents)) if cotangents[i] is not None]
+    carried = [i for i in range(count) if cotangents[i] is not None]
+    others = [i for i in range(count, len(names)) if wanted[i]]
+    floats = [i for i in range(count) if body.tensors[names[i]].dtype.is_float]
+    while True:  # a state whose cotangent one step makes out of others has one in the step before, too
+        made = _derivative(body, [*carried, *stacked], [names[i] for i in (*floats, *others)], differentiate)
+        found = [i for i in floats if made.found.get(names[i]) is not None]
+        more = sorted({*carried, *found})
+        if more == carried:
+            break
+        carried = more
+    slices = [i for i in others if i < count + op.sliced and made.found.get(names[i]) is not None]
+    shared = [i for i in others if i >= count + op.sliced and made.found.get(names[i]) is not None]
+    step = made.graph
+    summed = [step.input(step.fresh(f"sum_{names[i]}"), dense(step.tensors[names[i]])) for i in shared]
+    step.outputs = []
+    for i in carried:
+        step.output(made.found.get(names[i]) or _zeros(step, step.tensors[names[i]]))
+    for i, before in zip(shared, summed, strict=True):
+        value = made.found[names[i]]
+        assert value is not None
+        step.output(before + value)
+    for i in slices:
+        value = made.found[names[i]]
+        assert value is not None
+        step.output(value)
+    read = _read(step)
+    states = [i for i in range(count) if names[i] in read]
+    inputs = [i for i in range(count, count + op.sliced) if names[i] in read]
+    rest = [i for i in range(count + op.sliced, len(names)) if names[i] in read]
+    saved = _saving(graph, position, op, states)
+    arguments = [
+        *made.seeds[: len(carried)],
+        *(v.name for v in summed),
+        *made.seeds[len(carried) :],
+        *(names[i] for i in (*states, *inputs, *rest)),
+    ]
+    operands: list[Value] = []
+    for i in carried:
+        operands.append(cotangents[i] or _zeros(graph, graph.tensors[node.outputs[i]]))
+    operands += [_zeros(graph, graph.tensors[node.inputs[i]]) for i in shared]
+    operands += [g for i in stacked if (g := cotangents[i]) is not None]
+    operands += [*saved, *(graph.value(node.inputs[i]) for i in (*inputs, *rest))]
+    backward = Scan(
+        body_of(_pruned(step, arguments)),
+        len(carried) + len(shared),
+        len(stacked) + len(states) + len(inputs),
+        op.trips,
+        not op.reverse,
+    )
+    results = graph.emit(backward, *operands)
+    cotangent: list[Value | None] = [None] * len(node.inputs)
+    for i, value in zip((*carried, *shared, *slices), results, strict=True):
+        if wanted[i]:
+            cotangent[i] = value
+    return cotangent
+
+
+def _saving(graph: Graph, position: int, op: Scan, states: Sequence[int]) -> list[Value]:
+    """The states before each step, stacked: results that the forward loop gets for its derivative."""
+    if not states:
+        return []
+    node = graph.nodes[position]
+    names = [op.body.arguments[i] for i in states]
+    saving = replace(op, body=replace(op.body, yields=(*op.body.yields, *names)))
+    made = saving.infer(*_types(graph, node))[len(node.outputs) :]
+    outputs = []
+    for tensor in made:
+        outputs.append(graph.fresh("states"))
+        graph.tensors[outputs[-1]] = tensor
+    graph.nodes[position] = Node(saving, node.inputs, (*node.outputs, *outputs), node.origin)
+    return [graph.value(name) for name in outputs]
