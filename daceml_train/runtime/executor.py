@@ -77,7 +77,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "call_end": (c_int, [_HANDLE, c_int]),
     "plan_control": (
         c_int,
-        [_HANDLE, c_int, _POINTER, *(c_int,) * 2, _POINTER, c_int, _POINTER, *(_POINTER, c_int) * 3, c_int64, *(c_int,) * 2],
+        [
+            *(_HANDLE, c_int, _POINTER, c_int, c_int, _POINTER, c_int),
+            *(_POINTER, _POINTER, c_int, _POINTER, c_int, _POINTER, c_int, c_int64, c_int, c_int),
+        ],
     ),
     "plan_finalize": (c_int, [_HANDLE, c_int64, _POINTER, c_int]),
     "plan_run": (c_int, [_HANDLE, _POINTER, c_int64, _POINTER, c_int]),
