@@ -17,6 +17,8 @@ _HOME = {
     "report": "daceml_train.reporting",
     "Session": "daceml_train.exploration",
     "replay": "daceml_train.exploration",
+    "explore": "daceml_train.exploration.widget",
+    "export_html": "daceml_train.exploration.export",
     "torch_function": "daceml_train.frontends.torch.extension",
     "Operator": "daceml_train.ops.operator",
     "TRAINING": "daceml_train.transformations.pipelines",

@@ -37,7 +37,7 @@ def main() -> None:
         if not installed("torch"):
             install_torch()
         say("installing daceml_train (editable) and what it needs; the first time this takes minutes")
-        if not pip("--editable", ".[demo,onnx,dev]"):
+        if not pip("--editable", ".[demo,onnx,notebook,dev]"):
             fail("pip could not install the project; its message stands above")
         mark_done("setup", files)
     if (NATIVE / "native_build.py").exists():

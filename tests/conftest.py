@@ -14,6 +14,7 @@ CACHE = "DACEML_TRAIN_CACHE"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--refresh-golden", action="store_true", help="write golden texts instead of comparing them")
+    parser.addoption("--browser", action="store", help="run what is marked browser, too, in this Chromium")
     parser.addoption("--wide", action="store_true", help="run what is marked wide, too")
 
 
@@ -30,10 +31,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("wide"):
-        left_out = [item for item in items if item.get_closest_marker("wide")]
+    unwanted = [name for name in ("wide", "browser") if not config.getoption(name)]
+    left_out = [item for item in items if any(item.get_closest_marker(name) for name in unwanted)]
+    if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("wide")]
+        items[:] = [item for item in items if item not in left_out]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

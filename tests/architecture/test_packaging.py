@@ -104,7 +104,7 @@ def test_wheel_holds_every_source_file(tmp_path: Path) -> None:
     in_checkout = {
         f"{package.replace('.', '/')}/{path.relative_to(source_folder(package))}"
         for package in PACKAGES
-        for pattern in ("*.py", "py.typed", "native/*.h", "native/*.cuh", "native/*.cpp")
+        for pattern in ("*.py", "py.typed", "native/*.h", "native/*.cuh", "native/*.cpp", "static/*.css", "static/*.js")
         for path in source_folder(package).glob(pattern)
     }
     assert in_wheel == in_checkout

@@ -1,0 +1,113 @@
+// Places where passes apply: bytes promised, reasons for refusals, preview, options, apply.
+const optionFields = (about, edited) =>
+  about.options.length
+    ? element(
+        "div", { class: "options" },
+        about.options.map((option) =>
+          element("label", { title: option.type }, `${option.name} `,
+            element("input", {
+              value: edited[option.name] ?? option.default, "data-option": option.name, spellcheck: "false",
+              oninput: (event) => {
+                const { value } = event.target;
+                if (value.trim() === option.default) delete edited[option.name];
+                else edited[option.name] = value;
+              },
+            }))))
+    : element("p", { class: "soft" }, "no options");
+
+const previewTable = (preview) => {
+  if (preview.reason) return element("p", { class: "refusal" }, preview.reason);
+  const shown = { bytes: bytesText, peak: bytesText, flops: flopsText, operators: String };
+  const names = { bytes: "bytes moved", peak: "peak memory", flops: "arithmetic", operators: "operators" };
+  const rows = preview.rows.map(([name, before, after]) =>
+    element("tr", {}, element("th", {}, names[name]), element("td", {}, shown[name](before)),
+      element("td", {}, "→"), element("td", { class: after < before ? "gain" : after > before ? "loss" : "" }, shown[name](after))));
+  const lines = (label, list, count) => count
+    ? element("div", { class: "nodes" }, `${label} (${count})`, element("pre", {}, list.join("\n") + (count > list.length ? "\n…" : "")))
+    : null;
+  return element("div", { class: "preview" }, element("table", {}, rows),
+    lines("gone or changed", preview.removed, preview.gone), lines("new or changed", preview.added, preview.new));
+};
+
+const matchCard = (match, desk) => {
+  const about = desk.state.passes.find((one) => one.name === match.name) ?? { options: [], picture: "", summary: "" };
+  const id = `${desk.state.version}:${match.number}`;
+  const open = desk.unfolded === id;
+  const request = (type) => ({
+    type, number: match.number, version: desk.state.version,
+    options: desk.edited.id === id ? desk.edited.options : {},
+  });
+  const body = open
+    ? element("div", { class: "more" },
+        about.summary && element("p", {}, about.summary),
+        about.picture && element("pre", {}, about.picture),
+        match.source && element("p", { class: "soft" }, `${match.module} ${match.source}`),
+        optionFields(about, desk.editing(id)),
+        desk.preview?.id === id ? previewTable(desk.preview.made) : null)
+    : null;
+  const run = (type) => desk.channel.ask(request(type));
+  return element(
+    "div",
+    {
+      class: `card${match.refusal ? " refused" : ""}`, tabindex: "0", "data-name": match.name,
+      onmouseenter: () => desk.light(match.keys), onmouseleave: () => desk.light([]),
+      onfocus: () => desk.light(match.keys), onblur: () => desk.light([]),
+      onclick: (event) => { if (!event.target.closest("button,input,pre")) desk.unfold(open ? null : id); },
+      onkeydown: (event) => {
+        if (event.target !== event.currentTarget) return;
+        if (event.key === "Enter") { desk.unfold(open ? null : id); event.preventDefault(); }
+        if (event.key === "a" && !match.refusal) run("apply").then(desk.done, () => {});
+      },
+    },
+    element("div", { class: "head" },
+      element("span", { class: "title" }, match.name),
+      element("span", { class: match.bytes < 0 ? "gain" : match.bytes > 0 ? "loss" : "soft" },
+        match.bytes == null ? "preview tells" : match.bytes === 0 ? "±0 B" : changeText(match.bytes))),
+    element("div", { class: "where", title: match.where }, match.where),
+    match.refusal ? element("div", { class: "refusal" }, match.refusal) : null,
+    body,
+    element("div", { class: "buttons" },
+      element("button", { class: "show", title: "zoom to it", onclick: () => desk.reveal(match) }, "Show"),
+      element("button", { class: "preview", onclick: () =>
+        run("preview").then((answer) => desk.previewed(id, answer.preview), () => {}) }, "Preview"),
+      element("button", { class: "apply", disabled: Boolean(match.refusal), onclick: () =>
+        run("apply").then(desk.done, () => {}) }, "Apply")),
+  );
+};
+
+const passForm = (desk) => {
+  const about = desk.state.passes.find((one) => one.name === desk.filter.pass);
+  if (!about) return null;
+  const id = `${desk.state.version}:${about.name}`;
+  const run = (type) => desk.channel.ask({
+    type, pass: about.name, version: desk.state.version,
+    options: desk.edited.id === id ? desk.edited.options : {},
+  });
+  return element("div", { class: "card pass" },
+    element("p", {}, about.summary), about.picture && element("pre", {}, about.picture),
+    optionFields(about, desk.editing(id)),
+    desk.preview?.id === id ? previewTable(desk.preview.made) : null,
+    element("div", { class: "buttons" },
+      element("button", { class: "preview-pass", onclick: () =>
+        run("preview").then((answer) => desk.previewed(id, answer.preview), () => {}) }, "Preview"),
+      element("button", { class: "apply-pass", onclick: () => run("apply").then(desk.done, () => {}) }, "Apply everywhere")));
+};
+
+const matchesPanel = (desk) => {
+  const { matches, found, listing, passes } = desk.state;
+  const levels = [...new Set(passes.map((one) => one.level))];
+  const choice = element("select", { class: "pass", title: "which pass", onchange: (event) => desk.narrow({ pass: event.target.value }) },
+    element("option", { value: "" }, "all passes"),
+    levels.map((level) => element("optgroup", { label: level }, passes.filter((one) => one.level === level)
+      .map((one) => element("option", { value: one.name, selected: one.name === desk.filter.pass }, one.name)))));
+  const text = element("input", { type: "search", placeholder: "module, array, operator", class: "narrow",
+    value: desk.filter.text ?? "", onchange: (event) => desk.narrow({ text: event.target.value }) });
+  const refused = element("label", {}, element("input", { type: "checkbox", class: "refused", checked: Boolean(desk.filter.refused),
+    onchange: (event) => desk.narrow({ refused: event.target.checked }) }), " refused ones, with reasons");
+  const count = listing ? "looking for matches…" : `${found} ${found === 1 ? "match" : "matches"}` +
+    (found > matches.length ? `, the first ${matches.length} shown` : "");
+  const selected = desk.filter.keys?.length
+    ? element("button", { class: "clear", onclick: () => desk.clearSelection() }, "in the selection ×") : null;
+  return element("div", {}, element("div", { class: "filters" }, choice, text, refused),
+    element("div", { class: "soft count" }, count, " ", selected), passForm(desk), matches.map((match) => matchCard(match, desk)));
+};

@@ -1,0 +1,41 @@
+// Elements and numbers. All text goes in as text nodes and attributes: nothing from a model is ever parsed as HTML.
+const element = (tag, attributes = {}, ...children) => {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value == null || value === false) continue;
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (name === "value" || name === "disabled" || name === "checked") made[name] = value;
+    else made.setAttribute(name, value === true ? "" : value);
+  }
+  made.append(...children.flat().filter((child) => child != null && child !== false));
+  return made;
+};
+
+const bytesText = (count) => {
+  if (count == null) return "";
+  let value = Math.abs(count), place = 0;
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  while (value >= 1000 && place < units.length - 1) { value /= 1000; place += 1; }
+  return `${count < 0 ? "−" : ""}${place ? value.toFixed(1) : value} ${units[place]}`;
+};
+
+const changeText = (count) => (count > 0 ? "+" : "") + bytesText(count);
+
+const secondsText = (seconds) => {
+  if (seconds == null) return "";
+  if (seconds >= 1) return `${seconds.toPrecision(3)} s`;
+  return seconds >= 1e-3 ? `${(seconds * 1e3).toPrecision(3)} ms` : `${(seconds * 1e6).toPrecision(3)} µs`;
+};
+
+const flopsText = (count) => {
+  for (const [unit, factor] of [["TFLOP", 1e12], ["GFLOP", 1e9], ["MFLOP", 1e6], ["kFLOP", 1e3]])
+    if (count >= factor) return `${(count / factor).toPrecision(3)} ${unit}`;
+  return `${count} FLOP`;
+};
+
+// Green over yellow to red by the logarithm of the share of the largest.
+const heat = (value, largest) => {
+  if (!(value > 0) || !(largest > 0)) return null;
+  const share = Math.max(0, 1 + Math.log10(value / largest) / 3);
+  return `hsl(${Math.round(120 * (1 - share))}, 75%, 50%)`;
+};
