@@ -45,7 +45,8 @@ font-variant-numeric:tabular-nums}.daceml-graph .s{color:var(--soft)}
 .daceml-graph .gain{color:var(--gain)}.daceml-graph .loss{color:var(--loss)}
 .daceml-graph .scroll{overflow:auto;max-height:640px;border:1px solid var(--line);border-radius:6px}
 .daceml-graph svg{display:block;font:11px system-ui,sans-serif}.daceml-graph svg text{fill:var(--ink)}
-.daceml-graph svg path{fill:none;stroke:var(--soft);opacity:.6}.daceml-graph svg rect{fill:var(--card);stroke:var(--line)}
+.daceml-graph svg path{fill:none;stroke:var(--soft);opacity:.6}
+.daceml-graph svg rect{fill:var(--card);stroke:var(--line)}
 .daceml-graph svg .forward{fill:color-mix(in srgb,var(--blue) 22%,var(--paper));stroke:var(--blue)}
 .daceml-graph svg .backward{fill:color-mix(in srgb,var(--orange) 22%,var(--paper));stroke:var(--orange)}
 .daceml-graph svg .update{fill:color-mix(in srgb,var(--green) 22%,var(--paper));stroke:var(--green)}
@@ -103,7 +104,9 @@ def _session_parts(session: Session, view: View, results: int | None) -> Iterato
             kind = "gain" if after < before else "loss" if after > before else "s"
             place = f'<br><span class="s">{escape(_short(step.where))}</span>' if step.where else ""
             change = f'<span class="{kind}">{"+" if after > before else ""}{bytes_text(after - before)}</span>'
-            rows.append((f"{step.number}. {escape(_short(str(step.transformation)))}{place}", change, bytes_text(after)))
+            rows.append(
+                (f"{step.number}. {escape(_short(str(step.transformation)))}{place}", change, bytes_text(after))
+            )
         yield _table(("step", "bytes", "moved behind it"), rows)
         if len(session.history) > ROWS:
             yield f"<p>the last {ROWS} of {len(session.history)} steps</p>"

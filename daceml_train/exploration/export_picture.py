@@ -39,7 +39,8 @@ def picture(view: View) -> str:
             f'{title}</rect><text x="{x + 8:.0f}" y="{y + 16:.0f}">{escape(text[key])}</text>'
         )
     height = 20 + LAYER * len(layers)
-    return f'<svg width="{whole:.0f}" height="{height}" viewBox="0 0 {whole:.0f} {height}" role="img">{"".join(parts)}</svg>'
+    box = f'width="{whole:.0f}" height="{height}" viewBox="0 0 {whole:.0f} {height}"'
+    return f'<svg {box} role="img">{"".join(parts)}</svg>'
 
 
 def _layers(keys: Sequence[str], edges: Sequence[Edge]) -> list[list[str]]:

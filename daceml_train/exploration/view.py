@@ -202,7 +202,7 @@ class View:
             "edges": [
                 {
                     "source": e.source, "target": e.target, "bytes": e.bytes, "count": len(e.arrays),
-                    "arrays": [f"{n}: {self.tree.graph.tensors[n]}" for n in e.arrays[:6] if n in self.tree.graph.tensors],
+                    "arrays": self._types(e.arrays[:6]),
                 }
                 for e in self.edges
             ],
@@ -214,6 +214,10 @@ class View:
             "operators": len(self.tree.of_node),
             "nodes": len(self.tree.graph.nodes),
         }  # fmt: skip
+
+    def _types(self, names: Iterable[str]) -> list[str]:
+        tensors = self.tree.graph.tensors
+        return [f"{name}: {tensors[name]}" for name in names if name in tensors]
 
     def outline(self, most: int = LIMIT) -> list[dict[str, Any]]:
         """The rows of the tree as far as it is open: each item with its depth."""

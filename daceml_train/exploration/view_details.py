@@ -63,7 +63,9 @@ def details(tree: Tree, item: Item, sizes: Mapping[str, int], sources: Sources) 
     inside = {name for node in nodes for name in node.inputs}
     results, own = set(graph.results), set(item.nodes)
     readers = {name for place, node in enumerate(graph.nodes) if place not in own for name in node.inputs}
-    written = [name for name in dict.fromkeys(o for n in nodes for o in n.outputs) if name in readers or name in results]
+    written = [
+        name for name in dict.fromkeys(o for n in nodes for o in n.outputs) if name in readers or name in results
+    ]
     lines = list(dict.fromkeys(node.origin.source for node in nodes if node.origin.source))
     told: dict[str, Any] = {
         "key": item.key, "label": item.label, "kind": item.kind, "module": item.module, "phase": item.phase,

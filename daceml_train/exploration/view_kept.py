@@ -33,9 +33,7 @@ class Crossing:
     again: bool
 
 
-def crossings(
-    graph: Graph, sizes: Mapping[str, int] | None = None, results: int | None = None
-) -> list[Crossing]:
+def crossings(graph: Graph, sizes: Mapping[str, int] | None = None, results: int | None = None) -> list[Crossing]:
     """The largest first; inputs, which nobody has to keep, are not among them."""
     phase_of, root_of = phases(graph, results), roots(graph)
     made = {name: place for place, node in enumerate(graph.nodes) for name in node.outputs}
@@ -52,7 +50,9 @@ def crossings(
         if phase_of[made[name]] != "forward" and not again:
             continue
         size = number(graph.tensors[name].bytes, sizes or {})
-        told = tuple(dict.fromkeys(f"{graph.nodes[p].origin.module or 'the step'}: {label_of(graph.nodes[p])}" for p in places))
+        told = tuple(
+            dict.fromkeys(f"{graph.nodes[p].origin.module or 'the step'}: {label_of(graph.nodes[p])}" for p in places)
+        )
         readers = tuple(n for p in places for n in graph.nodes[p].outputs)
         found.append(
             Crossing(

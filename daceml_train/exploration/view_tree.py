@@ -104,7 +104,10 @@ def phases(graph: Graph, results: int | None = None) -> list[str]:
                 late.update(node.outputs)
         early = [late.isdisjoint(node.outputs) for node in graph.nodes]
     else:
-        wanted = {*graph.outputs[: results or 1], *(value for target, value in graph.writes.items() if target not in updated)}
+        wanted = {
+            *graph.outputs[: results or 1],
+            *(value for target, value in graph.writes.items() if target not in updated),
+        }
         early = [False] * len(graph.nodes)
         for position in range(len(graph.nodes) - 1, -1, -1):
             node = graph.nodes[position]
@@ -265,7 +268,7 @@ def _cut(item: Item) -> list[Item]:
     """The children, in parts of equal length where they are many."""
     children = item.children
     while len(children) > MOST:
-        length = -(-len(children) // min(MOST, -(-len(children) // MOST)))
+        length = -(-len(children) // -(-len(children) // MOST))
         parts = []
         for start in range(0, len(children), length):
             held = children[start : start + length]

@@ -17,8 +17,9 @@ from typing import Any
 
 from daceml_train.errors import Invalid
 from daceml_train.exploration.export import export_html
-from daceml_train.exploration.session import Session, every_pass, said
-from daceml_train.exploration.steps import Match, Preview, Step
+from daceml_train.exploration.listing import every_pass
+from daceml_train.exploration.session import Session
+from daceml_train.exploration.steps import Match, Preview, Step, said
 from daceml_train.exploration.view import View, view_of
 from daceml_train.exploration.view_details import Sources, code_of, details
 from daceml_train.exploration.view_kept import AGAIN, crossings
@@ -223,7 +224,8 @@ class Requests:
         key = request["key"]
         if key in self.view.ends:
             name = self.view.ends[key]
-            return {"details": {"key": key, "label": name, "kind": "array", "text": str(self.session.graph.tensors[name])}}
+            text = str(self.session.graph.tensors[name])
+            return {"details": {"key": key, "label": name, "kind": "array", "text": text}}
         item = self.view.boxes.get(key) or self.view.tree.items.get(key)
         if item is None:
             raise Invalid("this box is not in the graph any more", advice="choose another")
@@ -296,12 +298,14 @@ class Requests:
     # ---- checking and keeping -------------------------------------------------------------------------------------
     def on_verify(self, _: dict[str, Any]) -> dict[str, Any]:
         """Outputs and gradients against PyTorch."""
-        return self._noted("verified", str(self.session.verify()))
+        session: Any = self.session
+        return self._noted("verified", str(session.verify()))
 
     def on_measure(self, request: dict[str, Any]) -> dict[str, Any]:
         """Time before and now."""
         given = {"repeats": int(request["repeats"])} if request.get("repeats") else {}
-        return self._noted("measured", str(self.session.measure(**given)))
+        session: Any = self.session
+        return self._noted("measured", str(session.measure(**given)))
 
     def on_save(self, request: dict[str, Any]) -> dict[str, Any]:
         """Write the history to a file."""

@@ -1,4 +1,4 @@
-"""Work: long requests of a widget, one after the other in a thread, so that the kernel stays free for a cancellation."""
+"""Work: long requests of a widget, one after the other in a thread: the kernel stays free for a cancellation."""
 
 from __future__ import annotations
 

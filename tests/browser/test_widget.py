@@ -36,5 +36,5 @@ def opened(page: Any, lab: Lab, name: str, *cells: str) -> Any:
 
 
 def test_the_loop(page: Any, lab: Lab, shots: Callable[[Any, str], None]) -> None:
-    widget = opened(page, lab, "loop", NETWORK, "dt.explore(session)")
+    opened(page, lab, "loop", NETWORK, "dt.explore(session)")
     shots(page, "open")
