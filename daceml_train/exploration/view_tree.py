@@ -259,7 +259,7 @@ def _joined(item: Item) -> Item:
     if only.kind == "module":
         only.label = f"{item.label}.{only.label}"
     elif only.kind == "operator":
-        inner, colon, operator = only.label.partition(": ")
+        _, colon, operator = only.label.partition(": ")
         only.label = f"{item.label}.{only.label}" if colon and operator else f"{item.label}: {only.label}"
     return only
 

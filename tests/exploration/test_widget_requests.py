@@ -134,7 +134,7 @@ def test_filters(screen: Screen) -> None:
     assert any(m["refusal"] for m in screen.state["matches"])
     match = next(m for m in screen.state["matches"] if m["keys"])
     screen.ask("filter", keys=match["keys"][:1])
-    assert 0 < screen.state["found"]
+    assert screen.state["found"] > 0
     screen.ask("filter", text="layer_norm")
     assert screen.state["filter"] == {"text": "layer_norm"}
 
