@@ -19,6 +19,7 @@ _HOME = {
     "replay": "daceml_train.exploration",
     "explore": "daceml_train.exploration.widget",
     "export_html": "daceml_train.exploration.export",
+    "compare": "daceml_train.exploration",
     "torch_function": "daceml_train.frontends.torch.extension",
     "Operator": "daceml_train.ops.operator",
     "TRAINING": "daceml_train.transformations.pipelines",

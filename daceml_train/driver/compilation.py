@@ -41,6 +41,7 @@ from daceml_train.runtime.lowering import lower
 from daceml_train.runtime.products import Products
 from daceml_train.runtime.program import CallLaunch, KernelLaunch, Place, Program
 from daceml_train.tensor import Dim, Tensor, channels_last, same_shape
+from daceml_train.transformations.intra_operator.decompose import Decompose
 from daceml_train.transformations.pipelines import TRAINING
 
 
@@ -352,6 +353,8 @@ def environment() -> str:
 
 def _lowered(graph: Graph, options: Options, record: Record, watch: Watcher, results: int | None = None) -> Program:
     graph = options.pipeline.run(graph, ("fusion", "layout", "global_movement"), watch)
+    if any(node.op.is_composite for node in graph.nodes):  # which a pipeline of a user's may leave as they are
+        graph = Decompose().run(graph)
     program = lower(graph, results)
     if options.observe:
         options.observe.program(record.name, graph, program)

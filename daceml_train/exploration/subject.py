@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from daceml_train.driver.binding import differentiable_outputs
-from daceml_train.driver.compilation import Options, with_gradients
+from daceml_train.driver.compilation import Options, WithGradients, with_gradients
 from daceml_train.driver.joint import Joint, Trained, joint_graph
 from daceml_train.driver.looking import Seen, look
 from daceml_train.driver.module import original
@@ -84,29 +85,50 @@ class Subject:
         """The forward pass, and the loss if there is one, as captured."""
         return self.seen.captured.graph
 
-    def joint(self, forward: Graph) -> Joint:
-        """The whole step of a forward graph, for sessions with a loss or an optimizer."""
-        return joint_graph(forward, self.trained, self.wrt)
-
     def training_graph(self, forward: Graph) -> Graph:
         """The graph that passes behind differentiation see."""
         if self.kind != "module":
-            return self.joint(forward).graph
-        return with_gradients(forward, self.wrt, differentiable_outputs(self.seen.captured)).graph
+            return joint_graph(forward, self.trained, self.wrt).graph
+        return self._with_gradients(forward).graph
 
-    def labels(self, graph: Graph) -> Mapping[int, str]:
-        """Position of an output of the training graph -> what it is to the user."""
-        results = 1 if self.kind != "module" else len(self.captured.outputs)
-        labels = {i: "loss" if self.kind != "module" else f"output {i}" for i in range(results)}
-        inputs = self.captured.inputs
-        gradients = self._gradients()
-        labels |= {results + i: f"gradient of {inputs[name].path or name}" for i, name in enumerate(gradients)}
-        return labels
+    @cached_property
+    def joint(self) -> Joint:
+        """What the captured graph's step has as inputs and outputs; for sessions with a loss or an optimizer."""
+        return joint_graph(self.captured, self.trained, self.wrt)
 
-    def _gradients(self) -> tuple[str, ...]:
-        if self.kind != "module":
-            return self.joint(self.captured).gradients
-        return with_gradients(self.captured, self.wrt, differentiable_outputs(self.seen.captured)).gradients
+    @cached_property
+    def cotangents(self) -> tuple[int, ...]:
+        """The captured outputs whose cotangents are inputs, in their order; for sessions with neither."""
+        return self._with_gradients(self.captured).cotangents
+
+    @cached_property
+    def gradients(self) -> tuple[str, ...]:
+        """Captured inputs whose gradients are outputs, in their order."""
+        return self.joint.gradients if self.kind != "module" else self._with_gradients(self.captured).gradients
+
+    @property
+    def results(self) -> int:
+        """How many of the first outputs are results of the forward pass."""
+        return len(self.captured.outputs) if self.kind == "module" else 1
+
+    def path(self, name: str) -> str:
+        """The user's name of a captured input."""
+        return self.captured.inputs[name].path or name
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What each output of the training graph is to the user."""
+        forward = ("loss",) if self.kind != "module" else tuple(f"output {i}" for i in range(self.results))
+        made = self.joint.made if self.kind != "module" else []
+        gradients = tuple(f"gradient of {self.path(name)}" for name in self.gradients)
+        return (*forward, *gradients, *(f"{state} of {self.path(name)}" for name, state in made))
+
+    def with_gradients(self) -> Subject:
+        """The same step with the gradients of all that it trains as outputs."""
+        return replace(self, wrt=tuple(t.parameter for t in self.trained)) if self.kind == "step" else self
+
+    def _with_gradients(self, forward: Graph) -> WithGradients:
+        return with_gradients(forward, self.wrt, differentiable_outputs(self.seen.captured))
 
 
 def _any_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:

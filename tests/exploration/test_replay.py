@@ -99,7 +99,7 @@ def test_places_count_from_the_first() -> None:
 def test_a_saved_session_is_a_pipeline_for_compilation(tmp_path: Path) -> None:
     made = session(model=perceptron(), optimizer="sgd")
     made.apply(made.matches(pass_="fuse_elementwise", module_path="1")[0])
-    made.apply("decompose")
+    made.apply(dt.TRAINING.without("forward"))
     path = made.save(tmp_path / "mine.json")
     eager, model = perceptron(), perceptron()
     model.load_state_dict(eager.state_dict())

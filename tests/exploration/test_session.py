@@ -32,9 +32,9 @@ def test_it_begins_with_the_training_graph(kind: str) -> None:
     assert ("adam_update" in labels) == (kind == "step")
     assert ("nll_loss" in labels) == (kind != "module")
     assert not made.history
-    outputs = made.subject.labels(made.graph)
+    outputs = made.subject.labels
     assert len(outputs) == len(made.graph.outputs)
-    assert (kind == "step") != ("gradient of 1.fc.weight" in outputs.values())
+    assert (kind == "step") != ("gradient of 1.fc.weight" in outputs)
 
 
 def test_nodes_say_which_module_they_belong_to() -> None:
@@ -233,7 +233,7 @@ def test_a_pass_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyPa
 
     made = session()
     monkeypatch.setattr(
-        "daceml_train.exploration.session.every_pass",
+        "daceml_train.exploration.history.every_pass",
         lambda: iter((Stumbles(), Stumbles(late=True), FuseElementwise())),
     )
     assert {m.name for m in made.matches()} == {"fuse_elementwise"}
