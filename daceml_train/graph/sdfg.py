@@ -1,9 +1,10 @@
 """The graph as an SDFG of library nodes, for viewers and for DaCe's own tools, and back without loss.
 
-One state; one `OperatorNode` per node, with the operator's text as a property, so that files keep it; one array per
-tensor, with symbolic sizes and strides. Arrays are in SSA form: a write `p <- q` stays a pair, which the SDFG keeps
-with its signature as comments in its global code. Importing this module imports DaCe, quietly: import DaCe's names
-from here, so that a notebook does not display the viewer's script (`import dace` alone does, and asks the network).
+One state where there is no control flow, else a chain of states and regions (`sdfg_regions`); one `OperatorNode` per
+node, with the operator's text as a property, so that files keep it; one array per tensor, with symbolic sizes and
+strides. Arrays are in SSA form: a write `p <- q` stays a pair, which the SDFG keeps with its signature as comments in
+its global code. Importing this module imports DaCe, quietly: import DaCe's names from here, so that a notebook does not
+display the viewer's script (`import dace` alone does, and asks the network).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import heapq
 import json
 import keyword
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import sympy
@@ -24,12 +25,13 @@ from daceml_train.errors import Invalid, Refused
 from daceml_train.graph.grammar import Reader, show_type
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.graph.printer import show_frame, show_operator
+from daceml_train.graph.sdfg_regions import Found, RegionReader, Writer
 from daceml_train.graph.text import parse_frame, parse_operator
 from daceml_train.graph.verify import verify
 from daceml_train.ops.kernel import Kernel
 from daceml_train.ops.movement import View
 from daceml_train.ops.operator import Operator, Origin
-from daceml_train.tensor import Dim, DType
+from daceml_train.tensor import Dim, DType, Tensor
 
 
 @contextlib.contextmanager
@@ -49,8 +51,10 @@ with _no_notebook():
     from dace.properties import ListProperty, Property
     from dace.transformation.transformation import ExpandTransformation
 
-_FRAME, _NAME = "// frame: ", "// name: "
-"""How comments in the global code begin: a line of the graph's frame, or an array's name there and in the graph."""
+_FRAME, _NAME, _CONTROL = "// frame: ", "// name: ", "// control: "
+"""How comments in the global code begin: a line of the graph's frame, an array's name there and in the graph, or what
+the regions do not tell of control flow.
+"""
 _PLAIN = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _TYPES = {dtype: getattr(dace, "bool_" if dtype is DType.bool else dtype.name) for dtype in DType}
 
@@ -150,9 +154,8 @@ def to_sdfg(graph: Graph) -> dace.SDFG:
     for name, tensor in graph.tensors.items():
         shape, strides = (_sizes(tensor.shape), _sizes(tensor.strides)) if tensor.rank else ((1,), (1,))
         sdfg.add_array(names[name], shape, _TYPES[tensor.dtype], strides=strides, transient=name not in kept)
-    state = sdfg.add_state("operators")
-    access: dict[str, Any] = {}
-    for node in graph.nodes:
+
+    def put(state: dace.SDFGState, node: Node, graph: Graph, names: Mapping[str, str], access: dict[str, Any]) -> None:
         made = OperatorNode.of(node, graph)
         state.add_node(made)
         for position, name in enumerate(node.inputs):
@@ -162,6 +165,17 @@ def to_sdfg(graph: Graph) -> dace.SDFG:
         for position, name in enumerate(node.outputs):
             access[name] = _access(state, names[name])
             state.add_edge(made, f"_out{position}", access[name], None, _whole(sdfg, names[name]))
+
+    def declare(name: str, tensor: Tensor) -> None:
+        shape, strides = (_sizes(tensor.shape), _sizes(tensor.strides)) if tensor.rank else ((1,), (1,))
+        sdfg.add_array(name, shape, _TYPES[tensor.dtype], strides=strides, transient=True)
+
+    writer = Writer(dace, sdfg, sdfg, put, declare, {*names.values(), *(str(s.name) for s in symbols)})
+    writer.nodes(graph, names)
+    if not graph.nodes:
+        writer.state("operators")
+    if writer.records:
+        sdfg.append_global_code("".join(f"{_CONTROL}{record}\n" for record in writer.records))
     return sdfg
 
 
@@ -169,24 +183,25 @@ def from_sdfg(sdfg: dace.SDFG) -> Graph:
     """The graph that `to_sdfg` was given. Raises `Invalid` for an SDFG that holds anything else."""
     comments = sdfg.global_code["frame"].as_string.splitlines() if "frame" in sdfg.global_code else []
     frame = [line.removeprefix(_FRAME) for line in comments if line.startswith(_FRAME)]
-    if not frame or len(sdfg.nodes()) != 1:
+    if not frame:
         raise Invalid(f"SDFG {sdfg.name!r} is not one of operators", advice="to_sdfg makes such SDFGs")
     pairs = (line.removeprefix(_NAME).split(" ", 1) for line in comments if line.startswith(_NAME))
     names = {short: str(json.loads(name)) for short, name in pairs}
     graph = parse_frame(frame)
-    (state,) = sdfg.nodes()
+    records = [json.loads(line.removeprefix(_CONTROL)) for line in comments if line.startswith(_CONTROL)]
+    reader = RegionReader(dace, lambda state: _found(sdfg, state), {record["label"]: record for record in records})
+    for op, inputs, outputs, origin in reader.operators(sdfg):
+        graph.append(op, tuple(names.get(i, i) for i in inputs), tuple(names.get(o, o) for o in outputs), origin)
+    verify(graph)
+    return graph
+
+
+def _found(sdfg: dace.SDFG, state: dace.SDFGState) -> Iterator[Found]:
     for node in _in_order(sdfg, state):
         reads = {e.dst_conn: e.data.data for e in state.in_edges(node)}
         makes = {e.src_conn: e.data.data for e in state.out_edges(node)}
         inputs, outputs = ([edges[c] for c in sorted(edges, key=_position)] for edges in (reads, makes))
-        graph.append(
-            node.op,
-            tuple(names.get(i, i) for i in inputs),
-            tuple(names.get(o, o) for o in outputs),
-            Origin(node.module, node.source),
-        )
-    verify(graph)
-    return graph
+        yield node.op, inputs, outputs, Origin(node.module, node.source)
 
 
 def _position(connector: str) -> int:

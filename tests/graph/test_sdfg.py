@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import dace
 import pytest
 from hypothesis import given, settings
 
+from daceml_train.autodiff.reverse import differentiate
 from daceml_train.errors import Invalid, Refused
 from daceml_train.graph import Graph, parse, show
 from daceml_train.graph.sdfg import OperatorNode, from_sdfg, to_sdfg
-from tests.graph import programs
+from daceml_train.transformations.pipelines import TRAINING
+from tests.graph import control_flow, programs
 
 
 @pytest.mark.parametrize("name", ["mlp", "update", "everything"])
@@ -124,3 +127,30 @@ assert builtins.get_ipython is ZMQInteractiveShell
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("make", control_flow.ALL)
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_control_flow_is_regions_and_comes_back(
+    make: Callable[[], Graph], differentiated: bool, tmp_path: Path
+) -> None:
+    graph = make()
+    if differentiated and make is not control_flow.until:
+        seeds = {o: graph.input(f"grad_{o}", graph.tensors[o]) for o in graph.outputs}
+        found = differentiate(graph, seeds, [n for n, i in graph.inputs.items() if i.tensor.rank and "grad" not in n])
+        graph.output(*(g for g in found.values() if g is not None))
+        graph = TRAINING.run(graph, ("intra_operator", "fusion"))
+    sdfg = to_sdfg(graph)
+    sdfg.validate()
+    regions = list(sdfg.all_control_flow_regions(recursive=True))
+    kinds = {type(r).__name__ for r in regions}
+    wanted = {"branch": {"ConditionalBlock"}, "nested": {"LoopRegion", "ConditionalBlock"}}
+    assert wanted.get(make.__name__, {"LoopRegion"}) <= kinds
+    assert show(from_sdfg(sdfg)) == show(graph)
+    sdfg.save(str(tmp_path / "control.sdfg"))
+    assert show(from_sdfg(dace.SDFG.from_file(str(tmp_path / "control.sdfg")))) == show(graph)
+
+
+def test_an_operand_given_twice_comes_back() -> None:
+    graph = parse(control_flow.BRANCH.replace("cond(%c, %x, %w", "cond(%c, %w, %w").replace("f32[3, 4]", "f32[4, 4]"))
+    assert show(from_sdfg(to_sdfg(graph))) == show(graph)
