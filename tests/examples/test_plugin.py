@@ -68,7 +68,7 @@ def test_the_example_in_an_environment_of_its_own(tmp_path: Path) -> None:
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-index", "--no-deps"]
     subprocess.run([*install, "--no-build-isolation", str(source)], check=True)
     assert run(python, TRAIN, PYTHONPATH="").stdout.strip() == "well"
-    said = run(python, "from daceml_train.cli import _plugins\nprint(*_plugins(), sep='\\n')", PYTHONPATH="").stdout
+    said = run(python, "from daceml_train.cli.doctor import plugins\nprint(*plugins(), sep='\\n')", PYTHONPATH="").stdout
     assert "plugin softcap (daceml_train_example.softcap) of daceml_train_example 0.1.0" in said
     assert "plugin negated_products" in said
 
@@ -93,9 +93,9 @@ with warnings.catch_warnings(record=True) as said:
     from daceml_train.passes.registry import registered
     assert "simplify" in registered() and "simplify" in registered()
 print(*[str(w.message) for w in said], sep="\\n")
-from daceml_train.cli import _plugins
+from daceml_train.cli.doctor import plugins
 try:
-    print(list(_plugins()))
+    print(list(plugins()))
 except Exception as error:
     print(error)
 """

@@ -1,0 +1,129 @@
+"""doctor: whether the installation works."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+from collections.abc import Iterator
+from importlib.metadata import requires, version
+from typing import Any
+
+from daceml_train.cli.failing import Failure
+
+TOLERANCE = 1e-5
+"""Difference of losses that `doctor` allows."""
+
+
+def add(commands: Any) -> None:
+    """Make the command known."""
+    doctor = commands.add_parser(
+        "doctor",
+        help="check the installation",
+        description="Check Python, PyTorch, the compiler and the cache folder; train two layers and compare.",
+    )
+    doctor.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    """Run all checks, also behind one that fails."""
+    well = True
+    for check in (_python, _versions, _compiler, _folder, _executor, plugins, _training):
+        try:
+            for line in check():
+                print(f"ok    {line}")
+        except Exception as error:  # a check may fail in any way; the next ones still tell something
+            well = False
+            print(f"WRONG {error}")
+    return 0 if well else 1
+
+
+def _python() -> Iterator[str]:
+    yield f"Python {platform.python_version()} on {platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def _versions() -> Iterator[str]:
+    from packaging.requirements import Requirement
+
+    for text in requires("daceml_train") or ():
+        wanted = Requirement(text)
+        if wanted.marker is not None:
+            continue
+        found = version(wanted.name)
+        if not wanted.specifier.contains(found, prereleases=True):
+            raise Failure(f"{wanted.name} {found} is installed, {wanted.specifier} is needed")
+        yield f"{wanted.name} {found}"
+
+
+def _compiler() -> Iterator[str]:
+    from daceml_train.codegen.compile import compiler_command
+
+    command = compiler_command()
+    try:
+        said = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise Failure(f"the C++ compiler {command[0]!r} does not run ({error}); install g++ or set CXX") from None
+    yield f"compiler: {said.splitlines()[0]}"
+
+
+def _folder() -> Iterator[str]:
+    from daceml_train.runtime.cache import default_folder
+
+    folder = default_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise Failure(f"the cache folder {folder} cannot be written; name another in DACEML_TRAIN_CACHE")
+    yield f"cache folder: {folder}"
+
+
+def _executor() -> Iterator[str]:
+    from daceml_train.runtime.executor import library
+
+    library()
+    yield "native executor: built and loaded"
+
+
+def plugins() -> Iterator[str]:
+    """The plugins that are installed. Raises `Failure` for one that does not load."""
+    from daceml_train.plugins import GROUPS, load_plugins
+    from daceml_train.transformations import catalog
+
+    catalog.load()
+    failures = []
+    for plugin in load_plugins(*GROUPS):
+        told = f"plugin {plugin.name} ({plugin.target}) of {plugin.package}"
+        if plugin.failure:
+            failures.append(f"{told} does not load: {plugin.failure}")
+        else:
+            yield told
+    if failures:
+        raise Failure("; ".join(failures))
+
+
+def _training() -> Iterator[str]:
+    """Two layers, three steps of Adam, against the same in eager execution."""
+    import copy
+
+    import torch
+    from torch import nn
+
+    import daceml_train as dt
+
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    model = copy.deepcopy(eager)
+    x, y = torch.randn(8, 16), torch.randint(0, 4, (8,))
+    theirs, ours = (torch.optim.Adam(m.parameters(), lr=1e-2) for m in (eager, model))
+    step = dt.training_step(model, nn.functional.cross_entropy, ours)
+    for _ in range(3):
+        theirs.zero_grad()
+        loss = nn.functional.cross_entropy(eager(x), y)
+        loss.backward()
+        theirs.step()
+        own = step(x, y)
+        if not abs(float(own) - float(loss.detach())) <= TOLERANCE:
+            raise Failure(f"a compiled step gives loss {float(own)}, eager execution {float(loss.detach())}")
+    if step.breaks:
+        raise Failure(f"two layers do not compile to one program: {step.breaks[0]}")
+    yield "two layers trained for three steps: the losses are eager execution's"

@@ -1,0 +1,15 @@
+"""How a command says that it goes on, and that it cannot."""
+
+from __future__ import annotations
+
+import sys
+
+
+class Failure(Exception):
+    """Ends the command with status 1 and this sentence."""
+
+
+def say(text: str) -> None:
+    """Progress, on a terminal only."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="" if text[-1] != "." else "\n", file=sys.stderr, flush=True)

@@ -1,0 +1,168 @@
+"""report, trace, roofline, run: what a compiled model does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from daceml_train.cli.failing import Failure, say
+from daceml_train.cli.models import add_inputs, add_model, as_tuple, made_by, onnx_model
+
+
+def add(commands: Any) -> None:
+    """Make the commands known."""
+    report = commands.add_parser(
+        "report",
+        help="what compilation does to a model",
+        description="Compile and run one training step or forward pass of a model, measure it, and show bytes, "
+        "operations, memory and time, level by level and kernel by kernel.",
+    )
+    add_model(report)
+    report.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="write the report there: .html, .json, or text"
+    )
+    report.add_argument("--json", type=Path, metavar="FILE", help="write it there, too, as JSON")
+    report.add_argument("--no-eager", action="store_true", help="do not run PyTorch's own step to count its bytes")
+    report.set_defaults(run=_report)
+
+    run = commands.add_parser(
+        "run",
+        help="run an ONNX model",
+        description="Compile an ONNX model, run it once, and print its results. Inputs that are not given are made up.",
+    )
+    run.add_argument("model", metavar="FILE.onnx")
+    add_inputs(run)
+    run.add_argument("-o", "--output", type=Path, metavar="FILE.npz", help="write the results there, too")
+    run.set_defaults(run=_run)
+
+    trace = commands.add_parser(
+        "trace",
+        help="a step's launches as a timeline",
+        description="Measure each kernel and call of a step; write events for chrome://tracing or Perfetto.",
+    )
+    add_model(trace)
+    trace.add_argument("-o", "--output", type=Path, default=Path("trace.json"), metavar="FILE", help="%(default)s")
+    trace.set_defaults(run=_trace)
+
+    roofline = commands.add_parser(
+        "roofline",
+        help="this machine's bandwidth and peak",
+        description="Copy bandwidth and peak rate of float32 products, measured once per machine and thread count.",
+    )
+    roofline.add_argument("--again", action="store_true", help="measure anew")
+    roofline.set_defaults(run=_roofline)
+
+
+def _report(options: argparse.Namespace) -> int:
+    report = _measured(options, eager=not options.no_eager)
+    print(report)
+    for path in (options.output, options.json):
+        if path is not None:
+            report.save(path) if path is options.output else path.write_text(report.to_json() + "\n", encoding="utf-8")
+            say(f"written to {path}")
+    return 0
+
+
+def _trace(options: argparse.Namespace) -> int:
+    events = _measured(options, eager=False).trace()
+    if len(events["traceEvents"]) < 2:
+        raise Failure("nothing was compiled, so there is nothing to show; `daceml-train report` says why")
+    options.output.write_text(json.dumps(events), encoding="utf-8")
+    print(f"{options.output}: open it in chrome://tracing or https://ui.perfetto.dev")
+    return 0
+
+
+def _roofline(options: argparse.Namespace) -> int:
+    from daceml_train.runtime.cache import default_folder
+    from daceml_train.runtime.roofline import machine
+
+    found = machine(default_folder(), again=options.again)
+    print(f"{found.processor}, {found.threads} threads")
+    print(f"  copy bandwidth  {found.bandwidth / 1e9:8.1f} GB/s")
+    print(f"  peak            {found.peak / 1e9:8.1f} GFLOP/s")
+    print(f"  memory bounds what does less than {found.balance:.1f} operations per byte")
+    return 0
+
+
+def _measured(options: argparse.Namespace, eager: bool) -> Any:
+    """The report of the model that was named, with measured times."""
+    import daceml_train as dt
+    from daceml_train.errors import DacemlError
+
+    if options.runs < 1:
+        raise Failure("--runs must be at least 1")
+    made, again = made_by(options.model, options), made_by(options.model, options) if eager else None
+    done = [0]
+
+    def progress(kernels: int, of: int) -> None:
+        say(f"kernels: {kernels} of {of}")
+
+    if len(made) == 2:
+        module, inputs = made
+        compiled: Any = dt.optimize(module, progress=progress)
+        run: Callable[[], object] = lambda: compiled(*as_tuple(inputs))  # noqa: E731
+    else:
+        module, inputs, loss, optimizer = made
+        compiled = dt.training_step(module, loss, optimizer, progress=progress)
+        run = lambda: compiled(*as_tuple(inputs))  # noqa: E731
+    say("capturing and compiling")
+
+    def counted() -> None:
+        run()
+        done[0] += 1
+        say(f"step {done[0]} of {options.runs + 1}")
+
+    try:
+        return dt.report(compiled, counted, eager=_eager(again) if again is not None else None, runs=options.runs)
+    except DacemlError as error:
+        raise Failure(str(error)) from error
+
+
+def _eager(made: tuple[Any, ...]) -> Callable[[], object]:
+    """The same in PyTorch, run once already."""
+    say("counting what PyTorch moves")
+    if len(made) == 2:
+        module, inputs = made
+        run: Callable[[], object] = lambda: module(*as_tuple(inputs))  # noqa: E731
+    else:
+        module, inputs, loss, optimizer = made
+
+        def run() -> None:
+            given, *targets = as_tuple(inputs)
+            optimizer.zero_grad()
+            if isinstance(given, dict):
+                output = module(**given)
+            else:
+                output = module(*as_tuple(given))
+            value = loss(output, *targets) if loss is not None else output.loss
+            value.backward()
+            optimizer.step()
+
+    run()
+    return run
+
+
+def _run(options: argparse.Namespace) -> int:
+    import numpy as np
+    import torch
+
+    import daceml_train as dt
+
+    module, inputs = onnx_model(options)
+    compiled = dt.optimize(module.eval())
+    with torch.inference_mode():
+        try:
+            result = compiled(*inputs)
+        except (dt.Invalid, dt.Unsupported) as error:
+            raise Failure(str(error)) from None
+    results = dict(zip(module.output_names, result if isinstance(result, tuple) else (result,), strict=True))
+    for name, value in results.items():
+        print(f"{name}: {str(value.dtype).removeprefix('torch.')} {list(value.shape)}")
+        print(value)
+    if options.output is not None:
+        np.savez(options.output, **{name: value.numpy() for name, value in results.items()})
+        say(f"written to {options.output}")
+    return 0
