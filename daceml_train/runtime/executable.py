@@ -21,7 +21,7 @@ from daceml_train.codegen.launch import block_count
 from daceml_train.errors import ExecutionError, Invalid, execution_error
 from daceml_train.runtime.executor import Arena, Plan, View
 from daceml_train.runtime.memory import Lifetime, plan_arena
-from daceml_train.runtime.products import Product, Products
+from daceml_train.runtime.products import Added, Product, Products, onednn_call
 from daceml_train.runtime.program import (
     CallLaunch,
     ControlLaunch,
@@ -127,7 +127,9 @@ class BoundPlan:
         self.program, self.threads, self.sizes, self.products = program, threads, sizes, products
         self.value = _evaluator(sizes)
         self.onednn = self._choose_products(products)
-        """Products that run in oneDNN: launch -> the slot that holds what it returns."""
+        """Products that run in oneDNN: launch -> how, and the slot that holds what it returns, unless it is copied over
+        the matrix that is added.
+        """
         self.stand_in = len(program.slots)
         """A further slot, at the arena's start, under arrays whose elements no call reads."""
         self.plan = Plan(self.stand_in + 1, arena)
@@ -154,21 +156,22 @@ class BoundPlan:
         self.plan.finalize(max(self.arena_bytes, self._placeholder_bytes), self.owners)
         self._shapes = [self._output(place) for place in program.outputs]
 
-    def _choose_products(self, products: Products) -> dict[int, int]:
-        chosen = {}
+    def _choose_products(self, products: Products) -> dict[int, tuple[Added, int | None]]:
+        chosen: dict[int, tuple[Added, int | None]] = {}
         for index, launch in enumerate(self.program.launches):
             if isinstance(launch, CallLaunch) and launch.direct and launch.target in ("mm", "addmm"):
-                out, *bias, a, b = launch.arguments
-                slot = self.program.slots[out.slot]
+                out, *c, a, b = launch.arguments
+                slot, over = self.program.slots[out.slot], bool(c) and c[0].slot == out.slot
                 whole = slot.home is not Home.input and same_shape(out.shape, slot.shape)
-                if out.dtype is not DType.float32 or not whole or (bias and len(bias[0].shape) != 1):
+                if out.dtype is not DType.float32 or not (whole or over):
                     continue
+                added: Added = "nothing" if not c else "row" if len(c[0].shape) == 1 else "result" if over else "matrix"
                 (rows, inner), columns = self._ints(a.shape), self.value(b.shape[1])
                 product = Product(
-                    rows, inner, columns, self._pair(a.strides), self._pair(b.strides), bool(bias), self.threads
+                    rows, inner, columns, self._pair(a.strides), self._pair(b.strides), added, self.threads
                 )
                 if products.onednn(product):
-                    chosen[index] = out.slot
+                    chosen[index] = added, None if over else out.slot
         return chosen
 
     def _pair(self, strides: Sequence[Dim]) -> tuple[int, int]:
@@ -182,7 +185,7 @@ class BoundPlan:
 
     @functools.cached_property
     def _returned(self) -> frozenset[int]:
-        return frozenset(self.onednn.values())
+        return frozenset(slot for _, slot in self.onednn.values() if slot is not None)
 
     def _slots(self) -> int:
         program, value = self.program, self.value  # scratch of kernels is sized for as many blocks as threads
@@ -258,11 +261,13 @@ class BoundPlan:
 
     def _onednn(self, index: int, arguments: tuple[Place, ...]) -> None:
         """Launch a product in oneDNN, which takes the second operand transposed."""
-        out, *bias, a, b = arguments
+        added, slot = self.onednn[index]
+        out, *c, a, b = arguments
         transposed = replace(b, shape=b.shape[::-1], strides=b.strides[::-1])
-        added = self._view(bias[0]) if bias else None
-        values: list[Any] = [self._view(a), self._view(transposed), added, "none", [], ""]
-        self.plan.call("mkldnn::_linear_pointwise", "", values, [out.slot], tag=index)
+        operands = self._view(a), self._view(transposed), self._view(c[0]) if c else None
+        overload, values = onednn_call(*operands, added)
+        returned = [self._view(out) if slot is None else slot]
+        self.plan.call("mkldnn::_linear_pointwise", overload, values, returned, tag=index)
 
     def _argument(self, argument: Any) -> Any:
         match argument:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -25,24 +25,29 @@ ROUNDS = 5
 MARGIN = 0.95
 """oneDNN is taken if it needs at most this share of the BLAS's time: the result then is an allocation of its own."""
 
+Added = Literal["nothing", "row", "matrix", "result"]
+
 
 @dataclass(frozen=True)
 class Product:
-    """A product `a @ b`, or `bias + a @ b`, of float32 matrices: sizes, strides in elements, threads."""
+    """A product `a @ b`, or `c + a @ b`, of float32 matrices: sizes, strides in elements, threads.
+
+    `added` says what c is: nothing, one row for all, a matrix, or the matrix that the result is stored over.
+    """
 
     rows: int
     inner: int
     columns: int
     a: tuple[int, int]
     b: tuple[int, int]
-    bias: bool
+    added: Added
     threads: int
 
     @property
     def key(self) -> str:
         """The text under which the choice is remembered."""
         return (
-            f"{torch.__version__} {self.rows}x{self.inner}x{self.columns} {self.a} {self.b} {self.bias} {self.threads}"
+            f"{torch.__version__} {self.rows}x{self.inner}x{self.columns} {self.a} {self.b} {self.added} {self.threads}"
         )
 
 
@@ -85,22 +90,32 @@ def available() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
+def onednn_call(a: Any, b: Any, c: Any, added: Added) -> tuple[str, tuple[Any, ...]]:
+    """`c + a @ b.T` in oneDNN: the overload of `mkldnn::_linear_pointwise`, and its arguments."""
+    if added in ("matrix", "result"):
+        return "binary", (a, c, b, None, "add")
+    return "", (a, b, c, "none", [], "")
+
+
 def measure(product: Product) -> bool:
     """Time both ways on matrices of this layout, alternating."""
     a = _matrix((product.rows, product.inner), product.a)
     b = _matrix((product.inner, product.columns), product.b)
     out = torch.empty(product.rows, product.columns)
-    bias = torch.zeros(product.columns) if product.bias else None
-    linear: Any = torch.ops.mkldnn._linear_pointwise
+    shape = (product.columns,) if product.added == "row" else (product.rows, product.columns)
+    added = None if product.added == "nothing" else torch.zeros(shape)
 
     def blas() -> None:
-        if bias is None:
+        if added is None:
             torch.mm(a, b, out=out)
         else:
-            torch.addmm(bias, a, b, out=out)
+            torch.addmm(added, a, b, out=out)
 
     def onednn() -> None:
-        linear(a, b.t(), bias, "none", [], "")
+        overload, arguments = onednn_call(a, b.t(), added, product.added)
+        made = getattr(torch.ops.mkldnn._linear_pointwise, overload or "default")(*arguments)
+        if product.added == "result":
+            out.copy_(made)
 
     before = torch.get_num_threads()
     torch.set_num_threads(product.threads)

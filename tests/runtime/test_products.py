@@ -7,11 +7,11 @@ import torch
 
 from daceml_train.runtime import products
 from daceml_train.runtime.executor import Plan
-from daceml_train.runtime.products import Product, Products
+from daceml_train.runtime.products import Added, Product, Products, onednn_call
 
 
-def product(rows: int = 128, inner: int = 128, columns: int = 128, bias: bool = False) -> Product:
-    return Product(rows, inner, columns, (inner, 1), (1, inner), bias, torch.get_num_threads())
+def product(rows: int = 128, inner: int = 128, columns: int = 128, added: Added = "nothing") -> Product:
+    return Product(rows, inner, columns, (inner, 1), (1, inner), added, torch.get_num_threads())
 
 
 def test_small_products_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,8 +28,8 @@ def test_a_choice_is_made_once_and_kept_on_disk(tmp_path: Path, monkeypatch: pyt
     assert first.onednn(product()) and first.onednn(product())
     assert Products(path).onednn(product())
     assert len(measured) == 1
-    Products(path).onednn(product(bias=True))
-    assert set(Products(path).chosen) == {product().key, product(bias=True).key}
+    Products(path).onednn(product(added="row"))
+    assert set(Products(path).chosen) == {product().key, product(added="row").key}
 
 
 def test_a_damaged_file_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,25 +42,30 @@ def test_a_damaged_file_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(not products.available(), reason="this PyTorch has no oneDNN product")
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("added", ["nothing", "row", "matrix", "result"])
 @pytest.mark.parametrize("layout", ["plain", "a transposed", "b transposed"])
-def test_onednn_computes_the_same(layout: str, bias: bool) -> None:
+def test_onednn_computes_the_same(layout: str, added: Added) -> None:
     a = torch.randn(70, 50).t() if layout == "a transposed" else torch.randn(50, 70)
     b = torch.randn(60, 70).t() if layout == "b transposed" else torch.randn(70, 60)
-    c = torch.randn(60)
+    c = torch.randn(60) if added == "row" else torch.randn(50, 60)
+    expected = a @ b + (c if added != "nothing" else 0)
     plan = Plan(4)
     for slot, tensor in enumerate((a, b, c)):
-        plan.input_slot(slot, slot, torch.float32, tensor.shape, tensor.stride())
-    plan.result_slot(3, torch.float32, (50, 60), (60, 1))
-    views = [
-        plan.view(0, 0, torch.float32, a.shape, a.stride()),
-        plan.view(1, 0, torch.float32, b.t().shape, b.t().stride()),
-        plan.view(2, 0, torch.float32, c.shape, c.stride()) if bias else None,
-    ]
-    plan.call("mkldnn::_linear_pointwise", "", [*views, "none", [], ""], [3])
-    plan.finalize(0, [3])
-    (out,) = plan.run([a, b, c])
-    torch.testing.assert_close(out, a @ b + (c if bias else 0))
+        plan.input_slot(slot, slot, torch.float32, tensor.shape, tensor.stride(), mutable=added == "result" and slot == 2)
+    if added != "result":
+        plan.result_slot(3, torch.float32, (50, 60), (60, 1))
+    x, y, z = (plan.view(i, 0, torch.float32, t.shape, t.stride()) for i, t in enumerate((a, b.t(), c)))
+    overload, arguments = onednn_call(x, y, z if added != "nothing" else None, added)
+    plan.call("mkldnn::_linear_pointwise", overload, arguments, [z if added == "result" else 3])
+    plan.finalize(0, [] if added == "result" else [3])
+    made = plan.run([a, b, c])
+    torch.testing.assert_close(c if added == "result" else made[0], expected)
+
+
+@pytest.mark.skipif(not products.available(), reason="this PyTorch has no oneDNN product")
+@pytest.mark.parametrize("added", ["nothing", "row", "matrix", "result"])
+def test_both_ways_are_measured(added: Added) -> None:
+    assert products.measure(product(64, 64, 64, added)) in (True, False)
 
 
 def test_measuring_leaves_the_thread_count() -> None:
