@@ -31,6 +31,10 @@ class Unmet(Invalid):
     """What an option asks for cannot be met, such as a memory budget below the minimum: the user decides what then."""
 
 
+class Elsewhere(Invalid):
+    """Tensors of one program lie on different devices; the message names two of them."""
+
+
 class Duplicate(Invalid):
     """Two passes or operators have the same name; `owners` are both."""
 
@@ -66,3 +70,14 @@ def execution_error(message: str, tag: int, *, where: str = "") -> ExecutionErro
     """The error of a launch: an `IndexError` where PyTorch's message speaks of an index that is out of range."""
     outside = "out of range" in message or "out of bounds" in message
     return (OutOfRange if outside else ExecutionError)(message, tag, where=where)
+
+
+class OutOfMemory(DacemlError):
+    """A program found too little memory on its device; the message names the biggest arrays."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(
+            message,
+            advice="make the batch smaller, cut it (micro_batches=...), or keep less for the backward pass: "
+            'pipeline=TRAINING.after(..., Recompute(budget="...")), see docs/memory.md',
+        )

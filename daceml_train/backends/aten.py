@@ -49,9 +49,10 @@ class Call:
         return "::" not in self.target
 
 
-def call_for(op: Operator, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
+def call_for(op: Operator, operands: tuple[Tensor, ...], results: tuple[Tensor, ...], target: str = "cpu") -> Call:
     """The library call of a vendor operator. Raises `Unsupported` for one that has none."""
-    rule = CALLS.get(op.label) or CALLS.get(op.name)
+    own = CALLS_OF.get(target, {})
+    rule = own.get(op.label) or CALLS.get(op.label) or CALLS.get(op.name)
     if rule is None:
         raise Unsupported(f"no library call is known for operator {op.label}")
     return rule(op, operands, results)
@@ -178,6 +179,18 @@ def _attention_grad(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor
     return Call(target, arguments, returns=(0, 1, 2), dense_rows=(0, 1, 2, 3, 4))
 
 
+def _attention_function(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
+    mask = Operand(3) if len(operands) > 3 else None
+    arguments = (Operand(0), Operand(1), Operand(2), op.causal, mask, op.scale)
+    return Call("daceml::attention", arguments, returns=(0, 1), dense_rows=(0, 1, 2))
+
+
+def _attention_grad_function(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
+    mask = Operand(6) if len(operands) > 6 else None
+    arguments = (*(Operand(i) for i in range(6)), op.causal, mask, op.scale)
+    return Call("daceml::attention_grad", arguments, returns=(0, 1, 2), dense_rows=(0, 1, 2, 3, 4))
+
+
 def _index(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
     return Call("aten::index", (Operand(0), _chosen(op, operands[0], 1)), overload="Tensor")
 
@@ -296,3 +309,8 @@ CALLS: dict[str, Rule] = {
     "aten": _fallback,
 }
 """Operator label -> its library call."""
+
+CALLS_OF: dict[str, dict[str, Rule]] = {
+    "cuda": {"attention": _attention_function, "attention_grad": _attention_grad_function},
+}
+"""Where a device has a library call of its own."""

@@ -14,7 +14,7 @@ from daceml_train.driver.compilation import Options
 from daceml_train.driver.micro_batches import MicroBatchedStep, Reduction
 from daceml_train.driver.module import Backend, optimized
 from daceml_train.driver.observation import Observation
-from daceml_train.driver.step import Loss, TrainingStep
+from daceml_train.driver.step import Loss, ScheduleKind, TrainingStep
 from daceml_train.errors import Invalid
 from daceml_train.frontends.torch.draws import Randomness
 from daceml_train.passes.pipeline import Pipeline, Watcher
@@ -71,6 +71,7 @@ def training_step(
     norm_type: float = 2.0,
     clip_value: float | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    schedule: ScheduleKind = "ahead_of_time",
     pipeline: Pipeline | str | Path = TRAINING,
     cache: Path | str | None = None,
     jobs: int | None = None,
@@ -88,6 +89,8 @@ def training_step(
     parameters before the update, as `torch.nn.utils.clip_grad_norm_(..., norm_type=norm_type)` and `clip_grad_value_`
     do; `step.gradient_norm` is then the norm before. With a `scaler` the step goes through it: the loss is scaled,
     gradients are unscaled (and then clipped), the update is left out where one is not finite, and the scale adapts.
+    On a GPU a step is recorded after its first call and then runs as one launch; `schedule="plain"` launches its
+    kernels one by one instead.
     See `TrainingStep` for the meaning of a step and `optimize` for the other
     options.
     """
@@ -95,11 +98,13 @@ def training_step(
     clipping = Clipping(clip_norm, norm_type, clip_value)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise Invalid(f"scaler is a torch.amp.GradScaler, given {type(scaler).__name__}")
+    if schedule not in get_args(ScheduleKind):
+        raise Invalid(f"schedule is one of {', '.join(get_args(ScheduleKind))}, given {schedule!r}")
     if micro_batches != 1:
         if keep_gradients:
             raise Invalid("keep_gradients and micro_batches exclude each other: no call has the whole gradient")
-        return MicroBatchedStep(model, loss, optimizer, chosen, micro_batches, reduction, clipping, scaler)
-    return TrainingStep(model, loss, optimizer, chosen, keep_gradients, clipping, scaler)
+        return MicroBatchedStep(model, loss, optimizer, chosen, micro_batches, reduction, clipping, scaler, schedule)
+    return TrainingStep(model, loss, optimizer, chosen, keep_gradients, clipping, scaler, schedule)
 
 
 def options(

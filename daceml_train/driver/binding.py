@@ -90,6 +90,6 @@ def _result(
 def _viewed(owner: torch.Tensor, view: View, value: Callable[[Dim], int]) -> torch.Tensor:
     shape, strides = ([value(s) for s in dims] for dims in (view.shape, view.strides))
     if view.dtype is not None:
-        made = torch.empty((), dtype=view.dtype)
+        made = torch.empty((), dtype=view.dtype, device=owner.device)
         return made.set_(owner.untyped_storage(), value(view.offset), shape, strides)
     return owner.as_strided(shape, strides, owner.storage_offset() + value(view.offset))

@@ -20,13 +20,15 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from daceml_train.driver.binding import SEED, memory_span, sizes_of
 from daceml_train.driver.compilation import WholeStep
 from daceml_train.driver.joint import ACCUMULATED
-from daceml_train.errors import ExecutionError, Unsupported
+from daceml_train.errors import Elsewhere, ExecutionError, Unsupported
 from daceml_train.frontends.torch.capture import Captured
 from daceml_train.frontends.torch.draws import Draw
+from daceml_train.runtime.device import GPU
 from daceml_train.runtime.executable import BoundPlan, torch_dtype
 from daceml_train.runtime.executor import Leaves
 from daceml_train.runtime.gradients import SCALER, scaler_state, scaling_of
 from daceml_train.runtime.program import ProgramInput
+from daceml_train.runtime.recording import HostScalars, Recorder
 
 _END = object()
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -104,7 +106,9 @@ class BoundStep:
         effects: bool,
         accumulated: Mapping[int, torch.Tensor],
         scaler: torch.amp.GradScaler | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
+        self.recorder, self.device = recorder, step.executable.device
         self.accumulated, self.scaler, self.scaling = accumulated, scaler, scaling_of(scaler)
         self.norm: torch.Tensor | None = None
         """The norm of the last call's gradients before they were clipped by it."""
@@ -149,8 +153,12 @@ class BoundStep:
         rates = torch.frombuffer(self.rates, dtype=torch.float64)
         scaling = self._scaler_state(next(iter(by_name.values())).device)
         state = [scaling[name] if name in SCALER else self._state(by_name[p], name) for p, name in step.state]
-        further = iter([*rates[: step.rates].unbind(), *state])
+        own_rates = rates[: step.rates].unbind()
+        further = iter([*own_rates, *state])
         self.addresses = (ctypes.c_void_p * len(program.inputs))()
+        self.inputs: list[torch.Tensor] = [_NOTHING] * len(program.inputs)
+        self.host_positions: list[int] = []
+        self.rate_positions: dict[int, int] = {}
         self.arguments: list[Argument] = []
         self.followed: list[Followed] = []
         self.alive: list[torch.Tensor] = []
@@ -172,23 +180,51 @@ class BoundStep:
                     raise Unsupported(f"{entry.path} is not dense in memory (strides {tensor.stride()})")
                 if id(tensor) not in held and source.kind == "tensor":
                     self.followed.append(_follow(source.source, scope, code_globals, tensor))
+                    if self.followed[-1].number:
+                        self.host_positions.append(position)
             elif entry.name == SEED:
                 tensor = self.seed = torch.zeros((), dtype=torch.int64)
+                self.host_positions.append(position)
             elif entry.name in captured.draws:
                 self.draws[entry.name] = position, captured.draws[entry.name], strides
                 continue
             else:
                 tensor = next(further)
                 _check_state(entry, tensor, strides)
+                rate = next((i for i, own in enumerate(own_rates) if own is tensor), None)
+                if rate is not None:
+                    self.host_positions.append(position)
+                    self.rate_positions[position] = rate
             (mutable if entry.mutable else fixed).append(tensor)
             self.alive.append(tensor)
-            self.addresses[position] = tensor._cdata
+            self._put(position, tensor)
+        self._mirror_host_scalars()
         self.draws = {name: self.draws[name] for name in captured.draws if name in self.draws}  # in eager's order
         self.sizes = sizes_of(captured, by_name) if self.draws else {}
         _check_apart(mutable, fixed)
         self.updated = frozenset(t.untyped_storage()._cdata for t in mutable)
         buffers = [by_name[n] for n in captured.graph.writes if n in by_name]
         self.buffers = frozenset(t.untyped_storage()._cdata for t in buffers)
+
+    def _put(self, position: int, tensor: torch.Tensor) -> None:
+        self.addresses[position] = tensor._cdata
+        self.inputs[position] = tensor
+
+    def _mirror_host_scalars(self) -> None:
+        """On a GPU, give numbers that the CPU holds (rates, seed) a copy there, which each call brings up to date."""
+        self.host: HostScalars | None = None
+        if not isinstance(self.device, GPU):
+            return
+        held = [i for i, t in enumerate(self.inputs) if t is not _NOTHING and not self.device.holds(t)]
+        positions = sorted({*self.host_positions, *held})
+        for position in positions:
+            entry = self.step.executable.program.inputs[position]
+            if self.inputs[position].ndim or entry.mutable:
+                where = f"{self.inputs[position].device}, the program runs on {self.device.torch}"
+                raise Elsewhere(f"{entry.path or entry.name} is on {where}")
+        self.host = HostScalars(self.device, [self.inputs[i] for i in positions])
+        for position, copy in zip(positions, self.host.copies, strict=True):
+            self.inputs[position] = copy
 
     def _scaler_state(self, device: torch.device) -> dict[str, torch.Tensor]:
         self.scale = {} if self.scaler is None or self.scaling is None else scaler_state(self.scaler, device)
@@ -222,7 +258,7 @@ class BoundStep:
 
     def run(self, flat: Sequence[Any], keep_gradients: bool) -> torch.Tensor | None:
         """Run on the call's arguments; None, and nothing has run, if one of them lies in a buffer that is written."""
-        addresses, alive = self.addresses, []
+        alive = []
         for argument in self.arguments:
             tensor = flat[argument.index]
             storage = tensor.untyped_storage()._cdata
@@ -232,16 +268,20 @@ class BoundStep:
                 if storage in self.buffers:
                     return None
                 alive.append(tensor := tensor.clone(memory_format=torch.preserve_format))
-            addresses[argument.position] = tensor._cdata
+            self._put(argument.position, tensor)
+        device_rates = []
         for position, (group, _, _) in enumerate(self.groups):
-            self.rates[position] = group["lr"]
+            if isinstance(group["lr"], torch.Tensor) and group["lr"].device.type != "cpu":
+                device_rates.append((position, group["lr"]))  # reading it would wait for the device
+            else:
+                self.rates[position] = group["lr"]
         if self.seed is not None:
             self.seed.random_()
         for place, draw, strides in self.draws.values():
             alive.append(tensor := _in_strides(draw(self.sizes), strides))
-            addresses[place] = tensor._cdata
+            self._put(place, tensor)
         try:
-            outputs = self.plan.run_addresses(addresses)
+            outputs = self._launch(device_rates)
         except ExecutionError as error:
             error.add_note("The step failed half-way: parameters and optimizer state may be partly updated.")
             raise
@@ -259,6 +299,23 @@ class BoundStep:
                 self.optimizer.state[owners[owner]][name] = _laid_out_like(owners[owner], tensor)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at
         return outputs[0]
+
+    def _launch(self, device_rates: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Tensor]:
+        if self.host is None:
+            return self.plan.run_addresses(self.addresses)
+        self.host.refresh()
+        of_group = {rate: position for position, rate in self.rate_positions.items()}
+        for rate, tensor in device_rates:
+            if rate in of_group:
+                self.inputs[of_group[rate]].copy_(tensor)
+        if self.recorder is None or self.first:
+            return self.plan.run(self.inputs)
+        moving = [*(a.position for a in self.arguments), *(place for place, _, _ in self.draws.values())]
+        return self.recorder.run(self, self.plan, self.inputs, moving)
+
+
+_NOTHING = torch.empty(0)
+"""Where a call puts its own tensor."""
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
@@ -284,7 +341,7 @@ def _in_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """The tensor, or a copy of it, in these strides."""
     if _same_strides(tensor, strides):
         return tensor
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _laid_out_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -19,8 +19,8 @@ import daceml_train.frontends
 import daceml_train.transformations
 from daceml_train.autodiff.partition import partition
 from daceml_train.autodiff.reverse import differentiate, reached_arrays, reaching
-from daceml_train.codegen.compile import compile_kernels, load
 from daceml_train.codegen.launch import KernelCode
+from daceml_train.driver.devices import for_device
 from daceml_train.driver.joint import Trained, joint_graph, refuse_sparse
 from daceml_train.driver.observation import Observation
 from daceml_train.frontends.torch.draws import Randomness
@@ -34,8 +34,8 @@ from daceml_train.passes.pipeline import Pipeline, Step, Watcher
 from daceml_train.plugins import source_key
 from daceml_train.runtime.cache import Cache, default_folder
 from daceml_train.runtime.cost import Cost, costs
-from daceml_train.runtime.executable import Executable
-from daceml_train.runtime.executor import Arena
+from daceml_train.runtime.device import CPU, Device
+from daceml_train.runtime.executable import AnyArena, Executable, new_arena
 from daceml_train.runtime.gradients import PLAIN, GradientOptions
 from daceml_train.runtime.lowering import lower
 from daceml_train.runtime.products import Products
@@ -127,12 +127,12 @@ class Differentiable:
 
 
 def compile_differentiable(
-    graph: Graph, wrt: Sequence[str], outputs: Sequence[int], options: Options
+    graph: Graph, wrt: Sequence[str], outputs: Sequence[int], options: Options, device: Device = CPU
 ) -> Differentiable:
     """Compile a captured graph for forward calls and for gradients by the inputs `wrt` of the outputs `outputs`."""
     description = f"differentiable wrt={tuple(wrt)} outputs={tuple(outputs)}"
-    pair = _cached(graph, description, options, lambda: _differentiable(graph, wrt, outputs, options))
-    return _link_pair(pair, options)
+    pair = _cached(graph, description, options, device, lambda: _differentiable(graph, wrt, outputs, options, device))
+    return _link_pair(pair, options, device)
 
 
 @dataclass
@@ -176,25 +176,27 @@ def with_gradients(graph: Graph, wrt: Sequence[str], outputs: Sequence[int]) -> 
     return WithGradients(joint, cotangents, tuple(gradients))
 
 
-def _differentiable(graph: Graph, wrt: Sequence[str], outputs: Sequence[int], options: Options) -> _Pair:
+def _differentiable(
+    graph: Graph, wrt: Sequence[str], outputs: Sequence[int], options: Options, device: Device
+) -> _Pair:
     record = Record(graph.name)
     watch = _watcher(record, options)
-    graph = options.pipeline.run(graph, ("forward",), watch)
+    graph = for_device(options.pipeline.run(graph, ("forward",), watch), device)
     results = len(graph.outputs)
     found = with_gradients(graph, wrt, outputs)
     joint, cotangents, gradients = found.graph, found.cotangents, found.gradients
     _measure_captured(joint, record)
     joint = options.pipeline.run(joint, ("intra_operator",), watch)
     if not gradients:
-        forward = _lowered(without_dead_code(joint), options, record, watch)
+        forward = _lowered(without_dead_code(joint), options, record, watch, device)
         return _Pair(forward, None, results, (), (), (), (), [record])
     reached = [reaching(graph, (graph.outputs[i],)) for i in cotangents]
     sources = tuple(frozenset(k for k, names in enumerate(reached) if name in names) for name in gradients)
     halves = partition(joint, results)
-    forward = _lowered(halves.forward, options, record, watch, results)
+    forward = _lowered(halves.forward, options, record, watch, device, results)
     reverse = Record(f"{graph.name} backward")
     taken = laid_out(halves.backward, dict(zip(halves.saved, forward.outputs[results:], strict=True)))
-    backward = _lowered(taken, options, reverse, _watcher(reverse, options))
+    backward = _lowered(taken, options, reverse, _watcher(reverse, options), device)
     records = [record, reverse]
     return _Pair(forward, backward, results, halves.kept, cotangents, tuple(gradients), sources, records)
 
@@ -211,13 +213,13 @@ def laid_out(backward: Graph, places: Mapping[str, Place]) -> Graph:
     return backward.with_inputs(changed) if changed else backward
 
 
-def _link_pair(pair: _Pair, options: Options) -> Differentiable:
-    arena = Arena()
+def _link_pair(pair: _Pair, options: Options, device: Device) -> Differentiable:
+    arena = new_arena(device)
     programs = [pair.forward] + ([pair.backward] if pair.backward else [])
-    addresses = _addresses([c for p in programs for q in p.all for c in q.codes], options, pair.records[0])
+    addresses = _addresses([c for p in programs for q in p.all for c in q.codes], options, pair.records[0], device)
     products = Products(options.cache.products)
-    forward = Executable(pair.forward, addresses, arena, products)
-    backward = Executable(pair.backward, addresses, arena, products) if pair.backward else None
+    forward = Executable(pair.forward, addresses, arena, products, device)
+    backward = Executable(pair.backward, addresses, arena, products, device) if pair.backward else None
     for record, executable in zip(pair.records, (forward, backward), strict=False):
         record.executable = executable
     return Differentiable(
@@ -262,8 +264,9 @@ def compile_step(
     trained: Sequence[Trained],
     keep_gradients: Sequence[str],
     options: Options,
-    arena: Arena | None = None,
+    arena: AnyArena | None = None,
     gradients: GradientOptions = PLAIN,
+    device: Device = CPU,
 ) -> WholeStep:
     """Compile a captured graph whose first output is the loss into a step with gradients and update.
 
@@ -273,28 +276,36 @@ def compile_step(
         f"{t.parameter} {t.rate} {t.first} {t.update} {t.accumulates} {t.accumulated} {t.share!r}" for t in trained
     )
     description = f"step keep={tuple(keep_gradients)} updates={updates} {gradients}"
-    step = _cached(graph, description, options, lambda: _step(graph, trained, keep_gradients, options, gradients))
-    return _link_step(step, options, arena)
+    step = _cached(
+        graph, description, options, device, lambda: _step(graph, trained, keep_gradients, options, gradients, device)
+    )
+    return _link_step(step, options, arena, device)
 
 
 def _step(
-    graph: Graph, trained: Sequence[Trained], keep: Sequence[str], options: Options, gradients: GradientOptions
-) -> _Step:
+    graph: Graph, trained: Sequence[Trained], keep: Sequence[str], options: Options, gradients: GradientOptions,
+    device: Device,
+) -> _Step:  # fmt: skip
     record = Record(graph.name)
     watch = _watcher(record, options)
-    joint = joint_graph(options.pipeline.run(graph, ("forward",), watch), trained, keep, gradients)
+    captured = for_device(options.pipeline.run(graph, ("forward",), watch), device)
+    joint = joint_graph(captured, trained, keep, gradients)
     _measure_captured(joint.graph, record)
     whole = options.pipeline.run(joint.graph, ("intra_operator",), watch)
-    program = _lowered(whole, options, record, watch)
+    program = _lowered(whole, options, record, watch, device)
     state, made, updated = tuple(joint.state), tuple(joint.made), tuple(joint.trained)
     return _Step(program, joint.rates, state, updated, joint.gradients, made, joint.norm, [record])
 
 
-def _link_step(step: _Step, options: Options, arena: Arena | None = None) -> WholeStep:
-    addresses = _addresses([c for p in step.program.all for c in p.codes], options, step.records[0])
-    step.records[0].executable = executable = Executable(
-        step.program, addresses, arena, Products(options.cache.products)
-    )
+def _link_step(step: _Step, options: Options, arena: AnyArena | None, device: Device) -> WholeStep:
+    record = step.records[0]
+    addresses = _addresses([c for p in step.program.all for c in p.codes], options, record, device)
+
+    def work(index: int, value: Callable[[Dim], int]) -> tuple[int, int]:
+        return value(record.costs[index].bytes), value(record.costs[index].flops)
+
+    products = Products(options.cache.products)
+    record.executable = executable = Executable(step.program, addresses, arena, products, device, work)
     made, norm = step.made, step.norm
     return WholeStep(executable, step.rates, step.state, step.trained, step.gradients, made, norm, step.records)
 
@@ -303,11 +314,11 @@ Entry = TypeVar("Entry", _Pair, _Step)
 
 
 # ---- shared stages --------------------------------------------------------------------------------------------------
-def _cached(graph: Graph, description: str, options: Options, build: Callable[[], Entry]) -> Entry:
+def _cached(graph: Graph, description: str, options: Options, device: Device, build: Callable[[], Entry]) -> Entry:
     """The result of `build`, or from the cache where it is there."""
     start = time.perf_counter()
     foreign = source_key([*map(type, options.pipeline), *REGISTRY.values()])
-    text = "\n".join([canonical_text(graph), description, str(options.pipeline), environment(), foreign])
+    text = "\n".join([canonical_text(graph), description, str(options.pipeline), environment(), device.key, foreign])
     key = hashlib.sha256(text.encode()).hexdigest()
     entry = None if options.observe else options.cache.load(key)
     if entry is None:
@@ -351,11 +362,13 @@ def environment() -> str:
     return "\n".join([own.hexdigest(), *versions, platform.machine(), flags])
 
 
-def _lowered(graph: Graph, options: Options, record: Record, watch: Watcher, results: int | None = None) -> Program:
+def _lowered(
+    graph: Graph, options: Options, record: Record, watch: Watcher, device: Device, results: int | None = None
+) -> Program:
     graph = options.pipeline.run(graph, ("fusion", "layout", "global_movement"), watch)
     if any(node.op.is_composite for node in graph.nodes):  # which a pipeline of a user's may leave as they are
         graph = Decompose().run(graph)
-    program = lower(graph, results)
+    program = lower(graph, results, device)
     if options.observe:
         options.observe.program(record.name, graph, program)
     record.costs = costs(graph, program.launches, program.nodes)
@@ -419,13 +432,13 @@ def _replay(record: Record, options: Options) -> None:
         )
 
 
-def _addresses(codes: Sequence[KernelCode], options: Options, record: Record) -> dict[str, int]:
+def _addresses(codes: Sequence[KernelCode], options: Options, record: Record, device: Device) -> dict[str, int]:
     """Entry points of kernels, compiled where they are not on disk."""
     start = time.perf_counter()
     distinct = list({code.key: code for code in codes}.values())
-    paths = compile_kernels(distinct, options.cache.kernels, options.jobs, options.progress)
-    addresses = {key: load(path, key) for key, path in paths.items()}
-    for path in paths.values():
+    made = device.toolchain.addresses(distinct, options.cache.kernels, options.jobs, options.progress)
+    addresses = {key: address for key, (address, _) in made.items()}
+    for _, path in made.values():
         with contextlib.suppress(OSError):  # so that eviction knows it is used; a cache may be read-only
             os.utime(path)
     record.seconds["kernels"] = time.perf_counter() - start

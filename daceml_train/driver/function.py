@@ -31,7 +31,7 @@ def run_with_layout(executable: Executable, inputs: Sequence[torch.Tensor]) -> l
         for tensor, expected in zip(inputs, executable.program.inputs, strict=True):
             strides = tuple(_number(s, value) for s in expected.strides)
             if tensor.stride() != strides and not expected.mutable:
-                copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype)
+                copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
                 tensor = copy.copy_(tensor.detach())
             laid_out.append(tensor)
         return executable(laid_out)
@@ -141,7 +141,8 @@ def _filled(
     expected = captured.tensors[captured.outputs[graph.compiled.cotangents[number]]]
     sizes = sizes_of(graph.captured, dict(zip(graph.names, inputs, strict=True)))
     shape = [size if isinstance(size, int) else int(size.subs(sizes)) for size in expected.shape]
-    return torch.zeros(shape, dtype=torch_dtype(expected.dtype))
+    device = graph.compiled.forward.device.torch
+    return torch.zeros(shape, dtype=torch_dtype(expected.dtype), device=device)
 
 
 def _eager_gradients(ctx: Any, graph: CompiledGraph, cotangents: Sequence[torch.Tensor | None]) -> Any:

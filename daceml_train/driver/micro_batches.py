@@ -16,7 +16,7 @@ import torch.utils._pytree as pytree
 
 from daceml_train.driver.compilation import Options
 from daceml_train.driver.joint import Trained
-from daceml_train.driver.step import Loss, TrainingStep
+from daceml_train.driver.step import Loss, ScheduleKind, TrainingStep
 from daceml_train.errors import Invalid, Unsupported
 from daceml_train.runtime.gradients import Clipping
 
@@ -51,17 +51,18 @@ class MicroBatchedStep(TrainingStep):
         reduction: Reduction = "mean",
         clipping: Clipping | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        schedule: ScheduleKind = "ahead_of_time",
     ) -> None:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise Invalid(f"micro_batches is a positive whole number, given {count!r}")
         if reduction not in ("mean", "sum"):
             raise Invalid(f"reduction is 'mean' or 'sum', given {reduction!r}")
-        super().__init__(model, loss, optimizer, options, clipping=clipping, scaler=scaler)
+        super().__init__(model, loss, optimizer, options, clipping=clipping, scaler=scaler, schedule=schedule)
         self.count, self.share = count, 1 / count if reduction == "mean" else 1.0
-        self.accumulating = _Accumulating(model, loss, optimizer, options, scaler=scaler)
+        self.accumulating = _Accumulating(model, loss, optimizer, options, scaler=scaler, schedule=schedule)
         self.accumulating.share = self.share
         self.accumulating.arenas, self.accumulating.accumulated = self.arenas, self.accumulated
-        self.accumulating.records = self.records
+        self.accumulating.records, self.accumulating.recorders = self.records, self.recorders
 
     def _wanted(self, by_name: Mapping[str, torch.Tensor], given: set[int]) -> tuple[list[Trained], list[str]]:
         trained, _ = super()._wanted(by_name, given)

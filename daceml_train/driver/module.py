@@ -17,6 +17,7 @@ from daceml_train.driver.function import CompiledGraph
 from daceml_train.driver.tracing import describe, reason, traced, tracing
 from daceml_train.errors import DacemlError, Invalid
 from daceml_train.frontends.torch.capture import capture
+from daceml_train.runtime.device import common_device
 
 torch._dynamo.config.skip_nnmodule_hook_guards = False
 """PyTorch's default lets compiled code go on when a hook is added to a module; a hook must never be ignored."""
@@ -66,9 +67,11 @@ class Backend:
     def compile(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """The compiled form of one Dynamo graph. Raises `DacemlError` where there is none."""
         captured = capture(module, examples, self.options.randomness)
-        tensors = input_tensors(captured, examples) if torch.is_grad_enabled() else {}
+        given = input_tensors(captured, examples)
+        device = common_device({captured.graph.inputs[name].path or name: t for name, t in given.items()})
+        tensors = given if torch.is_grad_enabled() else {}
         wrt = [name for name, tensor in tensors.items() if tensor.requires_grad]
-        compiled = compile_differentiable(captured.graph, wrt, differentiable_outputs(captured), self.options)
+        compiled = compile_differentiable(captured.graph, wrt, differentiable_outputs(captured), self.options, device)
         compiled.records[0].fallbacks = [(target, str(origin)) for target, origin in captured.fallbacks]
         self.records += compiled.records
         return CompiledGraph(captured, compiled, module)

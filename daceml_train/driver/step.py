@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch._dynamo
@@ -22,15 +22,20 @@ from daceml_train.driver.joint import ACCUMULATED, Trained, joint_graph
 from daceml_train.driver.looking import Seen, Stop, within
 from daceml_train.driver.module import optimized, state_of
 from daceml_train.driver.tracing import RECOMPILATIONS, describe, has_effects, reason, tracing, with_own_code
-from daceml_train.errors import Invalid, Unmet, Unsupported
+from daceml_train.errors import Elsewhere, Invalid, Unmet, Unsupported
 from daceml_train.frontends.torch.capture import Captured, capture
 from daceml_train.graph.graph import Graph
 from daceml_train.passes.pipeline import Pipeline
-from daceml_train.runtime.executor import Arena
+from daceml_train.runtime.device import GPU, Device, common_device
+from daceml_train.runtime.executable import AnyArena, new_arena
 from daceml_train.runtime.gradients import SCALER, Clipping, GradientOptions, scaling_of
 from daceml_train.runtime.optimizers import initial_state, makes_its_state, ready, update_of
+from daceml_train.runtime.recording import Recorder
 
 Loss = Callable[..., torch.Tensor]
+ScheduleKind = Literal["ahead_of_time", "plain"]
+"""On a GPU: the step is recorded after its first call and then runs as one launch, or launch by launch. A CPU's launch
+list is a recording in itself."""
 
 KEPT_BINDINGS = 64
 """Kinds of arguments whose bound step is kept."""
@@ -57,7 +62,9 @@ class TrainingStep:
         keep_gradients: bool = False,
         clipping: Clipping | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        schedule: ScheduleKind = "ahead_of_time",
     ) -> None:
+        self.schedule = schedule
         _check(model, loss, optimizer)
         self.clipping, self.scaler = clipping or Clipping(), scaler
         self.gradient_norm: torch.Tensor | None = None
@@ -78,8 +85,10 @@ class TrainingStep:
         self._warned: set[str] = set()
         self._lock = threading.Lock()
         self._hooks: list[int] | None = None
-        self.arenas: list[Arena] = []
-        """The arena in which all programs of the step run, one after the other, once there is a program."""
+        self.arenas: dict[Device, AnyArena] = {}
+        """Per device the arena in which all programs of the step run, one after the other, once there is a program."""
+        self.recorders: dict[Device, Recorder] = {}
+        """Per GPU what records the step, unless its schedule is plain."""
         self.accumulated: dict[int, torch.Tensor] = {}
         """Gradients of micro-batches by the parameter's identity; see `driver.micro_batches`."""
 
@@ -171,6 +180,7 @@ class TrainingStep:
         except Stop as stop:
             captured, arguments = stop.captured, stop.arguments
         except Exception as error:
+            self._refuse_mixed_devices(flat)
             self._break(key, error)
             return None
         else:
@@ -178,7 +188,7 @@ class TrainingStep:
             return None
         try:
             bound = self._bind_captured(captured, arguments, flat, scope)
-        except Unmet:
+        except (Unmet, Elsewhere):
             raise
         except Exception as error:
             self._break(key, error)
@@ -257,7 +267,7 @@ class TrainingStep:
         given = {id(t) for t in flat}
         if any(id(t) in given and t.requires_grad for t in by_name.values()):
             raise Unsupported("an argument requires a gradient")
-        step = self._compiled(captured, *self._wanted(by_name, given))
+        step = self._compiled(captured, *self._wanted(by_name, given), self._device(by_name, flat))
         for name, entry in step.state:
             if entry not in SCALER:
                 self._make_state(by_name[name], entry)
@@ -274,6 +284,7 @@ class TrainingStep:
             effects,
             self.accumulated,
             self.scaler,
+            self._recorder(step.executable.device),
         )
 
     def _wanted(self, by_name: Mapping[str, torch.Tensor], given: set[int]) -> tuple[list[Trained], list[str]]:
@@ -302,14 +313,35 @@ class TrainingStep:
         state = self.optimizer.state[parameter]
         if not isinstance(state.get(name), torch.Tensor):
             state[name] = initial_state(name, parameter, self.optimizer)
+        if state[name].device != parameter.device:  # a count of steps, which PyTorch keeps on the CPU
+            state[name] = state[name].to(parameter.device)
 
-    def _compiled(self, captured: Captured, trained: Sequence[Trained], kept: Sequence[str]) -> WholeStep:
+    def _device(self, by_name: Mapping[str, torch.Tensor], flat: Sequence[Any]) -> Device:
+        """The device of all inputs. Raises `Invalid` that names two inputs on different ones."""
+        position = {id(leaf): f"argument {i}" for i, leaf in enumerate(flat)}
+        paths = {id(p): n for n, p in (*self.model.named_parameters(), *self.model.named_buffers())}
+        names = {id(t): position.get(id(t)) or paths.get(id(t)) or name for name, t in by_name.items()}
+        return common_device({names[id(t)]: t for t in by_name.values()})
+
+    def _refuse_mixed_devices(self, flat: Sequence[Any]) -> None:
+        """Raise `Elsewhere` if that is why the step cannot be captured."""
+        named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        common_device(named | {f"argument {i}": t for i, t in enumerate(flat) if isinstance(t, torch.Tensor)})
+
+    def _recorder(self, device: Device) -> Recorder | None:
+        if self.schedule == "plain" or not isinstance(device, GPU):
+            return None
+        return self.recorders.setdefault(device, Recorder(device))
+
+    def _compiled(
+        self, captured: Captured, trained: Sequence[Trained], kept: Sequence[str], device: Device
+    ) -> WholeStep:
         gradients = self._gradients()
         key = (id(captured), tuple(trained), tuple(kept), gradients)
         if key not in self._steps:
-            if not self.arenas:
-                self.arenas.append(Arena())
-            step = compile_step(captured.graph, trained, kept, self.options, self.arenas[0], gradients)
+            if device not in self.arenas:
+                self.arenas[device] = new_arena(device)
+            step = compile_step(captured.graph, trained, kept, self.options, self.arenas[device], gradients, device)
             step.records[0].fallbacks = step.records[0].fallbacks or [(t, str(o)) for t, o in captured.fallbacks]
             self._steps[key] = captured, step  # `captured` is held so that its id stays its own
             self.records += step.records
@@ -392,13 +424,13 @@ class TrainingStep:
 
 def _kind(leaf: Any) -> Any:
     """What of an argument decides which bound step is tried; Dynamo's guards compare the rest."""
-    return (leaf.shape, leaf.dtype, leaf.stride()) if isinstance(leaf, torch.Tensor) else type(leaf)
+    return (leaf.shape, leaf.dtype, leaf.stride(), leaf.device) if isinstance(leaf, torch.Tensor) else type(leaf)
 
 
 def _check_tensors(flat: Sequence[Any]) -> None:
     for position, leaf in enumerate(flat):
-        if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu":
-            raise Invalid(f"argument {position} is on device {leaf.device}, expected cpu")
+        if isinstance(leaf, torch.Tensor) and leaf.device.type not in ("cpu", "cuda"):
+            raise Invalid(f"argument {position} is on device {leaf.device}, expected cpu or cuda")
         if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
             raise Invalid(f"argument {position} has layout {leaf.layout}, expected torch.strided")
 

@@ -9,8 +9,7 @@ from daceml_train.reporting.model import Kept, Launched
 from daceml_train.reporting.numbers import number
 from daceml_train.runtime.cost import Cost
 from daceml_train.runtime.footprint import footprint
-from daceml_train.runtime.lowering import touched
-from daceml_train.runtime.program import CallLaunch, ControlLaunch, Home, KernelLaunch, Program
+from daceml_train.runtime.program import CallLaunch, ControlLaunch, Home, KernelLaunch, Program, touched
 from daceml_train.tensor import Dim
 
 _UPDATED = (Role.parameter, Role.state)

@@ -17,8 +17,11 @@ import sympy
 import torch
 
 from daceml_train.backends.aten import Placeholder
-from daceml_train.codegen.launch import block_count
-from daceml_train.errors import ExecutionError, Invalid, execution_error
+from daceml_train.codegen.launch import KernelCode
+from daceml_train.errors import ExecutionError, Invalid, OutOfMemory, execution_error
+from daceml_train.runtime.device import CPU, GPU, Device
+from daceml_train.runtime.device_binding import biggest, placed
+from daceml_train.runtime.device_plan import DeviceArena, DevicePlan
 from daceml_train.runtime.executor import Arena, Plan, View
 from daceml_train.runtime.memory import Lifetime, plan_arena
 from daceml_train.runtime.products import Added, Product, Products, onednn_call
@@ -35,8 +38,15 @@ from daceml_train.runtime.program import (
 from daceml_train.runtime.timing import Timing
 from daceml_train.tensor import Dim, DType, Tensor, same_shape
 
+AnyArena = Arena | DeviceArena
+
 KEPT_PLANS = 8
 """Plans per executable that are kept for sizes seen before."""
+
+
+def new_arena(device: Device) -> AnyArena:
+    """An arena for programs on this device."""
+    return DeviceArena(device) if isinstance(device, GPU) else Arena()
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
@@ -56,11 +66,13 @@ class Executable:
         self,
         program: Program,
         addresses: dict[str, int],
-        arena: Arena | None = None,
+        arena: AnyArena | None = None,
         products: Products | None = None,
+        device: Device = CPU,
+        work: Callable[[int, Callable[[Dim], int]], tuple[int, int]] | None = None,
     ) -> None:
-        self.program, self.addresses = program, addresses
-        self.arena, self.products = arena or Arena(), products or Products()
+        self.program, self.addresses, self.device, self.work = program, addresses, device, work
+        self.arena, self.products = arena or new_arena(device), products or Products()
         self._plans: OrderedDict[tuple[int, ...], BoundPlan] = OrderedDict()
         self._lock = threading.Lock()
         self._symbols = list(program.symbols.items())
@@ -76,7 +88,9 @@ class Executable:
                 return self._plans[key]
             names = [name for name, _ in self._symbols]
             values = dict(zip(names, sizes, strict=True))
-            plan = BoundPlan(self.program, self.addresses, values, key[0], self.arena, self.products)
+            plan = BoundPlan(
+                self.program, self.addresses, values, key[0], self.arena, self.products, self.device, self.work
+            )
             plan.timing = self.timing
             self._plans[key] = plan
             while len(self._plans) > KEPT_PLANS:
@@ -121,18 +135,25 @@ class BoundPlan:
         addresses: dict[str, int],
         sizes: dict[str, int],
         threads: int,
-        arena: Arena,
+        arena: AnyArena,
         products: Products,
+        device: Device = CPU,
+        work: Callable[[int, Callable[[Dim], int]], tuple[int, int]] | None = None,
     ) -> None:
         self.program, self.threads, self.sizes, self.products = program, threads, sizes, products
+        self.device, self.work = device, work
         self.value = _evaluator(sizes)
-        self.onednn = self._choose_products(products)
+        self.onednn = self._choose_products(products) if device is CPU else {}
         """Products that run in oneDNN: launch -> how, and the slot that holds what it returns, unless it is copied over
         the matrix that is added.
         """
         self.stand_in = len(program.slots)
         """A further slot, at the arena's start, under arrays whose elements no call reads."""
-        self.plan = Plan(self.stand_in + 1, arena)
+        self.plan: Plan | DevicePlan = (
+            DevicePlan(self.stand_in + 1, arena) if isinstance(arena, DeviceArena) else Plan(self.stand_in + 1, arena)
+        )
+        self.offsets: dict[int, int] = {}
+        """Where slots lie in the arena."""
         self.plan.arena_slot(self.stand_in, 0)
         self.used = [i for i, s in enumerate(program.slots) if s.first >= 0 or s.home is Home.input]
         self._views: dict[tuple[Any, ...], View] = {}
@@ -188,13 +209,14 @@ class BoundPlan:
         return frozenset(slot for _, slot in self.onednn.values() if slot is not None)
 
     def _slots(self) -> int:
-        program, value = self.program, self.value  # scratch of kernels is sized for as many blocks as threads
+        program = self.program
         arena = [i for i in self.used if self._home(i) is Home.arena]
         slots = [program.slots[i] for i in arena]
-        lifetimes = [Lifetime(value(slot.bytes, self.threads), slot.first, slot.last) for slot in slots]
+        lifetimes = [Lifetime(self.bytes_of(i), s.first, s.last) for i, s in zip(arena, slots, strict=True)]
         offsets, size = plan_arena(lifetimes)
         for slot, offset in zip(arena, offsets, strict=True):
             self.plan.arena_slot(slot, offset)
+            self.offsets[slot] = offset
         for i in self.used:
             entry, home = program.slots[i], self._home(i)
             if home is Home.arena:
@@ -216,7 +238,7 @@ class BoundPlan:
         match launch:
             case KernelLaunch(code=number, places=places):
                 code = self.program.codes[number]
-                blocks = block_count(self.value(code.rows), self.value(code.work), self.threads)
+                blocks = self._blocks(code)
                 integers = [self.value(d, blocks) for d in code.integers]
                 pointers = [(p.slot, self.value(p.offset) * p.dtype.bytes) for p in places]
                 self.plan.kernel(addresses[code.key], pointers, integers, tag=index)
@@ -239,14 +261,17 @@ class BoundPlan:
 
     def _control(self, index: int, launch: ControlLaunch, addresses: dict[str, int]) -> None:
         """Launch control flow, whose bodies have plans and an arena of their own: one of them runs at a time."""
-        inner = [
-            BoundPlan(body, addresses, self.sizes, self.threads, self.plan.arena.inner, self.products).plan
-            for body in launch.bodies
-        ]
+        plan = self.plan
+        assert isinstance(plan, Plan)  # lowering refuses control flow on GPUs
+        inner = []
+        for body in launch.bodies:
+            bound = BoundPlan(body, addresses, self.sizes, self.threads, plan.arena.inner, self.products).plan
+            assert isinstance(bound, Plan)
+            inner.append(bound)
         trips = self.value(launch.trips)
         strides = [self.value(p.strides[0]) * p.dtype.bytes for p in launch.slices]
         first = [replace(p, shape=p.shape[1:], strides=p.strides[1:]) for p in launch.slices] if trips else []
-        self.plan.control(
+        plan.control(
             launch.kind,
             inner,
             None if launch.condition is None else self._view(launch.condition),
@@ -301,19 +326,39 @@ class BoundPlan:
             return position
         return (position, *layout)
 
+    def bytes_of(self, slot: int) -> int:
+        """Bytes of a slot; scratch memory depends on the blocks of the kernel that it belongs to."""
+        return self.value(self.program.slots[slot].bytes, self._scratch_blocks.get(slot, self.threads))
+
+    def _blocks(self, code: KernelCode) -> int:
+        return self.device.toolchain.blocks(code, self.value, self.threads)
+
+    @functools.cached_property
+    def _scratch_blocks(self) -> dict[int, int]:
+        """Slot -> blocks, of scratch memory."""
+        found: dict[int, int] = {}
+        for launch in self.program.launches:
+            if isinstance(launch, KernelLaunch) and (kept := len(self.program.codes[launch.code].scratch)):
+                blocks = self._blocks(self.program.codes[launch.code])
+                found |= {place.slot: blocks for place in launch.places[-kept:]}
+        return found
+
     # ---- running ------------------------------------------------------------------------------------------------
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run on `inputs`; see `Executable.__call__`."""
         timing = self.timing
+        if isinstance(self.device, GPU):
+            inputs = placed(self.program, self.device, inputs)
         outputs = self.collect(lambda: self.plan.run(inputs, profile=timing is not None))
         if timing is not None:
             timing.add(self._order, self.plan.seconds())
         return outputs
 
     def run_addresses(self, inputs: ctypes.Array[ctypes.c_void_p]) -> list[torch.Tensor]:
-        """Run on an array of `tensor._cdata`."""
-        timing = self.timing
-        outputs = self.collect(lambda: self.plan.run_addresses(inputs, profile=timing is not None))
+        """Run on an array of `tensor._cdata`, on the CPU."""
+        timing, plan = self.timing, self.plan
+        assert isinstance(plan, Plan)
+        outputs = self.collect(lambda: plan.run_addresses(inputs, profile=timing is not None))
         if timing is not None:
             timing.add(self._order, self.plan.seconds())
         return outputs
@@ -326,6 +371,8 @@ class BoundPlan:
             launch = self.program.launches[error.tag] if 0 <= error.tag < len(self.program.launches) else None
             where = launch.origin if launch else ""
             raise execution_error(error.message, error.tag, where=where) from error
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(biggest(self, str(error))) from error
         outputs = []
         for shape in self._shapes:
             if isinstance(shape, int):

@@ -14,7 +14,7 @@ from typing import Any
 import sympy
 
 from daceml_train.backends.aten import Result, call_for, show
-from daceml_train.codegen.launch import Layout, generate
+from daceml_train.codegen.launch import Layout
 from daceml_train.codegen.templates import has_template, written_kernel
 from daceml_train.errors import Invalid, Refused, Unsupported
 from daceml_train.graph.aliases import is_alias, view_strides
@@ -27,33 +27,35 @@ from daceml_train.ops.fallback import Operand
 from daceml_train.ops.kernel import Kernel, Statement
 from daceml_train.ops.movement import Expand, Permute, Slice
 from daceml_train.ops.operator import Operator
+from daceml_train.runtime.device import CPU, Device
 from daceml_train.runtime.program import (
     CallLaunch,
     ControlLaunch,
     CopyLaunch,
     Home,
     KernelLaunch,
-    Launch,
     Place,
     Program,
     ProgramInput,
     Slot,
+    touched,
 )
 from daceml_train.tensor import Dim, DType, Shape, Tensor, same, same_shape, simplify
 
 
-def lower(graph: Graph, results: int | None = None, body: bool = False) -> Program:
+def lower(graph: Graph, results: int | None = None, device: Device = CPU, body: bool = False) -> Program:
     """The program of a graph of leaves and kernels. Raises `Unsupported` for an operator without lowering.
 
     The first `results` outputs (all, if None) go to the user, who may change them: no two share memory. Later ones
     are kept for a backward pass and may share it. A `body` of control flow has dense row-major outputs, and its sizes
     are given by the program around it.
     """
-    return _Lowering(graph, body).run(len(graph.outputs) if results is None else results)
+    return _Lowering(graph, device, body).run(len(graph.outputs) if results is None else results)
 
 
 class _Lowering:
-    def __init__(self, graph: Graph, body: bool) -> None:
+    def __init__(self, graph: Graph, device: Device, body: bool) -> None:
+        self.device = device
         self.graph, self.body, self.program = graph, body, Program(graph.name)
         self.places: dict[str, Place] = {}
         self.nodes = graph.producers()
@@ -254,20 +256,27 @@ class _Lowering:
         layouts = tuple(map(_layout, operands)), tuple(map(_layout, results))
         if (kernel, *layouts) not in self.numbers:
             self.numbers[kernel, *layouts] = len(self.program.codes)
-            self.program.codes.append(generate(kernel, *layouts))
+            self.program.codes.append(self.device.toolchain.generate(kernel, *layouts))
         updated = {y for y, _ in kernel.updates}
         written = [p for position, p in enumerate(results) if position not in updated]
-        self.start(self.numbers[kernel, *layouts], (*operands, *written), origin)
+        in_place = tuple(operand for _, operand in kernel.updates)
+        self.start(self.numbers[kernel, *layouts], (*operands, *written), origin, len(operands), in_place)
 
-    def start(self, number: int, places: Sequence[Place], origin: str) -> None:
-        """Add the launch of a kernel, with memory for its scratch arrays."""
+    def start(
+        self, number: int, places: Sequence[Place], origin: str, operands: int, in_place: tuple[int, ...] = ()
+    ) -> None:
+        """Add the launch of a kernel, with memory for its scratch arrays. The first places are its operands."""
         scratch = []
         for bytes_ in self.program.codes[number].scratch:
             scratch.append(self.new_place(Slot(Home.arena, DType.uint8, (bytes_,), (1,))))
-        self.program.launches.append(KernelLaunch(number, (*places, *scratch), origin))
+        all_places = (*places, *scratch)
+        writes = (*in_place, *range(operands, len(all_places)))
+        self.program.launches.append(KernelLaunch(number, all_places, origin, writes))
 
     def written(self, node: Node) -> bool:
         """Launch a kernel that is written by hand, where there is one for operands that lie like this."""
+        if not self.device.toolchain.templates:
+            return False
         operands = [self.place(name) for name in node.inputs] if has_template(node.op) else []
         tensors = [self.graph.tensors[name] for name in node.outputs]
         layouts = tuple(map(_layout, operands)), tuple(Layout(t.shape, t.strides, t.dtype) for t in tensors)
@@ -280,14 +289,14 @@ class _Lowering:
         for name, tensor in zip(node.outputs, tensors, strict=True):
             self.places[name] = self.allocate(name, tensor)
         results = [self.places[name] for name in node.outputs]
-        self.start(self.numbers[node.op, *layouts], (*operands, *results), str(node.origin))
+        self.start(self.numbers[node.op, *layouts], (*operands, *results), str(node.origin), len(operands))
         return True
 
     def call(self, node: Node) -> None:
         graph = self.graph
         operands = tuple(graph.tensors[i] for i in node.inputs)
         results = tuple(graph.tensors[o] for o in node.outputs)
-        call = call_for(node.op, operands, results)
+        call = call_for(node.op, operands, results, self.device.target)
         places = [self.place(name) for name in node.inputs]
         for index in call.dense_rows:
             x = places[index]
@@ -320,12 +329,16 @@ class _Lowering:
 
         arguments = tuple(resolve(a) for a in call.arguments)
         returns = tuple(None if i is None else self.places[node.outputs[i]].slot for i in call.returns)
+        filled = [i for i in range(len(results)) if i not in made or i in updates]
+        writes = tuple(dict.fromkeys(self.places[node.outputs[i]].slot for i in filled))
         self.program.launches.append(
-            CallLaunch(call.target, call.overload, arguments, returns, call.direct, str(node.origin))
+            CallLaunch(call.target, call.overload, arguments, returns, call.direct, str(node.origin), writes)
         )
 
     def control(self, node: Node, op: ControlFlow) -> None:
         """Lower the bodies to programs of their own, on operands that lie densely, and launch them."""
+        if self.device.target != "cpu":
+            raise Unsupported(f"{op.label} on a GPU, where the data that decides is not known to the CPU")
         carried, sliced, trips, reverse = 0, 0, 0, False
         match op:
             case Scan():
@@ -338,7 +351,8 @@ class _Lowering:
         states = tuple(self.dense(name, origin) for name in names[:carried])
         slices = tuple(self.dense(name, origin, 1) for name in names[carried : carried + sliced])
         shared = tuple(self.dense(name, origin) for name in names[first:])
-        programs = tuple(lower(body, body=True) for body in bodies(op, [self.graph.tensors[name] for name in names]))
+        made = bodies(op, [self.graph.tensors[name] for name in names])
+        programs = tuple(lower(body, device=self.device, body=True) for body in made)
         returns = []
         for name in node.outputs:
             t = self.graph.tensors[name]
@@ -405,24 +419,3 @@ def set_lifetimes(program: Program) -> None:
             entry = program.slots[slot]
             entry.first = index if entry.first < 0 else entry.first
             entry.last = index
-
-
-def touched(launch: Launch) -> list[int]:
-    """Slots that a launch reads or writes."""
-    match launch:
-        case KernelLaunch(places=places):
-            return [p.slot for p in places]
-        case CopyLaunch(target=target, source=source):
-            return [target.slot, source.slot]
-        case ControlLaunch(places=places, returns=returns):
-            return [*(p.slot for p in places), *returns]
-        case CallLaunch(arguments=arguments, returns=returns):
-            return [p.slot for p in _places(arguments)] + [s for s in returns if s is not None]
-
-
-def _places(argument: Any) -> list[Place]:
-    if isinstance(argument, Place):
-        return [argument]
-    if isinstance(argument, tuple):
-        return [p for a in argument for p in _places(a)]
-    return []

@@ -66,6 +66,8 @@ class KernelLaunch:
     code: int
     places: tuple[Place, ...]
     origin: str
+    writes: tuple[int, ...] = ()
+    """Positions of the places that it writes."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class CallLaunch:
     returns: tuple[int | None, ...]
     direct: bool
     origin: str
+    writes: tuple[int, ...] = ()
+    """Slots that it writes in place."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,27 @@ class ControlLaunch:
 
 
 Launch = KernelLaunch | CallLaunch | CopyLaunch | ControlLaunch
+
+
+def touched(launch: Launch) -> list[int]:
+    """Slots that a launch reads or writes."""
+    match launch:
+        case KernelLaunch(places=places):
+            return [p.slot for p in places]
+        case CopyLaunch(target=target, source=source):
+            return [target.slot, source.slot]
+        case ControlLaunch(places=places, returns=returns):
+            return [*(p.slot for p in places), *returns]
+        case CallLaunch(arguments=arguments, returns=returns):
+            return [p.slot for p in _places(arguments)] + [s for s in returns if s is not None]
+
+
+def _places(argument: Any) -> list[Place]:
+    if isinstance(argument, Place):
+        return [argument]
+    if isinstance(argument, tuple):
+        return [p for a in argument for p in _places(a)]
+    return []
 
 
 @dataclass(frozen=True)

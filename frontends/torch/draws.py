@@ -43,6 +43,7 @@ class Like:
     shape: Shape
     strides: Shape
     dtype: torch.dtype
+    device: torch.device = torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,10 +59,9 @@ class Draw:
 
         def concrete(argument: Any) -> Any:
             match argument:
-                case Like(shape, strides, dtype):
-                    return torch.empty_strided(
-                        [concrete(s) for s in shape], [concrete(s) for s in strides], dtype=dtype
-                    )
+                case Like(shape, strides, dtype, device):
+                    sizes_, steps = [concrete(s) for s in shape], [concrete(s) for s in strides]
+                    return torch.empty_strided(sizes_, steps, dtype=dtype, device=device)
                 case sympy.Expr():
                     return int(argument.subs({s: sizes[str(s)] for s in argument.free_symbols}))
             return argument
@@ -103,5 +103,5 @@ def mask_of(x: fx.Node, keep: float) -> Draw:
 def _described(node: fx.Node) -> Any:
     example = node.meta["val"]
     if isinstance(example, Tensor):
-        return Like(types.sizes(example.shape), types.sizes(example.stride()), example.dtype)
+        return Like(types.sizes(example.shape), types.sizes(example.stride()), example.dtype, example.device)
     return types.size(example) if isinstance(example, torch.SymInt) else example

@@ -400,7 +400,7 @@ def _has_kernel(
         and batches
         and sizes
         and query.dtype.is_floating_point
-        and query.device.type == "cpu"
+        and query.device.type in ("cpu", "cuda")
         and (mask is None or (mask.dim() in (2, 4) and not causal and not mask.requires_grad))
         and all(not isinstance(s, int) or s > 0 for t in (query, key) for s in t.shape)
     )

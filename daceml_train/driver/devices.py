@@ -1,0 +1,47 @@
+"""What of a captured graph depends on the device: operators whose kernels are written for the CPU are taken apart."""
+
+from __future__ import annotations
+
+from daceml_train.graph.graph import Graph
+from daceml_train.ops.fused_attention import FusedAttention
+from daceml_train.ops.operator import Value, make
+from daceml_train.ops.random import Uniform
+from daceml_train.runtime.device import Device
+from daceml_train.tensor import simplify
+
+
+def for_device(graph: Graph, device: Device) -> Graph:
+    """The graph in operators that have an implementation on this device; before differentiation."""
+    if device.toolchain.templates or not any(isinstance(n.op, FusedAttention) for n in graph.nodes):
+        return graph
+    made = graph.empty()
+    names: dict[str, str] = {}
+    for node in graph.nodes:
+        operands = tuple(names.get(n, n) for n in node.inputs)
+        with made.at(node.origin):
+            if isinstance(node.op, FusedAttention):
+                values = _written_out(node.op, [made.value(n) for n in operands])
+                names |= dict(zip(node.outputs, (v.name for v in values), strict=True))
+            else:
+                made.append(node.op, operands, node.outputs, node.origin)
+    return graph.finish(made, names)
+
+
+def _written_out(op: FusedAttention, operands: list[Value]) -> tuple[Value, Value]:
+    """Y and logsumexp, by products, masks and a softmax."""
+    q, k, v, *rest = operands
+    flat = {
+        name: t.view((simplify(t.shape[0] * t.shape[1]), *t.shape[2:]))
+        for name, t in zip("qkv", (q, k, v), strict=True)
+    }
+    shape = (*q.shape[:3], k.shape[2])
+    scores = (flat["q"] @ flat["k"].T).view(shape) * op.scale
+    for mask, fill in zip(rest[1:] if op.p else rest, op.fills, strict=True):
+        scores = scores + mask if fill is None else mask.where(fill, scores)
+    weights = scores.apply(make("softmax", dim=3))
+    level = scores.apply(make("logsumexp", dims=(3,)))
+    if op.p:
+        kept = rest[0].apply(Uniform(shape, op.stream)).compare("ge", op.threshold)
+        weights = kept.where(weights * (1 / (1 - op.p)), 0.0)
+    y = weights.view((simplify(shape[0] * shape[1]), *shape[2:])) @ flat["v"]
+    return y.view(q.shape), level

@@ -1,0 +1,232 @@
+"""Devices: where a program runs, who makes its kernels, and how memory, streams and recordings are had there.
+
+The processor runs launch lists natively (`runtime.executor`). A GPU runs them through `runtime.device_plan`, on one
+allocation of PyTorch's, on PyTorch's current stream, and can record them. What a GPU does is behind `GPU`, so that
+tests put another one in its place: `standing_in`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+from daceml_train.codegen.compile import compile_kernels, load
+from daceml_train.codegen.launch import KernelCode, Layout, block_count, generate
+from daceml_train.errors import Elsewhere, Invalid
+from daceml_train.ops.kernel import Kernel
+from daceml_train.tensor import Dim
+
+Progress = Callable[[int, int], None]
+Target = Literal["cpu", "cuda"]
+
+
+class Toolchain(Protocol):
+    """Makes kernels: their code, and addresses of what was compiled."""
+
+    name: str
+    """Part of the key under which programs are cached."""
+    templates: bool
+    """Whether kernels that are written by hand for the processor can be used."""
+
+    def generate(self, kernel: Kernel, operands: Sequence[Layout], results: Sequence[Layout]) -> KernelCode:
+        """The code of a kernel on operands and results that lie in memory like this."""
+        ...
+
+    def blocks(self, code: KernelCode, value: Callable[[Dim], int], threads: int) -> int:
+        """The value of the symbol `blocks` in a kernel's integers and scratch sizes; `value` is that of a size."""
+        ...
+
+    def addresses(
+        self, codes: Sequence[KernelCode], folder: Path, jobs: int | None, progress: Progress | None
+    ) -> dict[str, tuple[int, Path]]:
+        """Kernel's key -> entry point and library; only what is missing in the folder is compiled."""
+        ...
+
+
+class ProcessorToolchain:
+    """C++ for the processor."""
+
+    name = "cpu"
+    templates = True
+
+    def generate(self, kernel: Kernel, operands: Sequence[Layout], results: Sequence[Layout]) -> KernelCode:
+        """See `Toolchain`."""
+        return generate(kernel, operands, results)
+
+    def blocks(self, code: KernelCode, value: Callable[[Dim], int], threads: int) -> int:
+        """See `Toolchain`."""
+        return block_count(value(code.rows), value(code.work), threads)
+
+    def addresses(
+        self, codes: Sequence[KernelCode], folder: Path, jobs: int | None, progress: Progress | None
+    ) -> dict[str, tuple[int, Path]]:
+        """See `Toolchain`."""
+        paths = compile_kernels(codes, folder, jobs, progress)
+        return {key: (load(path, key), path) for key, path in paths.items()}
+
+
+@dataclass(frozen=True)
+class Capability:
+    """What decides how long a launch takes: bytes and operations per second, and how many threads run at once."""
+
+    bandwidth: float
+    flops: float
+    threads: int
+    launch_seconds: float = 3e-6
+
+
+class Device(ABC):
+    """Where a program runs."""
+
+    target: Target
+    torch: torch.device
+    toolchain: Toolchain
+
+    @property
+    def key(self) -> str:
+        """What programs depend on, for the cache."""
+        return self.toolchain.name
+
+
+class Processor(Device):
+    """The CPU."""
+
+    target = "cpu"
+    torch = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.toolchain = ProcessorToolchain()
+
+
+CPU = Processor()
+
+
+class GPU(Device):
+    """What the runtime asks of a GPU. Work goes to the current stream; streams and events are opaque."""
+
+    target = "cuda"
+
+    @abstractmethod
+    def kernel(self, address: int, pointers: ctypes.Array[Any], integers: ctypes.Array[Any]) -> None:
+        """Launch a kernel. Raises `RuntimeError` with the driver's word for what went wrong."""
+
+    @abstractmethod
+    def call(self, function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+        """Call a function of PyTorch, which may launch work, and give its results."""
+
+    @abstractmethod
+    def stream(self) -> Hashable:
+        """The current stream."""
+
+    @abstractmethod
+    def new_stream(self) -> Hashable:
+        """A stream beside it."""
+
+    @abstractmethod
+    def on(self, stream: Hashable) -> contextlib.AbstractContextManager[Any]:
+        """Makes it the current one."""
+
+    @abstractmethod
+    def event(self, timed: bool = False) -> Any:
+        """An event, recorded on the current stream."""
+
+    @abstractmethod
+    def wait(self, event: Any) -> None:
+        """What is launched on the current stream from now on waits for the event."""
+
+    @abstractmethod
+    def seconds(self, start: Any, end: Any) -> float:
+        """Seconds between two timed events, once both have happened."""
+
+    @abstractmethod
+    def keeps(self, tensor: torch.Tensor, stream: Hashable) -> None:
+        """The tensor's memory is used on that stream, and not to be given away before that is done."""
+
+    @abstractmethod
+    def new_pool(self) -> Any:
+        """Memory for recordings that do not run at the same time."""
+
+    @abstractmethod
+    def record(self, issue: Callable[[], None], pool: Any) -> Callable[[], None]:
+        """Record what `issue` launches, without running it; the function returned runs it."""
+
+    @abstractmethod
+    def capability(self) -> Capability:
+        """How fast it is, about."""
+
+    @abstractmethod
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether kernels can read the tensor where it lies."""
+
+    def settings(self) -> Hashable:
+        """PyTorch's settings that library calls follow: a recording is good for those it was made under."""
+        return None
+
+    def quiet(self) -> contextlib.AbstractContextManager[Any]:
+        """Within it, PyTorch neither records gradients nor casts."""
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.autocast(self.torch.type, enabled=False))
+        return stack
+
+
+_standing_in: ContextVar[Callable[[torch.device], Device | None] | None] = ContextVar("standing_in", default=None)
+
+
+@contextlib.contextmanager
+def standing_in(choose: Callable[[torch.device], Device | None]) -> Iterator[None]:
+    """Within it, `choose` says which device tensors lie on, or None for the one that they say themselves."""
+    token = _standing_in.set(choose)
+    try:
+        yield
+    finally:
+        _standing_in.reset(token)
+
+
+def device_of(device: torch.device) -> Device:
+    """The device that PyTorch calls so. Raises `Invalid` for a kind that programs do not run on."""
+    choose = _standing_in.get()
+    if choose is not None and (chosen := choose(device)) is not None:
+        return chosen
+    if device.type == "cpu":
+        return CPU
+    if device.type == "cuda":
+        return _cuda(device.index if device.index is not None else torch.cuda.current_device())
+    raise Invalid(f"programs run on CPUs and CUDA devices, not on {device}")
+
+
+@functools.cache
+def _cuda(index: int) -> Device:
+    from daceml_train.runtime.cuda_device import CUDA
+
+    return CUDA(index)
+
+
+def common_device(tensors: Mapping[str, torch.Tensor]) -> Device:
+    """The device of a program's inputs, by name. 0-d tensors on the CPU may stand beside those on a GPU, as in PyTorch.
+
+    Raises `Invalid` that names two inputs on different devices.
+    """
+    first: tuple[str, torch.device] | None = None
+    lone: torch.device | None = None
+    for name, tensor in tensors.items():
+        if tensor.ndim == 0 and tensor.device.type == "cpu":
+            lone = tensor.device
+        elif first is None:
+            first = name, tensor.device
+        elif tensor.device != first[1]:
+            raise Elsewhere(
+                f"{first[0]} is on {first[1]} and {name} on {tensor.device}: a program runs on one device",
+                advice="move model, inputs and targets to the same one",
+            )
+    found = first[1] if first is not None else lone or torch.device("cpu")
+    return device_of(found)

@@ -1,0 +1,189 @@
+"""Streams: which launches of a program may run at the same time, on how few streams, with how few events.
+
+Launches depend on each other by the memory that they read and write. Of that order the minimum equivalent graph is
+kept; a maximum matching of it covers the launches with as few chains as keep independent launches apart, and every
+edge that no chain contains becomes an event (Kwon et al., "Nimble", NeurIPS 2020). Sets are integers used as bits, so
+that thousands of launches take milliseconds.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import maximum_bipartite_matching
+
+GAIN = 0.9
+"""Several streams are used where the estimate is below this share of one stream's time."""
+EVENT_SECONDS = 1e-6
+"""What a dependence between streams costs within a recorded graph."""
+MOST_STREAMS = 8
+"""Vendor libraries keep a workspace per stream."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """Bytes `start` up to `stop` of memory `space`, which a launch reads or writes."""
+
+    space: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a launch touches, its seconds when it runs alone, and the share of the device that it keeps busy then."""
+
+    reads: tuple[Access, ...]
+    writes: tuple[Access, ...]
+    seconds: float = 0.0
+    share: float = 1.0
+
+
+@dataclass
+class Schedule:
+    """Launch -> stream, and per launch the earlier launches on other streams that it waits for."""
+
+    stream: list[int]
+    waits: list[list[int]]
+    streams: int = 1
+    reason: str = ""
+    """Why it is one stream, if it is."""
+    recorded: frozenset[int] = field(init=False)
+    """Launches behind which an event is recorded."""
+
+    def __post_init__(self) -> None:
+        self.recorded = frozenset(x for waits in self.waits for x in waits)
+
+
+def one_stream(count: int, reason: str = "") -> Schedule:
+    """All launches one after the other."""
+    return Schedule([0] * count, [[] for _ in range(count)], 1, reason)
+
+
+def schedule(works: Sequence[Work]) -> Schedule:
+    """The streams of a program's launches; one, if several are not expected to be faster."""
+    edges = dependences(works)
+    single = sum(w.seconds for w in works)
+    busy, longest = sum(w.seconds * w.share for w in works), _longest(works, edges)
+    if max(busy, longest) > GAIN * single or single <= 0:
+        return one_stream(len(works), "no two launches that run at the same time would be faster by that")
+    made = assign(len(works), edges)
+    events = sum(map(len, made.waits))
+    if max(busy, longest) + events * EVENT_SECONDS > GAIN * single:
+        return one_stream(len(works), f"{events} events would cost what several streams gain")
+    return made
+
+
+def _longest(works: Sequence[Work], edges: Sequence[Sequence[int]]) -> float:
+    """Seconds of the longest chain of launches that depend on each other."""
+    ends: list[float] = []
+    for work, before in zip(works, edges, strict=True):
+        ends.append(work.seconds + max((ends[i] for i in before), default=0.0))
+    return max(ends, default=0.0)
+
+
+class _Memory:
+    """Who wrote and read each part of one memory last: parts are sorted and do not overlap."""
+
+    def __init__(self) -> None:
+        self.starts: list[int] = []
+        self.parts: list[tuple[int, int, tuple[int, ...]]] = []  # (stop, last writer or -1, readers since)
+
+    def touch(self, launch: int, access: Access, writes: bool) -> set[int]:
+        """Note an access; the launches on which it depends."""
+        start, stop = access.start, access.stop
+        if start >= stop:
+            return set()
+        first = bisect.bisect_right(self.starts, start) - 1
+        if first < 0 or self.parts[first][0] <= start:
+            first += 1
+        last, found, at = first, set(), start
+        starts: list[int] = []
+        parts: list[tuple[int, int, tuple[int, ...]]] = []
+
+        def keep(begin: int, end: int, writer: int, readers: tuple[int, ...]) -> None:
+            if begin < end:
+                starts.append(begin)
+                parts.append((end, writer, readers))
+
+        while last < len(self.starts) and self.starts[last] < stop:
+            begin, (end, writer, readers) = self.starts[last], self.parts[last]
+            keep(begin, min(start, end), writer, readers)
+            if not writes:
+                keep(at, begin, -1, (launch,))
+                keep(max(begin, start), min(end, stop), writer, (*readers, launch))
+            elif end > stop or last + 1 == len(self.starts) or self.starts[last + 1] >= stop:
+                keep(start, stop, launch, ())
+            found |= {writer, *readers} if writes else {writer}
+            keep(max(begin, stop), end, writer, readers)
+            at, last = end, last + 1
+        if not writes:
+            keep(max(at, start), stop, -1, (launch,))
+        elif last == first:
+            keep(start, stop, launch, ())
+        order = sorted(range(len(starts)), key=starts.__getitem__)
+        self.starts[first:last] = [starts[i] for i in order]
+        self.parts[first:last] = [parts[i] for i in order]
+        return found - {-1, launch}
+
+
+def dependences(works: Sequence[Work]) -> list[list[int]]:
+    """Per launch the earlier ones that must have ended: those whose results it reads, and whose memory it writes."""
+    memories: dict[int, _Memory] = {}
+    edges: list[list[int]] = []
+    for index, work in enumerate(works):
+        found: set[int] = set()
+        for writes, accesses in ((False, work.reads), (True, work.writes)):
+            for access in accesses:
+                found |= memories.setdefault(access.space, _Memory()).touch(index, access, writes)
+        edges.append(sorted(found))
+    return edges
+
+
+def reduced(edges: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The minimum equivalent graph: an order's edges without those that others imply. `edges` are predecessors."""
+    before: list[int] = []
+    kept: list[list[int]] = []
+    for predecessors in edges:
+        covered, own = 0, []
+        for p in sorted(predecessors, reverse=True):
+            if not covered >> p & 1:
+                own.append(p)
+                covered |= before[p] | 1 << p
+        kept.append(own[::-1])
+        before.append(covered)
+    return kept
+
+
+def assign(count: int, edges: Sequence[Sequence[int]], most: int = MOST_STREAMS) -> Schedule:
+    """Streams for launches 0, 1, ... with these predecessors: independent launches lie on different ones.
+
+    Beyond `most` streams, chains share one, which orders more than needed.
+    """
+    minimal = reduced(edges)
+    following = _matched(count, minimal)
+    stream, chains = [-1] * count, 0
+    for launch in range(count):
+        if stream[launch] < 0:
+            at: int | None = launch
+            while at is not None:
+                stream[at] = chains % most
+                at = following.get(at)
+            chains += 1
+    waits = [[p for p in before if stream[p] != stream[launch]] for launch, before in enumerate(minimal)]
+    return Schedule(stream, waits, min(chains, most))
+
+
+def _matched(count: int, minimal: Sequence[Sequence[int]]) -> dict[int, int]:
+    """Launch -> the one behind it in its chain: a maximum matching of the edges (Hopcroft and Karp)."""
+    pairs = [(p, launch) for launch, before in enumerate(minimal) for p in before]
+    if not pairs:
+        return {}
+    rows, columns = np.array(pairs).T
+    graph = csr_matrix((np.ones(len(pairs), dtype=np.int8), (rows, columns)), shape=(count, count))
+    match = maximum_bipartite_matching(graph, perm_type="column")
+    return {p: int(launch) for p, launch in enumerate(match) if launch >= 0}
