@@ -17,7 +17,7 @@ from daceml_train.driver.function import CompiledGraph
 from daceml_train.driver.tracing import describe, reason, traced, tracing
 from daceml_train.errors import DacemlError, Invalid
 from daceml_train.frontends.torch.capture import capture
-from daceml_train.runtime.device import common_device
+from daceml_train.runtime.placement import common_device
 
 torch._dynamo.config.skip_nnmodule_hook_guards = False
 """PyTorch's default lets compiled code go on when a hook is added to a module; a hook must never be ignored."""

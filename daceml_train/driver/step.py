@@ -26,10 +26,11 @@ from daceml_train.errors import Elsewhere, Invalid, Unmet, Unsupported
 from daceml_train.frontends.torch.capture import Captured, capture
 from daceml_train.graph.graph import Graph
 from daceml_train.passes.pipeline import Pipeline
-from daceml_train.runtime.device import GPU, Device, common_device
+from daceml_train.runtime.device import GPU, Device
 from daceml_train.runtime.executable import AnyArena, new_arena
 from daceml_train.runtime.gradients import SCALER, Clipping, GradientOptions, scaling_of
 from daceml_train.runtime.optimizers import initial_state, makes_its_state, ready, update_of
+from daceml_train.runtime.placement import common_device
 from daceml_train.runtime.recording import Recorder
 
 Loss = Callable[..., torch.Tensor]

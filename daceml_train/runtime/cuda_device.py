@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import importlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from daceml_train.errors import Invalid
+from daceml_train.runtime.cuda_toolchain import CudaToolchain
 from daceml_train.runtime.device import GPU, Capability
 
 _LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
@@ -23,12 +22,8 @@ class CUDA(GPU):
     def __init__(self, index: int) -> None:
         self.torch = torch.device("cuda", index)
         torch.cuda.init()
-        try:
-            toolchain = importlib.import_module("daceml_train.runtime.cuda_toolchain")
-        except ImportError:
-            raise Invalid("this version makes no kernels for CUDA", advice="train on the CPU") from None
         processors = torch.cuda.get_device_properties(index).multi_processor_count
-        self.toolchain = toolchain.CudaToolchain(torch.cuda.get_device_capability(index), processors)
+        self.toolchain = CudaToolchain(torch.cuda.get_device_capability(index), processors)
 
     def kernel(self, address: int, pointers: ctypes.Array[Any], integers: ctypes.Array[Any]) -> None:
         """See `GPU`."""

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -21,7 +19,6 @@ import torch
 
 from daceml_train.codegen.compile import compile_kernels, load
 from daceml_train.codegen.launch import KernelCode, Layout, block_count, generate
-from daceml_train.errors import Elsewhere, Invalid
 from daceml_train.ops.kernel import Kernel
 from daceml_train.tensor import Dim
 
@@ -177,56 +174,3 @@ class GPU(Device):
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast(self.torch.type, enabled=False))
         return stack
-
-
-_standing_in: ContextVar[Callable[[torch.device], Device | None] | None] = ContextVar("standing_in", default=None)
-
-
-@contextlib.contextmanager
-def standing_in(choose: Callable[[torch.device], Device | None]) -> Iterator[None]:
-    """Within it, `choose` says which device tensors lie on, or None for the one that they say themselves."""
-    token = _standing_in.set(choose)
-    try:
-        yield
-    finally:
-        _standing_in.reset(token)
-
-
-def device_of(device: torch.device) -> Device:
-    """The device that PyTorch calls so. Raises `Invalid` for a kind that programs do not run on."""
-    choose = _standing_in.get()
-    if choose is not None and (chosen := choose(device)) is not None:
-        return chosen
-    if device.type == "cpu":
-        return CPU
-    if device.type == "cuda":
-        return _cuda(device.index if device.index is not None else torch.cuda.current_device())
-    raise Invalid(f"programs run on CPUs and CUDA devices, not on {device}")
-
-
-@functools.cache
-def _cuda(index: int) -> Device:
-    from daceml_train.runtime.cuda_device import CUDA
-
-    return CUDA(index)
-
-
-def common_device(tensors: Mapping[str, torch.Tensor]) -> Device:
-    """The device of a program's inputs, by name. 0-d tensors on the CPU may stand beside those on a GPU, as in PyTorch.
-
-    Raises `Invalid` that names two inputs on different devices.
-    """
-    first: tuple[str, torch.device] | None = None
-    lone: torch.device | None = None
-    for name, tensor in tensors.items():
-        if tensor.ndim == 0 and tensor.device.type == "cpu":
-            lone = tensor.device
-        elif first is None:
-            first = name, tensor.device
-        elif tensor.device != first[1]:
-            raise Elsewhere(
-                f"{first[0]} is on {first[1]} and {name} on {tensor.device}: a program runs on one device",
-                advice="move model, inputs and targets to the same one",
-            )
-    found = first[1] if first is not None else lone or torch.device("cpu")
-    return device_of(found)

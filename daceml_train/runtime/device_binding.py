@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -11,10 +11,7 @@ from daceml_train.errors import Elsewhere
 from daceml_train.runtime.device import GPU, Capability
 from daceml_train.runtime.program import CallLaunch, CopyLaunch, Home, KernelLaunch, Launch, Program, touched
 from daceml_train.runtime.streams import Access, Schedule, Work, schedule
-from daceml_train.tensor import show_shape
-
-if TYPE_CHECKING:
-    from daceml_train.runtime.executable import BoundPlan
+from daceml_train.tensor import Dim, show_shape
 
 ARENA = -1
 """The arena, as a memory that launches touch; others are slots."""
@@ -22,6 +19,26 @@ WORDS_PER_THREAD = 4
 """What a thread of a kernel moves at once: 16 bytes."""
 FLOPS_PER_THREAD = 1e4
 """Operations per thread with which a library call fills the device."""
+
+
+class Bound(Protocol):
+    """What this asks of a program for one set of sizes (`executable.BoundPlan`)."""
+
+    program: Program
+    work: Any
+    """Launch -> bytes moved and operations, where they are known."""
+    offsets: dict[int, int]
+    used: list[int]
+    arena_bytes: int
+
+    def bytes_of(self, slot: int) -> int:
+        """Bytes of a slot."""
+        ...
+
+    @property
+    def value(self) -> Callable[[Dim], int]:
+        """The number for a size."""
+        ...
 
 
 def placed(program: Program, device: GPU, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -37,12 +54,12 @@ def placed(program: Program, device: GPU, inputs: Sequence[torch.Tensor]) -> lis
     return made
 
 
-def schedule_of(plan: BoundPlan, capability: Capability) -> Schedule:
+def schedule_of(plan: Bound, capability: Capability) -> Schedule:
     """The streams on which a plan's launches run in a recording."""
     return schedule([work(plan, i, launch, capability) for i, launch in enumerate(plan.program.launches)])
 
 
-def work(plan: BoundPlan, index: int, launch: Launch, capability: Capability) -> Work:
+def work(plan: Bound, index: int, launch: Launch, capability: Capability) -> Work:
     """What a launch touches, and how long it takes, about."""
     slots = dict.fromkeys(touched(launch))
     match launch:
@@ -67,14 +84,14 @@ def work(plan: BoundPlan, index: int, launch: Launch, capability: Capability) ->
     )
 
 
-def _access(plan: BoundPlan, slot: int) -> Access:
+def _access(plan: Bound, slot: int) -> Access:
     """All bytes of a slot."""
     size = max(1, plan.bytes_of(slot))
     start = plan.offsets.get(slot)
     return Access(slot, 0, size) if start is None else Access(ARENA, start, start + size)
 
 
-def biggest(plan: BoundPlan, cause: str, most: int = 5) -> str:
+def biggest(plan: Bound, cause: str, most: int = 5) -> str:
     """What memory ran out for: the biggest arrays of a plan, and where they are made."""
     program = plan.program
     sizes = {i: plan.bytes_of(i) for i in plan.used}

@@ -15,7 +15,7 @@ import daceml_train as dt
 from daceml_train.driver import TrainingStep
 from tests.driver.conformity import assert_tensors_conform, distance
 from tests.driver.networks import mlp
-from tests.runtime.emulation import Emulated, emulated
+from tests.runtime.emulation import Emulated, EmulatedCuda, emulated
 
 pytestmark = pytest.mark.compiled
 
@@ -116,6 +116,17 @@ def test_steps_equal_pytorch(network: str, schedule: str) -> None:
         assert device.replays == 0 and not both.step.recorders
     else:
         assert device.replays == 3 and both.recorder.recorded == 1 and both.recorder.reasons == []
+
+
+@pytest.mark.parametrize("network", ["attention"])
+def test_steps_in_cuda_kernels(network: str) -> None:
+    """The kernels that a GPU would run, in the emulator."""
+    model, batch, loss = NETWORKS[network]
+    with emulated(Emulated(EmulatedCuda())) as device:
+        both = Both(model(), loss, adam if network == "mlp" else sgd)
+        for _ in range(3):
+            both.run(*batch())
+    assert both.step.breaks == [] and device.replays == 2
 
 
 def test_several_streams() -> None:

@@ -21,8 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from daceml_train.codegen.compile import compile_kernels, load
+from daceml_train.codegen.cuda.launch import CudaCode
 from daceml_train.codegen.launch import KernelCode
-from daceml_train.runtime.device import GPU, Capability, ProcessorToolchain, Progress, Toolchain, standing_in
+from daceml_train.runtime.cuda_toolchain import CudaToolchain
+from daceml_train.runtime.device import GPU, Capability, ProcessorToolchain, Progress, Toolchain
+from daceml_train.runtime.placement import standing_in
+from tests.codegen.cuda.running import emulated as library_of
 
 LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
@@ -50,6 +54,25 @@ class HostKernels(ProcessorToolchain):
 
             self._entries.append(LAUNCH(launch))
             made[key] = ctypes.cast(self._entries[-1], ctypes.c_void_p).value or 0, path
+        return made
+
+
+class EmulatedCuda(CudaToolchain):
+    """CUDA kernels, run by the emulator of `tests/codegen/cuda`."""
+
+    def __init__(self) -> None:
+        super().__init__((9, 0), 2)
+        self.name = f"emulated, {self.name}"
+
+    def addresses(
+        self, codes: Sequence[KernelCode], folder: Path, jobs: int | None, progress: Progress | None
+    ) -> dict[str, tuple[int, Path]]:
+        kernels = [code for code in codes if isinstance(code, CudaCode)]
+        library = library_of(kernels)
+        made = {}
+        for code in kernels:
+            entry = ctypes.cast(getattr(library, f"launch_{code.key}"), ctypes.c_void_p)
+            made[code.key] = entry.value or 0, Path(library._name)
         return made
 
 
