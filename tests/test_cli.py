@@ -4,8 +4,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import daceml_train as dt
 from daceml_train.cli import main
+from daceml_train.exploration import Session
 
 MODEL = """
 import torch
@@ -55,6 +59,50 @@ def test_pages_and_traces(model: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "copy bandwidth" in capsys.readouterr().out
 
 
+def saved(model: str, path: Path) -> Path:
+    """A session of the model, with one place kept by hand."""
+    session = Session(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(3, 4))
+    session.apply(session.matches(pass_="fuse_elementwise", module_path="1")[0])
+    return session.save(path)
+
+
+def test_replay(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = saved(model, tmp_path / "mine.json")
+    again = tmp_path / "again.py"
+    assert main(["replay", str(path), f"{model}:step", "-o", str(again)]) == 0
+    said = capsys.readouterr().out
+    assert "1 of 1 steps applied" in said
+    assert "fuse_elementwise" in said
+    assert dt.Pipeline.of(again) == dt.Pipeline.of(path)
+    assert main(["replay", str(path), f"{model}:module"]) == 1
+    assert "no operator belongs to module '1'" in capsys.readouterr().out
+    path.write_text(path.read_text()[:40])
+    assert main(["replay", str(path), f"{model}:step"]) == 1
+    assert "is no JSON" in capsys.readouterr().err
+    assert main(["replay", str(tmp_path / "nothing.json"), f"{model}:step"]) == 1
+    assert "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.compiled
+def test_replay_verifies(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "training.txt"
+    path.write_text(str(dt.TRAINING))
+    assert main(["replay", str(path), f"{model}:step", "--verify"]) == 0
+    said = capsys.readouterr().out
+    assert "all right: 1 result, 4 updates, 4 gradients; compared with PyTorch in float64" in said
+
+
+def test_diff(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, numbers = saved(model, tmp_path / "mine.json"), tmp_path / "diff.json"
+    assert main(["diff", "none", str(path), f"{model}:step", "--json", str(numbers)]) == 0
+    said = capsys.readouterr().out
+    assert "+at_place(apply='fuse_elementwise()', module='1'" in said
+    told = json.loads(numbers.read_text())
+    assert told["bytes"][1] < told["bytes"][0]
+    assert main(["diff", "training", "nothing.json", f"{model}:step"]) == 1
+    assert "cannot be read" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("place", "reason"),
     [
@@ -100,7 +148,10 @@ def test_wrong_use_is_status_2(arguments: list[str]) -> None:
     assert ended.value.code == 2
 
 
-@pytest.mark.parametrize("command", ["", "report", "trace", "roofline", "cache", "doctor"])
+@pytest.mark.parametrize(
+    "command",
+    ["", "report", "run", "trace", "roofline", "replay", "diff", "explain", "bisect", "passes", "cache", "doctor"],
+)
 def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*command.split(), "--help"])

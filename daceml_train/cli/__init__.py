@@ -1,4 +1,4 @@
-"""The command `daceml-train`: report on a model, look after the cache, check the installation.
+"""The command `daceml-train`: report on a model, apply and compare pipelines, look after cache and installation.
 
 Exit status: 0 well, 1 something is wrong with the model or the installation, 2 wrong use of the command.
 """
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from daceml_train.cli import catalogue, debugging, doctor, reports
+from daceml_train.cli import catalogue, debugging, doctor, reports, sessions
 from daceml_train.cli.failing import Failure
 
 
@@ -31,6 +31,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"daceml_train {version('daceml_train')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for family in (reports, debugging, catalogue, doctor):
+    for family in (reports, sessions, debugging, catalogue, doctor):
         family.add(commands)
     return parser

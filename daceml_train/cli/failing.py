@@ -10,6 +10,6 @@ class Failure(Exception):
 
 
 def say(text: str) -> None:
-    """Progress, on a terminal only."""
+    """Progress, on a terminal only; nothing clears the line."""
     if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="" if text[-1] != "." else "\n", file=sys.stderr, flush=True)
+        print(f"\r\033[K{text}", end="\n" if text.endswith(".") else "", file=sys.stderr, flush=True)

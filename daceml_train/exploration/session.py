@@ -24,6 +24,9 @@ own. The session begins with the captured and differentiated graph, in front of 
     dt.compare(session, other)          two sessions, or pipelines on one session, side by side (`Comparison`)
     session.version                     a number that every change of the graph makes another one
 
+`progress` is called with (kernels done, kernels in all) while `verify` or `measure` compile; both may run in another
+thread while the session goes on.
+
 A match is valid in the state in which it was found. Afterwards, `apply` and `preview` refuse it and name what was done
 in between. Whatever fails leaves the session as it was.
 """
@@ -31,6 +34,7 @@ in between. Whatever fails leaves the session as it was.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,8 +75,11 @@ class Session(History):
         pipeline: Pipeline | str | Path | None = None,
         cache: Path | str | None = None,
         random: Randomness = "seeded",
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        chosen = driver_options(Pipeline() if pipeline is None else pipeline, cache, dynamic=False, random=random)
+        chosen = driver_options(
+            Pipeline() if pipeline is None else pipeline, cache, progress=progress, dynamic=False, random=random
+        )
         catalog.load()
         options = dataclasses.replace(chosen, pipeline=Pipeline())
         super().__init__(Subject.of(model, inputs, loss, optimizer, options), options)

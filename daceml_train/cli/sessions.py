@@ -1,0 +1,120 @@
+"""replay, diff: what was kept by hand, applied to a model, and what one pipeline does otherwise than another."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from daceml_train.cli.failing import Failure, say
+from daceml_train.cli.models import add_inputs, as_tuple, made_by
+
+_MODEL = (
+    "as for report: a function that returns (module, inputs) or (module, inputs, loss, optimizer), or an ONNX model"
+)
+
+
+def add(commands: Any) -> None:
+    """Make the commands known."""
+    replay = commands.add_parser(
+        "replay",
+        help="apply a saved session or pipeline to a model, and check it",
+        description="Apply the passes of a file that Session.save or a pipeline wrote to a model's training graph, and "
+        "list what did not match, and why. Exit status 1 if something did not match or is wrong.",
+    )
+    replay.add_argument("file", type=Path, metavar="FILE.json|.txt|.py", help="read as data; nothing in it is run")
+    replay.add_argument("model", metavar="MODEL.py:FACTORY|FILE.onnx", help=_MODEL)
+    add_inputs(replay)
+    replay.add_argument("--verify", action="store_true", help="compile, and compare with PyTorch and float64")
+    replay.add_argument("--measure", action="store_true", help="time it beside the default pipeline and PyTorch")
+    replay.add_argument("--runs", type=int, default=20, metavar="N", help="runs to measure (default: %(default)s)")
+    replay.add_argument("-o", "--output", type=Path, metavar="FILE", help="write what was applied: .json, .txt or .py")
+    replay.set_defaults(run=_replay)
+
+    diff = commands.add_parser(
+        "diff",
+        help="two pipelines on one model, side by side",
+        description="Bytes, memory, operations, kernels and, if measured, time of a model under two pipelines, the "
+        "passes that only one of them has, and the modules where the bytes differ.",
+    )
+    pipeline = "a file that holds a pipeline or saved session, or training, inference, none"
+    diff.add_argument("a", help=pipeline)
+    diff.add_argument("b", help="the same")
+    diff.add_argument("model", metavar="MODEL.py:FACTORY|FILE.onnx", help=_MODEL)
+    add_inputs(diff)
+    diff.add_argument("--measure", action="store_true", help="compile both and run them in turn")
+    diff.add_argument("--runs", type=int, default=20, metavar="N", help="runs to measure (default: %(default)s)")
+    diff.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there, too")
+    diff.set_defaults(run=_diff)
+
+
+def _session(options: argparse.Namespace) -> Any:
+    """A session of the model that was named."""
+    from daceml_train.exploration import Session
+
+    module, inputs, *training = made_by(options.model, options)
+    loss, optimizer = training or (None, None)
+    say("capturing")
+    return Session(module, *as_tuple(inputs), loss=loss, optimizer=optimizer, progress=_compiling)
+
+
+def _compiling(done: int, of: int) -> None:
+    say(f"kernels: {done} of {of}")
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from daceml_train.errors import DacemlError
+    from daceml_train.passes.pipeline import Pipeline
+    from daceml_train.transformations import catalog
+
+    try:
+        catalog.load()
+        pipeline = Pipeline.of(options.file)  # an unreadable file is said before a model is captured
+        session = _session(options)
+        say(f"applying {len(pipeline)} passes")
+        told = session.replay(pipeline)
+        say("")
+        print(told)
+        well = not told.missed
+        if options.verify:
+            say("verifying")
+            verified = session.verify()
+            say("")
+            print(verified)
+            well = well and bool(verified)
+        if options.measure:
+            say("measuring")
+            measured = session.measure(options.runs)
+            say("")
+            print(measured)
+        if options.output is not None:
+            print(f"written to {session.save(options.output)}")
+    except DacemlError as error:
+        raise Failure(str(error)) from error
+    return 0 if well else 1
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from daceml_train.errors import DacemlError
+    from daceml_train.exploration import compare
+
+    try:
+        a, b = _pipeline(options.a), _pipeline(options.b)
+        told = compare(a, b, _session(options), measure=options.measure, repeats=options.runs)
+    except DacemlError as error:
+        raise Failure(str(error)) from error
+    say("")
+    print(f"a: {options.a}\nb: {options.b}\n{told}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(told.as_dict(), indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _pipeline(name: str) -> Any:
+    """A pipeline that comes with the package, or that of a file."""
+    from daceml_train.passes.pipeline import Pipeline
+    from daceml_train.transformations.pipelines import INFERENCE, TRAINING
+
+    known = {"training": TRAINING, "inference": INFERENCE, "none": Pipeline()}
+    return known[name] if name in known else Pipeline.of(Path(name))
