@@ -21,13 +21,13 @@ def for_device(graph: Graph, device: Device) -> Graph:
         with made.at(node.origin):
             if isinstance(node.op, FusedAttention):
                 values = _written_out(node.op, [made.value(n) for n in operands])
-                names |= dict(zip(node.outputs, (v.name for v in values), strict=True))
             else:
-                made.append(node.op, operands, node.outputs, node.origin)
+                values = made.append(node.op, operands)
+        names |= dict(zip(node.outputs, (v.name for v in values), strict=True))
     return graph.finish(made, names)
 
 
-def _written_out(op: FusedAttention, operands: list[Value]) -> tuple[Value, Value]:
+def _written_out(op: FusedAttention, operands: list[Value]) -> tuple[Value, ...]:
     """Y and logsumexp, by products, masks and a softmax."""
     q, k, v, *rest = operands
     flat = {
