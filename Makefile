@@ -8,7 +8,7 @@ ARGS ?=             # passed on: make test ARGS="-k softmax"
 VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench traffic conformance-ops conformance-models conformance-onnx fuzz orders clean
+.PHONY: help setup demo test lint bench traffic conformance-ops conformance-models conformance-onnx fuzz orders gpu-bundle test-gpu bench-gpu clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,17 @@ fuzz: setup ## random models against PyTorch and float64 (ARGS="--models 50 --se
 
 orders: setup ## every prefix and 200 random orders of the passes on the twelve networks (ARGS=)
 	@$(VENV_PYTHON) -m benchmarks.orders $(ARGS)
+
+GPU_PYTHON ?= $(if $(wildcard $(VENV_PYTHON)),$(VENV_PYTHON),$(PYTHON))
+
+gpu-bundle: ## wheels to carry to a machine with a GPU and no network, into gpu_bundle/
+	@$(GPU_PYTHON) scripts/gpu.py bundle $(ARGS)
+
+test-gpu: ## tests on a CUDA device (GPU_PYTHON=, a Python with PyTorch; ARGS=)
+	@$(GPU_PYTHON) scripts/gpu.py test $(ARGS)
+
+bench-gpu: ## measurements on a CUDA device (GPU_PYTHON=, ARGS="--only kernels")
+	@$(GPU_PYTHON) scripts/gpu.py bench $(ARGS)
 
 clean: ## remove what builds and tests leave behind; .venv stays
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .dacecache _dacegraphs
