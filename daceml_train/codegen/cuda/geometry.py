@@ -82,7 +82,8 @@ def choose(loops: Loops, phases: Phases) -> Geometry:
         team = team if isinstance(lanes, int) else 256
         return Geometry(team, team, width, 2, resident=False, ragged=ragged)
     count = -(-fragments // team)
-    return Geometry(max(128, team), team, width, count, full=lanes == team * width * count, ragged=ragged)
+    threads = 128 if team <= 32 else team  # more than a warp: the block, for its barriers
+    return Geometry(threads, team, width, count, full=lanes == team * width * count, ragged=ragged)
 
 
 def _power(number: int) -> int:
@@ -102,7 +103,7 @@ def _width(loops: Loops) -> tuple[int, bool]:
     types = [array.dtype for array in loops.reads] + [array.dtype for array in loops.results]
     arrays = zip(types, loops.memory + loops.stores, strict=True)
     unit = [(dtype.bytes, strides) for dtype, strides in arrays if same(strides.get(inner, 0), 1)]
-    if not unit:
+    if not unit or (len(loops.lane_axes) > 1 and not isinstance(size, int)):
         return 1, False
     narrow = [b for b, _ in unit if b > 1] or [1]
     width = min(8, VECTOR // min(narrow)) if narrow != [1] else VECTOR
@@ -124,7 +125,8 @@ def _held(loops: Loops, phases: Phases) -> float:
         seen = [v for stage in rows.stages for v in stage.loads]
         again = {v for v in seen if seen.count(v) > 1 and loops.leaves[v].op is None}
         sums = [n for stage in rows.stages for n in stage.columns]
+        others = max(sum(loops.leaves[v].op is None and v not in again for v in stage.loads) for stage in rows.stages)
         loads = sum(max(2, loops.leaves[v].dtype.bytes) / 4 for v in again)
         kept = sum(max(4, loops.leaves[v].dtype.bytes) / 4 for v in [*rows.kept, *sums])
-        most = max(most, loads + kept)
+        most = max(most, loads + kept + others / 2)  # the compiler reads what is read once a little ahead
     return most

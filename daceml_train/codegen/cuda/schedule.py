@@ -36,11 +36,12 @@ for _name in ("GPU_Blocks", "GPU_Lanes", "GPU_Team", "GPU_Columns", "GPU_Once", 
     dtypes.ScheduleType.register(_name)
     dtypes.SCOPEDEFAULT_SCHEDULE[dtypes.ScheduleType[_name]] = dtypes.ScheduleType.Sequential
     dtypes.SCOPEDEFAULT_STORAGE[dtypes.ScheduleType[_name]] = dtypes.StorageType.Register
-dtypes.StorageType.register("GPU_Fragment")
+for _name in ("GPU_Fragment", "GPU_Square"):
+    dtypes.StorageType.register(_name)
 BLOCKS, LANES, TEAM = (dtypes.ScheduleType[n] for n in ("GPU_Blocks", "GPU_Lanes", "GPU_Team"))
 COLUMNS, ONCE, TURN = (dtypes.ScheduleType[n] for n in ("GPU_Columns", "GPU_Once", "GPU_Turn"))
 FRAGMENT = dtypes.StorageType.GPU_Fragment
-SHARED = dtypes.StorageType.GPU_Shared
+SQUARE = dtypes.StorageType.GPU_Square
 
 
 @registry.autoregister_params(name="cudablocks")
@@ -86,7 +87,7 @@ class ThreadGenerator(TargetCodeGenerator):
         self.emitters = emitters
         for schedule in emitters:
             frame.dispatcher.register_map_dispatcher(schedule, self)
-        for storage in (FRAGMENT, SHARED):
+        for storage in (FRAGMENT, SQUARE):
             frame.dispatcher.register_array_dispatcher(storage, self)
             generic = frame.dispatcher.get_generic_node_dispatcher()  # asked for, though maps emit their own accesses
             for other in dtypes.StorageType:
@@ -104,7 +105,7 @@ class ThreadGenerator(TargetCodeGenerator):
     ) -> None:  # fmt: skip
         """Fragments of each thread, or an array of the block."""
         name, kind = node.data, desc.dtype.ctype
-        if desc.storage == SHARED:
+        if desc.storage == SQUARE:
             declared.write(f"__shared__ {kind} {name}[{SIDE * (SIDE + 1)}];")
         else:
             declared.write(f"vm::Pack<{kind}, V> {name}[PASSES] = {{}};")
@@ -191,7 +192,7 @@ class ThreadGenerator(TargetCodeGenerator):
         for e in m.reduced:
             kind, kept = e.src_conn.split("_", 1)
             wide = m.sdfg.arrays[e.data.data].dtype.ctype
-            lines.append(f"{wide} all_of_{kept} = {IDENTITY[kind].format(t=wide)};")
+            lines.append(f"{wide} whole_of_{kept} = {IDENTITY[kind].format(t=wide)};")
         if resident:
             lines += ["{", "const int64_t pass = lane_begin;"]
         else:
@@ -217,7 +218,7 @@ class ThreadGenerator(TargetCodeGenerator):
         inner = m.entry.map.params[-1]
         lines += [f"const int64_t first = {inner};", "#pragma unroll", "for (int v = 0; v < V; ++v) {"]
         guard = self.geometry.ragged
-        lines.append("if (V == 1 || lane + v < lane_end) {" if guard else "{")
+        lines.append("if (lane + v < lane_end) {" if guard else "{")
         lines.append(f"const int64_t {inner} = first + v;")
         for e in m.reads:
             if e in packed:
@@ -241,16 +242,16 @@ class ThreadGenerator(TargetCodeGenerator):
         for e in m.reduced:
             kind, kept = e.src_conn.split("_", 1)
             wide = m.sdfg.arrays[e.data.data].dtype.ctype
-            more = COMBINE[kind].format(t=wide, a=f"all_of_{kept}", b=f"({wide}){kind}_of_{kept}")
-            lines.append(f"all_of_{kept} = {more};")
+            more = COMBINE[kind].format(t=wide, a=f"whole_of_{kept}", b=f"({wide}){kind}_of_{kept}")
+            lines.append(f"whole_of_{kept} = {more};")
         return [*lines, "}", *self.reduce(m)]
 
     def load(self, m: _Map, e: Any) -> list[str]:
         """A fragment from memory: at once where it is contiguous, else element by element."""
         step, name, rest = m.step(e), f"in_{e.dst_conn}[k]", "lane_end - lane"
         if step == 1:
-            return [f"vm::load<RAGGED>({name}, {m.address(e)}, {rest});"]
-        guard = "if (V == 1 || lane + v < lane_end) " if self.geometry.ragged else ""
+            return [f"vm::load<WIDE, RAGGED>({name}, {m.address(e)}, {rest});"]
+        guard = "if (lane + v < lane_end) " if self.geometry.ragged else ""
         text = f"{name}[v] = ({m.address(e)})[v * ({cpp.sym2cpp(step)})];"
         return ["#pragma unroll", f"for (int v = 0; v < V; ++v) {guard}{text}"]
 
@@ -258,8 +259,8 @@ class ThreadGenerator(TargetCodeGenerator):
         """A fragment to memory."""
         step, name = m.step(e), f"out_{e.src_conn}"
         if step == 1:
-            return [f"vm::store<RAGGED>({m.address(e)}, {name}, lane_end - lane);"]
-        guard = "if (V == 1 || lane + v < lane_end) " if self.geometry.ragged else ""
+            return [f"vm::store<WIDE, RAGGED>({m.address(e)}, {name}, lane_end - lane);"]
+        guard = "if (lane + v < lane_end) " if self.geometry.ragged else ""
         text = f"({m.address(e)})[v * ({cpp.sym2cpp(step or 0)})] = {name}[v];"
         return ["#pragma unroll", f"for (int v = 0; v < V; ++v) {guard}{text}"]
 
@@ -270,12 +271,12 @@ class ThreadGenerator(TargetCodeGenerator):
             kind, kept = e.src_conn.split("_", 1)
             wide, target = m.sdfg.arrays[e.data.data].dtype.ctype, e.data.data
             if target.startswith("total_"):
-                lines.append(f"{target} = {COMBINE[kind].format(t=wide, a=target, b=f'all_of_{kept}')};")
+                lines.append(f"{target} = {COMBINE[kind].format(t=wide, a=target, b=f'whole_of_{kept}')};")
             else:
                 together.setdefault((kind, wide), []).append((kept, target))
         for (kind, wide), pairs in together.items():
             functor = f"vm::{kind}_" if kind in ("max", "min") else f"vm::{kind}"
-            lines.append(f"{{ {wide} row[{len(pairs)}] = {{{', '.join(f'all_of_{kept}' for kept, _ in pairs)}}};")
+            lines.append(f"{{ {wide} row[{len(pairs)}] = {{{', '.join(f'whole_of_{kept}' for kept, _ in pairs)}}};")
             lines.append(f"vm::over_group<{functor}, TEAM>(row);")
             for i, (_, target) in enumerate(pairs):
                 lines.append(f"{target} = {COMBINE[kind].format(t=wide, a=target, b=f'row[{i}]')};")
@@ -311,7 +312,7 @@ class _Map:
 
     def kept(self, e: Any) -> bool:
         """Whether an edge touches fragments or shared memory."""
-        return self.sdfg.arrays[e.data.data].storage in (FRAGMENT, SHARED)
+        return self.sdfg.arrays[e.data.data].storage in (FRAGMENT, SQUARE)
 
     def _depends(self, e: Any, parameters: list[str]) -> list[Any]:
         """The strides of the dimensions that an edge indexes by these loops."""

@@ -20,7 +20,7 @@ from dace.sdfg.state import LoopRegion
 
 from daceml_train.codegen.arrays import Array
 from daceml_train.codegen.cuda.plan import CudaPlan
-from daceml_train.codegen.cuda.schedule import BLOCKS, COLUMNS, FRAGMENT, LANES, ONCE, SHARED, SIDE, SLICES, TEAM, TURN
+from daceml_train.codegen.cuda.schedule import BLOCKS, COLUMNS, FRAGMENT, LANES, ONCE, SQUARE, SIDE, SLICES, TEAM, TURN
 from daceml_train.codegen.parts import TYPES, Code, Over, after, call, indices, outside, scalar, sym
 from daceml_train.codegen.phases import Columns, Rows
 from daceml_train.codegen.sdfg import FLUSH, Builder
@@ -75,7 +75,7 @@ class CudaBuilder(Builder):
             sdfg.add_array(name, shape or [1], TYPES[array.dtype], storage=FRAGMENT, transient=True)
         elif name in self.plan.squares:
             strides = (SIDE + 1, 1)
-            sdfg.add_array(name, (SIDE, SIDE), TYPES[array.dtype], SHARED, transient=True, strides=strides)
+            sdfg.add_array(name, (SIDE, SIDE), TYPES[array.dtype], SQUARE, transient=True, strides=strides)
         else:
             sdfg.add_array(name, shape or [1], TYPES[array.dtype], strides=self._strides(array) or [1])
 

@@ -1,8 +1,8 @@
 """Source: the CUDA text of a kernel, from its SDFG by DaCe's code generator.
 
 One namespace per kernel, `k_<key>`, so that the kernels of a program stand in one file. What threads do is a template
-over the width of fragments: the host function `launch_<key>` takes 16-byte accesses where all pointers and strides
-allow, else single elements.
+over WIDE: the host function `launch_<key>` has fragments read and written 16 bytes at a time where all pointers and
+strides allow, else element by element.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from daceml_train.codegen.cuda.schedule import BlockGenerator, ThreadGenerator
 from daceml_train.codegen.cuda.sdfg import CudaBuilder
 from daceml_train.tensor import same
 
-_STRUCT = """template <int V_> struct Device {{
-    static constexpr int V = V_, THREADS = {threads}, TEAM = {team}, TEAMS = {teams}, CAPACITY = {capacity};
-    static constexpr int PASSES = {passes};
-    static constexpr bool RAGGED = {ragged} && V > 1;
+_STRUCT = """template <bool WIDE> struct Device {{
+    static constexpr int V = {width}, THREADS = {threads}, TEAM = {team}, TEAMS = {teams}, PASSES = {fragments};
+    static constexpr int CAPACITY = {capacity};
+    static constexpr bool RAGGED = {ragged};
     VM int vm_member() {{ return (int)threadIdx.x % TEAM; }}
     VM int vm_team() {{ return (int)threadIdx.x / TEAM; }}
     VM int64_t vm_width() {{ return V; }}
@@ -38,10 +38,9 @@ def source(plan: CudaPlan, key: str) -> str:
         builder = CudaBuilder(plan, "body")
         functions, kernels, host, passed = _generate(builder)
     g = plan.geometry
-    flat = plan.loops.mode == "flat" and not plan.loops.squares
     struct = _STRUCT.format(
-        threads=g.threads, team=g.team, teams=g.teams, capacity=g.capacity,
-        passes=g.fragments if flat else "CAPACITY / (TEAM * V)", ragged=str(g.ragged).lower(),
+        width=g.width, threads=g.threads, team=g.team, teams=g.teams, fragments=g.fragments, capacity=g.capacity,
+        ragged=str(g.ragged).lower(),
     )  # fmt: skip
     types = _types(plan, builder.top)
     texts = [f"namespace k_{key} {{\n", struct, functions, "};\n"]
@@ -49,22 +48,22 @@ def source(plan: CudaPlan, key: str) -> str:
         used = [a for a in passed if re.search(rf"\b{a}\b", body)]
         signature = ", ".join(f"{types[a]} {a}" for a in used)
         texts.append(
-            f"template <int V> __global__ void __launch_bounds__({threads}) {name}({signature}) {{\n"
+            f"template <bool WIDE> __global__ void __launch_bounds__({threads}) {name}({signature}) {{\n"
             f"    const int64_t block = blockIdx.x;\n{_calls(body, name)}\n}}\n"
         )
-        width = "1" if name.startswith(("scalars", "columns")) else "V"
-        call = f"if (!error) error = vm::launch({name}<{width}>, \\1, {threads}, stream, {', '.join(used)});"
+        wide = "false" if name.startswith(("scalars", "columns")) else "WIDE"
+        call = f"if (!error) error = vm::launch({name}<{wide}>, \\1, {threads}, stream, {', '.join(used)});"
         host = re.sub(rf"LAUNCH\({name}, (.*), \d+\)", call.replace(", );", ");"), host)
     arguments = ", ".join(f"{types[a]} {a}" for a in passed)
-    texts.append(f"template <int V> static int run({', '.join(filter(None, [arguments, 'void* stream']))}) {{\n")
+    texts.append(f"template <bool WIDE> static int run({', '.join(filter(None, [arguments, 'void* stream']))}) {{\n")
     texts.append(f"    int error = 0;\n{host}\n    return error;\n}}\n}}  // namespace k_{key}\n\n")
     return "".join(texts) + entry(plan, passed, types, key)
 
 
 def _calls(body: str, kernel: str) -> str:
     """Calls of functions of the device, which depend on the width."""
-    width = "1" if kernel.startswith(("scalars", "columns")) else "V"
-    return re.sub(r"\bbody_", f"Device<{width}>::body_", body)
+    wide = "false" if kernel.startswith(("scalars", "columns")) else "WIDE"
+    return re.sub(r"\bbody_", f"Device<{wide}>::body_", body)
 
 
 def _generate(builder: CudaBuilder) -> tuple[str, list[tuple[str, int, str]], str, list[str]]:
@@ -127,8 +126,8 @@ def entry(plan: CudaPlan, passed: list[str], types: dict[str, str], key: str) ->
     texts = ", ".join([*passed, "stream"])
     if g.width > 1:
         lines.append(f"    const bool wide = {' && '.join(_conditions(plan))};")
-        lines.append(f"    if (wide) return k_{key}::run<{g.width}>({texts});")
-    lines.append(f"    return k_{key}::run<1>({texts});")
+        lines.append(f"    if (wide) return k_{key}::run<true>({texts});")
+    lines.append(f"    return k_{key}::run<false>({texts});")
     return "\n".join([*lines, "}", ""])
 
 
@@ -137,8 +136,6 @@ def _conditions(plan: CudaPlan) -> list[str]:
     loops, width = plan.loops, plan.geometry.width
     inner, known = loops.lane_axes[-1].name, plan.integers()
     found: dict[str, None] = {}
-    if len(loops.lane_axes) > 1:
-        found[f"{inner}_size % {width} == 0"] = None
     for name, array in plan.arrays.named.items():
         if inner not in array.axes:
             continue

@@ -18,9 +18,9 @@ EMULATOR = Path(__file__).parent / "native"
 FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 
 
-def emulated(codes: Sequence[CudaCode]) -> ctypes.CDLL:
+def emulated(codes: Sequence[CudaCode], barriers: bool = True) -> ctypes.CDLL:
     """The library of kernels as programs of the CPU, from the cache."""
-    content = text(codes)
+    content = text(codes) if barriers else f"#define WITHOUT_BARRIERS\n{text(codes)}"
     version = [content, *(p.read_text() for p in sorted([*HEADERS.glob("*.cuh"), *EMULATOR.glob("*.h")]))]
     path = default_folder() / "emulated" / f"{hashlib.sha256(chr(0).join(version).encode()).hexdigest()[:24]}.so"
     if not path.exists():
@@ -28,7 +28,7 @@ def emulated(codes: Sequence[CudaCode]) -> ctypes.CDLL:
         made = path.with_suffix(f".{os.getpid()}")
         source = made.with_suffix(f".{os.getpid()}.cpp")
         source.write_text(content)
-        command = ["g++", "-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-DVM_EMULATOR", "-fvisibility=hidden"]
+        command = ["g++", "-std=c++20", "-O0", "-w", "-fPIC", "-shared", "-DVM_EMULATOR", "-fvisibility=hidden"]
         run = subprocess.run(
             [*command, f"-I{HEADERS}", f"-I{EMULATOR}", str(source), "-o", str(made)], capture_output=True, text=True
         )
@@ -42,10 +42,12 @@ def code_of(case: Case) -> CudaCode:
     return generate(case.kernel, [*map(layout, case.inputs)], [*map(layout, case.outputs)])
 
 
-def run(case: Case, code: CudaCode, library: ctypes.CDLL, blocks: int = 0, processors: int = 2) -> None:
+def run(
+    case: Case, code: CudaCode, library: ctypes.CDLL, blocks: int = 0, symbols: dict[str, int] | None = None
+) -> None:
     """One launch. Scratch holds rubbish before."""
-    blocks = blocks or min(6, code.blocks(lambda size: number(size, blocks=1), processors))
-    known = {"blocks": blocks}
+    known = {"blocks": 1, **(symbols or {})}
+    known["blocks"] = blocks or min(6, code.blocks(lambda size: number(size, **known), 2))
     integers = (ctypes.c_int64 * len(code.integers))(*(number(i, **known) for i in code.integers))
     scratch = [torch.full((number(s, **known) + 64,), 255, dtype=torch.uint8) for s in code.scratch]
     updated = {i for i, _ in case.kernel.updates}

@@ -30,20 +30,23 @@ template <> struct Word<4> { typedef uint32_t type; };
 template <> struct Word<2> { typedef uint16_t type; };
 template <> struct Word<1> { typedef uint8_t type; };
 
-// The first `count` elements of a fragment, which has V. `from` is aligned to min(16, V * sizeof(T)) bytes.
-template <bool RAGGED, typename T, int V> VM void load(Pack<T, V>& to, const T* __restrict__ from, int64_t count) {
-  if (!RAGGED || count >= V) {
+// The first `count` elements of a fragment, which has V. WIDE: at min(16, V * sizeof(T)) bytes a time, to which the
+// pointer is aligned; else element by element. RAGGED: there may be less than V.
+template <bool WIDE, bool RAGGED, typename T, int V>
+VM void load(Pack<T, V>& to, const T* __restrict__ from, int64_t count) {
+  if (WIDE && (!RAGGED || count >= V)) {
     constexpr int B = V * sizeof(T) < 16 ? V * sizeof(T) : 16, N = V * sizeof(T) / B;
     typedef typename Word<B>::type W;
 #pragma unroll
     for (int i = 0; i < N; ++i) reinterpret_cast<W*>(to.at)[i] = reinterpret_cast<const W*>(from)[i];
   } else {
 #pragma unroll
-    for (int i = 0; i < V; ++i) to.at[i] = i < count ? from[i] : T();
+    for (int i = 0; i < V; ++i) to.at[i] = !RAGGED || i < count ? from[i] : T();
   }
 }
-template <bool RAGGED, typename T, int V> VM void store(T* __restrict__ to, const Pack<T, V>& from, int64_t count) {
-  if (!RAGGED || count >= V) {
+template <bool WIDE, bool RAGGED, typename T, int V>
+VM void store(T* __restrict__ to, const Pack<T, V>& from, int64_t count) {
+  if (WIDE && (!RAGGED || count >= V)) {
     constexpr int B = V * sizeof(T) < 16 ? V * sizeof(T) : 16, N = V * sizeof(T) / B;
     typedef typename Word<B>::type W;
 #pragma unroll
@@ -51,7 +54,7 @@ template <bool RAGGED, typename T, int V> VM void store(T* __restrict__ to, cons
   } else {
 #pragma unroll
     for (int i = 0; i < V; ++i)
-      if (i < count) to[i] = from.at[i];
+      if (!RAGGED || i < count) to[i] = from.at[i];
   }
 }
 

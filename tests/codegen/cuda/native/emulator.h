@@ -39,9 +39,9 @@ struct Fiber {
 };
 static ucontext_t scheduler;
 static std::vector<std::unique_ptr<Fiber>> fibers;
-static std::vector<uint32_t> words[2];  // what threads show one another, in even and odd rounds
+struct Group { Meeting meeting; uint32_t shown[2][32]; };  // what threads show one another, in even and odd rounds
 static Meeting all;
-static std::map<uint64_t, Meeting> groups;  // by warp and mask
+static std::map<uint64_t, Group> groups;  // by warp and mask
 static const std::function<void()>* body;
 static int running, threads_of_block;
 
@@ -92,7 +92,6 @@ static inline int run_block(int64_t index, int threads) {
 }
 static inline int launch(const std::function<void()>& kernel, int64_t blocks, int threads) {
   while ((int)fibers.size() < threads) fibers.push_back(std::make_unique<Fiber>());
-  for (auto& shown : words) shown.assign(threads, 0);
   body = &kernel, threads_of_block = threads;
   std::vector<int64_t> order(blocks);
   for (int64_t i = 0; i < blocks; ++i) order[i] = i;
@@ -103,15 +102,20 @@ static inline int launch(const std::function<void()>& kernel, int64_t blocks, in
 }
 }  // namespace emulator
 
-static inline void __syncthreads() { emulator::meet(emulator::all, emulator::threads_of_block); }
+static inline void emulate_barrier() { emulator::meet(emulator::all, emulator::threads_of_block); }
 static inline uint32_t __shfl_xor_sync(uint32_t mask, uint32_t value, int across) {
   const unsigned me = threadIdx.x;
   auto& group = emulator::groups[(uint64_t)(me / 32) << 32 | mask];
-  auto& shown = emulator::words[group.round & 1];
-  shown[me] = value;
+  auto& shown = group.shown[group.meeting.round & 1];
+  shown[me % 32] = value;
   int threads = 0;
   for (uint32_t rest = mask; rest; rest &= rest - 1) ++threads;
-  emulator::meet(group, threads);
-  return shown[me ^ across];
+  emulator::meet(group.meeting, threads);
+  return shown[(me ^ across) % 32];
 }
 extern "C" __attribute__((visibility("default"))) void emulator_seed(uint64_t seed) { emulator::seed = seed | 1; }
+#ifndef WITHOUT_BARRIERS
+#define __syncthreads emulate_barrier
+#else
+#define __syncthreads()
+#endif
