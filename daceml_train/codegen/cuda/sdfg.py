@@ -20,7 +20,7 @@ from dace.sdfg.state import LoopRegion
 
 from daceml_train.codegen.arrays import Array
 from daceml_train.codegen.cuda.plan import CudaPlan
-from daceml_train.codegen.cuda.schedule import BLOCKS, COLUMNS, FRAGMENT, LANES, ONCE, SQUARE, SIDE, SLICES, TEAM, TURN
+from daceml_train.codegen.cuda.schedule import BLOCKS, COLUMNS, FRAGMENT, LANES, ONCE, SIDE, SLICES, SQUARE, TEAM, TURN
 from daceml_train.codegen.parts import TYPES, Code, Over, after, call, indices, outside, scalar, sym
 from daceml_train.codegen.phases import Columns, Rows
 from daceml_train.codegen.sdfg import FLUSH, Builder

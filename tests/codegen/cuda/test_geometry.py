@@ -72,7 +72,7 @@ def test_sizes_may_be_symbols():
         cases += [case("gelu", groups.bias_gelu, x, w), case("sum", groups.column_sum, x)]
         known = {6: rows_, 64: lanes}
 
-        def symbolic(x: torch.Tensor, known=known) -> Layout:
+        def symbolic(x: torch.Tensor, known=known, lanes=lanes) -> Layout:
             shape = tuple(known.get(s, s) for s in x.shape)
             strides = tuple(lanes if s == 64 else s for s in x.stride())
             return Layout(shape, strides, layout(x).dtype)
