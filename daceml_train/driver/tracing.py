@@ -8,6 +8,7 @@ import inspect
 import itertools
 import logging
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,19 @@ def traced(function: Callable[..., Any], owner: object, backend: Callable[..., A
     return torch.compile(types.MethodType(with_own_code(function), owner), backend=backend, **options)
 
 
+class _SaidOnce(set[Any]):
+    """The methods of loggers whose messages are for the first call only: they break no graph, and are left out."""
+
+    def __contains__(self, method: object) -> bool:
+        name = str(getattr(method, "__name__", ""))
+        if name.endswith("_once"):
+            warnings.warn(f"messages by a logger's {name} are left out of what daceml_train compiles", stacklevel=2)
+        return name.endswith("_once") or super().__contains__(method)
+
+
+_ONCE = _SaidOnce()
+
+
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
     """What holds while Dynamo may trace.
@@ -60,15 +74,17 @@ def tracing() -> Iterator[None]:
     logger, config = logging.getLogger("torch._subclasses.fake_tensor"), torch._dynamo.config
     before = logger.disabled, config.allow_rnn, symbols.use_duck_shape
     logger.disabled, config.allow_rnn, symbols.use_duck_shape = True, True, False
-    inner = getattr(config, "trace_autograd_ops", None)  # not known to every version
-    if inner is not None:
-        config.trace_autograd_ops = True
+    options: dict[str, Any] = {"trace_autograd_ops": True, "ignore_logging_functions": _ONCE}
+    options = {name: value for name, value in options.items() if hasattr(config, name)}  # not all in every version
+    theirs = {name: getattr(config, name) for name in options}
+    for name, value in options.items():
+        setattr(config, name, value)
     try:
         yield
     finally:
         logger.disabled, config.allow_rnn, symbols.use_duck_shape = before
-        if inner is not None:
-            config.trace_autograd_ops = inner
+        for name, value in theirs.items():
+            setattr(config, name, value)
 
 
 def has_effects(code: types.CodeType) -> bool:
