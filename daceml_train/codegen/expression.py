@@ -67,9 +67,23 @@ def elementwise(
     return text if kind is wanted else f"({wanted.c})({text})"
 
 
-def cast(op: Cast, text: str, source: DType) -> str:
-    """A conversion: to booleans by comparison with zero, else as C++ converts."""
+def rounded(text: str, dtype: DType) -> str:
+    """A value that is held in float, as the 16-bit float nearest to it."""
+    return f"vm::from_{dtype.name}(vm::to_{dtype.name}({text}))"
+
+
+def cast(op: Cast, text: str, source: DType, exact: bool = False) -> str:
+    """A conversion: to booleans by comparison with zero, else as C++ converts.
+
+    A value of 16 bits is rounded to them where it is converted, from another type or to one, unless it is `exact`
+    already; between conversions, results of operators keep float's digits until they are stored.
+    """
+    if source in HALVES and source is not op.dtype and not exact:
+        text = rounded(text, source)
+    narrow = op.dtype in HALVES and source is not op.dtype and source is not DType.bool
     target, source = computed(op.dtype), computed(source)
+    if narrow:
+        return rounded(text if source is target else f"({target.c}){text}", op.dtype)
     if target is source:
         return text
     if target is DType.bool:

@@ -144,3 +144,27 @@ def test_a_step_in_another_precision(precision: torch.dtype) -> None:
     assert step.breaks == []
     ours, eager, exact = ({n: p.detach() for n, p in m.named_parameters()} for m in (model, theirs, wide))
     compare(ours, eager, exact, precision)
+
+
+class Rounding(nn.Module):
+    """Conversions that are written to round: results are equal to eager's, to the last bit."""
+
+    def __init__(self, kind: torch.dtype) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor, w: Tensor) -> Any:
+        a, b = x.to(self.kind), w.to(self.kind)
+        narrow = (a * b).float() + 1
+        return a.float() - x, narrow, x + (x - a.float()).to(self.kind).float(), (x > 0).to(self.kind).double(), a
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_conversions_round(kind: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(7, 33), torch.randn(33)
+    compiled = dt.optimize(Rounding(kind))
+    for ours, eager in zip(compiled(x, w), Rounding(kind)(x, w), strict=True):
+        assert torch.equal(ours, eager)
+    state = state_of(compiled)
+    assert state is not None and not state.backend.breaks
