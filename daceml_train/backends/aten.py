@@ -292,7 +292,7 @@ CALLS: dict[str, Rule] = {
     "scatter": _scatter,
     "masked_put": lambda op, i, o: Call("aten::index_put", (Operand(0), (Operand(1),), Operand(2), False)),
     "masked_take": lambda op, i, o: Call("aten::index", (Operand(0), (Operand(1),)), overload="Tensor"),
-    "cumsum": lambda op, i, o: Call("aten::cumsum", (Operand(0), op.dim, None)),
+    "cumsum": lambda op, i, o: Call("aten::cumsum", (Operand(0), op.dim, o[0].dtype)),
     "sort": lambda op, i, o: Call(
         "aten::sort", (Operand(0), True, op.dim, op.descending), overload="stable", returns=(0, 1)
     ),

@@ -168,3 +168,15 @@ def test_conversions_round(kind: torch.dtype) -> None:
         assert torch.equal(ours, eager)
     state = state_of(compiled)
     assert state is not None and not state.backend.breaks
+
+
+class Counts(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        narrow = x.to(torch.int32)
+        return narrow.cumsum(0, dtype=torch.int32), narrow.cumsum(0), x.cumsum(0), x.half().cumsum(0)
+
+
+def test_running_sums_keep_the_type_that_is_asked_for() -> None:
+    x = torch.tensor([1.0, 3.0, 2.0, 5.0])
+    for ours, eager in zip(dt.optimize(Counts())(x), Counts()(x), strict=True):
+        assert ours.dtype is eager.dtype and torch.equal(ours, eager)
