@@ -23,6 +23,7 @@ from daceml_train.codegen.launch import KernelCode
 from daceml_train.driver.devices import for_device
 from daceml_train.driver.joint import Trained, joint_graph, refuse_sparse
 from daceml_train.driver.observation import Observation
+from daceml_train.driver.recomputed import Again, across, within
 from daceml_train.frontends.torch.draws import Randomness
 from daceml_train.graph.graph import Graph, Input, Role
 from daceml_train.graph.text import canonical_text
@@ -59,6 +60,8 @@ class PassRecord:
     matches: int = 0
     position: int = 0
     """Which of the pipeline's passes it is."""
+    flops: tuple[Dim, Dim] = (0, 0)
+    """Operations before and after."""
 
 
 @dataclass
@@ -81,6 +84,8 @@ class Record:
     """Whether the program came from the cache."""
     costs: list[Cost] = field(default_factory=list)
     """What each launch of the program is and moves."""
+    recomputed: list[Again] = field(default_factory=list)
+    """Arrays that are computed a second time instead of being kept."""
     executable: Executable | None = field(default=None, repr=False, compare=False)
     """What runs it in this process, once it is linked."""
 
@@ -193,6 +198,7 @@ def _differentiable(
     reached = [reaching(graph, (graph.outputs[i],)) for i in cotangents]
     sources = tuple(frozenset(k for k, names in enumerate(reached) if name in names) for name in gradients)
     halves = partition(joint, results)
+    record.recomputed = across(halves.forward, halves.backward)
     forward = _lowered(halves.forward, options, record, watch, device, results)
     reverse = Record(f"{graph.name} backward")
     taken = laid_out(halves.backward, dict(zip(halves.saved, forward.outputs[results:], strict=True)))
@@ -371,6 +377,7 @@ def _lowered(
     program = lower(graph, results, device)
     if options.observe:
         options.observe.program(record.name, graph, program)
+    record.recomputed += within(graph)
     record.costs = costs(graph, program.launches, program.nodes)
     record.flops = record.flops + total(cost.flops for cost in record.costs)
     for launch in (launch for each in program.all for launch in each.launches):
@@ -400,6 +407,7 @@ def _watcher(record: Record, options: Options) -> Watcher:
                 step.seconds,
                 step.matches,
                 step.position,
+                step.flops,
             )
         )
         if options.observe and step.graph is not None:
@@ -428,6 +436,7 @@ def _replay(record: Record, options: Options) -> None:
                 entry.matches,
                 entry.position,
                 len(passes),
+                flops=entry.flops,
             )
         )
 

@@ -43,6 +43,8 @@ class Step:
     """How many passes the pipeline has."""
     graph: Graph | None = field(default=None, repr=False, compare=False)
     """The pass's result; None where the program came from the cache."""
+    flops: tuple[Dim, Dim] = (0, 0)
+    """Operations before and after."""
 
 
 Watcher = Callable[[Step], None]
@@ -186,7 +188,7 @@ class Pipeline:
     # ---- running ------------------------------------------------------------------------------------------------
     def run(self, graph: Graph, levels: tuple[str, ...] = LEVELS, watch: Watcher | None = None) -> Graph:
         """Run the passes of `levels`, verifying after each; `watch` hears of each pass and sees its result."""
-        before: Dim = traffic(graph).bytes if watch is not None else 0
+        before = traffic(graph) if watch is not None else None
         for level in levels:
             notation.known_level(level)
         first = 0
@@ -196,15 +198,15 @@ class Pipeline:
                     continue
                 start = time.perf_counter()
                 result = checked(transformation, graph)
-                if watch is not None:
+                if watch is not None and before is not None:
                     seconds = time.perf_counter() - start
-                    after = before if result is graph else traffic(result).bytes
+                    after = before if result is graph else traffic(result)
                     watch(
                         Step(
                             level,
                             transformation,
-                            before,
-                            after,
+                            before.bytes,
+                            after.bytes,
                             len(graph.nodes),
                             len(result.nodes),
                             seconds,
@@ -212,6 +214,7 @@ class Pipeline:
                             place,
                             len(self),
                             result,
+                            (before.flops, after.flops),
                         )
                     )
                     before = after

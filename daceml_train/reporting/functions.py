@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from daceml_train.driver.compilation import PassRecord, Record
 from daceml_train.passes.base import LEVELS
-from daceml_train.reporting.model import Change, Compiled
+from daceml_train.reporting.model import Change, Compiled, Kept
 from daceml_train.reporting.numbers import number
 from daceml_train.reporting.schedule import Schedule
 from daceml_train.tensor import Dim
@@ -66,7 +66,19 @@ def _compiled(group: Sequence[Record]) -> Compiled:
         memory=tuple(memory),
         inputs=max(inputs, default=0),
         kept=tuple(kept),
+        recomputed=tuple(_recomputed(group, sizes)),
     )
+
+
+def _recomputed(group: Sequence[Record], sizes: Mapping[str, int]) -> list[Kept]:
+    """What is computed again, the largest first."""
+    found = []
+    for again in (a for record in group for a in record.recomputed):
+        size = number(again.tensor.bytes, sizes)
+        shape = ", ".join(str(number(extent, sizes)) for extent in again.tensor.shape)
+        told = f"{again.tensor.dtype.name}[{shape}]"
+        found.append(Kept(told, size if isinstance(size, int) else 0, again.operators, again.module))
+    return sorted(found, key=lambda k: -k.bytes)
 
 
 def _passes(group: Sequence[Record], sizes: Mapping[str, int]) -> Iterator[tuple[str, Change]]:
@@ -95,14 +107,16 @@ def _levels(group: Sequence[Record], sizes: Mapping[str, int]) -> Iterator[Chang
 def _cut(joint: PassRecord, halves: Sequence[PassRecord], sizes: Mapping[str, int]) -> Change:
     after = number(_sum(p.bytes_before for p in halves), sizes)
     operators = joint.operators_after, sum(p.operators_before for p in halves)
-    return Change("cut into forward and backward", number(joint.bytes_after, sizes), after, operators, 0.0)
+    flops = number(_sum(p.flops[0] for p in halves), sizes)
+    return Change("cut into forward and backward", number(joint.bytes_after, sizes), after, operators, 0.0, flops)
 
 
 def _change(name: str, starts: Sequence[PassRecord], ends: Sequence[PassRecord], sizes: Mapping[str, int]) -> Change:
     before = number(_sum(p.bytes_before for p in starts), sizes)
     after = number(_sum(p.bytes_after for p in ends), sizes)
     operators = sum(p.operators_before for p in starts), sum(p.operators_after for p in ends)
-    return Change(name, before, after, operators, sum(p.seconds for p in ends))
+    flops = number(_sum(p.flops[1] for p in ends), sizes)
+    return Change(name, before, after, operators, sum(p.seconds for p in ends), flops)
 
 
 def _sum(sizes: Iterator[Dim] | Sequence[Dim]) -> Dim:

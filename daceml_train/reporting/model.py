@@ -21,6 +21,8 @@ class Change:
     after: int | str
     operators: tuple[int, int]
     seconds: float
+    flops: int | str = 0
+    """Operations behind it."""
 
     @property
     def saved(self) -> float | None:
@@ -88,6 +90,8 @@ class Compiled:
     """Bytes of inputs: parameters, buffers, optimizer state, the batch."""
     kept: tuple[Kept, ...] = ()
     """Arrays that the forward pass leaves for the backward pass."""
+    recomputed: tuple[Kept, ...] = ()
+    """Arrays that are computed a second time instead of being kept; their bytes are those that keeping would take."""
 
     @property
     def saved(self) -> float | None:

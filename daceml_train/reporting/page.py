@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from daceml_train.reporting import picture
-from daceml_train.reporting.model import Compiled, Contents, Group, Launched, grouped
+from daceml_train.reporting.model import Change, Compiled, Contents, Group, Kept, Launched, grouped
 from daceml_train.reporting.numbers import bytes_text, counted, flops_text, percent, seconds_text, share
 from daceml_train.runtime.roofline import Machine
 
@@ -100,9 +100,12 @@ def _function(made: Contents, function: Compiled) -> Iterator[str]:
     if function.kept:
         yield "<h2>Kept for the backward pass</h2>"
         total = sum(kept.bytes for kept in function.kept)
-        yield f"<p>{counted(len(function.kept), 'array')}, {bytes_text(total)}; all others are computed again</p>"
-        rows = [(k.array, bytes_text(k.bytes), _short(k.operators), k.module) for k in function.kept[:ROWS]]
-        yield _table(("array", "bytes", "made by", "module"), [tuple(map(escape, row)) for row in rows])
+        yield f"<p>{counted(len(function.kept), 'array')}, {bytes_text(total)}</p>{_arrays(function.kept)}"
+    if function.recomputed:
+        yield "<h2>Computed again for the backward pass</h2>"
+        total = sum(again.bytes for again in function.recomputed)
+        told = f"{counted(len(function.recomputed), 'array')}, {bytes_text(total)} that need not be kept"
+        yield f"<p>{told}</p>{_arrays(function.recomputed)}"
     yield "<h2>Transformations</h2>"
     yield _passes(function)
     yield from _compilation(function)
@@ -152,12 +155,25 @@ def _passes(function: Compiled) -> str:
     rows = []
     for level in function.levels:
         seconds = f"{level.seconds:.2f} s"
-        rows.append((f"<b>{escape(level.name)}</b>", bytes_text(level.after), percent(level.saved), seconds))
+        name = f"<b>{escape(level.name)}</b>"
+        rows.append((name, bytes_text(level.after), percent(level.saved), _flops(level), seconds))
         for of, change in function.passes:
             if of == level.name and (change.before != change.after or change.operators[0] != change.operators[1]):
                 name = f"&ensp;{escape(change.name)}"
-                rows.append((name, bytes_text(change.after), percent(change.saved), f"{change.seconds:.2f} s"))
-    return _table(("level and pass", "bytes behind it", "saved", "time"), rows)
+                seconds = f"{change.seconds:.2f} s"
+                rows.append((name, bytes_text(change.after), percent(change.saved), _flops(change), seconds))
+    return _table(("level and pass", "bytes behind it", "saved", "arithmetic behind it", "time"), rows)
+
+
+def _flops(change: Change) -> str:
+    return flops_text(change.flops) if isinstance(change.flops, int) else escape(change.flops)
+
+
+def _arrays(arrays: Sequence[Kept]) -> str:
+    rows = [(k.array, bytes_text(k.bytes), _short(k.operators), k.module) for k in arrays[:ROWS]]
+    return _table(("array", "bytes", "made by", "module"), [tuple(map(escape, row)) for row in rows]) + _more(
+        len(arrays)
+    )
 
 
 def _compilation(function: Compiled) -> Iterator[str]:
