@@ -22,9 +22,14 @@ from onnx import AttributeProto, helper
 
 from daceml_train.errors import DacemlError, Invalid, Unsupported
 from daceml_train.frontends.onnx import elements, host
+from daceml_train.frontends.onnx.control import chosen
 from daceml_train.frontends.onnx.naming import access, identifier, snake_case
+from daceml_train.frontends.onnx.operators.control import CAPTURED
 from daceml_train.frontends.onnx.operators.shapes import CASTS
 from daceml_train.frontends.onnx.rules import Rule, find, find_on_host, table
+
+CONTROL = ("If", "Loop", "Scan")
+"""Operators with bodies."""
 
 LITERAL = 64
 """Constants of up to this many elements may stand in the source."""
@@ -195,17 +200,41 @@ class Importer:
         rule = find(domain, node.op_type, self.versions.get(domain, 1))
         if rule is None:
             raise Unsupported("there is no rule for this ONNX operator")
+        start = len(self.lines)
         attributes = self.attributes(node, rule, scope)
+        if node.op_type in CONTROL and domain == "" and "lengths" not in rule.operands:
+            rule = self.captured(node, rule, operands, scope, self.lines[start:])
         if folded := self.folded(rule, node, operands, attributes):
             return folded
         if computed := self.on_host(rule, node, operands, attributes):
             return [computed]
         call = self.call(rule, node, operands, attributes)
-        if len(node.output) == 1 and rule.operator not in ("If", "Loop", "Scan"):
+        if len(node.output) == 1 and node.op_type not in CONTROL:
             return [self.assign(call, node, rule.shape_only)]
         names = [self.fresh() if name else "_" for name in node.output]
         self.emit(f"{', '.join(names)}{',' if len(names) == 1 else ''} = {call}", self.label(node))
         return [None if name == "_" else Expression(name) for name in names]
+
+    def captured(
+        self,
+        node: onnx.NodeProto,
+        rule: Rule,
+        operands: Sequence[Operand],
+        scope: Mapping[str, Operand],
+        source: list[str],
+    ) -> Rule:
+        """The rule of a branch or loop that becomes an operator of the graph, or its own, which is Python."""
+
+        def known(position: int) -> bool:
+            operand = operands[position]
+            return operand.element is not None if isinstance(operand, Expression) else True
+
+        def value(name: str) -> Any:
+            operand = scope.get(name)
+            single = isinstance(operand, Constant) and operand.elements == 1 and operand.literal
+            return operand.value.item() if single and isinstance(operand, Constant) else None
+
+        return find(CAPTURED, chosen(node, self.types, source, known, value), 1) or rule
 
     def call(self, rule: Rule, node: onnx.NodeProto, operands: Sequence[Operand], attributes: Mapping[str, Any]) -> str:
         """The text of a rule's call."""

@@ -1,4 +1,8 @@
-"""Control flow: Python's own, so that TorchDynamo unrolls loops of known length and breaks at a branch on data."""
+"""Control flow: Python's own, and, where `frontends.onnx.control` finds that a body keeps shapes, PyTorch's operators.
+
+Eager execution runs Python's in either case. Where a graph is traced, a branch on data becomes `torch.cond` and a long
+loop `scan`; a short one of known length is unrolled, which costs less than its steps' calls.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,94 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.scan import scan as scanned
+from torch._higher_order_ops.while_loop import while_loop
 
-from daceml_train.frontends.onnx.host import Host, integer
+from daceml_train.frontends.onnx.host import Host, as_host, integer
 from daceml_train.frontends.onnx.rules import rule
 
 Body = Callable[..., tuple[Any, ...]]
+
+CAPTURED = "daceml_train.captured"
+"""The domain of the rules for branches and loops that become operators of the graph."""
+
+FEW = 8
+"""Loops of up to so many steps are unrolled."""
+
+
+def apart(values: Any) -> tuple[Any, ...]:
+    """Copies: what comes out of a body of PyTorch's operators must be memory of its own."""
+    return tuple(value.clone() for value in values)
+
+
+@rule("IfOnData", domain=CAPTURED)
+def branch_on_data(condition: Tensor, *, then_branch: Body, else_branch: Body) -> tuple[Any, ...]:
+    if not torch.compiler.is_compiling():
+        return then_branch() if bool(condition) else else_branch()
+    made: tuple[Any, ...] = torch.cond(
+        condition.reshape(()), lambda: apart(then_branch()), lambda: apart(else_branch()), ()
+    )
+    return made
+
+
+@rule("LoopInSteps", domain=CAPTURED, host="trips go")
+def loop_in_steps(trips: Host, go: Host, *carried: Any, body: Body, outputs: int) -> tuple[Any, ...]:
+    """A loop that nothing ends early."""
+    last, count = integer(trips), len(carried)
+    on = torch.ones((), dtype=torch.bool)
+    if not torch.compiler.is_compiling() or last <= FEW:
+        states, rows = carried, []
+        for i in range(last):
+            made = body(torch.tensor(i), on, *states)[1:]
+            states, rows = made[:count], [*rows, made[count:]]
+        stacks = [torch.stack(column) for column in zip(*rows, strict=True)]
+        return (*states, *(stacks if rows else [torch.zeros(0)] * (outputs - count)))
+
+    def step(states: Any, i: Tensor) -> Any:
+        made = apart(body(i, on, *states)[1:])
+        return made[:count], made[count:] or (torch.zeros(()),)
+
+    states, stacks = scanned(step, apart(carried), torch.arange(last))
+    return (*states, *stacks)[:outputs]
+
+
+@rule("LoopWithEnd", domain=CAPTURED, host="trips")
+def loop_with_end(trips: Host, go: Any, *carried: Any, body: Body, outputs: int) -> tuple[Any, ...]:
+    """A loop that data may end before its last step: the steps behind the end hand their states on."""
+    last = integer(trips)
+    if not torch.compiler.is_compiling() or last == 0:
+        return loop(trips, go if go is None else as_host(go), *carried, body=body, outputs=outputs)
+
+    def step(states: Any, i: Tensor) -> Any:
+        on = states[0] > 0
+        return torch.cond(on, lambda: one_step(i, on, *states[1:]), lambda: apart(states), ()), torch.zeros(())
+
+    def one_step(i: Tensor, on: Tensor, *states: Tensor) -> tuple[Any, ...]:
+        again, *made = apart(body(i, on, *states))
+        return (again.reshape(()).float(), *made)
+
+    # PyTorch's scan carries no truth values where it is differentiated.
+    first = torch.ones(()) if go is None else go.reshape(()).float()
+    states, _ = scanned(step, (first, *apart(carried)), torch.arange(last))
+    return tuple(states[1:])
+
+
+@rule("LoopOnData", domain=CAPTURED)
+def loop_on_data(trips: Any, go: Any, *carried: Any, body: Body, outputs: int) -> tuple[Any, ...]:
+    """A loop whose number of steps is data, with no bound to it: one operator where no gradient is asked for."""
+    if not torch.compiler.is_compiling() or torch.is_grad_enabled():
+        hosted = [None if x is None else as_host(x) for x in (trips, go)]
+        return loop(*hosted, *carried, body=body, outputs=outputs)
+
+    def more(i: Tensor, on: Tensor, *states: Tensor) -> Tensor:
+        return on.clone() if trips is None else on & (i < trips.reshape(()))
+
+    def step(i: Tensor, on: Tensor, *states: Tensor) -> tuple[Any, ...]:
+        again, *made = apart(body(i, on, *states))
+        return (i + 1, again.reshape(()), *made)
+
+    first = torch.ones((), dtype=torch.bool) if go is None else go.reshape(()).clone()
+    return tuple(while_loop(more, step, (torch.zeros((), dtype=torch.int64), first, *apart(carried)))[2:])
 
 
 @rule("If", host="condition")
@@ -68,6 +155,53 @@ def scan(
         for column, axis, back in zip(slices, out_axes, out_backwards, strict=True)
     ]
     return (*state, *stacked)
+
+
+@rule("ScanInSteps", domain=CAPTURED)
+def scan_in_steps(
+    *operands: Tensor,
+    body: Body,
+    num_scan_inputs: int,
+    scan_input_axes: tuple[int, ...] | None = None,
+    scan_input_directions: tuple[int, ...] | None = None,
+    scan_output_axes: tuple[int, ...] | None = None,
+    scan_output_directions: tuple[int, ...] | None = None,
+    outputs: int,
+) -> tuple[Any, ...]:
+    """A scan whose body keeps the types of its states."""
+    first = len(operands) - num_scan_inputs
+    axes = scan_input_axes or (0,) * num_scan_inputs
+    if not torch.compiler.is_compiling() or operands[first].shape[axes[0]] <= FEW:
+        return scan(
+            *operands,
+            body=body,
+            num_scan_inputs=num_scan_inputs,
+            scan_input_axes=scan_input_axes,
+            scan_input_directions=scan_input_directions,
+            scan_output_axes=scan_output_axes,
+            scan_output_directions=scan_output_directions,
+            outputs=outputs,
+        )
+    backwards = scan_input_directions or (0,) * num_scan_inputs
+    sequences = [
+        (x.movedim(axis, 0).flip(0) if back else x.movedim(axis, 0)).contiguous()
+        for x, axis, back in zip(operands[first:], axes, backwards, strict=True)
+    ]
+
+    def step(states: Any, parts: Any) -> Any:
+        made = apart(body(*states, *parts))
+        return made[:first], made[first:]
+
+    states, stacks = scanned(step, apart(operands[:first]), tuple(sequences))
+    out_axes = scan_output_axes or (0,) * len(stacks)
+    out_backwards = scan_output_directions or (0,) * len(stacks)
+    return (
+        *states,
+        *(
+            (stack.flip(0) if back else stack).movedim(0, axis)
+            for stack, axis, back in zip(stacks, out_axes, out_backwards, strict=True)
+        ),
+    )
 
 
 @rule("Scan", since=8)
