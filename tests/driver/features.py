@@ -668,7 +668,7 @@ function("a branch on a size", wide=True)(lambda w, x: x * w if x.shape[0] > 2 e
 function("a branch on a value", stepped=True, module=ANY, step="ranching")(lambda w, x: x * w if x.sum() > 0 else x - w)
 function("a number from a tensor", module=ANY, step=ANY)(lambda w, x: x * w * x.sum().item())
 function("sizes that depend on values", module=ANY, step="depends on data")(lambda w, x: (x[x > 0] * 2, w * x))
-function("cond", module="cond", step="cond", wide=True)(
+function("cond", wide=True)(
     lambda w, x: torch.cond(x.sum() > 0, lambda a, b: a * b, lambda a, b: a - b, (x, w))
 )
 function("NumPy", module=ANY, step=ANY, wide=True)(lambda w, x: x * w + torch.from_numpy(np.sin(x.numpy())))
