@@ -47,7 +47,8 @@ def loop_in_steps(trips: Host, go: Host, *carried: Any, body: Body, outputs: int
     last, count = integer(trips), len(carried)
     on = torch.ones((), dtype=torch.bool)
     if not torch.compiler.is_compiling() or last <= FEW:
-        states, rows = carried, []
+        states: tuple[Any, ...] = carried
+        rows: list[tuple[Any, ...]] = []
         for i in range(last):
             made = body(torch.tensor(i), on, *states)[1:]
             states, rows = made[:count], [*rows, made[count:]]
