@@ -1,0 +1,43 @@
+"""Time on a CUDA device: events around batches of calls, warm, with inputs that rotate beyond the cache."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+BATCHES = 5
+"""Batches whose median counts."""
+
+
+def milliseconds(calls: Sequence[Callable[[], object]], budget: float = 0.3) -> float:
+    """Milliseconds per call, which takes the functions in turn: each has inputs of its own."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    once = _batch(calls, max(2, len(calls)))
+    count = max(len(calls), min(1000, int(budget * 1e3 / BATCHES / max(once, 1e-3))))
+    return statistics.median(_batch(calls, count) for _ in range(BATCHES))
+
+
+def _batch(calls: Sequence[Callable[[], object]], count: int) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for turn in range(count):
+        calls[turn % len(calls)]()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / count
+
+
+def copies(bytes_each: int) -> int:
+    """How many sets of inputs are beyond the second-level cache together."""
+    cache = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 64 << 20)
+    return max(2, min(8, -(-3 * cache // max(bytes_each, 1))))
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second, read and written, of a copy on the device: the roof of memory-bound kernels."""
+    x, y = (torch.empty(1 << 28, dtype=torch.float32, device="cuda") for _ in range(2))
+    return 2 * x.nbytes / (milliseconds([lambda: y.copy_(x)]) / 1e3)
