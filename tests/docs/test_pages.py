@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["accounting", "debugging", "layouts", "pipelines", "writing-a-pass", "writing-an-operator"]
+PAGES = ["accounting", "debugging", "explore", "layouts", "pipelines", "writing-a-pass", "writing-an-operator"]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"<!-- file: (\S+) -->\n$")
 
