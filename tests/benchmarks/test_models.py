@@ -83,7 +83,7 @@ def test_the_page_names_what_fails(tmp_path: Path) -> None:
 
 @pytest.mark.compiled
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bert-qa", "physics"])
+@pytest.mark.parametrize("name", ["bert-qa", "physics", "equilibrium", "memory"])
 def test_a_model_trains_as_in_eager_execution(name: str, tmp_path: Path) -> None:
     found = outcome(MODELS[name], tmp_path)
     assert (found.kind, found.detail, found.breaks, found.whole) == ("right", "", [], "")
