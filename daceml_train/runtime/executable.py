@@ -10,7 +10,7 @@ import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -126,6 +126,16 @@ class Executable:
         return self.plan(self.sizes_of(inputs)).run(inputs)
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """A product in oneDNN: what is added, and the slot that holds what it returns (None: that is copied over the matrix
+    that is added).
+    """
+
+    added: Added
+    slot: int | None
+
+
 class BoundPlan:
     """A program for one set of sizes and one thread count."""
 
@@ -144,9 +154,7 @@ class BoundPlan:
         self.device, self.work = device, work
         self.value = _evaluator(sizes)
         self.onednn = self._choose_products(products) if device is CPU else {}
-        """Products that run in oneDNN: launch -> how, and the slot that holds what it returns, unless it is copied over
-        the matrix that is added.
-        """
+        """Launches of products that run in oneDNN."""
         self.stand_in = len(program.slots)
         """A further slot, at the arena's start, under arrays whose elements no call reads."""
         self.plan: Plan | DevicePlan = (
@@ -177,8 +185,8 @@ class BoundPlan:
         self.plan.finalize(max(self.arena_bytes, self._placeholder_bytes), self.owners)
         self._shapes = [self._output(place) for place in program.outputs]
 
-    def _choose_products(self, products: Products) -> dict[int, tuple[Added, int | None]]:
-        chosen: dict[int, tuple[Added, int | None]] = {}
+    def _choose_products(self, products: Products) -> dict[int, Chosen]:
+        chosen: dict[int, Chosen] = {}
         for index, launch in enumerate(self.program.launches):
             if isinstance(launch, CallLaunch) and launch.direct and launch.target in ("mm", "addmm"):
                 out, *c, a, b = launch.arguments
@@ -191,8 +199,8 @@ class BoundPlan:
                 product = Product(
                     rows, inner, columns, self._pair(a.strides), self._pair(b.strides), added, self.threads
                 )
-                if products.onednn(product):
-                    chosen[index] = added, None if over else out.slot
+                if products.way(product) == "onednn":
+                    chosen[index] = Chosen(added, None if over else out.slot)
         return chosen
 
     def _pair(self, strides: Sequence[Dim]) -> tuple[int, int]:
@@ -206,7 +214,7 @@ class BoundPlan:
 
     @functools.cached_property
     def _returned(self) -> frozenset[int]:
-        return frozenset(slot for _, slot in self.onednn.values() if slot is not None)
+        return frozenset(chosen.slot for chosen in self.onednn.values() if chosen.slot is not None)
 
     def _slots(self) -> int:
         program = self.program
@@ -286,12 +294,12 @@ class BoundPlan:
 
     def _onednn(self, index: int, arguments: tuple[Place, ...]) -> None:
         """Launch a product in oneDNN, which takes the second operand transposed."""
-        added, slot = self.onednn[index]
+        chosen = self.onednn[index]
         out, *c, a, b = arguments
         transposed = replace(b, shape=b.shape[::-1], strides=b.strides[::-1])
         operands = self._view(a), self._view(transposed), self._view(c[0]) if c else None
-        overload, values = onednn_call(*operands, added)
-        returned = [self._view(out) if slot is None else slot]
+        overload, values = onednn_call(*operands, chosen.added)
+        returned = [self._view(out) if chosen.slot is None else chosen.slot]
         self.plan.call("mkldnn::_linear_pointwise", overload, values, returned, tag=index)
 
     def _argument(self, argument: Any) -> Any:

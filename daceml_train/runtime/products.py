@@ -2,7 +2,8 @@
 
 PyTorch's `mm` calls its BLAS (MKL in the wheels); `mkldnn::_linear_pointwise` runs the same product in oneDNN. Which
 one is faster depends on the processor (oneDNN by a factor of two where MKL does not use the widest vectors) and on
-the layout, since oneDNN copies operands that it cannot read as they lie.
+the layout, since oneDNN copies operands that it cannot read as they lie. Both are measured as the executor runs them,
+with results from its pool: fresh pages cost large results as much as the product.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
+
+from daceml_train.runtime.executor import Arena, Plan
 
 SMALLEST = 1 << 20
 """Multiplications below which a product takes microseconds and the shorter way of calling `mm` wins."""
@@ -26,6 +29,7 @@ MARGIN = 0.95
 """oneDNN is taken if it needs at most this share of the BLAS's time: the result then is an allocation of its own."""
 
 Added = Literal["nothing", "row", "matrix", "result"]
+Way = Literal["blas", "onednn"]
 
 
 @dataclass(frozen=True)
@@ -56,19 +60,20 @@ class Products:
     """Choices made so far; `path` is the file that keeps them between processes (None: this process alone)."""
 
     path: Path | None = None
-    chosen: dict[str, bool] = field(default_factory=dict)
+    chosen: dict[str, Way] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.path is not None and self.path.exists():
             try:
-                self.chosen.update(json.loads(self.path.read_text()))
-            except ValueError:  # damaged: measured again
+                known = json.loads(self.path.read_text())
+                self.chosen.update((key, way) for key, way in known.items() if way in get_args(Way))
+            except (ValueError, AttributeError):  # damaged: measured again
                 self.chosen.clear()
 
-    def onednn(self, product: Product) -> bool:
-        """Whether oneDNN computes this product faster here; measured if it is new."""
+    def way(self, product: Product) -> Way:
+        """How this product is computed fastest here; measured if it is new."""
         if product.rows * product.inner * product.columns < SMALLEST or not available():
-            return False
+            return "blas"
         if product.key not in self.chosen:
             self.chosen[product.key] = measure(product)
             self.save()
@@ -97,7 +102,7 @@ def onednn_call(a: Any, b: Any, c: Any, added: Added) -> tuple[str, tuple[Any, .
     return "", (a, b, c, "none", [], "")
 
 
-def measure(product: Product) -> bool:
+def measure(product: Product) -> Way:
     """Time both ways on matrices of this layout, alternating."""
     a = _matrix((product.rows, product.inner), product.a)
     b = _matrix((product.inner, product.columns), product.b)
@@ -111,12 +116,7 @@ def measure(product: Product) -> bool:
         else:
             torch.addmm(added, a, b, out=out)
 
-    def onednn() -> None:
-        overload, arguments = onednn_call(a, b.t(), added, product.added)
-        made = getattr(torch.ops.mkldnn._linear_pointwise, overload or "default")(*arguments)
-        if product.added == "result":
-            out.copy_(made)
-
+    onednn = planned(a, b, added, product.added)
     before = torch.get_num_threads()
     torch.set_num_threads(product.threads)
     try:
@@ -124,10 +124,29 @@ def measure(product: Product) -> bool:
             times = _alternate([blas, onednn])
     finally:
         torch.set_num_threads(before)
-    return times[1] < MARGIN * times[0]
+    return "onednn" if times[1] < MARGIN * times[0] else "blas"
 
 
-def _alternate(candidates: Sequence[Callable[[], None]]) -> list[float]:
+def planned(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, added: Added) -> Callable[[], list[torch.Tensor]]:
+    """A function that computes `c + a @ b` in oneDNN as the executor does.
+
+    With `added="result"` the result is stored over c, else returned.
+    """
+    tensors = [a, b.t(), *([] if c is None else [c])]
+    plan = Plan(4, Arena())
+    for slot, tensor in enumerate(tensors):
+        written = added == "result" and slot == 2
+        plan.input_slot(slot, slot, tensor.dtype, tensor.shape, tensor.stride(), written)
+    x, y, *z = (plan.view(slot, 0, t.dtype, t.shape, t.stride()) for slot, t in enumerate(tensors))
+    if added != "result":
+        plan.result_slot(3, a.dtype, (a.shape[0], b.shape[1]), (b.shape[1], 1))
+    overload, arguments = onednn_call(x, y, z[0] if z else None, added)
+    plan.call("mkldnn::_linear_pointwise", overload, arguments, [z[0] if added == "result" else 3])
+    plan.finalize(0, [] if added == "result" else [3])
+    return lambda: plan.run(tensors)
+
+
+def _alternate(candidates: Sequence[Callable[[], object]]) -> list[float]:
     """The shortest time of each candidate over alternating runs, after one run each to warm up."""
     for candidate in candidates:
         candidate()
