@@ -27,6 +27,7 @@ STYLE = """
 .daceml-report th,.daceml-report td{text-align:right;border-bottom:1px solid var(--line);padding:4px 8px}
 .daceml-report th{font-weight:600;color:var(--soft)}.daceml-report tr,.daceml-report td{background:none}
 .daceml-report th:first-child,.daceml-report td:first-child{text-align:left;overflow-wrap:anywhere}
+.daceml-report .short{white-space:nowrap}
 .daceml-report .bar{display:inline-block;height:9px;background:var(--blue);border-radius:2px;vertical-align:middle}
 .daceml-report svg{width:100%;max-width:720px;display:block;overflow:visible;font:12px system-ui,sans-serif}
 .daceml-report svg text{fill:var(--ink)}.daceml-report svg .number{fill:var(--soft)}
@@ -68,6 +69,8 @@ def _parts(made: Contents) -> Iterator[str]:
         yield from _function(made, function)
     if made.breaks:
         yield f"<h2>Runs in PyTorch, because</h2><ul>{_items(made.breaks)}</ul>"
+    elif not made.empty and not any(function.fallbacks for function in made.functions):
+        yield "<p>No graph breaks, and no operator runs in PyTorch for want of a rule.</p>"
     if made.eager is not None:
         largest = list(made.eager.by_operator.items())[:ROWS]
         rows = [(escape(name), bytes_text(size), _bar(size, made.eager.bytes)) for name, size in largest]
@@ -189,7 +192,7 @@ def _compilation(function: Compiled) -> Iterator[str]:
 
 def _bar(part: int, whole: int) -> str:
     of = share(whole, whole - part) or 0.0
-    return f'<span class="bar" style="width:{120 * of:.0f}px"></span> {percent(of)}'
+    return f'<span class="short"><span class="bar" style="width:{120 * of:.0f}px"></span> {percent(of)}</span>'
 
 
 def _short(name: str) -> str:

@@ -13,6 +13,8 @@ from daceml_train.runtime.roofline import Machine
 WIDTH = 720
 POINTS = 300
 """Points of a curve at most."""
+DECADES = 6.0
+"""Powers of ten that a roofline shows at most; slower kernels stand at its lower edge."""
 
 
 def bars(function: Compiled, eager: Eager | None) -> str:
@@ -45,6 +47,7 @@ def roofline(groups: Sequence[Group], machine: Machine, count: int = 80) -> str:
     high = max(math.ceil(math.log2(machine.balance)) + 2.0, math.ceil(max(math.log2(x) for x, _, _ in points)))
     top = math.ceil(math.log10(max(machine.peak, *(y for _, y, _ in points))))
     bottom = min(top - 3.0, math.floor(min(math.log10(y) for _, y, _ in points)))
+    bottom = max(bottom, top - DECADES)
     left, right, upper, lower = 64, WIDTH - 20, 16, 300
 
     def at(intensity: float, rate: float) -> tuple[float, float]:
