@@ -7,8 +7,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from daceml_train.graph.graph import Graph, Node
+from daceml_train.ops.control import ControlFlow
 from daceml_train.ops.kernel import Kernel, Statement
 from daceml_train.passes.base import Pass, without_dead_code
+from daceml_train.transformations.global_movement.narrow import narrowed
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,9 @@ class DeadCode(Pass):
         kernel(x) -> a, b; only a is seen           =>     kernel(x) -> a
         write p <- p                                =>
 
-    Gradients that nobody asked for go with the rest. The bytes never grow; they shrink by what dead operators read
-    and wrote, as far as the traffic counted it.
+    Results of branches and loops go, too, with the states and operands that only they need, as do gradients that
+    nobody asked for. The bytes never grow; they shrink by what dead operators read and wrote, as far as the traffic
+    counted it.
     """
 
     level = "global_movement"
@@ -35,6 +38,8 @@ class DeadCode(Pass):
                 continue
             if isinstance(node.op, Kernel):
                 node = trimmed(node, node.op, seen)
+            elif isinstance(node.op, ControlFlow):
+                node = narrowed(node, node.op, seen)
             seen.update(node.inputs)
             kept.append(node)
         other.nodes = kept[::-1]
