@@ -1,5 +1,5 @@
 // Requests to the kernel and their answers. A kernel that was restarted says nothing: then the channel does.
-const SILENCE = 8000; // milliseconds until a request that nobody took up is reported
+const SILENCE = 5000; // milliseconds until a request that nobody took up is reported
 
 class Channel {
   constructor(model, events) {

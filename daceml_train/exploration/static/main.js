@@ -128,6 +128,9 @@ class Desk {
   }
 
   tree() {
+    const text = JSON.stringify(this.state.view.outline);
+    if (text === this.rows) return; // the row under a double click must stay
+    this.rows = text;
     const held = this.root.contains(document.activeElement) && document.activeElement.closest(".tree");
     const at = this.left.scrollTop;
     this.left.replaceChildren(outline(this));
@@ -185,7 +188,7 @@ class Desk {
   select(keys) {
     this.chosen = new Set(keys);
     this.viewer?.choose(this.chosen);
-    for (const row of this.left.querySelectorAll(".row")) row.classList.toggle("chosen", this.chosen.has(row.dataset.key));
+    this.mark();
     this.narrow({ keys });
     if (keys.length === 1)
       this.channel.ask({ type: "details", key: keys[0] }).then((answer) => {
@@ -194,7 +197,11 @@ class Desk {
       }, () => {});
   }
 
-  clearSelection() { this.chosen = new Set(); this.viewer?.choose([]); this.narrow({ keys: [] }); this.tree(); }
+  mark() {
+    for (const row of this.left.querySelectorAll(".row")) row.classList.toggle("chosen", this.chosen.has(row.dataset.key));
+  }
+
+  clearSelection() { this.chosen = new Set(); this.viewer?.choose([]); this.narrow({ keys: [] }); this.mark(); }
 
   narrow(change) {
     this.channel.ask({ type: "filter", ...this.filter, ...change }).catch(() => {});
