@@ -24,6 +24,7 @@ from daceml_train.exploration.view import View, view_of
 from daceml_train.exploration.view_details import Sources, code_of, details
 from daceml_train.exploration.view_kept import AGAIN, crossings
 from daceml_train.exploration.view_sdfg import sdfg_of
+from daceml_train.exploration.view_times import seconds_of
 from daceml_train.exploration.widget_work import Cancelled, Work
 from daceml_train.passes import notation
 from daceml_train.passes.base import Pass
@@ -298,14 +299,15 @@ class Requests:
     # ---- checking and keeping -------------------------------------------------------------------------------------
     def on_verify(self, _: dict[str, Any]) -> dict[str, Any]:
         """Outputs and gradients against PyTorch."""
-        session: Any = self.session
-        return self._noted("verified", str(session.verify()))
+        return self._noted("verified", str(self.session.verify()))
 
     def on_measure(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Time before and now."""
+        """Time before and now, and the time of each operator as the graph is."""
         given = {"repeats": int(request["repeats"])} if request.get("repeats") else {}
-        session: Any = self.session
-        return self._noted("measured", str(session.measure(**given)))
+        measured = self.session.measure(**given)
+        self.seconds, self.timed = seconds_of(self.session), self.session.version
+        self.view = self.view.over(self.session.graph, self.seconds)
+        return self._noted("measured", str(measured))
 
     def on_save(self, request: dict[str, Any]) -> dict[str, Any]:
         """Write the history to a file."""

@@ -107,9 +107,9 @@ def test_the_loop(page: Any, lab: Lab, shots: Shots) -> None:
 def test_looking(page: Any, lab: Lab, shots: Shots) -> None:
     """Tree, search, details, code, kept arrays, overlays and keys."""
     widget = opened(page, lab, "looking", NETWORK, "session.apply('fuse_elementwise')", "dt.explore(session)")
-    widget.locator(".tree .row", has_text="backward").first.dblclick()
+    widget.locator(".tree .row", has_text="update").first.dblclick()
     settled(page, widget)
-    assert "backward" in state(widget)["view"]["open"]
+    assert "update" in state(widget)["view"]["open"]
     widget.locator("select.overlay").select_option("bytes")
     shots(page, "bytes")
     widget.locator("input.search").fill("gelu")

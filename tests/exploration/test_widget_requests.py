@@ -177,6 +177,20 @@ def test_save_replay_export(screen: Screen, session: dt.Session, tmp_path: Path)
     assert len((tmp_path / "page.html").read_text()) < 300_000
 
 
+@pytest.mark.compiled
+def test_verify_and_measure() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.GELU())
+    screen = Screen(dt.Session(model, torch.randn(4, 4), torch.randn(4, 3), loss=nn.functional.mse_loss))
+    screen.ask("apply", **{"pass": "fuse_elementwise"})
+    assert screen.ask("verify")["note"].startswith("all right")
+    assert "now" in screen.ask("measure", repeats=2)["report"]
+    timed = [box["seconds"] for box in screen.state["view"]["boxes"] if "seconds" in box]
+    assert timed and min(timed) > 0 and screen.state["totals"]["seconds"] > 0
+    assert set(screen.state["notes"]) == {"version", "verified", "measured"}
+    screen.ask("undo")
+    assert screen.state["notes"] == {} and screen.state["totals"]["seconds"] is None
+
+
 def test_the_viewer_is_the_one_that_dace_brings() -> None:
     assert viewer_source()[:2] == b"\x1f\x8b" and len(viewer_source()) < 3_000_000
 
