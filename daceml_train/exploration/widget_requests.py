@@ -28,7 +28,7 @@ from daceml_train.exploration.view_times import seconds_of
 from daceml_train.exploration.widget_work import Cancelled, Work
 from daceml_train.passes import notation
 from daceml_train.passes.base import Pass
-from daceml_train.reporting.numbers import bytes_text
+from daceml_train.reporting.numbers import bytes_text, seconds_text
 from daceml_train.transformations.global_movement.recompute import Recompute
 
 ROWS = 150
@@ -299,7 +299,8 @@ class Requests:
     # ---- checking and keeping -------------------------------------------------------------------------------------
     def on_verify(self, _: dict[str, Any]) -> dict[str, Any]:
         """Outputs and gradients against PyTorch."""
-        return self._noted("verified", str(self.session.verify()))
+        made = self.session.verify()
+        return self._noted("verified", str(made), str(made).splitlines()[0])
 
     def on_measure(self, request: dict[str, Any]) -> dict[str, Any]:
         """Time before and now, and the time of each operator as the graph is."""
@@ -307,7 +308,8 @@ class Requests:
         measured = self.session.measure(**given)
         self.seconds, self.timed = seconds_of(self.session), self.session.version
         self.view = self.view.over(self.session.graph, self.seconds)
-        return self._noted("measured", str(measured))
+        times = ", ".join(f"{name} {seconds_text(timed.median)}" for name, timed in measured.timed.items())
+        return self._noted("measured", str(measured), f"measured: {times}")
 
     def on_save(self, request: dict[str, Any]) -> dict[str, Any]:
         """Write the history to a file."""
@@ -330,12 +332,12 @@ class Requests:
         export_html(self.session, path)
         return {"note": f"written: {path}"}
 
-    def _noted(self, name: str, text: str) -> dict[str, Any]:
+    def _noted(self, name: str, text: str, said: str) -> dict[str, Any]:
         if self.notes.get("version") != self.session.version:
             self.notes = {"version": self.session.version}
         self.notes[name] = text
         self.show()
-        return {"note": text.splitlines()[0] if text else name, "report": text}
+        return {"note": said}
 
     # ---- what is meant --------------------------------------------------------------------------------------------
     def _current(self, request: Mapping[str, Any]) -> None:

@@ -183,7 +183,7 @@ def test_verify_and_measure() -> None:
     screen = Screen(dt.Session(model, torch.randn(4, 4), torch.randn(4, 3), loss=nn.functional.mse_loss))
     screen.ask("apply", **{"pass": "fuse_elementwise"})
     assert screen.ask("verify")["note"].startswith("all right")
-    assert "now" in screen.ask("measure", repeats=2)["report"]
+    assert "now" in screen.ask("measure", repeats=2)["note"]
     timed = [box["seconds"] for box in screen.state["view"]["boxes"] if "seconds" in box]
     assert timed and min(timed) > 0 and screen.state["totals"]["seconds"] > 0
     assert set(screen.state["notes"]) == {"version", "verified", "measured"}

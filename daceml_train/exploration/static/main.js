@@ -79,7 +79,23 @@ class Desk {
     await this.draw();
   }
 
+  // A layout blocks the page: of states that follow quickly, only the last is drawn.
   async draw() {
+    this.again = true;
+    if (this.drawing) return;
+    this.drawing = true;
+    try {
+      while (this.again) {
+        this.again = false;
+        await new Promise((next) => setTimeout(next, 20));
+        await this.drawNow();
+      }
+    } finally {
+      this.drawing = false;
+    }
+  }
+
+  async drawNow() {
     const text = JSON.stringify(this.state.sdfg);
     if (!this.viewer?.window || text === this.drawn) { this.colours(); return; }
     this.drawn = text;
@@ -142,9 +158,10 @@ class Desk {
     this.tabs.replaceChildren(...Object.keys(PANELS).map((name) => element("button", {
       role: "tab", class: name, "aria-selected": String(name === this.panel), onclick: () => this.turn(name) },
       TITLES[name] + (name === "history" && this.state.at ? ` ${this.state.at}` : ""))));
-    const at = this.body.scrollTop;
+    const at = this.body.scrollTop, held = this.body.contains(document.activeElement);
     this.body.replaceChildren(PANELS[this.panel](this));
     this.body.scrollTop = at;
+    if (held) this.root.focus({ preventScroll: true }); // so that keys go on working
   }
 
   turn(name) { this.panel = name; this.side(); this.body.scrollTop = 0; }

@@ -21,7 +21,8 @@ const previewTable = (preview) => {
   const names = { bytes: "bytes moved", peak: "peak memory", flops: "arithmetic", operators: "operators" };
   const rows = preview.rows.map(([name, before, after]) =>
     element("tr", {}, element("th", {}, names[name]), element("td", {}, shown[name](before)),
-      element("td", {}, "→"), element("td", { class: after < before ? "gain" : after > before ? "loss" : "" }, shown[name](after))));
+      element("td", {}, "→"), element("td", { class: after < before ? "gain" : after > before ? "loss" : "" }, shown[name](after)),
+      element("td", { class: "soft" }, after === before ? "" : (after > before ? "+" : "−") + shown[name](Math.abs(after - before)))));
   const lines = (label, list, count) => count
     ? element("div", { class: "nodes" }, `${label} (${count})`, element("pre", {}, list.join("\n") + (count > list.length ? "\n…" : "")))
     : null;
@@ -40,7 +41,7 @@ const matchCard = (match, desk) => {
   const body = open
     ? element("div", { class: "more" },
         about.summary && element("p", {}, about.summary),
-        about.picture && element("pre", {}, about.picture),
+        about.picture && element("pre", { class: "drawn" }, about.picture),
         match.source && element("p", { class: "soft" }, `${match.module} ${match.source}`),
         optionFields(about, desk.editing(id)),
         desk.preview?.id === id ? previewTable(desk.preview.made) : null)
@@ -84,7 +85,7 @@ const passForm = (desk) => {
     options: desk.edited.id === id ? desk.edited.options : {},
   });
   return element("div", { class: "card pass" },
-    element("p", {}, about.summary), about.picture && element("pre", {}, about.picture),
+    element("p", {}, about.summary), about.picture && element("pre", { class: "drawn" }, about.picture),
     optionFields(about, desk.editing(id)),
     desk.preview?.id === id ? previewTable(desk.preview.made) : null,
     element("div", { class: "buttons" },

@@ -52,7 +52,7 @@ const detailsPanel = (desk) => {
   const source = one.source
     ? [element("h4", {}, `${one.source.file}:${one.source.line}`), element("pre", { class: "source" },
         one.source.lines.map((line, place) => element("span", {
-          class: one.source.first + place === one.source.line ? "line here" : "line" }, `${one.source.first + place}  ${line}\n`)))]
+          class: one.source.first + place === one.source.line ? "line here" : "line" }, `${one.source.first + place}  ${line}`)))]
     : one.lines?.length ? [element("h4", {}, "source"), element("p", {}, one.lines.join(", "))] : [];
   const code = one.code
     ? [element("h4", {}, "generated code"), desk.code?.key === one.key
@@ -68,7 +68,7 @@ const detailsPanel = (desk) => {
 
 const reportPanel = (desk) => {
   const { notes } = desk.state;
-  const part = (label, text) => (text ? [element("h4", {}, label), element("pre", {}, text)] : []);
+  const part = (label, text) => (text ? [element("h4", {}, label), element("pre", { class: "report" }, text)] : []);
   const file = element("input", { class: "path", value: desk.path, spellcheck: "false", "aria-label": "file",
     oninput: (event) => { desk.path = event.target.value; } });
   const ask = (type) => desk.channel.ask({ type, path: desk.path, version: desk.state.version }).then(desk.done, () => {});
@@ -78,5 +78,5 @@ const reportPanel = (desk) => {
       element("button", { class: "save", title: "the steps, as .json or .py", onclick: () => ask("save") }, "Save steps"),
       element("button", { class: "replay", title: "apply the steps of a file", onclick: () => ask("replay") }, "Replay"),
       element("button", { class: "export", title: "a page that needs no kernel", onclick: () => ask("export") }, "Write HTML")),
-    ...part("verified", notes.verified), ...part("measured", notes.measured), ...part("last report", desk.report));
+    ...part("verified", notes.verified), ...part("measured", notes.measured), ...part("replayed", desk.report));
 };

@@ -16,7 +16,7 @@ const bytesText = (count) => {
   let value = Math.abs(count), place = 0;
   const units = ["B", "kB", "MB", "GB", "TB"];
   while (value >= 1000 && place < units.length - 1) { value /= 1000; place += 1; }
-  return `${count < 0 ? "−" : ""}${place ? value.toFixed(1) : value} ${units[place]}`;
+  return `${count < 0 ? "−" : ""}${place ? value.toFixed(1) : Math.round(value)} ${units[place]}`;
 };
 
 const changeText = (count) => (count > 0 ? "+" : "") + bytesText(count);

@@ -97,9 +97,9 @@ class Viewer {
     if (!key || key === "state" || key === "sdfg") return;
     const edge = drawn.data?.attributes?.volume !== undefined;
     const painted = this.paint(key, edge);
-    if (painted) drawn.shade(renderer, context, painted, edge ? 0.8 : 0.45);
-    if (this.chosen.has(key)) drawn.shade(renderer, context, "#8a4fd3", 0.35);
-    if (this.lit.has(key)) drawn.shade(renderer, context, "#ffb000", 0.75);
+    if (painted) drawn.shade(renderer, context, painted, edge ? 0.8 : 0.35);
+    if (this.chosen.has(key)) drawn.shade(renderer, context, "#8a4fd3", 0.3);
+    if (this.lit.has(key)) drawn.shade(renderer, context, "#ffb000", edge ? 0.9 : 0.5);
   }
 
   selected() {
