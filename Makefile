@@ -8,7 +8,7 @@ ARGS ?=             # passed on: make test ARGS="-k softmax"
 VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench traffic conformance-ops conformance-models conformance-onnx fuzz orders gpu-bundle test-gpu bench-gpu clean
+.PHONY: help setup demo test test-browser lint bench traffic conformance-ops conformance-models conformance-onnx fuzz orders gpu-bundle test-gpu bench-gpu clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ lint: setup ## ruff and mypy
 
 test: lint ## lint, then all tests (JOBS=, ARGS=)
 	$(VENV_PYTHON) -m pytest -n $(strip $(JOBS)) --dist worksteal --durations=10 --durations-min=1 $(ARGS)
+
+test-browser: setup ## click through the notebook widget in JupyterLab and Chromium (ARGS=)
+	$(VENV_PYTHON) scripts/browser.py $(ARGS)
 
 bench: setup ## time training steps against PyTorch (ARGS=)
 	@$(VENV_PYTHON) -m benchmarks.train $(ARGS)

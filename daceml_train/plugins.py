@@ -15,7 +15,7 @@ import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,5 +92,19 @@ def source_key(makers: Iterable[Callable[..., Any]]) -> str:
                 digest.update(path.read_bytes())
         else:  # a notebook's cells
             for maker in sorted((m for m in foreign if m.__module__ == name), key=lambda m: m.__qualname__):
-                digest.update(inspect.getsource(maker).encode())
+                digest.update("\n".join(_parts(maker)).encode())
     return digest.hexdigest()
+
+
+def _parts(maker: Callable[..., Any]) -> Iterator[str]:
+    """The source of a function or class of a notebook's cell; that of a class is found method by method."""
+    if not isinstance(maker, type):
+        yield inspect.getsource(maker)
+        return
+    for name, value in vars(maker).items():
+        function = inspect.unwrap(getattr(value, "__func__", value))
+        code = getattr(function, "__code__", None)
+        if code is not None and not code.co_filename.startswith("<"):  # what a dataclass generates has no file
+            yield inspect.getsource(function)
+        elif code is None and not name.startswith("__"):
+            yield f"{name} = {value!r}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +51,7 @@ class KernelCode:
         """The C++ text. Made when first asked for: a kernel that is compiled already needs none, and no DaCe."""
         if self.plan is None:
             return self.text
+        importlib.import_module("daceml_train.graph.sdfg")  # brings DaCe in without what it displays in a notebook
         from daceml_train.codegen.source import source
 
         return source(self.plan, self.key)

@@ -45,6 +45,7 @@ from daceml_train.driver import options as driver_options
 from daceml_train.driver.compilation import Options
 from daceml_train.errors import Invalid
 from daceml_train.exploration.comparison import Comparison, compared
+from daceml_train.exploration.export import export_html, session_html
 from daceml_train.exploration.history import History, alone
 from daceml_train.exploration.measurement import Measurement
 from daceml_train.exploration.measurement import measure as measure_states
@@ -160,6 +161,13 @@ class Session(History):
         if made:
             self._push(made)
         return Replay(self, tuple(made), tuple(missed))
+
+    def export_html(self, path: Path | str) -> Path:
+        """Write the session as a page that needs neither kernel nor network."""
+        return export_html(self, path)
+
+    def _repr_html_(self) -> str:
+        return session_html(self)
 
     def __str__(self) -> str:
         now, start = self.state, self.start

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from daceml_train.errors import Invalid
-from daceml_train.exploration.export import session_html
 from daceml_train.exploration.session import Session
 from daceml_train.exploration.widget_requests import Requests
 
@@ -52,7 +51,7 @@ class Explorer(anywidget.AnyWidget):
         made = super()._repr_mimebundle_(**options)
         bundle = made[0] if isinstance(made, tuple) else made
         if bundle is not None:
-            bundle["text/html"] = session_html(self.session)
+            bundle["text/html"] = self.session._repr_html_()
         return made
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from daceml_train.errors import Invalid
-from daceml_train.exploration.export import export_html
 from daceml_train.exploration.listing import every_pass
 from daceml_train.exploration.session import Session
 from daceml_train.exploration.steps import Match, Preview, Step, said
@@ -33,6 +32,8 @@ from daceml_train.transformations.global_movement.recompute import Recompute
 
 ROWS = 150
 """Matches that are sent at most; the filters find the others."""
+REPEATS = 20
+"""Runs of a measurement, if nothing else is asked for."""
 KEPT = 100
 """Kept arrays that are sent at most."""
 
@@ -304,8 +305,7 @@ class Requests:
 
     def on_measure(self, request: dict[str, Any]) -> dict[str, Any]:
         """Time before and now, and the time of each operator as the graph is."""
-        given = {"repeats": int(request["repeats"])} if request.get("repeats") else {}
-        measured = self.session.measure(**given)
+        measured = self.session.measure(int(request.get("repeats") or REPEATS))
         self.seconds, self.timed = seconds_of(self.session), self.session.version
         self.view = self.view.over(self.session.graph, self.seconds)
         times = ", ".join(f"{name} {seconds_text(timed.median)}" for name, timed in measured.timed.items())
@@ -329,7 +329,7 @@ class Requests:
     def on_export(self, request: dict[str, Any]) -> dict[str, Any]:
         """Write a page that needs no kernel."""
         path = _path(request)
-        export_html(self.session, path)
+        self.session.export_html(path)
         return {"note": f"written: {path}"}
 
     def _noted(self, name: str, text: str, said: str) -> dict[str, Any]:
