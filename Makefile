@@ -26,7 +26,8 @@ lint: setup ## ruff and mypy
 test: lint ## lint, then all tests (JOBS=, ARGS=)
 	$(VENV_PYTHON) -m pytest -n $(strip $(JOBS)) --dist worksteal --durations=10 --durations-min=1 $(ARGS)
 
-test-browser: setup ## click through the notebook widget in JupyterLab and Chromium (ARGS=)
+test-browser: setup ## the long notebook, and the widget clicked through in JupyterLab and Chromium (ARGS=)
+	$(VENV_PYTHON) -m pytest --wide -k interactive tests/examples/test_notebooks.py
 	$(VENV_PYTHON) scripts/browser.py $(ARGS)
 
 bench: setup ## time training steps against PyTorch (ARGS=)

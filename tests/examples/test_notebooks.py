@@ -14,6 +14,13 @@ MOST = 300_000
 """Bytes of a notebook at most, outputs and pictures included."""
 
 
+RUN = [
+    pytest.param(path, id=path.stem, marks=[pytest.mark.wide] if path.stem == "interactive" else [])
+    for path in NOTEBOOKS
+]
+"""`interactive` compiles a layer of BERT four times over: `make test-browser` runs it."""
+
+
 def test_all_are_there() -> None:
     assert {path.stem for path in NOTEBOOKS} == WANTED
 
@@ -31,7 +38,7 @@ def test_committed_outputs(path: Path) -> None:
 
 @pytest.mark.compiled
 @pytest.mark.slow
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RUN)
 def test_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
