@@ -43,7 +43,6 @@ transformation._sdfg = sdfg.cfg_list[transformation.cfg_id]
 transformation.apply_pattern(sdfg)
 again = SDFG.from_json(json.loads(json.dumps(sdfg.to_json())))
 assert len(again.nodes()[0].nodes()) < before
-print("history", len(sdfg.transformation_hist))
 print("applied", chosen["transformation"])
 """
 
