@@ -19,7 +19,7 @@ from daceml_train.graph.graph import Graph
 from daceml_train.reporting.numbers import bytes_text, counted, flops_text, percent, share
 
 if TYPE_CHECKING:
-    from daceml_train.exploration.session import Session
+    from daceml_train.exploration.history import History
 
 OPERATORS = 900
 """Operators that are listed at most, those that move most."""
@@ -56,7 +56,7 @@ font-variant-numeric:tabular-nums}.daceml-graph .s{color:var(--soft)}
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def export_html(session: Session, path: Path | str) -> Path:
+def export_html(session: History, path: Path | str) -> Path:
     """Write a session as one page. Returns its path."""
     path = Path(path)
     title = escape(session.subject.name)
@@ -71,7 +71,7 @@ def export_html(session: Session, path: Path | str) -> Path:
     return path
 
 
-def session_html(session: Session) -> str:
+def session_html(session: History) -> str:
     """A session for a notebook or a page: totals, history, picture, tree, what gradients read."""
     results = None if session.subject.kind == "module" else 1
     view = view_of(session.graph, {}, None, results)
@@ -89,7 +89,7 @@ def _wrapped(inside: str) -> str:
     return f'<style>{STYLE}</style><div class="daceml-graph">{inside}</div>'
 
 
-def _session_parts(session: Session, view: View, results: int | None) -> Iterator[str]:
+def _session_parts(session: History, view: View, results: int | None) -> Iterator[str]:
     now, start = session.state, session.start
     yield f"<h1>{escape(_short(session.subject.name))}</h1>"
     saved = share(start.bytes, now.bytes)
