@@ -311,6 +311,10 @@ CALLS: dict[str, Rule] = {
 """Operator label -> its library call."""
 
 CALLS_OF: dict[str, dict[str, Rule]] = {
-    "cuda": {"attention": _attention_function, "attention_grad": _attention_grad_function},
+    "cuda": {
+        "attention": _attention_function,
+        "attention_grad": _attention_grad_function,
+        "require": lambda op, i, o: Call("daceml::require", (Operand(0), op.message)),
+    },
 }
 """Where a device has a library call of its own."""

@@ -102,8 +102,15 @@ def _finite(level: torch.Tensor) -> torch.Tensor:
     return level.masked_fill(level == -math.inf, 0.0)
 
 
+def require(holds: torch.Tensor, message: str) -> torch.Tensor:
+    """`holds`; where it is false, the device stops with the message when it gets there."""
+    torch.ops.aten._assert_async.msg(holds, message)
+    return holds.clone()
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "daceml::attention": attention,
     "daceml::attention_grad": attention_grad,
+    "daceml::require": require,
 }
 """Name in a `Call` -> function."""

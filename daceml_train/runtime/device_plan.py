@@ -76,8 +76,8 @@ class _Run:
     inputs: Sequence[torch.Tensor]
     owned: dict[int, torch.Tensor] = field(default_factory=dict)
     views: dict[int, torch.Tensor] = field(default_factory=dict)
-    deferred: bool = False
-    """Whether memory of owned slots stays until the end, since several streams may use it."""
+    deferred: frozenset[int] = frozenset()
+    """Owned slots whose memory stays until the end, since several streams use it."""
 
     def base(self, slot: int) -> tuple[torch.Tensor, int]:
         """The tensor that holds a slot, and where in its storage the slot begins, in bytes."""
@@ -137,7 +137,7 @@ class _Run:
 
     def release(self, slot: int) -> None:
         """Give an owned slot's memory back."""
-        if not self.deferred:
+        if slot not in self.deferred:
             self.owned.pop(slot, None)
             for number in self.plan.views_of.get(slot, ()):
                 self.views.pop(number, None)
@@ -156,6 +156,8 @@ class DevicePlan:
         self.views_of: dict[int, list[int]] = {}
         self.arena_bytes = 0
         self._steps: list[tuple[Step, int]] = []
+        self._uses: set[tuple[int, int]] = set()
+        """(slot, tag of a launch that uses it)."""
         self._inputs: dict[int, _Slot] = {}
         self._outputs: list[int] = []
         self._seconds: list[float] = []
@@ -192,6 +194,7 @@ class DevicePlan:
         self, address: int, pointers: Sequence[tuple[int, int]], integers: Sequence[int] = (), *, tag: int = -1
     ) -> int:
         """Launches `int f(void** pointers, const int64_t* integers, void* stream)`."""
+        self._uses |= {(slot, tag) for slot, _ in pointers}
         numbers = (ctypes.c_int64 * len(integers))(*integers)
         kind, device = ctypes.c_void_p * len(pointers), self.device
 
@@ -217,6 +220,8 @@ class DevicePlan:
         return self._written(torch.ops.aten.baddbmm.out, out, (bias, a, b), tag)
 
     def _written(self, operator: Any, out: View, views: Sequence[View], tag: int) -> int:
+        self._uses |= {(self.views[v.number][0], tag) for v in (out, *views)}
+
         def step(run: _Run) -> None:
             self.device.call(operator, [run.view(v.number) for v in views], {"out": run.view(out.number)})
 
@@ -232,6 +237,9 @@ class DevicePlan:
         tag: int = -1,
     ) -> int:
         """Calls an operator of PyTorch, or a function of `backends.functions`; see `Plan.call`."""
+        touched = [x for x in (*_flat(arguments), *results) if isinstance(x, View)]
+        self._uses |= {(self.views[v.number][0], tag) for v in touched}
+        self._uses |= {(slot, tag) for slot in results if isinstance(slot, int)}
         function, names = _function(name, overload)
         positional = len(arguments) if names is None else sum(n is None for n in names)
 
@@ -255,6 +263,7 @@ class DevicePlan:
 
     def copy(self, to: tuple[int, int], source: tuple[int, int], nbytes: int, *, tag: int = -1) -> int:
         """See `Plan.copy`."""
+        self._uses |= {(to[0], tag), (source[0], tag)}
 
         def step(run: _Run) -> None:
             places = (run.bytes_of(*to, nbytes), run.bytes_of(*source, nbytes))
@@ -307,7 +316,7 @@ class DevicePlan:
     ) -> list[torch.Tensor]:
         """Issue the launches, on the streams of a schedule over tags if one is given, which end in the current one."""
         several = schedule is not None and schedule.streams > 1
-        run = _Run(self, inputs, deferred=several)
+        run = _Run(self, inputs, deferred=self._shared(schedule) if several and schedule is not None else frozenset())
         streams = _Streams(self.device, schedule) if several and schedule is not None else None
         marks: list[Any] = []
         for position, (step, tag) in enumerate(self._steps):
@@ -328,6 +337,13 @@ class DevicePlan:
             marks.append(self.device.event(timed=True))
             self._seconds = [self.device.seconds(a, b) for a, b in itertools.pairwise(marks)]
         return [self._output(run, slot) for slot in self._outputs]
+
+    def _shared(self, schedule: Schedule) -> frozenset[int]:
+        """Slots that launches on different streams use."""
+        streams: dict[int, set[int]] = {}
+        for slot, tag in self._uses:
+            streams.setdefault(slot, set()).add(schedule.stream[tag])
+        return frozenset(slot for slot, used in streams.items() if len(used) > 1)
 
     def _last_of(self, position: int) -> bool:
         return position + 1 == len(self._steps) or self._steps[position + 1][1] != self._steps[position][1]
@@ -400,6 +416,6 @@ def _value(run: _Run, argument: Any) -> Any:
 
 
 def _flat(value: Any) -> list[Any]:
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple) and not isinstance(value, View):
         return [x for v in value for x in _flat(v)]
     return [value]
