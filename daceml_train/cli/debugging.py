@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from daceml_train.cli.failing import say
 from daceml_train.cli.models import called_with
 
 
@@ -37,7 +38,10 @@ def _explain(options: argparse.Namespace) -> int:
     from daceml_train.debug import explain
 
     model, inputs = called_with(options.model)
-    Console().print(explain(model, *inputs))
+    say("capturing")
+    told = explain(model, *inputs)
+    say("")
+    Console().print(told)
     return 0
 
 
@@ -46,6 +50,8 @@ def _bisect(options: argparse.Namespace) -> int:
     from daceml_train.transformations.pipelines import TRAINING
 
     model, inputs = called_with(options.model)
+    say("comparing every stage with PyTorch in float64")
     found = bisect(model, *inputs, pipeline=options.pipeline or TRAINING, folder=options.folder)
+    say("")
     print(found)
     return 1 if found else 0

@@ -79,7 +79,9 @@ def _roofline(options: argparse.Namespace) -> int:
     from daceml_train.runtime.cache import default_folder
     from daceml_train.runtime.roofline import machine
 
+    say("measuring bandwidth and peak")
     found = machine(default_folder(), again=options.again)
+    say("")
     print(f"{found.processor}, {found.threads} threads")
     print(f"  copy bandwidth  {found.bandwidth / 1e9:8.1f} GB/s")
     print(f"  peak            {found.peak / 1e9:8.1f} GFLOP/s")

@@ -11,10 +11,11 @@ from torch import nn
 import daceml_train as dt
 from daceml_train.errors import Invalid, Refused, Unsupported
 from daceml_train.exploration import Session
+from daceml_train.exploration.listing import every_pass
 from daceml_train.graph.graph import Graph
 from daceml_train.graph.text import show
 from daceml_train.graph.traffic import traffic
-from daceml_train.passes.base import Pass
+from daceml_train.passes.base import Measured, Pass
 from daceml_train.transformations.fusion.producer_consumer import FuseElementwise
 from daceml_train.transformations.intra_operator.cross_entropy import FuseSoftmaxCrossEntropy
 from tests.exploration.models import session
@@ -242,6 +243,21 @@ def test_a_pass_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyPa
     assert "the pass fails here: KeyError" in (broken.refusal or "")
     with pytest.raises(Refused, match="fails: KeyError"):
         made.matches(pass_=Stumbles())
+
+
+def test_listing_applies_few_passes_however_large_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that need a pass applied per match are left to previews where that would take quadratic time."""
+    made = session(count=14)
+    applied: list[int] = []
+    result = Measured.after.func  # type: ignore[attr-defined]
+    monkeypatch.setattr(Measured, "after", property(lambda self: applied.append(1) or result(self)))
+    found = made.matches(refused=True)
+    assert len(found) > 300
+    assert len(applied) <= len(list(every_pass()))
+    unknown = next(m for m in found if m.bytes is None and m.refusal is None)
+    told = made.preview(unknown)
+    assert told.reason is None
+    assert told.bytes[0] == made.state.bytes
 
 
 class Branching(nn.Module):
