@@ -117,17 +117,21 @@ def run_nvcc(nvcc: Path, options: Sequence[str], arch: str = DEFAULT_ARCHITECTUR
     return run.stdout + run.stderr
 
 
-def _runtime(nvcc: Path) -> list[str]:
-    """How to link the CUDA runtime: static where it is, else the shared one that packages from PyPI bring."""
-    root = nvcc.resolve().parent.parent
+@functools.cache
+def _runtime(nvcc: Path) -> tuple[str, ...]:
+    """How to link the CUDA runtime: static as nvcc does it, else the shared one that packages from PyPI bring."""
+    said = subprocess.run([str(nvcc), "-dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+    top = [line.split("TOP=", 1)[1].strip() for line in said.splitlines() if "TOP=" in line]
+    root = Path(top[0]).resolve() if top else nvcc.resolve().parent.parent
     places = [place for place in (root / "lib64", root / "lib", *root.glob("targets/*/lib")) if place.is_dir()]
-    if not places or any((place / "libcudart_static.a").exists() for place in places):
-        return ["-cudart=static", *(f"-L{place}" for place in places)]
+    for place in places:
+        if (place / "libcudart_static.a").exists():
+            return "-cudart=static", f"-L{place}"
     around = [*places, *root.parent.glob("*/lib")]
     shared = next((found for place in around for found in sorted(place.glob("libcudart.so*"))), None)
     if shared is None:
-        raise CompilerError(f"the CUDA runtime is not beside {nvcc}; {ADVICE}")
-    return ["-cudart=none", f"-Xlinker={shared}", f"-Xlinker=-rpath={shared.parent}"]
+        return ()
+    return "-cudart=none", f"-Xlinker={shared}", f"-Xlinker=-rpath={shared.parent}"
 
 
 def load(path: Path, key: str) -> int:

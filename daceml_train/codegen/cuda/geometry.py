@@ -59,6 +59,10 @@ def choose(loops: Loops, phases: Phases) -> Geometry:
     if loops.mode == "flat":
         if loops.squares:
             return Geometry(256, 32, 1)
+        arrays = len(loops.reads) + len(loops.results)
+        while width > 1 and arrays * width > REGISTERS:  # all fragments of a thread are in registers at one time
+            width //= 2
+        ragged = ragged and width > 1
         return Geometry(256, 1, width, full=True, ragged=ragged)
     if loops.mode == "tiles":
         return Geometry(128, 128, width, full=isinstance(lanes, int) and lanes % (128 * width) == 0, ragged=ragged)

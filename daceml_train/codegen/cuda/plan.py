@@ -109,7 +109,8 @@ class CudaPlan(Plan):
                 self._scratch(f"column_{name}", lanes, dtype)
         for p, columns in enumerate(phases.columns):
             for v in columns.scalars + columns.combined if p and not tiles else ():
-                if f"part_{v}" not in self.arrays.named or self.arrays.named[f"part_{v}"].axes == ("block",):
+                part = self.arrays.named.get(f"part_{v}")
+                if not self.first(v) and (part is None or part.axes == ("block",)):
                     self._scratch(f"between_{v}", (), computed(loops.leaves[v].dtype))
 
         for rows in phases.rows:
@@ -138,6 +139,12 @@ class CudaPlan(Plan):
         made = Array(name, dtype, tuple(axes), tuple(reversed(strides)), pointer, 0, simplify(step * dtype.bytes))
         self.arrays.scratch.append(made)
         self.arrays.named[name] = made
+
+    @property
+    def narrow(self) -> bool:
+        """Whether 32 bits number all lanes."""
+        lanes = product(a.size for a in self.loops.lane_axes)
+        return isinstance(lanes, int) and lanes < 1 << 31
 
     @property
     def tiles(self) -> Dim:
@@ -174,7 +181,7 @@ class CudaPlan(Plan):
     def structure(self) -> str:
         """All that the source depends on, as text: no names of the user, sizes only where the geometry needs them."""
         held = sorted([*self.fragments, *self.squares])
-        return f"{super().structure()}\n{self.geometry} {held}"
+        return f"{super().structure()}\n{self.geometry} {held} {self.narrow}"
 
 
 def groups(size: Dim, group: int) -> Dim:

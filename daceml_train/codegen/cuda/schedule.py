@@ -81,8 +81,10 @@ class ThreadGenerator(TargetCodeGenerator):
 
     title, target_name, language = "cudathreads", "cudathreads", "cpp"
 
-    def __init__(self, frame: Any, sdfg: Any, geometry: Geometry, conditions: dict[str, str]) -> None:
+    def __init__(self, frame: Any, sdfg: Any, geometry: Geometry, conditions: dict[str, str], narrow: bool) -> None:
         self.frame, self.geometry, self.conditions = frame, geometry, conditions
+        self.integer = "uint32_t" if narrow else "int64_t"
+        """In which a position among the lanes is divided: 64 bits cost many instructions."""
         emitters = {LANES: self.lanes, TEAM: self.team, COLUMNS: self.columns, ONCE: self.once, TURN: self.turn}
         self.emitters = emitters
         for schedule in emitters:
@@ -150,7 +152,7 @@ class ThreadGenerator(TargetCodeGenerator):
 
     def columns(self, m: _Map) -> list[str]:
         """A lane for each thread of a slice; the first slice has the totals."""
-        lines = [f"const int64_t lane = lane_begin + vm_thread() % {SIDE};", *m.decode("lane")]
+        lines = [f"const int64_t lane = lane_begin + vm_thread() % {SIDE};", *m.decode("lane", self.integer)]
         shared = [e for e in m.reads if e.dst_conn.startswith("parts_")]
         for e in shared:
             kind, total, array = m.type_in(e), e.dst_conn, m.sdfg.arrays[e.data.data]
@@ -204,7 +206,7 @@ class ThreadGenerator(TargetCodeGenerator):
         each = [
             "#pragma unroll", "for (int k = 0; k < PASSES; ++k) {",
             "const int64_t lane = pass + (int64_t)(k * TEAM + vm_member()) * V;",
-            "{" if full else "if (lane < lane_end) {", *m.decode("lane"),
+            "{" if full else "if (lane < lane_end) {", *m.decode("lane", self.integer),
         ]  # fmt: skip
         if packed:
             lines += each
@@ -351,13 +353,12 @@ class _Map:
         """The connectors that the code writes."""
         return [f"{self.type_out(e)} {e.src_conn};" for e in self.writes]
 
-    def decode(self, lane: str) -> list[str]:
+    def decode(self, lane: str, integer: str) -> list[str]:
         """The loops' variables from a position among all lanes."""
         parameters, lines = self.entry.map.params, []
         for name in reversed(parameters[1:]):
-            lines += [
-                f"const int64_t {name} = {lane} % {name}_size;",
-                f"const int64_t before_{name} = {lane} / {name}_size;",
-            ]
+            parts = f"({integer}){lane}", f"({integer}){name}_size"
+            lines.append(f"const int64_t {name} = {' % '.join(parts)};")
+            lines.append(f"const int64_t before_{name} = {' / '.join(parts)};")
             lane = f"before_{name}"
         return [*lines, f"const int64_t {parameters[0]} = {lane};"]

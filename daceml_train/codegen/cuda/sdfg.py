@@ -368,9 +368,10 @@ class CudaBuilder(Builder):
         vectors = [n for n in columns.combined if len(self.arrays[f"part_{n}"].axes) > 1]
         parts = [n for n in columns.combined if n not in vectors]
         results = [i for i in columns.results if not self.results[i].axes]
-        if results or (p and (parts or columns.scalars)):
+        scalars = [v for v in columns.scalars if not self.first(v)]
+        if results or parts or scalars:
             block = self.kernel(f"scalars{p}", 1, COMBINING, {})
-            self.combine_scalars(block, p, columns, parts, results)
+            self.combine_scalars(block, p, scalars, parts, results)
             self.launch(block)
         results = [i for i in columns.results if self.results[i].axes]
         stores = [v for v in columns.stores if self.loops.has_lanes(v)]
@@ -383,10 +384,10 @@ class CudaBuilder(Builder):
             self.launch(block)
 
     def combine_scalars(
-        self, block: Any, p: int, columns: Columns, parts: Sequence[str], results: Sequence[int]
+        self, block: Any, p: int, scalars: Sequence[str], parts: Sequence[str], results: Sequence[int]
     ) -> None:
         """One block computes what has neither rows nor lanes."""
-        code, here = Code(), [*parts, *(v for v in columns.scalars if p)]
+        code, here = Code(), [*parts, *scalars]
         for n in parts:
             total, name = self.phases.accumulators(n)[1], f"part_{n}"
             self.use(block, name)
@@ -398,20 +399,17 @@ class CudaBuilder(Builder):
                 f"total_{n} = vm::over_block<{self.functor(n)}, {COMBINING}>(total_{n});",
                 f"const {self.held(n).c} {n} = total_{n};",
             ]
-        for v in columns.scalars if p else ():
-            if self.first(v):
-                continue
+        for v in scalars:
             for i in self.leaves[v].inputs:
-                if i not in here or self.first(i):
+                if i not in here:
                     self.before(block, code, i)
             self.define(code, v)
         for number in results:
-            if self.results[number].leaf not in here or self.first(self.results[number].leaf):
+            if self.results[number].leaf not in here:
                 self.before(block, code, self.results[number].leaf)
             self.store(block, code, number)
         for v in here:
-            if not self.first(v):
-                code.write(f"save_of_{v}", self.array(block, f"between_{v}"), self.held(v), v)
+            code.write(f"save_of_{v}", self.array(block, f"between_{v}"), self.held(v), v)
         self.tasklet(block, f"scalars_of_columns{p}", code, condition="vm_thread() == 0")
 
     def combine_lanes(

@@ -74,7 +74,7 @@ def _generate(builder: CudaBuilder) -> tuple[str, list[tuple[str, int, str]], st
     frame = framecode.DaCeCodeGenerator(sdfg)
     cpu.CPUCodeGen(frame, sdfg)
     blocks = BlockGenerator(frame, sdfg)
-    ThreadGenerator(frame, sdfg, builder.geometry, builder.conditions)
+    ThreadGenerator(frame, sdfg, builder.geometry, builder.conditions, builder.plan.narrow)
     codegen._get_codegen_targets(sdfg, frame)
     frame.dispatcher.instrumentation = dict.fromkeys(frame.dispatcher.instrumentation)
     with set_temporary("compiler", "unique_functions", value="none"):

@@ -8,6 +8,6 @@ from tests.codegen.test_families import families
 pytestmark = pytest.mark.compiled
 
 
-@pytest.mark.parametrize("shape", [(23, 52), (5, 130)])
+@pytest.mark.parametrize("shape", [(23, 52), pytest.param((5, 130), marks=pytest.mark.wide)])
 def test_families(shape):
     check(families(*shape, 1))

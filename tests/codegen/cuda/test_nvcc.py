@@ -1,0 +1,171 @@
+"""What nvcc makes of the kernels: it takes them all, spills nothing, and reads and writes 16 bytes at a time.
+
+No GPU is needed, only the compiler; without it these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import daceml_train as dt
+from daceml_train.codegen.cuda import compile as compiling
+from daceml_train.codegen.cuda.compile import compile_program, find_nvcc, run_nvcc, text
+from daceml_train.codegen.cuda.launch import CudaCode
+from daceml_train.errors import CompilerError
+from tests.codegen import groups
+from tests.codegen.cuda.running import code_of
+from tests.codegen.test_families import case
+from tests.driver.networks import PROBLEMS
+from tests.runtime.emulation import Emulated, EmulatedCuda, emulated
+
+pytestmark = pytest.mark.compiled
+
+try:
+    NVCC = find_nvcc()
+except CompilerError as reason:
+    NVCC = None
+    needs_nvcc = pytest.mark.skip(reason=reason.message)
+else:
+    needs_nvcc = pytest.mark.usefixtures()
+
+
+def compiled(codes: Sequence[CudaCode], folder: Path) -> tuple[str, str]:
+    """What ptxas says, and the assembly that went into it. Its machine code lies in `kernels.cubin`."""
+    source = folder / "kernels.cu"
+    source.write_text(text(codes))
+    options = ["-cubin", "-Xptxas=-v", "--keep", f"--keep-dir={folder}", str(source)]
+    return run_nvcc(NVCC, [*options, "-o", str(folder / "kernels.cubin")]), (folder / "kernels.ptx").read_text()
+
+
+def spills(said: str) -> dict[str, int]:
+    """Kernel over rows -> bytes that do not fit into registers, where fragments are read 16 bytes at a time."""
+    found = re.findall(r"Function properties for (\w+)\s+.*?(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    return {name: int(stores) + int(loads) for name, stores, loads in found if "ILb1E" in name}
+
+
+def memory_bound(dtype: torch.dtype) -> dict[str, CudaCode]:
+    """The families whose time is that of their bytes, at the sizes of a transformer and a residual network."""
+    r = torch.randn
+    x, g, weight = r(64, 1024).to(dtype), r(64, 1024).to(dtype), r(1024).to(dtype)
+    one = r(64, 1).to(dtype)
+    image = r(4, 64, 6, 6).to(dtype).contiguous(memory_format=torch.channels_last)
+    c = [r(64).to(dtype) for _ in range(3)]
+    out = [torch.empty_like(image), *(torch.empty(64, dtype=dtype) for _ in range(3))]
+    cases = [
+        case("bias_gelu", groups.bias_gelu, x, weight),
+        case("bias_gelu_backward", groups.bias_gelu_backward, g, x, weight),
+        case("layer_norm", groups.layer_norm, x, weight, weight),
+        case("layer_norm_backward", groups.layer_norm_backward, g, x, weight, one, one),
+        case("softmax", groups.softmax, x),
+        case("softmax_backward", groups.softmax_backward, g, x),
+        case("batch_norm", groups.batch_norm(1), image, *c, outputs=out),
+        case("cross_entropy", groups.cross_entropy, x, torch.randint(0, 1024, (64,))),
+        case("adam", groups.adam, x, g, g, g, torch.tensor(3.0, dtype=dtype)),
+    ]
+    return {c.name: code_of(c) for c in cases}
+
+
+@needs_nvcc
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_bound_kernels(dtype, tmp_path):
+    """No spills; all that is large is moved by 16-byte instructions, of which each kernel needs some."""
+    codes = memory_bound(dtype)
+    said, assembly = compiled([*codes.values()], tmp_path)
+    assert spills(said) and not {k: b for k, b in spills(said).items() if b}
+    functions = {m[1]: m[2] for m in re.finditer(r"\.entry (\w+)\((.*?)\n}", assembly, re.DOTALL)}
+    for name, code in codes.items():
+        wide = [body for f, body in functions.items() if code.key in f and "ILb1E" in f]
+        assert wide, name
+        loads, stores = (sum(len(re.findall(p, body)) for body in wide) for p in WIDE)
+        assert loads and stores, f"{name}: {loads} wide loads, {stores} wide stores"
+        narrow = sum(len(re.findall(r"st\.global\.(?:f32|b16|u16|u32)", body)) for body in wide)
+        assert narrow <= 4 * len(wide), f"{name} stores element by element: {narrow}"  # values of a row, and totals
+    if tool := shutil.which("cuobjdump"):
+        machine = subprocess.run(
+            [tool, "-sass", str(tmp_path / "kernels.cubin")], capture_output=True, text=True
+        ).stdout
+        assert len(re.findall(r"LDG[.A-Z]*\.128", machine)) >= len(codes)
+        assert len(re.findall(r"STG[.A-Z]*\.128", machine)) >= len(codes)
+
+
+WIDE = (r"ld\.global(?:\.nc)?\.v4", r"st\.global\.v4")
+
+
+FEW = ("mlp", "pre_ln", "lstm")
+
+
+class Collected(BaseException):
+    """Ends compilation once the kernels are known."""
+
+
+class Collecting(EmulatedCuda):
+    """Takes the kernels of a program instead of compiling them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes: list[CudaCode] = []
+
+    def addresses(self, codes, folder, jobs, progress):
+        self.codes += [code for code in codes if isinstance(code, CudaCode)]
+        raise Collected
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.wide) for n in PROBLEMS])
+def test_training_steps_of_networks(name, tmp_path):
+    """Forward, loss, backward and update: nvcc takes every kernel, and none spills."""
+    model, (x, *targets) = PROBLEMS[name].build()
+    model = copy.deepcopy(model)
+    toolchain = Collecting()
+    with emulated(Emulated(toolchain)):
+        step = dt.training_step(model, PROBLEMS[name].loss, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        with pytest.raises(Collected):
+            step(x, *targets)
+    assert len(toolchain.codes) >= 3
+    said, _ = compiled(toolchain.codes, tmp_path)
+    assert spills(said) and not {k: b for k, b in spills(said).items() if b}
+
+
+@needs_nvcc
+def test_the_library_is_made_once(tmp_path, monkeypatch):
+    code = code_of(case("gelu", groups.bias_gelu, torch.randn(4, 64), torch.randn(64)))
+    path = compile_program([code, code], tmp_path)
+    monkeypatch.setattr(compiling, "run_nvcc", lambda *_: pytest.fail("compiled again"))
+    assert compile_program([code], tmp_path) == path and [*tmp_path.iterdir()] == [path]
+    assert f"launch_{code.key}".encode() in path.read_bytes()
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(pytest.fail.Exception):
+        compile_program([code], tmp_path)
+
+
+def test_a_missing_nvcc_is_named(monkeypatch):
+    monkeypatch.setattr(compiling, "_candidates", lambda: iter([Path("/no/such/nvcc")]))
+    with pytest.raises(
+        CompilerError, match=r"no nvcc was found.*CUDA toolkit.*CUDA_HOME.*pip install nvidia-cuda-nvcc"
+    ):
+        find_nvcc()
+
+
+def test_nvcc_is_found_in_its_places(monkeypatch, tmp_path):
+    for place in ("toolkit/bin", "site/nvidia/cu13/bin"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "nvcc").write_text("#!/bin/sh\n")
+        (tmp_path / place / "nvcc").chmod(0o755)
+    for variable in ("NVCC", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
+    assert find_nvcc() == tmp_path / "toolkit/bin/nvcc"
+    monkeypatch.delenv("CUDA_HOME")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    (tmp_path / "site/nvidia/__init__.py").write_text("")
+    compiling.importlib.invalidate_caches()
+    assert tmp_path / "site/nvidia/cu13/bin/nvcc" in [*compiling._candidates()]
