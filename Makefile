@@ -8,7 +8,7 @@ ARGS ?=             # passed on: make test ARGS="-k softmax"
 VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-browser lint bench traffic conformance-ops conformance-models conformance-onnx fuzz orders gpu-bundle test-gpu bench-gpu clean
+.PHONY: help setup demo test test-browser lint bench traffic conformance-ops conformance-models conformance-onnx fuzz orders gpu-bundle test-gpu bench-gpu clean conformance-cuda
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ bench: setup ## time training steps against PyTorch (ARGS=)
 
 traffic: setup ## count the bytes of training steps against eager PyTorch (ARGS=)
 	@$(VENV_PYTHON) -m benchmarks.traffic $(ARGS)
+
+conformance-cuda: setup ## CUDA kernels, all there are, in the emulator and through nvcc
+	@OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -q --wide tests/codegen/cuda $(ARGS)
 
 conformance-ops: setup ## PyTorch's own operator samples through the compiler (ARGS=)
 	@$(VENV_PYTHON) -m benchmarks.conformance $(ARGS)

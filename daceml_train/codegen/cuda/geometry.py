@@ -59,7 +59,8 @@ def choose(loops: Loops, phases: Phases) -> Geometry:
     if loops.mode == "flat":
         if loops.squares:
             return Geometry(256, 32, 1)
-        arrays = len(loops.reads) + len(loops.results)
+        types = [a.dtype for a in loops.reads] + [a.dtype for a in loops.results]
+        arrays = sum(max(2, dtype.bytes) / 4 for dtype in types)
         while width > 1 and arrays * width > REGISTERS:  # all fragments of a thread are in registers at one time
             width //= 2
         ragged = ragged and width > 1
