@@ -4,7 +4,10 @@ The package is not called like the public function `daceml_train.explore`: a sub
 `session` is all there is to it without a browser; see there.
 """
 
+from daceml_train.exploration.export import show_graphs
 from daceml_train.exploration.session import Replay, Session, compare, replay
 from daceml_train.exploration.steps import Match, Preview, Step
 
 __all__ = ["Match", "Preview", "Replay", "Session", "Step", "compare", "replay"]
+
+show_graphs()

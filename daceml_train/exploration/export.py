@@ -6,6 +6,7 @@ the graph, a fragment stays below 300 kB: the operators that move most are liste
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -170,3 +171,10 @@ def _table(heading: Sequence[str], rows: Sequence[tuple[str, ...]]) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= NAME else f"{text[: NAME - 1]}…"
+
+
+def show_graphs() -> None:
+    """Let notebooks show graphs as `graph_html` has them; without a notebook nothing happens."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is not None and shell.display_formatter is not None:
+        shell.display_formatter.formatters["text/html"].for_type(Graph, graph_html)

@@ -187,3 +187,17 @@ def test_html_is_small_escaped_and_loads_nothing(session: dt.Session) -> None:
     assert "<img" not in text and "&lt;img" in text
     assert "http" not in text and "<script" not in text
     assert tree_of(chain(3)).root.bytes > 0
+
+
+def test_notebooks_show_graphs(session: dt.Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from daceml_train.exploration.export import show_graphs
+
+    shell = InteractiveShell.instance()
+    try:
+        show_graphs()
+        made, _ = shell.display_formatter.format(session.graph)
+        assert made["text/html"].startswith("<style>") and "matmul" in made["text/html"]
+    finally:
+        InteractiveShell.clear_instance()
