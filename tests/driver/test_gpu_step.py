@@ -103,8 +103,14 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-@pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize("schedule", ["ahead_of_time", "plain"])
+@pytest.mark.parametrize(
+    ("network", "schedule"),
+    [
+        *((name, "ahead_of_time") for name in NETWORKS),
+        ("mlp", "plain"),
+        *(pytest.param(name, "plain", marks=pytest.mark.wide) for name in ("branches", "attention")),
+    ],
+)
 def test_steps_equal_pytorch(network: str, schedule: str) -> None:
     model, batch, loss = NETWORKS[network]
     with emulated() as device:
@@ -118,7 +124,7 @@ def test_steps_equal_pytorch(network: str, schedule: str) -> None:
         assert device.replays == 3 and both.recorder.recorded == 1 and both.recorder.reasons == []
 
 
-@pytest.mark.parametrize("network", ["attention", "branches"])
+@pytest.mark.parametrize("network", ["mlp", "attention", pytest.param("branches", marks=pytest.mark.wide)])
 def test_steps_in_cuda_kernels(network: str) -> None:
     """The kernels that a GPU would run, in the emulator."""
     model, batch, loss = NETWORKS[network]

@@ -127,6 +127,8 @@ class CudaBuilder(Builder):
         nodes = [(s, n) for s in states for n in s.data_nodes() if not block.arrays[n.data].transient]
         read = sorted({n.data for s, n in nodes if s.out_degree(n)})
         written = sorted({n.data for s, n in nodes if s.in_degree(n)})
+        if not written:  # all that it would compute is computed where it is needed
+            return
         known = {str(s) for a in block.arrays.values() for s in a.free_symbols} | set(mapping) | self.inner
         known |= {str(s) for s in self.sizes.values()} | set(self.values.constants) | {"block", "blocks"}
         known |= {"tiles", "parts", "part"}
