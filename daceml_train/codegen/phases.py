@@ -179,14 +179,16 @@ class Phases:
 
     def _check_updates(self) -> None:
         """An argument that a result overwrites must not be read in a later phase."""
-        for result in self.results:
+        for number, result in enumerate(self.results):
             if result.target is None:
                 continue
-            for p in range(self.phase[result.leaf] + 1, self.last + 1):
+            before_rows = self.extent(number) == "columns"  # the rows of the same phase come after it
+            for p in range(self.phase[result.leaf] + (not before_rows), self.last + 1):
                 rows = self.rows[p]
                 loads = {v for s in rows.stages for v in s.loads + s.reads} if rows else set()
                 loads |= {i for s in (rows.stages if rows else ()) for v in s.scalars for i in self.leaves[v].inputs}
-                loads |= {i for v in self.columns[p].lanes + self.columns[p].scalars for i in self.leaves[v].inputs}
+                if p > self.phase[result.leaf]:
+                    loads |= {i for v in self.columns[p].lanes + self.columns[p].scalars for i in self.leaves[v].inputs}
                 if any(self.leaves[v].op is None and self.leaves[v].argument == result.target for v in loads):
                     raise Refused(f"argument {result.target} is read again after its new value is stored")
 

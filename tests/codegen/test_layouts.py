@@ -121,6 +121,14 @@ def test_updates_in_place():
     check(cases)
 
 
+def test_a_scalar_that_rows_read_is_not_updated_before_them():
+    step, x = torch.tensor(3.0), torch.randn(40)
+    kernel = kernel_of(lambda s, x: (s + 1.0, x * s), describe(step), describe(x))
+    kernel = Kernel(kernel.arguments, kernel.statements, kernel.yields, ((0, 0),))
+    with pytest.raises(Refused, match="read again after its new value is stored"):
+        Case("step", kernel, [step, x])
+
+
 def test_special_values():
     x = torch.randn(4, 40)
     x[0, 3], x[1, :], x[2, 5], x[3, 7] = torch.nan, -torch.inf, torch.inf, -torch.inf
