@@ -239,14 +239,6 @@ def test_hooks_are_refused_with_the_line() -> None:
     assert "test_silent_losses.py" in str(failure.value)
 
 
-def test_control_flow_is_refused_with_the_line() -> None:
-    def f(x):
-        return torch.cond(x.sum() > 0, lambda v: v.sin(), lambda v: v.cos(), (x,))
-
-    with pytest.raises(Exception, match="higher-order operator cond"):
-        torch.compile(f, backend=Interpreting(), fullgraph=True)(leaf(3))
-
-
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_sizes_that_depend_on_data_are_refused() -> None:
     with pytest.raises(Exception, match="depends on data"):
