@@ -4,6 +4,7 @@
     python -m benchmarks.onnx cases --only resize    # those whose name contains a text
     python -m benchmarks.onnx models [NAME...]       # round trips: export, import, train, save, run in ONNX Runtime
     python -m benchmarks.onnx mutations --count 20000
+    python -m benchmarks.onnx speed [NETWORK...]     # inference against ONNX Runtime, one and sixteen examples
     python -m benchmarks.onnx import                 # how long importing takes
     python -m benchmarks.onnx page                   # docs/onnx-conformance.md from the results
 
@@ -25,8 +26,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from benchmarks.onnx import cases, importing, models, mutations, report
-from benchmarks.onnx.report import CASES, IMPORTS, MODELS, MUTATIONS, PAGE
+from benchmarks.networks import TWELVE
+from benchmarks.onnx import cases, importing, models, mutations, report, speed
+from benchmarks.onnx.report import CASES, IMPORTS, MODELS, MUTATIONS, PAGE, SPEEDS
 from daceml_train.codegen import compile as kernels
 
 
@@ -42,12 +44,14 @@ def main() -> int:
     official.set_defaults(run=_cases)
     trips = commands.add_parser("models", help="round trips of networks and transformers models")
     trips.add_argument("names", nargs="*", help="default: all")
-    trips.add_argument("--speed", action="store_true", help="also time inference against ONNX Runtime")
     trips.set_defaults(run=_models)
     damaged = commands.add_parser("mutations", help="damaged models")
     damaged.add_argument("--count", type=int, default=20_000)
     damaged.add_argument("--seed", type=int, default=0)
     damaged.set_defaults(run=_mutations)
+    raced = commands.add_parser("speed", help="inference against ONNX Runtime")
+    raced.add_argument("names", nargs="*", help="default: the twelve networks")
+    raced.set_defaults(run=_speed)
     timed = commands.add_parser("import", help="how long importing takes")
     timed.set_defaults(run=_import)
     commands.add_parser("page", help="write the page").set_defaults(run=lambda _: _page())
@@ -103,12 +107,30 @@ def _models(options: argparse.Namespace) -> int:
         task = progress.add_task("", total=len(names))
         for name in names:
             progress.update(task, description=name)
-            row = models.run(name, options.speed)
+            row = models.run(name)
             rows.append(row)
             progress.console.print(f"{name:18} {models.text(row)}", markup=False, highlight=False)
             progress.advance(task)
     if not options.names:
         MODELS.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
+        _page()
+    return int(any(row.wrong for row in rows))
+
+
+def _speed(options: argparse.Namespace) -> int:
+    rows = []
+    with _progress() as progress:
+        todo = [(name, batch) for name in options.names or TWELVE for batch in speed.BATCHES]
+        task = progress.add_task("", total=len(todo))
+        for name, batch in todo:
+            progress.update(task, description=f"{name} {batch}")
+            row = speed.run(name, batch)
+            rows.append(row)
+            said = row.wrong or f"{row.ours:.2f} ms, ONNX Runtime {row.theirs:.2f} ms, ratio {row.ratio:.2f}"
+            progress.console.print(f"{name:18} {batch:3} {said}", markup=False, highlight=False)
+            progress.advance(task)
+    if not options.names:
+        SPEEDS.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
         _page()
     return int(any(row.wrong for row in rows))
 

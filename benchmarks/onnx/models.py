@@ -9,11 +9,10 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,6 @@ class Row:
     runtime: float = 0.0
     breaks: int = 0
     wrong: str = ""
-    speed: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -103,12 +101,12 @@ MODELS: dict[str, Callable[[], Trip]] = {
 }
 
 
-def run(name: str, speed: bool) -> Row:
+def run(name: str) -> Row:
     """The whole trip of one model."""
     row = Row(name)
     logging.disable(logging.WARNING)
     try:
-        _trip(row, MODELS[name](), speed)
+        _trip(row, MODELS[name]())
     except Exception as error:
         row.wrong = f"{type(error).__name__}: {str(error)[:300]}"
     finally:
@@ -116,7 +114,7 @@ def run(name: str, speed: bool) -> Row:
     return row
 
 
-def _trip(row: Row, trip: Trip, speed: bool) -> None:
+def _trip(row: Row, trip: Trip) -> None:
     torch._dynamo.reset()
     original = copy.deepcopy(trip.model)
     # Unoptimised: the exporter's optimizer merges initializers that are equal, and weights begin equal.
@@ -141,8 +139,6 @@ def _trip(row: Row, trip: Trip, speed: bool) -> None:
         row.runtime = _relative(ours, theirs)
         if row.runtime > TOLERANCE:
             row.wrong = f"ONNX Runtime's output of the saved model differs by {row.runtime:.2g}"
-        if speed:
-            row.speed = _speed(module, session, trip.inputs)
 
 
 def _train(row: Row, trip: Trip, original: torch.nn.Module, optimized: torch.nn.Module) -> None:
@@ -191,31 +187,11 @@ def _relative(got: Tensor, want: Tensor, least: float = 1e-6) -> float:
     return float((got.detach() - want.detach()).abs().max()) / max(greatest, least) if want.numel() else 0.0
 
 
-def _speed(module: torch.nn.Module, session: Any, inputs: tuple[Tensor, ...]) -> dict[str, dict[str, float]]:
-    """Milliseconds of an inference, medians of alternating rounds, for us and for ONNX Runtime."""
-    feed = {i.name: x.numpy() for i, x in zip(session.get_inputs(), inputs, strict=True)}
-    compiled = dt.optimize(module.eval())
-
-    def ours() -> None:
-        with torch.inference_mode():
-            compiled(*inputs)
-
-    runs: dict[str, Callable[[], Any]] = {"daceml_train": ours, "onnxruntime": lambda: session.run(None, feed)}
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(12):
-        for name, call in runs.items():
-            begin = time.perf_counter()
-            call()
-            times[name].append(1e3 * (time.perf_counter() - begin))
-    return {"inference": {name: statistics.median(found[2:]) for name, found in times.items()}}
-
-
 def text(row: Row) -> str:
     """The row for the terminal."""
     if row.wrong:
         return f"WRONG: {row.wrong}"
-    timing = "".join(f", {name} {ms:.2f} ms" for each in row.speed.values() for name, ms in each.items())
     return (
         f"right: {row.nodes} nodes in {row.imported:.2f} s; loss {row.loss:.1e}, gradients {row.gradient:.1e}, "
-        f"ONNX Runtime {row.runtime:.1e}{timing}"
+        f"ONNX Runtime {row.runtime:.1e}"
     )

@@ -714,7 +714,8 @@ def _(w: Tensor, x: Tensor) -> Any:
 
 
 # ---- element types and unusual numbers ------------------------------------------------------------------------------
-function("half precision", tolerance=2e-3)(
+# Sums of bfloat16 gradients end in one rounding here and there in another; both are as far from the exact ones.
+function("half precision", tolerance=2**-8)(
     lambda w, x: (
         (x.half() * w.half()).float(),
         x.bfloat16() * w.bfloat16(),
