@@ -84,7 +84,7 @@ def _speeds(rows: list[dict[str, Any]]) -> str:
     lines = [
         "## Speed",
         "Inference of the twelve networks in their full size, exported and loaded again, float32, as many threads as "
-        "PyTorch uses: medians of alternating rounds (`python -m benchmarks.onnx speed`). Above 1 is faster than "
+        "PyTorch uses: medians of alternating turns (`python -m benchmarks.onnx speed`). Above 1 is faster than "
         "ONNX Runtime.",
         "",
         "| network | examples | daceml_train, ms | ONNX Runtime, ms | ratio | outputs differ by |",

@@ -20,16 +20,14 @@ import daceml_train as dt
 from benchmarks.networks import NETWORKS
 
 BATCHES = (1, 16)
-ROUNDS = 15
-WARM = 3
-"""Rounds that do not count."""
+TURNS, CALLS = 4, 4
 TOLERANCE = 2e-3
 """Of outputs, relative to the greatest element: networks of full depth with random weights."""
 
 
 @dataclass
 class Speed:
-    """Medians over alternating rounds, in milliseconds, and the difference of the outputs; or why there are none."""
+    """Medians over alternating turns, in milliseconds, and the difference of the outputs; or why there are none."""
 
     name: str
     batch: int
@@ -95,10 +93,15 @@ def _cut(x: Tensor, size: int, batch: int) -> Tensor:
 
 
 def _medians(*runs: Callable[[], object]) -> list[float]:
+    """Each run's median. They take turns of a few calls, of which the first does not count: it comes while threads of
+    the other's pool still spin.
+    """
     times: list[list[float]] = [[] for _ in runs]
-    for _ in range(ROUNDS):
+    for _ in range(TURNS):
         for spent, call in zip(times, runs, strict=True):
-            begin = time.perf_counter()
             call()
-            spent.append(1e3 * (time.perf_counter() - begin))
-    return [statistics.median(spent[WARM:]) for spent in times]
+            for _ in range(CALLS):
+                begin = time.perf_counter()
+                call()
+                spent.append(1e3 * (time.perf_counter() - begin))
+    return [statistics.median(spent) for spent in times]

@@ -14,7 +14,7 @@ from daceml_train.exploration.view_tree import Item, Tree, hidden, opened, tree_
 from daceml_train.graph.graph import Graph, Role
 from daceml_train.reporting.numbers import bytes_text, number
 
-LIMIT = 500
+LIMIT = 200
 """Boxes that are drawn at most."""
 FIRST = 24
 """Boxes up to which a graph opens by itself."""
