@@ -84,6 +84,20 @@ def test_every_row_of_the_table_prints_and_vectorises():
     assert not report, "\n".join(report)
 
 
+def test_bounds_on_both_sides_vectorise() -> None:
+    x = torch.tensor([-3.0, 0.5, 9.0, float("nan"), float("inf"), -float("inf")]).repeat(40)
+    bounds = torch.tensor(0.25), torch.tensor(6.0)
+
+    def body(x, low, high):
+        return x.apply(make("maximum"), low.expand(x.shape)).apply(make("minimum"), high.expand(x.shape))
+
+    case = Case("bounds", kernel_of(body, *map(describe, (x, *bounds))), [x, *bounds])
+    path = compile_kernels([case.code], FOLDER)[case.code.key]
+    case.call(load(path, case.code.key))
+    torch.testing.assert_close(case.outputs[0], x.clamp(*bounds), equal_nan=True)
+    assert not vectorised(case.code.source)
+
+
 def test_calls_of_the_c_library() -> None:
     x, y = torch.rand(64) * 0.8 + 0.1, torch.rand(64) - 0.5
     ones = [n for n in SCALAR if len(TABLE[n].operands) == 1]

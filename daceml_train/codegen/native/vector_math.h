@@ -22,8 +22,9 @@ VM float from_float16(uint16_t h) { _Float16 f; __builtin_memcpy(&f, &h, 2); ret
 VM uint16_t to_float16(float x) { _Float16 f = (_Float16)x; uint16_t h; __builtin_memcpy(&h, &f, 2); return h; }
 
 // ---- comparisons --------------------------------------------------------------------------------------------------
-template <typename T> VM T max(T a, T b) { return (a != a || a > b) ? a : b; }  // NaN if any is
-template <typename T> VM T min(T a, T b) { return (a != a || a < b) ? a : b; }
+// NaN if any is. Two selections: GCC makes branches of one with two conditions, and no vectors.
+template <typename T> VM T max(T a, T b) { const T larger = a > b ? a : b; return a != a ? a : larger; }
+template <typename T> VM T min(T a, T b) { const T smaller = a < b ? a : b; return a != a ? a : smaller; }
 template <typename T> VM bool isnan(T a) { return a != a; }
 VM bool isinf(float a) { return __builtin_fabsf(a) == __builtin_inff(); }
 VM bool isinf(double a) { return __builtin_fabs(a) == __builtin_inf(); }
