@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def page(chromium: Any, lab: Lab, request: pytest.FixtureRequest, shots: Callabl
 @pytest.fixture
 def shots(request: pytest.FixtureRequest) -> Callable[[Any, str], None]:
     """`shots(page, name)` keeps a picture in $BROWSER_SHOTS, or in a folder for temporary files."""
-    folder = Path(os.environ.get("BROWSER_SHOTS", "/tmp/daceml_train-screenshots"))
+    folder = Path(os.environ.get("BROWSER_SHOTS") or Path(tempfile.gettempdir()) / "daceml_train-screenshots")
     folder.mkdir(parents=True, exist_ok=True)
     stem = re.sub(r"\W+", "_", request.node.name).strip("_")
 
