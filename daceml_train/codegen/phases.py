@@ -132,11 +132,16 @@ class Phases:
         return total
 
     def accumulators(self, name: str) -> tuple[DType, DType]:
-        """Element types in which a reduction is accumulated: within a segment, and beyond."""
+        """Element types in which a reduction is accumulated: within a segment, and beyond.
+
+        Float lanes are added in float, but not where several axes are reduced: these are statistics of normalisations,
+        whose errors every element shares and later sums multiply, and their kernels wait for memory.
+        """
         leaf = self.leaves[name]
         assert isinstance(leaf.op, Reduce)
         total, near = accumulator(leaf.dtype, leaf.op.kind), computed(leaf.dtype)
-        return (near if near is DType.float32 else total), total
+        several = self.kind(leaf) == "row" and len(self.loops.lane_axes) > 1
+        return (near if near is DType.float32 and not several else total), total
 
     def extent(self, number: int) -> str:
         """Over what a result is stored: `lanes` (every element), `rows`, or `columns` (no rows)."""
