@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from benchmarks import fuzz
-from benchmarks.fuzz import Case, Layer, Values
+from benchmarks.fuzz import Case, Layer, checking
+from benchmarks.fuzz.checking import Values
 
 CASES = (
     Case(
@@ -68,14 +68,14 @@ def worst(found: Values, eager: Values, noisy: Sequence[Values], exact: Values) 
         runs = (value, eager[name], *(run[name] for run in noisy))
         errors = [float((t.double() - exact[name].double()).abs().max()) / scale for t in runs]
         text = f"{name}: {size:.1e} of {largest:.1e}; ours {errors[0]:.1e}, eager {errors[1]:.1e}, with noise "
-        if errors[0] > fuzz.FLOOR:
+        if errors[0] > checking.FLOOR:
             lines.append((errors[0] / errors[1], text + ", ".join(f"{e:.1e}" for e in errors[2:])))
     return max(lines)
 
 
 def models() -> None:
     """Print a line for each model and way of training it."""
-    judged = fuzz._wrong
+    judged = checking.wrong_in
 
     def show(found: Values, eager: Values, noisy: Sequence[Values], exact: Values) -> str:
         ratio, line = worst(found, eager, noisy, exact)
@@ -83,13 +83,13 @@ def models() -> None:
         print(f"  {ratio:5.1f} times eager: {line}: {verdict}")
         return ""
 
-    fuzz._wrong = show
+    checking.wrong_in = show
     try:
         for case in CASES:
             print(f"model {case.seed}")
-            fuzz.check(case)
+            checking.check(case)
     finally:
-        fuzz._wrong = judged
+        checking.wrong_in = judged
 
 
 def batch_norm() -> None:

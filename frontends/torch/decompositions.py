@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._decomp import core_aten_decompositions
 
 _KEPT = """
@@ -39,7 +40,27 @@ def table() -> dict[Any, Callable[..., Any]]:
     """Operator overload -> its decomposition, for `aot_export_module` and `make_fx`."""
     rules = {target: rule for target, rule in core_aten_decompositions().items() if _name(target) not in KEPT}
     # What PyTorch takes where no gradient is needed, and a trace without autograd therefore gets, has no derivative.
-    return rules | {torch.ops.aten._embedding_bag_forward_only.default: torch.ops.aten._embedding_bag.default}
+    return rules | {
+        torch.ops.aten._embedding_bag_forward_only.default: torch.ops.aten._embedding_bag.default,
+        torch.ops.aten._trilinear.default: _trilinear,
+    }
+
+
+def _trilinear(
+    i1: Tensor,
+    i2: Tensor,
+    i3: Tensor,
+    expand1: Sequence[int],
+    expand2: Sequence[int],
+    expand3: Sequence[int],
+    sumdim: Sequence[int],
+    unroll_dim: int = 1,
+) -> Tensor:
+    """`bilinear` as matrix products: each factor lacks the dimensions `expand`, the product is summed over `sumdim`."""
+    letters = "abcdefghijklmnop"[: i1.ndim + len(expand1)]
+    factors = ["".join(c for d, c in enumerate(letters) if d not in e) for e in (expand1, expand2, expand3)]
+    result = "".join(c for d, c in enumerate(letters) if d not in sumdim)
+    return torch.einsum(f"{','.join(factors)}->{result}", i1, i2, i3)
 
 
 @functools.cache

@@ -144,6 +144,13 @@ def test_gradients_at_kinks_are_eagers() -> None:
     check(lambda v: (v.norm(dim=1), v.std(1), F.cosine_similarity(v, v + 1)), zero)
 
 
+@pytest.mark.parametrize("shape", [(), (4,), (2, 0), (2, 1, 3)])
+def test_bilinear_is_matrix_products(shape: tuple[int, ...]) -> None:
+    x, y, w = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((*shape, 3), (*shape, 2), (5, 3, 2)))
+    captured = check(F.bilinear, x, y, w, torch.randn(5, dtype=torch.float64))
+    assert not any(isinstance(node.op, Aten) for node in captured.graph.nodes)
+
+
 def test_hyperbolic_sine_keeps_its_digits() -> None:
     x = torch.tensor([-80.0, -9.0, -1e-6, 0.0, 1e-6, 9.0, 80.0], dtype=torch.float64, requires_grad=True)
     check(torch.sinh, x, tolerance=1e-12)

@@ -277,26 +277,6 @@ def _module(draw: Draw) -> Layer | None:
     return Layer(f"h = {use}", (f"self.m{{n}} = {made}",))
 
 
-def _buffer(draw: Draw) -> Layer:
-    use = draw.pick(
-        "self.b{n}.mul_(0.9).add_(h.detach().mean()); h = h * self.b{n}", "h = h + self.b{n}; self.b{n}.add_(1)", "self.b{n}.copy_(h.detach().amax()); h = h / (self.b{n}.abs() + 1)",
-        "self.b{n} = self.b{n} * 0.5 + h.detach().mean(); h = h * self.b{n}", "torch.no_grad()(self.b{n}.lerp_)(h.mean(), 0.3); h = h - self.b{n}",
-    )  # fmt: skip
-    return Layer(use, ("self.register_buffer('b{n}', torch.tensor(0.5))",))
-
-
-def _module(draw: Draw) -> Layer | None:
-    d, rank = draw.shape[-1], len(draw.shape)
-    options = [f"nn.Bilinear({d}, {d}, 3)|self.m{{n}}(h, h * 2)", "nn.PReLU()|self.m{n}(h)"]
-    options += [f"nn.utils.parametrizations.weight_norm(nn.Linear({d}, 4))|self.m{{n}}(h)", f"nn.utils.parametrizations.spectral_norm(nn.Linear({d}, 3))|self.m{{n}}(h)"]
-    if rank == 3 and draw.shape[0] * draw.shape[1] < 16:
-        options += [f"nn.{kind}({d}, 3, batch_first=True{draw.pick('', ', bidirectional=True')})|self.m{{n}}(h)[0]" for kind in ("LSTM", "GRU", "RNN")]
-    if rank == 3 and d % 2 == 0:
-        options.append(f"nn.TransformerEncoderLayer({d}, 2, 8, 0.0, batch_first=True)|self.m{{n}}(h)")
-    made, use = draw.pick(*options).split("|")
-    return Layer(f"h = {use}", (f"self.m{{n}} = {made}",))
-
-
 PROPOSALS: Sequence[tuple[int, Callable[[Draw], Layer | None]]] = (
     (3, _text(UNARY)), (2, _text(IN_PLACE)), (2, _text(FALLBACKS)), (3, _text(REDUCTIONS)), (5, _text(MOVEMENT)), (3, _text(MASKS)),
     (3, _residual), (4, _skip), (2, _contract), (4, _linear), (2, _shared), (2, _parameter), (4, _conv), (3, _norm), (2, _pool), (2, _attention),

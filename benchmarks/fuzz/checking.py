@@ -1,0 +1,179 @@
+"""Trains a case by compiled steps and compiled modules and holds every number to eager execution and to float64."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import daceml_train as dt
+from benchmarks.fuzz.case import Case
+from benchmarks.fuzz.noise import LOST, RUNS, Rounding
+from daceml_train.driver.module import state_of
+
+FACTOR, FLOOR = 3.0, 1e-5
+Values = dict[str, Tensor]
+
+
+class Rejected(Exception):
+    """PyTorch refuses the model, or computes no finite numbers with it."""
+
+
+def _targets(case: Case, model: nn.Module) -> list[Tensor]:
+    model = copy.deepcopy(model)
+    return [case.target(model(case.inputs(i)).detach(), i) for i in range(4)]
+
+
+def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+    made = eval(f"torch.optim.{case.optimizer}", {"torch": torch, "p": list(model.parameters())})
+    assert isinstance(made, torch.optim.Optimizer)
+    return made
+
+
+def _state(found: Values, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    found.update({f"parameter {n}": p.detach().clone() for n, p in model.named_parameters()})
+    found.update({f"buffer {n}": b.clone() for n, b in model.named_buffers()})
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                found[f"state {key} of {name}"] = value.clone()
+
+
+def _gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return ((n, p.grad.clone()) for n, p in model.named_parameters() if p.grad is not None)
+
+
+def _step(case: Case, targets: Sequence[Tensor], pipeline: Any) -> tuple[Values, list[str]]:
+    model = case.built()
+    optimizer = _optimizer(case, model)
+    step = dt.training_step(model, getattr(F, case.loss), optimizer, keep_gradients=True, pipeline=pipeline, jobs=2)
+    found: Values = {}
+    for i in range(4):
+        found[f"loss {i}"] = step(case.inputs(i), targets[i])
+        found.update({f"step {i} gradient {n}": g for n, g in _gradients(model)})
+    _state(found, model, optimizer)
+    return found, list(step.breaks)
+
+
+def _eager(case: Case, targets: Sequence[Tensor], dtype: torch.dtype, noise: int = 0) -> Values:
+    with Rounding(noise) if noise else contextlib.nullcontext():
+        return _trained(case, targets, dtype)
+
+
+def _trained(case: Case, targets: Sequence[Tensor], dtype: torch.dtype) -> Values:
+    model = case.built().to(dtype)
+    optimizer, loss = _optimizer(case, model), getattr(F, case.loss)
+    found: Values = {}
+    for i in range(4):
+        x, y = (t.to(dtype) if t.is_floating_point() else t for t in (case.inputs(i), targets[i]))
+        optimizer.zero_grad()
+        value = loss(model(x), y)
+        value.backward()
+        found[f"loss {i}"] = value.detach()
+        found.update({f"step {i} gradient {n}": g for n, g in _gradients(model)})
+        optimizer.step()
+    _state(found, model, optimizer)
+    return found
+
+
+def _module(
+    case: Case, targets: Sequence[Tensor], dtype: torch.dtype, noise: int = 0, pipeline: Any = None
+) -> tuple[Values, list[str]]:
+    with Rounding(noise) if noise else contextlib.nullcontext():
+        return _called(case, targets, dtype, pipeline)
+
+
+def _called(case: Case, targets: Sequence[Tensor], dtype: torch.dtype, pipeline: Any) -> tuple[Values, list[str]]:
+    model = case.built().to(dtype)
+    called = dt.optimize(model, pipeline=pipeline, jobs=2) if pipeline is not None else model
+    found: Values = {}
+    for i in (0, 3):
+        x, y = (t.to(dtype) if t.is_floating_point() else t for t in (case.inputs(i), targets[i]))
+        x = x.detach().clone().requires_grad_(x.is_floating_point())
+        for parameter in model.parameters():
+            parameter.grad = None
+        output = called(x)
+        getattr(F, case.loss)(output, y).backward()
+        found[f"output {i}"] = output.detach()
+        if x.grad is not None:
+            found[f"call {i} gradient of the input"] = x.grad
+        found.update({f"call {i} gradient {n}": g for n, g in _gradients(model)})
+    found.update({f"buffer {n}": b.clone() for n, b in model.named_buffers()})
+    state = state_of(called)
+    return found, list(state.backend.breaks) if state is not None else []
+
+
+def wrong_in(found: Values, eager: Values, noisy: Sequence[Values], exact: Values) -> str:
+    """Which number is wrong, or nothing."""
+    if found.keys() != eager.keys():
+        return f"names differ: {sorted(found.keys() ^ eager.keys())}"
+    typical = max((float(v.abs().max()) for n, v in exact.items() if "gradient" in n and v.numel()), default=0.0)
+    for name, value in found.items():
+        if value.shape != eager[name].shape or value.dtype != eager[name].dtype:
+            return f"{name}: {value.dtype}{list(value.shape)} for {eager[name].dtype}{list(eager[name].shape)}"
+        if not value.numel():
+            continue
+        scale = max(float(exact[name].abs().max()), 3e-2 * typical, 1e-30)
+        compared = (value, eager[name], *(run[name] for run in noisy))
+        errors = [float((t.double() - exact[name].double()).abs().max()) / scale for t in compared]
+        spread = max(errors[2:])
+        if spread < LOST and not errors[0] <= max(FACTOR * max(errors[1:]), FLOOR):
+            return f"{name}: {errors[0]:.1e} from float64, eager {errors[1]:.1e}, with noise {spread:.1e}"
+    return ""
+
+
+@dataclass
+class Verdict:
+    """What is wrong (nothing: ""), and why parts ran as PyTorch runs them."""
+
+    wrong: str
+    breaks: list[str]
+
+
+def pipeline_of(case: Case) -> Any:
+    """TRAINING without the passes that the case leaves out."""
+    return dt.TRAINING.without(*{type(p) for p in dt.TRAINING if type(p).__name__ in case.without})
+
+
+def references(case: Case) -> tuple[list[Tensor], list[Values], list[Values]]:
+    """Targets, and what PyTorch makes of steps and of calls: in float64, in float32, with noise. Raises `Rejected`."""
+    torch._dynamo.reset()
+    torch.set_num_threads(case.threads)
+    try:
+        targets = _targets(case, case.built())
+        kinds = ((torch.float64, 0), (torch.float32, 0), *((torch.float32, n + 1) for n in range(RUNS)))
+        steps = [_eager(case, targets, dtype, noise) for dtype, noise in kinds]
+        calls = [_module(case, targets, dtype, noise)[0] for dtype, noise in kinds]
+    except Exception as error:
+        raise Rejected(str(error)) from error
+    if not all(v.isfinite().all() and v.abs().max() < 1e6 for r in steps + calls for v in r.values() if v.numel()):
+        raise Rejected("not finite")
+    return targets, steps, calls
+
+
+def check(case: Case) -> Verdict:
+    """Train the case in all ways. Raises `Rejected` where PyTorch does not take it."""
+    targets, steps, calls = references(case)
+    breaks: list[str] = []
+    pipeline = pipeline_of(case)
+    runs: list[tuple[str, list[Values], Callable[[], tuple[Values, list[str]]]]] = [
+        ("training_step", steps, lambda: _step(case, targets, pipeline)),
+        ("optimize", calls, lambda: _module(case, targets, torch.float32, pipeline=pipeline)),
+    ]
+    for path, (exact, eager, *noisy), run in runs:
+        try:
+            found, reasons = run()
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            return Verdict(f"{path} raises {type(error).__name__}: {error} ({where.filename}:{where.lineno})", breaks)
+        breaks += reasons
+        if wrong := wrong_in(found, eager, noisy, exact):
+            return Verdict(f"{path}: {wrong}", breaks)
+    return Verdict("", breaks)
