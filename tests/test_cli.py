@@ -94,13 +94,71 @@ def test_replay_verifies(model: str, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_diff(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, numbers = saved(model, tmp_path / "mine.json"), tmp_path / "diff.json"
-    assert main(["diff", "none", str(path), f"{model}:step", "--json", str(numbers)]) == 0
+    assert main(["diff", "none", str(path), f"{model}:step", "--json", str(numbers)]) == 1
     said = capsys.readouterr().out
     assert "+at_place(apply='fuse_elementwise()', module='1'" in said
     told = json.loads(numbers.read_text())
-    assert told["bytes"][1] < told["bytes"][0]
-    assert main(["diff", "training", "nothing.json", f"{model}:step"]) == 1
-    assert "cannot be read" in capsys.readouterr().err
+    assert told["bytes"][1] < told["bytes"][0] and not told["same"]
+    assert main(["diff", str(path), str(path), f"{model}:step"]) == 0
+    for wrong, sentence in {
+        ("training", "nothing.json", f"{model}:step"): "cannot be read",
+        ("training", "none"): "pipelines are compared on a model",
+        ("training", "none", f"{model}:nothing"): "has no function 'nothing'",
+    }.items():
+        assert main(["diff", *wrong]) == 2
+        assert sentence in capsys.readouterr().err
+
+
+REPORT = {
+    "kind": "training step", "name": "Net, SGD", "breaks": [], "functions": [
+        {
+            "name": "step", "captured": 1000, "moved": 600, "flops": 50, "kernels": 2, "distinct_kernels": 2,
+            "programs": 1, "arena": 64, "inputs": 100, "memory": [10, 30], "calls": {"mm": 1}, "fallbacks": [],
+            "launches": [
+                {"operators": "gelu, mul", "bytes": 400, "seconds": 0.25}, {"operators": "sub", "bytes": 200, "seconds": 0.5},
+            ],
+        }
+    ],
+}  # fmt: skip
+
+
+def test_diff_of_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    other = json.loads(json.dumps(REPORT))
+    for path, held in zip(paths, (REPORT, other), strict=True):
+        path.write_text(json.dumps(held))
+    other["functions"][0]["launches"][0]["seconds"] = 9.0
+    paths[1].write_text(json.dumps(other))
+    assert main(["diff", *map(str, paths)]) == 0  # times are no difference
+    assert "the reports say the same" in capsys.readouterr().out
+    other["functions"][0] |= {"moved": 500, "fallbacks": [["aten.sort", "net.py:3"]], "memory": [10, 20]}
+    other["functions"][0]["launches"][0]["bytes"] = 300
+    paths[1].write_text(json.dumps(other))
+    assert main(["diff", *map(str, paths), "--json", str(tmp_path / "told.json")]) == 1
+    said = capsys.readouterr().out
+    assert "+ step falls back: aten.sort net.py:3" in said and "gelu, mul" in said and "sub " not in said
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert ["step", "moved", 600, 500] in told["numbers"] and ["step", "peak", 130, 120] in told["numbers"]
+    assert main(["diff", str(paths[0]), "training"]) == 2
+    assert "a report is compared with a report" in capsys.readouterr().err
+
+
+def test_explain_a_node(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "code"
+    assert main(["explain", f"{model}:step", "--node", "%tanh", "--code", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("%tanh = tanh(")
+    assert "module  1" in said and "f32[3, 8], 96 B" in said and "fuse_elementwise" in said
+    levels = [line.split() for line in said.partition("bytes moved\n")[2].partition("  passes")[0].splitlines()]
+    assert levels[0][:2] == ["at", "first"] and levels[-1][0] == "global_movement"
+    (kernel,) = folder.glob("kernel_*.cpp")
+    assert f"    {kernel.stem}" in said and f"void {kernel.stem}(" in kernel.read_text()
+    assert main(["explain", f"{model}:step", "--node", "mse_loss", "--pipeline", "none"]) == 0
+    assert "no pass changes it" in capsys.readouterr().out
+    assert main(["explain", f"{model}:step", "--node", "reduce.sum", "--pipeline", "none"]) == 1
+    assert "operators are called 'reduce.sum'" in capsys.readouterr().err
+    assert main(["explain", f"{model}:step", "--node", "nonsense", "--pipeline", "none"]) == 1
+    assert "no operator is called 'nonsense'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

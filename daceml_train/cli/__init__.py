@@ -1,6 +1,7 @@
 """The command `daceml-train`: report on a model, apply and compare pipelines, look after cache and installation.
 
-Exit status: 0 well, 1 something is wrong with the model or the installation, 2 wrong use of the command.
+Exit status: 0 well, 1 something is wrong with the model or the installation, 2 wrong use of the command. Of `diff`: 0
+the same, 1 different, 2 anything else.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = options.run(options)
     except Failure as failure:
         print(f"daceml-train: {failure}", file=sys.stderr)
-        return 1
+        return failure.status
     return status
 
 

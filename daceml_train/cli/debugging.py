@@ -1,4 +1,4 @@
-"""explain, bisect: what is not compiled, and what departs."""
+"""explain, bisect: what is not compiled, what becomes of an operator, and what departs."""
 
 from __future__ import annotations
 
@@ -6,18 +6,29 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from daceml_train.cli.failing import say
-from daceml_train.cli.models import called_with
+from daceml_train.cli.failing import Failure, say
+from daceml_train.cli.models import add_inputs, called_with
+from daceml_train.cli.sessions import pipeline_named, session_of
 
 
 def add(commands: Any) -> None:
     """Make the commands known."""
     explain = commands.add_parser(
         "explain",
-        help="what of a model is not compiled, and what to change",
-        description="List the graphs of a model, what breaks them and what falls back, with the line in your source.",
+        help="what of a model is not compiled, and what to change; or what becomes of one operator",
+        description="List the graphs of a model, what breaks them and what falls back, with the line in your source. "
+        "With --node: an operator of its training graph, with its module and source line, what it reads and writes, "
+        "the passes that change it, the bytes that it moves behind each level, and the kernels that run it.",
     )
-    explain.add_argument("model", metavar="FILE.py:FACTORY", help="as for report")
+    explain.add_argument("model", metavar="FILE.py:FACTORY|FILE.onnx", help="as for report; ONNX with --node only")
+    add_inputs(explain)
+    explain.add_argument(
+        "--node", metavar="NAME", help="an operator: an array that it makes, or its kind, module or line if that is one"
+    )
+    explain.add_argument(
+        "--pipeline", default="training", metavar="FILE", help="for --node: a pipeline's file, or training, inference"
+    )
+    explain.add_argument("--code", type=Path, metavar="FOLDER", help="for --node: write the C++ of its kernels there")
     explain.set_defaults(run=_explain)
 
     bisect = commands.add_parser(
@@ -33,6 +44,8 @@ def add(commands: Any) -> None:
 
 
 def _explain(options: argparse.Namespace) -> int:
+    if options.node is not None:
+        return _explain_node(options)
     from rich.console import Console
 
     from daceml_train.debug import explain
@@ -42,6 +55,27 @@ def _explain(options: argparse.Namespace) -> int:
     told = explain(model, *inputs)
     say("")
     Console().print(told)
+    return 0
+
+
+def _explain_node(options: argparse.Namespace) -> int:
+    from daceml_train.errors import DacemlError
+    from daceml_train.exploration.lineage import lineage
+
+    try:
+        pipeline = pipeline_named(options.pipeline)
+        session = session_of(options)
+        if len(pipeline):
+            say(f"applying {len(pipeline)} passes")
+            session.apply(pipeline)
+        told = lineage(session, options.node)
+    except DacemlError as error:
+        raise Failure(str(error)) from error
+    say("")
+    print(told)
+    if options.code is not None:
+        for path in told.write(options.code):
+            print(f"written: {path}")
     return 0
 
 

@@ -6,7 +6,11 @@ import sys
 
 
 class Failure(Exception):
-    """Ends the command with status 1 and this sentence."""
+    """Ends the command with this sentence and a status: 1, or what the command says of itself."""
+
+    def __init__(self, sentence: str, status: int = 1) -> None:
+        super().__init__(sentence)
+        self.status = status
 
 
 def say(text: str) -> None:

@@ -34,14 +34,16 @@ def add(commands: Any) -> None:
 
     diff = commands.add_parser(
         "diff",
-        help="two pipelines on one model, side by side",
-        description="Bytes, memory, operations, kernels and, if measured, time of a model under two pipelines, the "
-        "passes that only one of them has, and the modules where the bytes differ.",
+        help="two pipelines or sessions on one model, or two reports, side by side",
+        description="Of two pipelines or saved sessions: bytes, memory, operations, kernels and, if measured, time of "
+        "a model under both, the passes that only one of them has, and the modules where the bytes differ. Of two "
+        "reports: what they say differently but for time. Exit status 0 if they are the same, 1 if they differ, 2 if "
+        "they cannot be compared.",
     )
-    pipeline = "a file that holds a pipeline or saved session, or training, inference, none"
+    pipeline = "a file that holds a pipeline, saved session, or report as JSON; or training, inference, none"
     diff.add_argument("a", help=pipeline)
     diff.add_argument("b", help="the same")
-    diff.add_argument("model", metavar="MODEL.py:FACTORY|FILE.onnx", help=_MODEL)
+    diff.add_argument("model", nargs="?", metavar="MODEL.py:FACTORY|FILE.onnx", help=f"{_MODEL}; not for reports")
     add_inputs(diff)
     diff.add_argument("--measure", action="store_true", help="compile both and run them in turn")
     diff.add_argument("--runs", type=int, default=20, metavar="N", help="runs to measure (default: %(default)s)")
@@ -49,7 +51,7 @@ def add(commands: Any) -> None:
     diff.set_defaults(run=_diff)
 
 
-def _session(options: argparse.Namespace) -> Any:
+def session_of(options: argparse.Namespace) -> Any:
     """A session of the model that was named."""
     from daceml_train.exploration import Session
 
@@ -71,7 +73,7 @@ def _replay(options: argparse.Namespace) -> int:
     try:
         catalog.load()
         pipeline = Pipeline.of(options.file)  # an unreadable file is said before a model is captured
-        session = _session(options)
+        session = session_of(options)
         say(f"applying {len(pipeline)} passes")
         told = session.replay(pipeline)
         say("")
@@ -97,21 +99,39 @@ def _replay(options: argparse.Namespace) -> int:
 
 def _diff(options: argparse.Namespace) -> int:
     from daceml_train.errors import DacemlError
-    from daceml_train.exploration import compare
 
     try:
-        a, b = _pipeline(options.a), _pipeline(options.b)
-        told = compare(a, b, _session(options), measure=options.measure, repeats=options.runs)
+        told = _compared(options)
     except DacemlError as error:
-        raise Failure(str(error)) from error
+        raise Failure(str(error), status=2) from error
+    except Failure as failure:
+        raise Failure(str(failure), status=2) from failure
     say("")
     print(f"a: {options.a}\nb: {options.b}\n{told}")
     if options.json is not None:
         options.json.write_text(json.dumps(told.as_dict(), indent=1) + "\n", encoding="utf-8")
-    return 0
+    return 0 if told.same else 1
 
 
-def _pipeline(name: str) -> Any:
+def _compared(options: argparse.Namespace) -> Any:
+    """A `Difference` of two reports, or a `Comparison` of two pipelines on a model."""
+    from daceml_train.exploration import compare
+    from daceml_train.reporting.difference import difference, is_report
+
+    reports = [is_report(Path(name)) for name in (options.a, options.b)]
+    if all(reports):
+        return difference(Path(options.a), Path(options.b))
+    if any(reports):
+        raise Failure("a report is compared with a report")
+    a, b = pipeline_named(options.a), pipeline_named(options.b)
+    if options.model is None:
+        raise Failure("pipelines are compared on a model: name one, as MODEL.py:FACTORY")
+    if options.runs < 1:
+        raise Failure("--runs must be at least 1")
+    return compare(a, b, session_of(options), measure=options.measure, repeats=options.runs)
+
+
+def pipeline_named(name: str) -> Any:
     """A pipeline that comes with the package, or that of a file."""
     from daceml_train.passes.pipeline import Pipeline
     from daceml_train.transformations.pipelines import INFERENCE, TRAINING

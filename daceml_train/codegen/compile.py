@@ -84,7 +84,8 @@ def compile_kernels(
 ) -> dict[str, Path]:
     """Key -> library. Only missing libraries are made; `progress(done, total)` counts those.
 
-    Raises `CompilerError` with the compiler's last lines; libraries that succeeded stay in the folder.
+    Raises `CompilerError` with the compiler's last lines; libraries that succeeded stay in the folder. Where something
+    is raised, an interruption among that, what the compiler is at is finished, and nothing more is begun.
     """
     distinct = {code.key: code for code in codes}
     paths = {key: library_path(key, folder, compiler) for key in distinct}
@@ -93,7 +94,8 @@ def compile_kernels(
         return paths
     folder.mkdir(parents=True, exist_ok=True)
     done = 0
-    with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
+    pool = ThreadPoolExecutor(jobs or os.cpu_count() or 1)
+    try:
         futures = []
         for code in missing:  # texts are made here, one after the other, while the compiler runs on the previous ones
             futures.append(pool.submit(build, code.source, paths[code.key], compiler))
@@ -102,6 +104,8 @@ def compile_kernels(
             done += 1
             if progress is not None:
                 progress(done, len(missing))
+    finally:
+        pool.shutdown(cancel_futures=True)
     return paths
 
 

@@ -25,14 +25,14 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether both cost the same."""
-        return self.totals[0] == self.totals[1]
+        """Whether both do the same: equal costs in every module, by equal steps."""
+        return self.totals[0] == self.totals[1] and not self.modules and not self.steps
 
     def as_dict(self) -> dict[str, Any]:
         """The numbers as plain data."""
         fields = ("bytes", "peak", "flops", "operators", "kernels", "calls")
         told: dict[str, Any] = {f: [getattr(t, f) for t in self.totals] for f in fields}
-        told |= {"names": list(self.names), "steps": list(self.steps), "modules": dict(self.modules)}
+        told |= {"same": self.same, "names": list(self.names), "steps": list(self.steps), "modules": dict(self.modules)}
         if self.times is not None:
             told["seconds"] = [self.times[name].median for name in self.names]
         return told

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from daceml_train.exploration.program import DRAWN
-from daceml_train.exploration.subject import Subject
+from daceml_train.exploration.program import DRAWN, accumulated
+from daceml_train.exploration.subject import NORM, Subject
+from daceml_train.runtime.gradients import SCALER
 
 Named = dict[tuple[str, str], torch.Tensor]
 """(kind, name) -> tensor; kinds are `result`, `gradient`, `update`, `state` and `buffer`."""
@@ -28,6 +29,9 @@ class EagerCopy:
         memo: dict[int, Any] = {}
         self.inputs = pytree.tree_map(lambda x: self._input(x, memo), subject.inputs)
         self.model, self.loss, self.optimizer = copy.deepcopy((subject.model, subject.loss, subject.optimizer), memo)
+        self.scaler = copy.deepcopy(subject.treatment.scaler)
+        self.norm: torch.Tensor | None = None
+        """The norm of the gradients before they were clipped by it."""
         for module in (self.model, self.loss):
             if isinstance(module, torch.nn.Module):
                 if wide:
@@ -87,19 +91,54 @@ class EagerCopy:
         """One training step as a user writes it, for measuring; `seeds` are cotangents of results."""
 
         def run() -> None:
-            parameters = [p for p in self.model.parameters() if p.grad is not None]
-            for parameter in parameters:
-                parameter.grad = None
+            if self.subject.treatment.micro_batches == 1:
+                for parameter in [p for p in self.model.parameters() if p.grad is not None]:
+                    parameter.grad = None
             results = self.forward()
             carrying = [(i, g) for i, g in seeds.items() if results[i].requires_grad]
             if self.subject.kind == "module":
                 torch.autograd.backward([results[i] for i, _ in carrying], [g for _, g in carrying])
             else:
-                results[0].backward()
+                self._backward(results[0])
             if self.optimizer is not None:
-                self.optimizer.step()
+                self._update()
 
         return run
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        """Gradients of the loss, or of its share of a batch in parts, scaled where there is a scaler."""
+        treatment = self.subject.treatment
+        if treatment.micro_batches != 1:
+            loss = loss * treatment.share
+        (self.scaler.scale(loss) if self.scaler is not None else loss).backward()
+
+    def _update(self) -> None:
+        """Unscale, clip, and update as a user's loop does."""
+        self._treat()
+        self._step()
+
+    def _step(self) -> None:
+        assert self.optimizer is not None
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+
+    def _leave(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Give parameters the gradients that earlier parts of the batch left."""
+        if self.subject.treatment.micro_batches != 1:
+            for trained in self.subject.trained:
+                tensor = tensors[trained.parameter]
+                left = accumulated(self.subject.path(trained.parameter), self.subject.seen.tensors[trained.parameter])
+                tensor.grad = left.to(tensor.dtype)
+
+    def _treat(self) -> None:
+        """What is done to the gradients before the update."""
+        assert self.optimizer is not None
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        self.norm = self.subject.treatment.clipping.apply([p for g in self.optimizer.param_groups for p in g["params"]])
 
     def results(self, seeds: Mapping[int, torch.Tensor], rate: float | None = None) -> Named:
         """Everything that a session's program is compared in. `rate` stands for all learning rates."""
@@ -124,7 +163,12 @@ class EagerCopy:
                 pairs = [(by_place[i], g.to(by_place[i].dtype)) for i, g in seeds.items() if by_place[i].requires_grad]
                 torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
             else:
-                results[0].backward()
+                self._leave(tensors)
+                self._backward(results[0])
+            if self.optimizer is not None:
+                self._treat()
+        if self.norm is not None:
+            found["result", NORM] = self.norm.detach().clone()
         for name, tensor in wanted.items():
             if tensor.grad is not None:
                 gradient = tensor.grad.to_dense() if tensor.grad.is_sparse else tensor.grad
@@ -141,8 +185,10 @@ class EagerCopy:
         if rate is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
-        self.optimizer.step()
+        self._step()
         found: Named = {}
+        if self.scaler is not None and self.scaler.is_enabled():
+            found |= {("state", f"{n} of the scaler"): getattr(self.scaler, n).clone() for n in SCALER}
         for name, old in before.items():
             path, parameter = self.subject.path(name), tensors[name]
             found["update", path] = parameter.detach() - old

@@ -6,6 +6,7 @@ the graph, a fragment stays below 300 kB: the operators that move most are liste
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
@@ -20,6 +21,8 @@ from daceml_train.graph.graph import Graph
 from daceml_train.reporting.numbers import bytes_text, counted, flops_text, percent, share
 
 if TYPE_CHECKING:
+    import torch
+
     from daceml_train.exploration.history import History
 
 OPERATORS = 900
@@ -75,8 +78,18 @@ def export_html(session: History, path: Path | str) -> Path:
 def session_html(session: History) -> str:
     """A session for a notebook or a page: totals, history, picture, tree, what gradients read."""
     results = None if session.subject.kind == "module" else 1
-    view = view_of(session.graph, {}, None, results)
+    view = view_of(session.graph, {}, None, results, session.state.traffic)
     return _wrapped("".join(_session_parts(session, view, results)))
+
+
+def modules_html(model: torch.nn.Module) -> str:
+    """A model that is not captured: its modules, and what their parameters take."""
+    rows = [
+        (escape(_short(path or type(model).__name__)), escape(type(module).__name__), bytes_text(size))
+        for path, module in itertools.islice(model.named_modules(), OPERATORS)
+        if (size := sum(p.numel() * p.element_size() for p in module.parameters())) or not path
+    ]
+    return _wrapped(f"<h1>{escape(type(model).__name__)}</h1>{_table(('module', 'type', 'parameters'), rows)}")
 
 
 def graph_html(graph: Graph, sizes: Mapping[str, int] | None = None) -> str:

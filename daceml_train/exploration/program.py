@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -11,10 +13,11 @@ from daceml_train.driver.binding import SEED
 from daceml_train.driver.compilation import Options, compile_differentiable
 from daceml_train.driver.function import run_with_layout
 from daceml_train.driver.joint import ACCUMULATED
-from daceml_train.errors import Invalid, Unsupported
+from daceml_train.errors import Invalid
 from daceml_train.exploration.subject import Subject
 from daceml_train.graph.graph import Graph
 from daceml_train.runtime.executable import Executable, torch_dtype
+from daceml_train.runtime.gradients import scaler_state
 from daceml_train.runtime.optimizers import initial_state
 
 DRAWN = 7
@@ -92,14 +95,25 @@ def cotangents(subject: Subject, graph: Graph, inputs: Inputs) -> dict[int, torc
     return {output: inputs.tensors[name] for output, name in zip(subject.cotangents, names, strict=True)}
 
 
+def accumulated(path: str, parameter: torch.Tensor) -> torch.Tensor:
+    """What the parts of a batch before the last one are taken to have left in a parameter's gradient."""
+    generator = torch.Generator().manual_seed(DRAWN + zlib.crc32(path.encode()))
+    drawn = 0.01 * torch.randn(parameter.shape, generator=generator)
+    return drawn.to(parameter.dtype).contiguous(memory_format=torch.preserve_format)
+
+
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone(memory_format=torch.preserve_format)
 
 
 def _state(subject: Subject, parameter: str, name: str) -> torch.Tensor:
-    if not parameter or name == ACCUMULATED or subject.optimizer is None:
-        raise Unsupported("a session's step has no loss scaler and no micro-batches")
+    assert subject.optimizer is not None
+    if not parameter:
+        assert subject.treatment.scaler is not None
+        return _copy(scaler_state(copy.deepcopy(subject.treatment.scaler), torch.device("cpu"))[name])
     owner = subject.seen.tensors[parameter]
+    if name == ACCUMULATED:
+        return accumulated(subject.path(parameter), owner)
     held = subject.optimizer.state.get(owner, {}).get(name)
     if held is not None and not isinstance(held, torch.Tensor):
         raise Invalid(f"the optimizer's {name} is no tensor")

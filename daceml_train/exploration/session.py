@@ -6,7 +6,9 @@
     session = dt.Session(model, x, pipeline=dt.TRAINING)          # begin with these passes applied; each is a step
 
 Inputs are those of `training_step` (the first may be a tuple or a dict) or, without loss and optimizer, the module's
-own. The session begins with the captured and differentiated graph, in front of all passes. Nothing is run before
+own. `clip_norm`, `norm_type`, `clip_value`, `scaler`, `micro_batches` and `reduction` are those of `training_step`;
+with micro-batches, the session is about the program of the last part of a batch, and its pipeline serves for all parts.
+The session begins with the captured and differentiated graph, in front of all passes. Nothing is run before
 `verify` or `measure`, and the model is never changed.
 
     session.graph                       the `Graph` now; `session.state` has its traffic, memory and totals, too
@@ -43,6 +45,7 @@ import torch
 
 from daceml_train.driver import options as driver_options
 from daceml_train.driver.compilation import Options
+from daceml_train.driver.micro_batches import Reduction
 from daceml_train.errors import Invalid
 from daceml_train.exploration.comparison import Comparison, compared
 from daceml_train.exploration.export import export_html, session_html
@@ -52,13 +55,14 @@ from daceml_train.exploration.measurement import measure as measure_states
 from daceml_train.exploration.saving import write
 from daceml_train.exploration.state import State
 from daceml_train.exploration.steps import Step, said
-from daceml_train.exploration.subject import Loss, Subject
+from daceml_train.exploration.subject import Loss, Subject, Treatment
 from daceml_train.exploration.verification import Verification
 from daceml_train.exploration.verification import verify as verify_graph
 from daceml_train.frontends.torch.draws import Randomness
 from daceml_train.graph.graph import Graph
 from daceml_train.passes.base import Pass
 from daceml_train.passes.pipeline import Pipeline
+from daceml_train.runtime.gradients import Clipping
 from daceml_train.transformations import catalog
 from daceml_train.transformations.at_place import AtPlace
 from daceml_train.transformations.pipelines import TRAINING
@@ -77,13 +81,20 @@ class Session(History):
         cache: Path | str | None = None,
         random: Randomness = "seeded",
         progress: Callable[[int, int], None] | None = None,
+        micro_batches: int = 1,
+        reduction: Reduction = "mean",
+        clip_norm: float | None = None,
+        norm_type: float = 2.0,
+        clip_value: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         chosen = driver_options(
             Pipeline() if pipeline is None else pipeline, cache, progress=progress, dynamic=False, random=random
         )
         catalog.load()
         options = dataclasses.replace(chosen, pipeline=Pipeline())
-        super().__init__(Subject.of(model, inputs, loss, optimizer, options), options)
+        treatment = Treatment(Clipping(clip_norm, norm_type, clip_value), scaler, micro_batches, reduction)
+        super().__init__(Subject.of(model, inputs, loss, optimizer, options, treatment), options)
         if len(chosen.pipeline):
             self.apply(chosen.pipeline)
 
@@ -234,11 +245,8 @@ def replay(
     path: Pipeline | Path | str,
     model: torch.nn.Module,
     *inputs: Any,
-    loss: Loss | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    cache: Path | str | None = None,
-    random: Randomness = "seeded",
+    **options: Any,
 ) -> Replay:
-    """A session of a model with what was saved applied to it; the arguments are those of `Session`."""
+    """A session of a model with what was saved applied to it; inputs and options are those of `Session`."""
     read = Pipeline.of(path)
-    return Session(model, *inputs, loss=loss, optimizer=optimizer, cache=cache, random=random).replay(read)
+    return Session(model, *inputs, **options).replay(read)

@@ -13,13 +13,40 @@ from daceml_train.driver.binding import differentiable_outputs
 from daceml_train.driver.compilation import Options, WithGradients, with_gradients
 from daceml_train.driver.joint import Joint, Trained, joint_graph
 from daceml_train.driver.looking import Seen, look
+from daceml_train.driver.micro_batches import MicroBatchedStep, Reduction, split
 from daceml_train.driver.module import original
 from daceml_train.driver.step import TrainingStep
 from daceml_train.driver.tracing import reason
 from daceml_train.errors import DacemlError, Invalid, Unsupported
 from daceml_train.graph.graph import Graph
+from daceml_train.runtime.gradients import Clipping, GradientOptions, scaling_of
 
 Loss = Callable[..., torch.Tensor]
+NORM = "gradient norm"
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """What a step does to gradients before the update, as `training_step` has it.
+
+    With `micro_batches` the subject is the program of the last part of a batch, which adds its gradients to those that
+    the parts before it left, and updates.
+    """
+
+    clipping: Clipping = Clipping()
+    scaler: torch.amp.GradScaler | None = None
+    micro_batches: int = 1
+    reduction: Reduction = "mean"
+
+    @property
+    def share(self) -> float:
+        """By which the gradient of a part is multiplied."""
+        return 1 / self.micro_batches if self.reduction == "mean" else 1.0
+
+    @property
+    def options(self) -> GradientOptions:
+        """The same for the joint graph."""
+        return GradientOptions(self.clipping, scaling_of(self.scaler))
 
 
 @dataclass(frozen=True)
@@ -37,6 +64,7 @@ class Subject:
     trained: tuple[Trained, ...]
     wrt: tuple[str, ...]
     """Captured inputs whose gradients are outputs."""
+    treatment: Treatment = Treatment()
 
     @staticmethod
     def of(
@@ -45,26 +73,36 @@ class Subject:
         loss: Loss | None,
         optimizer: torch.optim.Optimizer | None,
         options: Options,
+        treatment: Treatment = Treatment(),
     ) -> Subject:
         """Capture a model. Nothing is run or changed. Raises `Unsupported` where it is not one graph."""
         if not isinstance(model, torch.nn.Module):
             raise Invalid(f"a session takes a torch.nn.Module, given {type(model).__name__}")
         model = original(model)
+        if optimizer is None and treatment != Treatment():
+            raise Invalid("clipping, a scaler and micro-batches belong to a step with an optimizer")
         try:
             if loss is None and optimizer is None:
                 seen = look(model, inputs, options.randomness)
                 wrt = tuple(name for name, tensor in seen.tensors.items() if tensor.requires_grad)
                 return Subject(model, tuple(inputs), None, None, seen, (), wrt)
             held = optimizer if optimizer is not None else _any_optimizer(model)
-            step = TrainingStep(model, loss, held, options, keep_gradients=optimizer is None)
             if not inputs:
                 raise Invalid("a training step takes inputs and targets, given none")
+            clipping, scaler = treatment.clipping, treatment.scaler
+            step = TrainingStep(model, loss, held, options, optimizer is None, clipping, scaler)
+            if treatment.micro_batches != 1:
+                count, reduction = treatment.micro_batches, treatment.reduction
+                step = MicroBatchedStep(model, loss, held, options, count, reduction, clipping, scaler)
+                first, targets = split(inputs[0], tuple(inputs[1:]), count)[-1]
+                inputs = (first, *targets)
             seen, trained, kept = step.look(inputs[0], *inputs[1:])
         except DacemlError:
             raise
         except Exception as error:
             raise Unsupported(f"the model cannot be captured: {reason(error)}") from error
-        return Subject(model, tuple(inputs), loss, optimizer, seen, tuple(trained) if optimizer else (), tuple(kept))
+        updated = tuple(trained) if optimizer else ()
+        return Subject(model, tuple(inputs), loss, optimizer, seen, updated, tuple(kept), treatment)
 
     @property
     def kind(self) -> str:
@@ -88,13 +126,13 @@ class Subject:
     def training_graph(self, forward: Graph) -> Graph:
         """The graph that passes behind differentiation see."""
         if self.kind != "module":
-            return joint_graph(forward, self.trained, self.wrt).graph
+            return joint_graph(forward, self.trained, self.wrt, self.treatment.options).graph
         return self._with_gradients(forward).graph
 
     @cached_property
     def joint(self) -> Joint:
         """What the captured graph's step has as inputs and outputs; for sessions with a loss or an optimizer."""
-        return joint_graph(self.captured, self.trained, self.wrt)
+        return joint_graph(self.captured, self.trained, self.wrt, self.treatment.options)
 
     @cached_property
     def cotangents(self) -> tuple[int, ...]:
@@ -112,8 +150,8 @@ class Subject:
         return len(self.captured.outputs) if self.kind == "module" else 1
 
     def path(self, name: str) -> str:
-        """The user's name of a captured input."""
-        return self.captured.inputs[name].path or name
+        """The user's name of a captured input; an empty one stands for the loss scaler."""
+        return self.captured.inputs[name].path or name if name else "the scaler"
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -121,7 +159,8 @@ class Subject:
         forward = ("loss",) if self.kind != "module" else tuple(f"output {i}" for i in range(self.results))
         made = self.joint.made if self.kind != "module" else []
         gradients = tuple(f"gradient of {self.path(name)}" for name in self.gradients)
-        return (*forward, *gradients, *(f"{state} of {self.path(name)}" for name, state in made))
+        norm = (NORM,) if self.kind != "module" and self.joint.norm else ()
+        return (*forward, *gradients, *(f"{state} of {self.path(name)}" for name, state in made), *norm)
 
     def with_gradients(self) -> Subject:
         """The same step with the gradients of all that it trains as outputs."""

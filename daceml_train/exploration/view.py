@@ -12,6 +12,7 @@ from typing import Any
 
 from daceml_train.exploration.view_tree import Item, Tree, hidden, opened, tree_of
 from daceml_train.graph.graph import Graph, Role
+from daceml_train.graph.traffic import Traffic
 from daceml_train.reporting.numbers import bytes_text, number
 
 LIMIT = 200
@@ -77,9 +78,11 @@ class View:
                 view = view.opening(item.parent.key)
         return view
 
-    def over(self, graph: Graph, seconds: Mapping[int, float] | None = None) -> View:
-        """The view of another graph, as far open as this one."""
-        return View(tree_of(graph, self.sizes, seconds, self.results), self.open, self.sizes, self.results)
+    def over(
+        self, graph: Graph, seconds: Mapping[int, float] | None = None, counted: Traffic | None = None
+    ) -> View:
+        """The view of another graph, as far open as this one; `counted` as for `tree_of`."""
+        return View(tree_of(graph, self.sizes, seconds, self.results, counted), self.open, self.sizes, self.results)
 
     # ---- looking --------------------------------------------------------------------------------------------------
     def keys_of(self, arrays: Iterable[str]) -> list[str]:
@@ -237,9 +240,10 @@ def view_of(
     sizes: Mapping[str, int] | None = None,
     seconds: Mapping[int, float] | None = None,
     results: int | None = None,
+    counted: Traffic | None = None,
 ) -> View:
     """A graph as it opens: group by group, forward pass first, the levels that fit into `FIRST` boxes."""
-    tree = tree_of(graph, sizes, seconds, results)
+    tree = tree_of(graph, sizes, seconds, results, counted)
     shown: list[str] = []
     count, level = len(tree.root.children), list(tree.root.children)
     while level:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from daceml_train.errors import DacemlError
 from daceml_train.graph.aliases import is_alias, roots
 from daceml_train.graph.graph import Graph, Node, Role
-from daceml_train.graph.traffic import traffic
+from daceml_train.graph.traffic import Traffic, traffic
 from daceml_train.ops.elementwise import Full, Iota
 from daceml_train.ops.kernel import Kernel
 from daceml_train.reporting.numbers import number
@@ -126,9 +126,13 @@ def tree_of(
     sizes: Mapping[str, int] | None = None,
     seconds: Mapping[int, float] | None = None,
     results: int | None = None,
+    counted: Traffic | None = None,
 ) -> Tree:
-    """The tree of a graph, with bytes at `sizes` and measured `seconds` by position of the node; see `phases`."""
-    counted, phase_of = traffic(graph), phases(graph, results)
+    """The tree of a graph, with bytes at `sizes` and measured `seconds` by position of the node; see `phases`.
+
+    `counted` is the graph's traffic, where somebody has it: counting takes longer than all the rest.
+    """
+    counted, phase_of = counted or traffic(graph), phases(graph, results)
     updated = {value: graph.inputs[target].path.rpartition(".")[0] for target, value in graph.writes.items()}
     producer = {name: position for position, node in enumerate(graph.nodes) for name in node.outputs}
     copied: dict[int, list[Dim]] = {}

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from daceml_train.errors import Invalid
+from daceml_train.exploration.export import modules_html
 from daceml_train.exploration.session import Session
+from daceml_train.exploration.widget_opening import Opening, notebook, plain
 from daceml_train.exploration.widget_requests import Requests
+from daceml_train.exploration.widget_work import Work
 
 try:
     import anywidget
@@ -24,7 +30,7 @@ _SCRIPTS = ("text.js", "viewer.js", "channel.js", "outline.js", "matches.js", "p
 class Explorer(anywidget.AnyWidget):
     """What `explore` returns: the session's graph, its matches and its history, to look at and to click.
 
-    `session` is the session; what is done to it in a cell is shown after `refresh()`.
+    What is done to its session in a cell is shown after `refresh()`.
     """
 
     _esm = "\n".join((_STATIC / name).read_text(encoding="utf-8") for name in _SCRIPTS)
@@ -32,26 +38,56 @@ class Explorer(anywidget.AnyWidget):
     state = traitlets.Dict().tag(sync=True)
     height = traitlets.Int(620).tag(sync=True)
 
-    def __init__(self, session: Session, height: int = 620, threads: bool = True) -> None:
+    def __init__(
+        self, model: Session | torch.nn.Module, capture: Callable[[], Session] | None = None, height: int = 620
+    ) -> None:
         super().__init__(height=height)
-        self.session = session
-        self.requests = Requests(session, self.send, self._publish, threads)
+        self.work = Work()
+        self.requests: Requests | None = None
+        self.opening: Opening | None = None
+        if isinstance(model, Session):
+            self._ready(model)
+        else:
+            assert capture is not None
+            self.opening = Opening(model, capture, self.send, self._publish, self._ready, self.work)
+            self.opening.show()
+        self.on_msg(lambda _, content, buffers: self._handle(content, buffers))
+
+    @property
+    def session(self) -> Session:
+        """The session; where the model is still being captured, once that is done. Raises what capturing raised."""
+        if self.requests is None:
+            assert self.opening is not None
+            return self.opening.session()
+        return self.requests.session
+
+    def _ready(self, session: Session, opened: Iterable[str] = ()) -> None:
+        self.requests = Requests(session, self.send, self._publish, self.work, opened)
         self.requests.show()
-        self.on_msg(lambda _, content, buffers: self.requests.handle(content, buffers))
+
+    def _handle(self, request: Mapping[str, Any], buffers: object) -> None:
+        if self.requests is not None:
+            self.requests.handle(request, buffers)
+        elif self.opening is not None and (waiting := self.opening.handle(request, buffers)) is not None:
+            self.work.put(functools.partial(self._handle, waiting, buffers), str(waiting.get("type")))
 
     def _publish(self, state: dict[str, Any]) -> None:
         self.state = state
 
     def refresh(self) -> None:
         """Show what was done to the session elsewhere."""
-        self.requests.show()
+        if self.requests is not None:
+            self.requests.show()
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
         """The widget, and a page without scripts for where no widget is to be had."""
         made = super()._repr_mimebundle_(**options)
         bundle = made[0] if isinstance(made, tuple) else made
-        if bundle is not None:
-            bundle["text/html"] = self.session._repr_html_()
+        if bundle is not None and self.requests is not None:
+            bundle["text/html"] = self.requests.session._repr_html_()
+        elif bundle is not None and self.opening is not None:
+            bundle["text/html"] = modules_html(self.opening.model)
+            self.opening.begin()
         return made
 
 
@@ -59,10 +95,16 @@ def explore(model: torch.nn.Module | Session, *inputs: Any, height: int = 620, *
     """A widget for a session of `model`: its training graph, what could be done to it, and what that saves.
 
     `model` is a module, with inputs and options as `Session` takes them (`loss`, `optimizer`, `pipeline`), or a
-    `Session` that is there already. Raises `Invalid` where the packages of a notebook are missing.
+    `Session` that is there already. In a notebook the model is captured once the widget is shown, or its `session` is
+    asked for; elsewhere, and where autocast or another mode of PyTorch's is on, at once. Raises `Invalid` where the
+    packages of a notebook are missing.
     """
     if isinstance(model, Session):
         if inputs or options:
             raise Invalid("a session has its model and inputs already", advice="explore(session)")
-        return Explorer(model, height)
-    return Explorer(Session(model, *inputs, **options), height)
+        return Explorer(model, height=height)
+    inspect.signature(Session).bind(model, *inputs, **options)
+    capture = functools.partial(Session, model, *inputs, **options)
+    if isinstance(model, torch.nn.Module) and notebook() is not None and plain():
+        return Explorer(model, capture, height)
+    return Explorer(capture(), height=height)

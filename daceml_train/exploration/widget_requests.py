@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import gzip
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +38,25 @@ KEPT = 100
 """Kept arrays that are sent at most."""
 
 Send = Callable[[dict[str, Any], list[bytes]], None]
+Publish = Callable[[dict[str, Any]], None]
 
 
 class Requests:
-    """Answers a widget. `send(message, buffers)` takes answers, `publish(state)` what is to be shown."""
+    """Answers a widget. `send(message, buffers)` takes answers, `publish(state)` what is to be shown.
+
+    Long requests go to `work`, or run at once; `opened` are keys of groups that are open at first, too.
+    """
 
     def __init__(
-        self, session: Session, send: Send, publish: Callable[[dict[str, Any]], None], threads: bool = False
+        self, session: Session, send: Send, publish: Publish, work: Work | None = None, opened: Iterable[str] = ()
     ) -> None:
         self.session, self.send, self.publish = session, send, publish
-        self.work = Work(threads)
+        self.work = work or Work(threads=False)
         self.sources = Sources(session.subject.model)
         self.results = {"module": None, "loss": 1, "step": 1}[session.subject.kind]
-        self.view: View = view_of(session.graph, {}, None, self.results)
+        self.view: View = view_of(session.graph, {}, None, self.results, session.state.traffic)
+        for key in opened:
+            self.view = self.view.opening(key)
         self.seconds: dict[int, float] = {}
         """Measured seconds by position of the node, of the graph of version `timed`."""
         self.timed = -1
@@ -94,7 +100,7 @@ class Requests:
         """Publish the state of the session."""
         if self.shown != self.session.version or self.view.tree.graph is not self.session.graph:
             seconds = self.seconds if self.timed == self.session.version else None
-            self.view = self.view.over(self.session.graph, seconds)
+            self.view = self.view.over(self.session.graph, seconds, self.session.state.traffic)
             self.shown = self.session.version
         self.publish(self.state())
         if self._all[0] != self._wanted:
@@ -307,7 +313,7 @@ class Requests:
         """Time before and now, and the time of each operator as the graph is."""
         measured = self.session.measure(int(request.get("repeats") or REPEATS))
         self.seconds, self.timed = seconds_of(self.session), self.session.version
-        self.view = self.view.over(self.session.graph, self.seconds)
+        self.view = self.view.over(self.session.graph, self.seconds, self.session.state.traffic)
         times = ", ".join(f"{name} {seconds_text(timed.median)}" for name, timed in measured.timed.items())
         return self._noted("measured", str(measured), f"measured: {times}")
 

@@ -29,45 +29,50 @@ class Results:
     sizes: dict[str, int]
 
 
-def interpret(graph: Graph, inputs: Mapping[str, Any]) -> Results:
+def interpret(graph: Graph, inputs: Mapping[str, Any], rounded: bool = False) -> Results:
     """Run `graph` on arrays; composites run through their lowering, symbols take their values from the shapes.
 
-    Floats become float64, complex numbers complex128; integers and booleans keep their type. Raises `Invalid` where
+    Floats become float64, complex numbers complex128; integers and booleans keep their type. If `rounded`, every
+    operator's results are rounded to the element types that they have in memory, which tells how much of them is
+    rounding noise whoever computes them. Raises `Invalid` where
     an input does not fit, or where an operator's reference contradicts its shape rule.
     """
     given = {name: np.asarray(value) for name, value in inputs.items()}
     sizes = solve(graph.inputs, {name: value.shape for name, value in given.items()})
-    values = _run(graph, {name: _widen(name, value, graph.inputs[name].tensor) for name, value in given.items()}, sizes)
+    widened = {name: _widen(name, value, graph.inputs[name].tensor) for name, value in given.items()}
+    values = _run(graph, widened, sizes, rounded)
     outputs = tuple(values[name] for name in graph.outputs)
     return Results(outputs, {target: values[name] for target, name in graph.writes.items()}, values, sizes)
 
 
-def _run(graph: Graph, scope: dict[str, Array], sizes: Mapping[str, int]) -> dict[str, Array]:
+def _run(
+    graph: Graph, scope: dict[str, Array], sizes: Mapping[str, int], rounded: bool = False
+) -> dict[str, Array]:
     """Every array of the graph by name."""
     lowered = leaves(graph)
     for node in lowered.graph.nodes:
         op = bind(node.op, sizes)
         operands = [scope[i] for i in node.inputs]
         if isinstance(op, ControlFlow):
-            made = _control(lowered.graph, node, op, operands, sizes)
+            made = _control(lowered.graph, node, op, operands, sizes, rounded)
         else:
             made = op.evaluate(*operands)
         for name, value in zip(node.outputs, made, strict=True):
             if not isinstance(op, Aten):  # its shapes are PyTorch's claims, wrong for embedding_bag's bookkeeping
                 _check(node, value, bind(lowered.graph.tensors[name], sizes))
-            scope[name] = value
+            scope[name] = _round(value, lowered.graph.tensors[name].dtype) if rounded else value
     return {name: scope[inner] for name, inner in lowered.names.items()}
 
 
 def _control(
-    graph: Graph, node: Node, op: ControlFlow, operands: Sequence[Array], sizes: Mapping[str, int]
+    graph: Graph, node: Node, op: ControlFlow, operands: Sequence[Array], sizes: Mapping[str, int], rounded: bool
 ) -> tuple[Array, ...]:
     """The results of control flow: its bodies run as graphs."""
     assert isinstance(node.op, ControlFlow)
     inner = bodies(node.op, [graph.tensors[i] for i in node.inputs])
 
     def run(body: Graph, arguments: Sequence[Array]) -> list[Array]:
-        values = _run(body, dict(zip(body.inputs, arguments, strict=True)), sizes)
+        values = _run(body, dict(zip(body.inputs, arguments, strict=True)), sizes, rounded)
         return [values[name] for name in body.outputs]
 
     match op:
@@ -101,6 +106,19 @@ def wide(dtype: DType) -> np.dtype[Any]:
     if not dtype.is_float:
         return np.dtype(dtype.numpy)
     return np.dtype("complex128" if dtype.short[0] == "c" else "float64")
+
+
+def _round(value: Array, dtype: DType) -> Array:
+    """Values rounded to an element type, in the type in which they are computed here."""
+    if not dtype.is_float or value.dtype == np.dtype(dtype.numpy):
+        return value
+    narrow = value.astype(dtype.numpy)
+    if dtype is DType.bfloat16:  # the upper half of a float32, to the nearest, ties to even
+        bits = np.atleast_1d(narrow).view(np.uint32).astype(np.uint64)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        nearest = (bits & 0xFFFF0000).astype(np.uint32).view(np.float32).reshape(narrow.shape)
+        narrow = np.where(np.isfinite(narrow), nearest, narrow)
+    return narrow.astype(value.dtype)
 
 
 def _widen(name: str, value: Array, tensor: Tensor) -> Array:

@@ -36,7 +36,7 @@ def chromium(request: pytest.FixtureRequest) -> Iterator[Any]:
 def page(chromium: Any, lab: Lab, request: pytest.FixtureRequest, shots: Callable[[Any, str], None]) -> Iterator[Any]:
     """A page that fails its test if anything but the server is asked, or if a script of ours fails."""
     context = chromium.new_context(viewport={"width": 1600, "height": 1000})
-    context.set_default_timeout(60_000)
+    context.set_default_timeout(180_000)
     asked: list[str] = []
     broken: list[str] = []
     context.on("request", lambda r: asked.append(r.url))

@@ -78,7 +78,7 @@ def server(folder: Path) -> Iterator[Lab]:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _wait(lab: Lab, process: subprocess.Popen[bytes], log: Path, seconds: float = 60) -> None:
+def _wait(lab: Lab, process: subprocess.Popen[bytes], log: Path, seconds: float = 300) -> None:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if process.poll() is not None:
@@ -93,8 +93,28 @@ def _wait(lab: Lab, process: subprocess.Popen[bytes], log: Path, seconds: float 
 
 def run_all(page: Any) -> None:
     """Run all cells of the notebook that is shown, and wait until the kernel is idle again."""
-    page.wait_for_selector(".jp-Notebook", timeout=30_000)
-    page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status='idle']", timeout=30_000)
-    page.locator(".jp-StatusBar-Widget").get_by_text("| Idle").wait_for()
+    ready(page)
     page.locator(".lm-MenuBar-itemLabel", has_text="Run").first.click()
     page.locator(".lm-Menu-itemLabel").get_by_text("Run All Cells", exact=True).click()
+
+
+def ready(page: Any) -> None:
+    """Wait until the notebook that is shown has a kernel that does nothing."""
+    page.wait_for_selector(".jp-Notebook", timeout=120_000)
+    page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status='idle']", timeout=120_000)
+    page.locator(".jp-StatusBar-Widget").get_by_text("| Idle").wait_for()
+
+
+def start_cell(page: Any, number: int) -> None:
+    """Run one cell, and do not wait for it."""
+    cell = page.locator(".jp-CodeCell").nth(number)
+    cell.scroll_into_view_if_needed()
+    cell.locator(".jp-InputArea-editor").click()
+    page.keyboard.press("Shift+Enter")
+
+
+def ended(page: Any, number: int, seconds: float = 300) -> None:
+    """Wait until a cell has run."""
+    script = r"""number => /\[\d+\]/.test(
+        document.querySelectorAll('.jp-CodeCell')[number].querySelector('.jp-InputPrompt').textContent)"""
+    page.wait_for_function(script, arg=number, timeout=1000 * seconds)

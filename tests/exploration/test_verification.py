@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +94,74 @@ def test_random_numbers_and_buffers(random: str) -> None:
     assert ("random='eager' draws the same" in str(told)) == (random == "seeded")
     assert {"norm.running_mean", "norm.num_batches_tracked"} <= {c.name for c in told.checks if c.kind == "buffer"}
     assert not adam.state
+
+
+TREATMENTS: dict[str, dict[str, Any]] = {
+    "clip_norm": {"clip_norm": 0.05},
+    "clip_value": {"clip_value": 0.01},
+    "scaler": {"scaler": lambda: torch.amp.GradScaler("cpu", init_scale=1024.0)},
+    "clipped_and_scaled": {"scaler": lambda: torch.amp.GradScaler("cpu", init_scale=256.0), "clip_norm": 0.05},
+    "micro_batches": {"micro_batches": 2},
+    "summed_and_clipped": {"micro_batches": 4, "reduction": "sum", "clip_norm": 0.1},
+}
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("kind", TREATMENTS)
+def test_what_a_step_does_to_gradients(kind: str) -> None:
+    given = {name: value() if callable(value) else value for name, value in TREATMENTS[kind].items()}
+    made = session(model=perceptron(), optimizer="adamw", pipeline=dt.TRAINING, **given)
+    told = made.verify()
+    assert told, told
+    assert told.reference == "PyTorch in float64"
+    kinds = {check.kind for check in told.checks}
+    assert {"gradient", "update", "state"} <= kinds
+    names = {check.name for check in told.checks}
+    assert ("gradient norm" in names) == ("clip_norm" in given)
+    assert ("_scale of the scaler" in names) == ("scaler" in given)
+    if "scaler" in given:
+        assert given["scaler"]._scale is None, "the user's scaler must stay as it is"
+    plain = session(model=perceptron(), optimizer="adamw", pipeline=dt.TRAINING)
+    assert len(made.start.graph.nodes) > len(plain.start.graph.nodes)
+
+
+def test_gradients_are_treated_in_a_step_only() -> None:
+    with pytest.raises(Invalid, match="belong to a step with an optimizer"):
+        session("loss", model=perceptron(), clip_norm=1.0)
+
+
+class Attention(nn.Module):
+    """A third of the input projection's bias, that of the keys, has a gradient of zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend, self.drop, self.out = nn.MultiheadAttention(8, 2, batch_first=True), nn.Dropout(0.3), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.drop(self.attend(x, x, x, need_weights=False)[0]).mean(1))
+
+
+@pytest.mark.compiled
+def test_noise_beside_random_numbers_is_measured() -> None:
+    model = Attention()
+    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+    data = torch.randn(3, 5, 8), torch.randint(0, 3, (3,))
+    made = Session(model, *data, loss=F.cross_entropy, optimizer=adam)
+    told = made.verify()
+    assert told, told
+    found = {(check.kind, check.name): check for check in told.checks}
+    update = found["update", "attend.in_proj_bias"]
+    assert update.eager is not None and update.eager > 1e-3, "Adam divides rounding noise by its own size"
+    assert found["gradient", "attend.in_proj_bias"].allowed < 1e-4
+    assert found["update", "out.weight"].allowed < 1e-3
+
+
+@pytest.mark.compiled
+def test_a_wrong_pass_is_found_beside_random_numbers() -> None:
+    model = nn.Sequential(nn.Linear(16, 10), nn.Dropout(0.3), nn.ReLU(), nn.Linear(10, 10))
+    made = session("loss", model=model, pipeline=dt.Pipeline(intra_operator=(_Scales(),)))
+    told = made.verify()
+    assert {(check.kind, check.name) for check in told.checks if not check.ok} == {("gradient", "0.bias")}, told
 
 
 @pytest.mark.compiled

@@ -28,6 +28,17 @@ def test_layer_against_torch() -> None:
     assert results.values["matmul"].shape == (8, 16)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_results_are_rounded_to_their_element_types(dtype: torch.dtype) -> None:
+    short = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
+    graph = parse(f"graph g(x: {short}[40] input, y: {short}[40] input) {{ %z = mul(%x, %y)\n return %z }}")
+    x, y = normal(40) * 7, normal(40)
+    x[:3] = np.inf, -np.inf, np.nan
+    (made,) = interpret(graph, {"x": x, "y": y}, rounded=True).outputs
+    expected = (torch.tensor(x) * torch.tensor(y)).to(dtype).double().numpy()
+    np.testing.assert_array_equal(made, expected)
+
+
 def test_composites_against_torch() -> None:
     graph = parse("""graph g(x: f32[6, s0] input, t: i64[6] input) {
       %s = softmax(%x, dim=1)

@@ -70,13 +70,15 @@ class Grouping:
         self.producer: dict[str, Item] = {}
         self.readers: dict[str, dict[Item, None]] = {name: {} for name in graph.tensors}
         self.order: list[Group | None] = []
+        self.overwriter: dict[str, Item] = {}
+        """Input -> the operator that stores a result over it. It is kept as it is, behind all that reads the input."""
         self.applied = 0
         """Joins and copies made."""
         self._fresh = 0
         self._unfit: dict[tuple[Kernel, tuple[Tensor, ...]], str | None] = {}
         self._checked: tuple[Group | None, Group | None, set[int] | None] = (None, None, None)
         for node in graph.nodes:
-            if isinstance(node.op, Kernel):
+            if isinstance(node.op, Kernel) and not node.op.updates:
                 self._open(node.op, node.inputs, node.outputs, node.origin)
             else:
                 self._add(Item(node.op, list(node.inputs), node.outputs, node.origin))
@@ -99,6 +101,7 @@ class Grouping:
 
     def _add(self, item: Item) -> None:
         self._register(item)
+        self.overwriter.update((self.source(item.inputs[argument])[0], item) for _, argument in item.op.updates)
         if not isinstance(item.op, (*MOVEMENT, *CONSTANT)):
             self._append(Group([item], isinstance(item.op, (*POINTWISE, Reduce, Uniform))))
 
@@ -171,9 +174,12 @@ class Grouping:
                     yield from self.consumers(output)
 
     def successors(self, group: Group) -> dict[Group, None]:
-        """Groups that read this one's results."""
+        """Groups that read this one's results, or overwrite what it reads."""
         if group.readers is None:
-            found = (r for item in group.items for name in item.outputs for r in self.consumers(name))
+            found = [r for item in group.items for name in item.outputs for r in self.consumers(name)]
+            if self.overwriter:
+                bases = (self.source(name)[0] for name in self.reads(group))
+                found += [self.overwriter[base] for base in bases if base in self.overwriter]
             group.readers = [r for r in dict.fromkeys(found) if r.group is not group]
         return {r.group: None for r in group.readers if r.group is not None and r.group is not group}
 
@@ -272,6 +278,8 @@ class Grouping:
         """Why two groups (in topological order) cannot be one kernel, or None."""
         if not (first.fusible and second.fusible):
             other = second if first.fusible else first
+            if other.items[0].op.updates:
+                return f"{other.items[0].outputs[0]} is stored over what it replaces"
             return f"{other.items[0].op.label} is a library call"
         if len(first.items) + len(second.items) > limit:
             return f"the kernel would have more than {limit} operators"
@@ -347,6 +355,10 @@ class Grouping:
 
     def refusal_of_copies(self, group: Group, items: frozenset[Item]) -> str | None:
         """Why `group` cannot compute the results of `items` itself instead of reading them, or None."""
+        for base in {self.source(name)[0] for item in items for name in item.inputs} & self.overwriter.keys():
+            over = self.overwriter[base]
+            if over.group is not None and over.group.position < group.position:
+                return f"{over.outputs[0]} has overwritten {base} by then"
         kernel, arguments, _ = self.kernel(group, copies=items)
         return self.unfit(kernel, arguments)
 
@@ -378,6 +390,7 @@ class Grouping:
                 del self.readers[name][item]
                 self.readers[renamed[name]][item] = None
         group.items[:0] = copies
+        group.readers = None
         self._forget_readers(name)
 
     def _forget_readers(self, name: str) -> None:

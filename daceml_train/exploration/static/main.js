@@ -9,7 +9,7 @@ class Desk {
       preview: null, unfolded: null, details: null, code: null, report: "", focused: null,
     });
     this.channel = new Channel(model, {
-      working: (what) => this.working(what), failed: (why) => this.say(why, true), heard: () => this.say("", false, true),
+      working: (what) => this.working(what || this.state.opening), failed: (why) => this.say(why, true), heard: () => this.say("", false, true),
       silent: () => this.say("The kernel does not answer: it is busy with a cell, or it was restarted. " +
         "After a restart, run the cell again. Nothing on the screen is lost until then.", true, true),
     });
@@ -36,6 +36,7 @@ class Desk {
     this.progress = element("span", { class: "progress", role: "status" });
     this.message = element("div", { class: "message", role: "alert" });
     this.frame = element("iframe", { title: "the graph", tabindex: "-1" });
+    this.placeholder = element("div", { class: "placeholder soft" });
     this.left = element("div", { class: "left" });
     this.tabs = element("div", { class: "tabs", role: "tablist" });
     this.body = element("div", { class: "body" });
@@ -46,7 +47,7 @@ class Desk {
         button("Fit", "fit", "f", () => this.viewer?.fit()), this.overlays, this.legend,
         element("span", { class: "finder" }, this.search, this.found), this.progress, this.cancel, this.totals),
       this.message,
-      element("div", { class: "main" }, this.left, element("div", { class: "picture" }, this.frame),
+      element("div", { class: "main" }, this.left, element("div", { class: "picture" }, this.frame, this.placeholder),
         element("div", { class: "side" }, this.tabs, this.body)));
     this.root.tabIndex = -1;
     this.root.addEventListener("keydown", (event) => this.key(event));
@@ -58,10 +59,12 @@ class Desk {
     this.side();
     this.tree();
     this.bar();
+    this.opening();
     this.viewer = new Viewer(this.frame, {
       select: (keys) => this.select(keys), open: (key) => this.channel.ask({ type: "open", key }).catch(() => {}),
     });
     try {
+      await new Promise((next) => requestAnimationFrame(() => setTimeout(next, 0))); // the tree first
       await this.viewer.start(await viewerSource((request) => this.channel.ask(request)), this.dark);
       await this.draw();
     } catch (error) {
@@ -73,9 +76,17 @@ class Desk {
     this.themes.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "class", "data-theme"] });
   }
 
+  // While the model is captured, its modules are there already, and what came of it if that fails.
+  opening() {
+    const { opening, failed } = this.state;
+    if (failed) this.say(failed, true);
+    this.placeholder.textContent = failed ? "There is no graph." : opening ? `${opening}…` : this.root.dataset.drawn ? "" : "drawing…";
+    this.working(this.channel.doing() || opening);
+  }
+
   // ---- drawing ----------------------------------------------------------------------------------------------------
   async changed() {
-    this.bar(); this.tree(); this.side();
+    this.bar(); this.tree(); this.side(); this.opening();
     await this.draw();
   }
 
@@ -97,11 +108,12 @@ class Desk {
 
   async drawNow() {
     const text = JSON.stringify(this.state.sdfg);
-    if (!this.viewer?.window || text === this.drawn) { this.colours(); return; }
+    if (!this.state.sdfg || !this.viewer?.window || text === this.drawn) { this.colours(); return; }
     this.drawn = text;
     this.boxes = new Map(this.state.view.boxes.map((box) => [box.key, box]));
     const began = performance.now();
     await this.viewer.show(text);
+    this.placeholder.textContent = "";
     this.root.dataset.drawn = String(this.state.view.boxes.length);
     this.root.dataset.layout = (performance.now() - began).toFixed(0);
     this.colours();
@@ -141,6 +153,7 @@ class Desk {
       saved ? element("span", { class: saved > 0 ? "gain" : "loss" }, `${saved > 0 ? "−" : "+"}${Math.abs(saved)} %`) : "",
       part("peak", bytesText(totals.peak), `at the start ${bytesText(totals.start_peak)}`),
       part("operators", String(totals.operators), flopsText(totals.flops)));
+    if (this.state.version < 0) this.totals.replaceChildren();
   }
 
   tree() {
@@ -182,6 +195,8 @@ class Desk {
   }
 
   working(what) {
+    if (what && what === this.under) return;
+    this.under = what;
     clearInterval(this.ticking);
     const began = Date.now();
     const tell = () => {

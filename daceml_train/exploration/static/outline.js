@@ -6,7 +6,8 @@ const outlineRow = (row, desk) => {
     "div",
     {
       class: "row", role: "treeitem", tabindex: "-1", "data-key": row.key, style: `padding-left:${4 + 12 * row.depth}px`,
-      title: `${row.module || row.label}\n${row.operators} operators, ${bytesText(row.bytes)}${time}`,
+      title: `${row.module || row.label}\n` +
+        (row.operators ? `${row.operators} operators, ${bytesText(row.bytes)}${time}` : `${bytesText(row.bytes)} of parameters`),
       "aria-expanded": row.opens ? String(row.open) : null,
       onclick: () => desk.pick(row.key), ondblclick: () => desk.toggle(row),
       onmouseenter: () => desk.light([row.key]), onmouseleave: () => desk.light([]),

@@ -1,0 +1,122 @@
+"""Difference: two saved reports of `daceml-train report --json`, side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from daceml_train.errors import Invalid
+
+NUMBERS = ("captured", "moved", "flops", "kernels", "distinct_kernels", "programs", "arena", "inputs")
+ROWS = 12
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What two reports say differently. Measured times are shown, but are no difference: no two runs take the same.
+
+    `numbers` are (function, what, before, after), `operators` (launched operators, count and bytes in both), `lines`
+    what only one of them has, with `-` or `+`.
+    """
+
+    numbers: tuple[tuple[str, str, Any, Any], ...]
+    operators: tuple[tuple[str, tuple[int, int], tuple[int, int]], ...]
+    lines: tuple[str, ...]
+    seconds: tuple[float | None, float | None] = (None, None)
+
+    @property
+    def same(self) -> bool:
+        """Whether the reports say the same of everything but time."""
+        return not (self.numbers or self.operators or self.lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The differences as plain data."""
+        return {
+            "same": self.same, "numbers": [list(n) for n in self.numbers],
+            "operators": [[o, list(a), list(b)] for o, a, b in self.operators], "lines": list(self.lines),
+            "seconds": list(self.seconds),
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        told = [f"{function}: {what:16} {_shown(a):>18} {_shown(b):>18}" for function, what, a, b in self.numbers]
+        if self.operators:
+            told.append("launches that differ, as count and bytes:")
+            for name, (n, moved), (m, then) in self.operators[:ROWS]:
+                told.append(f"  {name[:60]:60} {n:4} {moved:>15,} -> {m:4} {then:>15,}")
+            told += [f"  and {len(self.operators) - ROWS} more"] if len(self.operators) > ROWS else []
+        told += self.lines
+        if self.same:
+            told.append("the reports say the same")
+        a, b = self.seconds
+        if a is not None and b is not None:
+            told.append(f"measured: {1e3 * a:.3f} ms and {1e3 * b:.3f} ms; a single measurement of each tells little")
+        return "\n".join(told)
+
+
+def is_report(path: Path) -> bool:
+    """Whether a file is a report as JSON."""
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(held, dict) and {"kind", "functions", "breaks"} <= held.keys()
+
+
+def difference(a: Path, b: Path) -> Difference:
+    """What two report files say differently. Raises `Invalid` for a file that is none."""
+    first, second = _read(a), _read(b)
+    numbers: list[tuple[str, str, Any, Any]] = []
+    lines: list[str] = []
+    seconds: list[float | None] = []
+    for field in ("kind", "name"):
+        lines += _only([str(first[field])], [str(second[field])], f"{field}: ")
+    lines += _only(first["breaks"], second["breaks"], "runs in PyTorch: ")
+    before, after = first["functions"], second["functions"]
+    names = [f["name"] for f in before], [f["name"] for f in after]
+    lines += _only(*names, "function: ")
+    for x, y in zip(before, after, strict=False):
+        numbers += [(x["name"], what, x.get(what), y.get(what)) for what in NUMBERS if x.get(what) != y.get(what)]
+        peaks = [f["inputs"] + max(f["memory"], default=0) for f in (x, y)]
+        numbers += [(x["name"], "peak", *peaks)] if peaks[0] != peaks[1] else []
+        calls = [[f"{name} called {count} times" for name, count in f["calls"].items()] for f in (x, y)]
+        lines += _only(*calls, f"{x['name']}: ")
+        falls = [[" ".join(map(str, fallback)) for fallback in f["fallbacks"]] for f in (x, y)]
+        lines += _only(*falls, f"{x['name']} falls back: ")
+    for held in (before, after):
+        times = [launch.get("seconds") for f in held for launch in f["launches"]]
+        known = [t for t in times if t is not None]
+        seconds.append(sum(known) if known else None)
+    return Difference(tuple(numbers), tuple(_operators(before, after)), tuple(lines), (seconds[0], seconds[1]))
+
+
+def _operators(
+    before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, tuple[int, int], tuple[int, int]]]:
+    """Launches by operators where their number or bytes differ, the largest difference first."""
+    groups: list[dict[str, tuple[int, int]]] = []
+    for functions in (before, after):
+        found: dict[str, tuple[int, int]] = {}
+        for launch in (launch for f in functions for launch in f["launches"]):
+            count, moved = found.get(launch["operators"], (0, 0))
+            found[launch["operators"]] = count + 1, moved + launch["bytes"]
+        groups.append(found)
+    a, b = groups
+    rows = [(name, a.get(name, (0, 0)), b.get(name, (0, 0))) for name in dict.fromkeys([*a, *b])]
+    yield from sorted((row for row in rows if row[1] != row[2]), key=lambda r: -abs(r[1][1] - r[2][1]))
+
+
+def _only(a: Sequence[str], b: Sequence[str], what: str) -> list[str]:
+    return [f"- {what}{x}" for x in a if x not in b] + [f"+ {what}{x}" for x in b if x not in a]
+
+
+def _read(path: Path) -> Any:
+    if not is_report(path):
+        raise Invalid(f"{path} is no report as JSON", advice="`daceml-train report MODEL --json FILE` writes one")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int | float) else str(value)

@@ -1,0 +1,114 @@
+"""What a widget shows and answers while its model is captured."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import daceml_train as dt
+from daceml_train.exploration.view import view_of
+from daceml_train.exploration.view_modules import Modules
+from daceml_train.exploration.widget_opening import Opening, plain
+from daceml_train.exploration.widget_work import Work
+
+MODEL = nn.Sequential(nn.Linear(8, 16), nn.Sequential(nn.GELU(), nn.LayerNorm(16)), nn.Linear(16, 3))
+
+
+def session() -> dt.Session:
+    return dt.Session(MODEL, torch.randn(4, 8), torch.randn(4, 3), loss=nn.functional.mse_loss)
+
+
+class Screen:
+    """Takes what an opening sends, publishes and hands over."""
+
+    def __init__(self, capture: Any) -> None:
+        self.answers: list[dict[str, Any]] = []
+        self.states: list[dict[str, Any]] = []
+        self.made: tuple[dt.Session, list[str]] | None = None
+        self.work = Work()
+        send = lambda message, _: self.answers.append(message)  # noqa: E731
+        self.opening = Opening(MODEL, capture, send, self.states.append, self._done, self.work)
+        self.opening.show()
+
+    def _done(self, made: dt.Session, opened: list[str]) -> None:
+        self.made = made, opened
+
+    def ask(self, kind: str, **what: Any) -> Any:
+        return self.opening.handle({"type": kind, "id": "1", **what})
+
+
+def test_modules_are_shown_and_answer_before_the_capture_ends() -> None:
+    go = threading.Event()
+
+    def slow() -> dt.Session:
+        go.wait(20)
+        return session()
+
+    screen = Screen(slow)
+    first = screen.states[-1]
+    assert first["opening"] and first["version"] == -1
+    assert [row["label"] for row in first["view"]["outline"]] == ["forward", "0", "1", "0", "1", "2"]
+    assert first["view"]["outline"][0]["bytes"] == sum(4 * p.numel() for p in MODEL.parameters())
+    screen.opening.begin()
+    screen.ask("close", key="forward/1")
+    assert len(screen.states[-1]["view"]["outline"]) == 4
+    screen.ask("open", key="forward/1")
+    screen.ask("details", key="forward/0")
+    assert "Linear(in_features=8, out_features=16, bias=True)\n144 parameters" in screen.answers[-1]["details"]["text"]
+    assert screen.ask("verify")["type"] == "verify"  # waits for the graph
+    assert screen.made is None
+    go.set()
+    assert screen.opening.session() is screen.made[0]  # type: ignore[index]
+    assert screen.made[1] == ["forward/1"]  # type: ignore[index]
+    shown = len(screen.states)
+    screen.opening.show()
+    assert len(screen.states) == shown, "the modules must not be shown over the graph"
+
+
+def test_keys_are_those_of_the_graph() -> None:
+    keys = {row["key"] for row in Modules(MODEL).rows()}
+    assert {"forward", "forward/1"} <= keys & view_of(session().graph, {}, None, 1).tree.items.keys()
+
+
+def test_what_capturing_raises_is_said_and_raised() -> None:
+    def broken() -> dt.Session:
+        raise dt.Unsupported("no such luck")
+
+    screen = Screen(broken)
+    with pytest.raises(dt.Unsupported, match="no such luck"):
+        screen.opening.session()
+    state = screen.states[-1]
+    assert "no such luck" in state["failed"] and not state["opening"] and not state["listing"]
+    assert screen.ask("verify") is None and "no such luck" in screen.answers[-1]["error"]
+    assert screen.ask("open", key="forward/1") is None
+
+
+def test_a_capture_is_cancelled() -> None:
+    begun = threading.Event()
+
+    def long() -> dt.Session:
+        begun.set()
+        while True:
+            threading.Event().wait(0.005)
+
+    screen = Screen(long)
+    screen.opening.begin()
+    assert begun.wait(10)
+    screen.ask("cancel")
+    with pytest.raises(dt.Invalid, match="cancelled"):
+        screen.opening.session()
+    assert "cancelled" in screen.states[-1]["failed"]
+
+
+def test_modes_of_the_calling_thread_are_seen() -> None:
+    assert plain()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not plain()
+    with torch.device("cpu"):
+        assert not plain()
+    with torch.no_grad():
+        assert not plain()

@@ -1,0 +1,77 @@
+"""Fusion behind updates in place: what is stored over an input stays so, behind its readers, and promises are kept."""
+
+import pytest
+
+from daceml_train.graph.graph import Graph
+from daceml_train.graph.traffic import traffic
+from daceml_train.graph.verify import verify
+from daceml_train.passes.base import Pass
+from daceml_train.transformations.fusion.duplicate import DuplicateCheapProducers
+from daceml_train.transformations.fusion.grouping import Grouping
+from daceml_train.transformations.fusion.producer_consumer import FuseElementwise
+from daceml_train.transformations.fusion.siblings import FuseSiblings
+from daceml_train.transformations.global_movement.update_in_place import UpdateInPlace
+from tests.transformations.checking import check_same, program
+
+STEP = """
+%a = mul(%p, %x)
+%e = exp(%a)
+%n = sub(%p, %g)
+%b = tanh(%x)
+%m = sub(%q, %g)
+%c = mul(%b, %e)
+%d = sin(%x)
+write p <- %n
+write q <- %m
+"""
+
+
+def updated() -> Graph:
+    """`n` overwrites `p`, which `a` reads; `a`, `b` and `d` read `x`, on both sides of it."""
+    signature = ", ".join(f"{name}: f32[4, 6]" for name in "pqxg")
+    return UpdateInPlace().run(program(signature, STEP, "%c, %d"))
+
+
+def updates(graph: Graph) -> int:
+    return sum(len(node.op.updates) for node in graph.nodes)
+
+
+@pytest.mark.parametrize("transformation", [FuseElementwise(), FuseSiblings(), DuplicateCheapProducers()])
+def test_promises_are_kept_behind_updates_in_place(transformation: Pass) -> None:
+    graph = updated()
+    assert updates(graph) == 2
+    matches = [match for match in transformation.matches(graph) if match.refusal is None]
+    for match in matches:
+        after = match.apply()
+        assert traffic(after).bytes - traffic(graph).bytes == match.traffic, match.where
+        assert updates(after) == 2
+        check_same(graph, after, exact=False)
+    everywhere = transformation.run(graph)
+    verify(everywhere)
+    assert updates(everywhere) == 2
+    assert traffic(everywhere).bytes <= traffic(graph).bytes
+    check_same(graph, everywhere, exact=False)
+    if isinstance(transformation, FuseSiblings):
+        assert matches
+
+
+def test_a_reader_is_not_moved_behind_what_overwrites_its_operand() -> None:
+    after = FuseSiblings().run(updated())
+    order = [name for node in after.nodes for name in node.outputs]
+    assert order.index("a" if "a" in order else "e") < order.index("n")
+
+
+def test_what_was_overwritten_is_not_computed_again() -> None:
+    """The cheap `a` would be computed again from `p` for `c`, which stands behind the update of `p`."""
+    body = "%a = neg(%p)\n%h = matmul(%a, %a)\n%n = sub(%p, %h)\n%k = matmul(%h, %n)\n%c = mul(%k, %a)\nwrite p <- %n"
+    graph = UpdateInPlace().run(program("p: f32[6, 6]", body, "%c"))
+    after = DuplicateCheapProducers().run(graph)
+    verify(after)
+    check_same(graph, after, exact=False)
+
+
+def test_what_is_stored_in_place_joins_nothing() -> None:
+    grouping = Grouping(updated())
+    first, second = (grouping.producer[name].group for name in ("a", "n"))
+    assert first is not None and second is not None
+    assert grouping.refusal(first, second, 96) == "n is stored over what it replaces"
