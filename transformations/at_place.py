@@ -6,11 +6,12 @@ model that shares modules with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from daceml_train.errors import Invalid
 from daceml_train.graph.graph import Graph, Node
+from daceml_train.graph.phases import PHASES, known_phases
 from daceml_train.ops.kernel import described
 from daceml_train.passes import notation
 from daceml_train.passes.base import Candidate, Pass
@@ -24,8 +25,9 @@ class AtPlace(Pass):
     matches m0, m1, m2 of a pass      =>      m1 applied
 
     `apply` is the pass as it stands in pipelines' texts. `operators` lists those of the match in the order of the
-    graph, `module` is the user's module that the last of them belongs to; empty ones fit everything. Where there is no
-    such match, or it is refused, the graph stays as it is.
+    graph, `module` is the user's module that the last of them belongs to; empty ones fit everything. `phase` is
+    `forward`, `backward` or `update` for a match within one of them: where forward and backward pass are two graphs, it
+    is found in its own. Where there is no such match, or it is refused, the graph stays as it is.
     """
 
     level = "intra_operator"
@@ -33,12 +35,15 @@ class AtPlace(Pass):
     module: str = ""
     operators: str = ""
     occurrence: int = 0
+    phase: str = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.transformation, AtPlace):
             raise Invalid("at_place holds a pass that is at_place itself")
         if self.occurrence < 0:
             raise Invalid(f"occurrence counts from 0, given {self.occurrence}")
+        if self.phase not in ("", *PHASES):
+            raise Invalid(f"phase is one of {', '.join(PHASES)}, given {self.phase!r}")
         object.__setattr__(self, "level", self.transformation.level)
 
     @property
@@ -65,6 +70,7 @@ class AtPlace(Pass):
         if len(found) > self.occurrence:
             return found[self.occurrence].refusal or ""
         name, inside = self.transformation.name, f" in module {self.module!r}" if self.module else ""
+        inside += f" of the {self.phase} pass" if self.phase in ("forward", "backward") else ""
         if found:
             operators = self.operators or "any operator"
             return f"{name} has {len(found)} places at {operators}{inside}, not {self.occurrence + 1}"
@@ -77,19 +83,21 @@ class AtPlace(Pass):
 
     def places(self, graph: Graph) -> list[Candidate]:
         """All matches of the pass whose module and operators are these, in the order of the pass."""
-        makers = graph.producers()
-        return [m for m in self.transformation.matches(graph) if self.fits(makers, m)]
+        makers, phase_of = graph.producers(), _phases(graph)
+        return [m for m in self.transformation.matches(graph) if self.fits(makers, m, phase_of)]
 
-    def fits(self, makers: dict[str, Node], match: Candidate) -> bool:
-        """Whether a match's module and operators are these; `makers` are the graph's producers."""
+    def fits(self, makers: dict[str, Node], match: Candidate, phase_of: Mapping[str, str]) -> bool:
+        """Whether a match's module, operators and phase are these; `makers` are the graph's producers."""
         module, operators = place_of(makers, match)
+        if self.phase and phase_of and _phase(phase_of, match) != self.phase:
+            return False
         return self.module in ("", module) and self.operators in ("", operators)
 
     @staticmethod
     def of(graph: Graph, match: Candidate) -> AtPlace:
         """The pass that finds `match`, one of those that its pass lists for `graph`."""
         module, operators = place_of(graph.producers(), match)
-        anywhere = AtPlace(str(match.transformation), module, operators)
+        anywhere = AtPlace(str(match.transformation), module, operators, phase=_phase(_phases(graph), match))
         same = [(m.where, m.arrays) for m in anywhere.places(graph)]
         return replace(anywhere, occurrence=same.index((match.where, match.arrays)))
 
@@ -99,6 +107,18 @@ def place_of(makers: dict[str, Node], match: Candidate) -> tuple[str, str]:
     nodes = list({id(n): n for name in match.arrays if (n := makers.get(name)) is not None}.values())
     modules = [node.origin.module for node in nodes if node.origin.module]
     return modules[-1] if modules else "", ", ".join(described(node.op) for node in nodes)
+
+
+def _phases(graph: Graph) -> dict[str, str]:
+    """Array -> phase of the operator that makes it; empty where nothing tells."""
+    known = known_phases(graph)
+    return {} if known is None else {o: p for node, p in zip(graph.nodes, known, strict=True) for o in node.outputs}
+
+
+def _phase(phase_of: Mapping[str, str], match: Candidate) -> str:
+    """The phase that all operators of a match belong to; empty for several."""
+    found = {phase_of.get(name, "") for name in match.arrays}
+    return found.pop() if len(found) == 1 else ""
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from daceml_train.exploration.view_tree import hidden, label_of, phases
+from daceml_train.exploration.view_tree import hidden, label_of
 from daceml_train.graph.aliases import roots
 from daceml_train.graph.graph import Graph
+from daceml_train.graph.phases import phases
 from daceml_train.reporting.numbers import number
 
 AGAIN = "_again"

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from daceml_train.errors import DacemlError
 from daceml_train.graph.aliases import is_alias, roots
-from daceml_train.graph.graph import Graph, Node, Role
+from daceml_train.graph.graph import Graph, Node
+from daceml_train.graph.phases import PHASES, phases
 from daceml_train.graph.traffic import Traffic, traffic
 from daceml_train.ops.elementwise import Full, Iota
 from daceml_train.ops.kernel import Kernel
@@ -21,7 +22,6 @@ from daceml_train.tensor import Dim
 
 MOST = 50
 """Children of a group at most; more are cut into parts."""
-PHASES = ("forward", "backward", "update")
 
 
 @dataclass(eq=False)
@@ -85,40 +85,6 @@ class Tree:
 def hidden(node: Node) -> bool:
     """Whether an operator is not drawn: it moves nothing of its own."""
     return is_alias(node.op) or isinstance(node.op, Full | Iota)
-
-
-def phases(graph: Graph, results: int | None = None) -> list[str]:
-    """`forward`, `backward` or `update` per node; all are forward in a graph without gradients.
-
-    `results` is how many of the first outputs the forward pass makes, if they are not all and nothing else says so.
-    """
-    roles = {name: entry.role for name, entry in graph.inputs.items()}
-    cotangents = {name for name, role in roles.items() if role is Role.cotangent}
-    updated = {target for target in graph.writes if roles[target] in (Role.parameter, Role.state)}
-    if not cotangents and not updated and results is None:
-        return ["forward"] * len(graph.nodes)
-    if cotangents:
-        late = set(cotangents)
-        for node in graph.nodes:
-            if not late.isdisjoint(node.inputs):
-                late.update(node.outputs)
-        early = [late.isdisjoint(node.outputs) for node in graph.nodes]
-    else:
-        wanted = {
-            *graph.outputs[: results or 1],
-            *(value for target, value in graph.writes.items() if target not in updated),
-        }
-        early = [False] * len(graph.nodes)
-        for position in range(len(graph.nodes) - 1, -1, -1):
-            node = graph.nodes[position]
-            if not wanted.isdisjoint(node.outputs):
-                early[position] = True
-                wanted.update(node.inputs)
-    written = {graph.writes[target] for target in updated} - set(graph.outputs[: results or 1])
-    return [
-        "forward" if first else "backward" if written.isdisjoint(node.outputs) else "update"
-        for node, first in zip(graph.nodes, early, strict=True)
-    ]
 
 
 def tree_of(

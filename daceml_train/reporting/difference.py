@@ -75,16 +75,13 @@ def difference(a: Path, b: Path) -> Difference:
         lines += _only([str(first[field])], [str(second[field])], f"{field}: ")
     lines += _only(first["breaks"], second["breaks"], "runs in PyTorch: ")
     before, after = first["functions"], second["functions"]
-    names = [f["name"] for f in before], [f["name"] for f in after]
-    lines += _only(*names, "function: ")
+    lines += _only([f["name"] for f in before], [f["name"] for f in after], "function: ")
     for x, y in zip(before, after, strict=False):
         numbers += [(x["name"], what, x.get(what), y.get(what)) for what in NUMBERS if x.get(what) != y.get(what)]
         peaks = [f["inputs"] + max(f["memory"], default=0) for f in (x, y)]
         numbers += [(x["name"], "peak", *peaks)] if peaks[0] != peaks[1] else []
-        calls = [[f"{name} called {count} times" for name, count in f["calls"].items()] for f in (x, y)]
-        lines += _only(*calls, f"{x['name']}: ")
-        falls = [[" ".join(map(str, fallback)) for fallback in f["fallbacks"]] for f in (x, y)]
-        lines += _only(*falls, f"{x['name']} falls back: ")
+        lines += _only(_calls(x), _calls(y), f"{x['name']}: ")
+        lines += _only(_fallbacks(x), _fallbacks(y), f"{x['name']} falls back: ")
     for held in (before, after):
         times = [launch.get("seconds") for f in held for launch in f["launches"]]
         known = [t for t in times if t is not None]
@@ -106,6 +103,14 @@ def _operators(
     a, b = groups
     rows = [(name, a.get(name, (0, 0)), b.get(name, (0, 0))) for name in dict.fromkeys([*a, *b])]
     yield from sorted((row for row in rows if row[1] != row[2]), key=lambda r: -abs(r[1][1] - r[2][1]))
+
+
+def _calls(function: Mapping[str, Any]) -> list[str]:
+    return [f"{name} called {count} times" for name, count in function["calls"].items()]
+
+
+def _fallbacks(function: Mapping[str, Any]) -> list[str]:
+    return [" ".join(map(str, fallback)) for fallback in function["fallbacks"]]
 
 
 def _only(a: Sequence[str], b: Sequence[str], what: str) -> list[str]:

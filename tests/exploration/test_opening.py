@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import daceml_train as dt
+from daceml_train.exploration.export import modules_html
 from daceml_train.exploration.view import view_of
 from daceml_train.exploration.view_modules import Modules
 from daceml_train.exploration.widget_opening import Opening, plain
@@ -112,3 +113,10 @@ def test_modes_of_the_calling_thread_are_seen() -> None:
         assert not plain()
     with torch.no_grad():
         assert not plain()
+
+
+def test_the_page_of_modules_is_escaped() -> None:
+    model = nn.Sequential()
+    model.add_module("<img src=x onerror=hacked()>", nn.Linear(4, 4))
+    page = modules_html(model)
+    assert "<img" not in page and "&lt;img src=x onerror=hacked()&gt;" in page and "80 B" in page

@@ -12,11 +12,14 @@ import torch
 from torch.nn import functional as F
 
 import daceml_train as dt
+from daceml_train.autodiff.partition import partition
 from daceml_train.errors import Invalid
 from daceml_train.exploration import Session
+from daceml_train.graph import parse
 from daceml_train.graph.text import show
 from daceml_train.passes.pipeline import Step
 from daceml_train.transformations.at_place import AtPlace
+from daceml_train.transformations.fusion.producer_consumer import FuseElementwise
 from tests.exploration.models import batch, blocks, perceptron, session
 
 
@@ -93,6 +96,31 @@ def test_places_count_from_the_first() -> None:
         assert show(place.run(made.graph)) == show(match.candidate.apply())
     beyond = AtPlace(**{**anchored[0].options, "occurrence": 99})
     assert "not 100" in beyond.missing(made.graph)
+
+
+def test_places_keep_to_their_pass_where_it_is_a_graph_of_its_own() -> None:
+    """`optimize` gives later levels the forward and the backward pass as two graphs, here with alike operators."""
+    joint = parse("""graph g(x: f32[6, 6] input, g: f32[6, 6] cotangent) {
+      %a = matmul(%x, %x)
+      %b = exp(%a)
+      %y = neg(%b)
+      %s = mul(%g, %a)
+      %c = exp(%s)
+      %d = neg(%c)
+      return %y, %d
+    }""")
+    halves = partition(joint, 1)
+    matches = {m.arrays: m for m in FuseElementwise().matches(joint)}
+    early, late = (AtPlace.of(joint, matches[pair]) for pair in (("b", "y"), ("c", "d")))
+    assert early.operators == late.operators and (early.occurrence, late.occurrence) == (0, 0)
+    assert (early.phase, late.phase) == ("forward", "backward")
+    for place, own, other in ((early, halves.forward, halves.backward), (late, halves.backward, halves.forward)):
+        assert len(place.run(own).nodes) == len(own.nodes) - 1
+        assert place.run(other) is other
+        assert len(place.run(joint).nodes) == len(joint.nodes) - 1
+    assert "of the backward pass" in late.missing(halves.forward)
+    with pytest.raises(Invalid, match="phase is one of forward, backward, update"):
+        AtPlace(phase="sideways")
 
 
 @pytest.mark.compiled

@@ -15,8 +15,9 @@ from daceml_train.exploration.view import FIRST, LIMIT, view_of
 from daceml_train.exploration.view_details import Sources, code_of, details
 from daceml_train.exploration.view_kept import crossings
 from daceml_train.exploration.view_sdfg import sdfg_of
-from daceml_train.exploration.view_tree import MOST, hidden, phases, tree_of
+from daceml_train.exploration.view_tree import MOST, hidden, tree_of
 from daceml_train.graph.graph import Graph
+from daceml_train.graph.phases import phases
 from daceml_train.graph.traffic import traffic
 from daceml_train.ops.operator import Origin
 from daceml_train.tensor import Tensor
