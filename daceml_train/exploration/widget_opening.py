@@ -18,7 +18,8 @@ from daceml_train.errors import Invalid
 from daceml_train.exploration.session import Session
 from daceml_train.exploration.steps import said
 from daceml_train.exploration.view_modules import Modules
-from daceml_train.exploration.widget_requests import Publish, Send, viewer_source
+from daceml_train.exploration.widget_data import viewer_source
+from daceml_train.exploration.widget_requests import Publish, Send
 from daceml_train.exploration.widget_work import Cancelled, Work
 
 CAPTURING = "capturing the training graph"

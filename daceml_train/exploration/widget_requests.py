@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gzip
-import importlib.util
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from daceml_train.errors import Invalid
-from daceml_train.exploration.listing import every_pass
 from daceml_train.exploration.session import Session
-from daceml_train.exploration.steps import Match, Preview, Step, said
+from daceml_train.exploration.steps import Match, Step, said
 from daceml_train.exploration.view import View, view_of
 from daceml_train.exploration.view_details import Sources, code_of, details
 from daceml_train.exploration.view_kept import AGAIN, crossings
 from daceml_train.exploration.view_sdfg import sdfg_of
 from daceml_train.exploration.view_times import seconds_of
+from daceml_train.exploration.widget_data import options_data, passes_data, preview_data, step_data, viewer_source
 from daceml_train.exploration.widget_work import Cancelled, Work
 from daceml_train.passes import notation
 from daceml_train.passes.base import Pass
@@ -36,6 +35,8 @@ REPEATS = 20
 """Runs of a measurement, if nothing else is asked for."""
 KEPT = 100
 """Kept arrays that are sent at most."""
+LOOKING = frozenset({"viewer", "refresh", "open", "close", "reveal", "filter", "search", "find", "details"})
+"""Requests that only look: they are answered at once, whatever else is under way."""
 
 Send = Callable[[dict[str, Any], list[bytes]], None]
 Publish = Callable[[dict[str, Any]], None]
@@ -52,6 +53,8 @@ class Requests:
     ) -> None:
         self.session, self.send, self.publish = session, send, publish
         self.work = work or Work(threads=False)
+        self._lock = threading.RLock()
+        """Held while the view changes and is published: looking and working are two threads."""
         self.sources = Sources(session.subject.model)
         self.results = {"module": None, "loss": 1, "step": 1}[session.subject.kind]
         self.view: View = view_of(session.graph, {}, None, self.results, session.state.traffic)
@@ -80,8 +83,13 @@ class Requests:
         if method is None:
             self.send({"type": "answer", "id": number, "error": f"unknown request {kind!r}"}, [])
             return
+        with self._lock:  # the list may be another one when the work begins
+            meant = {**request, "match": self._shown_as(request.get("number"))}
+            if kind in LOOKING:
+                self._answer(method, meant)
+                return
         self.send({"type": "begun", "id": number}, [])
-        self.work.put(functools.partial(self._answer, method, dict(request)), kind)
+        self.work.put(functools.partial(self._answer, method, meant), kind)
 
     def _answer(self, method: Callable[[dict[str, Any]], Any], request: dict[str, Any]) -> None:
         number = request.get("id")
@@ -98,6 +106,10 @@ class Requests:
 
     def show(self) -> None:
         """Publish the state of the session."""
+        with self._lock:
+            self._show()
+
+    def _show(self) -> None:
         if self.shown != self.session.version or self.view.tree.graph is not self.session.graph:
             seconds = self.seconds if self.timed == self.session.version else None
             self.view = self.view.over(self.session.graph, seconds, self.session.state.traffic)
@@ -114,8 +126,9 @@ class Requests:
         self.send({"type": "begun", "id": None, "what": "listing matches"}, [])
         try:
             found = self.session.matches(refused=wanted[1])
-            self._all = (wanted, found)
-            self.publish(self.state())
+            with self._lock:
+                self._all = (wanted, found)
+                self.publish(self.state())
         except Cancelled:
             self._all = (wanted, [])
         except Exception as error:
@@ -141,9 +154,9 @@ class Requests:
             },
             "sdfg": sdfg_of(self.view),
             "view": self.view.as_dict(),
-            "history": [_step(step) for step in (*session.history, *session.undone)],
+            "history": [step_data(step) for step in (*session.history, *session.undone)],
             "at": len(session.history),
-            "passes": _passes(),
+            "passes": passes_data(),
             "kept": self.kept(),
             "notes": self.notes if self.notes.get("version") == session.version else {},
             **self.matches(),
@@ -171,7 +184,7 @@ class Requests:
         return {
             "number": number, "name": match.name, "level": match.level, "where": match.where, "module": match.module,
             "operators": match.operators, "source": match.source, "bytes": match.bytes, "refusal": match.refusal,
-            "keys": self.view.keys_of(match.arrays), "options": _options(match.transformation),
+            "keys": self.view.keys_of(match.arrays), "options": options_data(match.transformation),
         }  # fmt: skip
 
     def kept(self) -> list[dict[str, Any]]:
@@ -248,7 +261,7 @@ class Requests:
     def on_preview(self, request: dict[str, Any]) -> dict[str, Any]:
         """What a match, or a pass everywhere, would do."""
         target, options = self._target(request)
-        return {"preview": _preview(self.session.preview(target, **options))}
+        return {"preview": preview_data(self.session.preview(target, **options))}
 
     def on_apply(self, request: dict[str, Any]) -> dict[str, Any]:
         """Apply a match, or a pass everywhere."""
@@ -352,10 +365,14 @@ class Requests:
 
     def _listed(self, request: Mapping[str, Any]) -> Match:
         self._current(request)
-        number = request["number"]
-        if not isinstance(number, int) or not 0 <= number < len(self.listed):
+        found: Match | None = request["match"]
+        if found is None:
             raise Invalid("this match is not listed any more", advice="choose again")
-        return self.listed[number]
+        return found
+
+    def _shown_as(self, number: object) -> Match | None:
+        """The match that is listed under a number."""
+        return self.listed[number] if isinstance(number, int) and 0 <= number < len(self.listed) else None
 
     def _target(self, request: Mapping[str, Any]) -> tuple[Match | Pass, dict[str, Any]]:
         """A listed match or a pass by name, and options that were edited, given as texts."""
@@ -373,15 +390,6 @@ class Requests:
         return match, {option: getattr(edited, option) for option in given}
 
 
-@functools.cache
-def viewer_source() -> bytes:
-    """The script of DaCe's viewer, as its package has it, compressed. DaCe itself is not imported."""
-    found = importlib.util.find_spec("dace")
-    assert found is not None and found.submodule_search_locations
-    path = Path(found.submodule_search_locations[0]) / "viewer" / "webclient" / "dist" / "sdfv_jupyter.js"
-    return gzip.compress(path.read_bytes(), 6)
-
-
 def _path(request: Mapping[str, Any]) -> Path:
     text = str(request.get("path", "")).strip()
     if not text:
@@ -393,44 +401,3 @@ def _said(step: Step) -> str:
     before, after = step.bytes
     place = f" at {step.where}" if step.where else ""
     return f"{step.name}{place}: {bytes_text(before)} to {bytes_text(after)}"
-
-
-def _step(step: Step) -> dict[str, Any]:
-    return {
-        "number": step.number, "name": step.name, "text": str(step.transformation), "where": step.where,
-        "module": step.module, "matches": step.matches, "before": step.bytes[0], "after": step.bytes[1],
-        "seconds": step.seconds,
-    }  # fmt: skip
-
-
-def _preview(made: Preview) -> dict[str, Any]:
-    if made.reason is not None:
-        return {"reason": made.reason, "text": str(made.transformation)}
-    return {
-        "text": str(made.transformation),
-        "rows": [[name, *getattr(made, name)] for name in ("bytes", "peak", "flops", "operators")],
-        "removed": [str(node) for node in made.removed[:8]], "gone": len(made.removed),
-        "added": [str(node) for node in made.added[:8]], "new": len(made.added),
-    }  # fmt: skip
-
-
-def _options(transformation: Pass) -> dict[str, str]:
-    """The options of a pass that differ from the default, as texts."""
-    found = str(transformation).removeprefix(f"{transformation.name}(").removesuffix(")")
-    return {"text": found} if found else {}
-
-
-@functools.cache
-def _passes() -> list[dict[str, Any]]:
-    """Every pass: name, level, picture and options."""
-    told = []
-    for transformation in every_pass():
-        about = transformation.describe()
-        options = [{"name": n, "type": t, "default": d} for n, (t, d) in about.options.items()]
-        told.append(
-            {
-                "name": about.name, "level": about.level, "summary": about.summary, "picture": about.picture,
-                "details": about.details, "options": options,
-            }
-        )  # fmt: skip
-    return told

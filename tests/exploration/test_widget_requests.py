@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import daceml_train as dt
-from daceml_train.exploration.widget_requests import ROWS, Requests, viewer_source
+from daceml_train.exploration.widget_data import viewer_source
+from daceml_train.exploration.widget_requests import ROWS, Requests
 from daceml_train.exploration.widget_work import Cancelled, Work
 from daceml_train.graph.text import show
 
@@ -150,6 +151,30 @@ def test_open_close_search_details(screen: Screen) -> None:
     assert told["label"] == found[0]["label"] and told["code"]
     end = screen.state["view"]["ends"][0]["key"]
     assert screen.ask("details", key=end)["details"]["kind"] == "array"
+
+
+def test_looking_does_not_wait_for_work(session: dt.Session) -> None:
+    answers: list[dict[str, Any]] = []
+    states: list[dict[str, Any]] = []
+    work, go, begun = Work(), threading.Event(), threading.Event()
+    requests = Requests(session, lambda message, _: answers.append(message), states.append, work)
+    requests.show()
+    end = time.monotonic() + 60
+    while (not states or states[-1]["listing"]) and time.monotonic() < end:
+        time.sleep(0.01)
+    wanted = states[-1]["matches"][0]
+    other = next(m["name"] for m in states[-1]["matches"] if m["name"] != wanted["name"])
+    work.put(lambda: (begun.set(), go.wait(20)), "long")  # type: ignore[arg-type, return-value]
+    assert begun.wait(5)
+    requests.handle({"type": "open", "id": "look", "key": "update"})
+    requests.handle({"type": "apply", "id": "work", "number": 0, "version": session.version})
+    requests.handle({"type": "filter", "id": "other", "pass": other})  # another match is number 0 from here on
+    assert [a["id"] for a in answers if a["type"] == "answer" and a["id"]] == ["look", "other"]
+    assert "update" in states[-1]["view"]["open"] and states[-1]["matches"][0]["name"] == other
+    go.set()
+    while not any(a["type"] == "answer" and a["id"] == "work" for a in answers) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert session.history[0].where == wanted["where"] and session.history[0].name == wanted["name"]
 
 
 def test_recompute_and_keep(screen: Screen, session: dt.Session) -> None:

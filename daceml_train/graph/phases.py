@@ -1,0 +1,53 @@
+"""Phases: which operators of a training graph belong to the forward pass, the backward pass, and the update."""
+
+from __future__ import annotations
+
+from daceml_train.graph.graph import Graph, Role
+
+PHASES = ("forward", "backward", "update")
+
+
+def phases(graph: Graph, results: int | None = None) -> list[str]:
+    """`forward`, `backward` or `update` per node; all are forward in a graph without gradients.
+
+    `results` is how many of the first outputs the forward pass makes, if they are not all and nothing else says so.
+    """
+    roles = {name: entry.role for name, entry in graph.inputs.items()}
+    cotangents = {name for name, role in roles.items() if role is Role.cotangent}
+    updated = {target for target in graph.writes if roles[target] in (Role.parameter, Role.state)}
+    if not cotangents and not updated and results is None:
+        return ["forward"] * len(graph.nodes)
+    if cotangents:
+        late = set(cotangents)
+        for node in graph.nodes:
+            if not late.isdisjoint(node.inputs):
+                late.update(node.outputs)
+        early = [late.isdisjoint(node.outputs) for node in graph.nodes]
+    else:
+        wanted = {
+            *graph.outputs[: results or 1],
+            *(value for target, value in graph.writes.items() if target not in updated),
+        }
+        early = [False] * len(graph.nodes)
+        for position in range(len(graph.nodes) - 1, -1, -1):
+            node = graph.nodes[position]
+            if not wanted.isdisjoint(node.outputs):
+                early[position] = True
+                wanted.update(node.inputs)
+    written = {graph.writes[target] for target in updated} - set(graph.outputs[: results or 1])
+    return [
+        "forward" if first else "backward" if written.isdisjoint(node.outputs) else "update"
+        for node, first in zip(graph.nodes, early, strict=True)
+    ]
+
+
+def known_phases(graph: Graph) -> list[str] | None:
+    """`phases`, also of one of the two graphs that a differentiable call is cut into; None where nothing tells."""
+    roles = {entry.role for entry in graph.inputs.values()}
+    if Role.saved in roles:  # what the forward graph kept: all that is here runs with the backward pass
+        return ["backward"] * len(graph.nodes)
+    if graph.kept:
+        return ["forward"] * len(graph.nodes)
+    if Role.cotangent in roles or any(graph.inputs[t].role is Role.parameter for t in graph.writes):
+        return phases(graph)
+    return None
