@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import dataclasses
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import daceml_train as dt
-from benchmarks.gpu.clock import copies, milliseconds
+from benchmarks.gpu.clock import DEVICE, copies, milliseconds
 
-ROWS, WIDTH = 16384, 1024
+ROWS, WIDTH = (131072, 1024) if DEVICE == "cuda" else (16, 32)
+
+
+IMAGES = (256, 256, 56, 56) if DEVICE == "cuda" else (2, 8, 4, 4)
+"""Sizes at which a kernel takes longer than it takes to launch it."""
 
 
 class BiasGelu(nn.Module):
@@ -59,80 +65,82 @@ class Row:
     bytes: int
     ours: float
     eager: float
-    compiled: float
+    compiled: float = math.nan
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "bias+GELU": (BiasGelu, (ROWS // 2, 4 * WIDTH)),
     "LayerNorm": (lambda: nn.LayerNorm(WIDTH), (ROWS, WIDTH)),
-    "BatchNorm+ReLU": (lambda: nn.Sequential(nn.BatchNorm2d(256), nn.ReLU()), (64, 256, 56, 56)),
+    "BatchNorm+ReLU": (lambda: nn.Sequential(nn.BatchNorm2d(IMAGES[1]), nn.ReLU()), IMAGES),
     "softmax": (Softmax, (ROWS, 2 * WIDTH)),
     "cross-entropy": (CrossEntropy, (ROWS // 2, 4 * WIDTH)),
 }
 
 
-def rows() -> Iterator[Row]:
-    """Each case in float32 and bfloat16, forward and backward, then the update of Adam."""
-    for name, (make, shape) in CASES.items():
-        for dtype in (torch.float32, torch.bfloat16):
-            yield from _case(name, make, shape, dtype)
-            torch.cuda.empty_cache()
-            torch._dynamo.reset()
-    yield _adam()
-
-
-def _case(name: str, make: Callable[[], nn.Module], shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Row]:
-    module = make().cuda().to(dtype)
+def prepared(name: str, kind: str) -> Callable[[], dict[str, Any]]:
+    """A case in all faces, compiled; measuring gives its two rows."""
+    (make, shape), dtype = CASES[name], getattr(torch, kind)
+    module = make().to(DEVICE).to(dtype)
     scalar = name == "cross-entropy"
     one = torch.empty(shape, dtype=dtype).nbytes
     sets = copies(2 * one)
-    inputs = [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in range(sets)]
-    found: dict[str, tuple[float, float]] = {}
-    faces: dict[str, Any] = {
-        "ours": dt.optimize(copy.deepcopy(module)), "eager": module, "compiled": torch.compile(copy.deepcopy(module)),
-    }  # fmt: skip
-    for face, called in faces.items():
-        forward = milliseconds([lambda x=x, f=called: f(x) for x in inputs])  # type: ignore[misc]
-        results = [called(x) for x in inputs]
-        grads = [torch.randn_like(y) for y in results]
-
-        def backward(x: Tensor, y: Tensor, g: Tensor, parameters: list[Tensor]) -> object:
-            return torch.autograd.grad(y, [x, *parameters], g, retain_graph=True)
-
-        own = [p for p in called.parameters() if p.requires_grad]
-        calls = [
-            lambda x=x, y=y, g=g, p=own: backward(x, y, g, p)  # type: ignore[misc]
-            for x, y, g in zip(inputs, results, grads, strict=True)
-        ]
-        found[face] = forward, milliseconds(calls)
-        del results, grads
-    kind = str(dtype).removeprefix("torch.")
+    inputs = [torch.randn(shape, device=DEVICE, dtype=dtype, requires_grad=True) for _ in range(sets)]
+    faces: dict[str, Any] = {"ours": dt.optimize(copy.deepcopy(module)), "eager": module}
+    if DEVICE == "cuda":
+        faces["compiled"] = torch.compile(copy.deepcopy(module))
+    for called in faces.values():
+        called(inputs[0]).sum().backward()
     reads = 2 if name == "BatchNorm+ReLU" else 1  # statistics first
-    forward_bytes = one * (1 if scalar else 1 + reads)
-    backward_bytes = one * (2 if scalar else 1 + 2 * reads)
-    for position, (direction, moved) in enumerate((("forward", forward_bytes), ("backward", backward_bytes))):
-        times = {face: 1e3 * pair[position] for face, pair in found.items()}
-        yield Row(name, kind, direction, moved, **times)
+    moved = {"forward": one * (1 if scalar else 1 + reads), "backward": one * (2 if scalar else 1 + 2 * reads)}
+
+    def measure() -> dict[str, Any]:
+        found = {face: _times(called, inputs) for face, called in faces.items()}
+        rows = []
+        for position, (direction, least) in enumerate(moved.items()):
+            times = {face: 1e3 * pair[position] for face, pair in found.items()}
+            rows.append(dataclasses.asdict(Row(name, kind, direction, least, **times)))
+        return {"rows": rows}
+
+    return measure
 
 
-def _adam() -> Row:
+def _times(called: Any, inputs: list[Tensor]) -> tuple[float, float]:
+    """Milliseconds of the forward and of the backward pass."""
+    forward = milliseconds([lambda x=x: called(x) for x in inputs])  # type: ignore[misc]
+    results = [called(x) for x in inputs]
+    grads = [torch.randn_like(y) for y in results]
+    own = [p for p in called.parameters() if p.requires_grad]
+
+    def backward(x: Tensor, y: Tensor, g: Tensor) -> object:
+        return torch.autograd.grad(y, [x, *own], g, retain_graph=True)
+
+    sets = zip(inputs, results, grads, strict=True)
+    return forward, milliseconds([lambda x=x, y=y, g=g: backward(x, y, g) for x, y, g in sets])  # type: ignore[misc]
+
+
+def adam() -> Callable[[], dict[str, Any]]:
     """One parameter, whose gradient is a product that costs next to nothing beside the update."""
-    count = 1 << 26
-    times = {}
+    count = 1 << (26 if DEVICE == "cuda" else 12)
+    steps: dict[str, Callable[[], object]] = {}
     for face in ("ours", "eager", "compiled"):
-        parameter = nn.Parameter(torch.randn(count, device="cuda"))
-        gradient = torch.randn(count, device="cuda")
+        parameter = nn.Parameter(torch.randn(count, device=DEVICE))
+        gradient = torch.randn(count, device=DEVICE)
         optimizer = torch.optim.Adam([parameter], lr=1e-4, fused=face == "eager")
         parameter.grad = gradient
         if face == "ours":
             step = dt.training_step(_Dot(parameter), lambda y: y, optimizer)
-            times[face] = 1e3 * milliseconds([lambda s=step, g=gradient: s(g)])  # type: ignore[misc]
-        elif face == "compiled":
-            compiled = torch.compile(optimizer.step)
-            times[face] = 1e3 * milliseconds([compiled])
-        else:
-            times[face] = 1e3 * milliseconds([optimizer.step])
-    return Row("Adam", "float32", "update", 7 * 4 * count, **times)
+            steps[face] = lambda step=step, gradient=gradient: step(gradient)  # type: ignore[misc]
+        elif face == "eager" or DEVICE == "cuda":
+            steps[face] = torch.compile(optimizer.step) if face == "compiled" else optimizer.step
+    for call in steps.values():
+        for _ in range(3):
+            call()
+
+    def measure() -> dict[str, Any]:
+        times = {face: 1e3 * milliseconds([call]) for face, call in steps.items()}
+        return {"rows": [dataclasses.asdict(Row("Adam", "float32", "update", 7 * 4 * count, **times))]}
+
+    return measure
 
 
 class _Dot(nn.Module):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import daceml_train as dt
-from benchmarks.gpu.clock import milliseconds
+from benchmarks.gpu.clock import DEVICE, milliseconds, wait
 from benchmarks.networks.dlrm import DLRM
 from benchmarks.networks.fcn import FCN8s
 from benchmarks.networks.inverted_residual import efficientnet_b0, mobilenet_v2
@@ -23,13 +23,30 @@ from benchmarks.networks.lstm import LoopLSTM
 from benchmarks.networks.mixer import Mixer
 from benchmarks.networks.network import Network
 from benchmarks.networks.resnet import ResNet50
-from benchmarks.networks.table import clicks, images, segments, sentences, tokens
-from benchmarks.networks.transformer import GPT2, Bert, VisionTransformer, token_loss
+from benchmarks.networks.table import clicks, images, segments, tokens
+from benchmarks.networks.transformer import GPT2, Block, VisionTransformer, token_loss
 
 _SGD = torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}
 _ADAM = torch.optim.Adam, {"lr": 1e-4}
 _PLAIN = torch.optim.SGD, {"lr": 1e-3}
 partial = functools.partial
+
+
+class BertLayers(nn.Module):
+    """Encoder layers of BERT-large, on what comes out of an embedding."""
+
+    def __init__(self, layers: int = 8, width: int = 1024, heads: int = 16, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Block(width, heads, before=False, dropout=dropout) for _ in range(layers)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the same sizes."""
+        return self.layers(x)
+
+
+def hidden(batch: int, length: int, width: int) -> tuple[Tensor, Tensor]:
+    """What an embedding might give, and what a layer stack should make of it."""
+    return torch.randn(batch, length, width), torch.randn(batch, length, width)
 
 
 class Branchy(nn.Module):
@@ -57,18 +74,24 @@ class Branchy(nn.Module):
 
 LARGE: dict[str, Network] = {
     "ResNet-50": Network("128", ResNet50, partial(images, 128, 224, 1000), F.cross_entropy, *_SGD, images=True),
-    "WRN-50-2": Network(
-        "64", partial(ResNet50, wide=2), partial(images, 64, 224, 1000), F.cross_entropy, *_SGD, images=True
+    "ViT": Network(
+        "64",
+        partial(VisionTransformer, width=768, heads=12),
+        partial(images, 64, 224, 1000),
+        F.cross_entropy,
+        *_ADAM,
     ),
+    "GPT-2": Network("8 x 1024", partial(GPT2, layers=12), partial(tokens, 8, 1024, 50257), token_loss, *_ADAM),
+    "BERT-large, 8 layers": Network("8 x 512", BertLayers, partial(hidden, 8, 512, 1024), F.mse_loss, *_ADAM),
     "MobileNetV2": Network("128", mobilenet_v2, partial(images, 128, 224, 1000), F.cross_entropy, *_SGD, images=True),
     "EfficientNet-B0": Network(
         "128", efficientnet_b0, partial(images, 128, 224, 1000), F.cross_entropy, *_SGD, images=True
     ),
-    "FCN-8s": Network("16", FCN8s, partial(segments, 16, 224, 21), F.cross_entropy, *_SGD, images=True),
+    "WRN-50-2": Network(
+        "64", partial(ResNet50, wide=2), partial(images, 64, 224, 1000), F.cross_entropy, *_SGD, images=True
+    ),
     "Mixer": Network("128", Mixer, partial(images, 128, 224, 1000), F.cross_entropy, *_SGD),
-    "ViT-S": Network("128", VisionTransformer, partial(images, 128, 224, 1000), F.cross_entropy, *_ADAM),
-    "BERT": Network("32 x 128", Bert, partial(sentences, 32, 128, 30522, 2), F.cross_entropy, *_ADAM),
-    "GPT-2": Network("8 x 512", GPT2, partial(tokens, 8, 512, 50257), token_loss, *_ADAM),
+    "FCN-8s": Network("16", FCN8s, partial(segments, 16, 224, 21), F.cross_entropy, *_SGD, images=True),
     "DLRM": Network(
         "8192", DLRM, partial(clicks, 8192, 13, 26, 100_000, 4), F.binary_cross_entropy_with_logits, *_PLAIN
     ),
@@ -89,69 +112,81 @@ SMALL: dict[str, Network] = {
 BRANCHY: dict[str, Network] = {
     "branches": Network("8", Branchy, partial(images, 8, 32, 10), F.cross_entropy, *_SGD, images=True)
 }
-MODES = ("default", "reduce-overhead", "max-autotune")
+TINY: dict[str, Network] = {
+    "tiny": Network("4", partial(Branchy, 1, 8), partial(images, 4, 8, 10), F.cross_entropy, *_SGD, images=True)
+}
+"""For trying the measurements themselves."""
+GIB = {"FCN-8s": 30.0, "MobileNetV2": 24.0, "EfficientNet-B0": 28.0, "GPT-2": 28.0, "WRN-50-2": 22.0}
+"""Memory of the device that a step takes, about, where it is not some 18."""
 
 
 @dataclass
 class Row:
-    """Milliseconds per step and peak bytes, by variant; `launches` are CUDA launches of one recorded step of ours."""
+    """Milliseconds per step and peak bytes of a variant; `launches` are CUDA launches of one recorded step of ours."""
 
-    network: str
-    batch: str
-    precision: str
-    milliseconds: dict[str, float] = field(default_factory=dict)
-    peak: dict[str, int] = field(default_factory=dict)
+    milliseconds: float = 0.0
+    peak: int = 0
     launches: int = -1
     streams: int = 1
     notes: list[str] = field(default_factory=list)
 
 
-def row(name: str, network: Network, precision: str, modes: tuple[str, ...] = MODES, **options: Any) -> Row:
-    """Measure a network in all variants. `precision` is bf16 (autocast) or tf32."""
+def variants(network: Network, modes: tuple[str, ...]) -> list[str]:
+    """Ours, PyTorch's own, and torch.compile's."""
+    layouts = ["eager", "eager, channels-last"] if network.images else ["eager"]
+    return ["ours", *layouts, *(f"compile {mode}" for mode in modes)]
+
+
+def prepared(name: str, precision: str, variant: str) -> Callable[[], dict[str, Any]]:
+    """A step in a variant (`one stream` is one, too), compiled and warm. `precision`: bf16 (autocast) or tf32."""
+    network = (LARGE | SMALL | BRANCHY | TINY)[name]
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    made = Row(name, network.title, precision)
-    problem = network.build(fused=True)
-    layouts = ("channels-first", "channels-last") if network.images else ("rows",)
-    for layout in layouts:
-        label = "eager" if layout != "channels-last" else "eager, channels-last"
-        _measure(made, label, lambda layout=layout: eager(problem, layout, precision))  # type: ignore[misc]
-    for mode in modes:
-        last = layouts[-1]
-        _measure(made, f"compile {mode}", lambda mode=mode, last=last: eager(problem, last, precision, mode))  # type: ignore[misc]
-    _measure(made, "ours", lambda: ours(problem, precision, made, **options))
-    return made
+    problem, made = network.build(fused=True), Row()
+    if variant in ("ours", "one stream"):
+        if variant == "one stream":
+            on_one_stream()
+        step = ours(problem, precision, made)
+    else:
+        kind, _, mode = variant.partition(" ")
+        last = network.images and variant != "eager"
+        step = eager(problem, "channels-last" if last else "rows", precision, mode if kind == "compile" else None)
+    for _ in range(4):
+        step()
+    wait()
+
+    def measure() -> dict[str, Any]:
+        if DEVICE == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        made.milliseconds = milliseconds([step], 1.0)
+        if DEVICE == "cuda":
+            made.peak = torch.cuda.max_memory_allocated()
+            if variant == "ours":
+                made.launches = launches(step)
+        return dataclasses.asdict(made)
+
+    return measure
 
 
-def _measure(made: Row, label: str, make: Callable[[], Callable[[], object]]) -> None:
-    gc.collect()
-    torch._dynamo.reset()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    try:
-        step = make()
-        for _ in range(4):
-            step()
-        made.milliseconds[label] = milliseconds([step], 1.0)
-        made.peak[label] = torch.cuda.max_memory_allocated()
-        if label == "ours":
-            made.launches = launches(step)
-    except Exception as error:
-        made.notes.append(f"{label}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+def on_one_stream() -> None:
+    """From now on, recordings in this process use one stream."""
+    from daceml_train.runtime import recording, streams
+
+    recording.schedule_of = lambda plan, capability: streams.one_stream(len(plan.program.launches))
 
 
 def _moved(problem: Any, layout: str) -> tuple[nn.Module, list[Tensor], Tensor, torch.optim.Optimizer]:
-    model = copy.deepcopy(problem.model).cuda()
-    inputs = [t.cuda() for t in (problem.inputs if isinstance(problem.inputs, tuple) else (problem.inputs,))]
+    model = copy.deepcopy(problem.model).to(DEVICE)
+    inputs = [t.to(DEVICE) for t in (problem.inputs if isinstance(problem.inputs, tuple) else (problem.inputs,))]
     if layout == "channels-last":
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         inputs = [t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t for t in inputs]
     options = {k: v for k, v in problem.optimizer.defaults.items() if k in ("lr", "momentum", "fused") and v}
-    return model, inputs, problem.targets.cuda(), type(problem.optimizer)(model.parameters(), **options)
+    return model, inputs, problem.targets.to(DEVICE), type(problem.optimizer)(model.parameters(), **options)
 
 
 def _precision(precision: str) -> Any:
-    return torch.autocast("cuda", dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
+    return torch.autocast(DEVICE, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
 
 
 def eager(problem: Any, layout: str, precision: str, mode: str | None = None) -> Callable[[], object]:
@@ -169,10 +204,10 @@ def eager(problem: Any, layout: str, precision: str, mode: str | None = None) ->
     return step
 
 
-def ours(problem: Any, precision: str, made: Row, **options: Any) -> Callable[[], object]:
+def ours(problem: Any, precision: str, made: Row) -> Callable[[], object]:
     """The compiled step."""
     model, inputs, targets, optimizer = _moved(problem, "rows")
-    step = dt.training_step(model, problem.loss, optimizer, **options)
+    step = dt.training_step(model, problem.loss, optimizer)
     given = tuple(inputs) if len(inputs) > 1 else inputs[0]
 
     def call() -> None:
@@ -194,10 +229,3 @@ def launches(step: Callable[[], object]) -> int:
         step()
         torch.cuda.synchronize()
     return sum("Launch" in event.name for event in profile.events())
-
-
-def rows(which: dict[str, Network], precisions: tuple[str, ...], modes: tuple[str, ...] = MODES) -> Iterator[Row]:
-    """Each network in each precision."""
-    for name, network in which.items():
-        for precision in precisions:
-            yield row(name, network, precision, modes)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import torch
 from benchmarks.gpu.__main__ import page
 from benchmarks.gpu.kernels import CASES
 from benchmarks.gpu.networks import BRANCHY, LARGE, SMALL
+from benchmarks.gpu.pool import Item, Limits, measure
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,27 +29,89 @@ def test_nothing_runs_without_a_device(command: str, tmp_path: Path) -> None:
 
 
 def test_the_page_of_results() -> None:
-    step = {
-        "network": "a", "precision": "bf16", "launches": 1, "streams": 3, "notes": [],
-        "milliseconds": {"ours": 2.0, "eager": 5.0, "eager, channels-last": 4.0, "compile default": 3.0},
-        "peak": {"ours": 60, "compile default": 100, "eager": 120},
-    }  # fmt: skip
+    def step(milliseconds: float, peak: int) -> dict[str, Any]:
+        return {"milliseconds": milliseconds, "peak": peak, "launches": 1, "streams": 3, "notes": []}
+
     kernel = {
         "name": "softmax", "dtype": "float32", "direction": "forward", "bytes": 3_000_000_000, "ours": 1000.0,
         "eager": 2000.0, "compiled": 1100.0,
     }  # fmt: skip
+    name = "network | ResNet-50 | bf16 |"
     rows = {
-        "copy bandwidth": 4e12, "kernels": [kernel], "network a bf16 default": step,
-        "network b": {"error": "it failed"}, "streams": {"one": step, "several": step},
-        "bytes": [{"name": "softmax", "modelled": 100, "measured": 105}],
+        "copy": {"bandwidth": 4e12}, "kernel | softmax | float32": {"rows": [kernel]},
+        f"{name} ours": step(2.0, 60), f"{name} eager": step(5.0, 120), f"{name} eager, channels-last": step(4.0, 120),
+        f"{name} compile default": step(3.0, 100), "network | branches | tf32 | ours": step(1.0, 1),
+        "network | branches | tf32 | one stream": step(1.5, 1), "kernel | b": {"error": "it failed"},
+        "network | ViT | bf16 | ours": {"error": "no room"},
+        "bytes | softmax | forward": {"name": "softmax, forward", "modelled": 100, "measured": 105},
+        "bytes | softmax | backward": {
+            "name": "softmax, backward", "modelled": 100, "bandwidth": 3e12, "note": "ncu is not installed",
+        },
     }  # fmt: skip
     text = page({"machine": {"device": "one", "date": "today"}, "rows": rows})
     for part in (
         "4.00 TB/s", "| softmax | float32 | forward | 1000 | 75% | 2.00 | 1.10 |",
-        "| a | bf16 | 2.00 | 2.00 | 1.50 | 0.60 | 1 |", "it failed", "2.00 over eager, 1.50 over the best",
-        "3 streams, 1.00 times as fast as one", "| softmax | 100 | 1.05 of it |",
+        "| ResNet-50 | bf16 | 2.00 | 2.00 | 1.50 | 0.60 | 1 |", "- kernel | b: it failed", "ours: no room",
+        "2.00 over eager, 1.50 over the best", "3 streams | tf32 | | | | | | 1.50 times as fast as one",
+        "| softmax, forward | 100 | 1.05 of it |", "ncu is not installed: 75% of a copy's bandwidth",
     ):  # fmt: skip
-        assert part in text
+        assert part in text, part
+
+
+FAKE = """
+import sys, time, json
+name, delay, way = sys.argv[1:]
+time.sleep(float(delay))
+if way == "dies":
+    raise ValueError("no such kernel")
+print("noise"); print("ready", flush=True)
+sys.stdin.readline()
+print("began", time.monotonic(), flush=True)
+time.sleep(1000 if way == "hangs" else 0.2)
+print("result", json.dumps({"name": name, "at": time.monotonic()}), flush=True)
+"""
+
+
+def fake(name: str, delay: float = 0.0, way: str = "works", gib: float = 1.0) -> Item:
+    return Item(name, (sys.executable, "-c", FAKE, name, str(delay), way), gib)
+
+
+def test_workers_get_ready_together_and_are_measured_one_by_one() -> None:
+    made: dict[str, Any] = {}
+    given = [fake("a", 1.0), fake("b", 1.0), fake("c", way="dies"), fake("d", way="hangs"), fake("e", 1000.0), fake("f")]
+    limits = Limits(workers=5, ready=20.0, measure=2.0)
+    start = time.monotonic()
+    left = measure(given, limits, start + 200, lambda key, row: made.__setitem__(key, row))
+    assert (left == [] and list(made) == ["c", "e", "a", "b", "d", "f"]) or sorted(made) == sorted("abcdef")
+    assert abs(made["a"]["at"] - made["b"]["at"]) >= 0.2
+    assert made["c"]["error"] == "it ended: ValueError: no such kernel"
+    assert made["d"]["error"].startswith("no result") and made["e"]["error"] == "not ready after 20 s"
+    assert made["f"]["name"] == "f"
+
+
+def test_what_time_cuts_off_is_left_and_what_is_done_is_there() -> None:
+    made: dict[str, Any] = {}
+    given = [fake("a"), fake("slow", 1000.0), fake("big", gib=100.0)]
+    left = measure(given, Limits(gib=10.0), time.monotonic() + 15, lambda key, row: made.__setitem__(key, row))
+    assert sorted(made) == ["a"] and [item.key for item in left] == ["slow", "big"]
+
+
+@pytest.mark.slow
+@pytest.mark.compiled
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_all_measurements_run_on_tiny_sizes(tmp_path: Path) -> None:
+    """Every kind of measurement, through workers, twice: the second call has nothing left to do."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--dry", "--workers", "1", "--folder", str(tmp_path)]
+    command += ["--precisions", "bf16", "--only", "small", "streams", "bytes", "kernels"]
+    command += ["--cases", "softmax"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0 and "all measured" in run.stdout, run.stdout + run.stderr
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert len(rows) >= 8 and not {key: row for key, row in rows.items() if "error" in row}
+    text = (tmp_path / "results.md").read_text()
+    assert "| softmax | bfloat16 | backward |" in text and "| tiny, " in text and "ncu is not installed" in text
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert again.returncode == 0 and "network" not in again.stdout.split("#")[0]
 
 
 def test_networks_and_kernels_exist() -> None:
