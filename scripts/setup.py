@@ -39,6 +39,8 @@ def main() -> None:
         say("installing daceml_train (editable) and what it needs; the first time this takes minutes")
         if not pip("--editable", ".[demo,onnx,notebook,dev]"):
             fail("pip could not install the project; its message stands above")
+        if not pip("--editable", ".[gpu]"):
+            say("without nvidia-cuda-nvdisasm: tests that read the machine code of CUDA kernels are skipped")
         mark_done("setup", files)
     if (NATIVE / "native_build.py").exists():
         files = [NATIVE / "native_build.py", *sorted((NATIVE / "native").glob("*"))]

@@ -31,18 +31,23 @@ ADVICE = (
 )
 
 
-def _candidates() -> Iterator[Path]:
-    if given := os.environ.get("NVCC"):
+def _candidates(tool: str = "nvcc") -> Iterator[Path]:
+    if given := os.environ.get(tool.upper()):
         yield Path(given)
-    if found := shutil.which("nvcc"):
+    if found := shutil.which(tool):
         yield Path(found)
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if folder := os.environ.get(variable):
-            yield Path(folder) / "bin" / "nvcc"
-    yield Path("/usr/local/cuda/bin/nvcc")
+            yield Path(folder) / "bin" / tool
+    yield Path("/usr/local/cuda/bin") / tool
     package = importlib.util.find_spec("nvidia")
     for place in (package.submodule_search_locations or ()) if package else ():
-        yield from sorted(Path(place).glob("cu*/bin/nvcc"), reverse=True)  # cu13/, cuda_nvcc/
+        yield from sorted(Path(place).glob(f"cu*/bin/{tool}"), reverse=True)  # cu13/, cuda_nvcc/
+
+
+def find_tool(tool: str) -> Path | None:
+    """A program of the CUDA toolkit, where nvcc is looked for."""
+    return next((path for path in _candidates(tool) if path.is_file() and os.access(path, os.X_OK)), None)
 
 
 def find_nvcc() -> Path:
@@ -50,9 +55,8 @@ def find_nvcc() -> Path:
 
     Raises `CompilerError` that says what to install.
     """
-    for path in _candidates():
-        if path.is_file() and os.access(path, os.X_OK):
-            return path
+    if (path := find_tool("nvcc")) is not None:
+        return path
     raise CompilerError(f"no nvcc was found, which compiles the kernels for the GPU; {ADVICE}")
 
 
@@ -81,6 +85,11 @@ def library_path(codes: Sequence[CudaCode], folder: Path, arch: str, nvcc: Path)
     """Where the library of a program's kernels lies."""
     keys = hashlib.sha256("\n".join(sorted({code.key for code in codes})).encode()).hexdigest()[:20]
     return folder / f"cuda_{keys}-{arch}-{_toolchain(nvcc)}.so"
+
+
+def compiled(codes: Sequence[CudaCode], folder: Path, arch: str = DEFAULT_ARCHITECTURE) -> bool:
+    """Whether the folder has the library of a program's kernels."""
+    return intact(library_path(codes, folder, arch, find_nvcc()))
 
 
 def compile_program(

@@ -1,13 +1,13 @@
 """What nvcc makes of the kernels: it takes them all, spills nothing, and reads and writes 16 bytes at a time.
 
-No GPU is needed, only the compiler; without it these tests are skipped.
+No GPU is needed, only the compiler; without it these tests are skipped. Machine code is read where nvdisasm is there,
+which the package nvidia-cuda-nvdisasm brings.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 
 import daceml_train as dt
 from daceml_train.codegen.cuda import compile as compiling
-from daceml_train.codegen.cuda.compile import compile_program, find_nvcc, run_nvcc, text
+from daceml_train.codegen.cuda.compile import compile_program, find_nvcc, find_tool, run_nvcc, text
 from daceml_train.codegen.cuda.launch import CudaCode
 from daceml_train.errors import CompilerError
 from tests.codegen import groups
@@ -34,7 +34,11 @@ except CompilerError as reason:
     NVCC = None
     needs_nvcc = pytest.mark.skip(reason=reason.message)
 else:
-    needs_nvcc = pytest.mark.usefixtures()
+    needs_nvcc = pytest.mark.skipif(False, reason="")
+NVDISASM = find_tool("nvdisasm")
+needs_nvdisasm = pytest.mark.skipif(
+    NVCC is None or NVDISASM is None, reason="no nvcc or no nvdisasm: pip install nvidia-cuda-nvdisasm"
+)
 
 
 def compiled(codes: Sequence[CudaCode], folder: Path) -> tuple[str, str]:
@@ -88,12 +92,52 @@ def test_memory_bound_kernels(dtype, tmp_path):
         assert loads and stores, f"{name}: {loads} wide loads, {stores} wide stores"
         narrow = sum(len(re.findall(r"st\.global\.(?:f32|b16|u16|u32)", body)) for body in wide)
         assert narrow <= 4 * len(wide), f"{name} stores element by element: {narrow}"  # values of a row, and totals
-    if tool := shutil.which("cuobjdump"):
-        machine = subprocess.run(
-            [tool, "-sass", str(tmp_path / "kernels.cubin")], capture_output=True, text=True
-        ).stdout
-        assert len(re.findall(r"LDG[.A-Z]*\.128", machine)) >= len(codes)
-        assert len(re.findall(r"STG[.A-Z]*\.128", machine)) >= len(codes)
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_machine_code_of_memory_bound_kernels(dtype, tmp_path):
+    """What is executed: 16 bytes per instruction, narrow ones for values of a row only, and no register goes to memory."""
+    codes = memory_bound(dtype)
+    compiled([*codes.values()], tmp_path)
+    functions = machine_code(tmp_path / "kernels.cubin")
+    for name, code in codes.items():
+        wide = [body for f, body in functions.items() if code.key in f and "ILb1E" in f]
+        assert wide, name
+        for body in wide:
+            assert not [i for i in body if re.match(r"(LDL|STL)\b", i)], f"{name} spills"
+        loads, stores = (
+            [len([i for i in body if re.match(rf"{kind}[.A-Z0-9]*\.128\b", i)]) for body in wide] for kind in ("LDG", "STG")
+        )
+        assert sum(loads) and sum(stores), f"{name}: {loads} and {stores} instructions of 16 bytes"
+        narrow = [i for body in wide for i in body if i.startswith("STG") and ".128" not in i]
+        assert len(narrow) <= 4 * len(wide), f"{name} stores element by element: {narrow[:5]}"
+
+
+@needs_nvdisasm
+def test_spills_and_narrow_accesses_would_be_seen(tmp_path):
+    """The reader of machine code against code that spills, and that moves 4 bytes at a time."""
+    source = tmp_path / "kernels.cu"
+    values = " ".join(f"float v{i} = x[{32 * i} + threadIdx.x];" for i in range(64))
+    summed = " ".join(f"x[{32 * i} + threadIdx.x] = v{i} * v{63 - i};" for i in range(64))
+    source.write_text(f'extern "C" __global__ void spilling(float* x) {{ {values} __syncthreads(); {summed} }}')
+    run_nvcc(NVCC, ["-cubin", "-maxrregcount=24", str(source), "-o", str(tmp_path / "kernels.cubin")])
+    (body,) = machine_code(tmp_path / "kernels.cubin").values()
+    assert any(i.startswith("STL") for i in body) and any(i.startswith("LDL") for i in body)
+    assert not any(".128" in i for i in body if i.startswith(("LDG", "STG")))
+
+
+def machine_code(path: Path) -> dict[str, list[str]]:
+    """Kernel -> its instructions, without predicates."""
+    run = subprocess.run([str(NVDISASM), "-c", str(path)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    functions: dict[str, list[str]] = {}
+    for line in run.stdout.splitlines():
+        if found := re.match(r"\s*\.section\s+\.text\.(\w+)", line):
+            body = functions.setdefault(found[1], [])
+        elif found := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\w[^;]*);", line):
+            body.append(found[1])
+    return functions
 
 
 WIDE = (r"ld\.global(?:\.nc)?\.v4", r"st\.global\.v4")
@@ -147,7 +191,7 @@ def test_the_library_is_made_once(tmp_path, monkeypatch):
 
 
 def test_a_missing_nvcc_is_named(monkeypatch):
-    monkeypatch.setattr(compiling, "_candidates", lambda: iter([Path("/no/such/nvcc")]))
+    monkeypatch.setattr(compiling, "_candidates", lambda tool: iter([Path("/no/such/nvcc")]))
     with pytest.raises(
         CompilerError, match=r"no nvcc was found.*CUDA toolkit.*CUDA_HOME.*pip install nvidia-cuda-nvcc"
     ):
