@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import zipfile
@@ -20,8 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_DEVICE = 3
-WANTED = ("dace>=2.0.0b1,<2.1", "rich>=13.7,<16", "pytest>=8.3,<10", "expecttest>=0.3,<0.4")
+WANTED = ("dace>=2.0.0b1,<2.1", "rich>=13.7,<16", "pytest>=8.3,<10", "expecttest>=0.3,<0.4", "pytest-xdist>=3.6,<4")
 """What tests and measurements need beside PyTorch, NumPy, SciPy and SymPy."""
+SECONDS, WORKERS = 470, 6
+"""Within which the tests end, and how many run at the same time: compiling is most of what they do."""
 NOT_CARRIED = {"torch", "numpy", "scipy", "sympy"}
 
 
@@ -41,10 +44,21 @@ def main() -> int:
     paths = [str(ROOT), *([str(site)] if site else []), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     if options.command == "test":
-        command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", *rest]
+        command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=10", "tests/gpu", *rest]
+        if (site is not None and (site / "xdist").is_dir()) or present("pytest-xdist"):
+            command[3:3] = ["-n", str(min(WORKERS, os.cpu_count() or 1)), "--dist", "worksteal"]
     else:
         command = ["-m", "benchmarks.gpu", *rest]
-    return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment).returncode
+    running = subprocess.Popen([sys.executable, *command], cwd=ROOT, env=environment, start_new_session=True)
+    try:
+        return running.wait(SECONDS if options.command == "test" else None)
+    except subprocess.TimeoutExpired:
+        os.killpg(running.pid, signal.SIGTERM)
+        print(f"not all tests ended within {SECONDS} s: name some, as in ARGS='-k kernels'")
+        return 1
+    except KeyboardInterrupt:
+        os.killpg(running.pid, signal.SIGTERM)
+        raise
 
 
 def bundle(folder: Path) -> int:

@@ -46,6 +46,11 @@ class KernelCode:
     text: str = field(default="", repr=False, compare=False)
     """The C++ text of a kernel that is written by hand, which has no plan."""
 
+    @property
+    def shape(self) -> str:
+        """How the threads of a GPU share out the kernel, in words; empty where there are none."""
+        return ""
+
     @functools.cached_property
     def source(self) -> str:
         """The C++ text. Made when first asked for: a kernel that is compiled already needs none, and no DaCe."""

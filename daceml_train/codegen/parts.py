@@ -255,11 +255,15 @@ class Parts:
         return COMBINE[self.how(name)].format(t=dtype.c, a=a, b=b)
 
     # ---- tasklets -------------------------------------------------------------------------------------------------
-    def tasklet(self, region: Any, label: str, code: Code, over: Over = ()) -> None:
-        """A state with one tasklet, under a lane map if `over` names loops. Without outputs: nothing."""
+    def tasklet(
+        self, region: Any, label: str, code: Code, over: Over = (), schedule: Any = LANES, state: Any = None
+    ) -> None:
+        """One tasklet, in a state of its own if none is given, under a map if `over` names loops; nothing without
+        outputs.
+        """
         if not code.outs:
             return
-        state = after(region, label)
+        state = after(region, label) if state is None else state
         tasklet = state.add_tasklet(
             label, {c: t for c, (_, t) in code.ins.items()}, {c: t for c, (_, t) in code.outs.items()},
             "\n".join(code.lines), language=dace.Language.CPP,
@@ -267,7 +271,7 @@ class Parts:
         entry = leave = None
         if over:
             ranges = {name: subsets.Range([(first, last - 1, 1)]) for name, first, last in over}
-            entry, leave = state.add_map(label, ranges, schedule=LANES)
+            entry, leave = state.add_map(label, ranges, schedule=schedule)
             if not code.ins:
                 state.add_nedge(entry, tasklet, Memlet())
         reads = {name: state.add_read(name) for name in dict.fromkeys(m.data for m, _ in code.ins.values())}

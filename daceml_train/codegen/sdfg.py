@@ -89,20 +89,27 @@ class Builder(Parts):
             mapping["row_end"] = floor(count * (part + 1), parts)
         return mapping
 
-    def nest(self, block: Any, label: str, mapping: dict[str, Any]) -> None:
-        """A state with the parallel map around `block`, with every array that it uses passed whole."""
+    def nest(
+        self, block: Any, label: str, mapping: dict[str, Any], count: Any = None, schedule: Any = BLOCKS
+    ) -> Any:
+        """A state with the parallel map around `block`, with every array that it uses passed whole; the map's entry.
+
+        The map counts blocks unless there is a `count`. None, and no map, where the block stores nothing.
+        """
         states = [b for b in block.all_control_flow_blocks() if isinstance(b, dace.SDFGState)]
         nodes = [(s, n) for s in states for n in s.data_nodes() if not block.arrays[n.data].transient]
         read = sorted({n.data for s, n in nodes if s.out_degree(n)})
         written = sorted({n.data for s, n in nodes if s.in_degree(n)})
+        if not written:
+            return None
         known = {str(s) for a in block.arrays.values() for s in a.free_symbols} | set(mapping) | self.inner
         known |= {str(s) for s in self.sizes.values()} | set(self.values.constants) | {"block", "blocks"}
         for name in sorted(known):
             if name not in block.symbols:
                 block.add_symbol(name, dace.float64 if name in self.values.reals else dace.int64)
         symbols = {name: mapping.get(name, sym(name)) for name in block.symbols if name not in self.inner}
-        state = after(self.top, label)
-        entry, leave = state.add_map(label, {"block": subsets.Range([(0, sym("blocks") - 1, 1)])}, schedule=BLOCKS)
+        state, count = after(self.top, label), sym("blocks") if count is None else count
+        entry, leave = state.add_map(label, {"block": subsets.Range([(0, count - 1, 1)])}, schedule=schedule)
         node = state.add_nested_sdfg(block, dict.fromkeys(read), dict.fromkeys(written), symbols)
         for name in read:
             memlet = Memlet.from_array(name, self.top.arrays[name])
@@ -114,6 +121,7 @@ class Builder(Parts):
             memlet = Memlet.from_array(name, self.top.arrays[name])
             outside(state, state.add_write(name), leave, memlet)
             state.add_edge(node, name, leave, f"IN_{name}", memlet)
+        return entry
 
     # ---- rows -----------------------------------------------------------------------------------------------------
     def rows(self, block: Any, region: Any, p: int, rows: Rows) -> None:

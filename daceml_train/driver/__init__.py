@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -39,6 +40,8 @@ def optimize(
     progress: Progress | None = None,
     dynamic: bool | None = None,
     random: Randomness = "seeded",
+    search: bool = True,
+    schedule: ScheduleKind = "plain",
 ) -> torch.nn.Module:
     """A drop-in replacement of `module` that trains to the same numbers.
 
@@ -50,13 +53,17 @@ def optimize(
     with (kernels done, kernels in all) while kernels compile. `dynamic`: sizes of arguments are symbols from the first
     call on (True), never (False: each size is compiled), or once a second size was seen (None). Random numbers
     (dropout) are made from a seed that each call draws from PyTorch's generator; `random="eager"` draws the very
-    numbers of eager execution instead, with PyTorch's operators and in its order, so that runs can be compared. An
-    ONNX model, as a path or an `onnx.ModelProto`, becomes a module first, as `load_onnx` makes it. Raises `Invalid` for
-    anything else.
+    numbers of eager execution instead, with PyTorch's operators and in its order, so that runs can be compared. On a
+    GPU, kernels that move megabytes are compiled in a few shapes and measured at the first call of each size, unless
+    `search=False`; what was found is kept in the cache. With `schedule="ahead_of_time"` the forward and the backward
+    pass on a GPU are recorded at the second call of each size, and then are one launch each; see `docs/gpu.md` for what
+    that keeps in memory. An ONNX model, as a path or an `onnx.ModelProto`, becomes a module first, as `load_onnx` makes
+    it. Raises `Invalid` for anything else.
     """
     if not isinstance(module, torch.nn.Module) and _is_onnx(module):
         module = load_onnx(module)
-    return optimized(module, options(pipeline, cache, jobs, observe, watch, progress, dynamic, random))
+    chosen = options(pipeline, cache, jobs, observe, watch, progress, dynamic, random, search)
+    return optimized(module, dataclasses.replace(chosen, recorded=_ahead_of_time(schedule)))
 
 
 def training_step(
@@ -80,6 +87,7 @@ def training_step(
     progress: Progress | None = None,
     dynamic: bool | None = None,
     random: Randomness = "seeded",
+    search: bool = True,
 ) -> TrainingStep:
     """Forward, loss, backward and update as one graph: `loss_value = step(inputs, *targets)`.
 
@@ -94,17 +102,23 @@ def training_step(
     See `TrainingStep` for the meaning of a step and `optimize` for the other
     options.
     """
-    chosen = options(pipeline, cache, jobs, observe, watch, progress, dynamic, random)
+    chosen = options(pipeline, cache, jobs, observe, watch, progress, dynamic, random, search)
     clipping = Clipping(clip_norm, norm_type, clip_value)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise Invalid(f"scaler is a torch.amp.GradScaler, given {type(scaler).__name__}")
-    if schedule not in get_args(ScheduleKind):
-        raise Invalid(f"schedule is one of {', '.join(get_args(ScheduleKind))}, given {schedule!r}")
+    _ahead_of_time(schedule)
     if micro_batches != 1:
         if keep_gradients:
             raise Invalid("keep_gradients and micro_batches exclude each other: no call has the whole gradient")
         return MicroBatchedStep(model, loss, optimizer, chosen, micro_batches, reduction, clipping, scaler, schedule)
     return TrainingStep(model, loss, optimizer, chosen, keep_gradients, clipping, scaler, schedule)
+
+
+def _ahead_of_time(schedule: str) -> bool:
+    """Whether runs are recorded. Raises `Invalid` for another word."""
+    if schedule not in get_args(ScheduleKind):
+        raise Invalid(f"schedule is one of {', '.join(get_args(ScheduleKind))}, given {schedule!r}")
+    return schedule == "ahead_of_time"
 
 
 def options(
@@ -116,6 +130,7 @@ def options(
     progress: Progress | None = None,
     dynamic: bool | None = None,
     random: Randomness = "seeded",
+    search: bool = True,
 ) -> Options:
     """The compilation options behind the public arguments; plugins are loaded first."""
     if random not in get_args(Randomness):
@@ -123,7 +138,7 @@ def options(
     load_plugins(PASSES, OPERATORS)
     folder = Path(cache).expanduser() if cache is not None else default_folder()
     observation = Observation(Path(observe)) if observe is not None else None
-    return Options(Pipeline.of(pipeline), Cache(folder), jobs, observation, progress, watch, dynamic, random)
+    return Options(Pipeline.of(pipeline), Cache(folder), jobs, observation, progress, watch, dynamic, random, search)
 
 
 def load_onnx(

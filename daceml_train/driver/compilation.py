@@ -38,6 +38,7 @@ from daceml_train.runtime.cost import Cost, costs
 from daceml_train.runtime.device import CPU, Device
 from daceml_train.runtime.executable import AnyArena, Executable, new_arena
 from daceml_train.runtime.gradients import PLAIN, GradientOptions
+from daceml_train.runtime.kernel_search import KernelSearch
 from daceml_train.runtime.lowering import lower
 from daceml_train.runtime.products import Products
 from daceml_train.runtime.program import CallLaunch, KernelLaunch, Place, Program
@@ -107,6 +108,8 @@ class Options:
     watch: Watcher | None = None
     dynamic: bool | None = None
     randomness: Randomness = "seeded"
+    search: bool = True
+    recorded: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Without `watch` and `progress`, which belong to this process."""
@@ -223,9 +226,11 @@ def _link_pair(pair: _Pair, options: Options, device: Device) -> Differentiable:
     arena = new_arena(device)
     programs = [pair.forward] + ([pair.backward] if pair.backward else [])
     addresses = _addresses([c for p in programs for q in p.all for c in q.codes], options, pair.records[0], device)
-    products = Products(options.cache.products)
-    forward = Executable(pair.forward, addresses, arena, products, device)
-    backward = Executable(pair.backward, addresses, arena, products, device) if pair.backward else None
+    products, search = Products(options.cache.products), _search(options, device)
+    forward = Executable(pair.forward, addresses, arena, products, device, None, search)
+    backward = None
+    if pair.backward:
+        backward = Executable(pair.backward, addresses, arena, products, device, None, search)
     for record, executable in zip(pair.records, (forward, backward), strict=False):
         record.executable = executable
     return Differentiable(
@@ -311,9 +316,17 @@ def _link_step(step: _Step, options: Options, arena: AnyArena | None, device: De
         return value(record.costs[index].bytes), value(record.costs[index].flops)
 
     products = Products(options.cache.products)
-    record.executable = executable = Executable(step.program, addresses, arena, products, device, work)
+    search = _search(options, device)
+    record.executable = executable = Executable(step.program, addresses, arena, products, device, work, search)
     made, norm = step.made, step.norm
     return WholeStep(executable, step.rates, step.state, step.trained, step.gradients, made, norm, step.records)
+
+
+def _search(options: Options, device: Device) -> KernelSearch | None:
+    """What compares shapes of kernels, where that is wanted and there is a GPU."""
+    if not options.search or device.target != "cuda":
+        return None
+    return KernelSearch(options.cache.shapes, options.cache.kernels, options.jobs)
 
 
 Entry = TypeVar("Entry", _Pair, _Step)

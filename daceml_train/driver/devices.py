@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from daceml_train.graph.bodies import within
 from daceml_train.graph.graph import Graph
 from daceml_train.ops.fused_attention import FusedAttention
 from daceml_train.ops.operator import Value, make
@@ -12,7 +13,10 @@ from daceml_train.tensor import simplify
 
 def for_device(graph: Graph, device: Device) -> Graph:
     """The graph in operators that have an implementation on this device; before differentiation."""
-    if device.toolchain.templates or not any(isinstance(n.op, FusedAttention) for n in graph.nodes):
+    if device.toolchain.templates:
+        return graph
+    graph = within(graph, lambda body: for_device(body, device))
+    if not any(isinstance(n.op, FusedAttention) for n in graph.nodes):
         return graph
     made = graph.empty()
     names: dict[str, str] = {}

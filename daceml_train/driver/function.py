@@ -11,8 +11,11 @@ import torch.utils._pytree as pytree
 from daceml_train.driver.binding import SEED, differentiable_outputs, input_tensors, memory_span, results_of, sizes_of
 from daceml_train.driver.compilation import Differentiable
 from daceml_train.frontends.torch.capture import Captured
+from daceml_train.graph.graph import Role
+from daceml_train.runtime.device import GPU
 from daceml_train.runtime.executable import Executable, torch_dtype
 from daceml_train.runtime.executor import InputMismatch
+from daceml_train.runtime.pair_recording import PairRecorder, Ticket
 from daceml_train.tensor import Dim
 
 
@@ -44,10 +47,13 @@ def _number(size: Dim, value: Mapping[str, int]) -> int:
 class CompiledGraph:
     """A captured graph as a function of its placeholders' values.
 
-    `eager` is the same graph as PyTorch runs it, for the gradient of a gradient.
+    `eager` is the same graph as PyTorch runs it, for the gradient of a gradient. `recorded`: on a GPU, each of its
+    programs becomes one launch.
     """
 
-    def __init__(self, captured: Captured, compiled: Differentiable, eager: Callable[..., Any]) -> None:
+    def __init__(
+        self, captured: Captured, compiled: Differentiable, eager: Callable[..., Any], recorded: bool = False
+    ) -> None:
         self.captured, self.compiled, self.eager = captured, compiled, eager
         names = list(captured.graph.inputs)
         self.names = names
@@ -56,6 +62,43 @@ class CompiledGraph:
         self.written = [held.index(name) for name in captured.graph.writes]
         self.wanted = {names.index(name): k for k, name in enumerate(compiled.gradients)}
         self.differentiable = frozenset(differentiable_outputs(captured))
+        self.recorder = self._recorder() if recorded else None
+
+    def _recorder(self) -> PairRecorder | None:
+        """What records both programs: parameters and buffers lie where they lie, all else comes from elsewhere."""
+        device, inputs = self.compiled.forward.device, self.compiled.forward.program.inputs
+        if not isinstance(device, GPU):
+            return None
+        moving = [i for i, entry in enumerate(inputs) if entry.role not in (Role.parameter, Role.buffer)]
+        back: list[int] = []
+        if self.compiled.backward is not None:
+            count = len(self.compiled.backward.program.inputs)
+            back = [k for k, i in enumerate(self.kept) if i in moving]
+            back += range(count - len(self.compiled.cotangents), count)
+        return PairRecorder(device, self.compiled.results or len(self.captured.graph.outputs), moving, back)
+
+    def forward(self, tensors: Sequence[torch.Tensor], awaited: bool) -> tuple[list[torch.Tensor], Ticket | None]:
+        """Run the forward program; the ticket is for `backward`."""
+        executable = self.compiled.forward
+        if self.recorder is not None:
+            plan = executable.plan(executable.sizes_of(tensors))
+            try:
+                return self.recorder.forward(plan, tensors, awaited)
+            except InputMismatch:
+                pass
+        return run_with_layout(executable, tensors), None
+
+    def backward(self, tensors: Sequence[torch.Tensor], ticket: Ticket | None) -> list[torch.Tensor]:
+        """Run the backward program."""
+        executable = self.compiled.backward
+        assert executable is not None
+        if self.recorder is not None and ticket is not None:
+            plan = executable.plan(executable.sizes_of(tensors))
+            try:
+                return self.recorder.backward(plan, tensors, ticket)
+            except InputMismatch:
+                pass
+        return run_with_layout(executable, tensors)
 
     def __call__(self, *arguments: Any) -> Any:
         by_name = input_tensors(self.captured, arguments)
@@ -68,7 +111,7 @@ class CompiledGraph:
             drawn |= {SEED: draw_seed()} if SEED in self.captured.graph.inputs else {}
             tensors = [drawn[n] if n in drawn else by_name[n] for n in self.names]
         if not self.differentiable or not torch.is_grad_enabled():
-            results: Sequence[Any] = run_with_layout(self.compiled.forward, tensors)
+            results: Sequence[Any] = self.forward(tensors, awaited=False)[0]
         else:
             results = _Function.apply(self, arguments, *tensors)  # type: ignore[no-untyped-call]
         return results_of(self.captured, results, arguments)
@@ -95,7 +138,7 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, graph: CompiledGraph, arguments: Sequence[Any], *tensors: torch.Tensor) -> Any:
-        outputs = run_with_layout(graph.compiled.forward, tensors)
+        outputs, ctx.ticket = graph.forward(tensors, awaited=graph.compiled.backward is not None)
         results, saved = outputs[: graph.compiled.results], outputs[graph.compiled.results :]
         ctx.graph, ctx.again = graph, (arguments, tensors, [_version(t) for t in tensors])
         ctx.save_for_backward(*(tensors[i] for i in graph.kept), *saved)
@@ -116,14 +159,14 @@ class _Function(torch.autograd.Function):
         if torch.is_grad_enabled():
             return (None, None, *_eager_gradients(ctx, graph, given))
         tensors = [*ctx.saved_tensors, *(_filled(graph, k, c, ctx.again[1]) for k, c in enumerate(given))]
-        found = run_with_layout(graph.compiled.backward, tensors)
+        found = graph.backward(tensors, ctx.ticket)
         gradients: list[torch.Tensor | None] = [None] * len(ctx.again[1])
         absent = {k for k, cotangent in enumerate(given) if cotangent is None}
         for position, index in graph.wanted.items():
             if not graph.compiled.sources[index] <= absent:
                 gradients[position] = found[index]
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            ctx.again = None  # as saved tensors are freed
+            ctx.again = ctx.ticket = None  # as saved tensors are freed
         return (None, None, *gradients)
 
 

@@ -17,6 +17,7 @@ from daceml_train.driver.function import CompiledGraph
 from daceml_train.driver.tracing import describe, reason, traced, tracing
 from daceml_train.errors import DacemlError, Invalid
 from daceml_train.frontends.torch.capture import capture
+from daceml_train.runtime.pair_recording import PairRecorder
 from daceml_train.runtime.placement import common_device
 
 torch._dynamo.config.skip_nnmodule_hook_guards = False
@@ -46,6 +47,8 @@ class Backend:
     records: list[Record] = field(default_factory=list)
     breaks: list[str] = field(default_factory=list)
     graphs: int = 0
+    recorders: list[PairRecorder] = field(default_factory=list)
+    """What records forward and backward passes on a GPU, one for each graph."""
     __name__ = "daceml_train"
 
     def __call__(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
@@ -74,7 +77,9 @@ class Backend:
         compiled = compile_differentiable(captured.graph, wrt, differentiable_outputs(captured), self.options, device)
         compiled.records[0].fallbacks = [(target, str(origin)) for target, origin in captured.fallbacks]
         self.records += compiled.records
-        return CompiledGraph(captured, compiled, module)
+        made = CompiledGraph(captured, compiled, module, self.options.recorded)
+        self.recorders += [made.recorder] if made.recorder is not None else []
+        return made
 
 
 def optimized(module: torch.nn.Module, options: Options) -> torch.nn.Module:

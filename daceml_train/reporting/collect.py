@@ -104,7 +104,11 @@ def report(
         functions = functions_of(records())
     own = compiled.breaks if isinstance(compiled, TrainingStep) else []
     breaks = [*own, *(pieces.backend.breaks if pieces else ())]
-    return Report(kind, name, functions, reasons(breaks), theirs, found)
+    recorders = list(compiled.recorders.values()) if isinstance(compiled, TrainingStep) else []
+    told = [recorder.told() for recorder in recorders]
+    told += [recorder.told() for recorder in (pieces.backend.recorders if pieces else ())]
+    recordings = tuple(dict.fromkeys(line for lines in told for line in lines))
+    return Report(kind, name, functions, reasons(breaks), theirs, found, recordings)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from daceml_train.driver.compilation import PassRecord, Record
 from daceml_train.passes.base import LEVELS
@@ -38,7 +38,11 @@ def _compiled(group: Sequence[Record]) -> Compiled:
         for name, count in record.calls.items():
             calls[name] = calls.get(name, 0) + count
     programs = [Schedule(r.executable.program, r.costs, sizes) for r in group if r.executable is not None]
-    launches = [x for i, (p, r) in enumerate(zip(programs, group, strict=False)) for x in p.launches(i, _seconds(r))]
+    launches = [
+        launch
+        for i, (program, record) in enumerate(zip(programs, group, strict=False))
+        for launch in program.launches(i, _seconds(record), record.executable.shapes() if record.executable else ())
+    ]
     memory = [size for p in programs for size in p.memory()]
     inputs = [p.inputs() for p in programs]
     kept = [k for p in programs[:1] for k in p.kept(apart=len(programs) > 1)]
@@ -67,7 +71,15 @@ def _compiled(group: Sequence[Record]) -> Compiled:
         inputs=max(inputs, default=0),
         kept=tuple(kept),
         recomputed=tuple(_recomputed(group, sizes)),
+        device=linked[0].device.name if linked else "cpu",
+        searched=_searched(executable.searched() for executable in linked),
     )
+
+
+def _searched(counts: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """The counts of both halves."""
+    pairs = list(counts)
+    return sum(measured for measured, _ in pairs), sum(changed for _, changed in pairs)
 
 
 def _recomputed(group: Sequence[Record], sizes: Mapping[str, int]) -> list[Kept]:

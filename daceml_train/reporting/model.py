@@ -35,6 +35,7 @@ class Launched:
     """One launch of a program: a kernel, a library call or a copy.
 
     `kernel` tells equal kernels apart from others, `phase` is forward, backward or update; `seconds` were measured.
+    `shape` says how threads share out a kernel on a GPU.
     """
 
     program: int
@@ -47,6 +48,7 @@ class Launched:
     bytes: int
     flops: int
     seconds: float | None = None
+    shape: str = ""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,9 @@ class Compiled:
     """Arrays that the forward pass leaves for the backward pass."""
     recomputed: tuple[Kept, ...] = ()
     """Arrays that are computed a second time instead of being kept; their bytes are those that keeping would take."""
+    device: str = "cpu"
+    searched: tuple[int, int] = (0, 0)
+    """Kernels of which several shapes were measured on a GPU, and how many of them are not as sizes suggest."""
 
     @property
     def saved(self) -> float | None:
@@ -133,6 +138,8 @@ class Contents:
     breaks: tuple[str, ...]
     eager: Eager | None = None
     machine: Machine | None = None
+    recordings: tuple[str, ...] = ()
+    """What runs as one launch on a GPU, on how many streams, or why it does not."""
 
     @property
     def empty(self) -> bool:

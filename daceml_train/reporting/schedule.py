@@ -23,8 +23,9 @@ class Schedule:
         self._turn = self._boundary()
         self._footprint = footprint(program, self._number)
 
-    def launches(self, program: int, seconds: Sequence[float]) -> Iterator[Launched]:
+    def launches(self, program: int, seconds: Sequence[float], shapes: Sequence[str] = ()) -> Iterator[Launched]:
         """The launches in order; `program` is 0, or 1 for a backward pass of its own."""
+        shapes = shapes if len(shapes) == len(self.costs) else [""] * len(self.costs)
         times: Sequence[float | None] = seconds if len(seconds) == len(self.costs) else [None] * len(self.costs)
         for index, (cost, spent) in enumerate(zip(self.costs, times, strict=True)):
             yield Launched(
@@ -38,6 +39,7 @@ class Schedule:
                 self._number(cost.bytes),
                 self._number(cost.flops),
                 spent,
+                shapes[index],
             )
 
     def memory(self) -> list[int]:

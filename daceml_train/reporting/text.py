@@ -23,6 +23,7 @@ def lines(made: Contents) -> Iterator[str]:
         yield f"PyTorch's own kernels move {bytes_text(made.eager.bytes)} for the same"
         if len(moved) == 1 and made.eager.bytes:
             yield f"what is moved here is {100 * ours / made.eager.bytes:.1f} % of that"
+    yield from made.recordings
     if made.breaks:
         yield "\nruns in PyTorch, because"
         yield from (f"  {reason}" for reason in made.breaks)
@@ -40,6 +41,8 @@ def _function_lines(function: Compiled) -> Iterator[str]:
     rows.append(("in all", bytes_text(function.moved), percent(function.saved), "", ""))
     yield from _aligned(rows)
     yield ", ".join(facts(function))
+    if function.device != "cpu":
+        yield ", ".join(on_device(function))
     if function.launches:
         yield "what moves most:"
         yield from _aligned([*_movers(function)])
@@ -79,6 +82,17 @@ def facts(function: Compiled) -> Iterator[str]:
     yield f"arena {bytes_text(function.arena)}"
     if function.memory:
         yield f"peak memory {bytes_text(function.peak)}"
+
+
+def on_device(function: Compiled) -> Iterator[str]:
+    """The device, and how its threads share out the kernels."""
+    yield f"on {function.device}"
+    blocks: dict[str, None] = dict.fromkeys(x.shape.split(", ")[0] for x in function.launches if x.shape)
+    if blocks:
+        yield f"blocks of {' and '.join(sorted(blocks, key=lambda b: int(b.split()[0])))}"
+    measured, changed = function.searched
+    if measured:
+        yield f"shapes of {counted(measured, 'kernel')} compared, {changed} changed by that"
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

@@ -46,6 +46,11 @@ class Cache:
         """The file that remembers which library computes a matrix product."""
         return self.folder / "products.json"
 
+    @property
+    def shapes(self) -> Path:
+        """The file that remembers the shapes of kernels on GPUs."""
+        return self.folder / "shapes.json"
+
     def _path(self, key: str) -> Path:
         return self.folder / "programs" / f"{key}.program"
 
@@ -98,9 +103,10 @@ class Cache:
         """Remove what this package wrote, and nothing else that may lie in the folder; the bytes that were freed."""
         own = [self.folder / name for name in ("programs", "kernels", "native")]
         files = [f for folder in own if folder.exists() for f in folder.rglob("*") if f.is_file()]
-        files += [self.products] if self.products.exists() else []
+        files += [file for file in (self.products, self.shapes) if file.exists()]
         freed = sum(f.stat().st_size for f in files)
         for folder in own:
             shutil.rmtree(folder, ignore_errors=True)
-        self.products.unlink(missing_ok=True)
+        for file in (self.products, self.shapes):
+            file.unlink(missing_ok=True)
         return freed

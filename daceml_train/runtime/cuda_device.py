@@ -23,6 +23,7 @@ class CUDA(GPU):
         self.torch = torch.device("cuda", index)
         torch.cuda.init()
         processors = torch.cuda.get_device_properties(index).multi_processor_count
+        self.name = torch.cuda.get_device_name(index)
         self.toolchain = CudaToolchain(torch.cuda.get_device_capability(index), processors)
 
     def kernel(self, address: int, pointers: ctypes.Array[Any], integers: ctypes.Array[Any]) -> None:
@@ -67,6 +68,12 @@ class CUDA(GPU):
         """See `GPU`."""
         tensor.record_stream(stream)
 
+    def decide(self, tensor: torch.Tensor) -> bool:
+        """See `GPU`."""
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a branch on data cannot be recorded")
+        return bool(tensor.item())
+
     def new_pool(self) -> Any:
         """See `GPU`."""
         return torch.cuda.graph_pool_handle()
@@ -78,6 +85,10 @@ class CUDA(GPU):
             issue()
         replay: Callable[[], None] = graph.replay
         return replay
+
+    def capturing(self) -> bool:
+        """See `GPU`."""
+        return torch.cuda.is_current_stream_capturing()
 
     def capability(self) -> Capability:
         """See `GPU`."""

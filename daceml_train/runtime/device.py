@@ -38,6 +38,10 @@ class Toolchain(Protocol):
         """The code of a kernel on operands and results that lie in memory like this."""
         ...
 
+    def variants(self, code: KernelCode) -> Sequence[KernelCode]:
+        """The same kernel in other shapes, first as it is: they take the same arrays, but for scratch."""
+        ...
+
     def blocks(self, code: KernelCode, value: Callable[[Dim], int], threads: int) -> int:
         """The value of the symbol `blocks` in a kernel's integers and scratch sizes; `value` is that of a size."""
         ...
@@ -58,6 +62,10 @@ class ProcessorToolchain:
     def generate(self, kernel: Kernel, operands: Sequence[Layout], results: Sequence[Layout]) -> KernelCode:
         """See `Toolchain`."""
         return generate(kernel, operands, results)
+
+    def variants(self, code: KernelCode) -> Sequence[KernelCode]:
+        """See `Toolchain`."""
+        return [code]
 
     def blocks(self, code: KernelCode, value: Callable[[Dim], int], threads: int) -> int:
         """See `Toolchain`."""
@@ -87,6 +95,8 @@ class Device(ABC):
     target: Target
     torch: torch.device
     toolchain: Toolchain
+    name: str
+    """What users and measurements know it by."""
 
     @property
     def key(self) -> str:
@@ -97,7 +107,7 @@ class Device(ABC):
 class Processor(Device):
     """The CPU."""
 
-    target = "cpu"
+    target = name = "cpu"
     torch = torch.device("cpu")
 
     def __init__(self) -> None:
@@ -105,6 +115,10 @@ class Processor(Device):
 
 
 CPU = Processor()
+
+
+ROUNDS, SECONDS = 4, 2e-3
+"""How `GPU.times` measures: alternating batches of each candidate, the shortest of which counts, and their length."""
 
 
 class GPU(Device):
@@ -144,9 +158,32 @@ class GPU(Device):
     def seconds(self, start: Any, end: Any) -> float:
         """Seconds between two timed events, once both have happened."""
 
+    def times(self, runs: Sequence[Callable[[int], None]]) -> list[float]:
+        """Seconds of each candidate, the shortest of batches that alternate; each is called with 0, 1, 2, ..."""
+
+        def batch(run: Callable[[int], None], count: int) -> float:
+            start = self.event(timed=True)
+            for turn in range(count):
+                run(turn)
+            return self.seconds(start, self.event(timed=True)) / count
+
+        for run in runs:
+            batch(run, 2)  # loads code, and wakes the device up
+        count = max(2, min(200, int(SECONDS / max(batch(runs[0], 2), 1e-6))))
+        rounds = [[batch(run, count) for run in runs] for _ in range(ROUNDS)]
+        return [min(times) for times in zip(*rounds, strict=True)]
+
     @abstractmethod
     def keeps(self, tensor: torch.Tensor, stream: Hashable) -> None:
         """The tensor's memory is used on that stream, and not to be given away before that is done."""
+
+    def empty(self, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+        """New memory. In a recording it stays the recording's, also when the tensor is gone."""
+        return torch.empty_strided(sizes, strides, dtype=dtype, device=self.torch)
+
+    @abstractmethod
+    def decide(self, tensor: torch.Tensor) -> bool:
+        """The value of a 0-d boolean, for which the CPU waits. Raises `RuntimeError` in a recording."""
 
     @abstractmethod
     def new_pool(self) -> Any:
@@ -155,6 +192,10 @@ class GPU(Device):
     @abstractmethod
     def record(self, issue: Callable[[], None], pool: Any) -> Callable[[], None]:
         """Record what `issue` launches, without running it; the function returned runs it."""
+
+    def capturing(self) -> bool:
+        """Whether somebody else is recording what is launched on the current stream."""
+        return False
 
     @abstractmethod
     def capability(self) -> Capability:

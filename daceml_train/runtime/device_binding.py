@@ -9,12 +9,21 @@ import torch
 
 from daceml_train.errors import Elsewhere
 from daceml_train.runtime.device import GPU, Capability
-from daceml_train.runtime.program import CallLaunch, CopyLaunch, Home, KernelLaunch, Launch, Program, touched
+from daceml_train.runtime.program import (
+    CallLaunch,
+    ControlLaunch,
+    CopyLaunch,
+    Home,
+    KernelLaunch,
+    Launch,
+    Program,
+    touched,
+)
 from daceml_train.runtime.streams import Access, Schedule, Work, schedule
 from daceml_train.tensor import Dim, show_shape
 
-ARENA = -1
-"""The arena, as a memory that launches touch; others are slots."""
+ARENA, INNER = -1, -2
+"""The arena, and that of bodies of control flow, as memories that launches touch; others are slots."""
 WORDS_PER_THREAD = 4
 """What a thread of a kernel moves at once: 16 bytes."""
 FLOPS_PER_THREAD = 1e4
@@ -69,16 +78,17 @@ def work(plan: Bound, index: int, launch: Launch, capability: Capability) -> Wor
             written = {*writes, *(slot for slot in returns if slot is not None)}
         case CopyLaunch(target=target):
             written = {target.slot}
-        case _:
-            written = set(slots)
+        case ControlLaunch(returns=returns):
+            written = set(returns)
     accesses = {slot: _access(plan, slot) for slot in slots}
     words = sum(a.stop - a.start for a in accesses.values()) / 4
     moved, flops = (4 * words, 0) if plan.work is None else plan.work(index, plan.value)
     seconds = capability.launch_seconds + max(moved / capability.bandwidth, flops / capability.flops)
     busy = max(words / WORDS_PER_THREAD, flops / FLOPS_PER_THREAD) / capability.threads
+    inner = (Access(INNER, 0, 1),) if isinstance(launch, ControlLaunch) else ()
     return Work(
         tuple(a for slot, a in accesses.items() if slot not in written),
-        tuple(a for slot, a in accesses.items() if slot in written),
+        (*(a for slot, a in accesses.items() if slot in written), *inner),
         seconds,
         min(1.0, busy),
     )

@@ -19,6 +19,7 @@ import torch
 from daceml_train.backends.functions import FUNCTIONS
 from daceml_train.errors import ExecutionError, Invalid
 from daceml_train.runtime.device import GPU
+from daceml_train.runtime.device_control import Control
 from daceml_train.runtime.executor import Argument, InputMismatch, View
 from daceml_train.runtime.program import Home
 from daceml_train.runtime.streams import Schedule
@@ -34,6 +35,11 @@ class DeviceArena:
         self.buffer = torch.empty(0, dtype=torch.uint8, device=device.torch)
         self.turn = threading.RLock()
         self._last: tuple[Hashable, Any] | None = None
+
+    @functools.cached_property
+    def inner(self) -> DeviceArena:
+        """The arena for programs that run inside those of this one: bodies of control flow."""
+        return DeviceArena(self.device)
 
     @property
     def capacity(self) -> int:
@@ -90,10 +96,15 @@ class _Run:
             tensor = self.inputs[entry.index]
         else:
             if entry.home is Home.fresh and slot not in self.owned:
-                dtype, sizes, strides = entry.layout
-                self.owned[slot] = torch.empty_strided(sizes, strides, dtype=dtype, device=self.plan.device.torch)
+                self.owned[slot] = self.empty(slot)
             tensor = self.owned[slot]
         return tensor, int(tensor.storage_offset()) * tensor.element_size()
+
+    def empty(self, slot: int) -> torch.Tensor:
+        """New memory in the layout of a slot."""
+        entry = self.plan.slots[slot]
+        assert entry is not None
+        return self.plan.device.empty(*entry.layout)
 
     def pointer(self, slot: int, offset: int) -> int:
         """The address of a byte of a slot."""
@@ -130,7 +141,7 @@ class _Run:
             raise Invalid(f"a call returned {made.dtype} of sizes {tuple(made.shape)}, expected {dtype} of {sizes}")
         storages = {a.untyped_storage()._cdata for a in arguments if isinstance(a, torch.Tensor)}
         if not same_strides(made, strides) or made.untyped_storage()._cdata in storages:
-            dense = torch.empty_strided(sizes, strides, dtype=dtype, device=made.device)
+            dense = self.empty(slot)
             self.plan.device.call(torch.ops.aten.copy_.default, (dense, made), {})
             made = dense
         self.owned[slot] = made
@@ -155,6 +166,9 @@ class DevicePlan:
         self.views: list[tuple[int, int, Layout]] = []
         self.views_of: dict[int, list[int]] = {}
         self.arena_bytes = 0
+        self.bodies: list[DevicePlan] = []
+        self.decides = False
+        """Whether the CPU must know what was computed before it can launch more: that cannot be recorded."""
         self._steps: list[tuple[Step, int]] = []
         self._uses: set[tuple[int, int]] = set()
         """(slot, tag of a launch that uses it)."""
@@ -257,6 +271,40 @@ class DevicePlan:
 
         return self._add(step, tag)
 
+    def control(
+        self,
+        kind: str,
+        bodies: Sequence[DevicePlan],
+        condition: View | None,
+        states: Sequence[View],
+        slices: Sequence[tuple[View, int]],
+        shared: Sequence[View],
+        results: Sequence[int],
+        trips: int,
+        reverse: bool,
+        *,
+        tag: int = -1,
+    ) -> int:
+        """Runs plans as the bodies of control flow; see `Plan.control`."""
+        first = [view for view, _ in slices]
+        read = [*([] if condition is None else [condition]), *states, *first, *shared]
+        self._uses |= {(self.views[v.number][0], tag) for v in read} | {(slot, tag) for slot in results}
+        self.bodies += bodies
+        self.decides |= kind != "scan" or any(body.decides for body in bodies)
+        strides = tuple(stride for _, stride in slices)
+        made = Control(kind, tuple(body.issue for body in bodies), tuple(results), trips, reverse, strides)
+
+        def step(run: _Run) -> None:
+            def shown(views: Sequence[View]) -> list[torch.Tensor]:
+                return [run.view(v.number) for v in views]
+
+            asked = None if condition is None else run.view(condition.number)
+            arguments = (asked, shown(states), shown(first), shown(shared))
+            for slot, tensor in zip(results, made.run(self.device, run, *arguments), strict=True):
+                run.own(slot, tensor, ())
+
+        return self._add(step, tag)
+
     def release(self, slot: int, *, tag: int = -1) -> int:
         """See `Plan.release`."""
         return self._add(lambda run: run.release(slot), tag)
@@ -284,7 +332,7 @@ class DevicePlan:
         """Runs all launches on the current stream; the outputs belong to the caller."""
         with self.arena.turn, self.device.quiet():
             self.check(inputs)
-            self.arena.grow(self.arena_bytes)
+            self.grow()
             self.arena.enter()
             try:
                 outputs = self.issue(inputs, profile=profile)
@@ -292,6 +340,17 @@ class DevicePlan:
                 self.arena.leave()
             self.touch(inputs)
         return outputs
+
+    def grow(self) -> None:
+        """Room for what is planned, also for the bodies of control flow."""
+        self.arena.grow(self.arena_bytes)
+        for body in self.bodies:
+            body.grow()
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The arenas' memory."""
+        return [self.arena.buffer, *(buffer for body in self.bodies for buffer in body.buffers)]
 
     def check(self, inputs: Sequence[torch.Tensor]) -> None:
         """Raise `InputMismatch` for an input of another layout than the plan's."""
@@ -329,6 +388,8 @@ class DevicePlan:
                     streams.run(step, run, tag, last=self._last_of(position))
             except (Invalid, torch.OutOfMemoryError):
                 raise
+            except ExecutionError as error:  # in a body, whose launches have numbers of their own
+                raise ExecutionError(error.message, tag) from error
             except Exception as error:
                 raise ExecutionError(f"{error}", tag) from error
         if streams is not None:

@@ -23,6 +23,7 @@ from daceml_train.runtime.device import CPU, GPU, Device
 from daceml_train.runtime.device_binding import biggest, placed
 from daceml_train.runtime.device_plan import DeviceArena, DevicePlan
 from daceml_train.runtime.executor import Arena, Plan, View
+from daceml_train.runtime.kernel_search import KernelSearch
 from daceml_train.runtime.memory import Lifetime, plan_arena
 from daceml_train.runtime.products import Added, Product, Products, onednn_call
 from daceml_train.runtime.program import (
@@ -59,7 +60,7 @@ class Executable:
     """A compiled program.
 
     `addresses` gives the entry point of each of the program's kernels by its key, `products` the library for each
-    matrix product.
+    matrix product, `search` the shape of each large kernel on a GPU.
     """
 
     def __init__(
@@ -70,8 +71,10 @@ class Executable:
         products: Products | None = None,
         device: Device = CPU,
         work: Callable[[int, Callable[[Dim], int]], tuple[int, int]] | None = None,
+        search: KernelSearch | None = None,
     ) -> None:
         self.program, self.addresses, self.device, self.work = program, addresses, device, work
+        self.search = search
         self.arena, self.products = arena or new_arena(device), products or Products()
         self._plans: OrderedDict[tuple[int, ...], BoundPlan] = OrderedDict()
         self._lock = threading.Lock()
@@ -89,8 +92,9 @@ class Executable:
             names = [name for name, _ in self._symbols]
             values = dict(zip(names, sizes, strict=True))
             plan = BoundPlan(
-                self.program, self.addresses, values, key[0], self.arena, self.products, self.device, self.work
-            )
+                self.program, self.addresses, values, key[0], self.arena, self.products, self.device, self.work,
+                self.search,
+            )  # fmt: skip
             plan.timing = self.timing
             self._plans[key] = plan
             while len(self._plans) > KEPT_PLANS:
@@ -110,6 +114,20 @@ class Executable:
         with self._lock:
             last = next(reversed(self._plans), ())
         return dict(zip((name for name, _ in self._symbols), last[1:], strict=False))
+
+    def shapes(self) -> list[str]:
+        """Per launch of the plan used last, how threads share out its kernel; empty for other launches, and on CPUs."""
+        plan = self._last()
+        return [] if plan is None else [plan.shape(launch) for launch in plan.program.launches]
+
+    def searched(self) -> tuple[int, int]:
+        """Kernels of the plan used last whose shapes were compared, and how many of them changed by that."""
+        plan = self._last()
+        return (0, 0) if plan is None else plan.compared
+
+    def _last(self) -> BoundPlan | None:
+        with self._lock:
+            return next(reversed(self._plans.values()), None)
 
     def sizes_of(self, inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """The values of the size symbols on these inputs."""
@@ -137,7 +155,9 @@ class Chosen:
 
 
 class BoundPlan:
-    """A program for one set of sizes and one thread count."""
+    """A program for one set of sizes and one thread count. `base` is the program that was given: `program` may have
+    other shapes of kernels.
+    """
 
     def __init__(
         self,
@@ -149,10 +169,17 @@ class BoundPlan:
         products: Products,
         device: Device = CPU,
         work: Callable[[int, Callable[[Dim], int]], tuple[int, int]] | None = None,
+        search: KernelSearch | None = None,
     ) -> None:
+        self.value, self.base = _evaluator(sizes), program
+        self.compared = (0, 0)
+        """Kernels whose shapes were compared, and how many of them changed by that."""
+        if search is not None and isinstance(device, GPU):
+            program, addresses = search.tuned(program, addresses, self.value, device)
+            changed = sum(a is not b for a, b in zip(program.codes, self.base.codes, strict=True))
+            self.compared = len(search.measured), changed
         self.program, self.threads, self.sizes, self.products = program, threads, sizes, products
         self.device, self.work = device, work
-        self.value = _evaluator(sizes)
         self.onednn = self._choose_products(products) if device is CPU else {}
         """Launches of products that run in oneDNN."""
         self.stand_in = len(program.slots)
@@ -269,13 +296,12 @@ class BoundPlan:
 
     def _control(self, index: int, launch: ControlLaunch, addresses: dict[str, int]) -> None:
         """Launch control flow, whose bodies have plans and an arena of their own: one of them runs at a time."""
-        plan = self.plan
-        assert isinstance(plan, Plan)  # lowering refuses control flow on GPUs
-        inner = []
-        for body in launch.bodies:
-            bound = BoundPlan(body, addresses, self.sizes, self.threads, plan.arena.inner, self.products).plan
-            assert isinstance(bound, Plan)
-            inner.append(bound)
+        plan: Any = self.plan
+        arena = plan.arena.inner
+        inner = [
+            BoundPlan(body, addresses, self.sizes, self.threads, arena, self.products, self.device).plan
+            for body in launch.bodies
+        ]
         trips = self.value(launch.trips)
         strides = [self.value(p.strides[0]) * p.dtype.bytes for p in launch.slices]
         first = [replace(p, shape=p.shape[1:], strides=p.strides[1:]) for p in launch.slices] if trips else []
@@ -338,6 +364,13 @@ class BoundPlan:
         """Bytes of a slot; scratch memory depends on the blocks of the kernel that it belongs to."""
         return self.value(self.program.slots[slot].bytes, self._scratch_blocks.get(slot, self.threads))
 
+    def shape(self, launch: Launch) -> str:
+        """How threads share out the kernel of a launch; empty for other launches, and on CPUs."""
+        if not isinstance(launch, KernelLaunch) or not isinstance(self.device, GPU):
+            return ""
+        code = self.program.codes[launch.code]
+        return f"{code.shape}, {self._blocks(code)} blocks" if code.shape else ""
+
     def _blocks(self, code: KernelCode) -> int:
         return self.device.toolchain.blocks(code, self.value, self.threads)
 
@@ -350,6 +383,10 @@ class BoundPlan:
                 blocks = self._blocks(self.program.codes[launch.code])
                 found |= {place.slot: blocks for place in launch.places[-kept:]}
         return found
+
+    def owners_of(self, outputs: int | None) -> frozenset[int]:
+        """The positions among the plan's outputs that hold the program's first `outputs` ones; all, if None."""
+        return frozenset(shape if isinstance(shape, int) else shape[0] for shape in self._shapes[:outputs])
 
     # ---- running ------------------------------------------------------------------------------------------------
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -337,8 +337,6 @@ class _Lowering:
 
     def control(self, node: Node, op: ControlFlow) -> None:
         """Lower the bodies to programs of their own, on operands that lie densely, and launch them."""
-        if self.device.target != "cpu":
-            raise Unsupported(f"{op.label} on a GPU, where the data that decides is not known to the CPU")
         carried, sliced, trips, reverse = 0, 0, 0, False
         match op:
             case Scan():

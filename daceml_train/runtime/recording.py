@@ -63,9 +63,9 @@ class Recording:
         self.schedule = schedule_of(plan, device.capability())
         with self.plan.arena.turn, device.quiet():
             self.plan.check(self.inputs)
-            self.plan.arena.grow(self.plan.arena_bytes)
+            self.plan.grow()
             self._run = device.record(self._issue, pool)
-        self._buffer, self._settings = self.plan.arena.buffer, device.settings()
+        self._buffers, self._settings = self.plan.buffers, device.settings()
         self._fixed = [i for i in range(len(inputs)) if i not in set(moving)]
         self._addresses = [inputs[i].data_ptr() for i in self._fixed]
 
@@ -74,12 +74,14 @@ class Recording:
 
     def valid(self, inputs: Sequence[torch.Tensor]) -> bool:
         """Whether memory and settings are those that were recorded: a parameter may have been given other memory."""
-        if self._buffer is not self.plan.arena.buffer or self._settings != self.device.settings():
+        same = all(a is b for a, b in zip(self._buffers, self.plan.buffers, strict=True))
+        if not same or self._settings != self.device.settings():
             return False
         return [inputs[i].data_ptr() for i in self._fixed] == self._addresses
 
-    def replay(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run; the outputs are new tensors."""
+    def replay(self, inputs: Sequence[torch.Tensor], own: int | None = None) -> list[torch.Tensor]:
+        """Run. The first `own` outputs (all, if None) are new tensors; later ones are good until the next run."""
+        copied = self.bound.owners_of(own)
 
         def run() -> list[torch.Tensor]:
             arena = self.plan.arena
@@ -88,12 +90,26 @@ class Recording:
                 for i in self.moving:
                     self.inputs[i].copy_(inputs[i])
                 self._run()
-                made = [t.clone(memory_format=torch.preserve_format) for t in self._outputs]
+                made = [
+                    t.clone(memory_format=torch.preserve_format) if i in copied else t
+                    for i, t in enumerate(self._outputs)
+                ]
                 arena.leave()
                 self.plan.touch(self.inputs)
             return made
 
-        return self.bound.collect(run)
+        outputs = self.bound.collect(run)
+        if own is None:
+            return outputs
+        return [*outputs[:own], *self.bound.collect(lambda: list(self._outputs))[own:]]
+
+    def told(self) -> str:
+        """How many launches it is, on how many streams."""
+        made = self.schedule
+        how = f"one stream: {made.reason}"
+        if made.streams > 1:
+            how = f"{made.streams} streams with {sum(map(len, made.waits))} events"
+        return f"{len(made.stream)} launches recorded as one, on {how}"
 
 
 class Recorder:
@@ -117,7 +133,7 @@ class Recorder:
         if key not in self._runs:
             self._runs[key] = 0
             weakref.finalize(owner, self.forget, key)
-        if plan.timing is not None or key in self._refused:
+        if plan.timing is not None or key in self._refused or self.device.capturing():
             return plan.run(inputs)
         inputs = placed(plan.program, self.device, inputs)
         recording = self.recordings.get(key)
@@ -140,18 +156,28 @@ class Recorder:
     ) -> Recording | None:
         while len(self.recordings) >= KEPT_RECORDINGS:
             self.recordings.popitem(last=False)
+        if isinstance(plan.plan, DevicePlan) and plan.plan.decides:
+            self._refuse(key, "a branch or loop in it depends on data, which the CPU waits for")
+            return None
         try:
             self._pool = self._pool or self.device.new_pool()
             made = Recording(plan, self.device, inputs, moving, self._pool)
         except OutOfMemory:
             raise
         except Exception as error:
-            self._refused.add(key)
-            self.reasons.append(f"a step runs launch by launch, since it cannot be recorded: {error}")
+            self._refuse(key, str(error))
             return None
         self.recorded += 1
         self.recordings[key] = made
         return made
+
+    def told(self) -> list[str]:
+        """What is recorded, on how many streams, and what is not, in sentences."""
+        return [*(recording.told() for recording in self.recordings.values()), *self.reasons]
+
+    def _refuse(self, key: int, reason: str) -> None:
+        self._refused.add(key)
+        self.reasons.append(f"a step runs launch by launch, since it cannot be recorded: {reason}")
 
     def forget(self, key: int) -> None:
         """Drop what is kept of an owner."""

@@ -95,10 +95,13 @@ class Emulated(GPU):
 
     def __init__(self, toolchain: Toolchain | None = None, seed: int = 0) -> None:
         self.torch, self.toolchain = torch.device("cpu"), toolchain or HostKernels()
+        self.name = "emulated"
         self.draw = random.Random(seed)
         self.current = 0
         self.streams = itertools.count(1)
         self.tape: list[Operation] | None = None
+        self.kept: list[torch.Tensor] = []
+        """Memory of the recording that is being made, to which launches have addresses only."""
         self.pending: dict[int, list[int]] = {}
         self.launches = self.replays = 0
         self.speed = Capability(1e12, 1e14, 1 << 17)
@@ -157,6 +160,12 @@ class Emulated(GPU):
             return
         self.tape.append(Operation(run, self.current, self.pending.pop(self.current, [])))
 
+    def empty(self, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+        made = super().empty(dtype, sizes, strides)
+        if self.tape is not None:
+            self.kept.append(made)
+        return made
+
     # ---- streams ------------------------------------------------------------------------------------------------
     def stream(self) -> Hashable:
         return self.current
@@ -186,6 +195,10 @@ class Emulated(GPU):
     def keeps(self, tensor: torch.Tensor, stream: Hashable) -> None:
         pass
 
+    def decide(self, tensor: torch.Tensor) -> bool:
+        assert self.tape is None, "nothing was computed yet"
+        return bool(tensor)
+
     # ---- recordings ---------------------------------------------------------------------------------------------
     def new_pool(self) -> Any:
         return object()
@@ -193,16 +206,16 @@ class Emulated(GPU):
     def record(self, issue: Callable[[], None], pool: Any) -> Callable[[], None]:
         if self.refuses:
             raise RuntimeError(self.refuses)
-        self.tape, self.pending = [], {}
+        self.tape, self.pending, self.kept = [], {}, []
         try:
             issue()
-            tape = self.tape
+            tape, kept = self.tape, self.kept
         finally:
             self.tape = None
-        return lambda: self._replay(tape)
+        return lambda: self._replay(tape, kept)
 
-    def _replay(self, tape: list[Operation]) -> None:
-        """Run in an order in which streams and events allow it."""
+    def _replay(self, tape: list[Operation], kept: list[torch.Tensor]) -> None:
+        """Run in an order in which streams and events allow it. `kept` is what it runs on."""
         self.replays += 1
         last: dict[int, int] = {}
         needs: list[set[int]] = []

@@ -40,6 +40,12 @@ class Geometry:
     """Whether blocks share out the lanes, too."""
     full: bool = False
     ragged: bool = False
+    ahead: int = 1
+    """Rows whose loads a team issues together, where no barrier stands between rows."""
+    each: int = 4
+    """How much a thread does one after the other, which says how many blocks there are, not what they do: fragments of
+    an elementwise kernel, rows of a team that sums them.
+    """
 
     @property
     def capacity(self) -> int:
@@ -54,41 +60,101 @@ class Geometry:
 
 def choose(loops: Loops, phases: Phases) -> Geometry:
     """The geometry of a kernel, from its sizes: symbols count as 64 where that does no harm."""
-    lanes = product(a.size for a in loops.lane_axes)
-    width, ragged = _width(loops)
+    return candidates(loops, phases)[0]
+
+
+def candidates(loops: Loops, phases: Phases) -> list[Geometry]:
+    """What would do for a kernel: first what the sizes suggest, then its neighbours, which a search may measure."""
     if loops.mode == "flat":
-        if loops.squares:
-            return Geometry(256, 32, 1)
-        types = [a.dtype for a in loops.reads] + [a.dtype for a in loops.results]
-        arrays = sum(max(2, dtype.bytes) / 4 for dtype in types)
-        while width > 1 and arrays * width > REGISTERS:  # all fragments of a thread are in registers at one time
-            width //= 2
-        ragged = ragged and width > 1
-        return Geometry(256, 1, width, full=True, ragged=ragged)
-    if loops.mode == "tiles":
-        return Geometry(128, 128, width, full=isinstance(lanes, int) and lanes % (128 * width) == 0, ragged=ragged)
-    fragments = -(-int(lanes) // width) if isinstance(lanes, int) else 0
-    if not any(loops.kind(leaf) == "row" for leaf in loops.leaves.values()) and not any(
-        rows.kept for rows in phases.rows if rows
-    ):
-        if 0 < fragments <= 32:
-            team = _power(fragments)
-            return Geometry(256, team, width, full=lanes == team * width, ragged=ragged)
-        full = isinstance(lanes, int) and lanes % (32 * width) == 0
-        return Geometry(256, 32, width, tiled=True, full=full, ragged=ragged)
-    held = max(1.0, _held(loops, phases))
-    most = min(8, int(REGISTERS / (held * width)))
-    if fragments and most and fragments <= 32 * most:
-        team = min(32, _power(fragments))
-    elif fragments and most and _power(-(-fragments // most)) < MOST_THREADS:
-        team = _power(-(-fragments // most))
+        made = _flat(loops)
+    elif loops.mode == "tiles":
+        made = [_tiles(loops, phases, threads) for threads in (128, 256, 64)]
+    elif any(loops.kind(leaf) == "row" for leaf in loops.leaves.values()) or any(r.kept for r in phases.rows if r):
+        made = _held_rows(loops, phases)
     else:
+        made = _passing_rows(loops, phases)
+    return list(dict.fromkeys(made))
+
+
+def _flat(loops: Loops) -> list[Geometry]:
+    """Threads with fragments of their own."""
+    if loops.squares:
+        return [Geometry(threads, 32, 1) for threads in (256, 128, 512)]
+    width, ragged = _width(loops)
+    types = [a.dtype for a in loops.reads] + [a.dtype for a in loops.results]
+    arrays = sum(max(2, dtype.bytes) / 4 for dtype in types)
+    while width > 1 and arrays * width > REGISTERS:  # all fragments of a thread are in registers at one time
+        width //= 2
+    made = []
+    for threads, w, each in ((256, width, 4), (256, width, 1), (128, width, 4), (512, width, 2), (256, width // 2, 4)):
+        if w:
+            made.append(Geometry(threads, 1, w, full=True, ragged=ragged and w > 1, each=each))
+    return made
+
+
+def _tiles(loops: Loops, phases: Phases, threads: int) -> Geometry:
+    """Tiles of lanes, whose rows a block walks."""
+    width, ragged = _width(loops)
+    lanes = product(a.size for a in loops.lane_axes)
+    full = isinstance(lanes, int) and lanes % (threads * width) == 0
+    return Geometry(threads, threads, width, full=full, ragged=ragged, ahead=_ahead(loops, phases, width))
+
+
+def _passing_rows(loops: Loops, phases: Phases) -> list[Geometry]:
+    """Rows of which nothing is kept: teams of lanes, or blocks that share out the lanes, too."""
+    (width, ragged), lanes = _width(loops), product(a.size for a in loops.lane_axes)
+    fragments = -(-lanes // width) if isinstance(lanes, int) else 0
+    tiled = not 0 < fragments <= 32
+    team, ahead = 32 if tiled else _power(fragments), _ahead(loops, phases, width)
+    full = isinstance(lanes, int) and (lanes % (32 * width) == 0 if tiled else lanes == team * width)
+    shapes = [(256, ahead, 8), (256, ahead, 32), (256, max(1, ahead // 2), 8), (128, ahead, 8), (512, ahead, 8)]
+    return [
+        Geometry(threads, team, width, tiled=tiled, full=full, ragged=ragged, ahead=rows, each=each)
+        for threads, rows, each in shapes
+    ]
+
+
+def _held_rows(loops: Loops, phases: Phases) -> list[Geometry]:
+    """Rows that are read once and held in registers, or, where they are too long, walked in steps."""
+    (width, ragged), lanes = _width(loops), product(a.size for a in loops.lane_axes)
+    fragments = -(-lanes // width) if isinstance(lanes, int) else 0
+    most = min(8, int(REGISTERS / (max(1.0, _held(loops, phases)) * width)))
+    ahead = _ahead(loops, phases, width)
+    if not fragments or not most or _power(-(-fragments // most)) >= MOST_THREADS:
         team = min(MOST_THREADS // 2, max(64, _power(int(hint(lanes)) // (4 * width) or 256)))
         team = team if isinstance(lanes, int) else 256
-        return Geometry(team, team, width, 2, resident=False, ragged=ragged)
-    count = -(-fragments // team)
-    threads = 128 if team <= 32 else team  # more than a warp: the block, for its barriers
-    return Geometry(threads, team, width, count, full=lanes == team * width * count, ragged=ragged)
+        steps = [(team, 2), (min(MOST_THREADS // 2, 2 * team), 2), (max(64, team // 2), 2), (team, 4), (team, 1)]
+        return [Geometry(t, t, width, n, resident=False, ragged=ragged, ahead=ahead, each=8) for t, n in steps]
+
+    def held(team: int, threads: int) -> Geometry:
+        count = -(-fragments // team)
+        full = lanes == team * width * count
+        return Geometry(max(team, threads), team, width, count, full=full, ragged=ragged, ahead=ahead, each=8)
+
+    # more than a warp: the block, for its barriers
+    team = min(32, _power(fragments)) if fragments <= 32 * most else _power(-(-fragments // most))
+    made = [held(team, 128 if team <= 32 else team)]
+    if team <= 32:
+        made += [held(team, 256), held(team, 64)]
+    for other in (2 * team, team // 2, 4 * team):
+        if 1 <= other < MOST_THREADS and other < 2 * fragments and -(-fragments // other) <= 2 * most:
+            made.append(held(other, 128 if other <= 32 else other))
+    return made
+
+
+def _ahead(loops: Loops, phases: Phases, width: int) -> int:
+    """Rows that may be read ahead: as many as there are registers for what they load, four at most."""
+    loads = [
+        sum(max(2, loops.leaves[v].dtype.bytes) / 4 for stage in rows.stages for v in stage.loads)
+        for rows in phases.rows
+        if rows
+    ]
+    return max(1, min(4, _power_below(REGISTERS / (max(1.0, *loads, 1.0) * width))))
+
+
+def _power_below(number: float) -> int:
+    """The largest power of two that is no more; 1 at least."""
+    return 1 << (max(1, int(number)).bit_length() - 1)
 
 
 def _power(number: int) -> int:

@@ -14,12 +14,8 @@ from daceml_train.codegen.launch import KernelCode, Layout, generator_version, w
 from daceml_train.ops.kernel import Kernel
 from daceml_train.tensor import Dim, Tensor, product, simplify, symbol
 
-__all__ = ["CudaCode", "Layout", "generate"]
+__all__ = ["CudaCode", "Layout", "generate", "variants"]
 
-ROWS_EACH = 8
-"""Rows that each team sums at least before its sums are combined with others."""
-FRAGMENTS_EACH = 4
-"""Fragments per thread of an elementwise kernel, where there are enough."""
 RESIDENT, RESIDENT_SUMS = 2048, 1024
 """Threads per multiprocessor: of all kernels, and of those whose blocks leave partial results."""
 MOST_BLOCKS = (1 << 31) - 1
@@ -38,6 +34,13 @@ class CudaCode(KernelCode):
     threads: int = 256
     partial: bool = False
     """Whether blocks leave partial results, so that more of them cost more."""
+
+    @property
+    def shape(self) -> str:
+        """See `KernelCode`: the block, the team that shares a row, and the lanes in the hands of a thread."""
+        assert isinstance(self.plan, CudaPlan)
+        g = self.plan.geometry
+        return f"{g.threads} threads, teams of {g.team}, {g.fragments} x {g.width} lanes each"
 
     @functools.cached_property
     def source(self) -> str:
@@ -67,7 +70,18 @@ def version() -> str:
 
 def generate(kernel: Kernel, operands: Sequence[Layout], results: Sequence[Layout]) -> CudaCode:
     """The code of a kernel on operands and results that lie in memory like this. Raises `Refused` with a sentence."""
-    plan = CudaPlan(analyse(kernel, [Tensor(o.shape, o.dtype) for o in operands]), operands, results)
+    return _code(CudaPlan(analyse(kernel, [Tensor(o.shape, o.dtype) for o in operands]), operands, results))
+
+
+def variants(code: CudaCode) -> list[CudaCode]:
+    """The kernel in every shape that a search may try, first as it is. They differ in scratch and number of blocks."""
+    plan = code.plan
+    assert isinstance(plan, CudaPlan)
+    loops, others = plan.loops, [g for g in plan.choices if g != plan.geometry]
+    return [code, *(_code(CudaPlan(loops.domain, loops.operands, loops.results, g)) for g in others)]
+
+
+def _code(plan: CudaPlan) -> CudaCode:
     integers = (symbol("blocks"), *plan.integers().values())
     scratch = tuple(simplify(array.bytes) for array in plan.arrays.scratch)
     key = hashlib.sha256(f"{plan.structure()}\n{version()}".encode()).hexdigest()[:20]
@@ -89,6 +103,6 @@ def _units(plan: CudaPlan) -> Dim:
         return simplify(product([*sizes, *ends]))
     if loops.mode == "flat":
         last = groups(loops.lane_axes[-1].size, g.width) if loops.lane_axes else 1
-        return groups(simplify(rows * last), g.threads * FRAGMENTS_EACH)
+        return groups(simplify(rows * last), g.threads * g.each)
     sums = any(leaf.reduced and loops.kind(leaf) != "row" for leaf in loops.leaves.values())
-    return simplify(plan.tiles * groups(simplify(rows), g.teams * (ROWS_EACH if sums else 1)))
+    return simplify(plan.tiles * groups(simplify(rows), g.teams * (g.each if sums else 1)))

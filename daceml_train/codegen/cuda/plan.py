@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import sympy
 
 from daceml_train.codegen.arrays import Array, Arrays
-from daceml_train.codegen.cuda.geometry import choose
+from daceml_train.codegen.cuda.geometry import Geometry, candidates
 from daceml_train.codegen.domain import Domain
 from daceml_train.codegen.expression import computed
 from daceml_train.codegen.loops import Layout, Loops
@@ -44,13 +45,19 @@ class CudaLoops(Loops):
 
 
 class CudaPlan(Plan):
-    """Loops, arrays, phases, texts and geometry of a kernel. Raises `Refused` with a sentence."""
+    """Loops, arrays, phases, texts and geometry of a kernel. Raises `Refused` with a sentence.
 
-    def __init__(self, domain: Domain, operands: Sequence[Layout], results: Sequence[Layout]) -> None:
+    Without a `geometry`, sizes choose it; `choices` are those that a search may try.
+    """
+
+    def __init__(
+        self, domain: Domain, operands: Sequence[Layout], results: Sequence[Layout], geometry: Geometry | None = None
+    ) -> None:
         self.loops = CudaLoops(domain, operands, results)
         self.arrays = Arrays(self.loops)
         self.phases = Phases(self.loops, self.arrays.results)
-        self.geometry = choose(self.loops, self.phases)
+        self.choices = candidates(self.loops, self.phases)
+        self.geometry = geometry or self.choices[0]
         self.fragments: dict[str, Array] = {}
         """What threads keep in registers per lane: accumulators, kept values, arguments that are read again."""
         self.squares: dict[str, Array] = {}
@@ -181,7 +188,7 @@ class CudaPlan(Plan):
     def structure(self) -> str:
         """All that the source depends on, as text: no names of the user, sizes only where the geometry needs them."""
         held = sorted([*self.fragments, *self.squares])
-        return f"{super().structure()}\n{self.geometry} {held} {self.narrow}"
+        return f"{super().structure()}\n{replace(self.geometry, each=0)} {held} {self.narrow}"
 
 
 def groups(size: Dim, group: int) -> Dim:

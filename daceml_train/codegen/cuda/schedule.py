@@ -156,19 +156,19 @@ class ThreadGenerator(TargetCodeGenerator):
         shared = [e for e in m.reads if e.dst_conn.startswith("parts_")]
         for e in shared:
             kind, total, array = m.type_in(e), e.dst_conn, m.sdfg.arrays[e.data.data]
-            functor = self.conditions[total]
+            how = self.conditions[total]
             step = cpp.sym2cpp(array.strides[0])
             index = [0, *e.data.subset.min_element()[1:]]
             where = cpp.sym2cpp(sum(i * s for i, s in zip(index, array.strides, strict=True)))
-            name = functor.removeprefix("vm::").removesuffix("_")
+            name = how.removeprefix("vm::").removesuffix("_")
             lines += [
                 f"{kind} {total} = {IDENTITY[name].format(t=kind)};",
                 "if (lane < lane_end) {",
                 "#pragma unroll 4",
                 f"for (int64_t i = vm_thread() / {SIDE}; i < part_end; i += {SLICES})",
-                f"    {total} = {functor}::of({total}, {e.data.data}[i * ({step}) + {where}]);",
+                f"    {total} = {how}::of({total}, {e.data.data}[i * ({step}) + {where}]);",
                 "}",
-                f"{total} = vm::over_slices<{functor}, {SLICES}, {SIDE}>({total});",
+                f"{total} = vm::over_slices<{how}, {SLICES}, {SIDE}>({total});",
             ]
         lines.append(f"if (lane < lane_end && vm_thread() < {SIDE}) {{")
         lines += [m.read(e) for e in m.reads if e not in shared] + m.declarations() + m.code
@@ -181,8 +181,7 @@ class ThreadGenerator(TargetCodeGenerator):
         for e in m.reads:
             if e.dst_conn.startswith("near_") and m.register(e):
                 kind = e.dst_conn.split("_", 1)[1]
-                functor = f"vm::{kind}_" if kind in ("max", "min") else f"vm::{kind}"
-                lines.append(f"vm::over_teams<{functor}, TEAMS, TEAM>({e.data.data});")
+                lines.append(f"vm::over_teams<{functor(kind)}, TEAMS, TEAM>({e.data.data});")
         return [*lines, "if (vm_team() == 0) {", *self.lanes(m), "}"]
 
     def lanes(self, m: _Map) -> list[str]:
@@ -277,13 +276,17 @@ class ThreadGenerator(TargetCodeGenerator):
             else:
                 together.setdefault((kind, wide), []).append((kept, target))
         for (kind, wide), pairs in together.items():
-            functor = f"vm::{kind}_" if kind in ("max", "min") else f"vm::{kind}"
             lines.append(f"{{ {wide} row[{len(pairs)}] = {{{', '.join(f'whole_of_{kept}' for kept, _ in pairs)}}};")
-            lines.append(f"vm::over_group<{functor}, TEAM>(row);")
+            lines.append(f"vm::over_group<{functor(kind)}, TEAM>(row);")
             for i, (_, target) in enumerate(pairs):
                 lines.append(f"{target} = {COMBINE[kind].format(t=wide, a=target, b=f'row[{i}]')};")
             lines.append("}")
         return lines
+
+
+def functor(kind: str) -> str:
+    """The reduction of `native/kernel.cuh` of a kind."""
+    return f"vm::{kind}_" if kind in ("max", "min") else f"vm::{kind}"
 
 
 class _Map:

@@ -16,35 +16,19 @@ from typing import Any
 import dace
 from dace import subsets
 from dace.memlet import Memlet
-from dace.sdfg.state import LoopRegion
 
-from daceml_train.codegen.arrays import Array
-from daceml_train.codegen.cuda.plan import CudaPlan
-from daceml_train.codegen.cuda.schedule import BLOCKS, COLUMNS, FRAGMENT, LANES, ONCE, SIDE, SLICES, SQUARE, TEAM, TURN
-from daceml_train.codegen.parts import TYPES, Code, Over, after, call, indices, outside, scalar, sym
+from daceml_train.codegen.cuda.launches import Launches
+from daceml_train.codegen.cuda.schedule import COLUMNS, LANES, SIDE, SLICES, TEAM, TURN, functor
+from daceml_train.codegen.parts import TYPES, Code, call, indices, scalar, sym
 from daceml_train.codegen.phases import Columns, Rows
-from daceml_train.codegen.sdfg import FLUSH, Builder
+from daceml_train.codegen.sdfg import FLUSH
 
 COMBINING = SIDE * SLICES
 """Threads of a block that combines partial results."""
-_CONFLICT = {
-    "sum": "lambda a, b: a + b", "prod": "lambda a, b: a * b", "max": "lambda a, b: max(a, b)",
-    "min": "lambda a, b: min(a, b)", "any": "lambda a, b: a or b", "all": "lambda a, b: a and b",
-}  # fmt: skip
 
 
-class CudaBuilder(Builder):
-    """Builds the SDFG of one plan; `conditions` says, by label, which thread stores what is stored once."""
-
-    plan: CudaPlan
-
-    def __init__(self, plan: CudaPlan, name: str) -> None:
-        self.geometry, self.conditions = plan.geometry, dict[str, str]()
-        self.early: list[str] = []
-        """Values of the kernel being built that its threads compute first."""
-        self.holding: set[str] = set()
-        """Arguments that are in registers already."""
-        super().__init__(plan, name)
+class CudaBuilder(Launches):
+    """Builds the SDFG of one plan."""
 
     def kernels(self) -> None:
         """One state per launch, in order."""
@@ -64,107 +48,7 @@ class CudaBuilder(Builder):
             if not p:
                 self.combine_kernels(p)
 
-    # ---- descriptors and memlets ----------------------------------------------------------------------------------
-    def use(self, sdfg: Any, name: str) -> None:
-        """Declare a planned array in an SDFG, once."""
-        if name in sdfg.arrays:
-            return
-        array = self.arrays[name]
-        shape = [self._extent(array, a) for a in array.axes]
-        if name in self.plan.fragments:
-            sdfg.add_array(name, shape or [1], TYPES[array.dtype], storage=FRAGMENT, transient=True)
-        elif name in self.plan.squares:
-            strides = (SIDE + 1, 1)
-            sdfg.add_array(name, (SIDE, SIDE), TYPES[array.dtype], SQUARE, transient=True, strides=strides)
-        else:
-            sdfg.add_array(name, shape or [1], TYPES[array.dtype], strides=self._strides(array) or [1])
-
-    def _extent(self, array: Array, axis: str) -> Any:
-        known = {"block": sym("tiles") * sym("parts"), "part": sym("parts")}
-        return known[axis] if axis in known else self.sizes[axis]
-
-    def _strides(self, array: Array) -> list[Any]:
-        if array.pointer[0] != "scratch":
-            return super()._strides(array)
-        strides: list[Any] = []
-        step: Any = 1
-        for axis in reversed(array.axes):
-            strides.append(step)
-            step = step * self._extent(array, axis)
-        return strides[::-1]
-
-    def at(self, name: str, **replaced: Any) -> Memlet:
-        """The element of a planned array that the loops are at."""
-        index: list[Any] = []
-        for axis in self.arrays[name].axes:
-            where = replaced.get(axis, sym(axis))
-            if name in self.plan.squares:
-                where = where - sym("lane_group" if axis in self.loops.lane_set else "row_group")
-            index.append(where)
-        return Memlet(data=name, subset=subsets.Range([(i, i, 1) for i in index or [0]]))
-
-    def lanes(self) -> Over:
-        """The loops of a lane map. Blocks, teams and threads share out `lane_begin` to `lane_end` of all lanes."""
-        axes = self.loops.lane_axes
-        if len(axes) == 1:
-            return [(axes[0].name, sym("lane_begin"), sym("lane_end"))]
-        return [(a.name, 0, self.sizes[a.name]) for a in axes]
-
-    # ---- launches -------------------------------------------------------------------------------------------------
-    def kernel(self, label: str, count: Any, threads: int, mapping: dict[str, Any]) -> Any:
-        """A nested SDFG for the blocks of a launch; `launch` puts it into the outer one."""
-        self.early, self.holding = [], set()
-        block = dace.SDFG(f"{self.name}_{label}")
-        after(block, "first")
-        self.launching = (label, count, threads, mapping)
-        return block
-
-    def launch(self, block: Any) -> None:
-        """Finish the nested SDFG of a launch, and pass it every array that it uses whole."""
-        label, count, threads, mapping = self.launching
-        self.compute_early(block)
-        states = [b for b in block.all_control_flow_blocks() if isinstance(b, dace.SDFGState)]
-        nodes = [(s, n) for s in states for n in s.data_nodes() if not block.arrays[n.data].transient]
-        read = sorted({n.data for s, n in nodes if s.out_degree(n)})
-        written = sorted({n.data for s, n in nodes if s.in_degree(n)})
-        if not written:  # all that it would compute is computed where it is needed
-            return
-        known = {str(s) for a in block.arrays.values() for s in a.free_symbols} | set(mapping) | self.inner
-        known |= {str(s) for s in self.sizes.values()} | set(self.values.constants) | {"block", "blocks"}
-        known |= {"tiles", "parts", "part"}
-        mapping = {"part": dace.symbolic.int_floor(sym("block"), sym("tiles")), **mapping}
-        for name in sorted(known):
-            if name not in block.symbols:
-                block.add_symbol(name, dace.float64 if name in self.values.reals else dace.int64)
-        symbols = {name: mapping.get(name, sym(name)) for name in block.symbols if name not in self.inner}
-        state = after(self.top, label)
-        entry, leave = state.add_map(label, {"block": subsets.Range([(0, count - 1, 1)])}, schedule=BLOCKS)
-        entry.map.gpu_block_size = [threads, 1, 1]
-        node = state.add_nested_sdfg(block, dict.fromkeys(read), dict.fromkeys(written), symbols)
-        for name in read:
-            memlet = Memlet.from_array(name, self.top.arrays[name])
-            outside(state, state.add_read(name), entry, memlet)
-            state.add_edge(entry, f"OUT_{name}", node, name, memlet)
-        if not read:
-            state.add_nedge(entry, node, Memlet())
-        for name in written:
-            memlet = Memlet.from_array(name, self.top.arrays[name])
-            outside(state, state.add_write(name), leave, memlet)
-            state.add_edge(node, name, leave, f"IN_{name}", memlet)
-
-    def loop(self, region: Any, variable: str, first: str, last: str, step: str, unroll: int = 1) -> Any:
-        """A loop behind all blocks of a region."""
-        made = LoopRegion(
-            f"{variable}{region.number_of_nodes()}", f"{variable} < {last}", variable, f"{variable} = {first}",
-            f"{variable} = {variable} + {step}", unroll=unroll > 1, unroll_factor=unroll,
-        )  # fmt: skip
-        (previous,) = region.sink_nodes() or (None,)
-        region.add_node(made, is_start_block=previous is None)
-        if previous is not None:
-            region.add_edge(previous, made, dace.InterstateEdge())
-        self.inner.add(variable)
-        return made
-
+    # ---- rows -----------------------------------------------------------------------------------------------------
     def rows_kernel(self, p: int, rows: Rows) -> None:
         """The launch of `rows(p)`."""
         flat = self.loops.mode == "flat"
@@ -241,7 +125,7 @@ class CudaBuilder(Builder):
         steady = not any(s.rows for s in rows.stages)  # no barriers: rows may be read ahead
         axes = self.loops.row_axes
         variable = axes[0].name if len(axes) == 1 else "row_index"
-        inner = self.loop(body, variable, begin, end, step, 4 if steady else 1)
+        inner = self.loop(body, variable, begin, end, step, self.geometry.ahead if steady else 1)
         if len(axes) > 1:
             self.set(inner, indices(axes, "row_index"))
         self.stages(block, inner, p, rows)
@@ -463,55 +347,3 @@ class CudaBuilder(Builder):
             if not p:
                 self.columns(block, body, p)
         self.launch(block)
-
-    # ---- tasklets -------------------------------------------------------------------------------------------------
-    def tasklet(
-        self, region: Any, label: str, code: Code, over: Over = (), schedule: Any = LANES, condition: str = "",
-        state: Any = None,
-    ) -> None:  # fmt: skip
-        """A state with one tasklet; without outputs, nothing.
-
-        It is under a lane map if `over` names loops. Else all threads compute it, and one stores what goes to memory.
-        """
-        if not code.outs:
-            return
-        if not over and any(m.data in self.arrays for m, _ in code.outs.values()):
-            own = "lane_begin == 0 && vm_member() == 0" if label == "row_end" or self.tiled else "block == 0"
-            label = f"{label}_{len(self.conditions)}"
-            self.conditions[label] = condition or (own if "lane" in own else f"{own} && vm_thread() == 0")
-            over, schedule = [("once", 0, 1)], ONCE
-        state = after(region, label) if state is None else state
-        tasklet = state.add_tasklet(
-            label, {c: t for c, (_, t) in code.ins.items()}, {c: t for c, (_, t) in code.outs.items()},
-            "\n".join(code.lines), language=dace.Language.CPP,
-        )  # fmt: skip
-        entry = leave = None
-        if over:
-            ranges = {name: subsets.Range([(first, last - 1, 1)]) for name, first, last in over}
-            entry, leave = state.add_map(label, ranges, schedule=schedule)
-            if not code.ins:
-                state.add_nedge(entry, tasklet, Memlet())
-        reads = {name: state.add_read(name) for name in dict.fromkeys(m.data for m, _ in code.ins.values())}
-        writes = {name: state.add_write(name) for name in dict.fromkeys(m.data for m, _ in code.outs.values())}
-        for connector, (memlet, _) in code.ins.items():
-            if entry is None:
-                state.add_edge(reads[memlet.data], None, tasklet, connector, memlet)
-            else:
-                outside(state, reads[memlet.data], entry, memlet)
-                state.add_edge(entry, f"OUT_{memlet.data}", tasklet, connector, memlet)
-        for connector, (memlet, _) in code.outs.items():
-            if connector in code.reductions:
-                memlet = Memlet(data=memlet.data, subset=memlet.subset, wcr=_CONFLICT[connector.split("_", 1)[0]])
-            if leave is None:
-                state.add_edge(tasklet, connector, writes[memlet.data], None, memlet)
-            else:
-                outside(state, writes[memlet.data], leave, memlet)
-                state.add_edge(tasklet, connector, leave, f"IN_{memlet.data}", memlet)
-
-
-def functor(kind: str) -> str:
-    """The reduction of `native/kernel.cuh` of a kind."""
-    return f"vm::{kind}_" if kind in ("max", "min") else f"vm::{kind}"
-
-
-__all__ = ["CudaBuilder"]

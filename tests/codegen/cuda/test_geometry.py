@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from daceml_train.codegen.cuda.launch import generate
+from daceml_train.codegen.cuda.launch import generate, variants
 from daceml_train.codegen.loops import Layout
 from daceml_train.tensor import symbol
 from tests.codegen import groups
@@ -49,6 +49,23 @@ def test_element_types(dtype):
     check(cases)
     widths = {code_of(c).plan.geometry.width for c in cases}
     assert max(widths) == 16 // dtype.itemsize
+
+
+def test_whatever_a_search_may_try_is_right():
+    """Every candidate of kernels of each kind: elementwise, turned, over rows short and long, sums over rows."""
+    wide, long = rows(1024), rows(1024 * 4, 2)
+    x, w = torch.randn(40, 24).bfloat16(), torch.randn(24).bfloat16()
+    cases = [rows(36)[0], wide[1], wide[-1], long[2], rows(1024 * 9 + 4, 2)[1]]
+    cases += [case("gelu", groups.bias_gelu, x, w, tolerance=1e-2), case("sum", groups.column_sum, torch.randn(300, 40))]
+    cases.append(case("turned", groups.bias_gelu, torch.randn(70, 40).T, torch.randn(70)))
+    pairs = [(c, code) for c in cases for code in variants(code_of(c))]
+    assert all(sum(c is other for other, _ in pairs) > 1 for c in cases)
+    library = emulated([code for _, code in pairs])
+    for c, code in pairs:
+        for out in c.outputs:
+            out.fill_(77)
+        run(c, code, library)
+        assert c.worst() <= c.tolerance, (c.name, code.plan.geometry)
 
 
 def test_many_rows_are_summed_in_parts():
