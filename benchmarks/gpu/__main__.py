@@ -113,7 +113,7 @@ def items(options: argparse.Namespace) -> list[Item]:
         for precision in options.precisions:
             for name, network in large.items():
                 for variant in networks.variants(network, modes):
-                    add("network", name, precision, variant, gib=networks.GIB.get(name, 18.0))
+                    add("network", name, precision, variant, gib=networks.GIB.get(name, 9.0))
     if "bytes" in options.only:
         for name in options.cases:
             for direction in dram.DIRECTIONS:

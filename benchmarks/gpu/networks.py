@@ -73,25 +73,25 @@ class Branchy(nn.Module):
 
 
 LARGE: dict[str, Network] = {
-    "ResNet-50": Network("128", ResNet50, partial(images, 128, 224, 1000), F.cross_entropy, *_SGD, images=True),
+    "ResNet-50": Network("64", ResNet50, partial(images, 64, 224, 1000), F.cross_entropy, *_SGD, images=True),
     "ViT": Network(
-        "64",
+        "32",
         partial(VisionTransformer, width=768, heads=12),
-        partial(images, 64, 224, 1000),
+        partial(images, 32, 224, 1000),
         F.cross_entropy,
         *_ADAM,
     ),
-    "GPT-2": Network("8 x 1024", partial(GPT2, layers=12), partial(tokens, 8, 1024, 50257), token_loss, *_ADAM),
+    "GPT-2": Network("4 x 1024", partial(GPT2, layers=12), partial(tokens, 4, 1024, 50257), token_loss, *_ADAM),
     "BERT-large, 8 layers": Network("8 x 512", BertLayers, partial(hidden, 8, 512, 1024), F.mse_loss, *_ADAM),
-    "MobileNetV2": Network("128", mobilenet_v2, partial(images, 128, 224, 1000), F.cross_entropy, *_SGD, images=True),
+    "MobileNetV2": Network("64", mobilenet_v2, partial(images, 64, 224, 1000), F.cross_entropy, *_SGD, images=True),
     "EfficientNet-B0": Network(
-        "128", efficientnet_b0, partial(images, 128, 224, 1000), F.cross_entropy, *_SGD, images=True
+        "64", efficientnet_b0, partial(images, 64, 224, 1000), F.cross_entropy, *_SGD, images=True
     ),
     "WRN-50-2": Network(
-        "64", partial(ResNet50, wide=2), partial(images, 64, 224, 1000), F.cross_entropy, *_SGD, images=True
+        "32", partial(ResNet50, wide=2), partial(images, 32, 224, 1000), F.cross_entropy, *_SGD, images=True
     ),
-    "Mixer": Network("128", Mixer, partial(images, 128, 224, 1000), F.cross_entropy, *_SGD),
-    "FCN-8s": Network("16", FCN8s, partial(segments, 16, 224, 21), F.cross_entropy, *_SGD, images=True),
+    "Mixer": Network("64", Mixer, partial(images, 64, 224, 1000), F.cross_entropy, *_SGD),
+    "FCN-8s": Network("8", FCN8s, partial(segments, 8, 224, 21), F.cross_entropy, *_SGD, images=True),
     "DLRM": Network(
         "8192", DLRM, partial(clicks, 8192, 13, 26, 100_000, 4), F.binary_cross_entropy_with_logits, *_PLAIN
     ),
@@ -116,8 +116,8 @@ TINY: dict[str, Network] = {
     "tiny": Network("4", partial(Branchy, 1, 8), partial(images, 4, 8, 10), F.cross_entropy, *_SGD, images=True)
 }
 """For trying the measurements themselves."""
-GIB = {"FCN-8s": 30.0, "MobileNetV2": 24.0, "EfficientNet-B0": 28.0, "GPT-2": 28.0, "WRN-50-2": 22.0}
-"""Memory of the device that a step takes, about, where it is not some 18."""
+GIB = {"FCN-8s": 10.0, "MobileNetV2": 10.0, "EfficientNet-B0": 12.0, "GPT-2": 12.0, "DLRM": 6.0}
+"""Memory of the device that a step takes, about, where it is not some 9: sizes let several compile at once."""
 
 
 @dataclass

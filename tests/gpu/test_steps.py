@@ -13,9 +13,11 @@ from torch.nn import functional as F
 
 import daceml_train as dt
 from benchmarks.networks.table import NETWORKS
+from daceml_train.driver.module import state_of
 from daceml_train.errors import Elsewhere, OutOfMemory
 from tests.driver.conformity import distance
 from tests.driver.networks import mlp
+from tests.driver.test_control_flow import Two, both_signs, branch_in_a_loop, each_row, nested_branches
 from tests.driver.test_gpu_step import NETWORKS as SMALL
 
 pytestmark = pytest.mark.gpu
@@ -127,6 +129,61 @@ def test_a_modules_forward_and_backward() -> None:
             F.mse_loss(model(x), y).backward()
         for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert p.grad is not None and q.grad is not None and distance(p.grad.cpu(), q.grad.cpu()) < 1e-4
+
+
+def test_a_modules_passes_are_recorded() -> None:
+    """Each is one launch; passes that overlap, and results that are kept, have memory of their own."""
+    theirs = nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 4)).cuda()
+    mine = copy.deepcopy(theirs)
+    ours = dt.optimize(mine, schedule="ahead_of_time")
+    for turn in range(6):
+        batches = [batch(6 if turn < 4 else 3) for _ in range(1 + turn % 2)]
+        results = []
+        for module, owner in ((ours, mine), (theirs, theirs)):
+            owner.zero_grad()
+            losses = [F.mse_loss(module(x), y) for x, y in batches]
+            sum(losses).backward()  # type: ignore[union-attr]
+            results.append(losses)
+        for a, b in zip(*results, strict=True):
+            assert distance(a.cpu(), b.cpu()) < 1e-4
+        for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
+            assert p.grad is not None and q.grad is not None
+            assert float((p.grad - q.grad).abs().max()) < 1e-4 * max(float(q.grad.abs().max()), 1.0)
+    state = state_of(ours)
+    assert state is not None and not state.backend.breaks
+    recorders = state.backend.recorders
+    assert sum(r.replayed for r in recorders) >= 4 and not any(r.reasons for r in recorders)
+
+
+def test_shapes_of_kernels_are_compared() -> None:
+    """On kernels of megabytes, and whatever is found computes the same."""
+    found = {}
+    for search in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 1024), nn.LayerNorm(1024), nn.GELU(), nn.Linear(1024, 4)).cuda()
+        step = dt.training_step(model, F.mse_loss, sgd(model.parameters()), search=search)
+        x, y = torch.randn(8192, 8, device="cuda"), torch.randn(8192, 4, device="cuda")
+        found[search] = [float(step(x, y)) for _ in range(4)]
+        measured, _ = step.records[0].executable.searched()  # type: ignore[union-attr]
+        assert (measured > 0) is search
+        print(dt.report(step))
+    assert found[True] == pytest.approx(found[False], rel=1e-4)
+
+
+@pytest.mark.parametrize("function", [each_row, nested_branches, branch_in_a_loop], ids=lambda f: f.__name__)
+def test_control_flow(function: Callable[[Any, Tensor], Tensor]) -> None:
+    own = Two(function).cuda()
+    other = copy.deepcopy(own)
+    theirs, ours = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (own, other))
+    step = dt.training_step(other, F.mse_loss, ours)
+    for x in [x.cuda() for x in both_signs()] * 3:
+        theirs.zero_grad()
+        loss = F.mse_loss(own(x), x.cos())
+        loss.backward()
+        theirs.step()
+        assert distance(step(x, x.cos()).cpu(), loss.detach().cpu()) < 1e-4
+    (recorder,) = step.recorders.values()
+    assert not step.breaks and bool(recorder.reasons) is (function is not each_row)
 
 
 @pytest.mark.parametrize("schedule", ["ahead_of_time", "plain"])
