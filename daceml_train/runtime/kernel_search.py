@@ -179,9 +179,9 @@ def _zeros(device: GPU, size: int) -> torch.Tensor:
 
 
 def _key(code: KernelCode, value: Callable[[Dim], int], device: GPU) -> str:
-    """A kernel at these sizes, on this device."""
-    sizes = " ".join(str(value(size)) for size in code.integers[1:])
-    return f"{device.name} {code.key} {sizes}"
+    """A kernel at these sizes on this device; those that vary from call to call count up to the next power of two."""
+    sizes = [size if isinstance(size, int) else 1 << (max(1, value(size)) - 1).bit_length() for size in code.integers]
+    return f"{device.name} {code.key} {' '.join(map(str, sizes[1:]))}"
 
 
 def _stored(path: Path) -> dict[str, str]:

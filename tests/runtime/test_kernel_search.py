@@ -141,6 +141,18 @@ def test_a_search_is_made_once_per_sizes(tmp_path, plans) -> None:
 
 
 @pytest.mark.usefixtures("all_are_large")
+def test_sizes_that_vary_are_measured_once_for_similar_ones(tmp_path) -> None:
+    device, counts = Timed(), []
+    with emulated(device):
+        model = Scaled()
+        step = dt.training_step(model, F.mse_loss, torch.optim.SGD(model.parameters()), cache=tmp_path, dynamic=True)
+        for size in (40, 50, 60, 70):
+            step(torch.randn(size, 64), torch.randn(size, 64))
+            counts.append(len(device.measured))
+    assert counts[0] == counts[1] == counts[2] < counts[3]
+
+
+@pytest.mark.usefixtures("all_are_large")
 def test_the_suggested_shape_stays_unless_another_one_gains(tmp_path, plans) -> None:
     train(Timed(1, margin=0.98), tmp_path)
     assert plans[0].program is plans[0].base
