@@ -155,6 +155,11 @@ class View:
         """The lookups of `graph`."""
         return View(graph, graph.producers(), graph.readers(), frozenset(graph.results))
 
+    @cached_property
+    def moved(self) -> Dim:
+        """Bytes that the whole graph moves."""
+        return traffic(self.graph).bytes
+
     def only_reader(self, name: str, reader: Node) -> bool:
         """Whether `reader` is all that sees array `name`."""
         readers = self.readers[name]
@@ -274,7 +279,7 @@ class Measured:
         """The result."""
         return self.result()
 
-    @property
+    @cached_property
     def traffic(self) -> Dim:
         """Bytes that applying adds (negative: saves)."""
         return simplify(traffic(self.after).bytes - traffic(self.graph).bytes)

@@ -50,7 +50,7 @@ WATCH = """async (number) => {
     if (root && root.desk.state.version >= 0) note('captured');
     if (root?.dataset.drawn) { note('drawn'); times.layout = Number(root.dataset.layout) / 1000; }
     if (root?.querySelector('.card .apply')) note('listed');
-    if (root?.querySelector('.message.bad')) return { failed: root.querySelector('.message').textContent };
+    if (root?.desk.state.failed) return { failed: root.desk.state.failed };
   }
   return times;
 }"""
@@ -104,5 +104,6 @@ class Broken(nn.Module):
     widget.locator(".message.bad").wait_for()
     assert "not one graph" in widget.locator(".message.bad").inner_text()
     assert widget.locator(".tree .row", has_text="linear").count() == 1
-    assert "Unsupported" in page.locator(".jp-CodeCell").nth(2).locator(".jp-OutputArea-output").first.inner_text()
+    widget.scroll_into_view_if_needed()
     shots(page, "broken")
+    assert "Unsupported" in page.locator(".jp-CodeCell").nth(2).locator(".jp-OutputArea-output").first.inner_text()

@@ -12,6 +12,8 @@ from tests.browser.lab import Lab, run_all
 
 pytestmark = pytest.mark.browser
 Shots = Callable[[Any, str], None]
+PATIENCE = 600_000
+"""Milliseconds until what a click asked for is given up: kernels are compiled meanwhile, on whatever is left of a machine."""
 
 NETWORK = """
 import torch, daceml_train as dt
@@ -33,7 +35,7 @@ def opened(page: Any, lab: Lab, name: str, *cells: str) -> Any:
     """The first widget of a notebook, drawn and with its matches."""
     page.goto(lab.notebook(name, *cells))
     run_all(page)
-    page.wait_for_selector(".daceml-explore[data-drawn]", timeout=90_000)
+    page.wait_for_selector(".daceml-explore[data-drawn]", timeout=PATIENCE)
     page.wait_for_selector(".daceml-explore .card .apply")
     widget = page.locator(".daceml-explore").first
     widget.scroll_into_view_if_needed()
@@ -42,7 +44,7 @@ def opened(page: Any, lab: Lab, name: str, *cells: str) -> Any:
 
 def settled(page: Any, widget: Any) -> None:
     """Wait until nothing is under way and what is drawn is the state."""
-    page.wait_for_function("root => !root.classList.contains('busy')", arg=widget.element_handle(), timeout=90_000)
+    page.wait_for_function("root => !root.classList.contains('busy')", arg=widget.element_handle(), timeout=PATIENCE)
 
 
 def state(widget: Any) -> dict[str, Any]:
@@ -117,7 +119,7 @@ def test_looking(page: Any, lab: Lab, shots: Shots) -> None:
     settled(page, widget)
     widget.locator(".tabs .details").click()
     widget.locator("button.code").click()
-    widget.locator("pre.code").wait_for(timeout=30_000)
+    widget.locator("pre.code").wait_for(timeout=PATIENCE)
     assert "kernel_" in widget.locator("pre.code").inner_text()
     assert "nn.functional.gelu" in widget.locator("pre.source").inner_text()
     shots(page, "details")

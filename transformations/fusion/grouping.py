@@ -399,8 +399,10 @@ class Grouping:
             maker.group.readers = None
 
     # ---- result -------------------------------------------------------------------------------------------------
-    def build(self) -> Graph:
-        """The graph with one node per group; groups of a single operator stay that operator."""
+    def build(self, only: Group | None = None) -> Graph:
+        """The graph with one node per group. Groups of one operator stay that operator, unless they read constants,
+        which kernels hold in their bodies; where `only` one group was edited, the others do not change.
+        """
         other = self.graph.empty()
         other.applied += self.applied
 
@@ -412,7 +414,7 @@ class Grouping:
                 other.append(item.op, tuple(item.inputs), item.outputs, item.origin)
 
         for group in list(self.groups()):
-            if len(group.items) == 1 and not self._inlines(group.items[0]):
+            if len(group.items) == 1 and (not self._inlines(group.items[0]) or only not in (None, group)):
                 item = group.items[0]
                 if not group.fusible or self.seen_outside(item.outputs[0], [group]):
                     for name in item.inputs:

@@ -50,5 +50,4 @@ class FusionMatch:
         grouping = Grouping(self.grouping.graph)
         first, second = (grouping.producer[g.items[0].outputs[0]].group for g in (self.first, self.second))
         assert first is not None and second is not None
-        grouping.join(first, second)
-        return grouping.build()
+        return grouping.build(grouping.join(first, second))

@@ -132,7 +132,7 @@ class RecogniseAttention(Rewrite):
 
     def traffic(self, match: Match) -> Dim:
         graph = match.view.graph
-        return simplify(traffic(self.sweep(graph, {id(match.root): match})).bytes - traffic(graph).bytes)
+        return simplify(traffic(self.sweep(graph, {id(match.root): match})).bytes - match.view.moved)
 
     def emit(self, match: Match, builder: Graph, now: Mapping[str, Value]) -> Iterable[Value]:
         view, w = match.view, match.parts["written"]

@@ -1,4 +1,5 @@
 // Requests to the kernel and their answers. A kernel that was restarted says nothing: then the channel does.
+const WORDS = { viewer: "loading the viewer", code: "generating code", export: "writing HTML" };
 const SILENCE = 5000; // milliseconds until a request that nobody took up is reported
 
 class Channel {
@@ -49,7 +50,7 @@ class Channel {
 
   doing() {
     const kinds = [...this.waiting.values()].map((asked) => asked.kind).filter((kind) => kind !== "cancel");
-    return kinds[0] ?? (this.listing ? "listing matches" : "");
+    return WORDS[kinds[0]] ?? kinds[0] ?? (this.listing ? "listing matches" : "");
   }
 
   close() { this.model.off("msg:custom", this.listener); }

@@ -10,7 +10,7 @@ class Desk {
     });
     this.channel = new Channel(model, {
       working: (what) => this.working(what || this.state.opening), failed: (why) => this.say(why, true), heard: () => this.say("", false, true),
-      silent: () => this.say("The kernel does not answer: it is busy with a cell, or it was restarted. " +
+      silent: () => this.state.opening || this.say("The kernel does not answer: it is busy with a cell, or it was restarted. " +
         "After a restart, run the cell again. Nothing on the screen is lost until then.", true, true),
     });
     this.done = (answer) => { if (answer.report) this.report = answer.report; this.say(answer.note ?? ""); this.side(); };
@@ -80,7 +80,7 @@ class Desk {
   opening() {
     const { opening, failed } = this.state;
     if (failed) this.say(failed, true);
-    this.placeholder.textContent = failed ? "There is no graph." : opening ? `${opening}…` : this.root.dataset.drawn ? "" : "drawing…";
+    this.placeholder.textContent = failed ? "There is no graph." : opening ? `${opening}… Until it is there: modules, and the bytes of their parameters.` : this.root.dataset.drawn ? "" : "drawing…";
     this.working(this.channel.doing() || opening);
   }
 

@@ -98,8 +98,19 @@ class Viewer {
     const edge = drawn.data?.attributes?.volume !== undefined;
     const painted = this.paint(key, edge);
     if (painted) drawn.shade(renderer, context, painted, edge ? 0.8 : 0.35);
-    if (this.chosen.has(key)) drawn.shade(renderer, context, "#8a4fd3", 0.3);
-    if (this.lit.has(key)) drawn.shade(renderer, context, "#ffb000", edge ? 0.9 : 0.5);
+    if (this.chosen.has(key)) this.mark(drawn, renderer, context, "#8a4fd3", edge);
+    if (this.lit.has(key)) this.mark(drawn, renderer, context, "#ffb000", edge);
+  }
+
+  // A frame around a box, so that what stands in it stays legible.
+  mark(drawn, renderer, context, colour, edge) {
+    if (edge) { drawn.shade(renderer, context, colour, 0.9); return; }
+    const { x, y } = drawn.topleft();
+    context.save();
+    context.strokeStyle = colour;
+    context.lineWidth = 4;
+    context.strokeRect(x - 3, y - 3, drawn.width + 6, drawn.height + 6);
+    context.restore();
   }
 
   selected() {
