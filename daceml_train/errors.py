@@ -81,3 +81,8 @@ class OutOfMemory(DacemlError):
             advice="make the batch smaller, cut it (micro_batches=...), or keep less for the backward pass: "
             'pipeline=TRAINING.after(..., Recompute(budget="...")), see docs/memory.md',
         )
+
+
+def said(error: Exception) -> str:
+    """What an error says in a sentence."""
+    return str(error) if isinstance(error, DacemlError) else f"{type(error).__name__}: {error}"

@@ -4,10 +4,24 @@ The package is not called like the public function `daceml_train.explore`: a sub
 `session` is all there is to it without a browser; see there.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from daceml_train.exploration.export import show_graphs
-from daceml_train.exploration.session import Replay, Session, compare, replay
-from daceml_train.exploration.steps import Match, Preview, Step
+
+if TYPE_CHECKING:
+    from daceml_train.exploration.session import Replay, Session, compare, replay
+    from daceml_train.exploration.steps import Match, Preview, Step
 
 __all__ = ["Match", "Preview", "Replay", "Session", "Step", "compare", "replay"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import sessions when they are asked for: a widget is on the screen before all of the compiler is loaded."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = "steps" if name in ("Match", "Preview", "Step") else "session"
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+
 
 show_graphs()

@@ -10,10 +10,10 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from daceml_train.driver.compilation import Options
-from daceml_train.errors import DacemlError, Invalid, Refused
+from daceml_train.errors import DacemlError, Invalid, Refused, said
 from daceml_train.exploration.listing import every_pass, listed
 from daceml_train.exploration.state import State
-from daceml_train.exploration.steps import Match, Preview, Step, said
+from daceml_train.exploration.steps import Match, Preview, Step
 from daceml_train.exploration.subject import Subject
 from daceml_train.graph.graph import Graph
 from daceml_train.graph.verify import verify as verify_structure

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
+from daceml_train.errors import said
 from daceml_train.exploration.state import State
-from daceml_train.exploration.steps import Match, counted, said
+from daceml_train.exploration.steps import Match, counted
 from daceml_train.passes.base import Pass
 from daceml_train.transformations import catalog
 from daceml_train.transformations.at_place import AtPlace

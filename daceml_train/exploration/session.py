@@ -46,7 +46,7 @@ import torch
 from daceml_train.driver import options as driver_options
 from daceml_train.driver.compilation import Options
 from daceml_train.driver.micro_batches import Reduction
-from daceml_train.errors import Invalid
+from daceml_train.errors import Invalid, said
 from daceml_train.exploration.comparison import Comparison, compared
 from daceml_train.exploration.export import export_html, session_html
 from daceml_train.exploration.history import History, alone
@@ -54,7 +54,7 @@ from daceml_train.exploration.measurement import Measurement
 from daceml_train.exploration.measurement import measure as measure_states
 from daceml_train.exploration.saving import write
 from daceml_train.exploration.state import State
-from daceml_train.exploration.steps import Step, said
+from daceml_train.exploration.steps import Step
 from daceml_train.exploration.subject import Loss, Subject, Treatment
 from daceml_train.exploration.verification import Verification
 from daceml_train.exploration.verification import verify as verify_graph

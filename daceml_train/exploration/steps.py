@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from daceml_train.errors import DacemlError
+from daceml_train.errors import said
 from daceml_train.exploration.state import State
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.graph.memory import number
@@ -244,8 +244,3 @@ def _shown(node: Node) -> str:
     made = ", ".join(f"%{name}" for name in node.outputs)
     read = ", ".join(f"%{name}" for name in node.inputs)
     return f"{made} = {described(node.op)}({read})"
-
-
-def said(error: Exception) -> str:
-    """What an error says in a sentence."""
-    return str(error) if isinstance(error, DacemlError) else f"{type(error).__name__}: {error}"

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from daceml_train.errors import Invalid
 from daceml_train.exploration.export import modules_html
-from daceml_train.exploration.session import Session
 from daceml_train.exploration.widget_opening import Opening, notebook, plain
-from daceml_train.exploration.widget_requests import Requests
 from daceml_train.exploration.widget_work import Work
+
+if TYPE_CHECKING:
+    from daceml_train.exploration.session import Session
+    from daceml_train.exploration.widget_requests import Requests
 
 try:
     import anywidget
@@ -45,7 +46,7 @@ class Explorer(anywidget.AnyWidget):
         self.work = Work()
         self.requests: Requests | None = None
         self.opening: Opening | None = None
-        if isinstance(model, Session):
+        if not isinstance(model, torch.nn.Module):
             self._ready(model)
         else:
             assert capture is not None
@@ -62,6 +63,8 @@ class Explorer(anywidget.AnyWidget):
         return self.requests.session
 
     def _ready(self, session: Session, opened: Iterable[str] = ()) -> None:
+        from daceml_train.exploration.widget_requests import Requests  # all of the compiler: after the first picture
+
         self.requests = Requests(session, self.send, self._publish, self.work, opened)
         self.requests.show()
 
@@ -99,12 +102,17 @@ def explore(model: torch.nn.Module | Session, *inputs: Any, height: int = 620, *
     asked for; elsewhere, and where autocast or another mode of PyTorch's is on, at once. Raises `Invalid` where the
     packages of a notebook are missing.
     """
-    if isinstance(model, Session):
-        if inputs or options:
-            raise Invalid("a session has its model and inputs already", advice="explore(session)")
-        return Explorer(model, height=height)
-    inspect.signature(Session).bind(model, *inputs, **options)
-    capture = functools.partial(Session, model, *inputs, **options)
+    capture = functools.partial(_session, model, inputs, options)
     if isinstance(model, torch.nn.Module) and notebook() is not None and plain():
         return Explorer(model, capture, height)
     return Explorer(capture(), height=height)
+
+
+def _session(model: torch.nn.Module | Session, inputs: tuple[Any, ...], options: dict[str, Any]) -> Session:
+    from daceml_train.exploration.session import Session
+
+    if not isinstance(model, Session):
+        return Session(model, *inputs, **options)
+    if inputs or options:
+        raise Invalid("a session has its model and inputs already", advice="explore(session)")
+    return model

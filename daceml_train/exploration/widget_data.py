@@ -1,25 +1,13 @@
-"""What a widget is sent, as plain data: DaCe's viewer, passes, steps, previews."""
+"""What a widget is sent, as plain data: passes, steps, previews."""
 
 from __future__ import annotations
 
 import functools
-import gzip
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 from daceml_train.exploration.listing import every_pass
 from daceml_train.exploration.steps import Preview, Step
 from daceml_train.passes.base import Pass
-
-
-@functools.cache
-def viewer_source() -> bytes:
-    """The script of DaCe's viewer, as its package has it, compressed. DaCe itself is not imported."""
-    found = importlib.util.find_spec("dace")
-    assert found is not None and found.submodule_search_locations
-    path = Path(found.submodule_search_locations[0]) / "viewer" / "webclient" / "dist" / "sdfv_jupyter.js"
-    return gzip.compress(path.read_bytes(), 6)
 
 
 def step_data(step: Step) -> dict[str, Any]:

@@ -10,17 +10,17 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from daceml_train.errors import Invalid
-from daceml_train.exploration.session import Session
-from daceml_train.exploration.steps import said
+from daceml_train.errors import Invalid, said
 from daceml_train.exploration.view_modules import Modules
-from daceml_train.exploration.widget_data import viewer_source
-from daceml_train.exploration.widget_requests import Publish, Send
-from daceml_train.exploration.widget_work import Cancelled, Work
+from daceml_train.exploration.widget_viewer import viewer_source
+from daceml_train.exploration.widget_work import Cancelled, Publish, Send, Work
+
+if TYPE_CHECKING:
+    from daceml_train.exploration.session import Session
 
 CAPTURING = "capturing the training graph"
 
@@ -98,7 +98,7 @@ class Opening:
         """The modules, in the shape of the state that follows."""
         failed = ""
         if self._ended.is_set() and self._session is None:
-            failed = said(self._error) if self._error else "the capture was cancelled; run the cell again"
+            failed = said(self._error) if self._error is not None else "the capture was cancelled; run the cell again"
         rows = self._modules.rows()
         empty = {
             "boxes": [], "ends": [], "edges": [], "open": list(self._modules.open), "outline": rows,

@@ -14,16 +14,17 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from daceml_train.errors import Invalid
+from daceml_train.errors import Invalid, said
 from daceml_train.exploration.session import Session
-from daceml_train.exploration.steps import Match, Step, said
+from daceml_train.exploration.steps import Match, Step
 from daceml_train.exploration.view import View, view_of
 from daceml_train.exploration.view_details import Sources, code_of, details
 from daceml_train.exploration.view_kept import AGAIN, crossings
 from daceml_train.exploration.view_sdfg import sdfg_of
 from daceml_train.exploration.view_times import seconds_of
-from daceml_train.exploration.widget_data import options_data, passes_data, preview_data, step_data, viewer_source
-from daceml_train.exploration.widget_work import Cancelled, Work
+from daceml_train.exploration.widget_data import options_data, passes_data, preview_data, step_data
+from daceml_train.exploration.widget_viewer import viewer_source
+from daceml_train.exploration.widget_work import Cancelled, Publish, Send, Work
 from daceml_train.passes import notation
 from daceml_train.passes.base import Pass
 from daceml_train.reporting.numbers import bytes_text, seconds_text
@@ -38,8 +39,6 @@ KEPT = 100
 LOOKING = frozenset({"viewer", "refresh", "open", "close", "reveal", "filter", "search", "find", "details"})
 """Requests that only look: they are answered at once, whatever else is under way."""
 
-Send = Callable[[dict[str, Any], list[bytes]], None]
-Publish = Callable[[dict[str, Any]], None]
 
 
 class Requests:

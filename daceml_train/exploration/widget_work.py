@@ -7,6 +7,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
+
+Send = Callable[[dict[str, Any], list[bytes]], None]
+"""Takes a message to a page, and buffers."""
+Publish = Callable[[dict[str, Any]], None]
+"""Takes what a page is to show."""
 
 
 class Cancelled(BaseException):

@@ -4,11 +4,23 @@ A compiled function is one program (a training step) or two (a forward pass and 
 together. Sizes that vary between calls are shown at the values they had last.
 """
 
-from daceml_train.reporting.collect import Report, report
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from daceml_train.reporting.model import Change, Compiled, Contents, Eager, Group, Kept, Launched, grouped
 from daceml_train.reporting.numbers import bytes_text, number, share
+
+if TYPE_CHECKING:
+    from daceml_train.reporting.collect import Report, report
 
 __all__ = [
     "Change", "Compiled", "Contents", "Eager", "Group", "Kept", "Launched", "Report", "bytes_text", "grouped",
     "number", "report", "share",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Import what collects reports when it is asked for: it needs all of the compiler, and numbers do not."""
+    if name in ("Report", "report"):
+        return getattr(importlib.import_module("daceml_train.reporting.collect"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import daceml_train as dt
-from daceml_train.exploration.widget_data import viewer_source
 from daceml_train.exploration.widget_requests import ROWS, Requests
+from daceml_train.exploration.widget_viewer import viewer_source
 from daceml_train.exploration.widget_work import Cancelled, Work
 from daceml_train.graph.text import show
 
