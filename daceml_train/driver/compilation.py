@@ -23,7 +23,8 @@ from daceml_train.codegen.launch import KernelCode
 from daceml_train.driver.devices import for_device
 from daceml_train.driver.joint import Trained, joint_graph, refuse_sparse
 from daceml_train.driver.observation import Observation
-from daceml_train.driver.recomputed import Again, across, within
+from daceml_train.driver.recomputed import across, within
+from daceml_train.driver.record import PassRecord, Record
 from daceml_train.frontends.torch.draws import Randomness
 from daceml_train.graph.graph import Graph, Input, Role
 from daceml_train.graph.text import canonical_text
@@ -34,7 +35,7 @@ from daceml_train.passes.base import without_dead_code
 from daceml_train.passes.pipeline import Pipeline, Step, Watcher
 from daceml_train.plugins import source_key
 from daceml_train.runtime.cache import Cache, default_folder
-from daceml_train.runtime.cost import Cost, costs
+from daceml_train.runtime.cost import costs
 from daceml_train.runtime.device import CPU, Device
 from daceml_train.runtime.executable import AnyArena, Executable, new_arena
 from daceml_train.runtime.gradients import PLAIN, GradientOptions
@@ -45,50 +46,6 @@ from daceml_train.runtime.program import CallLaunch, KernelLaunch, Place, Progra
 from daceml_train.tensor import Dim, Tensor, channels_last, same_shape
 from daceml_train.transformations.intra_operator.decompose import Decompose
 from daceml_train.transformations.pipelines import TRAINING
-
-
-@dataclass(frozen=True)
-class PassRecord:
-    """What one pass did: bytes and operators before and after, and its seconds."""
-
-    level: str
-    name: str
-    bytes_before: Dim
-    bytes_after: Dim
-    operators_before: int
-    operators_after: int
-    seconds: float
-    matches: int = 0
-    position: int = 0
-    """Which of the pipeline's passes it is."""
-    flops: tuple[Dim, Dim] = (0, 0)
-    """Operations before and after."""
-
-
-@dataclass
-class Record:
-    """What is known of one compiled program, for the report."""
-
-    name: str
-    bytes_captured: Dim = 0
-    """Bytes with one kernel or call per operator, as an eager framework runs them, gradients and update included."""
-    flops: Dim = 0
-    passes: list[PassRecord] = field(default_factory=list)
-    kernels: int = 0
-    distinct_kernels: int = 0
-    calls: dict[str, int] = field(default_factory=dict)
-    fallbacks: list[tuple[str, str]] = field(default_factory=list)
-    """(operator, the user's line) of operators that run in ATen for want of a lowering."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds per stage of compilation."""
-    warm: bool = False
-    """Whether the program came from the cache."""
-    costs: list[Cost] = field(default_factory=list)
-    """What each launch of the program is and moves."""
-    recomputed: list[Again] = field(default_factory=list)
-    """Arrays that are computed a second time instead of being kept."""
-    executable: Executable | None = field(default=None, repr=False, compare=False)
-    """What runs it in this process, once it is linked."""
 
 
 @dataclass(frozen=True)

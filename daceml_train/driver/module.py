@@ -12,8 +12,9 @@ import torch._dynamo
 from torch._dynamo.exc import TorchDynamoException
 
 from daceml_train.driver.binding import differentiable_outputs, input_tensors
-from daceml_train.driver.compilation import Options, Record, compile_differentiable
+from daceml_train.driver.compilation import Options, compile_differentiable
 from daceml_train.driver.function import CompiledGraph
+from daceml_train.driver.record import Record
 from daceml_train.driver.tracing import describe, reason, traced, tracing
 from daceml_train.errors import DacemlError, Invalid
 from daceml_train.frontends.torch.capture import capture

@@ -17,10 +17,11 @@ import torch.utils._pytree as pytree
 
 from daceml_train.driver.binding import input_tensors
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks, hook_tables, step_hooks
-from daceml_train.driver.compilation import Options, Record, WholeStep, compile_step
+from daceml_train.driver.compilation import Options, WholeStep, compile_step
 from daceml_train.driver.joint import ACCUMULATED, Trained, joint_graph
 from daceml_train.driver.looking import Seen, Stop, within
 from daceml_train.driver.module import optimized, state_of
+from daceml_train.driver.record import Record
 from daceml_train.driver.tracing import RECOMPILATIONS, describe, has_effects, reason, tracing, with_own_code
 from daceml_train.errors import Elsewhere, Invalid, Unmet, Unsupported
 from daceml_train.frontends.torch.capture import Captured, capture

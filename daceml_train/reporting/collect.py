@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from daceml_train.driver.compilation import Record
 from daceml_train.driver.module import state_of
+from daceml_train.driver.record import Record
 from daceml_train.driver.step import TrainingStep
 from daceml_train.errors import Invalid
 from daceml_train.frontends.torch.eager import eager_traffic

@@ -10,7 +10,7 @@ import ctypes
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,50 +19,13 @@ import torch
 from daceml_train.backends.functions import FUNCTIONS
 from daceml_train.errors import ExecutionError, Invalid
 from daceml_train.runtime.device import GPU
+from daceml_train.runtime.device_arena import DeviceArena
 from daceml_train.runtime.device_control import Control
 from daceml_train.runtime.executor import Argument, InputMismatch, View
 from daceml_train.runtime.program import Home
 from daceml_train.runtime.streams import Schedule
 
 Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
-
-
-class DeviceArena:
-    """A buffer for planned values, shared by the plans that are given it; it grows and never shrinks."""
-
-    def __init__(self, device: GPU) -> None:
-        self.device = device
-        self.buffer = torch.empty(0, dtype=torch.uint8, device=device.torch)
-        self.turn = threading.RLock()
-        self._last: tuple[Hashable, Any] | None = None
-
-    @functools.cached_property
-    def inner(self) -> DeviceArena:
-        """The arena for programs that run inside those of this one: bodies of control flow."""
-        return DeviceArena(self.device)
-
-    @property
-    def capacity(self) -> int:
-        """Bytes allocated: 0 until a plan runs or `grow` is called."""
-        return self.buffer.numel()
-
-    def grow(self, nbytes: int) -> None:
-        """Makes room; recordings over the old buffer keep it, and are not used any more."""
-        if nbytes > self.capacity:
-            old, self.buffer = self.buffer, torch.empty(0, dtype=torch.uint8, device=self.device.torch)
-            del old
-            self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device.torch)
-
-    def enter(self) -> None:
-        """Before a run: wait for the last one, if it was on another stream."""
-        stream = self.device.stream()
-        if self._last is not None and self._last[0] != stream:
-            self.device.wait(self._last[1])
-            self.device.keeps(self.buffer, stream)
-
-    def leave(self) -> None:
-        """After a run."""
-        self._last = self.device.stream(), self.device.event()
 
 
 @dataclass

@@ -20,8 +20,9 @@ from daceml_train.backends.aten import Placeholder
 from daceml_train.codegen.launch import KernelCode
 from daceml_train.errors import ExecutionError, Invalid, OutOfMemory, execution_error
 from daceml_train.runtime.device import CPU, GPU, Device
+from daceml_train.runtime.device_arena import DeviceArena
 from daceml_train.runtime.device_binding import biggest, placed
-from daceml_train.runtime.device_plan import DeviceArena, DevicePlan
+from daceml_train.runtime.device_plan import DevicePlan
 from daceml_train.runtime.executor import Arena, Plan, View
 from daceml_train.runtime.kernel_search import KernelSearch
 from daceml_train.runtime.memory import Lifetime, plan_arena

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import daceml_train as dt
 from daceml_train.driver.module import state_of
 from daceml_train.errors import Elsewhere, Invalid, OutOfMemory
-from daceml_train.runtime.device_plan import DeviceArena
+from daceml_train.runtime.device_arena import DeviceArena
 from daceml_train.runtime.placement import common_device, device_of
 from daceml_train.runtime.recording import HostScalars
 from tests.driver.conformity import distance

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import daceml_train as dt
-from daceml_train.driver.compilation import PassRecord, Record
+from daceml_train.driver.record import PassRecord, Record
 from daceml_train.errors import Invalid
 from daceml_train.reporting import Report, bytes_text, number, share
 from daceml_train.reporting.collect import reasons
