@@ -102,16 +102,19 @@ def _tiles(loops: Loops, phases: Phases, threads: int) -> Geometry:
 
 def _passing_rows(loops: Loops, phases: Phases) -> list[Geometry]:
     """Rows of which nothing is kept: teams of lanes, or blocks that share out the lanes, too."""
-    (width, ragged), lanes = _width(loops), product(a.size for a in loops.lane_axes)
-    fragments = -(-lanes // width) if isinstance(lanes, int) else 0
-    tiled = not 0 < fragments <= 32
-    team, ahead = 32 if tiled else _power(fragments), _ahead(loops, phases, width)
-    full = isinstance(lanes, int) and (lanes % (32 * width) == 0 if tiled else lanes == team * width)
-    shapes = [(256, ahead, 8), (256, ahead, 32), (256, max(1, ahead // 2), 8), (128, ahead, 8), (512, ahead, 8)]
-    return [
-        Geometry(threads, team, width, tiled=tiled, full=full, ragged=ragged, ahead=rows, each=each)
-        for threads, rows, each in shapes
-    ]
+    (widest, ragged), lanes = _width(loops), product(a.size for a in loops.lane_axes)
+    made = []
+    for threads, width, less, each in (
+        (256, widest, 1, 8), (256, widest, 1, 32), (256, widest, 2, 8), (128, widest, 1, 8), (512, widest, 1, 8),
+        (256, max(1, widest // 2), 1, 8),
+    ):  # fmt: skip
+        fragments = -(-lanes // width) if isinstance(lanes, int) else 0
+        tiled = not 0 < fragments <= 32
+        team, ahead = 32 if tiled else _power(fragments), max(1, _ahead(loops, phases, width) // less)
+        full = isinstance(lanes, int) and (lanes % (32 * width) == 0 if tiled else lanes == team * width)
+        rest = ragged and width > 1
+        made.append(Geometry(threads, team, width, tiled=tiled, full=full, ragged=rest, ahead=ahead, each=each))
+    return made
 
 
 def _held_rows(loops: Loops, phases: Phases) -> list[Geometry]:
@@ -126,10 +129,10 @@ def _held_rows(loops: Loops, phases: Phases) -> list[Geometry]:
         steps = [(team, 2), (min(MOST_THREADS // 2, 2 * team), 2), (max(64, team // 2), 2), (team, 4), (team, 1)]
         return [Geometry(t, t, width, n, resident=False, ragged=ragged, ahead=ahead, each=8) for t, n in steps]
 
-    def held(team: int, threads: int) -> Geometry:
-        count = -(-fragments // team)
-        full = lanes == team * width * count
-        return Geometry(max(team, threads), team, width, count, full=full, ragged=ragged, ahead=ahead, each=8)
+    def held(team: int, threads: int, width: int = width) -> Geometry:
+        count = -(-int(lanes) // (width * team))
+        full, rest = lanes == team * width * count, ragged and width > 1
+        return Geometry(max(team, threads), team, width, count, full=full, ragged=rest, ahead=ahead, each=8)
 
     # more than a warp: the block, for its barriers
     team = min(32, _power(fragments)) if fragments <= 32 * most else _power(-(-fragments // most))
@@ -139,6 +142,8 @@ def _held_rows(loops: Loops, phases: Phases) -> list[Geometry]:
     for other in (2 * team, team // 2, 4 * team):
         if 1 <= other < MOST_THREADS and other < 2 * fragments and -(-fragments // other) <= 2 * most:
             made.append(held(other, 128 if other <= 32 else other))
+    if width > 1 and 2 * team < MOST_THREADS:
+        made.append(held(2 * team, 128 if team < 32 else 2 * team, width // 2))
     return made
 
 
