@@ -19,7 +19,7 @@ import torch.utils._pytree as pytree
 from torch.fx.experimental import _config as symbols
 
 from daceml_train.errors import DacemlError
-from daceml_train.frontends.torch import polyfills
+from daceml_train.frontends.torch import own_leaves, polyfills
 
 RECOMPILATIONS = 64
 """Programs per module or step before Dynamo gives up: modes, frozen sets of parameters and kinds of arguments."""
@@ -71,6 +71,7 @@ def tracing() -> Iterator[None]:
     where a trace fails are left out: the error itself reaches the user.
     """
     polyfills.install()
+    leaves_before = own_leaves.take(True)
     logger, config = logging.getLogger("torch._subclasses.fake_tensor"), torch._dynamo.config
     before = logger.disabled, config.allow_rnn, symbols.use_duck_shape
     logger.disabled, config.allow_rnn, symbols.use_duck_shape = True, True, False
@@ -82,6 +83,7 @@ def tracing() -> Iterator[None]:
     try:
         yield
     finally:
+        own_leaves.take(leaves_before)
         logger.disabled, config.allow_rnn, symbols.use_duck_shape = before
         for name, value in theirs.items():
             setattr(config, name, value)

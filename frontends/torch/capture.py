@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import guard_int
 from torch.utils import _pytree as pytree
 
 from daceml_train.errors import Unsupported
-from daceml_train.frontends.torch import fallback, names, source, types
+from daceml_train.frontends.torch import fallback, names, own_leaves, source, types
 from daceml_train.frontends.torch.draws import Draw, Randomness
 from daceml_train.frontends.torch.operators import custom_functions
 from daceml_train.frontends.torch.polyfills import POLYFILLS
@@ -121,6 +121,7 @@ def capture(
     attributes = {name: fake(mode, t, name) for name, t in held.items()}
     _annotate(gm, mode, operands)
     _refuse_gradients_into_inputs(gm, grad_enabled)
+    own_leaves.refuse_if_seen(gm)
     try:
         captured, trace = _translated(gm, example_inputs, operands, held, attributes, grad_enabled, randomness)
     except Unproven:

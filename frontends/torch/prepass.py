@@ -19,7 +19,7 @@ from torch.fx import traceback as fx_traceback
 from torch.utils import _pytree as pytree
 
 from daceml_train.errors import DacemlError, Unsupported
-from daceml_train.frontends.torch import inner_gradients
+from daceml_train.frontends.torch import inner_gradients, own_leaves
 from daceml_train.frontends.torch.control import CONTROL, control_of
 from daceml_train.frontends.torch.operators import CustomFunction, custom_functions, result_counts
 from daceml_train.frontends.torch.polyfills import POLYFILLS
@@ -141,6 +141,8 @@ class _Interpreter(fx.Interpreter):
         return pytree.tree_unflatten(made, structure)
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.node.meta.get(own_leaves.MARK):
+            return args[0]
         if target in _REFUSED:
             raise Unsupported(f"{target} inside a compiled graph", where=str(origin(self.node)))
         rule = _REPLACED_METHODS.get(target) if not self.state.nesting else None
