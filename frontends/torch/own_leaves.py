@@ -26,7 +26,7 @@ _taken = False
 
 
 def take(wanted: bool) -> bool:
-    """Whether traces from here on hold such assignments, and before: what other backends of TorchDynamo get does not."""
+    """Whether traces from here on hold such assignments, for our backend alone; returns whether they did before."""
     global _taken
     if wanted:
         _install()
