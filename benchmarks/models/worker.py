@@ -28,13 +28,14 @@ def outcome(row: Model, cache: Path) -> Outcome:
     made = Outcome(row.name, "right", control_flow=row.control_flow)
     model, batch = row.build()
     eager = train(row, model, model, batch)
+    others = _channels_last(row)
     exact = _exact(row)
     try:
         ours = _through_optimize(row, cache, made)
-        made.detail = difference(ours, eager, exact)
+        made.detail = difference(ours, eager, exact, others)
         if not made.detail:
             whole = _through_step(row, cache, made)
-            made.detail = f"training_step: {said}" if (said := difference(whole, eager, exact)) else ""
+            made.detail = f"training_step: {said}" if (said := difference(whole, eager, exact, others)) else ""
     except Exception as error:
         made.kind, made.detail = "raised", f"{type(error).__name__}: {error}"
         return made
@@ -44,6 +45,15 @@ def outcome(row: Model, cache: Path) -> Outcome:
     elif internal:
         made.kind, made.detail = "raised", internal[0]
     return made
+
+
+def _channels_last(row: Model) -> list[Run]:
+    """A network of images in PyTorch's other memory format; nothing for others."""
+    model, batch = row.build()
+    if all(p.dim() != 4 for p in model.parameters()):
+        return []
+    model = model.to(memory_format=torch.channels_last)
+    return [train(row, model, model, batch)]
 
 
 def _exact(row: Model) -> Run | None:
