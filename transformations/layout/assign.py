@@ -272,11 +272,11 @@ class _Rebuild:
         }
         if wrong:
             if not isinstance(op, Kernel):
-                op, _ = canonical(node.inputs, [Statement(op, node.inputs, node.outputs)], node.outputs)
-                inputs = tuple(dict(zip(node.inputs, inputs, strict=True)).values())
+                given = dict(zip(node.inputs, inputs, strict=True))  # an operand may be there twice
+                op, _ = canonical(tuple(given), [Statement(op, node.inputs, node.outputs)], node.outputs)
+                inputs = tuple(given.values())
             op = stored(op, wrong)
         self.append(node, op, inputs)
-
 
     def order(self, name: str) -> tuple[int, ...]:
         """The order of an array's dimensions: the chosen one, or, where there is no choice, the one it had."""

@@ -43,6 +43,12 @@ def test_a_chain_reorders_at_its_borders(golden: Golden) -> None:
     assert reorders(after) == 3  # the image and two weights; the last kernel writes row-major
 
 
+def test_an_operator_that_reads_an_image_twice_writes_it_in_another_layout() -> None:
+    after = assigned(program(f"x: {LARGE}, u: f32[4, 3, 3, 3]", conv("a", "x", "u") + "%b = mul(%a, %a)", "%b"))
+    assert lasts(after)["convolution"]
+    assert after.tensors[after.outputs[0]].order is None
+
+
 def test_heavy_weights_on_small_images_stay() -> None:
     graph = program("x: f32[1, 64, 4, 4], w: f32[64, 64, 3, 3]", conv("y", "x", "w"), "%y")
     assert AssignLayouts().run(graph) is graph
