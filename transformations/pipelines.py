@@ -8,17 +8,20 @@ from daceml_train.transformations.fusion.duplicate import DuplicateCheapProducer
 from daceml_train.transformations.fusion.producer_consumer import FuseElementwise, FuseEpilogue, FuseIntoReduction
 from daceml_train.transformations.fusion.siblings import FuseSiblings
 from daceml_train.transformations.fusion.slice_first import SliceFirst
+from daceml_train.transformations.global_movement.concatenate_in_place import ConcatenateInPlace
 from daceml_train.transformations.global_movement.dead_code import DeadCode
 from daceml_train.transformations.global_movement.merge_equal import MergeEqual
 from daceml_train.transformations.global_movement.reuse_operands import ReuseOperands
 from daceml_train.transformations.global_movement.schedule import Schedule
 from daceml_train.transformations.global_movement.update_in_place import UpdateInPlace
 from daceml_train.transformations.intra_operator.accumulate_products import AccumulateProducts
+from daceml_train.transformations.intra_operator.accumulate_rows import AccumulateRows
 from daceml_train.transformations.intra_operator.assemble_slices import AssembleSlices
 from daceml_train.transformations.intra_operator.batch_matmul import MergeBatch, MergeSummedBatch
 from daceml_train.transformations.intra_operator.concatenate_products import ConcatenateProducts
 from daceml_train.transformations.intra_operator.cross_entropy import FuseSoftmaxCrossEntropy
 from daceml_train.transformations.intra_operator.decompose import Decompose
+from daceml_train.transformations.intra_operator.factor_products import FactorProducts
 from daceml_train.transformations.intra_operator.fold_constants import FoldConstants
 from daceml_train.transformations.intra_operator.hoist_products import HoistProducts
 from daceml_train.transformations.intra_operator.matmul_bias import FuseMatmulBias
@@ -27,6 +30,7 @@ from daceml_train.transformations.intra_operator.simplify import Simplify
 from daceml_train.transformations.intra_operator.transpose_product import TransposeProduct
 from daceml_train.transformations.intra_operator.update_rows import UpdateRows
 from daceml_train.transformations.layout.assign import AssignLayouts
+from daceml_train.transformations.layout.convolve_by_product import ConvolveByProduct
 
 catalog.load()  # texts of pipelines may name any pass
 
@@ -52,14 +56,16 @@ TRAINING = Pipeline(
         MergeSummedBatch(),
         TransposeProduct(),
         AssembleSlices(),
+        AccumulateRows(),
         AccumulateProducts(),
+        FactorProducts(),
         ConcatenateProducts(),
         Simplify(),
         DeadCode(),
     ),
     fusion=FUSION,
-    layout=(FuseMatmulBias(), AssignLayouts()),
-    global_movement=(DeadCode(), UpdateInPlace(), Schedule(), ReuseOperands()),
+    layout=(FuseMatmulBias(), AssignLayouts(), ConvolveByProduct()),
+    global_movement=(DeadCode(), UpdateInPlace(), Schedule(), ConcatenateInPlace(), ReuseOperands()),
 )
 """A training step: forward, backward and, where it is compiled with them, loss and update."""
 
@@ -67,7 +73,7 @@ INFERENCE = Pipeline(
     forward=(RecogniseAttention(),),
     intra_operator=(Decompose(), FoldConstants(), Simplify(), MergeEqual(), MergeBatch(), DeadCode()),
     fusion=FUSION,
-    layout=(FuseMatmulBias(), AssignLayouts()),
-    global_movement=(DeadCode(), Schedule(), ReuseOperands()),
+    layout=(FuseMatmulBias(), AssignLayouts(), ConvolveByProduct()),
+    global_movement=(DeadCode(), Schedule(), ConcatenateInPlace(), ReuseOperands()),
 )
 """The forward pass alone."""

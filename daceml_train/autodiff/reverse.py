@@ -1,9 +1,10 @@
 """Reverse-mode differentiation of an operator graph.
 
 Walks the operators backwards and lets each emit its VJP, so the backward pass is a graph of the same operators.
-No cotangent is built for arrays outside the paths from `wrt` to `of`; contributions at a fan-out are added; a
-broadcast operand's cotangent is summed here, once, for all operators. An operator on such a path without a
-derivative is an error, never a dropped gradient (Griewank & Walther, Evaluating Derivatives, 2008, ch. 3).
+No cotangent is built for arrays outside the paths from `wrt` to `of`; contributions at a fan-out are added, those of
+slices that fill an array side by side are concatenated; a broadcast operand's cotangent is summed here, once, for all
+operators. An operator on such a path without a derivative is an error, never a dropped gradient (Griewank & Walther,
+Evaluating Derivatives, 2008, ch. 3).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from daceml_train.autodiff.control import control_cotangents
+from daceml_train.autodiff.pads import Pads
 from daceml_train.errors import Invalid, Unsupported
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.control import ControlFlow
@@ -98,10 +100,11 @@ def differentiate(graph: Graph, of: Mapping[str, Value], wrt: Sequence[str]) -> 
             raise Invalid(f"cotangent of {name} has shape {show_shape(cotangent.shape)}, expected {expected}")
         contributions[name] = [cotangent]
     total: dict[str, Value | None] = {}
+    pads = Pads(graph)
 
     def cotangent_of(name: str) -> Value | None:
         if name not in total:
-            parts = contributions.pop(name, [])
+            parts = pads.joined(contributions.pop(name, []))
             result = parts[0] if parts else None
             for part in parts[1:]:
                 assert result is not None

@@ -191,6 +191,15 @@ def _attention_grad_function(op: Any, operands: tuple[Tensor, ...], results: tup
     return Call("daceml::attention_grad", arguments, returns=(0, 1, 2), dense_rows=(0, 1, 2, 3, 4))
 
 
+def _windows(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
+    if op.last:
+        raise Unsupported(
+            f"{op.label} of {operands[0]} with its channels last, for which only the processor has a kernel"
+        )
+    size = (op.size,) if op.label == "col2im" else ()
+    return Call(f"aten::{op.label}", (Operand(0), *size, *op.geometry))
+
+
 def _index(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
     return Call("aten::index", (Operand(0), _chosen(op, operands[0], 1)), overload="Tensor")
 
@@ -297,8 +306,8 @@ CALLS: dict[str, Rule] = {
         "aten::sort", (Operand(0), True, op.dim, op.descending), overload="stable", returns=(0, 1)
     ),
     "topk": lambda op, i, o: Call("aten::topk", (Operand(0), op.count, op.dim, op.largest, op.ordered), returns=(0, 1)),
-    "im2col": lambda op, i, o: Call("aten::im2col", (Operand(0), *op.geometry)),
-    "col2im": lambda op, i, o: Call("aten::col2im", (Operand(0), op.size, *op.geometry)),
+    "im2col": _windows,
+    "col2im": _windows,
     "resample": lambda op, i, o: Call(f"aten::{op.call}", (Operand(0), op.target, *op.options)),
     "resample_grad": lambda op, i, o: Call(
         f"aten::{op.call}_backward", (Operand(0), op.target, o[0].shape, *op.options)

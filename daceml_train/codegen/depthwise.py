@@ -7,11 +7,11 @@ dense filters of 3x3 in float32 oneDNN has code of its own, which is as fast or 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
-from daceml_train.codegen.launch import KernelCode, generator_version
+from daceml_train.codegen.launch import KernelCode
 from daceml_train.codegen.loops import Layout
+from daceml_train.codegen.written import launch_of
 from daceml_train.ops.convolution import ConvolutionWeightGrad
 from daceml_train.ops.operator import Operator
 from daceml_train.tensor import DType, same, simplify, symbol
@@ -46,18 +46,13 @@ def depthwise_weight_gradient(
     if fast:
         return None
     images, rows, columns = grad.shape[0], grad.shape[2], grad.shape[3]
-    blocks = symbol("blocks")
     integers = (
-        blocks,
         *(images, channels, x.shape[2], x.shape[3], rows, columns),
         *(x.strides[d] for d in (0, 2, 3)),
         *(grad.strides[d] for d in (0, 2, 3)),
         *(*op.stride, *op.padding, *op.dilation),
     )
-    call = f"depthwise::weight_gradient<{grad.dtype.c}, {height}, {width}>(pointers, integers);"
-    key = hashlib.sha256(f"{call}\n{generator_version()}".encode()).hexdigest()[:20]
-    head = f"void kernel_{key}(void** pointers, const int64_t* integers)"
-    text = f'#include "depthwise.h"\n\nextern "C" __attribute__((visibility("default"))) {head} {{\n    {call}\n}}\n'
     elements = simplify(channels * height * width)
     work = simplify(images * rows * columns * elements)
-    return KernelCode(key, integers, (simplify(8 * blocks * elements),), simplify(images * rows), work, text=text)
+    call = f"depthwise::weight_gradient<{grad.dtype.c}, {height}, {width}>"
+    return launch_of("depthwise.h", call, integers, images * rows, work, (8 * symbol("blocks") * elements,))

@@ -6,17 +6,18 @@ chooses its types. So they are compiled, cached and launched as generated kernel
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Callable, Sequence
 
 import sympy
 
+from daceml_train.codegen.columns import sums_of, windows_of
 from daceml_train.codegen.depthwise import depthwise_weight_gradient
-from daceml_train.codegen.launch import KernelCode, Layout, generator_version
+from daceml_train.codegen.launch import KernelCode, Layout
+from daceml_train.codegen.written import launch_of
 from daceml_train.ops.fused_attention import FusedAttention, FusedAttentionGrad, Masked
 from daceml_train.ops.operator import Operator
-from daceml_train.tensor import Dim, DType, product, same, simplify, symbol
+from daceml_train.tensor import Dim, DType, product, same, symbol
 
 BAND = 32
 """Queries per strip of scores, as in `native/attention.h`."""
@@ -32,16 +33,6 @@ def written_kernel(op: Operator, operands: Sequence[Layout], results: Sequence[L
 def has_template(op: Operator) -> bool:
     """Whether `written_kernel` knows an operator of this kind."""
     return op.label in TEMPLATES
-
-
-def _code(header: str, call: str, integers: Sequence[Dim], rows: Dim, work: Dim, scratch: Sequence[Dim]) -> KernelCode:
-    """A launch of `vm::<call>(pointers, integers)`; the number of blocks goes in front of the integers."""
-    key = hashlib.sha256(f"{header} {call}\n{generator_version()}".encode()).hexdigest()[:20]
-    head = f"void kernel_{key}(void** pointers, const int64_t* integers)"
-    text = f'#include "{header}"\n\nextern "C" __attribute__((visibility("default"))) {head} {{\n'
-    text += f"    vm::{call}(pointers, integers);\n}}\n"
-    numbers = (symbol("blocks"), *integers)
-    return KernelCode(key, numbers, tuple(scratch), simplify(rows), simplify(work), None, text)
 
 
 def _attention(op: Operator, operands: Sequence[Layout], results: Sequence[Layout]) -> KernelCode:
@@ -77,8 +68,8 @@ def _attention_code(
         missing = 4 - len(mask.shape)
         steps = (0 if same(n, 1) else s for n, s in zip(mask.shape, mask.strides, strict=True))
         numbers += [int(fill is not None), _bits(fill or 0.0), *[0] * missing, *steps]
-    call = f"{op.label}<{q.dtype.c}, {len(op.fills)}>"
-    return _code("attention.h", call, numbers, units, flops * product(sizes), (scratch,))
+    call = f"vm::{op.label}<{q.dtype.c}, {len(op.fills)}>"
+    return launch_of("attention.h", call, numbers, units, flops * product(sizes), (scratch,))
 
 
 def _bits(number: float) -> int:
@@ -101,5 +92,7 @@ TEMPLATES: dict[str, Rule] = {
     "fused_attention": _attention,
     "fused_attention_grad": _attention_grad,
     "convolution_weight_grad": depthwise_weight_gradient,
+    "im2col": windows_of,
+    "col2im": sums_of,
 }
 """Operator -> the kernel for these layouts, None where the library or generated code does better."""

@@ -20,7 +20,7 @@ import daceml_train.transformations
 from daceml_train.autodiff.partition import partition
 from daceml_train.autodiff.reverse import differentiate, reached_arrays, reaching
 from daceml_train.codegen.launch import KernelCode
-from daceml_train.driver.devices import for_device
+from daceml_train.driver.devices import for_device, pipeline_for
 from daceml_train.driver.joint import Trained, joint_graph, refuse_sparse
 from daceml_train.driver.observation import Observation
 from daceml_train.driver.recomputed import across, within
@@ -95,6 +95,7 @@ def compile_differentiable(
     graph: Graph, wrt: Sequence[str], outputs: Sequence[int], options: Options, device: Device = CPU
 ) -> Differentiable:
     """Compile a captured graph for forward calls and for gradients by the inputs `wrt` of the outputs `outputs`."""
+    options = replace(options, pipeline=pipeline_for(options.pipeline, device))
     description = f"differentiable wrt={tuple(wrt)} outputs={tuple(outputs)}"
     pair = _cached(graph, description, options, device, lambda: _differentiable(graph, wrt, outputs, options, device))
     return _link_pair(pair, options, device)
@@ -240,6 +241,7 @@ def compile_step(
 
     Steps with the same `arena` must not run at the same time.
     """
+    options = replace(options, pipeline=pipeline_for(options.pipeline, device))
     updates = "; ".join(
         f"{t.parameter} {t.rate} {t.first} {t.update} {t.accumulates} {t.accumulated} {t.share!r}" for t in trained
     )

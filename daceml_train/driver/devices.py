@@ -1,4 +1,4 @@
-"""What of a captured graph depends on the device: operators whose kernels are written for the CPU are taken apart."""
+"""What of a captured graph and of its pipeline depends on the device: some kernels are written for the CPU alone."""
 
 from __future__ import annotations
 
@@ -7,8 +7,20 @@ from daceml_train.graph.graph import Graph
 from daceml_train.ops.fused_attention import FusedAttention
 from daceml_train.ops.operator import Value, make
 from daceml_train.ops.random import Uniform
+from daceml_train.passes.pipeline import Pipeline
 from daceml_train.runtime.device import Device
 from daceml_train.tensor import simplify
+from daceml_train.transformations.layout.convolve_by_product import ConvolveByProduct
+
+BY_HAND = (ConvolveByProduct,)
+"""Passes that make operators whose kernels are written by hand, for the processor. They undo what its library does."""
+
+
+def pipeline_for(pipeline: Pipeline, device: Device) -> Pipeline:
+    """The pipeline without passes that are of no use on this device."""
+    if device.toolchain.templates:
+        return pipeline
+    return pipeline.without(*(kind for kind in BY_HAND if any(isinstance(p, kind) for p in pipeline)))
 
 
 def for_device(graph: Graph, device: Device) -> Graph:

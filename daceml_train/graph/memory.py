@@ -17,11 +17,13 @@ import sympy
 
 from daceml_train.graph.aliases import is_alias, view_strides
 from daceml_train.graph.graph import Graph, Node, Role
+from daceml_train.graph.pieces import pieces
 from daceml_train.ops.contraction import Matmul, MatmulAdd
 from daceml_train.ops.elementwise import Full, Iota
 from daceml_train.ops.fused_attention import FusedAttention, FusedAttentionGrad
 from daceml_train.ops.movement import Expand, Permute, Slice, View
 from daceml_train.ops.operator import Operator
+from daceml_train.ops.resample import Windows
 from daceml_train.tensor import Dim, Tensor, same, same_shape
 
 UNKNOWN = 32
@@ -117,7 +119,8 @@ def allocates(op: Operator) -> bool:
 
     Matrix products write where they are told to, and so do kernels written by hand.
     """
-    return op.vendor and not isinstance(op, Matmul | MatmulAdd | FusedAttention | FusedAttentionGrad)
+    written = isinstance(op, FusedAttention | FusedAttentionGrad) or (isinstance(op, Windows) and op.last)
+    return op.vendor and not written and not isinstance(op, Matmul | MatmulAdd)
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,7 @@ class Blocks:
         self.takes = summands(graph, self.base)
         """Results of products -> the summands to which they may be added where those lie, if nothing reads them."""
         self.overwrites = overwrites(graph, self.base, self.takes) if add_in_place else {}
+        self.pieces = pieces(graph)
         for name, entry in graph.inputs.items():
             self.places[name] = _Placed(name, entry.tensor.strides)
         for position, node in enumerate(graph.nodes):
@@ -187,9 +191,23 @@ class Blocks:
             elif name in self.overwrites:
                 block = self.block(self.overwrites[name])
                 self.places[name] = _Placed(block, self.tensors[name].strides)
+            elif name in self.pieces:
+                self._piece(position, name)
+            elif name in self.made:  # a concatenation with pieces, which were here before it
+                self.places[name] = _Placed(name, self.tensors[name].strides)
             else:
                 pooled = allocates(op) or name in self.visible
                 self._new(name, position, self.tensors[name].strides, pooled)
+
+    def _piece(self, position: int, name: str) -> None:
+        """What is written into a concatenation: that is the block, from its first piece on."""
+        piece = self.pieces[name]
+        if piece.whole not in self.made:
+            self.made[piece.whole] = position
+            if piece.whole in self.visible:
+                self.pooled.add(piece.whole)
+        self.places[name] = _Placed(piece.whole, piece.strides)
+        self.last[piece.whole] = position
 
     def _alias(self, position: int, node: Node) -> None:
         (source,), (name,) = node.inputs, node.outputs
@@ -234,7 +252,7 @@ def summands(graph: Graph, base: Mapping[str, str]) -> dict[str, str]:
     maps aliases to the arrays behind them.
     """
     makers = graph.producers()
-    visible = {base.get(name, name) for name in graph.results}
+    visible = {base.get(name, name) for name in graph.results} | pieces(graph).keys()
     found: dict[str, str] = {}
     for node in graph.nodes:
         if not isinstance(node.op, MatmulAdd):

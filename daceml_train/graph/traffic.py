@@ -28,7 +28,7 @@ from daceml_train.ops.control import Cond, ControlFlow, Scan
 from daceml_train.ops.elementwise import Full, Iota
 from daceml_train.ops.embedding import AddRows, Embedding, EmbeddingBag
 from daceml_train.ops.kernel import Kernel
-from daceml_train.ops.movement import Expand, Permute, Slice, View
+from daceml_train.ops.movement import Concat, Expand, Permute, Slice, View
 from daceml_train.ops.operator import Operator, Origin
 from daceml_train.tensor import Dim, Shape, Tensor, product, same, simplify
 
@@ -243,8 +243,13 @@ class _Count:
             touched = self._touched(op, node.inputs, operands)
         else:
             touched = {name: self.parts[name] for name in node.inputs}
+        if isinstance(op, Concat) and op.placed:
+            copied = [name for k, name in enumerate(node.inputs) if k not in op.placed]
+            touched = {name: self.parts[name] for name in copied}
         reads = self._reads(touched, op.vendor)
         writes = {name: self.types[name].bytes for name in written}
+        if isinstance(op, Concat) and op.placed:
+            writes = {node.outputs[0]: total(self.types[name].bytes for name in copied)} if copied else {}
         if isinstance(op, Embedding | EmbeddingBag | AddRows):  # touches the rows that the indices name
             table, indices = self.parts[node.inputs[0]].root, self.types[node.inputs[1]]
             row = operands[0].shape[1] * operands[0].dtype.bytes

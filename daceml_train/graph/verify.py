@@ -10,9 +10,11 @@ import sympy
 from daceml_train.errors import DacemlError, Invalid
 from daceml_train.graph.aliases import is_alias, roots
 from daceml_train.graph.graph import Graph, Node
+from daceml_train.graph.pieces import piece
 from daceml_train.graph.sizes import derivation, symbols_of
 from daceml_train.ops.control import ControlFlow
 from daceml_train.ops.kernel import Kernel
+from daceml_train.ops.movement import Concat
 from daceml_train.ops.operator import Operator
 from daceml_train.tensor import Tensor
 
@@ -30,6 +32,8 @@ def verify(graph: Graph) -> None:
     _sizes(graph)
     if any(node.op.updates for node in graph.nodes):
         _updates(graph)
+    if any(isinstance(node.op, Concat) and node.op.placed for node in graph.nodes):
+        _placed(graph)
 
 
 def _broken(node: Node, message: str) -> Invalid:
@@ -149,6 +153,26 @@ def _symbols(op: Operator) -> Sequence[sympy.Symbol]:
 @functools.lru_cache(maxsize=1 << 16)
 def _remembered_symbols(op: Operator) -> tuple[sympy.Symbol, ...]:
     return tuple(set(symbols_of(op)))
+
+
+def _placed(graph: Graph) -> None:
+    """What a concatenation finds in place is one kernel's or concatenation's result, and lies nowhere else."""
+    producers, visible = graph.producers(), set(graph.results)
+    root = roots(graph)
+    seen = {root[name] for name in visible}
+    for node in graph.nodes:
+        for position in node.op.placed if isinstance(node.op, Concat) else ():
+            name = root[node.inputs[position]]
+            maker = producers.get(name)
+            if piece(graph, producers, node, position) is None:
+                raise _broken(node, f"it has its operand {position} in place, which memory does not allow")
+            if maker is None or (maker.op.vendor and not isinstance(maker.op, Concat)) or is_alias(maker.op):
+                raise _broken(node, f"it has %{name} in place, which no kernel makes")
+            if maker.outputs.index(name) in dict(maker.op.updates):
+                raise _broken(node, f"it has %{name} in place, which is stored over an operand")
+            if name in seen:
+                raise _broken(node, f"it has %{name} in place, which lies elsewhere, too")
+            seen.add(name)
 
 
 def _updates(graph: Graph) -> None:

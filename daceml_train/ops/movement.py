@@ -188,16 +188,22 @@ class Pad(Movement):
 
 @dataclass(frozen=True)
 class Concat(Movement):
-    """The operands one after the other along `dim`; their other sizes and their element types are equal."""
+    """The operands one after the other along `dim`; their other sizes and their element types are equal.
+
+    `placed` are the positions of operands that lie at their places in the result from the beginning.
+    """
 
     name = "concat"
     operands = ("*xs",)
     vendor = True
     dim: int
+    placed: tuple[int, ...] = ()
 
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
         if not operands or not 0 <= self.dim < operands[0].rank:
             raise Invalid(f"concat along {self.dim} expects operands with that dimension, given {_show(operands)}")
+        if not set(self.placed) <= set(range(len(operands))):
+            raise Invalid(f"concat of {len(operands)} operands cannot have {self.placed} in place")
         first = operands[0]
         outer = first.shape[: self.dim], first.shape[self.dim + 1 :]
         for x in operands[1:]:

@@ -8,35 +8,49 @@ from typing import Any
 from daceml_train.errors import Invalid, Unsupported
 from daceml_train.ops.convolution import spatial_size
 from daceml_train.ops.operator import Array, Builder, Operator, Value
-from daceml_train.tensor import Dim, Shape, Tensor, product, same_shape, show_shape, simplify
+from daceml_train.tensor import Dim, Shape, Tensor, channels_last, product, same_shape, show_shape, simplify
 
 Pair = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Windows(Operator):
-    """What `im2col` and `col2im` share; pairs are (height, width)."""
+    """What `im2col` and `col2im` share; pairs are (height, width).
+
+    With `last`, images have a batch, they lie with their channels last, and columns lie one behind the other, each
+    densely: the layout of a matrix with a row per window. Passes ask for it; the processor has kernels of its own.
+    """
 
     vendor = True
     kernel: Pair
     dilation: Pair = (1, 1)
     padding: Pair = (0, 0)
     stride: Pair = (1, 1)
+    last: bool = False
 
     @property
     def geometry(self) -> tuple[Pair, Pair, Pair, Pair]:
         """Kernel, dilation, padding and stride, as PyTorch's calls order them."""
         return self.kernel, self.dilation, self.padding, self.stride
 
+    @property
+    def common(self) -> dict[str, Any]:
+        """The shared fields but the layout, for building the adjoint."""
+        return {"kernel": self.kernel, "dilation": self.dilation, "padding": self.padding, "stride": self.stride}
+
     def unfolded(self, x: Shape) -> Shape:
         """The sizes of the windows of an image [..., C, H, W]: [..., C * kernel, windows]."""
-        counts = [
-            spatial_size(size, k, s, p, d)
-            for size, k, d, p, s in zip(
-                x[-2:], self.kernel, self.dilation, self.padding, self.stride, strict=True
-            )
-        ]  # fmt: skip
-        return (*x[:-3], simplify(x[-3] * product(self.kernel)), product(counts))
+        return (*x[:-3], simplify(x[-3] * product(self.kernel)), product(self.counts(x)))
+
+    def counts(self, x: Shape) -> tuple[Dim, Dim]:
+        """How many windows an image [..., H, W] has below each other, and side by side."""
+        (h, w), *options = x[-2:], self.kernel, self.stride, self.padding, self.dilation
+        rows, columns = ([option[d] for option in options] for d in (0, 1))
+        return spatial_size(h, *rows), spatial_size(w, *columns)
+
+    def ranks(self, *ranks: int) -> tuple[int, ...]:
+        """The ranks that an operand may have: with `last`, only the one with a batch."""
+        return ranks[-1:] if self.last else ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +61,9 @@ class Im2Col(Windows):
 
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
         (x,) = operands
-        if x.rank not in (3, 4):
-            raise Invalid(f"im2col expects [N, C, H, W] or [C, H, W], given {x}")
-        return (Tensor(self.unfolded(x.shape), x.dtype),)
+        if x.rank not in self.ranks(3, 4):
+            raise Invalid(f"im2col expects [N, C, H, W]{'' if self.last else ' or [C, H, W]'}, given {x}")
+        return (Tensor(self.unfolded(x.shape), x.dtype, (0, 2, 1) if self.last else None),)
 
     def evaluate(self, *operands: Array) -> tuple[Array, ...]:
         import torch
@@ -57,8 +71,7 @@ class Im2Col(Windows):
         return (torch.ops.aten.im2col(torch.as_tensor(operands[0].copy()), *self.geometry).numpy(),)
 
     def vjp(self, b: Builder, x: Value, grad_y: Value) -> Value:
-        fields: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return grad_y.apply(Col2Im(size=tuple(x.shape[-2:]), **fields))
+        return grad_y.apply(Col2Im(size=tuple(x.shape[-2:]), **self.common))
 
     def flops(self, *operands: Tensor) -> Dim:
         return 0
@@ -74,12 +87,12 @@ class Col2Im(Windows):
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
         (x,) = operands
         channels = simplify(x.shape[-2] // product(self.kernel)) if isinstance(x.shape[-2], int) else None
-        if x.rank not in (2, 3) or channels is None:
+        if x.rank not in self.ranks(2, 3) or channels is None:
             raise Invalid(f"col2im expects columns [N, C * {product(self.kernel)}, windows], given {x}")
         y = (*x.shape[:-2], channels, *self.size)
         if not same_shape(self.unfolded(y), x.shape):
             raise Invalid(f"col2im to {show_shape(y)} expects {show_shape(self.unfolded(y))}, given {x}")
-        return (Tensor(y, x.dtype),)
+        return (Tensor(y, x.dtype, channels_last(4) if self.last else None),)
 
     def evaluate(self, *operands: Array) -> tuple[Array, ...]:
         import torch
@@ -88,8 +101,7 @@ class Col2Im(Windows):
         return (torch.ops.aten.col2im(torch.as_tensor(operands[0].copy()), size, *self.geometry).numpy(),)
 
     def vjp(self, b: Builder, grad_y: Value) -> Value:
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "size"}
-        return grad_y.apply(Im2Col(**fields))
+        return grad_y.apply(Im2Col(**self.common))
 
     def flops(self, *operands: Tensor) -> Dim:
         return operands[0].size

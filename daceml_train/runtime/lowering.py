@@ -21,11 +21,12 @@ from daceml_train.graph.aliases import is_alias, view_strides
 from daceml_train.graph.bodies import bodies
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.graph.memory import bases, overwrites, summands
+from daceml_train.graph.pieces import pieces
 from daceml_train.ops.control import Cond, ControlFlow, Scan, While
 from daceml_train.ops.elementwise import Cast, Full, Iota
 from daceml_train.ops.fallback import Operand
 from daceml_train.ops.kernel import Kernel, Statement
-from daceml_train.ops.movement import Expand, Permute, Slice
+from daceml_train.ops.movement import Concat, Expand, Permute, Slice
 from daceml_train.ops.operator import Operator
 from daceml_train.runtime.device import CPU, Device
 from daceml_train.runtime.program import (
@@ -64,6 +65,9 @@ class _Lowering:
         self.visible = {self.base(name) for name in graph.outputs}
         aliases = bases(graph)
         self.overwrites = overwrites(graph, aliases, summands(graph, aliases))
+        self.pieces = pieces(graph)
+        self.wholes: dict[str, Place] = {}
+        """Concatenations with pieces that are there by now."""
 
     def base(self, name: str) -> str:
         """The array whose memory `name` is a view of, if all movement operators on the way can be views."""
@@ -103,7 +107,12 @@ class _Lowering:
         return Place(len(self.program.slots) - 1, slot.dtype, slot.shape, slot.strides)
 
     def allocate(self, name: str, tensor: Tensor) -> Place:
-        """Memory for a value that a kernel or an in-place library call computes."""
+        """Memory for a value that a kernel or an in-place library call computes; or its place in a concatenation."""
+        if (piece := self.pieces.get(name)) is not None:
+            if piece.whole not in self.wholes:
+                self.wholes[piece.whole] = self.allocate(piece.whole, self.graph.tensors[piece.whole])
+            whole = self.wholes[piece.whole]
+            return replace(whole, shape=tensor.shape, strides=piece.strides, offset=piece.offset)
         home = Home.fresh if name in self.visible else Home.arena
         return self.new_place(Slot(home, tensor.dtype, tensor.shape, tensor.strides))
 
@@ -142,6 +151,8 @@ class _Lowering:
             self.compute(node, op)
         elif isinstance(op, ControlFlow):
             self.control(node, op)
+        elif isinstance(op, Concat) and (op.placed or node.outputs[0] in self.pieces):
+            self.join(node, op)
         elif self.written(node):
             pass
         elif op.vendor:
@@ -334,6 +345,19 @@ class _Lowering:
         self.program.launches.append(
             CallLaunch(call.target, call.overload, arguments, returns, call.direct, str(node.origin), writes)
         )
+
+    def join(self, node: Node, op: Concat) -> None:
+        """Copy the operands of a concatenation that are not in place."""
+        (name,) = node.outputs
+        whole = self.wholes.get(name) or self.allocate(name, self.graph.tensors[name])
+        self.places[name] = whole
+        start: Dim = 0
+        for position, operand in enumerate(node.inputs):
+            shape = self.graph.tensors[operand].shape
+            if position not in op.placed and not any(same(size, 0) for size in shape):
+                offset = simplify(whole.offset + start * whole.strides[op.dim])
+                self.copy(self.place(operand), replace(whole, shape=shape, offset=offset), str(node.origin))
+            start = simplify(start + shape[op.dim])
 
     def control(self, node: Node, op: ControlFlow) -> None:
         """Lower the bodies to programs of their own, on operands that lie densely, and launch them."""

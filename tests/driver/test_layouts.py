@@ -75,3 +75,36 @@ def test_convolutions_run_with_their_channels_last() -> None:
         for place in call.arguments[:2]:
             if hasattr(place, "strides") and min(place.shape[1:]) > 1:
                 assert place.strides[1] == 1, call.origin
+
+
+class Heavy(nn.Module):
+    """Weights that outweigh their images: convolved by products, with padding, strides and single pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 48, 3, 2, 1)
+        self.wide = nn.Conv2d(48, 96, 3, 2, 1, bias=False)
+        self.point = nn.Conv2d(96, 128, 1)
+        self.dilated = nn.Conv2d(128, 64, 3, padding=2, dilation=2)
+        self.whole = nn.Conv2d(64, 32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.wide(F.relu(self.stem(x))))
+        return self.whole(F.silu(self.dilated(self.point(x)))).flatten(1)
+
+
+@pytest.mark.parametrize("run", [through_step, through_optimize])
+def test_heavy_weights_are_multiplied(run) -> None:
+    heavy = Problem(Heavy, lambda: (torch.randn(2, 3, 16, 16), torch.randint(0, 32, (2,))), F.cross_entropy)
+    assert_conforms(heavy, adam, run, steps=3)
+
+
+def test_products_read_the_weight_as_it_lies() -> None:
+    model = Heavy()
+    step = dt.training_step(model, F.cross_entropy, adam(model.parameters()))
+    step(torch.randn(2, 3, 16, 16), torch.randint(0, 32, (2,)))
+    launches = step.records[0].executable.program.launches
+    targets = [c.target for c in launches if isinstance(c, CallLaunch)]
+    assert sum("convolution" in t for t in targets) <= 2, "the stem's alone"
+    own = [code for code in step.records[0].executable.program.codes if "columns.h" in code.text]
+    assert own, "windows are gathered and added up by kernels of our own"

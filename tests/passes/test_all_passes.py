@@ -24,8 +24,28 @@ MATCHES = 3
 
 
 EXTRA = {
+    "accumulate_rows": program(
+        "g: f32[5, 4], i: i64[5], a: f32[90, 3], b: f32[3, 4]",
+        "%c = matmul(%a, %b)\n%d = embedding_grad(%g, %i, rows=90)\n%y = add(%c, %d)",
+        "%y",
+    ),
+    "assemble_slices": program(
+        "g: f32[2, 8], h: f32[3, 8]",
+        "%a = pad(%g, pads=((0, 5), (0, 0)))\n%b = pad(%h, pads=((3, 1), (0, 0)))\n%y = add(%a, %b)",
+        "%y",
+    ),
     "at_place": program("x: f32[4]", "%a = neg(%x)\n%b = neg(%a)\n%y = exp(%b)", "%y"),
+    "convolve_by_product": program(
+        "x: f32[1, 64, 4, 4], w: f32[128, 64, 3, 3]",
+        "%y = convolution(%x, %w, stride=(1, 1), padding=(1, 1), dilation=(1, 1), output_padding=(0, 0))",
+        "%y",
+    ),
     "dead_code": program("x: f32[4]", "%a = exp(%x)\n%b = neg(%x)", "%b"),
+    "factor_products": program(
+        "a: f32[4, 3, 3], b: f32[4, 3, 16]",
+        "%t = permute(%a, dims=(0, 2, 1))\n%p = matmul(%a, %b)\n%y = matmul_add(%p, %t, %b)",
+        "%y",
+    ),
     "merge_batch": program(
         "x: f32[2, 3, 4], w: f32[4, 5]",
         "%a = view(%w, shape=(1, 4, 5))\n%b = expand(%a, shape=(2, 4, 5))\n%y = matmul(%x, %b)",

@@ -82,7 +82,7 @@ def test_the_gradient_of_a_sequence_grows_linearly() -> None:
         return size
 
     assert moved(64, TRAINING) < 2.2 * moved(32, TRAINING)
-    assert moved(64, PLAIN) > 2.5 * moved(32, PLAIN)
+    assert moved(64, PLAIN) < 2.2 * moved(32, PLAIN), "the reverse pass puts the gradients of steps side by side"
 
 
 def test_inference() -> None:

@@ -16,6 +16,7 @@ from daceml_train.ops.control import draws
 from daceml_train.ops.kernel import Kernel
 from daceml_train.passes.base import Candidate, Measured, Pass
 from daceml_train.transformations.global_movement.again import rebuilt
+from daceml_train.transformations.global_movement.concatenate_in_place import ConcatenateInPlace
 from daceml_train.transformations.global_movement.dead_code import DeadCode
 from daceml_train.transformations.global_movement.live import Items, items_of, reordered
 from daceml_train.transformations.global_movement.reuse_operands import ReuseOperands, candidates
@@ -41,7 +42,7 @@ class Recompute(Pass):
     run again; our own random numbers are a function of seed and index, so they come out the same. What a step writes
     (running statistics, parameters) it writes once. Raises `Unmet` for a budget below the minimum, which it names.
 
-    Stands in front of `UpdateInPlace`; the peak is that behind `UpdateInPlace`, `Schedule` and `ReuseOperands`.
+    Stands in front of `UpdateInPlace`; the peak is that behind the passes of TRAINING that follow it there.
     """
 
     level = "global_movement"
@@ -100,7 +101,8 @@ def show_bytes(size: int) -> str:
 
 def finished(graph: Graph) -> Graph:
     """The graph as the passes behind `Recompute` leave it."""
-    return ReuseOperands().run(Schedule().run(UpdateInPlace().run(DeadCode().run(graph))))
+    ordered = Schedule().run(UpdateInPlace().run(DeadCode().run(graph)))
+    return ReuseOperands().run(ConcatenateInPlace().run(ordered))
 
 
 TRIES = 6

@@ -12,6 +12,7 @@ from daceml_train.codegen.plan import Plan
 from daceml_train.errors import Refused
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.graph.memory import Blocks
+from daceml_train.ops.embedding import AddRows
 from daceml_train.ops.kernel import Kernel
 from daceml_train.passes.base import Pass
 from daceml_train.tensor import Tensor, same
@@ -26,7 +27,8 @@ class ReuseOperands(Pass):
 
     The kernel must read each element of the operand before it writes there and never after, which `codegen.plan`
     decides; operand and result have one type and one layout; neither is an input's memory or a result of the graph.
-    Arrays below `min_bytes` stay as they are. The bytes moved stay as they are, the bytes that live shrink.
+    Arrays below `min_bytes` stay as they are. Rows are added to a table where it lies (`add_rows`), so that other rows
+    are not touched; but for that, the bytes moved stay as they are. The bytes that live shrink.
     """
 
     level = "global_movement"
@@ -57,7 +59,9 @@ class ReuseOperands(Pass):
                         over[made] = block
                         last[block] = last[made]
                         break
-            if pairs and kernel is not None:
+            if pairs and isinstance(node.op, AddRows):
+                other.nodes[position] = replace(node, op=replace(node.op, in_place=True))
+            elif pairs and kernel is not None:
                 op = replace(kernel, updates=(*kernel.updates, *pairs.items()))
                 other.nodes[position] = replace(node, op=op)
         return other
@@ -81,13 +85,20 @@ def candidates(graph: Graph, blocks: Blocks, min_bytes: int) -> dict[int, dict[i
     visible |= blocks.constants
     found: dict[int, dict[int, list[int]]] = {}
     for position, node in enumerate(graph.nodes):
+        if isinstance(node.op, AddRows) and not node.op.in_place:
+            name = node.outputs[0]
+            kept = blocks.places[name].block in visible or small(graph.tensors[name], min_bytes)
+            if not kept and fits(graph, blocks, node, 0, graph.tensors[name], visible):
+                found[position] = {0: [0]}
+            continue
         kernel = as_kernel(node)
         if kernel is None or len(set(kernel.arguments)) < len(kernel.arguments):
             continue
         taken = {result for result, _ in kernel.updates}
         for result, name in enumerate(node.outputs):
             tensor = graph.tensors[name]
-            if result in taken or blocks.places[name].block in visible or small(tensor, min_bytes):
+            elsewhere = result in taken or name in blocks.pieces or blocks.places[name].block in visible
+            if elsewhere or small(tensor, min_bytes):
                 continue
             fitting = [a for a in range(len(node.inputs)) if fits(graph, blocks, node, a, tensor, visible)]
             fitting = [a for a in fitting if legal(graph, blocks, node, {result: a})]
@@ -114,7 +125,9 @@ def fits(graph: Graph, blocks: Blocks, node: Node, argument: int, tensor: Tensor
 
 
 def legal(graph: Graph, blocks: Blocks, node: Node, pairs: Mapping[int, int]) -> bool:
-    """Whether a kernel can be generated that stores these results over these arguments."""
+    """Whether these results can be stored over these arguments: of a kernel, whether it can be generated."""
+    if isinstance(node.op, AddRows):
+        return True  # which works in place by itself
     kernel = as_kernel(node)
     assert kernel is not None
     op = replace(kernel, updates=(*kernel.updates, *pairs.items()))

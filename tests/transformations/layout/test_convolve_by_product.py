@@ -1,0 +1,158 @@
+"""Convolutions and their gradients as products: the same numbers, the bytes promised, and why not."""
+
+import numpy as np
+import pytest
+import torch
+
+from daceml_train.graph.graph import Graph
+from daceml_train.graph.interpret import interpret
+from daceml_train.graph.traffic import traffic
+from daceml_train.transformations.layout.convolve_by_product import ConvolveByProduct
+from tests.transformations.checking import Golden, arrays, check_refused, check_rewrite, program
+
+THREE = "stride=(1, 1), padding=(1, 1), dilation=(1, 1), output_padding=(0, 0)"
+POINT = "stride=(1, 1), padding=(0, 0), dilation=(1, 1), output_padding=(0, 0)"
+APART = "stride=(2, 1), padding=(0, 2), dilation=(1, 2), output_padding=(0, 0)"
+CASES = {  # x, g, kernel, geometry
+    "windows": ((2, 16, 4, 3), (2, 24, 4, 3), (3, 3), THREE),
+    "points": ((2, 16, 4, 3), (2, 24, 4, 3), (1, 1), POINT),
+    "apart": ((2, 16, 5, 4), (2, 24, 2, 6), (2, 2), APART),
+}
+LAST = "@0231"
+
+
+def text(shape: tuple[int, ...], order: str = "") -> str:
+    return f"f32[{', '.join(map(str, shape))}]{order}"
+
+
+def graphs(case: str, order: str, visible: bool = True) -> dict[str, Graph]:
+    """A convolution with bias and its two gradients, each as a graph of its own."""
+    x, g, kernel, geometry = CASES[case]
+    w = (g[1], x[1], *kernel)
+    image, gradient, weight = text(x, order), text(g, order), text(w)
+    result = "%y" if visible else "%r"
+    behind = "" if visible else "\n%r = exp(%y)"
+    return {
+        "convolution": program(
+            f"x: {image}, w: {weight}, b: f32[{g[1]}]", f"%y = convolution(%x, %w, %b, {geometry}){behind}", result
+        ),
+        "input_grad": program(
+            f"g: {gradient}, w: {weight}",
+            f"%y = convolution_input_grad(%g, %w, input_shape={x}, {geometry}){behind}",
+            result,
+        ),
+        "weight_grad": program(
+            f"g: {gradient}, x: {image}",
+            f"%y = convolution_weight_grad(%g, %x, weight_shape={w}, {geometry}){behind}",
+            result,
+        ),
+    }
+
+
+@pytest.mark.parametrize("order", [LAST, ""])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", ["convolution", "input_grad", "weight_grad"])
+def test_equals_the_convolution(kind: str, case: str, order: str, golden: Golden) -> None:
+    before = graphs(case, order)[kind]
+    after = check_rewrite(before, ConvolveByProduct(share=-10.0), golden, exact=False) if saves(before) else None
+    after = after or forced(before)
+    assert not any(node.op.label.startswith("convolution") for node in after.nodes)
+    (y,), (z,) = before.outputs, after.outputs
+    assert before.tensors[y] == after.tensors[z], "who reads the result finds it as it was"
+
+
+def saves(graph: Graph) -> bool:
+    (match,) = ConvolveByProduct().matches(graph)
+    return int(match.traffic) <= 0
+
+
+def forced(graph: Graph) -> Graph:
+    """The graph with its convolution as a product even where that moves more; the promise is still kept."""
+    (match,) = ConvolveByProduct().matches(graph)
+    after = ConvolveByProduct().sweep(graph, {id(match.root): match})
+    assert traffic(after).bytes - traffic(graph).bytes == match.traffic
+    inputs = arrays(graph)
+    expected, given = interpret(graph, inputs).outputs[0], interpret(after, inputs).outputs[0]
+    np.testing.assert_allclose(given, expected, rtol=1e-9, atol=1e-12)
+    return after
+
+
+def test_a_gradient_is_written_as_the_update_wants_it() -> None:
+    """The weight's gradient that somebody within the graph reads comes in row-major order, without a reorder."""
+    x, g, kernel, geometry = CASES["windows"]
+    w = (g[1], x[1], *kernel)
+    body = f"%y = convolution_weight_grad(%g, %x, weight_shape={w}, {geometry})\n%r = reorder(%y, order=(0, 1, 2, 3))"
+    before = program(f"g: {text(g, LAST)}, x: {text(x, LAST)}", body, "%r")
+    (match,) = ConvolveByProduct().matches(before)
+    assert match.root.outputs == ("r",)
+    after = match.apply()
+    assert [n.op.label for n in after.nodes if n.op.label in ("reorder", "matmul", "im2col")] == ["im2col", "matmul"]
+    assert traffic(after).bytes - traffic(before).bytes == match.traffic
+    inputs = arrays(before)
+    np.testing.assert_allclose(interpret(after, inputs).outputs[0], interpret(before, inputs).outputs[0], rtol=1e-9)
+
+
+def test_a_batch_of_any_size() -> None:
+    body = f"%y = convolution(%x, %w, {THREE})"
+    graph = program("x: f32[s0, 64, 2, 2]@0231, w: f32[512, 64, 3, 3]", body, "%y")
+    (match,) = ConvolveByProduct(share=0.01).matches(graph)
+    assert match.refusal is None
+    assert traffic(match.apply(), {"s0": 3}).bytes < traffic(graph, {"s0": 3}).bytes
+
+
+@pytest.mark.parametrize(
+    ("signature", "convolution", "sentence"),
+    [
+        (
+            "x: f32[1, 64, 4]@021, w: f32[64, 64, 3]",
+            "stride=(1,), padding=(1,), dilation=(1,), output_padding=(0,)",
+            "convolution of 1 dimensions: windows are those of images",
+        ),
+        ("x: f32[1, 64, 4, 4]@0231, w: f32[64, 32, 3, 3]", f"{THREE}, groups=2", "2 groups would be as many products"),
+        (
+            "x: f32[1, 64, 4, 4]@0231, w: f32[64, 64, 3, 3]",
+            f"{THREE}, transposed=True",
+            "a transposed convolution adds up windows in its forward pass",
+        ),
+        (
+            "x: f64[1, 64, 4, 4]@0231, w: f64[64, 64, 3, 3]",
+            THREE,
+            "the library works on f64 in loops of its own",
+        ),
+        (
+            "x: f32[1, 4, 40, 40]@0231, w: f32[4, 4, 20, 20]",
+            THREE,
+            "windows of f32[4, 4, 20, 20] have no kernel",
+        ),
+        (
+            "x: f32[1, 64, 4, 4]@0231, w: f32[64, 64, 3, 3]@0231",
+            THREE,
+            "the weight %w does not lie in row-major order, as the product needs it",
+        ),
+        (
+            "x: f32[8, 4, 20, 20]@0231, w: f32[4, 4, 3, 3]",
+            THREE,
+            "it would save 0 of the 105280 bytes moved",
+        ),
+    ],
+)
+def test_refused(signature: str, convolution: str, sentence: str) -> None:
+    graph = program(signature, f"%y = convolution(%x, %w, {convolution})", "%y")
+    check_refused(graph, ConvolveByProduct(), sentence)
+
+
+def test_pytorch_is_the_judge() -> None:
+    """The gradients of the product against autograd's of the convolution, in float64."""
+    x, g, kernel, _ = CASES["apart"]
+    tensors = {
+        "x": torch.randn(x, dtype=torch.float64, requires_grad=True),
+        "w": torch.randn((g[1], x[1], *kernel), dtype=torch.float64, requires_grad=True),
+        "b": torch.randn(g[1], dtype=torch.float64),
+    }
+    y = torch.nn.functional.conv2d(*tensors.values(), stride=(2, 1), padding=(0, 2), dilation=(1, 2))
+    tensors["g"] = torch.randn(g, dtype=torch.float64)
+    gx, gw = torch.autograd.grad(y, [tensors["x"], tensors["w"]], tensors["g"])
+    for (kind, graph), want in zip(graphs("apart", LAST).items(), (y, gx, gw), strict=True):
+        inputs = {name: tensors[name].detach().numpy() for name in graph.inputs}
+        given = interpret(forced(graph), inputs).outputs[0]
+        np.testing.assert_allclose(given, want.detach().numpy(), rtol=1e-9, atol=1e-12, err_msg=kind)

@@ -1,0 +1,160 @@
+"""ConcatenateInPlace: kernels write their results where a concatenation wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from daceml_train.codegen.loops import hint
+from daceml_train.errors import Refused
+from daceml_train.graph.aliases import is_alias, roots
+from daceml_train.graph.graph import Graph, Node
+from daceml_train.graph.pieces import Piece, piece, pieces
+from daceml_train.ops.control import ControlFlow
+from daceml_train.ops.elementwise import Full, Iota
+from daceml_train.ops.movement import Concat
+from daceml_train.passes.base import Pass
+from daceml_train.tensor import Dim, same, same_shape, simplify
+
+
+@dataclass(frozen=True)
+class ConcatenateInPlace(Pass):
+    """Let kernels write what a concatenation joins at its place in the result.
+
+        x -> [f] -> a;  a, b -> [concat] -> y     =>     x -> [f] -> a in y;  b -> [concat] -> y
+
+    What library calls make, and what is handed out of the graph, is copied as before; so is what a second
+    concatenation joins. Bytes: a is neither read again nor written a second time.
+    """
+
+    level = "global_movement"
+
+    def run(self, graph: Graph) -> Graph:
+        joined = [n for n in graph.nodes if isinstance(n.op, Concat) and not n.op.placed]
+        if not joined:
+            return graph
+        known = Known.of(graph)
+        for node in in_turn(graph, joined):
+            candidate = Joined(self, graph, node, known)
+            if candidate.refusal is None:
+                graph = candidate.apply()
+                known.taken.update(pieces(graph))
+        return graph
+
+    def matches(self, graph: Graph) -> list[Joined]:
+        """The concatenations in the order in which they are served, refused ones included."""
+        known = Known.of(graph)
+        found = [n for n in graph.nodes if isinstance(n.op, Concat) and not n.op.placed]
+        return [Joined(self, graph, node, known) for node in in_turn(graph, found)]
+
+
+def in_turn(graph: Graph, nodes: Sequence[Node]) -> list[Node]:
+    """Concatenations, large ones first: they save most, and one that is part of another lies where that one says."""
+    numbered = enumerate(nodes)
+    return [n for _, n in sorted(numbered, key=lambda p: (-hint(graph.tensors[p[1].outputs[0]].bytes), -p[0]))]
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is looked up in a graph: it stays when concatenations get operands in place, but for `taken`."""
+
+    producers: Mapping[str, Node]
+    base: Mapping[str, str]
+    readers: Mapping[str, Sequence[Node]]
+    """Array that is no alias -> the nodes that read it, through aliases too."""
+    visible: frozenset[str]
+    taken: dict[str, Piece]
+
+    @staticmethod
+    def of(graph: Graph) -> Known:
+        """The lookups of a graph."""
+        base = roots(graph)
+        readers: dict[str, list[Node]] = {}
+        for node in graph.nodes:
+            if not is_alias(node.op):
+                for name in {base[i] for i in node.inputs}:
+                    readers.setdefault(name, []).append(node)
+        visible = frozenset(base[name] for name in graph.results)
+        return Known(graph.producers(), base, readers, visible, pieces(graph))
+
+
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """A concatenation, and which of its operands can be written in place."""
+
+    transformation: Pass
+    graph: Graph
+    node: Node
+    known: Known
+
+    @property
+    def where(self) -> str:
+        """The concatenation, as it stands in the graph's text."""
+        return str(self.node)
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """What the concatenation makes."""
+        return self.node.outputs
+
+    @cached_property
+    def placed(self) -> tuple[int, ...]:
+        """Positions of the operands that can be written in place."""
+        return tuple(k for k, why in enumerate(self.reasons) if why is None)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why nothing can be written in place, or None."""
+        return None if self.placed else self.reasons[0]
+
+    @property
+    def traffic(self) -> Dim:
+        """Bytes that applying adds: what is in place is not copied."""
+        return simplify(sum((-2 * self.graph.tensors[self.node.inputs[k]].bytes for k in self.placed), start=0))
+
+    def apply(self) -> Graph:
+        """The graph with these operands in place. Raises `Refused` with the reason where there are none."""
+        if reason := self.refusal:
+            raise Refused(f"{self.transformation.name} at {self.node}: {reason}", where=str(self.node.origin))
+        other, op = self.graph.copy(), self.node.op
+        assert isinstance(op, Concat)
+        position = next(i for i, n in enumerate(other.nodes) if n.outputs == self.node.outputs)
+        other.nodes[position] = replace(self.node, op=replace(op, placed=self.placed))
+        other.applied = self.graph.applied + 1
+        return other
+
+    @cached_property
+    def reasons(self) -> list[str | None]:
+        """Per operand why it cannot be written in place, or None."""
+        return [self.reason(position) for position in range(len(self.node.inputs))]
+
+    def reason(self, position: int) -> str | None:
+        """Why an operand cannot be written in place, or None."""
+        graph, node, known = self.graph, self.node, self.known
+        name = node.inputs[position]
+        root = known.base[name]
+        made = piece(graph, known.producers, node, position, known.taken.get(node.outputs[0]))
+        if made is None or made[0] != root or same(graph.tensors[name].size, 0):
+            return f"%{name} shows another array in a way that memory does not allow in %{node.outputs[0]}"
+        if not by_kernel(known.producers.get(root), root):
+            return f"%{root} is not made by a kernel, in memory of its own"
+        if root in known.visible:
+            return f"%{root} is handed out of the graph"
+        if root in known.taken or [known.base[i] for i in node.inputs].count(root) > 1:
+            return f"%{root} has a place in another concatenation, or another one in this"
+        dense = same_shape(made[1].strides, graph.tensors[root].strides)
+        if not dense and any(n.op.vendor and not isinstance(n.op, Concat) for n in known.readers[root]):
+            return f"a library call reads %{root}, which would not lie densely"
+        return None
+
+
+def by_kernel(maker: Node | None, name: str) -> bool:
+    """Whether a kernel of ours, or another concatenation, makes an array in memory of its own."""
+    if maker is None or isinstance(maker.op, ControlFlow | Full | Iota):
+        return False
+    if isinstance(maker.op, Concat):
+        return True
+    if maker.op.vendor or maker.op.is_composite:
+        return False
+    return maker.outputs.index(name) not in dict(maker.op.updates)
