@@ -21,8 +21,15 @@ SHOWN = 8
 """Operators that a preview's text shows of those that are gone and of those that are new."""
 
 
-@dataclass(frozen=True, eq=False)
-class Match:
+class _Told:
+    """Shows itself in a notebook as it prints."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Match(_Told):
     """One place where a pass applies or is refused, in one state of a session."""
 
     candidate: Candidate
@@ -122,8 +129,8 @@ class Match:
         return f"{self.transformation} at {self.where}{told}{refused}"
 
 
-@dataclass(frozen=True, eq=False)
-class Preview:
+@dataclass(frozen=True, eq=False, repr=False)
+class Preview(_Told):
     """What applying would do. `reason` says why it cannot be; then there is no state after."""
 
     match: Match | None
@@ -179,8 +186,8 @@ class Preview:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True, eq=False)
-class Step:
+@dataclass(frozen=True, eq=False, repr=False)
+class Step(_Told):
     """A pass that was applied, at one place or everywhere."""
 
     number: int

@@ -68,7 +68,7 @@ const detailsPanel = (desk) => {
 
 const reportPanel = (desk) => {
   const { notes } = desk.state;
-  const part = (label, text) => (text ? [element("h4", {}, label), element("pre", { class: "report" }, text)] : []);
+  const part = (label, text) => (text ? [element("h4", {}, label), element("pre", { class: `report ${label}` }, text)] : []);
   const file = element("input", { class: "path", value: desk.path, spellcheck: "false", "aria-label": "file",
     oninput: (event) => { desk.path = event.target.value; } });
   const ask = (type) => desk.channel.ask({ type, path: desk.path, version: desk.state.version }).then(desk.done, () => {});
