@@ -20,6 +20,7 @@ from daceml_train.codegen.cuda import compile as compiling
 from daceml_train.codegen.cuda.compile import compile_program, find_nvcc, find_tool, run_nvcc, text
 from daceml_train.codegen.cuda.launch import CudaCode
 from daceml_train.errors import CompilerError
+from daceml_train.runtime import cuda_toolchain
 from tests.codegen import groups
 from tests.codegen.cuda.running import code_of
 from tests.codegen.test_families import case
@@ -188,6 +189,22 @@ def test_the_library_is_made_once(tmp_path, monkeypatch):
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(pytest.fail.Exception):
         compile_program([code], tmp_path)
+
+
+@needs_nvcc
+def test_many_kernels_are_several_files(tmp_path, monkeypatch):
+    """Compiled at the same time; variants of a kernel that differ in the number of blocks alone are one text."""
+    monkeypatch.setattr(cuda_toolchain, "TOGETHER", 1)
+    toolchain, said = cuda_toolchain.CudaToolchain((9, 0), 132), []
+    first = code_of(case("gelu", groups.bias_gelu, torch.randn(512, 64), torch.randn(64)))
+    others = toolchain.variants(first)
+    assert others[0] is first and others[0].key == others[1].key and others[0].rows != others[1].rows
+    codes = [first, others[1], code_of(case("softmax", groups.softmax, torch.randn(4, 64)))]
+    made = toolchain.addresses(codes, tmp_path, 2, lambda done, count: said.append((done, count)))
+    assert len(made) == len({path for _, path in made.values()}) == len([*tmp_path.iterdir()]) == 2
+    assert all(address for address, _ in made.values()) and said == [(0, 2), (1, 2), (2, 2)]
+    monkeypatch.setattr(compiling, "run_nvcc", lambda *_: pytest.fail("compiled again"))
+    assert toolchain.addresses(codes, tmp_path, 2, None) == made
 
 
 def test_a_missing_nvcc_is_named(monkeypatch):
