@@ -92,7 +92,6 @@ def report(
         of_pieces = pieces.backend.records if pieces else []
         return [*own, *of_pieces]
 
-    found = machine(default_folder()) if run is not None else None
     theirs = _eager(eager) if eager is not None else None
     if run is not None:
         run()
@@ -102,6 +101,8 @@ def report(
             functions = functions_of(records())
     else:
         functions = functions_of(records())
+    here = all(function.device == "cpu" for function in functions)  # the machine is the processor
+    found = machine(default_folder()) if run is not None and here else None
     own = compiled.breaks if isinstance(compiled, TrainingStep) else []
     breaks = [*own, *(pieces.backend.breaks if pieces else ())]
     recorders = list(compiled.recorders.values()) if isinstance(compiled, TrainingStep) else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from daceml_train.reporting import picture
+from daceml_train.reporting import picture, text
 from daceml_train.reporting.model import Change, Compiled, Contents, Group, Kept, Launched, grouped
 from daceml_train.reporting.numbers import bytes_text, counted, flops_text, percent, seconds_text, share
 from daceml_train.runtime.roofline import Machine
@@ -67,6 +67,8 @@ def _parts(made: Contents) -> Iterator[str]:
         if len(made.functions) > 1:
             yield f"<h1>[{place}] {escape(function.name)}</h1>"
         yield from _function(made, function)
+    if made.recordings:
+        yield f"<h2>Recorded</h2><ul>{_items(made.recordings)}</ul>"
     if made.breaks:
         yield f"<h2>Runs in PyTorch, because</h2><ul>{_items(made.breaks)}</ul>"
     elif not made.empty and not any(function.fallbacks for function in made.functions):
@@ -98,6 +100,10 @@ def _function(made: Contents, function: Compiled) -> Iterator[str]:
         yield _groups("pass", grouped(function.launches, lambda x: x.phase), function, made.machine)
         yield "<h2>By module</h2>"
         yield _groups("module", grouped(function.launches, _module), function, made.machine)
+    if function.device != "cpu":
+        yield f"<h2>On the device</h2><p>{escape(', '.join(text.on_device(function)))}</p>"
+        shaped = grouped((x for x in function.launches if x.shape), lambda x: x.shape)
+        yield _groups("threads of a kernel", shaped, function, made.machine)
     if function.memory:
         yield f"<h2>Memory over the step</h2>{picture.memory(function)}"
     if function.kept:

@@ -87,9 +87,9 @@ def facts(function: Compiled) -> Iterator[str]:
 def on_device(function: Compiled) -> Iterator[str]:
     """The device, and how its threads share out the kernels."""
     yield f"on {function.device}"
-    blocks: dict[str, None] = dict.fromkeys(x.shape.split(", ")[0] for x in function.launches if x.shape)
+    blocks = sorted({int(x.shape.split()[0]) for x in function.launches if x.shape})
     if blocks:
-        yield f"blocks of {' and '.join(sorted(blocks, key=lambda b: int(b.split()[0])))}"
+        yield f"blocks of {' and '.join(map(str, blocks))} threads"
     measured, changed = function.searched
     if measured:
         yield f"shapes of {counted(measured, 'kernel')} compared, {changed} changed by that"
