@@ -19,7 +19,7 @@ from torch.fx import traceback as fx_traceback
 from torch.utils import _pytree as pytree
 
 from daceml_train.errors import DacemlError, Unsupported
-from daceml_train.frontends.torch import inner_gradients, own_leaves
+from daceml_train.frontends.torch import inner_gradients, linear_algebra, own_leaves
 from daceml_train.frontends.torch.control import CONTROL, control_of
 from daceml_train.frontends.torch.operators import CustomFunction, custom_functions, result_counts
 from daceml_train.frontends.torch.polyfills import POLYFILLS
@@ -546,11 +546,12 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     F.cosine_similarity: _cosine_similarity,
     torch.cosine_similarity: _cosine_similarity,
     **POLYFILLS,
+    **linear_algebra.FUNCTIONS,
     # Without gradients these leave out the vectors that their derivatives need.
     torch.linalg.eigvalsh: lambda x, *options, **more: torch.linalg.eigh(x, *options, **more)[0],
     torch.linalg.svdvals: lambda x, **more: torch.linalg.svd(x, full_matrices=False, **more)[1],
 }
-_REPLACED_METHODS: dict[str, Callable[..., Any]] = {"matmul": _matmul, "__matmul__": _matmul}
+_REPLACED_METHODS: dict[str, Callable[..., Any]] = {"matmul": _matmul, "__matmul__": _matmul, **linear_algebra.METHODS}
 
 
 def _attention_in_functorch(*operands: Any, **options: Any) -> torch.Tensor:

@@ -109,3 +109,43 @@ def test_covariances_are_compiled_and_check_their_weights() -> None:
     with pytest.raises(ExecutionError, match="aweights cannot be negative"):
         compiled(x, f, -a)
     assert_compiled(compiled)
+
+
+SINGULAR, INDEFINITE = torch.tensor([[1.0, 2.0], [2.0, 4.0]]), torch.tensor([[1.0, 2.0], [2.0, 1.0]])
+LINEAR_ALGEBRA = {
+    "inv": (torch.linalg.inv, SINGULAR),
+    "inverse": (lambda x: x.inverse(), SINGULAR),
+    "power": (lambda x: torch.linalg.matrix_power(x, -2), SINGULAR),
+    "tensorinv": (lambda x: torch.linalg.tensorinv(x.view(2, 2, 1), 1), SINGULAR),
+    "solve": (lambda x: torch.linalg.solve(x, x[0] * 2), SINGULAR),
+    "solve from the right": (lambda x: torch.linalg.solve(x, x + 1, left=False), SINGULAR),
+    "lu_factor": (lambda x: torch.linalg.lu_factor(x)[0], SINGULAR),
+    "cholesky": (lambda x: torch.linalg.cholesky(x + x.mT, upper=True), INDEFINITE),
+    "cholesky as a method": (lambda x: (x + x.mT).cholesky(), INDEFINITE),
+}
+
+
+class Applies(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x) * 2
+
+
+@pytest.mark.parametrize("name", LINEAR_ALGEBRA)
+def test_what_linear_algebra_cannot_compute_raises(name: str) -> None:
+    function, bad = LINEAR_ALGEBRA[name]
+    model, good = Applies(function), torch.tensor([[3.0, 1.0], [0.5, 2.0]])
+    compiled = dt.optimize(model)
+    ours, eager = good.clone().requires_grad_(), good.clone().requires_grad_()
+    torch.testing.assert_close(compiled(ours), model(eager), rtol=1e-5, atol=1e-6)  # LAPACK's, in both
+    compiled(ours).square().sum().backward()
+    model(eager).square().sum().backward()
+    torch.testing.assert_close(ours.grad, eager.grad, rtol=1e-4, atol=1e-5)  # products in another order
+    with pytest.raises(RuntimeError):
+        model(bad)
+    with pytest.raises(ExecutionError, match=r"singular|zero|positive-definite"):
+        compiled(bad)
+    assert_compiled(compiled)
