@@ -18,26 +18,26 @@ def _require(info: Tensor, what: str) -> None:
     torch._assert_async((info == 0).all(), what)
 
 
-def inv(A: Tensor) -> Tensor:
+def inv(A: Tensor) -> Any:
     """`torch.linalg.inv`; a singular matrix raises when the program runs."""
     found, info = torch.linalg.inv_ex(A)
     _require(info, "linalg.inv: the inversion could not be completed because the input matrix is singular")
     return found
 
 
-def cholesky(A: Tensor, *, upper: bool = False) -> Tensor:
+def cholesky(A: Tensor, *, upper: bool = False) -> Any:
     """`torch.linalg.cholesky`; a matrix that is not positive-definite raises when the program runs."""
     found, info = torch.linalg.cholesky_ex(A, upper=upper)
     _require(info, "linalg.cholesky: the factorization could not be completed: the input is not positive-definite")
     return found
 
 
-def old_cholesky(input: Tensor, upper: bool = False) -> Tensor:
+def old_cholesky(input: Tensor, upper: bool = False) -> Any:
     """`torch.cholesky`."""
     return cholesky(input, upper=upper)
 
 
-def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
+def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Any:
     """`torch.linalg.solve`; a singular matrix raises when the program runs."""
     found, info = torch.linalg.solve_ex(A, B, left=left)
     _require(info, "torch.linalg.solve: the solver failed because the input matrix is singular")
@@ -51,12 +51,12 @@ def lu_factor(A: Tensor, *, pivot: bool = True) -> tuple[Tensor, Tensor]:
     return factors, pivots
 
 
-def matrix_power(A: Tensor, n: int) -> Tensor:
+def matrix_power(A: Tensor, n: int) -> Any:
     """`torch.linalg.matrix_power`, of the inverse where `n` is negative."""
     return torch.linalg.matrix_power(inv(A) if n < 0 else A, abs(n))
 
 
-def tensorinv(A: Tensor, ind: int = 2) -> Tensor:
+def tensorinv(A: Tensor, ind: int = 2) -> Any:
     """`torch.linalg.tensorinv`."""
     first, last = A.shape[:ind], A.shape[ind:]
     if ind <= 0 or math.prod(first) != math.prod(last):
