@@ -22,6 +22,7 @@ from daceml_train.transformations.intra_operator.concatenate_products import Con
 from daceml_train.transformations.intra_operator.cross_entropy import FuseSoftmaxCrossEntropy
 from daceml_train.transformations.intra_operator.decompose import Decompose
 from daceml_train.transformations.intra_operator.factor_products import FactorProducts
+from daceml_train.transformations.intra_operator.fold_batch_norm import FoldBatchNorm
 from daceml_train.transformations.intra_operator.fold_constants import FoldConstants
 from daceml_train.transformations.intra_operator.hoist_products import HoistProducts
 from daceml_train.transformations.intra_operator.matmul_bias import FuseMatmulBias
@@ -70,10 +71,20 @@ TRAINING = Pipeline(
 """A training step: forward, backward and, where it is compiled with them, loss and update."""
 
 INFERENCE = Pipeline(
-    forward=(RecogniseAttention(),),
-    intra_operator=(Decompose(), FoldConstants(), Simplify(), MergeEqual(), MergeBatch(), DeadCode()),
+    forward=(MergeEqual(), HoistProducts(), FuseSoftmaxCrossEntropy(), RecogniseAttention()),
+    intra_operator=(
+        FoldBatchNorm(),
+        Decompose(),
+        FoldConstants(),
+        Simplify(),
+        MergeEqual(),
+        MergeBatch(),
+        TransposeProduct(),
+        Simplify(),
+        DeadCode(),
+    ),
     fusion=FUSION,
     layout=(FuseMatmulBias(), AssignLayouts(), ConvolveByProduct()),
-    global_movement=(DeadCode(), Schedule(), ConcatenateInPlace(), ReuseOperands()),
+    global_movement=(DeadCode(), UpdateInPlace(), Schedule(), ConcatenateInPlace(), ReuseOperands()),
 )
 """The forward pass alone."""

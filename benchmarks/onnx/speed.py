@@ -59,7 +59,7 @@ def _timed(made: Speed) -> None:
     torch._dynamo.reset()
     problem = NETWORKS[made.name].build(dropout=False)
     given = problem.inputs if isinstance(problem.inputs, tuple) else (problem.inputs,)
-    inputs = tuple(_cut(x, given[0].shape[0], made.batch) for x in given)
+    inputs = tuple(cut(x, given[0].shape[0], made.batch) for x in given)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.onnx"
         torch.onnx.export(problem.model.eval(), inputs, file, dynamo=True, verbose=False)
@@ -85,7 +85,7 @@ def _timed(made: Speed) -> None:
         made.ours, made.theirs = _medians(ours, theirs)
 
 
-def _cut(x: Tensor, size: int, batch: int) -> Tensor:
+def cut(x: Tensor, size: int, batch: int) -> Tensor:
     """The array with `batch` examples, taken round and round, along the first dimension that has `size`."""
     if size not in x.shape:
         return x

@@ -22,7 +22,7 @@ from daceml_train.passes.pipeline import Pipeline, Watcher
 from daceml_train.plugins import OPERATORS, PASSES, load_plugins
 from daceml_train.runtime.cache import Cache, default_folder
 from daceml_train.runtime.gradients import Clipping
-from daceml_train.transformations.pipelines import TRAINING
+from daceml_train.transformations.pipelines import INFERENCE, TRAINING
 
 Progress = Callable[[int, int], None]
 OnnxModel = Any
@@ -32,7 +32,7 @@ OnnxModel = Any
 def optimize(
     module: torch.nn.Module | OnnxModel,
     *,
-    pipeline: Pipeline | str | Path = TRAINING,
+    pipeline: Pipeline | str | Path | None = None,
     cache: Path | str | None = None,
     jobs: int | None = None,
     observe: Path | str | None = None,
@@ -47,8 +47,9 @@ def optimize(
 
     It shares parameters and buffers with `module`, works with any loss, optimizer and training loop, and is compiled
     at its first call. `pipeline` chooses the transformations: a `Pipeline`, its text, or the path of a JSON or text
-    file that holds one. `cache` is a folder for compiled programs (default: `$DACEML_TRAIN_CACHE` or the user's cache
-    folder); `jobs` bounds compiler processes; `observe` names a folder that receives the graph's text after each
+    file that holds one; by default `TRAINING` where gradients are asked for, `INFERENCE` elsewhere. `cache` is a folder
+    for compiled programs (default: `$DACEML_TRAIN_CACHE` or the user's cache folder); `jobs` bounds compiler
+    processes; `observe` names a folder that receives the graph's text after each
     pass, an SDFG for DaCe's viewers, and the kernels' C++. `watch` is called with a `Step` after each pass, `progress`
     with (kernels done, kernels in all) while kernels compile. `dynamic`: sizes of arguments are symbols from the first
     call on (True), never (False: each size is compiled), or once a second size was seen (None). Random numbers
@@ -122,7 +123,7 @@ def _ahead_of_time(schedule: str) -> bool:
 
 
 def options(
-    pipeline: Pipeline | str | Path = TRAINING,
+    pipeline: Pipeline | str | Path | None = None,
     cache: Path | str | None = None,
     jobs: int | None = None,
     observe: Path | str | None = None,
@@ -138,7 +139,8 @@ def options(
     load_plugins(PASSES, OPERATORS)
     folder = Path(cache).expanduser() if cache is not None else default_folder()
     observation = Observation(Path(observe)) if observe is not None else None
-    return Options(Pipeline.of(pipeline), Cache(folder), jobs, observation, progress, watch, dynamic, random, search)
+    chosen, inference = (TRAINING, INFERENCE) if pipeline is None else (Pipeline.of(pipeline), None)
+    return Options(chosen, Cache(folder), jobs, observation, progress, watch, dynamic, random, search, inference=inference)
 
 
 def load_onnx(

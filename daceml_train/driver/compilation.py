@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import daceml_train.frontends
 import daceml_train.transformations
@@ -47,6 +47,9 @@ from daceml_train.tensor import Dim, Tensor, channels_last, same_shape
 from daceml_train.transformations.intra_operator.decompose import Decompose
 from daceml_train.transformations.pipelines import TRAINING
 
+if TYPE_CHECKING:
+    from daceml_train.driver.inference import Preparation
+
 
 @dataclass(frozen=True)
 class Options:
@@ -67,6 +70,8 @@ class Options:
     randomness: Randomness = "seeded"
     search: bool = True
     recorded: bool = False
+    inference: Pipeline | None = None
+    """For calls without gradients; None: `pipeline` for them, too."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Without `watch` and `progress`, which belong to this process."""
@@ -89,6 +94,8 @@ class Differentiable:
     gradients: tuple[str, ...]
     sources: tuple[frozenset[int], ...]
     records: list[Record]
+    preparation: Preparation | None = None
+    """What makes further inputs of the forward program from parameters; see `driver.inference`."""
 
 
 def compile_differentiable(
@@ -97,7 +104,7 @@ def compile_differentiable(
     """Compile a captured graph for forward calls and for gradients by the inputs `wrt` of the outputs `outputs`."""
     options = replace(options, pipeline=pipeline_for(options.pipeline, device))
     description = f"differentiable wrt={tuple(wrt)} outputs={tuple(outputs)}"
-    pair = _cached(graph, description, options, device, lambda: _differentiable(graph, wrt, outputs, options, device))
+    pair = cached(graph, description, options, device, lambda: _differentiable(graph, wrt, outputs, options, device))
     return _link_pair(pair, options, device)
 
 
@@ -146,24 +153,24 @@ def _differentiable(
     graph: Graph, wrt: Sequence[str], outputs: Sequence[int], options: Options, device: Device
 ) -> _Pair:
     record = Record(graph.name)
-    watch = _watcher(record, options)
+    watch = watcher(record, options)
     graph = for_device(options.pipeline.run(graph, ("forward",), watch), device)
     results = len(graph.outputs)
     found = with_gradients(graph, wrt, outputs)
     joint, cotangents, gradients = found.graph, found.cotangents, found.gradients
-    _measure_captured(joint, record)
+    measure_captured(joint, record)
     joint = options.pipeline.run(joint, ("intra_operator",), watch)
     if not gradients:
-        forward = _lowered(without_dead_code(joint), options, record, watch, device)
+        forward = lowered(without_dead_code(joint), options, record, watch, device)
         return _Pair(forward, None, results, (), (), (), (), [record])
     reached = [reaching(graph, (graph.outputs[i],)) for i in cotangents]
     sources = tuple(frozenset(k for k, names in enumerate(reached) if name in names) for name in gradients)
     halves = partition(joint, results)
     record.recomputed = across(halves.forward, halves.backward)
-    forward = _lowered(halves.forward, options, record, watch, device, results)
+    forward = lowered(halves.forward, options, record, watch, device, results)
     reverse = Record(f"{graph.name} backward")
     taken = laid_out(halves.backward, dict(zip(halves.saved, forward.outputs[results:], strict=True)))
-    backward = _lowered(taken, options, reverse, _watcher(reverse, options), device)
+    backward = lowered(taken, options, reverse, watcher(reverse, options), device)
     records = [record, reverse]
     return _Pair(forward, backward, results, halves.kept, cotangents, tuple(gradients), sources, records)
 
@@ -183,7 +190,7 @@ def laid_out(backward: Graph, places: Mapping[str, Place]) -> Graph:
 def _link_pair(pair: _Pair, options: Options, device: Device) -> Differentiable:
     arena = new_arena(device)
     programs = [pair.forward] + ([pair.backward] if pair.backward else [])
-    addresses = _addresses([c for p in programs for q in p.all for c in q.codes], options, pair.records[0], device)
+    addresses = addresses_of([c for p in programs for q in p.all for c in q.codes], options, pair.records[0], device)
     products, search = Products(options.cache.products), _search(options, device)
     forward = Executable(pair.forward, addresses, arena, products, device, None, search)
     backward = None
@@ -246,7 +253,7 @@ def compile_step(
         f"{t.parameter} {t.rate} {t.first} {t.update} {t.accumulates} {t.accumulated} {t.share!r}" for t in trained
     )
     description = f"step keep={tuple(keep_gradients)} updates={updates} {gradients}"
-    step = _cached(
+    step = cached(
         graph, description, options, device, lambda: _step(graph, trained, keep_gradients, options, gradients, device)
     )
     return _link_step(step, options, arena, device)
@@ -257,19 +264,19 @@ def _step(
     device: Device,
 ) -> _Step:  # fmt: skip
     record = Record(graph.name)
-    watch = _watcher(record, options)
+    watch = watcher(record, options)
     captured = for_device(options.pipeline.run(graph, ("forward",), watch), device)
     joint = joint_graph(captured, trained, keep, gradients)
-    _measure_captured(joint.graph, record)
+    measure_captured(joint.graph, record)
     whole = options.pipeline.run(joint.graph, ("intra_operator",), watch)
-    program = _lowered(whole, options, record, watch, device)
+    program = lowered(whole, options, record, watch, device)
     state, made, updated = tuple(joint.state), tuple(joint.made), tuple(joint.trained)
     return _Step(program, joint.rates, state, updated, joint.gradients, made, joint.norm, [record])
 
 
 def _link_step(step: _Step, options: Options, arena: AnyArena | None, device: Device) -> WholeStep:
     record = step.records[0]
-    addresses = _addresses([c for p in step.program.all for c in p.codes], options, record, device)
+    addresses = addresses_of([c for p in step.program.all for c in p.codes], options, record, device)
 
     def work(index: int, value: Callable[[Dim], int]) -> tuple[int, int]:
         return value(record.costs[index].bytes), value(record.costs[index].flops)
@@ -288,11 +295,15 @@ def _search(options: Options, device: Device) -> KernelSearch | None:
     return KernelSearch(options.cache.shapes, options.cache.kernels, options.jobs)
 
 
-Entry = TypeVar("Entry", _Pair, _Step)
+class _Recorded(Protocol):
+    records: list[Record]
+
+
+Entry = TypeVar("Entry", bound=_Recorded)
 
 
 # ---- shared stages --------------------------------------------------------------------------------------------------
-def _cached(graph: Graph, description: str, options: Options, device: Device, build: Callable[[], Entry]) -> Entry:
+def cached(graph: Graph, description: str, options: Options, device: Device, build: Callable[[], Entry]) -> Entry:
     """The result of `build`, or from the cache where it is there."""
     start = time.perf_counter()
     foreign = source_key([*map(type, options.pipeline), *REGISTRY.values()])
@@ -340,9 +351,10 @@ def environment() -> str:
     return "\n".join([own.hexdigest(), *versions, platform.machine(), flags])
 
 
-def _lowered(
+def lowered(
     graph: Graph, options: Options, record: Record, watch: Watcher, device: Device, results: int | None = None
 ) -> Program:
+    """The program of a graph behind its last passes, noted in `record`; for `results` see `runtime.lowering.lower`."""
     graph = options.pipeline.run(graph, ("fusion", "layout", "global_movement"), watch)
     if any(node.op.is_composite for node in graph.nodes):  # which a pipeline of a user's may leave as they are
         graph = Decompose().run(graph)
@@ -362,11 +374,14 @@ def _lowered(
     return program
 
 
-def _measure_captured(graph: Graph, record: Record) -> None:
+def measure_captured(graph: Graph, record: Record) -> None:
+    """Note what a graph moves with one kernel or call per operator."""
     record.bytes_captured = traffic(graph).bytes
 
 
-def _watcher(record: Record, options: Options) -> Watcher:
+def watcher(record: Record, options: Options) -> Watcher:
+    """Notes passes in `record` and tells who else listens."""
+
     def watch(step: Step) -> None:
         record.passes.append(
             PassRecord(
@@ -413,7 +428,7 @@ def _replay(record: Record, options: Options) -> None:
         )
 
 
-def _addresses(codes: Sequence[KernelCode], options: Options, record: Record, device: Device) -> dict[str, int]:
+def addresses_of(codes: Sequence[KernelCode], options: Options, record: Record, device: Device) -> dict[str, int]:
     """Entry points of kernels, compiled where they are not on disk."""
     start = time.perf_counter()
     distinct = list({code.key: code for code in codes}.values())

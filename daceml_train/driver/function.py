@@ -86,6 +86,8 @@ class CompiledGraph:
                 return self.recorder.forward(plan, tensors, awaited)
             except InputMismatch:
                 pass
+        if self.compiled.preparation is not None:
+            tensors = self.compiled.preparation(tensors, run_with_layout)
         return run_with_layout(executable, tensors), None
 
     def backward(self, tensors: Sequence[torch.Tensor], ticket: Ticket | None) -> list[torch.Tensor]:

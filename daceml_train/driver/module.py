@@ -14,10 +14,12 @@ from torch._dynamo.exc import TorchDynamoException
 from daceml_train.driver.binding import differentiable_outputs, input_tensors
 from daceml_train.driver.compilation import Options, compile_differentiable
 from daceml_train.driver.function import CompiledGraph
+from daceml_train.driver.inference import compile_inference
 from daceml_train.driver.record import Record
 from daceml_train.driver.tracing import describe, reason, traced, tracing
 from daceml_train.errors import DacemlError, Invalid
 from daceml_train.frontends.torch.capture import capture
+from daceml_train.runtime.device import CPU
 from daceml_train.runtime.pair_recording import PairRecorder
 from daceml_train.runtime.placement import common_device
 
@@ -75,7 +77,11 @@ class Backend:
         device = common_device({captured.graph.inputs[name].path or name: t for name, t in given.items()})
         tensors = given if torch.is_grad_enabled() else {}
         wrt = [name for name, tensor in tensors.items() if tensor.requires_grad]
-        compiled = compile_differentiable(captured.graph, wrt, differentiable_outputs(captured), self.options, device)
+        if wrt or device is not CPU:
+            outputs = differentiable_outputs(captured)
+            compiled = compile_differentiable(captured.graph, wrt, outputs, self.options, device)
+        else:
+            compiled = compile_inference(captured.graph, self.options)
         compiled.records[0].fallbacks = [(target, str(origin)) for target, origin in captured.fallbacks]
         self.records += compiled.records
         made = CompiledGraph(captured, compiled, module, self.options.recorded)

@@ -11,7 +11,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from ctypes import c_char_p, c_double, c_int, c_int64, c_void_p
+from ctypes import c_char_p, c_double, c_int, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
@@ -42,6 +42,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "executor_error_message": (c_char_p, []),
     "executor_error_number": (c_int, []),
     "executor_dtype_name": (c_char_p, [c_int]),
+    "tensors_fingerprint": (c_int, [_POINTER, c_int64, _POINTER]),
     "tensors_attached": (c_int, [_POINTER, c_int64]),
     "pool_install": (None, []),
     "pool_gate": (c_int, [c_int]),
@@ -183,6 +184,17 @@ class Leaves:
         """Whether one of them has a gradient, and whether a hook is or was registered on one of them."""
         found = self._attached(self._addresses, len(self._addresses))
         return bool(found & 1), bool(found & 2)
+
+
+def fingerprint(tensors: Sequence[torch.Tensor]) -> int | None:
+    """A number that is another one when a tensor lies elsewhere, has another version, or holds other numbers.
+
+    Numbers are looked at in a few places of each tensor: what moves no version (`tensor.data.mul_(2)`) is noticed if it
+    changes one of them. None if a tensor has no version, as those made in inference mode.
+    """
+    state = c_uint64(len(tensors))
+    addresses = (c_void_p * len(tensors))(*[t._cdata for t in tensors])
+    return state.value if library().tensors_fingerprint(addresses, len(tensors), ctypes.byref(state)) else None
 
 
 class Arena:

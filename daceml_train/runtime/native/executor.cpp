@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "fingerprint.h"
 #include "leaves.h"
 #include "plan.h"
 
@@ -94,6 +95,9 @@ int add_constant(PlanHandle* handle, T value) {
 
 using namespace daceml;
 
+EXPORT int tensors_fingerprint(void* const* tensors, int64_t count, uint64_t* state) {
+  return fingerprint(tensors, count, *state);
+}
 EXPORT int tensors_attached(void* const* tensors, int64_t count) { return attached(tensors, count); }
 
 EXPORT const char* executor_error_message() { return failure.message.c_str(); }

@@ -1,0 +1,208 @@
+"""Inference of the benchmarked networks against the best of PyTorch and ONNX Runtime.
+
+    python -m benchmarks.inference                   # all twelve, batches of 1 and 16; what is measured already is kept
+    python -m benchmarks.inference resnet50 --batch 1
+    python -m benchmarks.inference --again           # measure anew
+    python -m benchmarks.inference --page            # docs/inference.md from the results alone
+
+Each network and batch runs in a process of its own, which compares outputs with eager execution first and then visits
+the variants in turn; see `benchmarks.measure`. Results are written after each, so that a run may be broken off and
+goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import daceml_train as dt
+from benchmarks.measure import Visit, timing, visits
+from benchmarks.networks import NETWORKS, TWELVE
+from benchmarks.onnx.speed import cut
+from benchmarks.train import ROOT, surroundings
+
+RESULTS = ROOT / "benchmarks" / "results" / "inference.json"
+PAGE = ROOT / "docs" / "inference.md"
+BATCHES = (1, 16)
+TOLERANCE = 2e-3
+"""Of outputs, relative to the greatest element: networks of full depth with random weights."""
+OURS = "ours"
+Run = Callable[[], Any]
+
+HEAD = """# Inference
+
+`dt.optimize(model)` compiles calls without gradients (`torch.no_grad`, `torch.inference_mode`) by a pipeline of their
+own, `INFERENCE`, on the CPU:
+
+- There is no backward pass, so nothing is kept for one, and operators that only end gradients are dropped.
+- `fold_batch_norm` makes normalisation by known statistics part of the weights and bias of the convolution or product
+  in front of it. This is exact algebra; results differ by rounding.
+- What depends on parameters and buffers alone (folded weights, their layouts, position embeddings) is a program of its
+  own, which runs at the first call and again when one of them has changed (`graph.prologue`, `driver.inference`).
+  Parameters stay the module's own. What it makes is kept beside them and takes memory: at most their size again.
+
+A change is seen before each call, by address, by version counter, and by eight words of each tensor, which notice
+writes that move no version counter (`p.data.mul_(2)`, NumPy) if they change one of them. A write through `.data` that
+changes a few numbers may go unseen; `with torch.no_grad(): p[0] = 1` never does. Parameters that were created in
+inference mode have no version, so theirs is made at every call.
+
+## Measured
+
+`python -m benchmarks.inference`, float32, full-size networks of `benchmarks/networks`: medians over visits in turn, in
+milliseconds, after outputs were compared. *frozen* is `torch.compile` with Inductor's `freezing`, *cl* with weights and
+images in channels-last order. The ratio is the best other variant's time divided by ours: above 1 is faster. \\* marks
+rows during which other processes were busy: those are no figures to rely on.
+"""
+
+
+def variants(name: str, batch: int, folder: Path) -> dict[str, Run]:
+    """How the network's forward pass is run, by name; gradients are off."""
+    import onnxruntime
+    import torch._inductor.config as inductor
+
+    network = NETWORKS[name]
+    problem = network.build(dropout=False)
+    given = problem.inputs if isinstance(problem.inputs, tuple) else (problem.inputs,)
+    inputs = tuple(cut(x, given[0].shape[0], batch) for x in given)
+    model = problem.model.eval()
+    inductor.freezing = True
+
+    def last(x: Tensor) -> Tensor:
+        return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
+
+    def called(module: Callable[..., Any], arguments: Sequence[Tensor]) -> Run:
+        return lambda: module(*arguments)
+
+    file = folder / "model.onnx"
+    torch.onnx.export(model, inputs, file, dynamo=True, verbose=False)
+    onnxruntime.set_default_logger_severity(3)
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(str(file), settings, providers=["CPUExecutionProvider"])
+    feed = {i.name: x.numpy() for i, x in zip(session.get_inputs(), inputs, strict=True)}
+    made: dict[str, Run] = {
+        "eager": called(model, inputs),
+        "frozen": called(torch.compile(copy.deepcopy(model)), inputs),
+        "onnxruntime": lambda: session.run(None, feed)[0],
+        OURS: called(dt.optimize(model), inputs),
+    }
+    if network.images:
+        images = copy.deepcopy(model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        arguments = tuple(map(last, inputs))
+        made["eager cl"] = called(images, arguments)
+        made["frozen cl"] = called(torch.compile(copy.deepcopy(images)), arguments)
+    return made
+
+
+def measure(name: str, batch: int, turns: int) -> dict[str, Any]:
+    """The figures of one network and batch: per variant a timing and how far its output is from eager execution's."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    found: dict[str, Any] = {"load": os.getloadavg()[0], "variants": {}}
+    with tempfile.TemporaryDirectory(prefix="daceml_train-inference-") as folder, torch.inference_mode():
+        made = variants(name, batch, Path(folder))
+        want = made["eager"]().double()
+        scale = max(float(want.abs().max()), 1e-6)
+        for variant, run in made.items():
+            result = run()
+            got = torch.from_numpy(result) if isinstance(result, np.ndarray) else result
+            difference = float((got.double() - want).abs().max()) / scale
+            if difference > TOLERANCE:
+                return {"error": f"the output of {variant} differs by {difference:.2g}"}
+            found["variants"][variant] = {"difference": difference}
+        seen: dict[str, list[Visit]] = {variant: [] for variant in made}
+        for variant, visit, _ in visits(made, turns):
+            seen[variant].append(visit)
+    for variant, of in seen.items():
+        found["variants"][variant] |= dataclasses.asdict(timing(of))
+    return found
+
+
+def ratio(found: dict[str, Any]) -> float:
+    """How many times as fast as the best other variant."""
+    others = [row["median"] for variant, row in found["variants"].items() if variant != OURS]
+    return float(min(others) / found["variants"][OURS]["median"])
+
+
+def page(results: dict[str, Any]) -> str:
+    """The documentation with the figures."""
+    columns = ("eager", "eager cl", "frozen", "frozen cl", "onnxruntime", OURS)
+    lines = [HEAD]
+    lines += [f"| network | batch | {' | '.join(columns)} | ratio | differs by |", "|---|---|" + "---|" * 8]
+    for key, found in results.get("runs", {}).items():
+        name, batch = key.split()
+        if "error" in found:
+            lines.append(f"| {name} | {batch} | {found['error']} |" + " |" * 7)
+            continue
+        rows = found["variants"]
+        times = " | ".join(f"{rows[c]['median']:.2f}" if c in rows else "" for c in columns)
+        mark = " \\*" if any(row["disturbed"] for row in rows.values()) else ""
+        lines.append(f"| {name} | {batch} | {times} | {ratio(found):.2f}{mark} | {rows[OURS]['difference']:.1e} |")
+    if "surroundings" in results:
+        about = results["surroundings"]
+        versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+        lines += ["", f"{about['processor']}, {about['cores']} cores, {versions}, {about['date']}."]
+    else:
+        lines += ["", "Not measured yet."]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line says; 1 if outputs differ or a process fails."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("networks", nargs="*", help="default: the twelve networks")
+    parser.add_argument("--batch", type=int, action="append", help=f"default: {', '.join(map(str, BATCHES))}")
+    parser.add_argument("--steps", type=int, default=20, help="undisturbed calls per variant at least")
+    parser.add_argument("--again", action="store_true", help="measure what there are results for")
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--page", action="store_true", help="write the page alone")
+    parser.add_argument("--one", action="store_true", help="measure one network and batch here, and print JSON")
+    options = parser.parse_args(arguments)
+    if unknown := sorted(set(options.networks) - set(NETWORKS)):
+        parser.error(f"no network is called {unknown[0]!r}; known: {', '.join(NETWORKS)}")
+    if options.one:
+        print(json.dumps(measure(options.networks[0], options.batch[0], options.steps)))
+        return 0
+    results: dict[str, Any] = json.loads(options.json.read_text()) if options.json.exists() else {"runs": {}}
+    todo = [(name, batch) for name in options.networks or TWELVE for batch in options.batch or BATCHES]
+    for name, batch in [] if options.page else todo:
+        if f"{name} {batch}" in results["runs"] and not options.again:
+            continue
+        found = _apart(name, batch, options.steps)
+        results["runs"][f"{name} {batch}"], results["surroundings"] = found, surroundings()
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        print(f"{name:18} {batch:3}", found.get("error") or f"ratio {ratio(found):.2f}", flush=True)
+    if options.json == RESULTS:
+        PAGE.write_text(page(results))
+    return int(any("error" in found for found in results["runs"].values()))
+
+
+def _apart(name: str, batch: int, steps: int) -> dict[str, Any]:
+    """The figures from a process of its own, or its error."""
+    command = [sys.executable, "-m", "benchmarks.inference", name, "--batch", str(batch), "--steps", str(steps), "--one"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
+    if ended.returncode != 0 or not lines:
+        return {"error": f"{ended.stderr.strip()[-300:] or 'no result'}".replace("\n", " ")}
+    made: dict[str, Any] = json.loads(lines[-1])
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Inference: the forward pass alone, with what depends on parameters alone made once and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from daceml_train.driver.compilation import (
+    Differentiable,
+    Options,
+    Record,
+    addresses_of,
+    cached,
+    lowered,
+    measure_captured,
+    watcher,
+)
+from daceml_train.driver.devices import for_device
+from daceml_train.graph.graph import Graph
+from daceml_train.graph.prologue import split
+from daceml_train.ops.gradient import Detach
+from daceml_train.passes.base import without_dead_code
+from daceml_train.runtime.device import CPU
+from daceml_train.runtime.executable import Executable, new_arena
+from daceml_train.runtime.executor import fingerprint
+from daceml_train.runtime.products import Products
+from daceml_train.runtime.program import Program
+
+Run = Callable[[Executable, Sequence[torch.Tensor]], list[torch.Tensor]]
+
+
+@dataclass
+class _Prepared:
+    """A forward program, and the program that makes from parameters what it takes behind its inputs."""
+
+    main: Program
+    prologue: Program | None
+    results: int
+    records: list[Record]
+
+
+class Preparation:
+    """The arrays that a program takes and that depend on parameters alone: made anew when one of those changed.
+
+    A change is seen by address, version counter and sampled numbers; see `runtime.executor.fingerprint`. Parameters
+    made in inference mode have no version, so theirs are made at every call.
+    """
+
+    def __init__(self, prologue: Executable, read: Sequence[int], taken: Sequence[int]) -> None:
+        self.prologue, self.read, self.taken = prologue, tuple(read), tuple(taken)
+        self.made = 0
+        """How often the arrays were made."""
+        self._state: tuple[int, list[torch.Tensor], list[torch.Tensor]] | None = None
+
+    def __call__(self, inputs: Sequence[torch.Tensor], run: Run) -> list[torch.Tensor]:
+        """The main program's inputs, from those of the graph; `run` runs the prologue."""
+        parameters = [inputs[i] for i in self.read]
+        now, state = fingerprint(parameters), self._state
+        if state is None or now is None or state[0] != now:
+            made = run(self.prologue, parameters)
+            self.made += 1
+            if now is None:
+                return [*(inputs[i] for i in self.taken), *made]
+            # What is kept keeps its memory, so that no other tensor can lie at an address that was seen.
+            state = (now, made, [parameter.detach() for parameter in parameters])
+            self._state = state
+        return [*(inputs[i] for i in self.taken), *state[1]]
+
+
+def compile_inference(graph: Graph, options: Options) -> Differentiable:
+    """Compile a captured graph for calls without gradients, on the CPU, by the pipeline for inference."""
+    options = replace(options, pipeline=options.inference or options.pipeline)
+    made = cached(graph, "inference", options, CPU, lambda: _build(graph, options))
+    arena, products = new_arena(CPU), Products(options.cache.products)
+    programs = [made.main] + ([made.prologue] if made.prologue else [])
+    addresses = addresses_of([c for p in programs for q in p.all for c in q.codes], options, made.records[0], CPU)
+    executables = [Executable(program, addresses, arena, products) for program in programs]
+    for record, executable in zip(made.records, executables, strict=True):
+        record.executable = executable
+    preparation = None
+    if made.prologue is not None:
+        names = {name: position for position, name in enumerate(graph.inputs)}
+        read = [names[entry.name] for entry in made.prologue.inputs]
+        taken = [names[entry.name] for entry in made.main.inputs if entry.name in names]
+        preparation = Preparation(executables[1], read, taken)
+    return Differentiable(executables[0], None, made.results, (), (), (), (), made.records, preparation)
+
+
+def _build(graph: Graph, options: Options) -> _Prepared:
+    record = Record(graph.name)
+    watch = watcher(record, options)
+    graph = for_device(options.pipeline.run(without_detach(graph), ("forward",), watch), CPU)
+    measure_captured(graph, record)
+    whole = without_dead_code(options.pipeline.run(graph, ("intra_operator",), watch))
+    parts, results = split(whole), len(whole.outputs)
+    if parts is None:
+        return _Prepared(lowered(whole, options, record, watch, CPU), None, results, [record])
+    own = Record(parts.prologue.name)
+    prologue = lowered(parts.prologue, options, own, watcher(own, options), CPU, results=0)
+    main = lowered(parts.main, options, record, watch, CPU)
+    return _Prepared(main, prologue, results, [record, own])
+
+
+def without_detach(graph: Graph) -> Graph:
+    """The graph without operators that only say where gradients end."""
+    if not any(isinstance(node.op, Detach) for node in graph.nodes):
+        return graph
+    other = graph.empty()
+    now: dict[str, str] = {}
+    for node in graph.nodes:
+        inputs = tuple(now.get(name, name) for name in node.inputs)
+        if isinstance(node.op, Detach):
+            now[node.outputs[0]] = inputs[0]
+        else:
+            other.append(node.op, inputs, node.outputs, node.origin)
+    return graph.finish(other, now)

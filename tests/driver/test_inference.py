@@ -1,0 +1,241 @@
+"""Calls without gradients: what is prepared from parameters is never older than they are."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import daceml_train as dt
+from daceml_train.driver.inference import Preparation
+from tests.driver.conformity import assert_compiled
+
+pytestmark = pytest.mark.compiled
+
+
+class Images(nn.Module):
+    """Convolutions and normalisations in each form that is folded, and tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 24, 3, 2, 1, bias=False), nn.BatchNorm2d(24), nn.ReLU())
+        self.depthwise = nn.Sequential(nn.Conv2d(24, 24, 3, 1, 1, groups=24), nn.BatchNorm2d(24), nn.ReLU6())
+        self.wide = nn.Conv2d(24, 24, 1, bias=False)
+        self.norm = nn.BatchNorm2d(24)
+        self.head = nn.Sequential(nn.Linear(24, 10), nn.BatchNorm1d(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.depthwise(self.first(x))
+        y = F.silu(self.norm(self.wide(y)) + y)
+        y = self.norm(self.wide(y))  # tied
+        return self.head(y.mean((2, 3)))
+
+
+def images(seed: int = 0) -> nn.Module:
+    """A model whose statistics are not those of a new one."""
+    torch.manual_seed(seed)
+    model = Images()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+            nn.init.normal_(module.running_mean)
+            nn.init.uniform_(module.running_var, 0.3, 2.0)
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.normal_(module.bias)
+    return model.eval()
+
+
+def agree(module: nn.Module, optimized: nn.Module, *inputs: Tensor) -> None:
+    """Both give the same, to rounding, without gradients."""
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            want, got = module(*inputs), optimized(*inputs)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert_compiled(optimized)
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[nn.Module, nn.Module]:
+    model = images()
+    return model, dt.optimize(model)
+
+
+def test_prepared_once(pair: tuple[nn.Module, nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Preparation] = []
+    original = Preparation.__call__
+
+    def noted(self: Preparation, inputs: Any, run: Any) -> list[Tensor]:
+        seen.append(self)
+        return original(self, inputs, run)
+
+    monkeypatch.setattr(Preparation, "__call__", noted)
+    model, optimized = pair
+    agree(model, optimized, torch.randn(2, 3, 16, 16))
+    before = [preparation.made for preparation in seen]
+    for _ in range(3):
+        agree(model, optimized, torch.randn(2, 3, 16, 16))
+    assert len(seen) == 8
+    assert [preparation.made for preparation in seen[:2]] == before
+
+
+def test_against_float64(pair: tuple[nn.Module, nn.Module]) -> None:
+    model, optimized = pair
+    x = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        exact = copy.deepcopy(model).double()(x.double())
+        error = (optimized(x) - exact).abs().max()
+        assert error < 4 * (model(x) - exact).abs().max() + 1e-6
+
+
+def scale(p: Tensor) -> None:
+    with torch.no_grad():
+        p.mul_(1.5)
+
+
+def scale_in_inference_mode(p: Tensor) -> None:
+    with torch.inference_mode():
+        p.mul_(1.5)
+
+
+def scale_data(p: Tensor) -> None:
+    p.data.mul_(1.5)
+
+
+def replace_data(p: Tensor) -> None:
+    p.data = p.data * 1.5
+
+
+def scale_in_numpy(p: Tensor) -> None:
+    p.detach().numpy()[...] *= 1.5
+
+
+@pytest.mark.parametrize("change", [scale, scale_in_inference_mode, scale_data, replace_data, scale_in_numpy])
+@pytest.mark.parametrize("name", ["wide.weight", "norm.running_var", "norm.bias", "head.0.weight"])
+def test_changes_are_seen(pair: tuple[nn.Module, nn.Module], change: Callable[[Tensor], None], name: str) -> None:
+    model, optimized = pair
+    x = torch.randn(2, 3, 16, 16)
+    agree(model, optimized, x)
+    with torch.no_grad():
+        before = model(x)
+    change(model.get_parameter(name) if "running" not in name else model.get_buffer(name))
+    agree(model, optimized, x)
+    with torch.no_grad():
+        assert not torch.allclose(model(x), before, rtol=1e-3)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_another_state_dict(pair: tuple[nn.Module, nn.Module], assign: bool) -> None:
+    model, optimized = pair
+    x = torch.randn(2, 3, 16, 16)
+    agree(model, optimized, x)
+    optimized.load_state_dict(images(seed=7 + assign).state_dict(), assign=assign)
+    agree(model, optimized, x)
+
+
+def test_training_in_between() -> None:
+    model = images()
+    optimized = dt.optimize(model)
+    reference = copy.deepcopy(model)
+    x = torch.randn(4, 3, 16, 16)
+    for module, called in ((reference, reference), (model, optimized)):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+        with torch.no_grad():
+            called(x)
+        called.train()
+        for _ in range(2):
+            optimizer.zero_grad()
+            called(x).square().mean().backward()
+            optimizer.step()
+        called.eval()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
+    agree(model, optimized, x)
+    called = optimized(x)  # gradients in eval mode, after a call without
+    called.sum().backward()
+
+
+def test_batch_sizes_and_layouts(pair: tuple[nn.Module, nn.Module]) -> None:
+    model, optimized = pair
+    for batch in (2, 5, 1, 5):
+        agree(model, optimized, torch.randn(batch, 3, 16, 16))
+    agree(model, optimized, torch.randn(2, 3, 16, 16).contiguous(memory_format=torch.channels_last))
+    agree(model, optimized, torch.randn(2, 3, 16, 32)[..., ::2])
+    agree(model, optimized, torch.randn(2, 16, 16, 3).permute(0, 3, 1, 2))
+
+
+def test_channels_last_model() -> None:
+    model = images().to(memory_format=torch.channels_last)
+    agree(model, dt.optimize(model), torch.randn(2, 3, 16, 16).contiguous(memory_format=torch.channels_last))
+
+
+def test_autocast(pair: tuple[nn.Module, nn.Module]) -> None:
+    model, optimized = pair
+    x = torch.randn(2, 3, 16, 16)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        want, got = model(x), optimized(x)
+    assert want.dtype is got.dtype
+    torch.testing.assert_close(got, want, rtol=0.1, atol=0.1)
+    agree(model, optimized, x)
+
+
+def test_parameters_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        model = images()
+        optimized = dt.optimize(model)
+        x = torch.randn(2, 3, 16, 16)
+        torch.testing.assert_close(optimized(x), model(x), rtol=1e-4, atol=1e-5)
+        model.wide.weight.mul_(1.5)
+        torch.testing.assert_close(optimized(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_threads(pair: tuple[nn.Module, nn.Module]) -> None:
+    model, optimized = pair
+    inputs = [torch.randn(2, 3, 16, 16) for _ in range(4)]
+    with torch.inference_mode():
+        wanted = [model(x) for x in inputs]
+        optimized(inputs[0])
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        with torch.inference_mode():
+            for _ in range(5):
+                if not torch.allclose(optimized(inputs[number]), wanted[number], rtol=1e-4, atol=1e-5):
+                    wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+class Scaled(nn.Module):
+    """No convolution; it returns something made of a parameter alone, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(6))
+        self.register_buffer("calls", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls.add_(1)
+        return x * self.weight.exp().softmax(0) + self.calls, self.weight.exp()
+
+
+def test_results_belong_to_the_user_and_buffers_are_written() -> None:
+    model, other = Scaled(), Scaled()
+    other.load_state_dict(model.state_dict())
+    optimized, x = dt.optimize(other), torch.randn(3, 6)
+    with torch.no_grad():
+        for _ in range(3):
+            want, got = model(x), optimized(x)
+            for a, b in zip(want, got, strict=True):
+                torch.testing.assert_close(a, b)
+                b.zero_()
+    torch.testing.assert_close(model.calls, other.calls)
