@@ -10,7 +10,6 @@ import torch
 from daceml_train.driver.compilation import (
     Differentiable,
     Options,
-    Record,
     addresses_of,
     cached,
     lowered,
@@ -18,6 +17,7 @@ from daceml_train.driver.compilation import (
     watcher,
 )
 from daceml_train.driver.devices import for_device
+from daceml_train.driver.record import Record
 from daceml_train.graph.graph import Graph
 from daceml_train.graph.prologue import split
 from daceml_train.ops.gradient import Detach

@@ -10,13 +10,14 @@ from typing import Any
 from daceml_train.graph.aliases import is_alias
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.graph.prologue import HELD
+from daceml_train.graph.traffic import traffic
 from daceml_train.ops.contraction import Matmul
 from daceml_train.ops.convolution import Convolution
 from daceml_train.ops.elementwise import Elementwise
 from daceml_train.ops.normalization import BatchNormInference
 from daceml_train.ops.operator import Value
 from daceml_train.passes.base import Match, Rewrite, View
-from daceml_train.tensor import Dim, DType, same_shape
+from daceml_train.tensor import Dim, DType, same_shape, simplify
 
 EXACT = (DType.float32, DType.float64)
 
@@ -26,7 +27,6 @@ class FoldBatchNorm(Rewrite):
     """Normalise by given statistics within the weights and bias of the convolution or product in front.
 
         x, w[, c] -> [convolution] -> y;  y, mean, var, g, b -> [batch_norm_inference] -> z
-
             =>  x, w * s, (c - mean) * s + b -> [convolution] -> z      with s = g / sqrt(var + eps)
 
     Exact algebra: a convolution is linear in its weights. What is left of the normalisation depends on parameters
@@ -64,8 +64,8 @@ class FoldBatchNorm(Rewrite):
             yield _held(view, name), f"%{name} is not made of parameters alone"
 
     def traffic(self, match: Match) -> Dim:
-        linear = match.parts["linear"]
-        return 2 * match.view.bytes(linear.inputs[1]) - 2 * match.view.bytes(linear.outputs[0])
+        graph = match.view.graph
+        return simplify(traffic(self.sweep(graph, {id(match.root): match})).bytes - traffic(graph).bytes)
 
     def emit(self, match: Match, builder: Graph, now: Mapping[str, Value]) -> Iterable[Value]:
         linear, bias = match.parts["linear"], match.parts["bias"]
