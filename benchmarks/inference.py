@@ -195,7 +195,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _apart(name: str, batch: int, steps: int) -> dict[str, Any]:
     """The figures from a process of its own, or its error."""
-    command = [sys.executable, "-m", "benchmarks.inference", name, "--batch", str(batch), "--steps", str(steps), "--one"]
+    chosen = [name, "--batch", str(batch), "--steps", str(steps), "--one"]
+    command = [sys.executable, "-m", "benchmarks.inference", *chosen]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
     if ended.returncode != 0 or not lines:

@@ -139,8 +139,9 @@ def options(
     load_plugins(PASSES, OPERATORS)
     folder = Path(cache).expanduser() if cache is not None else default_folder()
     observation = Observation(Path(observe)) if observe is not None else None
-    chosen, inference = (TRAINING, INFERENCE) if pipeline is None else (Pipeline.of(pipeline), None)
-    return Options(chosen, Cache(folder), jobs, observation, progress, watch, dynamic, random, search, inference=inference)
+    chosen, without = (TRAINING, INFERENCE) if pipeline is None else (Pipeline.of(pipeline), None)
+    made = Options(chosen, Cache(folder), jobs, observation, progress, watch, dynamic, random, search)
+    return dataclasses.replace(made, inference=without)
 
 
 def load_onnx(
