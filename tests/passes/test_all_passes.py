@@ -45,6 +45,7 @@ EXTRA = {
         "a: f32[4, 3, 3], b: f32[4, 3, 16]",
         "%t = permute(%a, dims=(0, 2, 1))\n%p = matmul(%a, %b)\n%y = matmul_add(%p, %t, %b)",
         "%y",
+    ),
     "fold_batch_norm": program(
         "x: f32[2, 3, 8, 8], w: f32[4, 3, 3, 3] parameter, mean: f32[4] buffer, var: f32[4] buffer",
         "%y = convolution(%x, %w, stride=(1, 1), padding=(1, 1), dilation=(1, 1), output_padding=(0, 0))\n"
