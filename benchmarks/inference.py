@@ -53,7 +53,7 @@ own, `INFERENCE`, on the CPU:
 - `fold_batch_norm` makes normalisation by known statistics part of the weights and bias of the convolution or product
   in front of it. This is exact algebra; results differ by rounding.
 - What depends on parameters and buffers alone (folded weights, their layouts, position embeddings) is a program of its
-  own, which runs at the first call and again when one of them has changed (`graph.prologue`, `driver.inference`).
+  own, which runs at the first call and again when one of them has changed (`graph.prologue`, `driver.preparation`).
   Parameters stay the module's own. What it makes is kept beside them and takes memory: at most their size again.
 
 A change is seen before each call, by address, by version counter, and by eight words of each tensor, which notice

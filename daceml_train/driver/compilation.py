@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import daceml_train.frontends
 import daceml_train.transformations
@@ -23,6 +23,7 @@ from daceml_train.codegen.launch import KernelCode
 from daceml_train.driver.devices import for_device, pipeline_for
 from daceml_train.driver.joint import Trained, joint_graph, refuse_sparse
 from daceml_train.driver.observation import Observation
+from daceml_train.driver.preparation import Preparation
 from daceml_train.driver.recomputed import across, within
 from daceml_train.driver.record import PassRecord, Record
 from daceml_train.frontends.torch.draws import Randomness
@@ -46,9 +47,6 @@ from daceml_train.runtime.program import CallLaunch, KernelLaunch, Place, Progra
 from daceml_train.tensor import Dim, Tensor, channels_last, same_shape
 from daceml_train.transformations.intra_operator.decompose import Decompose
 from daceml_train.transformations.pipelines import TRAINING
-
-if TYPE_CHECKING:
-    from daceml_train.driver.inference import Preparation
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-
-import torch
 
 from daceml_train.driver.compilation import (
     Differentiable,
@@ -17,6 +14,7 @@ from daceml_train.driver.compilation import (
     watcher,
 )
 from daceml_train.driver.devices import for_device
+from daceml_train.driver.preparation import Preparation
 from daceml_train.driver.record import Record
 from daceml_train.graph.graph import Graph
 from daceml_train.graph.prologue import split
@@ -24,11 +22,8 @@ from daceml_train.ops.gradient import Detach
 from daceml_train.passes.base import without_dead_code
 from daceml_train.runtime.device import CPU
 from daceml_train.runtime.executable import Executable, new_arena
-from daceml_train.runtime.executor import fingerprint
 from daceml_train.runtime.products import Products
 from daceml_train.runtime.program import Program
-
-Run = Callable[[Executable, Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
 @dataclass
@@ -39,34 +34,6 @@ class _Prepared:
     prologue: Program | None
     results: int
     records: list[Record]
-
-
-class Preparation:
-    """The arrays that a program takes and that depend on parameters alone: made anew when one of those changed.
-
-    A change is seen by address, version counter and sampled numbers; see `runtime.executor.fingerprint`. Parameters
-    made in inference mode have no version, so theirs are made at every call.
-    """
-
-    def __init__(self, prologue: Executable, read: Sequence[int], taken: Sequence[int]) -> None:
-        self.prologue, self.read, self.taken = prologue, tuple(read), tuple(taken)
-        self.made = 0
-        """How often the arrays were made."""
-        self._state: tuple[int, list[torch.Tensor], list[torch.Tensor]] | None = None
-
-    def __call__(self, inputs: Sequence[torch.Tensor], run: Run) -> list[torch.Tensor]:
-        """The main program's inputs, from those of the graph; `run` runs the prologue."""
-        parameters = [inputs[i] for i in self.read]
-        now, state = fingerprint(parameters), self._state
-        if state is None or now is None or state[0] != now:
-            made = run(self.prologue, parameters)
-            self.made += 1
-            if now is None:
-                return [*(inputs[i] for i in self.taken), *made]
-            # What is kept keeps its memory, so that no other tensor can lie at an address that was seen.
-            state = (now, made, [parameter.detach() for parameter in parameters])
-            self._state = state
-        return [*(inputs[i] for i in self.taken), *state[1]]
 
 
 def compile_inference(graph: Graph, options: Options) -> Differentiable:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import daceml_train as dt
-from daceml_train.driver.inference import Preparation
+from daceml_train.driver.preparation import Preparation
 from tests.driver.conformity import assert_compiled
 
 pytestmark = pytest.mark.compiled
