@@ -68,6 +68,11 @@ EXTRA = {
         "%d = mul(%c, %l)\n%e = mul(%d, %b)\n%f = mul(%e, %a)",
         "%l, %f",
     ),
+    "store_kept": program(
+        "x: f32[256, 128], p: f32[256, 128] parameter",
+        "%a = exp(%x)\n%l = reduce(%a, kind=\"sum\", dims=(0, 1))\n%d = mul(%a, %l)",
+        "%l",
+    ),
     "update_rows": program(
         "p: f32[90, 4], g: f32[5, 4], i: i64[5], rate: f64[]",
         "%d = embedding_grad(%g, %i, rows=90)\n%n = sgd_update(%p, %d, %rate)",
@@ -75,6 +80,7 @@ EXTRA = {
     ),
 }
 """Pass -> a graph for it, where the networks have none."""
+EXTRA["store_kept"].write("p", EXTRA["store_kept"].value("d"))
 
 
 @functools.cache
