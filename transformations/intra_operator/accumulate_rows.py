@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from daceml_train.codegen.loops import hint
 from daceml_train.graph.graph import Graph, Node
+from daceml_train.ops.contraction import Matmul
 from daceml_train.ops.elementwise import Elementwise
 from daceml_train.ops.embedding import AddRows, EmbeddingGrad
 from daceml_train.ops.operator import Value
@@ -56,4 +58,10 @@ class AccumulateRows(Rewrite):
 
     def emit(self, match: Match, builder: Graph, now: Mapping[str, Value]) -> Iterable[Value]:
         rows, indices = (now[i] for i in match.parts["gradient"].inputs)
-        return builder.emit(AddRows(), now[match.parts["c"]], indices, rows)
+        view, c = match.view, match.parts["c"]
+        maker = view.producers.get(c)
+        table = now[c]
+        alone = maker is not None and isinstance(maker.op, Matmul) and view.only_reader(c, match.root)
+        if maker is not None and alone and hint(view.bytes(*maker.inputs)) < hint(view.bytes(c)):
+            (table,) = builder.emit(maker.op, *(now[i] for i in maker.inputs))  # its factors wait for the rows instead
+        return builder.emit(AddRows(), table, indices, rows)
