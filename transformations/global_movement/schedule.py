@@ -19,8 +19,9 @@ class Schedule(Pass):
 
     What frees more than it takes runs as soon as it can, with the readers that it makes ready counted in: a weight
     gradient together with the update that consumes it. Everything else keeps its order (list scheduling; Graham,
-    "Bounds on Multiprocessing Timing Anomalies", 1969). Then operators are moved out of the peak one by one, as long
-    as that lowers it, at most `moves` times. The bytes moved stay as they are.
+    "Bounds on Multiprocessing Timing Anomalies", 1969), or what makes more than it frees waits for its first reader,
+    where that is lower. Then operators are moved out of the peak one by one, as long as that lowers it, at most
+    `moves` times. The bytes moved stay as they are.
     """
 
     level = "global_movement"
@@ -31,7 +32,7 @@ class Schedule(Pass):
         count = len(items.nodes)
         if count < 3:
             return graph
-        orders = [list(range(count)), *(listed(items, depth) for depth in (0, 1, 2))]
+        orders = [list(range(count)), *(listed(items, depth) for depth in (0, 1, 2)), postponed(items)]
         costs = [cost(items, order) for order in orders]
         best = min(range(len(orders)), key=lambda i: (costs[i], i))
         order = improved(items, orders[best], self.moves)
@@ -49,6 +50,26 @@ def cost(items: Items, order: Sequence[int]) -> tuple[int, int]:
 def listed(items: Items, depth: int) -> list[int]:
     """The order of list scheduling that looks `depth` readers ahead."""
     return _Listing(items, depth).run()
+
+
+def postponed(items: Items) -> list[int]:
+    """The order in which an item that makes more than it frees waits for the first one that depends on it."""
+    count = len(items.nodes)
+    first, last = [count] * len(items.bytes), [-1] * len(items.bytes)
+    for item, touched in enumerate(items.touches):
+        for block in touched:
+            first[block], last[block] = min(first[block], item), item
+    key = [float(item) for item in range(count)]
+    earliest = [float(count)] * count
+    """The least key of those that depend on an item."""
+    for item in reversed(range(count)):
+        made = sum(items.bytes[b] for b in items.touches[item] if first[b] == item)
+        freed = sum(items.bytes[b] for b in items.touches[item] if last[b] == item and first[b] != item)
+        if made > freed and earliest[item] < count:
+            key[item] = earliest[item]
+        for other in items.before[item]:
+            earliest[other] = min(earliest[other], key[item])
+    return sorted(range(count), key=lambda item: (key[item], item))
 
 
 CLOSURE = 8
