@@ -84,7 +84,7 @@ INFERENCE = Pipeline(
         DeadCode(),
     ),
     fusion=FUSION,
-    layout=(FuseMatmulBias(), AssignLayouts(), ConvolveByProduct()),
+    layout=(FuseMatmulBias(), AssignLayouts(prepared=True), ConvolveByProduct()),
     global_movement=(DeadCode(), UpdateInPlace(), Schedule(), ConcatenateInPlace(), ReuseOperands()),
 )
 """The forward pass alone."""

@@ -350,10 +350,11 @@ def environment() -> str:
 
 
 def lowered(
-    graph: Graph, options: Options, record: Record, watch: Watcher, device: Device, results: int | None = None
-) -> Program:
+    graph: Graph, options: Options, record: Record, watch: Watcher, device: Device, results: int | None = None,
+    levels: tuple[str, ...] = ("fusion", "layout", "global_movement"),
+) -> Program:  # fmt: skip
     """The program of a graph behind its last passes, noted in `record`; for `results` see `runtime.lowering.lower`."""
-    graph = options.pipeline.run(graph, ("fusion", "layout", "global_movement"), watch)
+    graph = options.pipeline.run(graph, levels, watch)
     if any(node.op.is_composite for node in graph.nodes):  # which a pipeline of a user's may leave as they are
         graph = Decompose().run(graph)
     program = lower(graph, results, device)

@@ -17,13 +17,16 @@ from daceml_train.driver.devices import for_device
 from daceml_train.driver.preparation import Preparation
 from daceml_train.driver.record import Record
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.prologue import split
+from daceml_train.graph.prologue import again, split
 from daceml_train.ops.gradient import Detach
 from daceml_train.passes.base import without_dead_code
 from daceml_train.runtime.device import CPU
 from daceml_train.runtime.executable import Executable, new_arena
 from daceml_train.runtime.products import Products
 from daceml_train.runtime.program import Program
+
+LAST = ("global_movement",)
+"""The levels that only a main part without its prologue sees."""
 
 
 @dataclass
@@ -61,12 +64,16 @@ def _build(graph: Graph, options: Options) -> _Prepared:
     graph = for_device(options.pipeline.run(without_detach(graph), ("forward",), watch), CPU)
     measure_captured(graph, record)
     whole = without_dead_code(options.pipeline.run(graph, ("intra_operator",), watch))
+    # Once before fusion, which would compute arithmetic of parameters within kernels, and once behind layouts, which
+    # lay weights out anew.
     parts, results = split(whole), len(whole.outputs)
+    laid_out = options.pipeline.run(whole if parts is None else parts.main, ("fusion", "layout"), watch)
+    parts = again(parts, laid_out)
     if parts is None:
-        return _Prepared(lowered(whole, options, record, watch, CPU), None, results, [record])
+        return _Prepared(lowered(laid_out, options, record, watch, CPU, levels=LAST), None, results, [record])
     own = Record(parts.prologue.name)
-    prologue = lowered(parts.prologue, options, own, watcher(own, options), CPU, results=0)
-    main = lowered(parts.main, options, record, watch, CPU)
+    prologue = lowered(without_dead_code(parts.prologue), options, own, watcher(own, options), CPU, results=0)
+    main = lowered(parts.main, options, record, watch, CPU, levels=LAST)
     return _Prepared(main, prologue, results, [record, own])
 
 

@@ -16,7 +16,8 @@ from daceml_train.ops.fallback import Aten
 from daceml_train.ops.random import Uniform
 from daceml_train.ops.requirement import Require
 
-HELD = (Role.parameter, Role.buffer)
+HELD = (Role.parameter, Role.buffer, Role.saved)
+"""Roles of inputs that stay as they are between calls; an inference graph's saved arrays are those prepared before."""
 NOT_MOVED = (Aten, ControlFlow, Uniform, Require)
 """Operators that stay where they are: they may draw numbers, raise errors, or hold programs of their own."""
 GROWTH = 4
@@ -52,6 +53,25 @@ def split(graph: Graph) -> Split | None:
     main.outputs, main.writes, main.kept = list(graph.outputs), dict(graph.writes), graph.kept
     prologue.outputs = list(seen)
     return Split(prologue, main, tuple(seen))
+
+
+def again(before: Split | None, graph: Graph) -> Split | None:
+    """Split `graph`, what passes made of the main part of `before`, and put what moves behind the first prologue."""
+    after = split(graph)
+    if before is None or after is None:
+        return after or (None if before is None else Split(before.prologue, graph, before.prepared))
+    prologue = before.prologue.copy()
+    names: dict[str, str] = {}
+    for name, entry in after.prologue.inputs.items():
+        if entry.role is not Role.saved and name not in prologue.inputs:
+            prologue.input(name, entry.tensor, entry.role, entry.path)
+    for node in after.prologue.nodes:
+        made = prologue.append(node.op, tuple(names.get(n, n) for n in node.inputs), origin=node.origin)
+        names.update(zip(node.outputs, (value.name for value in made), strict=True))
+    still = [name for name in after.main.inputs if name in before.prepared]
+    wanted = {name: names.get(name, name) for name in (*still, *after.prepared)}
+    prologue.outputs = list(wanted.values())
+    return Split(prologue, after.main, tuple(wanted))
 
 
 def _moved(graph: Graph) -> set[str]:

@@ -5,8 +5,9 @@ import pytest
 
 from daceml_train.graph.graph import Graph
 from daceml_train.graph.interpret import interpret
-from daceml_train.graph.prologue import Split, split
+from daceml_train.graph.prologue import Split, again, split
 from daceml_train.graph.verify import verify
+from daceml_train.ops.operator import make
 from tests.transformations.checking import arrays, program
 
 
@@ -87,3 +88,38 @@ def test_writes_stay_in_the_main_part() -> None:
     made = parts(graph)
     assert made.main.writes == {"n": "m"}
     assert not made.prologue.writes
+
+
+def test_what_passes_leave_moves_behind_the_first_prologue() -> None:
+    body = "%a = exp(%w)\n%y = matmul(%x, %a)\n%z = add(%y, %g)"
+    graph = program("x: f32[3, 4], w: f32[4, 4] parameter, g: f32[4] parameter", body, "%z")
+    first = split(graph)
+    assert first is not None
+    main = first.main.empty()
+    (moved,) = main.append(make("mul"), ("a", "a"))
+    (halved,) = main.append(make("mul"), ("g", "g"), ["exp"])  # a name that the first prologue may have
+    (y,) = main.append(make("matmul"), ("x", moved.name))
+    (z,) = main.append(make("add"), (y.name, halved.name))
+    (last,) = main.append(make("matmul"), (z.name, "a"))
+    main.output(last)
+    second = again(first, main)
+    assert second is not None
+    verify(second.prologue)
+    verify(second.main)
+    assert (labels(second.prologue), labels(second.main)) == (["exp", "mul", "mul"], ["matmul", "add", "matmul"])
+    given = arrays(graph)
+    made = interpret(second.prologue, {n: given[n] for n in second.prologue.inputs}).outputs
+    known = {**given, **dict(zip(second.prepared, made, strict=True))}
+    a = np.exp(given["w"])
+    want = (given["x"] @ (a * a) + given["g"] ** 2) @ a
+    got = interpret(second.main, {n: known[n] for n in second.main.inputs}).outputs[0]
+    np.testing.assert_allclose(got, want)
+    assert list(second.main.inputs)[-len(second.prepared) :] == list(second.prepared)
+
+
+def test_nothing_more_to_move() -> None:
+    graph = program("x: f32[4], w: f32[4] parameter", "%a = exp(%w)\n%y = add(%x, %a)", "%y")
+    first = split(graph)
+    assert first is not None
+    assert again(first, first.main) == first
+    assert again(None, first.main.empty()) is None

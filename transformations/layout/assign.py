@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from daceml_train.codegen.loops import hint
 from daceml_train.graph.aliases import is_alias
 from daceml_train.graph.graph import Graph, Node
+from daceml_train.graph.prologue import HELD
 from daceml_train.graph.traffic import traffic
 from daceml_train.ops.convolution import LIBRARY_TYPES, Geometry
 from daceml_train.ops.elementwise import Full, Iota
@@ -35,22 +36,24 @@ class AssignLayouts(Pass):
     kernel that meets an array in another layout than its own reads it strided, `strided` times its bytes. Inputs
     and results of the graph keep their layout. All costs are pairwise, so the cheapest assignment is a minimum cut,
     found for the whole graph at once. A kernel's results are written in the layout wanted; only library calls and
-    borders need a reorder of their own.
+    borders need a reorder of their own. With `prepared`, reorders of parameters and buffers cost nothing: an inference
+    program makes them once (`graph.prologue`).
     """
 
     level = "layout"
     strided: float = 0.5
+    prepared: bool = False
 
     def run(self, graph: Graph) -> Graph:
         if not any(isinstance(node.op, Geometry) for node in graph.nodes):
             return graph
-        chosen, cost = _Costs(graph, self.strided).solve(free=True)
-        _, before = _Costs(graph, self.strided).solve(free=False)
+        chosen, cost = _Costs(graph, self.strided, self.prepared).solve(free=True)
+        _, before = _Costs(graph, self.strided, self.prepared).solve(free=False)
         if cost >= before:
             return graph
         after = _Rebuild(graph, chosen).run()
         gained = hint(traffic(after).bytes - traffic(graph).bytes)
-        return after if gained <= 0 else graph
+        return after if gained <= 0 or self.prepared else graph
 
 
 def image_ranks(graph: Graph) -> frozenset[int]:
@@ -98,8 +101,9 @@ class _Costs:
     in that layout exists.
     """
 
-    def __init__(self, graph: Graph, strided: float) -> None:
+    def __init__(self, graph: Graph, strided: float, prepared: bool = False) -> None:
         self.graph, self.strided, self.problem = graph, strided, Assignment()
+        self.free = {n for n, e in graph.inputs.items() if prepared and e.role in HELD and n not in graph.writes}
         self.ranks = image_ranks(graph)
         self.names = [name for name, tensor in graph.tensors.items() if choosable(tensor, self.ranks)]
         self.broadcast: set[str] = set()
@@ -126,8 +130,9 @@ class _Costs:
 
     def versions(self, name: str) -> None:
         """A version in the layout that the array does not have is a reorder."""
-        self.problem.unless(("last", name), name, 2 * self.bytes(name))
-        self.problem.unless(name, ("not rows", name), 2 * self.bytes(name))
+        bytes_ = 0.0 if name in self.free else 2 * self.bytes(name)
+        self.problem.unless(("last", name), name, bytes_)
+        self.problem.unless(name, ("not rows", name), bytes_)
 
     def needs(self, name: str, label: Hashable | bool) -> None:
         """Somebody reads the array in the layout `label`: a variable, or a fixed choice."""
