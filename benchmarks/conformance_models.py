@@ -1,6 +1,6 @@
 """Whole models through the compiler: loss, gradients and buffers over three optimizer steps against eager execution.
 
-    python -m benchmarks.conformance_models [NAME ...] [--all] [--list] [--timeout 600] [--cache FOLDER] [--json FILE]
+    python -m benchmarks.conformance_models [NAME ...] [--update] [--all] [--list] [--timeout 600] [--json FILE]
 
 Each model trains in a process of its own, three times: eagerly, through `optimize`, and through `training_step`.
 Dropout is off in all of them. What may differ is said in `benchmarks.models.training`. Without names: the models that
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -124,8 +124,23 @@ def write_page(found: Sequence[Outcome], path: Path = PAGE) -> None:
     path.write_text(f"{before}{_MARKS[0]}\n{page(found)}\n{_MARKS[1]}{after}")
 
 
-def _text(found: Sequence[Outcome]) -> str:
+def _text(found: Iterable[Outcome]) -> str:
     return json.dumps([dataclasses.asdict(outcome) for outcome in found], indent=1) + "\n"
+
+
+def stored() -> list[Outcome]:
+    """The results of earlier runs."""
+    return [Outcome(**row) for row in json.loads(RESULTS.read_text())] if RESULTS.exists() else []
+
+
+def write(found: Iterable[Outcome]) -> None:
+    """Write results and page, in the order of the tables."""
+    from benchmarks.models.table import MODELS
+
+    order = list(MODELS)
+    rows = sorted(found, key=lambda outcome: order.index(outcome.name))
+    RESULTS.write_text(_text(rows))
+    write_page(rows)
 
 
 def main() -> int:
@@ -137,6 +152,8 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=600, help="seconds per model")
     parser.add_argument("--cache", type=Path, help="a folder to keep; without it each model compiles everything")
     parser.add_argument("--json", type=Path, help="a file for the outcomes, written after each model")
+    replaced = "named models replace their rows in the results and the page"
+    parser.add_argument("--update", action="store_true", help=replaced)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -165,9 +182,10 @@ def main() -> int:
             if options.json:
                 options.json.write_text(_text(found))
     console.print(summary(found))
-    if not options.names:
-        RESULTS.write_text(_text(found))
-        write_page(found)
+    if options.update:
+        write({outcome.name: outcome for outcome in (*stored(), *found)}.values())
+    elif not options.names:
+        write(found)
     return int(any(map(failed, found)))
 
 
