@@ -109,12 +109,15 @@ def difference(ours: Run, eager: Run, exact: Run | None, others: Sequence[Run] =
 
 
 def _typical(tensors: Sequence[Tensor]) -> float:
-    largest = [float(t.abs().max()) for t in tensors if t.numel()]
+    largest = [float(t.to_dense().abs().max()) for t in tensors if t.numel()]
     return sorted(largest)[len(largest) // 2] if largest else 0.0
 
 
 def _differs(ours: Tensor, runs: Sequence[Tensor], exact: Tensor, typical: float, referenced: bool) -> str:
     eager = runs[0]
+    if ours.layout is not eager.layout:
+        return f"{ours.layout} instead of {eager.layout}"
+    ours, eager, exact, runs = ours.to_dense(), eager.to_dense(), exact.to_dense(), [run.to_dense() for run in runs]
     if ours.dtype is not eager.dtype or ours.shape != eager.shape:
         return f"{ours.dtype}{list(ours.shape)} instead of {eager.dtype}{list(eager.shape)}"
     if not eager.numel():
