@@ -13,7 +13,7 @@ from daceml_train.codegen.loops import Layout
 from daceml_train.codegen.written import launch_of
 from daceml_train.ops.operator import Operator
 from daceml_train.ops.resample import Col2Im, Im2Col, Windows
-from daceml_train.tensor import Dim, DType, Tensor, product, same_shape, simplify
+from daceml_train.tensor import Dim, DType, Tensor, product, same, simplify
 
 LARGEST = 256
 """Kernel elements up to which there is code of our own: each is a pointer at hand."""
@@ -40,7 +40,8 @@ def sums_of(op: Operator, operands: Sequence[Layout], results: Sequence[Layout])
     """The code of `col2im` from windows that lie one after the other; None leaves it to the library."""
     assert isinstance(op, Col2Im)
     (x,), (y,) = operands, results
-    dense = same_shape(x.strides, Tensor(x.shape, x.dtype, (0, 2, 1)).strides)
+    wanted = Tensor(x.shape, x.dtype, (0, 2, 1)).strides
+    dense = all(same(a, b) or same(size, 1) for size, a, b in zip(x.shape, x.strides, wanted, strict=True))
     if not op.last or not supported(op, x.dtype) or not dense:
         return None
     groups = -(-y.shape[1] // GROUP)

@@ -98,3 +98,12 @@ def test_sums_want_dense_windows() -> None:
     columns = Tensor((1, 27, 16))
     (y,) = op.infer(columns)
     assert sums_of(op, *([Layout(t.shape, t.strides, t.dtype)] for t in (columns, y))) is None
+
+
+def test_one_image_may_have_any_stride() -> None:
+    op = Col2Im(kernel=(3, 3), size=(6, 6), last=True)
+    columns = Tensor((1, 27, 16), DType.float32, (0, 2, 1))
+    (y,) = op.infer(columns)
+    image = Layout(y.shape, y.strides, y.dtype)
+    for stride in (27 * 16, 27, 1):
+        assert sums_of(op, [Layout(columns.shape, (stride, *columns.strides[1:]), columns.dtype)], [image]) is not None
