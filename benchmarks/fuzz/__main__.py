@@ -101,7 +101,8 @@ def summary(console: Console, runs: list[Run]) -> int:
     for kind, name in KINDS.items():
         console.print(f"{counts[kind]:5} {name}")
     for reason, count in breaks.most_common():
-        console.print(f"{count:5} x {reason} (seed {first[reason]})", markup=False)
+        example = f" (seed {first[reason]})" if reason in first else ""
+        console.print(f"{count:5} x {reason}{example}", markup=False)
     return 1 if counts["wrong"] else 0
 
 
