@@ -141,7 +141,8 @@ def prepared(name: str, precision: str, variant: str) -> Callable[[], dict[str, 
     """A step in a variant (`one stream` is one, too), compiled and warm. `precision`: bf16 (autocast) or tf32."""
     network = (LARGE | SMALL | BRANCHY | TINY)[name]
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    if torch.cuda.is_available():
+        torch.backends.cudnn.allow_tf32 = precision == "tf32"
     problem, made = network.build(fused=True), Row()
     if variant in ("ours", "one stream"):
         if variant == "one stream":

@@ -71,7 +71,7 @@ def tracing() -> Iterator[None]:
     where a trace fails are left out: the error itself reaches the user.
     """
     polyfills.install()
-    leaves_before = own_leaves.take(True)
+    own_leaves.enter()
     logger, config = logging.getLogger("torch._subclasses.fake_tensor"), torch._dynamo.config
     before = logger.disabled, config.allow_rnn, symbols.use_duck_shape
     logger.disabled, config.allow_rnn, symbols.use_duck_shape = True, True, False
@@ -83,7 +83,7 @@ def tracing() -> Iterator[None]:
     try:
         yield
     finally:
-        own_leaves.take(leaves_before)
+        own_leaves.leave()
         logger.disabled, config.allow_rnn, symbols.use_duck_shape = before
         for name, value in theirs.items():
             setattr(config, name, value)

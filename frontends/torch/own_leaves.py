@@ -8,6 +8,7 @@ parameters' gradients are what they are without. Audio models of `transformers` 
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
 import torch
@@ -22,16 +23,18 @@ from daceml_train.frontends.torch.source import origin
 MARK = "daceml_train leaf"
 """Key in `meta` of the node that is made a leaf, and of the call that makes it one."""
 
-_taken = False
+_traces = threading.local()
 
 
-def take(wanted: bool) -> bool:
-    """Whether traces from here on hold such assignments, for our backend alone; returns whether they did before."""
-    global _taken
-    if wanted:
-        _install()
-    before, _taken = _taken, wanted
-    return before
+def enter() -> None:
+    """This thread's traces hold such assignments until `leave`, for our backend alone."""
+    _install()
+    _traces.depth = getattr(_traces, "depth", 0) + 1
+
+
+def leave() -> None:
+    """The end of what `enter` began."""
+    _traces.depth -= 1
 
 
 @functools.cache
@@ -43,7 +46,7 @@ def _install() -> None:
 
     def call(self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
         named = name.is_python_constant() and name.as_python_constant() == "requires_grad"
-        if not (_taken and named and isinstance(obj, TensorVariable) and obj.source is None):
+        if not (getattr(_traces, "depth", 0) and named and isinstance(obj, TensorVariable) and obj.source is None):
             return original(self, tx, obj, name, value)
         node = obj.as_proxy().node
         example = node.meta.get("example_value")

@@ -4,38 +4,42 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import fuzz
+from benchmarks.fuzz import Case, Layer, shrink
+from benchmarks.fuzz.checking import Verdict, wrong_in
+from benchmarks.fuzz.generate import random_case, shapes_of
+from benchmarks.fuzz.sweep import Outcome, Run, read, write
 
 
 def test_cases_repeat_and_are_taken_by_pytorch() -> None:
     for seed in range(5):
-        case = fuzz.random_case(seed, 5)
-        assert case == fuzz.random_case(seed, 5)
-        assert case.layers and fuzz._shapes(case) is not None
+        case = random_case(seed, 5)
+        assert case == random_case(seed, 5)
+        assert case.layers and shapes_of(case) is not None
         compile(case.script(), "script", "exec")
 
 
 def test_dropping_a_layer_renames_earlier_values() -> None:
-    layers = tuple(fuzz.Layer(f"h = {text}") for text in ("h + 1", "h * 2", "h - a1"))
-    case = fuzz.Case(0, layers, (4,))
-    assert [layer.forward for layer in fuzz._without(case, [0]).layers] == ["h = h * 2", "h = h - a0"]
+    layers = tuple(Layer(f"h = {text}") for text in ("h + 1", "h * 2", "h - a1"))
+    case = Case(0, layers, (4,))
+    assert [layer.forward for layer in shrink._without(case, [0]).layers] == ["h = h * 2", "h = h - a0"]
 
 
 def test_shrinks_to_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ("self.p0 * h", "h + 1", "h.cumsum(0)", "h * 2", "h.tanh()")
-    layers = [fuzz.Layer(f"h = {text}") for text in texts]
+    layers = [Layer(f"h = {text}") for text in texts]
     layers[0] = replace(layers[0], init=("self.p0 = nn.Parameter(torch.ones(4))",))
-    case = fuzz.Case(0, tuple(layers), (4,), loss="l1_loss", threads=2, without=("DeadCode",))
+    case = Case(0, tuple(layers), (4,), loss="l1_loss", threads=2, without=("DeadCode",))
 
-    def check(case: fuzz.Case) -> fuzz.Verdict:
-        return fuzz.Verdict("wrong" if re.search("cumsum", case.model()) else "", [])
+    def check(case: Case) -> Verdict:
+        return Verdict("wrong" if re.search("cumsum", case.model()) else "", [])
 
-    monkeypatch.setattr(fuzz, "check", check)
-    shrunk = fuzz.shrunk(case, 10)
+    monkeypatch.setattr(shrink, "check", check)
+    shrunk = shrink.shrunk(case, 10)
     assert [layer.forward for layer in shrunk.layers] == ["h = h.cumsum(0)"]
     assert (shrunk.threads, shrunk.without, shrunk.loss) == (1, (), "mse_loss")
 
@@ -43,7 +47,18 @@ def test_shrinks_to_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rounding_is_not_wrong_and_a_wrong_number_is() -> None:
     exact = {"gradient": torch.tensor([1.0, 2.0], dtype=torch.float64)}
     eager = {"gradient": exact["gradient"].float()}
-    assert not fuzz._wrong({"gradient": eager["gradient"] + 1e-6}, eager, [eager], exact)
-    assert fuzz._wrong({"gradient": eager["gradient"] + 1e-3}, eager, [eager], exact)
-    assert fuzz._wrong({"gradient": eager["gradient"] * torch.nan}, eager, [eager], exact)
-    assert fuzz._wrong({}, eager, [eager], exact)
+    assert not wrong_in({"gradient": eager["gradient"] + 1e-6}, eager, [eager], exact)
+    assert wrong_in({"gradient": eager["gradient"] + 1e-3}, eager, [eager], exact)
+    assert wrong_in({"gradient": eager["gradient"] * torch.nan}, eager, [eager], exact)
+    assert wrong_in({}, eager, [eager], exact)
+
+
+def test_runs_go_on_from_their_results(tmp_path: Path) -> None:
+    file = tmp_path / "fuzz.json"
+    assert read(file) == read(None) == []
+    run = Run({"models": 3}, {"torch": "2"}, 7, 7)
+    for outcome in (Outcome(8, "compiled"), Outcome(7, "rejected"), Outcome(9, "wrong", "far", ("a break",), 1.5)):
+        run.add(outcome)
+    write(file, [run])
+    assert read(file) == [run]
+    assert (run.next, run.accepted, run.wrong, run.seed_of) == (10, 2, {9: "far"}, {"a break": 9})

@@ -27,7 +27,7 @@ def test_launches_are_timed_while_somebody_measures(tmp_path) -> None:
     step(x, y)
     (record,) = step.records
     assert len(record.costs) == len(record.executable.program.launches)
-    assert record.costs[0].operators == "matmul" or record.costs[0].module
+    assert any(cost.operators == "matmul" or cost.module for cost in record.costs)
     timing = Timing()
     record.executable.time(timing)
     for _ in range(3):
