@@ -21,11 +21,12 @@ from daceml_train.autodiff.partition import partition
 from daceml_train.autodiff.reverse import differentiate, reached_arrays, reaching
 from daceml_train.codegen.launch import KernelCode
 from daceml_train.driver.devices import for_device, pipeline_for
-from daceml_train.driver.joint import Trained, joint_graph, refuse_sparse
+from daceml_train.driver.joint import Trained, joint_graph
 from daceml_train.driver.observation import Observation
 from daceml_train.driver.preparation import Preparation
 from daceml_train.driver.recomputed import across, within
 from daceml_train.driver.record import PassRecord, Record
+from daceml_train.driver.sparse import SparseGradients, as_rows, refuse_sparse
 from daceml_train.frontends.torch.draws import Randomness
 from daceml_train.graph.graph import Graph, Input, Role
 from daceml_train.graph.text import canonical_text
@@ -81,7 +82,8 @@ class Differentiable:
     """A forward program and, if gradients can be asked for, its backward program; see `autodiff.partition.Halves`.
 
     `gradients[i]` says to which captured input the backward program's i-th output belongs, and `sources[i]` on which
-    cotangents it depends; `cotangents` lists the captured outputs whose cotangents it takes.
+    cotangents it depends; `cotangents` lists the captured outputs whose cotangents it takes. Gradients that are
+    `sparse` have further outputs behind those of all gradients.
     """
 
     forward: Executable
@@ -91,6 +93,7 @@ class Differentiable:
     cotangents: tuple[int, ...]
     gradients: tuple[str, ...]
     sources: tuple[frozenset[int], ...]
+    sparse: SparseGradients
     records: list[Record]
     preparation: Preparation | None = None
     """What makes further inputs of the forward program from parameters; see `driver.inference`."""
@@ -115,6 +118,7 @@ class _Pair:
     cotangents: tuple[int, ...]
     gradients: tuple[str, ...]
     sources: tuple[frozenset[int], ...]
+    sparse: SparseGradients
     records: list[Record]
 
 
@@ -128,7 +132,10 @@ class WithGradients:
 
 
 def with_gradients(graph: Graph, wrt: Sequence[str], outputs: Sequence[int]) -> WithGradients:
-    """The graph with gradients by the inputs `wrt` of its outputs `outputs`, whose cotangents are further inputs."""
+    """The graph with gradients by the inputs `wrt` of its outputs `outputs`, whose cotangents are further inputs.
+
+    Sparse gradients are there as dense arrays.
+    """
     felt = reached_arrays(graph, wrt)
     cotangents = tuple(i for i in outputs if graph.outputs[i] in felt)
     joint = graph.copy()
@@ -140,8 +147,7 @@ def with_gradients(graph: Graph, wrt: Sequence[str], outputs: Sequence[int]) -> 
     found = differentiate(joint, given, wrt) if given else {}
     gradients = {name: value for name, value in found.items() if value is not None}
     joint = joint if gradients else graph  # which has no cotangents
-    read = [name for node in joint.nodes for name in node.inputs]
-    refuse_sparse(joint, [*read, *(value.name for value in gradients.values())])
+    refuse_sparse(joint)
     if gradients:
         joint.outputs += [value.name for value in gradients.values()]
     return WithGradients(joint, cotangents, tuple(gradients))
@@ -155,12 +161,13 @@ def _differentiable(
     graph = for_device(options.pipeline.run(graph, ("forward",), watch), device)
     results = len(graph.outputs)
     found = with_gradients(graph, wrt, outputs)
-    joint, cotangents, gradients = found.graph, found.cotangents, found.gradients
+    cotangents, gradients = found.cotangents, found.gradients
+    joint, sparse = as_rows(found.graph, results)
     measure_captured(joint, record)
     joint = options.pipeline.run(joint, ("intra_operator",), watch)
     if not gradients:
         forward = lowered(without_dead_code(joint), options, record, watch, device)
-        return _Pair(forward, None, results, (), (), (), (), [record])
+        return _Pair(forward, None, results, (), (), (), (), {}, [record])
     reached = [reaching(graph, (graph.outputs[i],)) for i in cotangents]
     sources = tuple(frozenset(k for k, names in enumerate(reached) if name in names) for name in gradients)
     halves = partition(joint, results)
@@ -170,7 +177,7 @@ def _differentiable(
     taken = laid_out(halves.backward, dict(zip(halves.saved, forward.outputs[results:], strict=True)))
     backward = lowered(taken, options, reverse, watcher(reverse, options), device)
     records = [record, reverse]
-    return _Pair(forward, backward, results, halves.kept, cotangents, tuple(gradients), sources, records)
+    return _Pair(forward, backward, results, halves.kept, cotangents, gradients, sources, sparse, records)
 
 
 def laid_out(backward: Graph, places: Mapping[str, Place]) -> Graph:
@@ -197,8 +204,9 @@ def _link_pair(pair: _Pair, options: Options, device: Device) -> Differentiable:
     for record, executable in zip(pair.records, (forward, backward), strict=False):
         record.executable = executable
     return Differentiable(
-        forward, backward, pair.results, pair.kept, pair.cotangents, pair.gradients, pair.sources, pair.records
-    )
+        forward, backward, pair.results, pair.kept, pair.cotangents, pair.gradients, pair.sources, pair.sparse,
+        pair.records,
+    )  # fmt: skip
 
 
 @dataclass

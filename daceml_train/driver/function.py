@@ -10,6 +10,7 @@ import torch.utils._pytree as pytree
 
 from daceml_train.driver.binding import SEED, differentiable_outputs, input_tensors, memory_span, results_of, sizes_of
 from daceml_train.driver.compilation import Differentiable
+from daceml_train.driver.sparse import assembled
 from daceml_train.frontends.torch.capture import Captured
 from daceml_train.graph.graph import Role
 from daceml_train.runtime.device import GPU
@@ -166,7 +167,10 @@ class _Function(torch.autograd.Function):
         absent = {k for k, cotangent in enumerate(given) if cotangent is None}
         for position, index in graph.wanted.items():
             if not graph.compiled.sources[index] <= absent:
-                gradients[position] = found[index]
+                parts = graph.compiled.sparse.get(index)
+                gradients[position] = (
+                    found[index] if parts is None else assembled(parts, found, ctx.again[1][position])
+                )
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.again = ctx.ticket = None  # as saved tensors are freed
         return (None, None, *gradients)

@@ -55,7 +55,7 @@ def compile_inference(graph: Graph, options: Options) -> Differentiable:
         read = [names[entry.name] for entry in made.prologue.inputs]
         taken = [names[entry.name] for entry in made.main.inputs if entry.name in names]
         preparation = Preparation(executables[1], read, taken)
-    return Differentiable(executables[0], None, made.results, (), (), (), (), made.records, preparation)
+    return Differentiable(executables[0], None, made.results, (), (), (), (), {}, made.records, preparation)
 
 
 def _build(graph: Graph, options: Options) -> _Prepared:

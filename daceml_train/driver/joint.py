@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from daceml_train.autodiff.reverse import differentiate
+from daceml_train.driver.sparse import refuse_sparse
 from daceml_train.errors import Unsupported
 from daceml_train.graph.graph import Graph, Role
 from daceml_train.ops.elementwise import Full
-from daceml_train.ops.embedding import EmbeddingGrad
 from daceml_train.ops.operator import Operator, Origin, Value
 from daceml_train.ops.optimizer import SGDUpdate
 from daceml_train.passes.base import without_dead_code
@@ -91,27 +91,13 @@ def joint_graph(
         joint.norm = True
         graph.output(norm)
     joint.graph = without_dead_code(graph)
-    read = (name for node in joint.graph.nodes if not _plain_descent(node.op) for name in node.inputs)
-    refuse_sparse(joint.graph, [*read, *joint.graph.outputs])
+    refuse_sparse(joint.graph, joint.graph.outputs, _plain_descent)
     return joint
 
 
 def _plain_descent(op: Operator) -> bool:
     """Whether an update gives the same result for a sparse gradient as for a dense one."""
     return isinstance(op, SGDUpdate) and not op.momentum and not op.weight_decay
-
-
-def refuse_sparse(graph: Graph, names: Sequence[str]) -> None:
-    """Raise `Unsupported` if one of these arrays is a sparse tensor in PyTorch."""
-    producers = graph.producers()
-    for name in names:
-        node = producers.get(name)
-        if node is not None and isinstance(node.op, EmbeddingGrad) and node.op.sparse:
-            raise Unsupported(
-                "the gradient of an embedding with sparse=True is a sparse tensor, which only plain SGD inside a "
-                "training step takes as it is",
-                where=str(node.origin),
-            )
 
 
 def _accumulated(joint: Joint, entry: Trained, gradient: Value) -> Value:

@@ -156,12 +156,13 @@ def _embedding_bag(
     t: Translator, weight: Value, indices: Value, offsets: Value, scale: bool = False, mode: int = 0,
     sparse: bool = False, per_sample: Value | None = None, include_last: bool = False, padding_idx: int = -1,
 ) -> tuple[Value | None, ...] | None:  # fmt: skip
-    """Sums over bags of one size, which is what two-dimensional indices are."""
-    plain = not scale and mode == 0 and per_sample is None and not include_last and padding_idx < 0
+    """Sums and means over bags of one size, which is what two-dimensional indices are."""
+    plain = not scale and mode in (0, 1) and per_sample is None and not include_last and padding_idx < 0
     if plain and len(indices.shape) == 1 and not same(offsets.shape[0], 0):
         made = next((node.op for node in reversed(t.graph.nodes) if offsets.name in node.outputs), None)
         if isinstance(made, Iota) and made.start == 0 and same(made.step * offsets.shape[0], indices.shape[0]):
-            return (t.emit("embedding_bag", weight, indices, offsets, sparse=sparse), None, None, None)
+            y = t.emit("embedding_bag", weight, indices, offsets, sparse=sparse)
+            return (y / float(made.step) if mode else y, None, None, None)
     _refuse_sparse(t, weight, sparse)
     return None
 

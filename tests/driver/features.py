@@ -494,12 +494,10 @@ class Bag(nn.Module):
         return self.bag(index, offsets, weights)
 
 
-feature(
-    "embedding, sparse", lambda: nn.Embedding(6, 4, sparse=True), tokens, stepped=True, module="sparse", step="sparse"
-)
+feature("embedding, sparse", lambda: nn.Embedding(6, 4, sparse=True), tokens, stepped=True, step="sparse")
 feature("embedding, largest norm", lambda: nn.Embedding(6, 4, padding_idx=1, max_norm=0.5), tokens, stepped=True)
 feature("embedding, by frequency", lambda: nn.Embedding(6, 4, scale_grad_by_freq=True), tokens, wide=True)
-feature("bag, sparse", lambda: nn.EmbeddingBag(6, 4, sparse=True), tokens, module="sparse", step="sparse", wide=True)
+feature("bag, sparse", lambda: nn.EmbeddingBag(6, 4, sparse=True), tokens, step="sparse", wide=True)
 for _mode in ("sum", "mean", "max"):
     feature(f"bag, {_mode}", lambda m=_mode: nn.EmbeddingBag(6, 4, mode=m), tokens, wide=_mode != "max")
 feature(

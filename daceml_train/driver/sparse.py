@@ -1,0 +1,106 @@
+"""Sparse gradients: that of a table of embeddings with `sparse=True`, as rows and the places where they are added."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from daceml_train.errors import Unsupported
+from daceml_train.graph.graph import Graph, Node
+from daceml_train.ops.elementwise import Elementwise
+from daceml_train.ops.embedding import EmbeddingGrad
+from daceml_train.ops.operator import Operator
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A part of a sparse gradient: positions among the gradients' outputs of rows [..., D] and of indices [...].
+
+    The row `padding_idx` (-1: none) gets nothing.
+    """
+
+    rows: int
+    indices: int
+    padding_idx: int
+
+
+SparseGradients = Mapping[int, tuple[Rows, ...]]
+"""The parts of each sparse gradient, by its position among the gradients."""
+
+
+def sparse_arrays(graph: Graph) -> dict[str, tuple[Node, ...]]:
+    """The arrays that are sparse tensors in PyTorch, and the `EmbeddingGrad`s whose sum each is."""
+    found: dict[str, tuple[Node, ...]] = {}
+    for node in graph.nodes:
+        if isinstance(node.op, EmbeddingGrad) and node.op.sparse:
+            found[node.outputs[0]] = (node,)
+        elif _adds(node.op) and all(name in found for name in node.inputs):
+            found[node.outputs[0]] = tuple(part for name in node.inputs for part in found[name])
+    return found
+
+
+def _adds(op: Operator) -> bool:
+    return isinstance(op, Elementwise) and op.kind == "add"
+
+
+def refuse_sparse(graph: Graph, dense: Sequence[str] = (), taken: Callable[[Operator], bool] | None = None) -> None:
+    """Raise `Unsupported` if an array `dense` is a sparse tensor in PyTorch, or if an operator reads one.
+
+    Additions may, and so may operators that are `taken`.
+    """
+    found = sparse_arrays(graph)
+    reading = (node for node in graph.nodes if not _adds(node.op) and not (taken is not None and taken(node.op)))
+    read = (name for node in reading for name in node.inputs)
+    for name in (*read, *dense) if found else ():
+        if name in found:
+            raise Unsupported(
+                "the gradient of an embedding with sparse=True is a sparse tensor, which only plain SGD takes inside "
+                "a program",
+                where=str(found[name][0].origin),
+            )
+
+
+def as_rows(graph: Graph, results: int) -> tuple[Graph, SparseGradients]:
+    """The graph, whose outputs from `results` on are gradients, with the sparse ones as their parts.
+
+    The first part's rows take the gradient's place, all else stands behind the gradients.
+    """
+    found = sparse_arrays(graph)
+    if found.keys().isdisjoint(graph.outputs[results:]):
+        return graph, {}
+    gradients, further = list(graph.outputs[results:]), list[str]()
+    parts: dict[int, tuple[Rows, ...]] = {}
+    for position, name in enumerate(graph.outputs[results:]):
+        made = list[Rows]()
+        for node in found.get(name, ()):
+            rows, indices = node.inputs
+            assert isinstance(node.op, EmbeddingGrad)
+            if not made:
+                gradients[position] = rows
+                place = position
+            else:
+                place = len(gradients) + len(further)
+                further.append(rows)
+            made.append(Rows(place, len(gradients) + len(further), node.op.padding_idx))
+            further.append(indices)
+        if made:
+            parts[position] = tuple(made)
+    changed = graph.copy()
+    changed.outputs = [*graph.outputs[:results], *gradients, *further]
+    return changed, parts
+
+
+def assembled(parts: Sequence[Rows], outputs: Sequence[torch.Tensor], table: torch.Tensor) -> torch.Tensor:
+    """The sparse gradient of `table`, which is not coalesced: as in PyTorch, an index may occur more than once."""
+    places, values = list[torch.Tensor](), list[torch.Tensor]()
+    for part in parts:
+        index, rows = outputs[part.indices].reshape(-1).long(), outputs[part.rows].reshape(-1, *table.shape[1:])
+        if part.padding_idx >= 0:
+            kept = index != part.padding_idx
+            index, rows = index[kept], rows[kept]
+        places.append(index)
+        values.append(rows)
+    index, rows = (torch.cat(t) if len(t) > 1 else t[0] for t in (places, values))
+    return torch.sparse_coo_tensor(index[None], rows, table.shape, check_invariants=False)
