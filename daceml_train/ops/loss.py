@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from daceml_train.errors import Invalid
 from daceml_train.ops.operator import Builder, Operator, Value, make
 from daceml_train.ops.reduction import require_float, scalar, wide, wide_type
-from daceml_train.tensor import Dim, DType, Shape, Tensor, broadcast, same_shape, show_shape, simplify
+from daceml_train.tensor import Dim, DType, Shape, Tensor, broadcast, same, same_shape, show_shape, simplify
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -128,19 +128,31 @@ class NLLLoss(Operator):
         return simplify(logp.size + 3 * target.size)
 
 
+def _normaliser(x: Value, dim: int) -> tuple[Value, Value]:
+    """The maximum m along a dimension, and `log(sum(exp(x - m)))`."""
+    if same(x.shape[dim], 0):
+        nothing = x.sum((dim,))
+        return nothing, nothing + float("-inf")
+    highest = x.reduce("max", (dim,), keepdim=True)
+    shape = (*x.shape[:dim], *x.shape[dim + 1 :])
+    return highest.view(shape), (x - highest).unary("exp").sum((dim,)).unary("log")
+
+
 @dataclass(frozen=True)
 class CrossEntropy(Operator):
     """Cross-entropy of logits [N, C, ...] or [C] with integer targets [N, ...] or []; e = `label_smoothing`.
 
     Per target: `logsumexp(x) - (1 - e) x[target] - e / C sum(x)`. Results: the loss (0-d, or like the target for
-    `none`), the logsumexp like the target, and the 0-d number of targets that count. The gradient,
-    `(softmax(x) - (1 - e) onehot - e / C) g`, reads x once and logsumexp, C times smaller: recomputing that would need
-    two more passes over each row, storing the softmax would write and read an array as large as x.
+    `none`), the maximum m of a row and `normaliser = log(sum(exp(x - m)))`, both like the target, and the 0-d number of
+    targets that count. The gradient, `(softmax(x) - (1 - e) onehot - e / C) g`, reads x once, m and normaliser, C times
+    smaller: recomputing those would need two more passes over each row, storing the softmax would write and read an
+    array as large as x. They are two numbers because their sum, logsumexp, is rounded to its own magnitude: where
+    logits are large, all of a row's probabilities would be off by the same factor, and gradients would not add up to 0.
     """
 
     name = "cross_entropy"
     operands = ("logits", "target")
-    results = ("loss", "logsumexp", "total")
+    results = ("loss", "maximum", "normaliser", "total")
     reduction: str = "mean"
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -153,27 +165,29 @@ class CrossEntropy(Operator):
             raise Invalid(f"cross_entropy expects a label smoothing in 0..1, given {self.label_smoothing}")
         statistic = wide_type(logits.dtype)
         shape = target.shape if self.reduction == "none" else ()
-        return Tensor(shape, logits.dtype), Tensor(target.shape, statistic), Tensor((), statistic)
+        row = Tensor(target.shape, statistic)
+        return Tensor(shape, logits.dtype), row, row, Tensor((), statistic)
 
     def lower(self, b: Builder, *operands: Value) -> Sequence[Value]:
         logits, target = operands
         classes, x = Classes(target, logits.shape, self.ignore_index), wide(logits)
         dim, smoothing = classes.dim, self.label_smoothing
-        normaliser = x.apply(make("logsumexp", dims=(dim,)))
+        maximum, normaliser = _normaliser(x, dim)
         picked = classes.hot().where(x, 0.0).sum((dim,))
         if smoothing:
             share = scalar(b, logits.shape[dim], x.dtype)
             picked = picked * (1 - smoothing) + x.sum((dim,)) * smoothing / share
-        losses = classes.valid().where(normaliser - picked, 0.0)
+        losses = classes.valid().where(normaliser - (picked - maximum), 0.0)
         loss, total = combine(losses, classes.weights((), x.dtype), self.reduction)
-        return loss.cast(logits.dtype), normaliser, total
+        return loss.cast(logits.dtype), maximum, normaliser, total
 
     def vjp(
-        self, b: Builder, logits: Value, target: Value, logsumexp: Value, total: Value,
-        grad_loss: Value | None, grad_logsumexp: Value | None,
+        self, b: Builder, logits: Value, target: Value, maximum: Value, normaliser: Value, total: Value,
+        grad_loss: Value | None, grad_normaliser: Value | None,
     ) -> tuple[Value | None, None]:  # fmt: skip
+        """The maximum counts as a constant: what is made of it and of the normaliser depends on their sum alone."""
         classes, x = Classes(target, logits.shape, self.ignore_index), wide(logits)
-        probability = (x - logsumexp.view(classes.column)).unary("exp")
+        probability = (x - maximum.view(classes.column) - normaliser.view(classes.column)).unary("exp")
         result = None
         if grad_loss is not None:
             g = wide(grad_loss) / total if self.reduction == "mean" else wide(grad_loss)
@@ -183,8 +197,8 @@ class CrossEntropy(Operator):
             if smoothing:
                 expected = expected + probability.constant(smoothing) / scalar(b, logits.shape[classes.dim], x.dtype)
             result = (probability - expected) * each
-        if grad_logsumexp is not None:
-            part = probability * grad_logsumexp.view(classes.column)
+        if grad_normaliser is not None:
+            part = probability * grad_normaliser.view(classes.column)
             result = part if result is None else result + part
         return None if result is None else result.cast(logits.dtype), None
 

@@ -180,3 +180,30 @@ def test_running_sums_keep_the_type_that_is_asked_for() -> None:
     x = torch.tensor([1.0, 3.0, 2.0, 5.0])
     for ours, eager in zip(dt.optimize(Counts())(x), Counts()(x), strict=True):
         assert ours.dtype is eager.dtype and torch.equal(ours, eager)
+
+
+class Shift(nn.Module):
+    """Adds zeros that train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias
+
+
+def test_cross_entropy_of_large_logits() -> None:
+    """The gradient of a bias is a sum that cancels; where logits are far from 0, rounding their logsumexp would show."""
+    torch.manual_seed(1)
+    x, y = torch.randn(64, 10) + 300, torch.randint(10, (64,))
+    gradients = []
+    for called in (Shift(), Shift().double(), dt.optimize(Shift())):
+        F.cross_entropy(called(x.to(called.bias.dtype)), y).backward()
+        gradients.append(called.bias.grad)
+    eager, exact, ours = gradients
+    model = Shift()
+    step = dt.training_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), keep_gradients=True)
+    step(x, y)
+    for found in (ours, model.bias.grad):
+        assert error(found, exact) <= 3 * error(eager, exact) + 1e-7 * float(exact.norm())

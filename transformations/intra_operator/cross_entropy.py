@@ -22,7 +22,7 @@ class FuseSoftmaxCrossEntropy(Rewrite):
         x -> [log_softmax] -> p -> [nll_loss] -> loss     =>     x -> [cross_entropy] -> loss
 
     Bytes: those of cross_entropy's leaves in place of the two operators' leaves; p is neither written nor read. The
-    backward pass then reads x and one number per row instead of p (`CrossEntropy` has the formula).
+    backward pass then reads x and two numbers per row instead of p (`CrossEntropy` has the formula).
     """
 
     level = "forward"
@@ -46,11 +46,11 @@ class FuseSoftmaxCrossEntropy(Rewrite):
         x, logp, target = (view.graph.tensors[n] for n in (*p.inputs, *loss.inputs[:2]))
         seen = [bool(view.readers[n]) or n in view.visible for n in loss.outputs]
         before = alone(p.op, [x], [True]) + alone(loss.op, [logp, target], seen)
-        return simplify(alone(entropy(loss.op), [x, target], [seen[0], False, seen[1]]) - before)
+        return simplify(alone(entropy(loss.op), [x, target], [seen[0], False, False, seen[1]]) - before)
 
     def emit(self, match: Match, builder: Graph, now: Mapping[str, Value]) -> Iterable[Value]:
         logits, target = now[match.parts["p"].inputs[0]], now[match.root.inputs[1]]
-        loss, _, total = builder.emit(entropy(match.root.op), logits, target)
+        loss, _, _, total = builder.emit(entropy(match.root.op), logits, target)
         return loss, total
 
 
