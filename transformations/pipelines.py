@@ -13,6 +13,7 @@ from daceml_train.transformations.global_movement.dead_code import DeadCode
 from daceml_train.transformations.global_movement.merge_equal import MergeEqual
 from daceml_train.transformations.global_movement.reuse_operands import ReuseOperands
 from daceml_train.transformations.global_movement.schedule import Schedule
+from daceml_train.transformations.global_movement.update_in_parts import UpdateInParts
 from daceml_train.transformations.global_movement.update_in_place import UpdateInPlace
 from daceml_train.transformations.intra_operator.accumulate_products import AccumulateProducts
 from daceml_train.transformations.intra_operator.accumulate_rows import AccumulateRows
@@ -66,7 +67,14 @@ TRAINING = Pipeline(
     ),
     fusion=FUSION,
     layout=(FuseMatmulBias(), AssignLayouts(), ConvolveByProduct()),
-    global_movement=(DeadCode(), UpdateInPlace(), Schedule(), ConcatenateInPlace(), ReuseOperands()),
+    global_movement=(
+        DeadCode(),
+        UpdateInPlace(),
+        Schedule(),
+        ConcatenateInPlace(),
+        ReuseOperands(),
+        UpdateInParts(),
+    ),
 )
 """A training step: forward, backward and, where it is compiled with them, loss and update."""
 

@@ -14,6 +14,7 @@ import sympy
 from daceml_train.codegen.columns import sums_of, windows_of
 from daceml_train.codegen.depthwise import depthwise_weight_gradient
 from daceml_train.codegen.launch import KernelCode, Layout
+from daceml_train.codegen.rows import add_rows
 from daceml_train.codegen.written import launch_of
 from daceml_train.ops.fused_attention import FusedAttention, FusedAttentionGrad, Masked
 from daceml_train.ops.operator import Operator
@@ -94,5 +95,6 @@ TEMPLATES: dict[str, Rule] = {
     "convolution_weight_grad": depthwise_weight_gradient,
     "im2col": windows_of,
     "col2im": sums_of,
+    "add_rows": add_rows,
 }
 """Operator -> the kernel for these layouts, None where the library or generated code does better."""

@@ -10,10 +10,11 @@ from daceml_train.ops.random import Uniform
 from daceml_train.passes.pipeline import Pipeline
 from daceml_train.runtime.device import Device
 from daceml_train.tensor import simplify
+from daceml_train.transformations.global_movement.update_in_parts import UpdateInParts
 from daceml_train.transformations.layout.convolve_by_product import ConvolveByProduct
 
-BY_HAND = (ConvolveByProduct,)
-"""Passes that make operators whose kernels are written by hand, for the processor. They undo what its library does."""
+BY_HAND = (ConvolveByProduct, UpdateInParts)
+"""Passes that need kernels written by hand, or the caches, of the processor."""
 
 
 def pipeline_for(pipeline: Pipeline, device: Device) -> Pipeline:

@@ -17,6 +17,7 @@ import sympy
 
 from daceml_train.graph.aliases import is_alias, view_strides
 from daceml_train.graph.graph import Graph, Node, Role
+from daceml_train.graph.parts import chains, part_rows, parts_of
 from daceml_train.graph.pieces import pieces
 from daceml_train.ops.contraction import Matmul, MatmulAdd
 from daceml_train.ops.elementwise import Full, Iota
@@ -82,6 +83,9 @@ def memory(graph: Graph, sizes: Mapping[str, int] | None = None, results: int | 
     """
     blocks = Blocks(graph, len(graph.outputs) if results is None else results)
     size = {name: number(blocks.tensors[name].bytes, sizes) for name in blocks.made}
+    for chain in chains(graph).values():
+        (name,) = graph.nodes[chain.gradient].outputs
+        size[name] = size[name] // number(graph.tensors[name].shape[0]) * part_rows(graph, chain)
     end = len(graph.nodes)
     held = [
         Held(name, size[name], name in blocks.pooled, first, blocks.last.get(name, first))
@@ -120,7 +124,7 @@ def allocates(op: Operator) -> bool:
     Matrix products write where they are told to, and so do kernels written by hand.
     """
     written = isinstance(op, FusedAttention | FusedAttentionGrad) or (isinstance(op, Windows) and op.last)
-    return op.vendor and not written and not isinstance(op, Matmul | MatmulAdd)
+    return op.vendor and not written and not isinstance(op, Matmul | MatmulAdd) and parts_of(op) == 1
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,16 @@ nothing; a reader of an alias reads only the elements that the alias shows, each
 size. Constants (full, iota) are computed in the kernels that read them and are stored only for a library call or a
 result. What no result needs is not run, and a kernel's results that nobody reads are not written. A write p <- q
 copies, unless the kernel that makes q updates p in place. What a library reorders within a call counts
-(`Operator.reorders`). A branch counts as the dearer one of its bodies, a loop as its body times its steps, or once
-where data decides how often it runs; what a body reads from outside and hands out is among that.
+(`Operator.reorders`). A gradient in small parts stays in the cache, where its update reads it. A branch counts as the
+dearer one of its bodies, a loop as its body times its steps, or once where data decides how often it runs; what a body
+reads from outside and hands out is among that.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
@@ -23,6 +24,7 @@ from daceml_train.graph.aliases import is_alias
 from daceml_train.graph.bodies import bodies
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.graph.leaves import leaves
+from daceml_train.graph.parts import chains, part_rows
 from daceml_train.graph.sizes import bind
 from daceml_train.ops.control import Cond, ControlFlow, Scan
 from daceml_train.ops.elementwise import Full, Iota
@@ -31,6 +33,9 @@ from daceml_train.ops.kernel import Kernel
 from daceml_train.ops.movement import Concat, Expand, Permute, Slice, View
 from daceml_train.ops.operator import Operator, Origin
 from daceml_train.tensor import Dim, Shape, Tensor, product, same, simplify
+
+CACHED = 1 << 23
+"""Bytes that the next operator finds in the cache."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +196,18 @@ def _shown(op: Operator, part: _Part, before: Tensor, after: Tensor) -> _Part:
     raise AssertionError(f"{op.label} is no alias")
 
 
+def _cached(graph: Graph) -> Iterator[str]:
+    """Arrays that exist in parts of at most `CACHED` bytes."""
+    for chain in chains(graph).values():
+        for position in (chain.gradient, chain.rows):
+            if position is not None:
+                (name,) = graph.nodes[position].outputs
+                tensor = graph.tensors[name]
+                small = part_rows(graph, chain) * tensor.shape[1] * tensor.dtype.bytes
+                if isinstance(small, int) and small <= CACHED:
+                    yield name
+
+
 class _Count:
     """Entries of the leaves of one graph."""
 
@@ -211,6 +228,7 @@ class _Count:
             if isinstance(node.op, Full | Iota):
                 self.free.add(node.outputs[0])
         self.needed, self.stored = self._live(graph)
+        self.cached = set(_cached(graph))
 
     def _live(self, graph: Graph) -> tuple[set[int], set[str]]:
         """Nodes that run, and arrays that are stored: somebody reads them from memory."""
@@ -258,6 +276,9 @@ class _Count:
                 reads[table] = touched_bytes
             elif op.in_place:
                 reads[table], writes[node.outputs[0]] = touched_bytes, touched_bytes
+        for name in self.cached.intersection((*reads, *writes)):
+            reads.pop(name, None)
+            writes.pop(name, None)
         return Entry(op.label, node.origin, reads, writes, op.flops(*operands), op.reorders(*operands))
 
     def _touched(self, kernel: Kernel, inputs: Sequence[str], operands: Sequence[Tensor]) -> dict[str, _Part]:

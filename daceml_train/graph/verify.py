@@ -10,6 +10,7 @@ import sympy
 from daceml_train.errors import DacemlError, Invalid
 from daceml_train.graph.aliases import is_alias, roots
 from daceml_train.graph.graph import Graph, Node
+from daceml_train.graph.parts import chain_of, memories, parts_of, readers_of
 from daceml_train.graph.pieces import piece
 from daceml_train.graph.sizes import derivation, symbols_of
 from daceml_train.ops.control import ControlFlow
@@ -34,6 +35,8 @@ def verify(graph: Graph) -> None:
         _updates(graph)
     if any(isinstance(node.op, Concat) and node.op.placed for node in graph.nodes):
         _placed(graph)
+    if any(parts_of(node.op) > 1 for node in graph.nodes):
+        _in_parts(graph)
 
 
 def _broken(node: Node, message: str) -> Invalid:
@@ -173,6 +176,16 @@ def _placed(graph: Graph) -> None:
             if name in seen:
                 raise _broken(node, f"it has %{name} in place, which lies elsewhere, too")
             seen.add(name)
+
+
+def _in_parts(graph: Graph) -> None:
+    """A gradient in parts is read by an update that can take some of its rows at a time."""
+    readers, memory = readers_of(graph), memories(graph)
+    for position, node in enumerate(graph.nodes):
+        if parts_of(node.op) > 1:
+            chain = chain_of(graph, position, readers, memory)
+            if isinstance(chain, str):
+                raise _broken(node, f"it is made in parts, but {chain}")
 
 
 def _updates(graph: Graph) -> None:

@@ -13,11 +13,15 @@ from daceml_train.tensor import Dim, Tensor, product, same, same_shape, simplify
 
 @dataclass(frozen=True)
 class Matmul(Operator):
-    """`a @ b`: both matrices, or both of rank 3 with the same batch size."""
+    """`a @ b`: both matrices, or both of rank 3 with the same batch size.
+
+    Made in more than one of `parts`, it never exists as a whole: see `graph.parts`.
+    """
 
     name = "matmul"
     operands = ("a", "b")
     vendor = True
+    parts: int = 1
 
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
         a, b = operands

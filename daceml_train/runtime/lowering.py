@@ -14,13 +14,14 @@ from typing import Any
 import sympy
 
 from daceml_train.backends.aten import Result, call_for, show
-from daceml_train.codegen.launch import Layout
+from daceml_train.codegen.launch import KernelCode, Layout
 from daceml_train.codegen.templates import has_template, written_kernel
 from daceml_train.errors import Invalid, Refused, Unsupported
 from daceml_train.graph.aliases import is_alias, view_strides
 from daceml_train.graph.bodies import bodies
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.graph.memory import bases, overwrites, summands
+from daceml_train.graph.parts import chains
 from daceml_train.graph.pieces import pieces
 from daceml_train.ops.control import Cond, ControlFlow, Scan, While
 from daceml_train.ops.elementwise import Cast, Full, Iota
@@ -29,6 +30,7 @@ from daceml_train.ops.kernel import Kernel, Statement
 from daceml_train.ops.movement import Concat, Expand, Permute, Slice
 from daceml_train.ops.operator import Operator
 from daceml_train.runtime.device import CPU, Device
+from daceml_train.runtime.parts import launch_in_parts
 from daceml_train.runtime.program import (
     CallLaunch,
     ControlLaunch,
@@ -66,6 +68,8 @@ class _Lowering:
         aliases = bases(graph)
         self.overwrites = overwrites(graph, aliases, summands(graph, aliases))
         self.pieces = pieces(graph)
+        self.chains = chains(graph)
+        self.in_parts = {i for c in self.chains.values() for i in (c.gradient, c.rows, *c.views)}
         self.wholes: dict[str, Place] = {}
         """Concatenations with pieces that are there by now."""
 
@@ -78,7 +82,10 @@ class _Lowering:
     def run(self, results: int) -> Program:
         self.inputs()
         for index, node in enumerate(self.graph.nodes):
-            self.node(node)
+            if index in self.chains:
+                launch_in_parts(self, self.chains[index])
+            elif index not in self.in_parts:
+                self.node(node)
             self.program.nodes += [index] * (len(self.program.launches) - len(self.program.nodes))
         for position, name in enumerate(self.graph.outputs):
             self.program.outputs.append(self.output(name, apart=position < results))
@@ -266,12 +273,16 @@ class _Lowering:
         """Generate a kernel for these layouts and add its launch, with memory for its scratch arrays."""
         layouts = tuple(map(_layout, operands)), tuple(map(_layout, results))
         if (kernel, *layouts) not in self.numbers:
-            self.numbers[kernel, *layouts] = len(self.program.codes)
-            self.program.codes.append(self.device.toolchain.generate(kernel, *layouts))
+            self.numbers[kernel, *layouts] = self.code(self.device.toolchain.generate(kernel, *layouts))
         updated = {y for y, _ in kernel.updates}
         written = [p for position, p in enumerate(results) if position not in updated]
         in_place = tuple(operand for _, operand in kernel.updates)
         self.start(self.numbers[kernel, *layouts], (*operands, *written), origin, len(operands), in_place)
+
+    def code(self, code: KernelCode) -> int:
+        """The number of a kernel's code in the program."""
+        self.program.codes.append(code)
+        return len(self.program.codes) - 1
 
     def start(
         self, number: int, places: Sequence[Place], origin: str, operands: int, in_place: tuple[int, ...] = ()
@@ -295,12 +306,13 @@ class _Lowering:
         if code is None:
             return False
         if (node.op, *layouts) not in self.numbers:
-            self.numbers[node.op, *layouts] = len(self.program.codes)
-            self.program.codes.append(code)
-        for name, tensor in zip(node.outputs, tensors, strict=True):
-            self.places[name] = self.allocate(name, tensor)
-        results = [self.places[name] for name in node.outputs]
-        self.start(self.numbers[node.op, *layouts], (*operands, *results), str(node.origin), len(operands))
+            self.numbers[node.op, *layouts] = self.code(code)
+        updates = dict(node.op.updates)
+        for k, (name, tensor) in enumerate(zip(node.outputs, tensors, strict=True)):
+            self.places[name] = operands[updates[k]] if k in updates else self.allocate(name, tensor)
+        results = [self.places[name] for k, name in enumerate(node.outputs) if k not in updates]
+        number, in_place = self.numbers[node.op, *layouts], tuple(updates.values())
+        self.start(number, (*operands, *results), str(node.origin), len(operands), in_place)
         return True
 
     def call(self, node: Node) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from daceml_train.errors import Invalid, Unmet
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.graph.memory import Blocks, memory, number
+from daceml_train.graph.parts import chains, part_rows
 from daceml_train.graph.traffic import traffic
 from daceml_train.ops.control import draws
 from daceml_train.ops.kernel import Kernel
@@ -22,6 +23,7 @@ from daceml_train.transformations.global_movement.live import Items, items_of, r
 from daceml_train.transformations.global_movement.reuse_operands import ReuseOperands, candidates
 from daceml_train.transformations.global_movement.schedule import Schedule
 from daceml_train.transformations.global_movement.stages import Choice, Stages
+from daceml_train.transformations.global_movement.update_in_parts import UpdateInParts
 from daceml_train.transformations.global_movement.update_in_place import UpdateInPlace
 
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -50,7 +52,7 @@ class Recompute(Pass):
     keep: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()
     intensity: float = 16.0
-    stages: int = 6
+    stages: int = 8
 
     def run(self, graph: Graph) -> Graph:
         if (self.budget is None and not self.recompute) or graph.kept or not graph.nodes:
@@ -102,7 +104,7 @@ def show_bytes(size: int) -> str:
 def finished(graph: Graph) -> Graph:
     """The graph as the passes behind `Recompute` leave it."""
     ordered = Schedule().run(UpdateInPlace().run(DeadCode().run(graph)))
-    return ReuseOperands().run(ConcatenateInPlace().run(ordered))
+    return UpdateInParts().run(ReuseOperands().run(ConcatenateInPlace().run(ordered)))
 
 
 TRIES = 6
@@ -123,8 +125,8 @@ class _Search:
         self.default_graph = finished(self.graph)
         self.default = memory(self.default_graph).peak
 
-    def program(self) -> Stages:
-        """The integer program over the order in which the step runs without this pass."""
+    def program(self, finer: int = 1) -> Stages:
+        """The integer program over the order in which the step runs without this pass, of so many times the stages."""
         updated = Schedule().run(UpdateInPlace().run(self.graph))
         position = {node.outputs[0]: p for p, node in enumerate(updated.nodes)}
         ordered = reordered(self.graph, sorted(self.graph.nodes, key=lambda n: position[n.outputs[0]]))
@@ -145,12 +147,14 @@ class _Search:
             costs.append(number(entry.bytes) + number(entry.flops) / self.options.intensity)
             pure.append(node.outputs[0] in forward and not draws(node.op))
         self.costs = costs
-        # The curve of live bytes is that of the step with updates in place: what is written takes no memory then.
+        # The curve of live bytes is that of the step with updates in place: what is written takes no memory then, and
+        # gradients that updates use up in parts take that of a part.
+        written, parts = self._written(), self._parts()
         free = Items(
             self.items.nodes,
             self.items.before,
             self.items.touches,
-            tuple(0 if b in self._written() else size for b, size in enumerate(self.items.bytes)),
+            tuple(0 if b in written else parts.get(b, size) for b, size in enumerate(self.items.bytes)),
             self.items.kept,
             self.items.overwrites,
             self.items.names,
@@ -161,11 +165,21 @@ class _Search:
         dropped = self._chosen(self.options.recompute, "recompute", possible)
         if both := kept & dropped:
             raise Unmet(f"{self._block_names()[min(both)]} is named in keep and in recompute")
-        return Stages(free, self.order, pure, costs, frozenset(kept), frozenset(dropped), self.options.stages)
+        return Stages(free, self.order, pure, costs, frozenset(kept), frozenset(dropped), finer * self.options.stages)
 
     def _written(self) -> frozenset[int]:
         written = set(self.graph.writes.values())
         return frozenset(b for b, name in self._block_names().items() if name in written)
+
+    def _parts(self) -> dict[int, int]:
+        graph, sizes = self.default_graph, dict[str, int]()
+        for chain in chains(graph).values():
+            tensor = graph.tensors[graph.nodes[chain.gradient].outputs[0]]
+            for position in (chain.gradient, chain.rows):
+                if position is not None:
+                    name = graph.nodes[position].outputs[0]
+                    sizes[name] = part_rows(graph, chain) * number(tensor.shape[1]) * tensor.dtype.bytes
+        return {b: sizes[name] for b, name in self._block_names().items() if name in sizes}
 
     def _maker(self) -> dict[int, int]:
         makers: dict[int, int] = {}
@@ -206,14 +220,37 @@ class _Search:
 
     # ---- search -------------------------------------------------------------------------------------------------
     def best(self, limit: int | None) -> Graph:
-        """The graph of the cheapest choice found whose peak is within `limit`."""
-        stages = self.program()
+        """The graph of the cheapest choice found whose peak is within `limit`.
+
+        Where no choice over the stages as they are fits, finer ones are tried. Raises `Unmet`, naming the least bytes
+        that were found, where none fits there either.
+        """
         if limit is None:
-            choice = stages.solve(float("1e30"))
+            choice = self.program().solve(float("1e30"))
             assert choice is not None
             return self.graph_of(choice)
+        self.lowest = self.default
+        for finer in (1, 2):
+            stages = self.program(finer)
+            if (found := self._within(stages, limit) or self._least(stages, limit)) is not None:
+                return found
+        raise Unmet(
+            f"a budget of {show_bytes(limit)} is below the minimum of {show_bytes(self.lowest)} for {self.graph.name}",
+            advice=f"it takes {show_bytes(self.default)} without recomputation; parameters and optimizer state are not "
+            "counted",
+        )
+
+    def _tried(self, choice: Choice) -> tuple[Graph, int]:
+        """The graph of a choice and its peak."""
+        graph = self.graph_of(choice)
+        peak = memory(finished(graph)).peak
+        self.lowest = min(self.lowest, peak)
+        return graph, peak
+
+    def _within(self, stages: Stages, limit: int) -> Graph | None:
+        """The cheapest choice within the limit: the program's own limit is moved until the peak is right below it."""
         found: tuple[float, Graph] | None = None
-        lowest, target = self.default, float(limit)
+        target = float(limit)
         tight, loose = 0.0, 2.0 * self.default  # estimates that gave a peak within the budget, and beyond it
         for _ in range(TRIES):
             choice = stages.solve(target)
@@ -221,9 +258,7 @@ class _Search:
                 tight = max(tight, target)
                 target = (target + min(loose, 1.2 * target)) / 2
                 continue
-            graph = self.graph_of(choice)
-            peak = memory(finished(graph)).peak
-            lowest = min(lowest, peak)
+            graph, peak = self._tried(choice)
             if peak <= limit:
                 found = min(found or (choice.cost, graph), (choice.cost, graph), key=lambda pair: pair[0])
                 if peak > 0.98 * limit:
@@ -234,21 +269,19 @@ class _Search:
                 target = max(target - max(1.2 * (peak - limit), 0.01 * limit), (tight + target) / 2)
             if loose - tight < 0.002 * limit:
                 break
-        return (found or self._least(stages, limit, lowest))[1]
+        return found and found[1]
 
-    def _least(self, stages: Stages, limit: int, lowest: int) -> tuple[float, Graph]:
-        """The choice of the fewest bytes. Raises `Unmet`, naming them, where they are more than the budget."""
-        choice = stages.solve(None)
-        assert choice is not None
-        graph = self.graph_of(choice)
-        peak = memory(finished(graph)).peak
-        if peak <= limit:
-            return choice.cost, graph
-        least, default = show_bytes(min(peak, lowest)), show_bytes(self.default)
-        raise Unmet(
-            f"a budget of {show_bytes(limit)} is below the minimum of {least} for {self.graph.name}",
-            advice=f"it takes {default} without recomputation; parameters and optimizer state are not counted",
-        )
+    def _least(self, stages: Stages, limit: int) -> Graph | None:
+        """The first choice within the limit on the way to the fewest bytes, which `lowest` then holds."""
+        targets = [None, *(share * self.lowest for share in (0.95, 0.9, 0.85, 0.8, 0.75))]
+        for target in targets:
+            choice = stages.solve(target)
+            if choice is None:
+                break
+            graph, peak = self._tried(choice)
+            if peak <= limit:
+                return graph
+        return None
 
     def graph_of(self, choice: Choice) -> Graph:
         """The graph of a choice, without what nobody reads."""

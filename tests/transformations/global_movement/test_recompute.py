@@ -70,7 +70,7 @@ def test_a_budget_that_is_met_already_changes_nothing() -> None:
 
 def test_a_budget_below_the_minimum_names_it() -> None:
     graph = network()
-    with pytest.raises(Invalid, match=r"a budget of 4 KiB is below the minimum of (\d+) KiB for network") as caught:
+    with pytest.raises(Invalid, match=r"a budget of 4 KiB is below the minimum of ([\d.]+) KiB for network") as caught:
         Recompute(budget="4 KiB").run(graph)
     assert "without recomputation" in str(caught.value)
 

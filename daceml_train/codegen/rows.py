@@ -1,0 +1,43 @@
+"""Rows added to a table at the places that indices name: a hand-written loop nest (`native/rows.h`).
+
+The library's `index_put_` sorts the indices or runs on one thread; here every thread adds some columns of all rows, in
+the order of the indices, so that results do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from daceml_train.codegen.launch import KernelCode
+from daceml_train.codegen.loops import Layout
+from daceml_train.codegen.written import launch_of
+from daceml_train.graph.aliases import view_strides
+from daceml_train.ops.embedding import AddRows
+from daceml_train.ops.operator import Operator
+from daceml_train.tensor import Dim, DType, product, simplify
+
+
+def add_rows(op: Operator, operands: Sequence[Layout], results: Sequence[Layout]) -> KernelCode | None:
+    """The code of `add_rows` where it works in place; None leaves it to the library."""
+    assert isinstance(op, AddRows)
+    table, indices, rows = operands
+    return rows_between(table, indices, rows, 0, table.shape[0]) if op.in_place else None
+
+
+def rows_between(
+    table: Layout, indices: Layout, rows: Layout, first: Dim, last: Dim, skipped: int = -1
+) -> KernelCode | None:
+    """The code that adds what belongs to rows `first` to `last`, which are what lies at hand of the table.
+
+    Nothing is added to row `skipped`.
+    None if there is none for these types, or if indices or rows do not lie along one stride.
+    """
+    count, width = product(indices.shape), table.shape[1]
+    places = view_strides(indices.shape, indices.strides, (count,))
+    lying = view_strides(rows.shape, rows.strides, (count, width))
+    if table.dtype not in (DType.float32, DType.float64) or places is None or lying is None:
+        return None
+    call = f"rows::add<{table.dtype.c}, {indices.dtype.c}>"
+    lines = simplify((width + 15) // 16) if isinstance(width, int) else width
+    numbers = (count, width, first, last, skipped, *table.strides, *places, *lying)
+    return launch_of("rows.h", call, numbers, lines, simplify(count * width))
