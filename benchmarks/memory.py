@@ -1,15 +1,17 @@
-"""Memory: planned peaks of a training step, as it was captured, by default, and under a budget. Runs nothing.
+"""Memory: planned peaks of a training step, as it was captured, by default, and under a budget.
 
-    python -m benchmarks.memory [--budget 0.7] [NETWORK...]
+    python -m benchmarks.memory [--budget 0.7] [--time] [NETWORK...]
 
 prints MiB of arena and pool: live bytes at the peak in the order in which operators were captured and differentiated,
 live bytes by default, the plan for them, and the same under `Recompute(budget)` with what it adds in bytes moved and
-in operations. Parameters, optimizer state and the batch are not in these figures.
+in operations. Parameters, optimizer state and the batch are not in these figures. With `--time`, steps under the
+budget and by default run in turns; the median of the ratios of their times stands last. Else nothing runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -63,7 +65,28 @@ def planned(model: Memory) -> int:
     return plan_arena(lives)[1] + max(model.pool, default=0)
 
 
-def row(name: str, network: Network, budget: float | str, small: bool = False) -> Iterator[str]:
+def time_ratio(network: Network, budget: float | str, small: bool, runs: int = 15) -> float:
+    """Time of a step under the budget, in terms of one by default."""
+    steps = []
+    for pipeline in (TRAINING, TRAINING.before("update_in_place", Recompute(budget=budget))):
+        problem = network.build(small=small)
+        step = dt.training_step(problem.model, problem.loss, problem.optimizer, pipeline=pipeline)
+        for _ in range(3):
+            step(problem.inputs, problem.targets)
+        assert not step.breaks, step.breaks
+        steps.append((step, problem))
+    ratios = []
+    for _ in range(runs):
+        taken = []
+        for step, problem in steps:
+            start = time.perf_counter()
+            step(problem.inputs, problem.targets)
+            taken.append(time.perf_counter() - start)
+        ratios.append(taken[1] / taken[0])
+    return statistics.median(ratios)
+
+
+def row(name: str, network: Network, budget: float | str, small: bool = False, timed: bool = False) -> Iterator[str]:
     """The cells of a network's line."""
     graph = DeadCode().run(step_graph(network, small))
     before, default = memory(UpdateInPlace().run(graph)), finished(graph)
@@ -86,6 +109,8 @@ def row(name: str, network: Network, budget: float | str, small: bool = False) -
     yield f"{100 * (again.bytes / moved.bytes - 1):+6.1f} %"
     yield f"{100 * (again.flops / moved.flops - 1):+6.1f} %"
     yield f"{seconds:6.1f} s"
+    if timed:
+        yield f"{time_ratio(network, budget, small):6.3f}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -94,11 +119,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("networks", nargs="*", default=list(TWELVE))
     parser.add_argument("--budget", default="0.7", help="a share of the default or a size such as '200 MiB'")
     parser.add_argument("--small", action="store_true", help="the small sizes that tests use")
+    parser.add_argument("--time", action="store_true", help="run steps, too")
     given = parser.parse_args(arguments)
     budget = float(given.budget) if given.budget.replace(".", "", 1).isdigit() else given.budget
-    print("network          captured default  planned  budget  planned  share  bytes    flops   search")
+    head = "network          captured default  planned  budget  planned  share  bytes    flops   search"
+    print(head + "  time" * given.time)
     for name in given.networks:
-        print(" ".join(row(name, TWELVE[name], budget, given.small)), flush=True)
+        print(" ".join(row(name, TWELVE[name], budget, given.small, given.time)), flush=True)
 
 
 if __name__ == "__main__":
