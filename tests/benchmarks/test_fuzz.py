@@ -53,6 +53,18 @@ def test_rounding_is_not_wrong_and_a_wrong_number_is() -> None:
     assert wrong_in({}, eager, [eager], exact)
 
 
+def test_nothing_is_compared_behind_a_gradient_that_noise_decides() -> None:
+    """What is 0 but for rounding has one sign or the other, and so has the gradient of its magnitude."""
+    names = ("loss 0", "step 0 gradient p", "loss 1", "step 1 gradient p", "parameter p")
+    exact = {name: torch.tensor([1.0], dtype=torch.float64) for name in names}
+    eager = {name: value.float() for name, value in exact.items()}
+    flipped = eager | {"step 0 gradient p": -eager["step 0 gradient p"]}
+    departed = eager | {name: eager[name] * 1.5 for name in names[2:]}
+    assert not wrong_in(departed, eager, [flipped], exact)
+    assert "loss 1" in wrong_in(departed, eager, [eager], exact)
+    assert "loss 0" in wrong_in(departed | {"loss 0": eager["loss 0"] * 1.5}, eager, [flipped], exact)
+
+
 def test_runs_go_on_from_their_results(tmp_path: Path) -> None:
     file = tmp_path / "fuzz.json"
     assert read(file) == read(None) == []
