@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from daceml_train.graph.graph import Graph
+from daceml_train.graph.parts import chains
 from daceml_train.graph.traffic import Entry, traffic
 from daceml_train.ops.kernel import described
 from daceml_train.ops.operator import Operator
@@ -41,17 +43,34 @@ class Cost:
 def costs(graph: Graph, launches: Sequence[Launch], nodes: Sequence[int]) -> list[Cost]:
     """The cost of each launch; `nodes` gives the node of the graph that each one computes, -1 for copies at the end.
 
-    Of several launches for one node, the last one computes it; the others bring operands into place.
+    Of several launches for one node, the last one computes it; the others bring operands into place. What is made in
+    parts has launches that each take a share.
     """
     entries = traffic(graph).entries
     last = {node: index for index, node in enumerate(nodes) if node >= 0}
+    parted = {p for c in chains(graph).values() for p in (c.gradient, c.rows, c.update)}
+    count, done = Counter(nodes), Counter[int]()
     made = []
     for index, (launch, node) in enumerate(zip(launches, nodes, strict=True)):
-        if node >= 0 and last[node] == index:
+        if node in parted:
+            whole = _computed(launch, graph.nodes[node].op, entries[node])
+            made.append(_share(whole, done[node], count[node]))
+            done[node] += 1
+        elif node >= 0 and last[node] == index:
             made.append(_computed(launch, graph.nodes[node].op, entries[node]))
         else:
             made.append(_moved(launch))
     return made
+
+
+def _share(whole: Cost, k: int, parts: int) -> Cost:
+    """The k-th of equal parts of a cost."""
+
+    def part(size: Dim) -> Dim:
+        return size * (k + 1) // parts - size * k // parts if isinstance(size, int) else size / parts
+
+    read, written, flops = part(whole.read), part(whole.written), part(whole.flops)
+    return replace(whole, read=read, written=written, flops=flops, reordered=part(whole.reordered))
 
 
 def _computed(launch: Launch, op: Operator, entry: Entry) -> Cost:

@@ -16,6 +16,8 @@ from daceml_train.graph.traffic import traffic
 from daceml_train.graph.verify import verify
 from daceml_train.ops.contraction import Matmul
 from daceml_train.passes.pipeline import Step
+from daceml_train.runtime.cost import costs
+from daceml_train.runtime.lowering import lower
 from daceml_train.runtime.program import CallLaunch
 from daceml_train.transformations.fusion.producer_consumer import FuseElementwise
 from daceml_train.transformations.global_movement.reuse_operands import ReuseOperands
@@ -47,6 +49,15 @@ def updated(signature: str = SIGNATURE, body: str = UPDATE, result: str = "") ->
 
 def refusals(graph: Graph) -> list[str | None]:
     return [match.refusal for match in SMALL.matches(graph)]
+
+
+def test_launches_share_the_cost() -> None:
+    after = SMALL.run(updated())
+    lowered = lower(after)
+    found = costs(after, lowered.launches, lowered.nodes)
+    assert [c.operators.split()[0] for c in found] == ["matmul", "mul*2"] * 3
+    assert sum(c.bytes for c in found) == traffic(after).bytes
+    assert sum(c.flops for c in found) == traffic(after).flops
 
 
 def calls(graph: Graph) -> int:
