@@ -73,6 +73,17 @@ EXTRA = {
         "%a = exp(%x)\n%l = reduce(%a, kind=\"sum\", dims=(0, 1))\n%d = mul(%a, %l)",
         "%l",
     ),
+    "update_in_parts": program(
+        "p: f32[4096, 1024], a: f32[4096, 2], b: f32[2, 1024]",
+        """
+        %d = matmul(%a, %b)
+        %q = kernel(x0=%p, x1=%d) {
+          %v0 = sub(%x0, %x1)
+          yield %v0 over %x0
+        }
+        write p <- %q
+        """,
+    ),
     "update_rows": program(
         "p: f32[90, 4], g: f32[5, 4], i: i64[5], rate: f64[]",
         "%d = embedding_grad(%g, %i, rows=90)\n%n = sgd_update(%p, %d, %rate)",
