@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
 import time
@@ -82,7 +83,10 @@ def difference(expected: Graph, given: Graph, values: dict[str, np.ndarray]) -> 
     for x, y in pairs:
         if x.size:
             scale = max(float(np.abs(x).max()), FLOOR)
-            worst = max(worst, float(np.abs(np.asarray(x, float) - y).max()) / scale)
+            found = float(np.abs(np.asarray(x, float) - y).max()) / scale
+            if math.isnan(found):
+                return found
+            worst = max(worst, found)
     return worst
 
 
