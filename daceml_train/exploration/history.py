@@ -16,6 +16,7 @@ from daceml_train.exploration.state import State
 from daceml_train.exploration.steps import Match, Preview, Step
 from daceml_train.exploration.subject import Subject
 from daceml_train.graph.graph import Graph
+from daceml_train.graph.parts import mended
 from daceml_train.graph.verify import verify as verify_structure
 from daceml_train.passes import notation
 from daceml_train.passes.base import LEVELS, Pass, applied
@@ -255,6 +256,7 @@ class History:
                 after = target.run(graph)
             if after is graph:
                 return state
+            after = mended(after)
             verify_structure(after)
             if level == "forward":
                 return State(after, self.subject.training_graph(after))

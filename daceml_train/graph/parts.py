@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from daceml_train.graph.aliases import roots
 from daceml_train.graph.graph import Graph, Node
@@ -52,6 +52,19 @@ def chains(graph: Graph) -> dict[int, Chain]:
             assert isinstance(chain, Chain), f"{node} cannot be made in parts: {chain}"
             found[chain.update] = chain
     return found
+
+
+def mended(graph: Graph) -> Graph:
+    """The graph in which a gradient is whole again if the nodes of its chain no longer follow each other."""
+    if all(parts_of(node.op) == 1 for node in graph.nodes):
+        return graph
+    readers, memory = readers_of(graph), memories(graph)
+    other = graph.copy()
+    for position, node in enumerate(graph.nodes):
+        if parts_of(node.op) > 1 and isinstance(chain_of(graph, position, readers, memory), str):
+            assert isinstance(node.op, Matmul | EmbeddingGrad)
+            other.nodes[position] = replace(node, op=replace(node.op, parts=1))
+    return other
 
 
 def part_rows(graph: Graph, chain: Chain) -> int:

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Protocol
 from daceml_train.errors import Refused
 from daceml_train.graph.bodies import within
 from daceml_train.graph.graph import Graph, Node
+from daceml_train.graph.parts import mended
 from daceml_train.graph.traffic import traffic
 from daceml_train.graph.verify import verify
 from daceml_train.ops.operator import Value
@@ -320,6 +321,7 @@ def checked(transformation: Pass, graph: Graph) -> Graph:
     result = within(transformation.run(graph), lambda body: checked(transformation, body))
     if result is graph:
         return graph
+    result = mended(result)
     try:
         verify(result)
     except Exception as error:

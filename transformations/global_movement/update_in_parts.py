@@ -39,8 +39,11 @@ class UpdateInParts(Pass):
     min_bytes: int = 1 << 24
 
     def run(self, graph: Graph) -> Graph:
-        found = [match for match in self.matches(graph) if match.refusal is None]
-        return parted(graph, found) if found else graph
+        found: dict[int, Parted] = {}
+        for match in self.matches(graph):
+            if match.refusal is None and isinstance(match.chain, Chain):
+                found.setdefault(match.chain.update, match)  # an update of two parameters uses up one gradient in parts
+        return parted(graph, list(found.values())) if found else graph
 
     def matches(self, graph: Graph) -> list[Parted]:
         """One per large gradient or other product, in the graph's order."""

@@ -12,10 +12,12 @@ import daceml_train as dt
 from daceml_train.errors import Invalid
 from daceml_train.graph.graph import Graph
 from daceml_train.graph.memory import memory
+from daceml_train.graph.parts import parts_of
 from daceml_train.graph.traffic import traffic
 from daceml_train.graph.verify import verify
 from daceml_train.ops.contraction import Matmul
-from daceml_train.passes.pipeline import Step
+from daceml_train.passes.base import Pass, checked
+from daceml_train.passes.pipeline import Pipeline, Step
 from daceml_train.runtime.cost import costs
 from daceml_train.runtime.lowering import lower
 from daceml_train.runtime.program import CallLaunch
@@ -152,6 +154,47 @@ def test_a_chain_that_breaks_is_found() -> None:
     after.outputs.append(next(n.outputs[0] for n in after.nodes if isinstance(n.op, Matmul)))
     with pytest.raises(Invalid, match="it is made in parts, but %d has not one reader"):
         verify(after)
+
+
+def test_a_pass_behind_that_breaks_a_chain_makes_it_whole() -> None:
+    class Between(Pass):
+        """Put a reader of nothing between the two."""
+
+        level = "global_movement"
+
+        def run(self, graph: Graph) -> Graph:
+            other = graph.copy()
+            at = next(i for i, n in enumerate(other.nodes) if isinstance(n.op, Matmul))
+            other.nodes.insert(at, other.nodes.pop(0))
+            return other
+
+    graph = updated(SIGNATURE + ", x: f32[3]", "%z = exp(%x)\n" + UPDATE, "%z")
+    parts, broken = (p.run(graph) for p in (Pipeline(global_movement=(SMALL,)), Pipeline(global_movement=(SMALL, Between()))))
+    assert sum(parts_of(n.op) > 1 for n in parts.nodes) == 1
+    assert all(parts_of(n.op) == 1 for n in broken.nodes)
+    check_same(graph, broken)
+
+
+@pytest.mark.compiled
+def test_an_update_of_two_parameters_uses_up_one_gradient_in_parts() -> None:
+    graph = program(
+        SIGNATURE + ", t: f32[8, 5]",
+        """
+        %d = matmul(%a, %b)
+        %e = matmul(%a, %b)
+        %q, %s = kernel(x0=%p, x1=%d, x2=%t, x3=%e) {
+          %v0 = sub(%x0, %x1)
+          %v1 = sub(%x2, %x3)
+          yield %v0 over %x0, %v1 over %x2
+        }
+        write p <- %q
+        write t <- %s
+        """,
+    )
+    after = checked(SMALL, graph)
+    assert sorted(parts_of(n.op) for n in after.nodes) == [1, 1, 3]
+    check_same(graph, after)
+    check(after)
 
 
 class Tied(nn.Module):
