@@ -129,13 +129,13 @@ class NLLLoss(Operator):
 
 
 def _normaliser(x: Value, dim: int) -> tuple[Value, Value]:
-    """The maximum m along a dimension, and `log(sum(exp(x - m)))`."""
+    """The maximum m along a dimension, and `sum(exp(x - m))`."""
     if same(x.shape[dim], 0):
         nothing = x.sum((dim,))
-        return nothing, nothing + float("-inf")
+        return nothing, nothing
     highest = x.reduce("max", (dim,), keepdim=True)
     shape = (*x.shape[:dim], *x.shape[dim + 1 :])
-    return highest.view(shape), (x - highest).unary("exp").sum((dim,)).unary("log")
+    return highest.view(shape), (x - highest).unary("exp").sum((dim,))
 
 
 @dataclass(frozen=True)
@@ -143,11 +143,11 @@ class CrossEntropy(Operator):
     """Cross-entropy of logits [N, C, ...] or [C] with integer targets [N, ...] or []; e = `label_smoothing`.
 
     Per target: `logsumexp(x) - (1 - e) x[target] - e / C sum(x)`. Results: the loss (0-d, or like the target for
-    `none`), the maximum m of a row and `normaliser = log(sum(exp(x - m)))`, both like the target, and the 0-d number of
+    `none`), the maximum m of a row and `normaliser = sum(exp(x - m))`, both like the target, and the 0-d number of
     targets that count. The gradient, `(softmax(x) - (1 - e) onehot - e / C) g`, reads x once, m and normaliser, C times
     smaller: recomputing those would need two more passes over each row, storing the softmax would write and read an
-    array as large as x. They are two numbers because their sum, logsumexp, is rounded to its own magnitude: where
-    logits are large, all of a row's probabilities would be off by the same factor, and gradients would not add up to 0.
+    array as large as x. One number, logsumexp, would be rounded to its own magnitude: where logits are large, all of a
+    row's probabilities would be off by the same factor, and gradients would not add up to 0.
     """
 
     name = "cross_entropy"
@@ -177,7 +177,7 @@ class CrossEntropy(Operator):
         if smoothing:
             share = scalar(b, logits.shape[dim], x.dtype)
             picked = picked * (1 - smoothing) + x.sum((dim,)) * smoothing / share
-        losses = classes.valid().where(normaliser - (picked - maximum), 0.0)
+        losses = classes.valid().where(normaliser.unary("log") - (picked - maximum), 0.0)
         loss, total = combine(losses, classes.weights((), x.dtype), self.reduction)
         return loss.cast(logits.dtype), maximum, normaliser, total
 
@@ -185,20 +185,20 @@ class CrossEntropy(Operator):
         self, b: Builder, logits: Value, target: Value, maximum: Value, normaliser: Value, total: Value,
         grad_loss: Value | None, grad_normaliser: Value | None,
     ) -> tuple[Value | None, None]:  # fmt: skip
-        """The maximum counts as a constant: what is made of it and of the normaliser depends on their sum alone."""
+        """The maximum counts as a constant: what is made of it and of the normaliser depends on logsumexp alone."""
         classes, x = Classes(target, logits.shape, self.ignore_index), wide(logits)
-        probability = (x - maximum.view(classes.column) - normaliser.view(classes.column)).unary("exp")
+        powers, total_power = (x - maximum.view(classes.column)).unary("exp"), normaliser.view(classes.column)
         result = None
         if grad_loss is not None:
             g = wide(grad_loss) / total if self.reduction == "mean" else wide(grad_loss)
             each = classes.valid().where(g, 0.0).view(classes.column)
             smoothing = self.label_smoothing
-            expected = classes.hot().where(probability.constant(1 - smoothing), 0.0)
+            expected = classes.hot().where(total_power * (1 - smoothing), 0.0)
             if smoothing:
-                expected = expected + probability.constant(smoothing) / scalar(b, logits.shape[classes.dim], x.dtype)
-            result = (probability - expected) * each
+                expected = expected + total_power * smoothing / scalar(b, logits.shape[classes.dim], x.dtype)
+            result = (powers - expected) * (each / total_power)
         if grad_normaliser is not None:
-            part = probability * grad_normaliser.view(classes.column)
+            part = powers * grad_normaliser.view(classes.column)
             result = part if result is None else result + part
         return None if result is None else result.cast(logits.dtype), None
 

@@ -200,8 +200,7 @@ def test_recurrent_loop_slices_in_place_of_selecting() -> None:
 
 def test_recommender() -> None:
     model = double(Recommender())
-    captured = check(model, torch.randn(4, 5).double(), torch.randint(0, 10, (3, 4, 2)))
-    assert {target for target, _ in captured.fallbacks} == {"aten._embedding_bag.default"}
+    assert not check(model, torch.randn(4, 5).double(), torch.randint(0, 10, (3, 4, 2))).fallbacks
 
 
 def test_vision_transformer() -> None:
