@@ -288,7 +288,8 @@ class Builder(Parts):
         names = {*code.ins, *(found[1] for line in code.lines if (found := _DEFINED.match(line)))}
 
         def renamed(text: str, row: int) -> str:
-            return _NAME.sub(lambda found: f"{found[0]}_{row}" if found[0] in names else found[0], text)
+            indexed = {name: f"{name}_{row}" for name in names} | {axis: f"({axis} + {row})"}
+            return _NAME.sub(lambda found: indexed.get(found[0], found[0]), text)
 
         ins, lines = dict(code.ins), list(code.lines)
         code.ins, code.lines = {}, []

@@ -108,8 +108,8 @@ def chain_of(
     (name,) = node.outputs
     if len(graph.tensors[name].shape) != 2 or not all(isinstance(size, int) for size in graph.tensors[name].shape):
         return f"%{name} is no matrix of known sizes"
-    whole = graph.tensors[name].dtype in (DType.float32, DType.float64)
-    if isinstance(node.op, EmbeddingGrad) and not whole:
+    takes_rows = graph.tensors[name].dtype in (DType.float32, DType.float64)
+    if isinstance(node.op, EmbeddingGrad) and not takes_rows:
         return f"%{name} is {graph.tensors[name].dtype.short}, to which kernels of ours add no rows"
     count = graph.tensors[name].shape[0]
     rows, views, read, at = None, list[int](), list(node.inputs), position
@@ -123,7 +123,7 @@ def chain_of(
         following = graph.nodes[at]
         if isinstance(following.op, Kernel):
             break
-        if isinstance(following.op, AddRows) and following.op.in_place and whole and rows is None and not views:
+        if isinstance(following.op, AddRows) and following.op.in_place and takes_rows and rows is None and not views:
             rows = at
             read += following.inputs[1:]
         elif _keeps_rows(following, count, graph):
