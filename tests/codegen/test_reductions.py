@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from daceml_train.ops.operator import Value
+from daceml_train.ops.operator import Value, make
+from daceml_train.tensor import DType
 from tests.codegen.running import Case, check, describe, kernel_of
 
 pytestmark = pytest.mark.compiled
@@ -103,3 +104,14 @@ def test_runs_are_bitwise_repeatable():
     for _ in range(5):
         case.call(address)
         assert torch.equal(first, case.outputs[0])
+
+
+def test_columns_of_values_that_depend_on_the_row() -> None:
+    """Several rows are added at once; each has its own index."""
+
+    def body(x: Value) -> Value:
+        (row,) = x.builder.emit(make("iota", shape=(37, 512), dim=0, dtype=DType.float32))
+        return (x * row).sum((0,))
+
+    x = torch.rand(37, 512)  # sums of one sign, which do not cancel
+    check([Case("rows", kernel_of(body, describe(x)), [x])])
