@@ -107,12 +107,14 @@ def page(found: Sequence[Outcome]) -> str:
     reasons = [line for outcome in found for line in _reasons(outcome)]
     right = sum(not failed(outcome) for outcome in found)
     head = f"{right} of {len(found)} models hold the promise, {sum(not o.whole for o in found)} as one program."
-    return "\n".join([head, "", *lines, *(["", "What runs in PyTorch, and why:", "", *reasons] if reasons else [])])
+    return "\n".join([head, "", *lines, *(["", "What is to be said:", "", *reasons] if reasons else [])])
 
 
 def _reasons(outcome: Outcome) -> Iterator[str]:
     told = ([outcome.detail] if failed(outcome) and outcome.detail else []) + outcome.breaks
     told += [f"the training step: {outcome.whole}"] if outcome.whole else []
+    if outcome.noise and not failed(outcome):
+        told.append(f"noise in the last bit of eager execution makes as much of a difference: {outcome.noise}")
     for reason in told:
         yield f"- {outcome.name}: {' '.join(reason.split())[:300]}"
 

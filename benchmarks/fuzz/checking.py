@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import daceml_train as dt
 from benchmarks.fuzz.case import Case
-from benchmarks.fuzz.noise import LOST, RUNS, Rounding
+from benchmarks.noise import LOST, RUNS, Rounding
 from daceml_train.driver.module import state_of
 
 FACTOR, FLOOR = 3.0, 1e-5

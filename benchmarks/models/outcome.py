@@ -12,7 +12,8 @@ class Outcome:
     `kind` is `right`, `wrong`, `raised`, or `timed out`; `detail` says what differs or was raised. `graphs` and
     `breaks` are those of `optimize`; `share` is the share of eager's operators, of the forward pass, that run in
     graphs; `native` the share of the graphs' operators that have a rule of ours, `fallbacks` names the others. `whole`
-    says why the training step is not one program. `seconds` are those of the first call, by stage.
+    says why the training step is not one program. `noise` is what differs by more than plain eager runs do, but not by
+    more than noise in eager execution's last bit makes. `seconds` are those of the first call, by stage.
     """
 
     name: str
@@ -25,5 +26,6 @@ class Outcome:
     native: float = 1.0
     fallbacks: dict[str, int] = field(default_factory=dict)
     whole: str = ""
+    noise: str = ""
     control_flow: str = ""
     seconds: dict[str, float] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from benchmarks import conformance_models
 from benchmarks.models.model import Model, without_dropout
 from benchmarks.models.outcome import Outcome
 from benchmarks.models.table import MODELS, PROMISED
-from benchmarks.models.training import Run, difference, train
+from benchmarks.models.training import Run, difference, train, train_with_noise
 from benchmarks.models.worker import counted, outcome
 
 
@@ -32,6 +32,26 @@ ROW = Model("small", Small, lambda: {"x": torch.randn(5, 4)}, lambda loss: loss)
 def eager(dtype: torch.dtype = torch.float32) -> Run:
     model, batch = ROW.build(dtype)
     return train(ROW, model, model, batch)
+
+
+def test_noise_in_eager_execution_allows_as_much_again_and_no_more() -> None:
+    run, exact = eager(), eager(torch.float64)
+    noisy = [train_with_noise(ROW, seed) for seed in range(2)]
+    name = "fc.weight"
+
+    def off(by: float) -> Run:
+        found, true = copy.deepcopy(run), exact.steps[2].gradients[name]
+        assert true is not None
+        found.steps[2].gradients[name] = (true + by).float()
+        return found
+
+    true = exact.steps[2].gradients[name]
+    shaken = [r.steps[2].gradients[name] for r in noisy]
+    assert true is not None and shaken[0] is not None and not torch.equal(shaken[0], shaken[1])  # type: ignore
+    assert difference(off(1e-3), run, exact, noisy=noisy).startswith(f"gradient of {name} in step 2")
+    noisy[0].steps[2].gradients[name] = (true + 5e-4).float()
+    assert difference(off(1e-3), run, exact, noisy=noisy) == ""
+    assert difference(off(2e-3), run, exact, noisy=noisy).startswith(f"gradient of {name} in step 2")
 
 
 def test_what_differs_is_named() -> None:

@@ -26,16 +26,21 @@ TAKEN_APART = get_decompositions(
 )  # fmt: skip
 """Operators that are several roundings whoever computes them: of a mean, of a deviation, of every term."""
 
+PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten.convolution_backward}
+"""Operators that sum products."""
+
 
 class Rounding(TorchDispatchMode):
     """Noise in the last bit of what every operator makes, forward and backward: Monte Carlo arithmetic (Parker, 1997).
 
     Where terms cancel, the rounding of each grows to the same size whoever computes them, and eager execution may or
-    may not be lucky; its spread under this noise is what rounding can do.
+    may not be lucky; its spread under this noise is what rounding can do. With `terms`, the inputs of operators
+    that sum products have noise, too: each term is rounded, and not the sum alone (full Monte Carlo arithmetic).
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, terms: bool = False) -> None:
         super().__init__()
+        self.terms = terms
         self.generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -43,6 +48,8 @@ class Rounding(TorchDispatchMode):
         if apart is not None:
             with self:
                 return apart(*args, **(kwargs or {}))
+        if self.terms and func.overloadpacket in PRODUCTS:
+            args = torch.utils._pytree.tree_map_only(Tensor, self._noisy, args)
         made = func(*args, **(kwargs or {}))
         if any(r.alias_info is not None for r in func._schema.returns):
             return made
