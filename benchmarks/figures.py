@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +78,28 @@ def _bars(axes: Any, training: Training) -> None:
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color="#E6E9EC", linewidth=0.8)
     axes.set_axisbelow(True)
+
+
+def ratios(networks: Mapping[str, Mapping[str, float]], path: Path) -> Path:
+    """Three bars per network: how many times as fast as the best of PyTorch a step is."""
+    kinds = {"step": "training_step", "tuned": "training_step, PyTorch's memory tuned", "module": "optimize"}
+    colours = {"step": BLUE, "tuned": "#56B4E9", "module": ORANGE}
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(figsize=(8.0, 0.9 + 0.52 * len(networks)), layout="constrained")
+        for place, (kind, label) in enumerate(kinds.items()):
+            heights = [row.get(kind, 0.0) for row in networks.values()]
+            at = [number + 0.27 * (place - 1) for number in range(len(networks))]
+            bars = axes.barh(at, heights, height=0.25, color=colours[kind], label=label)
+            axes.bar_label(bars, [f"{h:.2f}" if h else "" for h in heights], padding=3, color=INK, size=8)
+        axes.axvline(1.0, color=INK, linewidth=1.0)
+        axes.set_yticks(range(len(networks)), networks)
+        axes.invert_yaxis()
+        axes.set(title="Training steps: times as fast as the best of PyTorch", xlim=(0, None))
+        axes.margins(x=0.08)
+        axes.legend(loc="lower right", fontsize=9)
+        axes.grid(axis="x", color="#E6E9EC", linewidth=0.8)
+        axes.set_axisbelow(True)
+        return _saved(figure, path)
 
 
 def _saved(figure: Any, path: Path) -> Path:

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor
 
 import daceml_train as dt
-from benchmarks.measure import Visit, timing, visits
+from benchmarks.measure import Visit, timing, visit, visits
 from benchmarks.networks import NETWORKS, TWELVE
 from benchmarks.onnx.speed import cut
 from benchmarks.train import ROOT, surroundings
@@ -126,8 +127,8 @@ def measure(name: str, batch: int, turns: int) -> dict[str, Any]:
                 return {"error": f"the output of {variant} differs by {difference:.2g}"}
             found["variants"][variant] = {"difference": difference}
         seen: dict[str, list[Visit]] = {variant: [] for variant in made}
-        for variant, visit, _ in visits(made, turns):
-            seen[variant].append(visit)
+        for variant, seen_now, _ in visits({v: partial(visit, run) for v, run in made.items()}, turns):
+            seen[variant].append(seen_now)
     for variant, of in seen.items():
         found["variants"][variant] |= dataclasses.asdict(timing(of))
     return found

@@ -63,33 +63,32 @@ def visit(step: Callable[[], object], steps: int) -> Visit:
     return Visit(seconds / steps, faults / steps, (others_seconds() - others) / seconds)
 
 
-def visits(
-    variants: Mapping[str, Callable[[], object]], steps: int, patience: int = 3
-) -> Iterator[tuple[str, Visit, float]]:
+Visitor = Callable[[int], Visit]
+"""Runs so many steps and watches; `partial(visit, step)`, or a process that does so."""
+
+
+def visits(variants: Mapping[str, Visitor], steps: int, patience: int = 3) -> Iterator[tuple[str, Visit, float]]:
     """Visit the variants in turn until each has `VISITS` undisturbed visits with `steps` steps in all.
 
     Ends after `patience` times as many where others disturb. Yields the variant, the visit, and how much is done
     between 0 and 1.
     """
-    per_visit = {name: max(1, round(VISIT / _seconds(step))) for name, step in variants.items()}
+    per_visit = {name: max(1, round(VISIT / _seconds(visitor))) for name, visitor in variants.items()}
     wanted = max(max(VISITS, -(-steps // count)) for count in per_visit.values())
     quiet = dict.fromkeys(variants, 0)
     for turn in range(1, patience * wanted + 1):
-        for name, step in variants.items():
-            seen = visit(step, per_visit[name])
+        for name, visitor in variants.items():
+            seen = visitor(per_visit[name])
             quiet[name] += seen.others <= DISTURBED
             yield name, seen, max(turn / (patience * wanted), min(quiet.values()) / wanted)
         if min(quiet.values()) >= wanted:
             return
 
 
-def _seconds(step: Callable[[], object]) -> float:
+def _seconds(visitor: Visitor) -> float:
     """About how long a step takes, once warm."""
-    for _ in range(2):
-        step()
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
+    visitor(2)
+    return visitor(1).seconds
 
 
 def timing(seen: Sequence[Visit]) -> Timing:

@@ -1,13 +1,19 @@
 """`make bench`: full training steps against PyTorch's own ways to run them, network by network.
 
-Each network runs in a process of its own, which first compares gradients, buffers and update with PyTorch's and then
-visits all variants in turn. Further processes measure cold and warm starts. Times are medians of undisturbed visits;
-the ratio compares with the best of PyTorch's variants.
+    python -m benchmarks.train                       # the twelve networks, all variants
+    python -m benchmarks.train resnet50 --update     # this one's row anew; the others' stay
+    python -m benchmarks.train gpt2 --variants eager-fused,step --no-starts --json /tmp/figures.json
+
+Gradients, buffers and update are compared with PyTorch's first. Then each variant runs in a process of its own, since
+what one leaves in the allocator speeds up another, and all are visited in turn: PyTorch's with glibc's settings and
+with tuned ones. Times are medians of undisturbed visits; the ratios compare with the best of PyTorch's variants. Cold
+and warm starts are fresh processes, with an empty cache and with a filled one. Figures are written after each network.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import json
 import os
@@ -15,10 +21,11 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -26,23 +33,34 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benchmarks.measure import Visit, timing, visits
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "train.json"
-TUNED = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "4294967296"}
-"""glibc told to keep memory: what a user can do against page faults without any compiler."""
+TUNED = {
+    "MALLOC_MMAP_THRESHOLD_": "4294967296",
+    "MALLOC_TRIM_THRESHOLD_": "4294967296",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+"""glibc told to keep memory and to ask for huge pages: what a user can do against page faults without any compiler."""
+Advance = Callable[[float, str], None]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print tables, write JSON; 1 if a network disagrees or fails."""
-    from benchmarks.networks import NETWORKS
+    """Measure, print tables, write JSON and page; 1 if a network disagrees or fails."""
+    from benchmarks import render
+    from benchmarks.networks import NETWORKS, TWELVE
     from benchmarks.variants import VARIANTS
 
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.train", description=__doc__)
-    parser.add_argument("networks", nargs="*", metavar="NETWORK", help=f"of {', '.join(NETWORKS)} (default: all)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("networks", nargs="*", metavar="NETWORK", help=f"of {', '.join(NETWORKS)} (default: twelve)")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=20, help="undisturbed steps per variant at least")
-    parser.add_argument("--malloc", choices=("stock", "tuned"), default="stock", help="glibc's settings, for all")
-    parser.add_argument("--no-starts", action="store_true", help="leave cold and warm starts out")
+    parser.add_argument("--steps", type=int, default=12, help="undisturbed steps per variant at least")
+    parser.add_argument("--no-tuned", action="store_true", help="leave tuned memory allocation out")
+    parser.add_argument("--no-starts", action="store_true", help="leave warm starts out")
+    parser.add_argument("--update", action="store_true", help="keep the rows of other networks in the file")
     parser.add_argument("--json", type=Path, default=RESULTS, help="where the figures go (default: %(default)s)")
     options = parser.parse_args(arguments)
     for name in options.networks:
@@ -52,27 +70,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in variants:
         if name not in VARIANTS:
             parser.error(f"no variant is called {name!r}; known: {', '.join(VARIANTS)}")
-    environment = dict(os.environ) | (TUNED if options.malloc == "tuned" else {})
     console = Console(width=None if sys.stdout.isatty() else 130)
-    results = surroundings() | {"malloc": options.malloc, "networks": {}}
+    results: dict[str, Any] = {"networks": {}}
+    if options.update and options.json.exists():
+        results = json.loads(options.json.read_text())
+    results |= surroundings()
     failed = False
-    for name in options.networks or NETWORKS:
+    for name in options.networks or TWELVE:
         network = NETWORKS[name]
         chosen = [v for v in variants if network.images or not VARIANTS[v].channels_last]
         with bar(console, name) as advance:
-            found = measured(name, chosen, options.steps, environment, advance)
-            if "error" not in found and not options.no_starts:
-                for place, variant in enumerate(chosen):
-                    advance(place / len(chosen), f"starts of {variant}")
-                    found["variants"][variant] |= starts(name, variant, environment)
+            try:
+                found = measured(name, chosen, options.steps, advance, not options.no_tuned, not options.no_starts)
+            except Failure as error:
+                found = {"error": str(error)}
         results["networks"][name] = {"title": network.title} | found
         if "error" in found:
             failed = True
             console.print(f"[bold]{network.title}[/bold]\n[red]{found['error']}[/red]")
         else:
             console.print(table(network.title, found))
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    if options.json == RESULTS:
+        render.write(results)
     console.print(f"figures: {options.json}")
     return int(failed)
 
@@ -91,7 +112,7 @@ def surroundings() -> dict[str, Any]:
 
 
 @contextmanager
-def bar(console: Console, name: str) -> Iterator[Any]:
+def bar(console: Console, name: str) -> Iterator[Advance]:
     """A progress bar that vanishes; its function takes the share done and what is being done."""
     said = [TextColumn(f"{{task.fields[{field}]}}") for field in ("network", "now")]
     with Progress(said[0], BarColumn(), TimeElapsedColumn(), said[1], console=console, transient=True) as progress:
@@ -99,74 +120,136 @@ def bar(console: Console, name: str) -> Iterator[Any]:
         yield lambda done, now: progress.update(task, completed=done, now=now)
 
 
+class Failure(Exception):
+    """A process ended with an error; its last words."""
+
+
+class Worker:
+    """A variant in a process of its own (`benchmarks.visit`); `start` is what starting took, calls are visits."""
+
+    def __init__(self, network: str, variant: str, folder: str, environment: Mapping[str, str] = MappingProxyType({})):
+        command = [sys.executable, "-m", "benchmarks.visit", network, variant, folder]
+        self.variant, self.errors = variant, Path(folder) / "errors"
+        self.errors.parent.mkdir(exist_ok=True)
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=os.environ | dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=errors, text=True, bufsize=1,
+            )  # fmt: skip
+        self.start: dict[str, Any] = self._told("start")
+
+    def __call__(self, steps: int) -> Visit:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{steps}\n")
+        return Visit(**self._told("visit"))
+
+    def report(self) -> dict[str, Any]:
+        """What the compiler reports; the process ends."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        report: dict[str, Any] = self._told("report")
+        self.process.wait()
+        return report
+
+    def kill(self) -> None:
+        """End the process whatever it does."""
+        self.process.kill()
+        self.process.wait()
+
+    def _told(self, what: str) -> Any:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{") and what in (said := json.loads(line)):
+                return said[what]
+        said = self.errors.read_text()[-4000:].strip() or f"ended with status {self.process.wait()}"
+        raise Failure(f"{self.variant}: {said}")
+
+
 def measured(
-    name: str, variants: Sequence[str], steps: int, environment: dict[str, str], advance: Any
+    name: str, variants: Sequence[str], steps: int, advance: Advance, tuned: bool = True, starts: bool = True
 ) -> dict[str, Any]:
-    """The figures of one network from a process of its own, or its `error`."""
-    command = [sys.executable, "-m", "benchmarks.visit", name, str(steps), *variants]
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1
-        )
-        assert process.stdout is not None
-        found: dict[str, Any] = {}
-        for line in process.stdout:
-            if not line.startswith("{"):
-                continue
-            said = json.loads(line)
-            if "done" in said:
-                advance(said["done"], said["now"])
-            else:
-                found = said
-        if process.wait() != 0 and "error" not in found:
-            errors.seek(0)
-            found = {"error": errors.read()[-4000:].strip() or f"ended with status {process.returncode}"}
-    return found
+    """The figures of one network. Raises `Failure`."""
+    from benchmarks.variants import VARIANTS
 
-
-def starts(name: str, variant: str, environment: dict[str, str]) -> dict[str, Any]:
-    """Cold and warm start of a variant: two fresh processes after one another with one cache folder."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"variants": {variant: {} for variant in variants}}
+    if any(VARIANTS[v].ours for v in variants):
+        advance(0.0, "comparing gradients")
+        found["agreement"] = agreed(name)
+    workers: dict[tuple[str, str], Worker] = {}
     with tempfile.TemporaryDirectory(prefix="daceml_train-bench-") as folder:
-        for kind in ("cold", "warm"):
-            command = [sys.executable, "-m", "benchmarks.start", name, variant, folder]
-            ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-            if ended.returncode != 0:
-                return {"start_error": ended.stderr[-4000:].strip()}
-            found[kind] = json.loads(ended.stdout.splitlines()[-1])
+        try:
+            for variant in variants:
+                advance(0.0, f"cold start of {variant}")
+                workers[variant, "stock"] = Worker(name, variant, f"{folder}/{variant}")
+                row, cold = found["variants"][variant], workers[variant, "stock"].start
+                row["cold"] = row["warm"] = cold
+                if starts and VARIANTS[variant].compiled:
+                    advance(0.0, f"warm start of {variant}")
+                    again = Worker(name, variant, f"{folder}/{variant}")
+                    row["warm"] = again.start
+                    again.report()
+                if tuned and not VARIANTS[variant].ours:
+                    workers[variant, "tuned"] = Worker(name, variant, f"{folder}/{variant}", TUNED)
+            seen: dict[tuple[str, str], list[Visit]] = {key: [] for key in workers}
+            for key, visit, done in visits(workers, steps):
+                seen[key].append(visit)
+                advance(done, key[0])
+            for (variant, malloc), worker in workers.items():
+                row = found["variants"][variant]
+                row[malloc] = dataclasses.asdict(timing(seen[variant, malloc]))
+                if report := worker.report():
+                    row["report"] = report
+        finally:
+            for worker in workers.values():
+                worker.kill()
     return found
+
+
+def agreed(name: str) -> float:
+    """The largest difference from PyTorch in the sizes that are measured, as a share of what is allowed."""
+    command = [sys.executable, "-m", "benchmarks.agreement", "--full", name]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if ended.returncode != 0:
+        said = ended.stdout.strip() or ended.stderr[-4000:].strip()
+        raise Failure(f"results differ from PyTorch's, so nothing is timed: {said}")
+    return float(ended.stdout.partition("agrees:")[2].split()[0])
+
+
+def best(found: Mapping[str, Any], malloc: str = "stock") -> tuple[str, float] | None:
+    """The fastest of PyTorch's variants and its milliseconds; None where none was measured."""
+    from benchmarks.variants import VARIANTS
+
+    theirs = {name: row[malloc]["median"] for name, row in found["variants"].items() if malloc in row}
+    theirs = {name: median for name, median in theirs.items() if not VARIANTS[name].ours}
+    return min(theirs.items(), key=lambda pair: pair[1]) if theirs else None
 
 
 def table(title: str, found: dict[str, Any]) -> Table:
-    """The figures of one network; the ratio is to the best of PyTorch's variants."""
+    """The figures of one network; the ratios are to the best of PyTorch's variants."""
     from benchmarks.variants import VARIANTS
 
     made = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
     made.add_column("variant", no_wrap=True)
-    for heading in ("ms a step", "quartiles", "÷ best", "faults", "peak GB", "cold s", "warm s"):
+    for heading in ("ms a step", "quartiles", "best ÷ it", "tuned ms", "faults", "peak GB", "cold s", "warm s"):
         made.add_column(heading, justify="right", no_wrap=True)
-    best = found["best_pytorch_ms"]
+    fastest, notes = best(found), []
     for name, row in found["variants"].items():
-        warm, cold = row.get("warm"), row.get("cold")
-        ratio = row["median"] / best if best else None
+        stock, tuned = row["stock"], row.get("tuned")
         made.add_row(
             VARIANTS[name].title,
-            f"{row['median']:.2f}",
-            f"{row['lower']:.2f}-{row['upper']:.2f}{' *' if row['disturbed'] else ''}",
-            f"{ratio:.2f}" if ratio else "",
-            f"{row['faults']:.0f}",
-            f"{warm['peak_bytes'] / 1e9:.2f}" if warm else "",
-            f"{cold['seconds']:.1f}" if cold else "",
-            f"{warm['seconds']:.1f}" if warm else "",
+            f"{stock['median']:.2f}",
+            f"{stock['lower']:.2f}-{stock['upper']:.2f}{' *' if stock['disturbed'] else ''}",
+            f"{fastest[1] / stock['median']:.2f}" if fastest else "",
+            f"{tuned['median']:.2f}{' *' if tuned['disturbed'] else ''}" if tuned else "",
+            f"{stock['faults']:.0f}",
+            f"{row['warm']['peak_bytes'] / 1e9:.2f}",
+            f"{row['cold']['seconds']:.1f}",
+            f"{row['warm']['seconds']:.1f}",
             style="bold" if VARIANTS[name].ours else "",
         )
-    notes = []
-    if any(row["disturbed"] for row in found["variants"].values()):
-        notes.append("* other processes were busy most of the time: the quieter half of the visits")
-    for name, row in found["variants"].items():
-        if "start_error" in row:
-            notes.append(f"{name} does not start alone: {row['start_error'].splitlines()[-1]}")
         notes += [f"{name} runs partly in PyTorch: {reason}" for reason in row.get("report", {}).get("breaks", ())]
+    if any(row[kind]["disturbed"] for row in found["variants"].values() for kind in ("stock", "tuned") if kind in row):
+        notes.append("* other processes were busy most of the time: the quieter half of the visits")
     made.caption = "\n".join(notes)
     return made
 

@@ -17,13 +17,14 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True)
 class Variant:
-    """How to make a step of a problem; `ours` tells this project from PyTorch."""
+    """How to make a step of a problem; `ours` tells this project from PyTorch, `compiled` what starts warm."""
 
     title: str
     channels_last: bool
     fused: bool
     make: Callable[[Problem, Path | None], Step]
     ours: bool = False
+    compiled: bool = False
 
     def of(self, network: Network, cache: Path | None = None) -> Step | None:
         """The step, or None where the network has no such layout; ours keeps what it compiles in `cache`."""
@@ -76,9 +77,9 @@ VARIANTS: dict[str, Variant] = {
     "eager": Variant("PyTorch eager", False, False, _eager),
     "eager-fused": Variant("eager, fused optimizer", False, True, _eager),
     "eager-cl": Variant("eager, channels-last, fused optimizer", True, True, _eager),
-    "inductor": Variant("torch.compile, fused optimizer", False, True, _inductor),
-    "inductor-cl": Variant("torch.compile, channels-last, fused optimizer", True, True, _inductor),
-    "module": Variant("daceml_train.optimize, PyTorch's optimizer", False, True, OwnModule, ours=True),
-    "step": Variant("daceml_train.training_step", False, False, OwnStep, ours=True),
+    "inductor": Variant("torch.compile, fused optimizer", False, True, _inductor, compiled=True),
+    "inductor-cl": Variant("torch.compile, channels-last, fused optimizer", True, True, _inductor, compiled=True),
+    "module": Variant("daceml_train.optimize, PyTorch's optimizer", False, True, OwnModule, ours=True, compiled=True),
+    "step": Variant("daceml_train.training_step", False, False, OwnStep, ours=True, compiled=True),
 }
 """PyTorch's variants take its fused update where it is worth anything: what we compare with is the best of them."""

@@ -1,21 +1,28 @@
-"""One network in a process of its own, for `benchmarks.train`: agreement first, then the variants in turn; JSON lines.
+"""One variant of one network in a process of its own, for `benchmarks.train`; JSON lines.
 
-Run as `python -m benchmarks.visit NETWORK STEPS VARIANT...`. Lines are `{"done", "now"}` while it works, then the
-figures or `{"error"}`.
+Run as `python -m benchmarks.visit NETWORK VARIANT FOLDER`; what the compilers keep lies in FOLDER. It runs a first
+step and a few more, says what starting took, then runs as many steps as each line of its input says and tells how
+long they took; at the input's end it says what the compiler reports.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import resource
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import daceml_train as dt
-from benchmarks.agreement import Disagreement, agreement
-from benchmarks.measure import Visit, timing, visits
+from benchmarks.measure import visit
 from benchmarks.networks import NETWORKS
 from benchmarks.variants import VARIANTS, Ours, Step
+
+STEPS = 5
+"""Steps from which the start is told: what the first takes longer than the fastest of the others."""
 
 
 def say(**line: Any) -> None:
@@ -23,38 +30,37 @@ def say(**line: Any) -> None:
     print(json.dumps(line), flush=True)
 
 
-def main(name: str, steps: int, variants: list[str]) -> int:
-    """Measure and print; 1 where results differ."""
-    network = NETWORKS[name]
-    found: dict[str, Any] = {}
-    if any(VARIANTS[v].ours for v in variants):
-        say(done=0.0, now="comparing gradients")
-        try:
-            found["agreement"] = agreement(network)
-        except Disagreement as error:
-            say(error=f"results differ from PyTorch's, so nothing is timed: {error}")
-            return 1
-    made: dict[str, Step] = {}
-    for variant in variants:
-        say(done=0.0, now=f"first step of {variant}")
-        step = VARIANTS[variant].of(network)
-        assert step is not None, f"{name} has no variant {variant}"
-        made[variant] = step
+def started(step: Step) -> dict[str, Any]:
+    """Seconds that the first step takes longer than later ones, the compiler's stages, and peak memory.
+
+    The stages of ours are the capture by TorchDynamo, then either passes, lowering and the compiler's work, or loading.
+    """
+    seconds = []
+    for _ in range(STEPS):
+        start = time.perf_counter()
         step()
-    seen: dict[str, list[Visit]] = {variant: [] for variant in variants}
-    for variant, visit, done in visits(made, steps):
-        seen[variant].append(visit)
-        say(done=done, now=variant)
-    timings = {variant: timing(of) for variant, of in seen.items()}
-    theirs = [t.median for variant, t in timings.items() if not VARIANTS[variant].ours]
-    found["best_pytorch_ms"] = min(theirs, default=None)
-    found["variants"] = {variant: dataclasses.asdict(t) for variant, t in timings.items()}
-    for variant, step in made.items():
-        if isinstance(step, Ours):
-            found["variants"][variant]["report"] = dt.report(step.compiled).as_dict()
-    say(**found)
-    return 0
+        seconds.append(time.perf_counter() - start)
+    first = seconds[0] - min(seconds[1:])
+    stages: dict[str, float] = {}
+    if isinstance(step, Ours):
+        for function in dt.report(step.compiled).functions:
+            for stage, spent in function.stages.items():
+                stages[stage] = stages.get(stage, 0.0) + spent
+        stages = {"capture": first - sum(stages.values())} | stages
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"seconds": first, "stages": stages, "peak_bytes": peak}
+
+
+def main(network: str, variant: str, folder: str) -> None:
+    """Start, then serve."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
+    step = VARIANTS[variant].of(NETWORKS[network], Path(folder) / "daceml_train")
+    assert step is not None, f"{network} has no variant {variant}"
+    say(start=started(step))
+    for line in sys.stdin:
+        say(visit=dataclasses.asdict(visit(step, int(line))))
+    say(report=dt.report(step.compiled).as_dict() if isinstance(step, Ours) else {})
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), sys.argv[3:]))
+    main(*sys.argv[1:])

@@ -1,7 +1,9 @@
+from functools import partial
+
 import pytest
 
 from benchmarks import measure
-from benchmarks.measure import Visit, timing, visits
+from benchmarks.measure import Visit, timing, visit, visits
 
 
 def test_disturbed_visits_do_not_count() -> None:
@@ -24,7 +26,7 @@ def test_variants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "VISIT", 1e-4)
     monkeypatch.setattr(measure, "others_seconds", lambda: 0.0)
     calls: list[str] = []
-    variants = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
+    variants = {name: partial(visit, partial(calls.append, name)) for name in "ab"}
     seen = list(visits(variants, steps=1))
     assert [name for name, _, _ in seen] == ["a", "b"] * measure.VISITS
     assert seen[-1][2] == 1.0
@@ -34,4 +36,4 @@ def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(10**6))
     monkeypatch.setattr(measure, "VISIT", 1e-4)
     monkeypatch.setattr(measure, "others_seconds", lambda: float(next(clock)))
-    assert len(list(visits({"a": lambda: None}, steps=1, patience=2))) == 2 * measure.VISITS
+    assert len(list(visits({"a": partial(visit, lambda: None)}, steps=1, patience=2))) == 2 * measure.VISITS

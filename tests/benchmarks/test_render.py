@@ -1,17 +1,29 @@
+from pathlib import Path
+
+import pytest
+
+from benchmarks import render
 from benchmarks.render import page
 
+TIMING = {"lower": 9.0, "upper": 11.0, "faults": 5.0, "disturbed": False}
+START = {"seconds": 0.0, "stages": {}, "peak_bytes": 6e8}
 RESULTS = {
-    "date": "2026-01-01 00:00 UTC", "processor": "A processor", "cores": 2, "malloc": "stock",
-    "versions": {"torch": "2.13.0"},
+    "date": "2026-01-01 00:00 UTC", "processor": "A processor", "cores": 2, "versions": {"torch": "2.13.0"},
     "networks": {
-        "mlp": {
-            "title": "MLP", "best_pytorch_ms": 10.0,
+        "gpt2": {
+            "title": "GPT-2, 4 layers",
             "variants": {
-                "eager": {"median": 10.0, "lower": 9.0, "upper": 11.0, "faults": 5.0, "disturbed": False},
+                "eager": {
+                    "stock": TIMING | {"median": 10.0}, "tuned": TIMING | {"median": 8.0}, "cold": START, "warm": START,
+                },
+                "inductor": {
+                    "stock": TIMING | {"median": 12.0}, "tuned": TIMING | {"median": 7.0},
+                    "cold": START | {"seconds": 20.0}, "warm": START | {"seconds": 3.0},
+                },
                 "step": {
-                    "median": 5.0, "lower": 4.0, "upper": 6.0, "faults": 0.0, "disturbed": True,
-                    "cold": {"seconds": 8.0, "stages": {"capture": 2.0, "kernels": 6.0}},
-                    "warm": {"seconds": 2.5, "peak_bytes": 3e8},
+                    "stock": TIMING | {"median": 5.0, "disturbed": True, "faults": 0.0},
+                    "cold": START | {"seconds": 8.0, "stages": {"capture": 2.0, "kernels": 6.0}},
+                    "warm": {"seconds": 2.5, "stages": {"capture": 2.0, "load": 0.5}, "peak_bytes": 3e8},
                 },
             },
         },
@@ -22,7 +34,17 @@ RESULTS = {
 
 def test_page() -> None:
     text = "\n".join(page(RESULTS))
-    assert "| MLP | 10.0 | 5.0 | 0.50 |  |  |" in text
-    assert "| daceml_train.training_step | 5.00 * | 4.00-6.00 | 0.50 | 0 | 300.0 MB | 8.0 | 2.5 |" in text
+    assert "| GPT-2 | eager | 10.0 | 7.0 | 5.0 | **2.00** | 1.40 | 142 % |  | 0.50 | 8.0 | 20.0 | 2.5 |" in text
+    assert "| daceml_train.training_step | 5.00 * | 9.00-11.00 | 2.00 |  | 0 | 300.0 MB | 8.0 | 2.5 |" in text
+    assert "| PyTorch eager | 10.00 | 9.00-11.00 | 1.00 | 8.00 | 5 | 600.0 MB | 0.0 | 0.0 |" in text
     assert "Cold start: capture 2.0 s, kernels 6.0 s." in text
-    assert "| Broken | not measured | | | | |" in text and "Not measured: ValueError: no" in text
+    assert "| cold start ÷ torch.compile's, worst network | 0.5 | 0.40 (gpt2) |" in text
+    assert "| seconds of a warm start behind capture, worst network | 1 | 0.50 (gpt2) |" in text
+    assert "| Broken | not measured |" in text and "Not measured: ValueError: no" in text
+
+
+def test_page_and_picture_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render, "PAGE", tmp_path / "performance.md")
+    render.write(RESULTS)
+    assert (tmp_path / "performance.md").read_text().endswith("\n")
+    assert (tmp_path / "performance.png").read_bytes().startswith(b"\x89PNG")
