@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in variants:
         if name not in VARIANTS:
             parser.error(f"no variant is called {name!r}; known: {', '.join(VARIANTS)}")
-    console = Console(width=None if sys.stdout.isatty() else 130)
+    console = Console(width=None if sys.stdout.isatty() else 140)
     results: dict[str, Any] = {"networks": {}}
     if options.update and options.json.exists():
         results = json.loads(options.json.read_text())
