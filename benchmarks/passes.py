@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from daceml_train.passes.base import LEVELS, Description
 from daceml_train.transformations import catalog
-from daceml_train.transformations.pipelines import INFERENCE, TRAINING
+from daceml_train.transformations.pipelines import INFERENCE, MIXED_PRECISION, TRAINING
 
 HEAD = """# Passes
 
@@ -58,6 +58,8 @@ def _places(description: Description) -> str:
         elsewhere = [level.replace("_", " ") for level in levels if level != description.level]
         if levels:
             found.append(label + (f" (also {', '.join(elsewhere)})" if elsewhere else ""))
+    if not found and any(p.name == description.name for p in MIXED_PRECISION):
+        found.append("MIXED_PRECISION")
     return ", ".join(found) or "none: add it where you want it"
 
 

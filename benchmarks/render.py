@@ -68,6 +68,7 @@ def page(results: dict[str, Any]) -> Iterator[str]:
     yield "|---" * len(COLUMNS) + "|"
     for name, found in results["networks"].items():
         yield f"| {' | '.join(_cells(name, found))} |"
+    yield from _mixed(results["networks"])
     for found in results["networks"].values():
         yield from _section(found)
 
@@ -133,6 +134,40 @@ def _cells(name: str, found: Mapping[str, Any]) -> list[str]:
     ]
 
 
+# ---- mixed precision ------------------------------------------------------------------------------------------------
+def _mixed_ratio(found: Mapping[str, Any]) -> float | None:
+    """How many times as fast as the best of PyTorch under autocast."""
+    theirs, ours = best(found, mixed=True) if "variants" in found else None, found.get("variants", {}).get("step-bf16")
+    return theirs[1] / ours["stock"]["median"] if theirs and ours else None
+
+
+def _mixed(networks: Networks) -> Iterator[str]:
+    """A line per network in bfloat16 and float32."""
+    ratios = {name: ratio for name, found in networks.items() if (ratio := _mixed_ratio(found))}
+    if not ratios:
+        return
+    yield "\n## Mixed precision\n"
+    yield "`training_step` with `pipeline=dt.MIXED_PRECISION` against PyTorch's best variant under `torch.autocast` in"
+    yield "bfloat16; *error* is that of our gradients as a share of what is allowed, which is 1.5 times autocast's.\n"
+    yield "| network | best under autocast | ms | training_step, bf16 ms | × | float32 ms | error |"
+    yield "|---|---|---|---|---|---|---|"
+    for name, ratio in ratios.items():
+        found = networks[name]
+        theirs, rows = best(found, mixed=True), found["variants"]
+        assert theirs is not None
+        ours, plain = rows["step-bf16"]["stock"]["median"], rows.get("step")
+        cells = (
+            found["title"].split(",")[0],
+            theirs[0],
+            f"{theirs[1]:.1f}",
+            f"{ours:.1f}",
+            f"**{ratio:.2f}**",
+            f"{plain['stock']['median']:.1f}" if plain else "",
+            f"{found.get('mixed_agreement', float('nan')):.2f}",
+        )
+        yield f"| {' | '.join(cells)} |"
+
+
 def _summary(networks: Networks) -> Iterator[str]:
     """Geometric means and extremes beside what they should be."""
     chosen = {name: _ratios(found) for name, found in networks.items()}
@@ -149,6 +184,7 @@ def _summary(networks: Networks) -> Iterator[str]:
         return f"{values[at]:.2f} ({at})"
 
     cold = {name: row["cold"] / row["inductor"] for name, row in starts.items() if row.get("inductor")}
+    mixed = [ratio for found in networks.values() if (ratio := _mixed_ratio(found))]
     shares = {name: row["step"] / FLOOR[name] for name, row in chosen.items() if name in FLOOR}
     rows = [
         ("`training_step`, times as fast as the best of PyTorch, geometric mean", "1.35", mean(chosen, "step")),
@@ -156,6 +192,11 @@ def _summary(networks: Networks) -> Iterator[str]:
         ("the same on the worst network", "1.05", extreme({n: row["step"] for n, row in chosen.items()}, min)),
         ("share of the floor's ratio, worst network", "0.88", extreme(shares, min)),
         ("`optimize` with PyTorch's optimizer, geometric mean", "1.2", mean(chosen, "module")),
+        (
+            "bfloat16: `training_step` against the best under autocast, geometric mean",
+            "1.3",
+            f"{geometric_mean(mixed):.2f}" if mixed else "",
+        ),
         ("peak memory ÷ PyTorch's, geometric mean", "0.8", mean(starts, "memory")),
         ("the same, worst network", "0.8", extreme({n: r["memory"] for n, r in starts.items() if "memory" in r}, max)),
         ("cold start ÷ torch.compile's, worst network", "0.5", extreme(cold, max)),
@@ -178,11 +219,10 @@ def _section(found: Mapping[str, Any]) -> Iterator[str]:
     if "error" in found:
         yield f"Not measured: {found['error'].splitlines()[-1]}"
         return
-    fastest = best(found)
     yield "| variant | ms a step | quartiles | best ÷ it | tuned ms | page faults | peak memory | cold s | warm s |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for name, row in found["variants"].items():
-        stock, tuned = row["stock"], row.get("tuned")
+        stock, tuned, fastest = row["stock"], row.get("tuned"), best(found, mixed=VARIANTS[name].mixed)
         cells = (
             VARIANTS[name].title,
             f"{stock['median']:.2f}{' *' if stock['disturbed'] else ''}",

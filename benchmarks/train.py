@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=12, help="undisturbed steps per variant at least")
     parser.add_argument("--no-tuned", action="store_true", help="leave tuned memory allocation out")
     parser.add_argument("--no-starts", action="store_true", help="leave warm starts out")
-    parser.add_argument("--update", action="store_true", help="keep the rows of other networks in the file")
+    parser.add_argument("--update", action="store_true", help="keep other networks and variants of the file")
     parser.add_argument("--json", type=Path, default=RESULTS, help="where the figures go (default: %(default)s)")
     options = parser.parse_args(arguments)
     for name in options.networks:
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 140)
     results: dict[str, Any] = {"networks": {}}
     if options.update and options.json.exists():
-        results = json.loads(options.json.read_text())
+        results = json.loads(options.json.read_text(encoding="utf-8"))
     results |= surroundings()
     failed = False
     for name in options.networks or TWELVE:
@@ -84,6 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 found = measured(name, chosen, options.steps, advance, not options.no_tuned, not options.no_starts)
             except Failure as error:
                 found = {"error": str(error)}
+        before = results["networks"].get(name, {})
+        if "variants" in found and "variants" in before:  # those that were not measured now
+            found = before | found | {"variants": before["variants"] | found["variants"]}
         results["networks"][name] = {"title": network.title} | found
         if "error" in found:
             failed = True
@@ -172,9 +175,10 @@ def measured(
     from benchmarks.variants import VARIANTS
 
     found: dict[str, Any] = {"variants": {variant: {} for variant in variants}}
-    if any(VARIANTS[v].ours for v in variants):
-        advance(0.0, "comparing gradients")
-        found["agreement"] = agreed(name)
+    for mixed in (False, True):
+        if any(VARIANTS[v].ours and VARIANTS[v].mixed is mixed for v in variants):
+            advance(0.0, "comparing gradients")
+            found["mixed_agreement" if mixed else "agreement"] = agreed(name, mixed)
     workers: dict[tuple[str, str], Worker] = {}
     with tempfile.TemporaryDirectory(prefix="daceml_train-bench-") as folder:
         try:
@@ -205,9 +209,9 @@ def measured(
     return found
 
 
-def agreed(name: str) -> float:
+def agreed(name: str, mixed: bool) -> float:
     """The largest difference from PyTorch in the sizes that are measured, as a share of what is allowed."""
-    command = [sys.executable, "-m", "benchmarks.agreement", "--full", name]
+    command = [sys.executable, "-m", "benchmarks.agreement", "--full", name, *["--mixed"] * mixed]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if ended.returncode != 0:
         said = ended.stdout.strip() or ended.stderr[-4000:].strip()
@@ -215,12 +219,12 @@ def agreed(name: str) -> float:
     return float(ended.stdout.partition("agrees:")[2].split()[0])
 
 
-def best(found: Mapping[str, Any], malloc: str = "stock") -> tuple[str, float] | None:
-    """The fastest of PyTorch's variants and its milliseconds; None where none was measured."""
+def best(found: Mapping[str, Any], malloc: str = "stock", mixed: bool = False) -> tuple[str, float] | None:
+    """The fastest of PyTorch's variants, in float32 or `mixed` precision, and its milliseconds; None without any."""
     from benchmarks.variants import VARIANTS
 
-    theirs = {name: row[malloc]["median"] for name, row in found["variants"].items() if malloc in row}
-    theirs = {name: median for name, median in theirs.items() if not VARIANTS[name].ours}
+    rows = {n: row for n, row in found["variants"].items() if not VARIANTS[n].ours and VARIANTS[n].mixed is mixed}
+    theirs = {name: row[malloc]["median"] for name, row in rows.items() if malloc in row}
     return min(theirs.items(), key=lambda pair: pair[1]) if theirs else None
 
 
@@ -232,8 +236,9 @@ def table(title: str, found: dict[str, Any]) -> Table:
     made.add_column("variant", no_wrap=True)
     for heading in ("ms a step", "quartiles", "best ÷ it", "tuned ms", "faults", "peak GB", "cold s", "warm s"):
         made.add_column(heading, justify="right", no_wrap=True)
-    fastest, notes = best(found), []
+    notes = []
     for name, row in found["variants"].items():
+        fastest = best(found, mixed=VARIANTS[name].mixed)
         stock, tuned = row["stock"], row.get("tuned")
         made.add_row(
             VARIANTS[name].title,

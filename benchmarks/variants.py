@@ -17,7 +17,10 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True)
 class Variant:
-    """How to make a step of a problem; `ours` tells this project from PyTorch, `compiled` what starts warm."""
+    """How to make a step of a problem.
+
+    `ours` tells this project from PyTorch, `compiled` what starts warm, `mixed` steps in bfloat16 and float32.
+    """
 
     title: str
     channels_last: bool
@@ -25,6 +28,7 @@ class Variant:
     make: Callable[[Problem, Path | None], Step]
     ours: bool = False
     compiled: bool = False
+    mixed: bool = False
 
     def of(self, network: Network, cache: Path | None = None) -> Step | None:
         """The step, or None where the network has no such layout; ours keeps what it compiles in `cache`."""
@@ -40,6 +44,14 @@ def _eager(problem: Problem, _: Path | None) -> Step:
 def _inductor(problem: Problem, _: Path | None) -> Step:
     torch._dynamo.reset()
     return replace(problem, model=torch.compile(problem.model)).step  # type: ignore[arg-type]
+
+
+def _eager_mixed(problem: Problem, _: Path | None) -> Step:
+    return problem.autocast().step
+
+
+def _inductor_mixed(problem: Problem, _: Path | None) -> Step:
+    return _inductor(problem.autocast(), None)
 
 
 class Ours:
@@ -65,12 +77,17 @@ class OwnModule(Ours):
 class OwnStep(Ours):
     """The whole step."""
 
-    def __init__(self, problem: Problem, cache: Path | None = None) -> None:
+    def __init__(self, problem: Problem, cache: Path | None = None, pipeline: dt.Pipeline = dt.TRAINING) -> None:
         self.problem = problem
-        self.compiled = dt.training_step(problem.model, problem.loss, problem.optimizer, cache=cache)
+        model, loss, optimizer = problem.model, problem.loss, problem.optimizer
+        self.compiled = dt.training_step(model, loss, optimizer, cache=cache, pipeline=pipeline)
 
     def __call__(self) -> object:
         return self.compiled(self.problem.inputs, self.problem.targets)
+
+
+def _own_mixed(problem: Problem, cache: Path | None) -> Step:
+    return OwnStep(problem, cache, dt.MIXED_PRECISION)
 
 
 VARIANTS: dict[str, Variant] = {
@@ -81,5 +98,19 @@ VARIANTS: dict[str, Variant] = {
     "inductor-cl": Variant("torch.compile, channels-last, fused optimizer", True, True, _inductor, compiled=True),
     "module": Variant("daceml_train.optimize, PyTorch's optimizer", False, True, OwnModule, ours=True, compiled=True),
     "step": Variant("daceml_train.training_step", False, False, OwnStep, ours=True, compiled=True),
+    "eager-bf16": Variant("eager, autocast, fused optimizer", False, True, _eager_mixed, mixed=True),
+    "eager-cl-bf16": Variant("eager, autocast, channels-last, fused optimizer", True, True, _eager_mixed, mixed=True),
+    "inductor-bf16": Variant(
+        "torch.compile, autocast, fused optimizer", False, True, _inductor_mixed, compiled=True, mixed=True
+    ),
+    "inductor-cl-bf16": Variant(
+        "torch.compile, autocast, channels-last, fused optimizer",
+        *(True, True, _inductor_mixed),
+        compiled=True,
+        mixed=True,
+    ),
+    "step-bf16": Variant(
+        "daceml_train.training_step, MixedPrecision", False, False, _own_mixed, ours=True, compiled=True, mixed=True
+    ),
 }
 """PyTorch's variants take its fused update where it is worth anything: what we compare with is the best of them."""

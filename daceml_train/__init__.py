@@ -24,6 +24,7 @@ _HOME = {
     "Operator": "daceml_train.ops.operator",
     "TRAINING": "daceml_train.transformations.pipelines",
     "INFERENCE": "daceml_train.transformations.pipelines",
+    "MIXED_PRECISION": "daceml_train.transformations.pipelines",
     "Pipeline": "daceml_train.transformations.pipelines",  # where its texts know all passes
     "Pass": "daceml_train.passes",
     "Rewrite": "daceml_train.passes",

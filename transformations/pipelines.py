@@ -27,6 +27,7 @@ from daceml_train.transformations.intra_operator.fold_batch_norm import FoldBatc
 from daceml_train.transformations.intra_operator.fold_constants import FoldConstants
 from daceml_train.transformations.intra_operator.hoist_products import HoistProducts
 from daceml_train.transformations.intra_operator.matmul_bias import FuseMatmulBias
+from daceml_train.transformations.intra_operator.mixed_precision import MixedPrecision
 from daceml_train.transformations.intra_operator.recognise_attention import RecogniseAttention
 from daceml_train.transformations.intra_operator.simplify import Simplify
 from daceml_train.transformations.intra_operator.transpose_product import TransposeProduct
@@ -77,6 +78,9 @@ TRAINING = Pipeline(
     ),
 )
 """A training step: forward, backward and, where it is compiled with them, loss and update."""
+
+MIXED_PRECISION = TRAINING.after("intra_operator", MixedPrecision())
+"""A training step with products and convolutions in bfloat16; parameters and everything else stay in float32."""
 
 INFERENCE = Pipeline(
     forward=(MergeEqual(), HoistProducts(), FuseSoftmaxCrossEntropy(), RecogniseAttention()),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +30,10 @@ class Problem:
         """The loss of the batch, for a backward pass."""
         inputs = self.inputs if isinstance(self.inputs, tuple) else (self.inputs,)
         return self.loss(self.model(*inputs), self.targets)
+
+    def autocast(self) -> Problem:
+        """The same with the model in mixed precision as PyTorch's users write it, and the loss in float32."""
+        return replace(self, model=_Autocast(self.model), loss=functools.partial(_in_float32, self.loss))
 
     def step(self) -> Tensor:
         """One training step as users write it; the loss."""
@@ -91,6 +96,21 @@ class Network:
         parameters: Iterable[nn.Parameter] = model.parameters()
         made = self.optimizer(parameters, **options)
         return Problem(model, inputs if isinstance(given, tuple) else inputs[0], targets, self.loss, made)
+
+
+class _Autocast(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            made: Tensor = self.model(*inputs)
+        return made
+
+
+def _in_float32(loss: Loss, output: Tensor, targets: Tensor) -> Tensor:
+    return loss(output.float(), targets)
 
 
 def _double(x: Tensor) -> Tensor:

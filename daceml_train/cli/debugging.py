@@ -26,7 +26,10 @@ def add(commands: Any) -> None:
         "--node", metavar="NAME", help="an operator: an array that it makes, or its kind, module or line if that is one"
     )
     explain.add_argument(
-        "--pipeline", default="training", metavar="FILE", help="for --node: a pipeline's file, or training, inference"
+        "--pipeline",
+        default="training",
+        metavar="FILE",
+        help="for --node: a pipeline's file, or training, inference, mixed_precision",
     )
     explain.add_argument("--code", type=Path, metavar="FOLDER", help="for --node: write the C++ of its kernels there")
     explain.set_defaults(run=_explain)

@@ -40,7 +40,8 @@ def add(commands: Any) -> None:
         "reports: what they say differently but for time. Exit status 0 if they are the same, 1 if they differ, 2 if "
         "they cannot be compared.",
     )
-    pipeline = "a file that holds a pipeline, saved session, or report as JSON; or training, inference, none"
+    pipeline = "a file that holds a pipeline, saved session, or report as JSON; or the name of a pipeline: "
+    pipeline += "training, inference, mixed_precision, none"
     diff.add_argument("a", help=pipeline)
     diff.add_argument("b", help="the same")
     diff.add_argument("model", nargs="?", metavar="MODEL.py:FACTORY|FILE.onnx", help=f"{_MODEL}; not for reports")
@@ -134,7 +135,9 @@ def _compared(options: argparse.Namespace) -> Any:
 def pipeline_named(name: str) -> Any:
     """A pipeline that comes with the package, or that of a file."""
     from daceml_train.passes.pipeline import Pipeline
-    from daceml_train.transformations.pipelines import INFERENCE, TRAINING
+    from daceml_train.transformations.pipelines import INFERENCE, MIXED_PRECISION, TRAINING
 
-    known = {"training": TRAINING, "inference": INFERENCE, "none": Pipeline()}
+    known = {
+        "training": TRAINING, "inference": INFERENCE, "mixed_precision": MIXED_PRECISION, "none": Pipeline(),
+    }  # fmt: skip
     return known[name] if name in known else Pipeline.of(Path(name))

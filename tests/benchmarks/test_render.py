@@ -27,6 +27,13 @@ RESULTS = {
                 },
             },
         },
+        "bert": {
+            "title": "BERT, 4 layers", "mixed_agreement": 0.7,
+            "variants": {
+                "eager-bf16": {"stock": TIMING | {"median": 6.0}, "cold": START, "warm": START},
+                "step-bf16": {"stock": TIMING | {"median": 4.0}, "cold": START, "warm": START},
+            },
+        },
         "broken": {"title": "Broken", "error": "Traceback\nValueError: no"},
     },
 }  # fmt: skip
@@ -40,6 +47,7 @@ def test_page() -> None:
     assert "Cold start: capture 2.0 s, kernels 6.0 s." in text
     assert "| cold start ÷ torch.compile's, worst network | 0.5 | 0.40 (gpt2) |" in text
     assert "| seconds of a warm start behind capture, worst network | 1 | 0.50 (gpt2) |" in text
+    assert "| BERT | eager-bf16 | 6.0 | 4.0 | **1.50** |  | 0.70 |" in text
     assert "| Broken | not measured |" in text and "Not measured: ValueError: no" in text
 
 

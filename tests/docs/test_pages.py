@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    "accounting", "debugging", "explore", "interactive", "layouts", "pipelines", "vscode", "writing-a-pass",
-    "writing-an-operator",
+    "accounting", "debugging", "explore", "interactive", "layouts", "mixed-precision", "pipelines", "vscode",
+    "writing-a-pass", "writing-an-operator",
 ]  # fmt: skip
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"<!-- file: (\S+) -->\n$")

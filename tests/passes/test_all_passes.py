@@ -68,6 +68,11 @@ EXTRA = {
         "%d = mul(%c, %l)\n%e = mul(%d, %b)\n%f = mul(%e, %a)",
         "%l, %f",
     ),
+    "mixed_precision": program(
+        "x: f32[64, 64], w: f32[64, 64] parameter",
+        "%a = exp(%x)\n%t = permute(%w, dims=(1, 0))\n%y = matmul(%a, %t)\n%z = add(%y, %a)",
+        "%z",
+    ),
     "store_kept": program(
         "x: f32[256, 128], p: f32[256, 128] parameter",
         "%a = exp(%x)\n%l = reduce(%a, kind=\"sum\", dims=(0, 1))\n%d = mul(%a, %l)",

@@ -21,7 +21,7 @@ from daceml_train.transformations.fusion.producer_consumer import FuseElementwis
 from daceml_train.transformations.fusion.siblings import FuseSiblings
 from daceml_train.transformations.intra_operator.decompose import Decompose
 from daceml_train.transformations.intra_operator.simplify import Simplify
-from daceml_train.transformations.pipelines import INFERENCE, TRAINING
+from daceml_train.transformations.pipelines import INFERENCE, MIXED_PRECISION, TRAINING
 
 
 class Colour(enum.Enum):
@@ -46,7 +46,7 @@ class Nothing(Pass):
         return graph
 
 
-@pytest.mark.parametrize("pipeline", [TRAINING, INFERENCE, Pipeline()], ids=["training", "inference", "empty"])
+@pytest.mark.parametrize("pipeline", [TRAINING, INFERENCE, MIXED_PRECISION, Pipeline()], ids=["training", "inference", "mixed", "empty"])
 def test_texts_and_json_read_back(pipeline: Pipeline) -> None:
     assert Pipeline.parse(str(pipeline)) == pipeline
     assert Pipeline.from_json(pipeline.to_json()) == pipeline
