@@ -34,7 +34,7 @@ def run_with_layout(executable: Executable, inputs: Sequence[torch.Tensor]) -> l
         laid_out = []
         for tensor, expected in zip(inputs, executable.program.inputs, strict=True):
             strides = tuple(_number(s, value) for s in expected.strides)
-            if tensor.stride() != strides and not expected.mutable:
+            if expected.packing is None and tensor.stride() != strides and not expected.mutable:
                 copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
                 tensor = copy.copy_(tensor.detach())
             laid_out.append(tensor)

@@ -1,4 +1,4 @@
-"""Inference: the forward pass alone, with what depends on parameters alone made once and kept."""
+"""Inference: the forward pass alone, with what depends on parameters alone made once and kept, packed for libraries."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from daceml_train.driver.devices import for_device
 from daceml_train.driver.preparation import Preparation
 from daceml_train.driver.record import Record
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.prologue import again, split
+from daceml_train.graph.prologue import HELD, again, split
 from daceml_train.ops.gradient import Detach
 from daceml_train.passes.base import without_dead_code
 from daceml_train.runtime.device import CPU
 from daceml_train.runtime.executable import Executable, new_arena
+from daceml_train.runtime.packing import pack
 from daceml_train.runtime.products import Products
 from daceml_train.runtime.program import Program
 
@@ -50,11 +51,12 @@ def compile_inference(graph: Graph, options: Options) -> Differentiable:
     for record, executable in zip(made.records, executables, strict=True):
         record.executable = executable
     preparation = None
-    if made.prologue is not None:
+    if made.prologue is not None or any(entry.packing is not None for entry in made.main.inputs):
         names = {name: position for position, name in enumerate(graph.inputs)}
-        read = [names[entry.name] for entry in made.prologue.inputs]
+        read = [names[entry.name] for entry in made.prologue.inputs] if made.prologue else []
         taken = [names[entry.name] for entry in made.main.inputs if entry.name in names]
-        preparation = Preparation(executables[1], read, taken)
+        prologue = executables[1] if made.prologue else None
+        preparation = Preparation(prologue, read, taken, made.main.inputs)
     return Differentiable(executables[0], None, made.results, (), (), (), (), {}, made.records, preparation)
 
 
@@ -69,11 +71,13 @@ def _build(graph: Graph, options: Options) -> _Prepared:
     parts, results = split(whole), len(whole.outputs)
     laid_out = options.pipeline.run(whole if parts is None else parts.main, ("fusion", "layout"), watch)
     parts = again(parts, laid_out)
+    held = {name for name, entry in (laid_out if parts is None else parts.main).inputs.items() if entry.role in HELD}
     if parts is None:
-        return _Prepared(lowered(laid_out, options, record, watch, CPU, levels=LAST), None, results, [record])
+        main = pack(lowered(laid_out, options, record, watch, CPU, levels=LAST), held)
+        return _Prepared(main, None, results, [record])
     own = Record(parts.prologue.name)
     prologue = lowered(without_dead_code(parts.prologue), options, own, watcher(own, options), CPU, results=0)
-    main = lowered(parts.main, options, record, watch, CPU, levels=LAST)
+    main = pack(lowered(parts.main, options, record, watch, CPU, levels=LAST), held)
     return _Prepared(main, prologue, results, [record, own])
 
 

@@ -258,7 +258,10 @@ class BoundPlan:
             if home is Home.arena:
                 continue
             layout = (torch_dtype(entry.dtype), self._ints(entry.shape), self._ints(entry.strides))
-            if home is Home.input:
+            if entry.opaque:
+                assert isinstance(self.plan, Plan)
+                self.plan.opaque_slot(i, entry.input, *layout)
+            elif home is Home.input:
                 self.plan.input_slot(i, entry.input, *layout, entry.mutable)
             elif home is Home.fresh:
                 self.plan.fresh_slot(i, *layout)

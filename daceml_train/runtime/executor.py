@@ -56,6 +56,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "plan_destroy": (None, [_HANDLE]),
     "plan_arena_slot": (c_int, [_HANDLE, c_int, c_int64]),
     "plan_input_slot": (c_int, [_HANDLE, c_int, c_int, c_int, _POINTER, _POINTER, c_int, c_int]),
+    "plan_opaque_slot": (c_int, [_HANDLE, c_int, c_int, c_int, _POINTER, _POINTER, c_int]),
     "plan_owned_slot": (c_int, [_HANDLE, c_int, c_int, c_int, _POINTER, _POINTER, c_int]),
     "plan_view": (c_int, [_HANDLE, c_int, c_int64, c_int, _POINTER, _POINTER, c_int]),
     "plan_kernel": (c_int, [_HANDLE, c_void_p, _POINTER, _POINTER, c_int, _POINTER, c_int, c_int]),
@@ -262,6 +263,16 @@ class Plan:
         """
         layout = _layout(dtype, sizes, strides)
         self._checked(self._native.plan_input_slot(self._handle, slot, index, *layout, mutable))
+        self._inputs = max(self._inputs, index + 1)
+
+    def opaque_slot(
+        self, slot: int, index: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]
+    ) -> None:
+        """The slot is input `index` in a layout that only a library knows; a `call` takes it as it is given.
+
+        Sizes and strides are those of the dense array that it stands for; a view of it must be all of it.
+        """
+        self._checked(self._native.plan_opaque_slot(self._handle, slot, index, *_layout(dtype, sizes, strides)))
         self._inputs = max(self._inputs, index + 1)
 
     def fresh_slot(self, slot: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]) -> None:

@@ -37,6 +37,8 @@ class Slot:
     strides: tuple[Dim, ...]
     input: int = -1
     mutable: bool = False
+    opaque: bool = False
+    """An input that a library has laid out for itself; see `Packing`."""
     first: int = -1
     """Index of the launch that writes it first."""
     last: int = -1
@@ -145,8 +147,26 @@ def _places(argument: Any) -> list[Place]:
 
 
 @dataclass(frozen=True)
+class Packing:
+    """How a library lays out the weight of a call for itself; see `runtime.packing`.
+
+    `shape`, `strides` and `offset` are the weight as the call reads it, within the input; `arguments` are those of
+    PyTorch's operator `target` behind the weight.
+    """
+
+    target: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
 class ProgramInput:
-    """What a caller hands over: name, role, the user's path, and the expected type and layout."""
+    """What a caller hands over: name, role, the user's path, and the expected type and layout.
+
+    With a `packing`, it is what that makes of the array of this type and layout.
+    """
 
     name: str
     role: Role
@@ -155,6 +175,7 @@ class ProgramInput:
     shape: Shape
     strides: tuple[Dim, ...]
     mutable: bool
+    packing: Packing | None = None
 
 
 @dataclass

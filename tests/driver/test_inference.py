@@ -215,6 +215,36 @@ def test_threads(pair: tuple[nn.Module, nn.Module]) -> None:
     assert not wrong
 
 
+class Layers(nn.Module):
+    """Nothing to fold: weights that a library lays out for itself, as they are; one of them tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.up = nn.Conv2d(3, 32, 3, padding=1), nn.ConvTranspose2d(32, 16, 2, 2)
+        self.grouped, self.sequence = nn.Conv2d(16, 16, 3, groups=4), nn.Conv1d(16, 24, 5, padding=2)
+        self.first, self.tied = nn.Linear(24, 256), nn.Linear(256, 256, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.grouped(self.up(F.relu(self.conv(x))))
+        y = self.first(self.sequence(y.flatten(2)).transpose(1, 2))
+        return self.tied(F.gelu(self.tied(y)))
+
+
+@pytest.mark.parametrize("change", [scale, scale_data, replace_data])
+def test_packed_weights_follow(change: Callable[[Tensor], None]) -> None:
+    torch.manual_seed(0)
+    model = Layers().eval()
+    optimized = dt.optimize(model)
+    x = torch.randn(2, 3, 8, 8)
+    agree(model, optimized, x)
+    for name in ("conv.weight", "sequence.weight", "first.weight", "tied.weight", "conv.bias"):
+        change(model.get_parameter(name))
+        agree(model, optimized, x)
+    model.to(memory_format=torch.channels_last)
+    agree(model, optimized, x)
+    optimized(x).sum().backward()
+
+
 class Scaled(nn.Module):
     """No convolution; it returns something made of a parameter alone, and counts its calls."""
 

@@ -167,6 +167,7 @@ class Call {
     const auto* start = static_cast<const char*>(tensor.storage().data());
     if (start == nullptr) return false;
     const auto inside = [start](const at::Tensor& other) {
+      if (!other.defined() || !other.has_storage()) return false;
       const auto* first = static_cast<const char*>(other.storage().data());
       return first != nullptr && start >= first && start < first + std::max<size_t>(other.storage().nbytes(), 1);
     };

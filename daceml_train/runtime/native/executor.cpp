@@ -150,6 +150,18 @@ EXPORT int plan_input_slot(PlanHandle* handle, int slot, int index, int dtype, c
     return 0;
   });
 }
+EXPORT int plan_opaque_slot(PlanHandle* handle, int slot, int index, int dtype, const int64_t* sizes, const int64_t* strides,
+                            int dimensions) {
+  return build([&] {
+    TORCH_CHECK_VALUE(index >= 0, "an input index must not be negative");
+    Layout layout(dtype, sizes, strides, dimensions);
+    Slot& declared = handle->plan.values.declare(slot, Home::input);
+    declared.index = index;
+    declared.is_opaque = true;
+    declared.layout = std::move(layout);
+    return 0;
+  });
+}
 EXPORT int plan_owned_slot(PlanHandle* handle, int slot, int is_fresh, int dtype, const int64_t* sizes,
                            const int64_t* strides, int dimensions) {
   return build([&] {

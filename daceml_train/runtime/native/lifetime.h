@@ -34,6 +34,8 @@ class Lifetime {
     for (int index : launch.uses) {
       const Slot& slot = values_.slot(index);
       TORCH_CHECK_VALUE(slot.home != Home::unset, where(), " uses slot ", index, ", which is not declared");
+      TORCH_CHECK_VALUE(!slot.is_opaque || launch.step == Step::call, where(), " reads slot ", index,
+                        ", whose layout only a library knows");
       if (!slot.owned()) continue;
       TORCH_CHECK_VALUE(states_[index] != State::released, where(), " uses slot ", index, " after its release");
       if (states_[index] == State::present) continue;

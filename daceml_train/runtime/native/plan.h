@@ -110,6 +110,7 @@ class Plan {
     for (int index : bound_) {
       const Slot& slot = values.slots[index];
       const c10::TensorImpl* tensor = tensors[slot.index];
+      if (slot.is_opaque && tensor != nullptr) continue;
       if (C10_UNLIKELY(tensor == nullptr || !fits(*tensor, slot.layout))) refuse(slot.index, tensor, slot.layout);
     }
     // A known dispatch state: no autograd, autocast, tracing or Python mode of the caller leaks into the launches.
@@ -145,6 +146,7 @@ class Plan {
       for (int index : plan.bound_) {
         const Slot& slot = plan.values.slots[index];
         auto* tensor = static_cast<c10::TensorImpl*>(inputs[slot.index]);
+        if (slot.is_opaque) plan.values.drop(index);
         if (slot.is_mutable && plan.current_ >= 0 && !tensor->is_inference()) tensor->bump_version();
       }
     }
@@ -161,6 +163,10 @@ class Plan {
     for (int index : bound_) {
       Slot& slot = values.slots[index];
       auto* tensor = static_cast<c10::TensorImpl*>(inputs[slot.index]);
+      if (slot.is_opaque) {
+        slot.value = at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(tensor));
+        continue;
+      }
       // `mutable_data` ends a lazy copy; reading must not.
       slot.pointer = static_cast<char*>(slot.is_mutable ? tensor->mutable_data() : const_cast<void*>(tensor->data()));
     }

@@ -15,11 +15,12 @@ enum class Home : uint8_t { unset, arena, input, fresh, result };
 struct Slot {
   Home home = Home::unset;
   bool is_mutable = false;
-  int index = -1;      // of the input
+  bool is_opaque = false;  // an input whose layout is a library's own: only calls read it
+  int index = -1;          // of the input
   int64_t offset = 0;  // bytes into the arena
   Layout layout;       // all but arena slots
   char* pointer = nullptr;
-  at::Tensor value;    // fresh and result slots, while they live
+  at::Tensor value;    // fresh, result and opaque slots, while they live
 
   bool owned() const { return home == Home::fresh || home == Home::result; }
 };
@@ -70,6 +71,7 @@ class Values {
   // The tensor of a view over the slot's present memory. It does not keep that memory alive.
   at::Tensor& bind(int index) {
     View& view = views[index];
+    if (C10_UNLIKELY(slots[view.slot].is_opaque)) return slots[view.slot].value;
     char* pointer = slots[view.slot].pointer;
     // Pointer arithmetic on the null of an empty tensor would make it look bound.
     if (pointer != nullptr) pointer += view.offset;
