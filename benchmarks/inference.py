@@ -56,6 +56,11 @@ own, `INFERENCE`, on the CPU:
 - What depends on parameters and buffers alone (folded weights, their layouts, position embeddings) is a program of its
   own, which runs at the first call and again when one of them has changed (`graph.prologue`, `driver.preparation`).
   Parameters stay the module's own. What it makes is kept beside them and takes memory: at most their size again.
+- Weights of convolutions and products, folded or as they are, are laid out for oneDNN once (`runtime.packing`), instead
+  of in every call, which for one image takes as long as a convolution of few pixels. That is their size once more. A
+  weight that several operators read stays plain, as does one of a product of fewer than eight rows.
+- oneDNN could compute a ReLU behind a convolution in the same call, as `torch.compile` has it do with `freezing`. It
+  makes zeros of NaN there, which PyTorch does not, so it is not used.
 
 A change is seen before each call, by address, by version counter, and by eight words of each tensor, which notice
 writes that move no version counter (`p.data.mul_(2)`, NumPy) if they change one of them. A write through `.data` that
