@@ -32,8 +32,8 @@ def pack(program: Program, held: Collection[str]) -> Program:
         return program
     readers: dict[int, list[int]] = {}
     for index, launch in enumerate(program.launches):
-        for slot in set(touched(launch)):
-            readers.setdefault(slot, []).append(index)
+        for number in set(touched(launch)):
+            readers.setdefault(number, []).append(index)
     given = {place.slot for place in program.outputs}
     for index, launch in enumerate(program.launches):
         if not isinstance(launch, CallLaunch):
@@ -63,7 +63,7 @@ def packed(entry: ProgramInput, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     weight = tensor.detach()
     if tuple(weight.stride()) != entry.strides:
-        weight = torch.empty_strided(entry.shape, entry.strides, dtype=weight.dtype).copy_(weight)  # type: ignore[arg-type]
+        weight = torch.empty_strided(entry.shape, entry.strides, dtype=weight.dtype).copy_(weight)
     seen = weight.as_strided(packing.shape, packing.strides, weight.storage_offset() + packing.offset)
     made: torch.Tensor = getattr(torch.ops.mkldnn, packing.target)(seen, *packing.arguments)
     return made
@@ -121,7 +121,7 @@ def _integers(*dims: Sequence[Dim]) -> list[tuple[int, ...]] | None:
     """The sizes as numbers; None if one of them is symbolic."""
     if not all(isinstance(d, int) for group in dims for d in group):
         return None
-    return [tuple(int(d) for d in group) for group in dims]  # type: ignore[arg-type]
+    return [tuple(int(d) for d in group) for group in dims]
 
 
 def _count(arguments: Sequence[Any], slot: int) -> int:

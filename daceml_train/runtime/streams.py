@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy.sparse import csr_matrix
-from scipy.sparse.csgraph import maximum_bipartite_matching
 
 GAIN = 0.9
 """Several streams are used where the estimate is below this share of one stream's time."""
@@ -183,6 +181,10 @@ def _matched(count: int, minimal: Sequence[Sequence[int]]) -> dict[int, int]:
     pairs = [(p, launch) for launch, before in enumerate(minimal) for p in before]
     if not pairs:
         return {}
+    # SciPy takes memory in every process that imports it, and a warm start needs none of it.
+    from scipy.sparse import csr_matrix
+    from scipy.sparse.csgraph import maximum_bipartite_matching
+
     rows, columns = np.array(pairs).T
     graph = csr_matrix((np.ones(len(pairs), dtype=np.int8), (rows, columns)), shape=(count, count))
     match = maximum_bipartite_matching(graph, perm_type="column")

@@ -14,12 +14,14 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
 
 from daceml_train.transformations.global_movement.live import Items
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,9 @@ class Stages:
         if limit is None:
             objective *= 1e-4
             objective[count] = 1.0
+        # Imported here: SciPy takes memory in every process that imports it, and a warm start needs none of it.
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
         matrix, lower = _matrix(rows, variables)
         upper = np.ones(variables)
         if limit is None:
@@ -239,6 +244,8 @@ class Stages:
 
 
 def _matrix(rows: list[tuple[dict[int, float], float]], variables: int) -> tuple[csr_array, np.ndarray]:
+    from scipy.sparse import csr_array
+
     data = [c for terms, _ in rows for c in terms.values()]
     columns = [v for terms, _ in rows for v in terms]
     starts = np.cumsum([0, *(len(terms) for terms, _ in rows)])

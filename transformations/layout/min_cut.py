@@ -11,8 +11,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 LARGEST = 1 << 28
 """Capacities are 32-bit integers: finite costs are scaled so that they sum to this at most."""
@@ -78,6 +76,10 @@ class Assignment:
         capacity.update(dict.fromkeys(self.forbidden, endless))
         if not capacity:
             return {}, 0.0
+        # Imported here: SciPy takes memory in every process that imports it, and a warm start needs none of it.
+        from scipy.sparse import csr_array
+        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
         rows, columns = zip(*capacity, strict=True)
         values = np.fromiter(capacity.values(), np.int32)
         network = csr_array((values, (rows, columns)), shape=(len(self.number),) * 2)
