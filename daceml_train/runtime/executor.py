@@ -190,8 +190,8 @@ class Leaves:
 def fingerprint(tensors: Sequence[torch.Tensor]) -> int | None:
     """A number that is another one when a tensor lies elsewhere, has another version, or holds other numbers.
 
-    Numbers are looked at in a few places of each tensor: what moves no version (`tensor.data.mul_(2)`) is noticed if it
-    changes one of them. None if a tensor has no version, as those made in inference mode.
+    Small tensors are looked at as a whole, large ones in a few places: what moves no version (`tensor.data.mul_(2)`) is
+    noticed if it changes one of them. None if a tensor has no version, as those made in inference mode.
     """
     state = c_uint64(len(tensors))
     addresses = (c_void_p * len(tensors))(*[t._cdata for t in tensors])

@@ -128,6 +128,16 @@ def test_changes_are_seen(pair: tuple[nn.Module, nn.Module], change: Callable[[T
         assert not torch.allclose(model(x), before, rtol=1e-3)
 
 
+def test_one_number_of_a_small_tensor_is_seen(pair: tuple[nn.Module, nn.Module]) -> None:
+    model, optimized = pair
+    x = torch.randn(2, 3, 16, 16)
+    agree(model, optimized, x)
+    for name in ("norm.bias", "norm.weight", "head.0.bias"):
+        parameter = model.get_parameter(name)
+        parameter.data.view(-1)[1] += 1.0
+        agree(model, optimized, x)
+
+
 @pytest.mark.parametrize("assign", [False, True])
 def test_another_state_dict(pair: tuple[nn.Module, nn.Module], assign: bool) -> None:
     model, optimized = pair

@@ -9,14 +9,16 @@
 
 namespace daceml {
 
-constexpr int samples = 8;
+constexpr int64_t whole = 512;   // words up to which a tensor is looked at as a whole
+constexpr int64_t samples = 32;  // words that are looked at of a larger one
 
 inline uint64_t mixed(uint64_t state, uint64_t word) {
   state = (state ^ word) * 0x9E3779B97F4A7C15ull;
   return state ^ (state >> 29);
 }
 
-// Address, version, and up to `samples` words spread over each tensor: writes through `.data` or NumPy move no version.
+// Address, version, and words of each tensor, spread evenly over a large one: writes through `.data` or NumPy move no
+// version.
 // False if one of the tensors has no version to look at, or no memory.
 inline bool fingerprint(void* const* tensors, int64_t count, uint64_t& state) {
   for (int64_t i = 0; i < count; ++i) {
@@ -27,7 +29,7 @@ inline bool fingerprint(void* const* tensors, int64_t count, uint64_t& state) {
     int64_t last = 0;
     for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
     const int64_t words = tensor.numel() == 0 || data == nullptr ? 0 : (last + 1) * static_cast<int64_t>(tensor.itemsize()) / 4;
-    const int64_t taken = words < samples ? words : samples;
+    const int64_t taken = words <= whole ? words : samples;
     for (int64_t k = 0; k < taken; ++k) {
       uint32_t word;
       std::memcpy(&word, data + 4 * (taken == 1 ? 0 : k * (words - 1) / (taken - 1)), sizeof word);
