@@ -30,14 +30,24 @@ def rows_between(
     """The code that adds what belongs to rows `first` to `last`, which are what lies at hand of the table.
 
     Nothing is added to row `skipped`.
-    None if there is none for these types, or if indices or rows do not lie along one stride.
+    None if there is none for these types, if indices do not lie along one stride, or rows along more than two: those
+    of bags lie along one for bags and none within a bag, whose indices share a row.
     """
     count, width = product(indices.shape), table.shape[1]
     places = view_strides(indices.shape, indices.strides, (count,))
-    lying = view_strides(rows.shape, rows.strides, (count, width))
+    lying = next(filter(None, (_along(rows, group) for group in range(len(rows.shape) - 1, -1, -1))), None)
     if table.dtype not in (DType.float32, DType.float64) or places is None or lying is None:
         return None
     call = f"rows::add<{table.dtype.c}, {indices.dtype.c}>"
     lines = simplify((width + 15) // 16) if isinstance(width, int) else width
     numbers = (count, width, first, last, skipped, *table.strides, *places, *lying)
     return launch_of("rows.h", call, numbers, lines, simplify(count * width))
+
+
+def _along(rows: Layout, group: int) -> tuple[Dim, ...] | None:
+    """How many rows the dimensions from `group` on hold, and the strides of groups, of rows within one, and of columns;
+    None if rows do not lie so.
+    """
+    within, width = product(rows.shape[group:-1]), rows.shape[-1]
+    lying = view_strides(rows.shape, rows.strides, (product(rows.shape[:group]), within, width))
+    return None if lying is None else (within, *lying)
