@@ -6,8 +6,10 @@ are small beside those of other parameters are measured by a thousandth of the t
 float32 holds rounding alone. Networks of images have two eager runs, one of them channels-last: where an activation is
 at a kink, the last bit decides, and which one it is depends on how PyTorch happens to sum. Where that is not enough,
 eager execution runs with noise in the last bit (`benchmarks.noise`), and a result may be three times as far off as the
-farthest of those runs; the outcome says so. A model that hard-codes float32 has no float64 run: it is compared with
-eager, at 1e-4.
+farthest of those runs; the outcome says so. Where that is not enough either, trajectories have parted: a step may take
+an activation across a kink, and all that follows is another training run. Then every step is compared with eager runs
+from the very parameters that it began with, and its update with that of its own gradients. A model that hard-codes
+float32 has no float64 run: it is compared with eager, at 1e-4.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from benchmarks.models.model import Model
 from benchmarks.noise import Rounding
 
 STEPS = 3
+MOMENTUM = 0.9
 FACTOR, FLOOR, FLOOR_WITHOUT_REFERENCE = 10.0, 2e-5, 1e-4
 NOISY_RUNS, NOISE_FACTOR = 6, 3.0
 """Runs of eager execution with noise, and how much farther than they a result may be: few do not find the farthest."""
@@ -41,26 +44,66 @@ class Run:
     """Three steps, and parameters and buffers behind them."""
 
     steps: list[Step] = field(default_factory=list)
+    starts: list[dict[str, Tensor]] = field(default_factory=list)
+    """The model's state before each step and behind the last one, where it was asked for."""
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
 def optimizer_of(model: nn.Module, rate: float) -> torch.optim.Optimizer:
     """Momentum, so that each step shows in the next ones; no Adam, whose first steps are signs of rounding errors."""
-    return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    return torch.optim.SGD(model.parameters(), lr=rate, momentum=MOMENTUM)
 
 
-def train(row: Model, model: nn.Module, called: nn.Module, batch: Mapping[str, Any], steps: int = STEPS) -> Run:
+def train(
+    row: Model, model: nn.Module, called: nn.Module, batch: Mapping[str, Any], steps: int = STEPS, keep: bool = False
+) -> Run:
     """Steps in a loop of PyTorch's own, of `model` called through `called`."""
     optimizer = optimizer_of(model, row.rate)
     run = Run()
     for _ in range(steps):
+        if keep:
+            run.starts.append(_state(model))
         optimizer.zero_grad()
         loss = row.objective(called(**batch))
         loss.backward()
         run.steps.append(_step(model, loss))
         optimizer.step()
+    if keep:
+        run.starts.append(_state(model))
     return _finished(run, model)
+
+
+def retrace(row: Model, model: nn.Module, batch: Mapping[str, Any], starts: Sequence[Mapping[str, Tensor]]) -> Run:
+    """Loss and gradients of eager execution from the state before each step of another run."""
+    run = Run()
+    for state in starts[:-1]:
+        model.load_state_dict(state)
+        model.zero_grad()
+        loss = row.objective(model(**batch))
+        loss.backward()
+        run.steps.append(_step(model, loss))
+    return run
+
+
+def updates(row: Model, run: Run) -> str:
+    """What of a run's parameters is not its own gradients' update; an empty text if there is nothing."""
+    momentum: dict[str, Tensor] = {}
+    for number, step in enumerate(run.steps):
+        for name, gradient in step.gradients.items():
+            before, after = run.starts[number][name].double(), run.starts[number + 1][name].double()
+            moved = torch.zeros_like(before)
+            if gradient is not None:
+                momentum[name] = MOMENTUM * momentum.get(name, moved) + gradient.to_dense().double()
+                moved = row.rate * momentum[name]
+            error, size = float((before - moved - after).abs().max()), float(before.abs().max() + moved.abs().max())
+            if not error <= 1e-6 * size:
+                return f"the update of {name} in step {number} is off by {error:.1e}"
+    return ""
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def train_with_noise(row: Model, seed: int) -> Run:
@@ -70,12 +113,16 @@ def train_with_noise(row: Model, seed: int) -> Run:
         return train(row, model, model, batch)
 
 
-def train_whole(row: Model, step: Any, model: nn.Module, batch: Any, steps: int = STEPS) -> Run:
+def train_whole(row: Model, step: Any, model: nn.Module, batch: Any, steps: int = STEPS, keep: bool = False) -> Run:
     """The same by a `training_step` that keeps gradients."""
     run = Run()
     for _ in range(steps):
+        if keep:
+            run.starts.append(_state(model))
         loss = step(batch)
         run.steps.append(_step(model, loss))
+    if keep:
+        run.starts.append(_state(model))
     return _finished(run, model)
 
 
@@ -90,9 +137,7 @@ def _finished(run: Run, model: nn.Module) -> Run:
     return run
 
 
-def difference(
-    ours: Run, eager: Run, exact: Run | None, others: Sequence[Run] = (), noisy: Sequence[Run] = ()
-) -> str:
+def difference(ours: Run, eager: Run, exact: Run | None, others: Sequence[Run] = (), noisy: Sequence[Run] = ()) -> str:
     """The first thing that differs, or an empty text; `others` are further eager runs, `noisy` those with noise."""
     reference = eager if exact is None else exact
     for number, (a, b, c) in enumerate(zip(ours.steps, eager.steps, reference.steps, strict=True)):

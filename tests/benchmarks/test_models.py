@@ -13,7 +13,7 @@ from benchmarks import conformance_models
 from benchmarks.models.model import Model, without_dropout
 from benchmarks.models.outcome import Outcome
 from benchmarks.models.table import MODELS, PROMISED
-from benchmarks.models.training import Run, difference, train, train_with_noise
+from benchmarks.models.training import Run, difference, retrace, train, train_with_noise, updates
 from benchmarks.models.worker import counted, outcome
 
 
@@ -32,6 +32,22 @@ ROW = Model("small", Small, lambda: {"x": torch.randn(5, 4)}, lambda loss: loss)
 def eager(dtype: torch.dtype = torch.float32) -> Run:
     model, batch = ROW.build(dtype)
     return train(ROW, model, model, batch)
+
+
+def test_every_step_is_compared_from_its_own_parameters() -> None:
+    model, batch = ROW.build()
+    run = train(ROW, model, model, batch, keep=True)
+    assert len(run.starts) == 4
+    again, batch = ROW.build()
+    found = retrace(ROW, again, batch, run.starts)
+    exact = retrace(ROW, ROW.build(torch.float64)[0], ROW.build(torch.float64)[1], run.starts)
+    assert difference(Run(run.steps), found, exact) == ""
+    assert updates(ROW, run) == ""
+    run.starts[2]["fc.weight"] += 1e-3
+    assert updates(ROW, run) == "the update of fc.weight in step 1 is off by 1.0e-03"
+    parted = retrace(ROW, again, batch, run.starts)
+    assert difference(Run(run.steps), parted, exact) == ""
+    assert "fc.weight in step 2" in difference(Run(parted.steps), found, exact)
 
 
 def test_noise_in_eager_execution_allows_as_much_again_and_no_more() -> None:
