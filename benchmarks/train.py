@@ -93,6 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(f"[bold]{network.title}[/bold]\n[red]{found['error']}[/red]")
         else:
             console.print(table(network.title, found))
+        order = list(NETWORKS)
+        results["networks"] = dict(sorted(results["networks"].items(), key=lambda pair: order.index(pair[0])))
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if options.json == RESULTS:
