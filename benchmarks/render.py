@@ -29,13 +29,14 @@ Generated; do not edit. To measure again:
 
 A figure is the time of one full training step: forward pass, loss, backward pass and update. Before anything is timed,
 loss, gradients, buffers and updated parameters are compared with eager execution's against float64. Each variant runs
-in a process of its own, and all of them are visited in turn; visits during which other processes used more than a tenth
-of a core do not count (* marks rows where too few were left, and the quieter half stands in). *Tuned* are the same
-variants with glibc told to keep memory instead of returning it, and to ask for huge pages, which most users do not do.
-Ratios divide PyTorch's time by ours: above 1 is faster than PyTorch, which may use the fused optimizer and, for images,
-channels-last; the best of its variants counts. The floor is an estimate of what this processor allows. Cold is what a
-first step takes longer than later ones in a fresh process with empty caches (the native executor, which is compiled
-once per PyTorch version, apart), warm the same with the caches filled; peak memory is that of a warm process.
+in a process of its own, and all of them are visited in turn, with a learning rate of zero, since a batch that is learnt
+by heart has subnormal gradients; visits during which other processes used more than a tenth of a core do not count (*
+marks rows where too few were left, and the quieter half stands in). *Tuned* are the same variants with glibc told to
+keep memory instead of returning it, and to ask for huge pages, which most users do not do. Ratios divide PyTorch's time
+by ours: above 1 is faster than PyTorch, which may use the fused optimizer and, for images, channels-last; the best of
+its variants counts. The floor is an estimate of what this processor allows. Cold is what a first step takes longer than
+later ones in a fresh process with empty caches (the native executor, which is compiled once per PyTorch version,
+apart), warm the same with the caches filled; peak memory is that of a warm process.
 """
 Networks = Mapping[str, Mapping[str, Any]]
 
