@@ -2,7 +2,7 @@
 
     python -m benchmarks.train                       # the twelve networks, all variants
     python -m benchmarks.train resnet50 --update     # this one's row anew; the others' stay
-    python -m benchmarks.train gpt2 --variants eager-fused,step --no-starts --json /tmp/figures.json
+    python -m benchmarks.train gpt2 --variants eager-fused,step --no-starts --json figures.json
 
 Gradients, buffers and update are compared with PyTorch's first. Then each variant runs in a process of its own, since
 what one leaves in the allocator speeds up another, and all are visited in turn: PyTorch's with glibc's settings and
