@@ -27,7 +27,6 @@ execution's layouts the worse one counts: for gradients in front of BatchNorm an
 times, for no reason but another order of sums."""
 
 
-
 class Disagreement(Exception):
     """The compiled step computes something else."""
 

@@ -114,7 +114,7 @@ def _reasons(outcome: Outcome) -> Iterator[str]:
     told = ([outcome.detail] if failed(outcome) and outcome.detail else []) + outcome.breaks
     told += [f"the training step: {outcome.whole}"] if outcome.whole else []
     if outcome.noise and not failed(outcome):
-        told.append(f"within what noise in eager execution's last bit does to it: {outcome.noise}")
+        told.append(f"right, but not by plain eager runs alone: {outcome.noise}")
     for reason in told:
         yield f"- {outcome.name}: {' '.join(reason.split())[:300]}"
 

@@ -51,6 +51,17 @@ def started(step: Step) -> dict[str, Any]:
     return {"seconds": first, "stages": stages, "peak_bytes": peak}
 
 
+KEPT = ("name", "captured", "moved", "levels", "kernels", "distinct_kernels", "calls", "arena")
+"""What of a compiled function's report goes to the results: not its thousands of launches."""
+
+
+def reported(step: Ours) -> dict[str, Any]:
+    """What the compiler reports, in short."""
+    report = dt.report(step.compiled).as_dict()
+    functions = [{key: function[key] for key in KEPT} for function in report["functions"]]
+    return {"breaks": report["breaks"], "functions": functions}
+
+
 def stay(step: Step) -> None:
     """From now on updates are computed and change nothing.
 
@@ -71,7 +82,7 @@ def main(network: str, variant: str, folder: str) -> None:
     stay(step)
     for line in sys.stdin:
         say(visit=dataclasses.asdict(visit(step, int(line))))
-    say(report=dt.report(step.compiled).as_dict() if isinstance(step, Ours) else {})
+    say(report=reported(step) if isinstance(step, Ours) else {})
 
 
 if __name__ == "__main__":

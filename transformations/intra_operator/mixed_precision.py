@@ -104,7 +104,7 @@ class _Narrowed:
     def same(self, node: Node) -> None:
         """An operator that stays; what products read of its results is rounded, unless it is a sum."""
         alias = is_alias(node.op)
-        self.append(node, node.op, [self.now[name] for name in node.inputs])
+        self.append(node, [self.now[name] for name in node.inputs])
         if alias and node.inputs[0] in self.exact:
             (name,) = node.outputs
             self.exact[name] = self.exact[node.inputs[0]].apply(node.op)
@@ -146,9 +146,9 @@ class _Narrowed:
                 self.small[name] = self.now[name].cast(NARROW)
         return self.small[name]
 
-    def append(self, node: Node, op: object, inputs: list[Value]) -> None:
+    def append(self, node: Node, inputs: list[Value]) -> None:
         names = [self.free(name) for name in node.outputs]
-        made = self.other.append(op, tuple(v.name for v in inputs), names, node.origin)  # type: ignore[arg-type]
+        made = self.other.append(node.op, tuple(v.name for v in inputs), names, node.origin)
         self.now.update(zip(node.outputs, made, strict=True))
 
     def free(self, name: str) -> str:
