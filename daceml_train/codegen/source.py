@@ -27,7 +27,9 @@ def source(plan: Plan, key: str) -> str:
         warnings.simplefilter("ignore")
         sdfg = build(plan, f"body_{key}")
         text, arguments = code(sdfg)
-    return f'#include "kernel.h"\n\n{text}\n{entry(plan, sdfg, arguments, key)}'
+    headers = ["kernel.h", *(["random.h"] if "vm::random_key" in text else [])]
+    head = "".join(f'#include "{header}"\n' for header in headers)
+    return f"{head}\n{text}\n{entry(plan, sdfg, arguments, key)}"
 
 
 def code(sdfg: Any) -> tuple[str, list[str]]:

@@ -84,6 +84,8 @@ class Values:
                 lane = self._lane_test(leaf)
                 if lane is not None:
                     return lane
+                if (product := self._product(leaf, texts)) is not None:
+                    return product
                 values = [o.value if isinstance(o := self.leaves[i].op, Full) else None for i in leaf.inputs]
                 return elementwise(op, texts, kinds, [v if isinstance(v, int | float) else None for v in values])
             case Cast():
@@ -100,6 +102,22 @@ class Values:
                 stream = self.parameter(op.stream) if op.stream else "0"
                 return f"vm::uniform_{leaf.dtype.c}(vm::random_key({texts[0]}, {stream}), {self.index_text(leaf)})"
         raise Refused(f"{op.label} has no C++ form")
+
+    def _product(self, leaf: Leaf, texts: list[str]) -> str | None:
+        """A division by a constant as a product: a vector of quotients takes as long as some thirty products.
+
+        The reciprocal and the product are both rounded. None where the reciprocal could leave the type's range, and in
+        double, whose digits are what other results are compared with.
+        """
+        assert isinstance(leaf.op, Elementwise)
+        divisor = self.leaves[leaf.inputs[-1]].op
+        if leaf.op.kind != "div" or computed(leaf.dtype) is not DType.float32 or not isinstance(divisor, Full):
+            return None
+        value = divisor.value
+        known = not isinstance(value, sympy.Expr) or value.is_number
+        if known and not 1e-30 < abs(float(value)) < 1e30:
+            return None
+        return f"({texts[0]} * (1.0f / {texts[1]}))"
 
     def _lane_test(self, leaf: Leaf) -> str | None:
         """`iota == value` with one value for all lanes, in 32 bits: 64-bit comparisons halve the speed of a loop."""

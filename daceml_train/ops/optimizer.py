@@ -98,7 +98,7 @@ class AdamUpdate(Operator):
         rate, count = lr.cast(DType.float64), next_step.cast(DType.float64)
         correction1 = 1.0 - count.constant(self.beta1)._binary("pow", count)
         correction2 = 1.0 - count.constant(self.beta2)._binary("pow", count)
-        step_size, root = (rate / correction1).cast(p.dtype), correction2.unary("sqrt").cast(p.dtype)
+        step_size, scale = (rate / correction1).cast(p.dtype), correction2.unary("rsqrt").cast(p.dtype)
         if self.maximize:
             grad = -grad
         if self.weight_decay and self.decoupled:
@@ -110,7 +110,7 @@ class AdamUpdate(Operator):
         made = [exp_avg, exp_avg_sq]
         if self.amsgrad:
             made.append(largest[0]._binary("maximum", exp_avg_sq))
-        denominator = made[-1].unary("sqrt") / root + self.eps
+        denominator = made[-1].unary("sqrt") * scale + self.eps
         return p - step_size * exp_avg / denominator, next_step, *made
 
     def flops(self, *operands: Tensor) -> Dim:

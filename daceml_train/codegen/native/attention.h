@@ -4,6 +4,7 @@
 // are packed when the head changes, so that all five products run on contiguous rows.
 #pragma once
 #include "kernel.h"
+#include "random.h"
 
 namespace vm {
 constexpr int64_t BAND = 32;  // queries whose scores are in cache together; codegen/templates.py sizes the scratch by it

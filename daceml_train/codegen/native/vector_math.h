@@ -81,8 +81,8 @@ VM float exp(float x) {
   // a choice gcc would make a branch with constants, and then not vectorise the loop.
   int32_t kept = -(int32_t)!(x < -104.0f);
   float c = bits(bits(x) & kept);
-  c = c > 89.0f ? 89.0f : c;
-  float n = __builtin_rintf(c * 1.44269504088896341f);
+  float t = __builtin_fmaf(c, 1.44269504088896341f, 12582912.0f);  // its last bits are the nearest integer
+  float n = t - 12582912.0f;
   float r = __builtin_fmaf(n, -0.693359375f, c);
   r = __builtin_fmaf(n, 2.12194440e-4f, r);
   float p = 1.9875691500e-4f;
@@ -92,8 +92,10 @@ VM float exp(float x) {
   p = __builtin_fmaf(p, r, 1.6666665459e-1f);
   p = __builtin_fmaf(p, r, 5.0000001201e-1f);
   p = __builtin_fmaf(p, r * r, r) + 1.0f;
-  int32_t k = (int32_t)n, k1 = k >> 1, k2 = k - k1;
-  float y = p * bits((k1 + 127) << 23) * bits((k2 + 127) << 23);
+  bool small = c < -86.0f;  // 2^64 times the result is no denormal
+  int32_t k = (int32_t)((uint32_t)bits(t) << 23) + (small ? 64 << 23 : 0);
+  float y = bits(bits(p) + k) * (small ? 5.42101086242752217e-20f : 1.0f);
+  y = x <= 88.7228317f ? y : x + __builtin_inff();
   return bits(bits(y) & kept);
 }
 VM float log(float x) {
@@ -253,35 +255,6 @@ template <typename T> VM T shift_left(T a, T b) {
 template <typename T> VM T shift_right(T a, T b) {
   const T most = (T)(8 * sizeof(T) - 1);
   return (T)(a >> (b < 0 || b > most ? most : b));
-}
-
-// ---- random numbers: Philox2x32-10, as in ops/random.py -----------------------------------------------------------
-VM uint64_t random_key(int64_t seed, int64_t stream) {
-  uint64_t z = (uint64_t)seed + 0x9E3779B97F4A7C15ull * ((uint64_t)stream + 1);
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-  return z ^ (z >> 31);
-}
-VM void philox(uint64_t key, uint64_t index, uint32_t& low, uint32_t& high) {
-  uint32_t k = (uint32_t)key;
-  low = (uint32_t)index, high = (uint32_t)(index >> 32) ^ (uint32_t)(key >> 32);
-#pragma GCC unroll 10
-  for (int round = 0; round < 10; ++round) {
-    uint64_t wide = (uint64_t)low * 0xD256D193u;
-    low = (uint32_t)(wide >> 32) ^ k ^ high;
-    high = (uint32_t)wide;
-    k += 0x9E3779B9u;
-  }
-}
-VM float uniform_float(uint64_t key, uint64_t index) {
-  uint32_t low, high;
-  philox(key, index, low, high);
-  return (float)(int32_t)(low >> 8) * 5.9604644775390625e-8f;
-}
-VM double uniform_double(uint64_t key, uint64_t index) {
-  uint32_t low, high;
-  philox(key, index, low, high);
-  return (double)(int64_t)(((uint64_t)(low >> 5) << 26) + (high >> 6)) * 1.1102230246251565e-16;
 }
 
 }  // namespace vm
