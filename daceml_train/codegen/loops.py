@@ -146,6 +146,13 @@ class Loops:
         """Whether a value differs from lane to lane."""
         return bool(self.needs[name] & self.lane_set)
 
+    def scattered(self, leaf: Leaf) -> bool:
+        """Whether the lanes of an argument do not lie side by side."""
+        if leaf.op is not None or not self.lane_axes:
+            return False
+        stride = self._load_strides(leaf).get(self.innermost[self.lane_axes[-1].name], 0)
+        return not same(stride, 0) and not same(stride, 1)
+
     def across(self, name: str) -> bool:
         """Whether a value exists per element of the loops, not once for all of them."""
         return self.has_rows(name) or (self.flat and self.has_lanes(name))

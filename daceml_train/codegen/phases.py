@@ -27,6 +27,8 @@ KEEP_COST = 8
 """FLOPs per element up to which a value is recomputed in a later stage rather than kept."""
 RANDOM_COST = 42
 """FLOPs of one random number."""
+SCATTERED_COST = 16
+"""FLOPs that take as long as to read one element of an argument whose lanes do not lie side by side."""
 
 
 @dataclass
@@ -123,9 +125,12 @@ class Phases:
         todo, total = [name], 0
         while todo:
             n = todo.pop()
-            if n in cone or self.stored(n, p) or not self.has_lanes(n) or (n in kept and n != name):
+            if n in cone or not self.has_lanes(n) or (n in kept and n != name):
                 continue
             cone.add(n)
+            if self.stored(n, p):
+                total += SCATTERED_COST * self.loops.scattered(self.leaves[n])
+                continue
             op = self.leaves[n].op
             total += op.row.flops if isinstance(op, Elementwise) else RANDOM_COST if isinstance(op, Uniform) else 0
             todo += self.leaves[n].inputs
