@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from statistics import geometric_mean
 from typing import Any
 
+from benchmarks import levers, profile
 from benchmarks.train import ROOT, best
 from benchmarks.variants import VARIANTS
 from daceml_train.reporting import bytes_text
@@ -70,8 +71,15 @@ def page(results: dict[str, Any]) -> Iterator[str]:
     for name, found in results["networks"].items():
         yield f"| {' | '.join(_cells(name, found))} |"
     yield from _mixed(results["networks"])
-    for found in results["networks"].values():
+    profiles = json.loads(profile.RESULTS.read_text(encoding="utf-8")) if profile.RESULTS.exists() else {"networks": {}}
+    yield from levers.page()
+    for name, found in results["networks"].items():
         yield from _section(found)
+        if where := profiles["networks"].get(name):
+            yield f"\nWhere the time goes, {where['ms']:.0f} ms in all (`python -m benchmarks.profile {name}`):\n"
+            yield from profile.lines(where)
+        if said := levers.LIMITS.get(name):
+            yield f"\n{said}"
 
 
 # ---- one line per network -------------------------------------------------------------------------------------------

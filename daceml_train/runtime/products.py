@@ -24,7 +24,9 @@ from daceml_train.runtime.executor import Arena, Plan
 SMALLEST = 1 << 20
 """Multiplications below which a product takes microseconds and the shorter way of calling `mm` wins."""
 ROUNDS = 5
-"""Alternating measurements of each candidate; the fastest counts, since noise only adds."""
+"""Most alternating measurements of each candidate; the fastest counts, since noise only adds."""
+ENOUGH = 0.1
+"""Seconds of measuring after which no further round begins: what takes long is little disturbed."""
 MARGIN = 0.95
 """oneDNN is taken if it needs at most this share of the BLAS's time: the result then is an allocation of its own."""
 
@@ -150,12 +152,14 @@ def _alternate(candidates: Sequence[Callable[[], object]]) -> list[float]:
     """The shortest time of each candidate over alternating runs, after one run each to warm up."""
     for candidate in candidates:
         candidate()
-    best = [float("inf")] * len(candidates)
+    best, begin = [float("inf")] * len(candidates), time.perf_counter()
     for _ in range(ROUNDS):
         for number, candidate in enumerate(candidates):
             start = time.perf_counter()
             candidate()
             best[number] = min(best[number], time.perf_counter() - start)
+        if time.perf_counter() - begin > ENOUGH:
+            break
     return best
 
 

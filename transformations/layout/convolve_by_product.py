@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from daceml_train.codegen.columns import LARGEST
@@ -32,7 +32,8 @@ class ConvolveByProduct(Rewrite):
     The library reorders the weight into blocks in every call. A filter of one element needs no windows: images with
     their channels last are a matrix. Bytes: what the library reorders less, the windows written and read more (and
     images reordered, where they do not lie with their channels last). `share` is the least that must be saved of what
-    the convolution moves: where weights are small, the library's own loops are as good.
+    the convolution moves: where weights are small, the library's own loops are as good. They are not for sequences
+    and filters of one element, but for the weight's gradient: there nothing need be saved.
     """
 
     level = "layout"
@@ -58,8 +59,11 @@ class ConvolveByProduct(Rewrite):
         problem: Problem = match.parts["problem"]
         conv: Node = match.parts["conv"]
         op, weight = problem.op, problem.weight
-        yield len(op.stride) == 2, f"{op.label} of {len(op.stride)} dimensions: windows are those of images"
+        yield len(op.stride) == 2, f"{op.label} of {len(op.stride)} dimensions: windows are those of images or sequences"
         yield op.groups == 1, f"{op.groups} groups would be as many products"
+        orders = {match.view.graph.tensors[name].order for name in (*conv.inputs[:2], conv.outputs[0])}
+        usual = orders <= {None, channels_last(3), LAST}
+        yield usual, f"arrays in orders {orders - {None}} are neither row-major nor have their channels last"
         yield not op.transposed, "a transposed convolution adds up windows in its forward pass"
         yield weight.dtype is DType.float32, f"the library works on {weight.dtype.short} in loops of its own"
         whole = all(isinstance(k, int) and k > 0 for k in weight.shape[2:]) and isinstance(weight.shape[1], int)
@@ -67,7 +71,9 @@ class ConvolveByProduct(Rewrite):
         lies = isinstance(op, ConvolutionWeightGrad) or same_memory(weight.shape, weight.order, None)
         yield lies, f"the weight %{conv.inputs[-1]} does not lie in row-major order, as the product needs it"
         saved, moved = -hint(self.traffic(match)), hint(problem.moved)
-        yield saved >= self.share * moved, f"it would save {max(saved, 0):.0f} of the {moved:.0f} bytes moved"
+        slow = problem.sequence and problem.point and not isinstance(op, ConvolutionWeightGrad)
+        least = 0.0 if slow else self.share * moved
+        yield saved >= least, f"it would save {max(saved, 0):.0f} of the {moved:.0f} bytes moved"
 
     def traffic(self, match: Match) -> Dim:
         problem: Problem = match.parts["problem"]
@@ -78,23 +84,29 @@ class ConvolveByProduct(Rewrite):
         problem: Problem = match.parts["problem"]
         operands = [now[name] for name in match.parts["conv"].inputs]
         wanted = match.view.graph.tensors[match.root.outputs[0]]
+        if problem.sequence:
+            operands, wanted = [_as_image(value) for value in operands], _row(wanted)
         match problem.op:
             case Convolution():
                 x, w, *bias = operands
                 rows, factor = problem.windows(x), problem.matrix(w).T
                 (made,) = builder.emit(MatmulAdd(), bias[0], rows, factor) if bias else (rows @ factor,)
-                return (_in_order(problem.image(made, problem.y), wanted),)
+                result = _in_order(problem.image(made, problem.y), wanted)
             case ConvolutionInputGrad():
                 g, w = operands
-                return (_in_order(problem.summed(_rows(g) @ problem.matrix(w)), wanted),)
+                result = _in_order(problem.summed(_rows(g) @ problem.matrix(w)), wanted)
             case _:
                 g, x = operands
-                return (problem.filter(_rows(g).T @ problem.windows(x), wanted),)
+                result = problem.filter(_rows(g).T @ problem.windows(x), wanted)
+        return (_as_sequence(result) if problem.sequence else result,)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A convolution's images, weight and result, as far as it has them; the result's gradient counts as the result."""
+    """A convolution's images, weight and result, as far as it has them; the result's gradient counts as the result.
+
+    A `sequence` is an image of one row here.
+    """
 
     op: Geometry
     x: Tensor
@@ -103,6 +115,7 @@ class Problem:
     reorders: Dim
     visible: bool
     """Whether the result is seen outside of the graph."""
+    sequence: bool = False
 
     @staticmethod
     def of(node: Node, view: View) -> Problem:
@@ -118,7 +131,10 @@ class Problem:
                 y, w, x = operands[0], operands[1], result
             case _:
                 y, x, w = operands[0], operands[1], result
-        return Problem(op, x, w, y, op.reorders(*operands), node.outputs[0] in view.visible)
+        visible, reorders = node.outputs[0] in view.visible, op.reorders(*operands)
+        if len(op.stride) == 1:
+            return Problem(_of_images(op), _row(x), _row(w), _row(y), reorders, visible, sequence=True)
+        return Problem(op, x, w, y, reorders, visible)
 
     @property
     def point(self) -> bool:
@@ -193,6 +209,43 @@ class Problem:
         op, (height, width) = self.op, self.weight.shape[2:]
         pairs = {"dilation": op.dilation, "padding": op.padding, "stride": op.stride}
         return {"kernel": (height, width)} | {name: (pair[0], pair[1]) for name, pair in pairs.items()}
+
+
+def _of_images(op: Geometry) -> Geometry:
+    """A convolution of sequences as one of images of one row."""
+    options: dict[str, Any] = {"stride": (1, *op.stride), "padding": (0, *op.padding), "dilation": (1, *op.dilation)}
+    options["output_padding"] = (0, *op.output_padding)
+    for name in ("input_shape", "weight_shape"):
+        if (shape := getattr(op, name, None)) is not None:
+            options[name] = (*shape[:2], 1, *shape[2:])
+    return replace(op, **options)
+
+
+def _row(sequence: Tensor) -> Tensor:
+    """The type of sequences, or of a filter, as images of one row, which lie in memory like it."""
+    if sequence.rank != 3:
+        return sequence
+    order = LAST if sequence.order == channels_last(3) else None
+    shape = (*sequence.shape[:2], 1, sequence.shape[2])
+    return Tensor(shape, sequence.dtype, order)
+
+
+def _as_image(x: Value) -> Value:
+    """Sequences, or a filter, as images of one row, at the same place in memory."""
+    if len(x.shape) != 3:
+        return x
+    n, c, length = x.shape
+    if x.tensor.order == channels_last(3):
+        return x.permute((0, 2, 1)).view((n, 1, length, c)).permute((0, 3, 1, 2))
+    return x.view((n, c, 1, length))
+
+
+def _as_sequence(x: Value) -> Value:
+    """Images of one row as sequences, at the same place in memory."""
+    n, c, _, length = x.shape
+    if x.tensor.order == LAST:
+        return x.permute((0, 2, 3, 1)).view((n, length, c)).permute((0, 2, 1))
+    return x.view((n, c, length))
 
 
 def _last(tensor: Tensor) -> bool:

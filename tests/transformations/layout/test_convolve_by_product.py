@@ -17,6 +17,9 @@ CASES = {  # x, g, kernel, geometry
     "windows": ((2, 16, 4, 3), (2, 24, 4, 3), (3, 3), THREE),
     "points": ((2, 16, 4, 3), (2, 24, 4, 3), (1, 1), POINT),
     "apart": ((2, 16, 5, 4), (2, 24, 2, 6), (2, 2), APART),
+    "sequence": ((2, 16, 9), (2, 24, 9), (3,), "stride=(1,), padding=(1,), dilation=(1,), output_padding=(0,)"),
+    "tokens": ((2, 16, 9), (2, 24, 9), (1,), "stride=(1,), padding=(0,), dilation=(1,), output_padding=(0,)"),
+    "samples": ((2, 16, 9), (2, 24, 5), (3,), "stride=(2,), padding=(2,), dilation=(2,), output_padding=(0,)"),
 }
 LAST = "@0231"
 
@@ -28,7 +31,7 @@ def text(shape: tuple[int, ...], order: str = "") -> str:
 def graphs(case: str, order: str, visible: bool = True) -> dict[str, Graph]:
     """A convolution with bias and its two gradients, each as a graph of its own."""
     x, g, kernel, geometry = CASES[case]
-    w = (g[1], x[1], *kernel)
+    w, order = (g[1], x[1], *kernel), "@021" if order and len(x) == 3 else order
     image, gradient, weight = text(x, order), text(g, order), text(w)
     result = "%y" if visible else "%r"
     behind = "" if visible else "\n%r = exp(%y)"
@@ -104,9 +107,9 @@ def test_a_batch_of_any_size() -> None:
     ("signature", "convolution", "sentence"),
     [
         (
-            "x: f32[1, 64, 4]@021, w: f32[64, 64, 3]",
-            "stride=(1,), padding=(1,), dilation=(1,), output_padding=(0,)",
-            "convolution of 1 dimensions: windows are those of images",
+            "x: f32[1, 64, 4, 4, 4]@02341, w: f32[64, 64, 3, 3, 3]",
+            "stride=(1, 1, 1), padding=(1, 1, 1), dilation=(1, 1, 1), output_padding=(0, 0, 0)",
+            "convolution of 3 dimensions: windows are those of images or sequences",
         ),
         ("x: f32[1, 64, 4, 4]@0231, w: f32[64, 32, 3, 3]", f"{THREE}, groups=2", "2 groups would be as many products"),
         (

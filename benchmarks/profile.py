@@ -1,0 +1,119 @@
+"""Where the time of a training step goes: `python -m benchmarks.profile [NETWORK ...]`, for the page of `benchmarks.train`.
+
+Each launch of the compiled step is timed while the step runs. Launches of the same library call or of kernels with the
+same operators count together, in the forward pass, the backward pass and the update apart. The longest stay; the rest
+is one line. Figures are written after each network, to `benchmarks/results/profile.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.train import ROOT, surroundings
+
+RESULTS = ROOT / "benchmarks" / "results" / "profile.json"
+LINES = 8
+"""Groups of launches that a network's profile shows."""
+ROUNDS = 7
+"""Steps of which each launch's median counts."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure each network in a process of its own and write the figures."""
+    from benchmarks.networks import NETWORKS, TWELVE
+
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.profile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("networks", nargs="*", metavar="NETWORK", help=f"of {', '.join(NETWORKS)} (default: twelve)")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="where the figures go (default: %(default)s)")
+    parser.add_argument("--here", action="store_true", help="one network, in this process, to standard output")
+    options = parser.parse_args(arguments)
+    for name in options.networks:
+        if name not in NETWORKS:
+            parser.error(f"no network is called {name!r}; known: {', '.join(NETWORKS)}")
+    if options.here:
+        print(json.dumps(profile(options.networks[0])))
+        return 0
+    results: dict[str, Any] = json.loads(options.json.read_text()) if options.json.exists() else {"networks": {}}
+    for name in options.networks or TWELVE:
+        command = [sys.executable, "-m", "benchmarks.profile", "--here", name]
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if ended.returncode != 0:
+            print(f"{name}: {ended.stderr[-2000:].strip()}", file=sys.stderr)
+            return 1
+        found = json.loads(ended.stdout.splitlines()[-1])
+        results["networks"][name] = found
+        results |= surroundings()
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        print(f"{name}: {found['ms']:.1f} ms in {found['launches']} launches", *lines(found), sep="\n")
+    return 0
+
+
+def profile(name: str) -> dict[str, Any]:
+    """The launches of a network's step in groups, the longest first, and what is left."""
+    import daceml_train as dt
+    from benchmarks.networks import NETWORKS
+    from benchmarks.variants import OwnStep
+    from benchmarks.visit import stay
+
+    step = OwnStep(NETWORKS[name].build())
+    step()
+    stay(step)
+    step()
+
+    report = dt.report(step.compiled, step, runs=ROUNDS).as_dict()
+    return grouped(launch for function in report["functions"] for launch in function["launches"])
+
+
+def grouped(launches: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Launches by what they run and in which phase."""
+    groups: dict[tuple[str, str], dict[str, Any]] = {}
+    for launch in launches:
+        what = launch["kernel"] if launch["kind"] == "call" else launch["operators"] or launch["kind"]
+        empty = {"what": what, "kind": launch["kind"], "phase": launch["phase"]}
+        group = groups.setdefault((what, launch["phase"]), empty | {"count": 0, "ms": 0.0, "flops": 0, "bytes": 0})
+        group["count"] += 1
+        group["ms"] += 1e3 * (launch["seconds"] or 0.0)
+        group["flops"] += launch["flops"] or 0
+        group["bytes"] += launch["bytes"] or 0
+    ordered = sorted(groups.values(), key=lambda group: -group["ms"])
+    rest = ordered[LINES:]
+    return {
+        "ms": sum(group["ms"] for group in ordered),
+        "launches": sum(group["count"] for group in ordered),
+        "groups": ordered[:LINES],
+        "rest": {"count": sum(group["count"] for group in rest), "ms": sum(group["ms"] for group in rest)},
+    }
+
+
+def lines(found: Mapping[str, Any]) -> list[str]:
+    """The table of one network in Markdown."""
+    made = ["| launches | | phase | ms | share | GF/s | GB/s |", "|---|---|---|---|---|---|---|"]
+    for group in found["groups"]:
+        seconds, what = group["ms"] / 1e3, group["what"].removeprefix("aten::")
+        shown = what if len(what) <= 48 else f"{what[:45]}..."
+        cells = (
+            str(group["count"]),
+            f"`{shown}`",
+            group["phase"],
+            f"{group['ms']:.1f}",
+            f"{group['ms'] / found['ms']:.0%}",
+            f"{group['flops'] / seconds / 1e9:.0f}",
+            f"{group['bytes'] / seconds / 1e9:.0f}",
+        )
+        made.append(f"| {' | '.join(cells)} |")
+    rest = found["rest"]
+    made.append(f"| {rest['count']} | the rest | | {rest['ms']:.1f} | {rest['ms'] / found['ms']:.0%} | | |")
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())
