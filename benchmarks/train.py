@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = False
     for name in options.networks or TWELVE:
         network = NETWORKS[name]
-        chosen = [v for v in variants if network.images or not VARIANTS[v].channels_last]
+        chosen = [v for v in variants if VARIANTS[v].suits(network)]
         with bar(console, name) as advance:
             try:
                 found = measured(name, chosen, options.steps, advance, not options.no_tuned, not options.no_starts)

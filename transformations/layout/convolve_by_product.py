@@ -32,12 +32,14 @@ class ConvolveByProduct(Rewrite):
     The library reorders the weight into blocks in every call. A filter of one element needs no windows: images with
     their channels last are a matrix. Bytes: what the library reorders less, the windows written and read more (and
     images reordered, where they do not lie with their channels last). `share` is the least that must be saved of what
-    the convolution moves: where weights are small, the library's own loops are as good. They are not for sequences
-    and filters of one element, but for the weight's gradient: there nothing need be saved.
+    the convolution moves: where weights are small, the library's own loops are as good. Only its weight gradients of
+    sequences are not, where they skip pixels or a row no longer fits into the second-level cache (`row` bytes): they
+    run at a third to half of the product's rate, and so become products whatever that moves.
     """
 
     level = "layout"
     share: float = 0.1
+    row: int = 2 << 20
 
     def find(self, view: View, node: Node) -> Mapping[str, Any] | None:
         conv, reordered = node, False
@@ -71,9 +73,15 @@ class ConvolveByProduct(Rewrite):
         lies = isinstance(op, ConvolutionWeightGrad) or same_memory(weight.shape, weight.order, None)
         yield lies, f"the weight %{conv.inputs[-1]} does not lie in row-major order, as the product needs it"
         saved, moved = -hint(self.traffic(match)), hint(problem.moved)
-        slow = problem.sequence and problem.point and not isinstance(op, ConvolutionWeightGrad)
-        least = 0.0 if slow else self.share * moved
-        yield saved >= least, f"it would save {max(saved, 0):.0f} of the {moved:.0f} bytes moved"
+        yield self.slow(problem) or saved >= self.share * moved, f"it would save {max(saved, 0):.0f} of the {moved:.0f} bytes moved"
+
+    def slow(self, problem: Problem) -> bool:
+        """Whether the library is so slow that bytes do not matter."""
+        if not problem.sequence or problem.point or not isinstance(problem.op, ConvolutionWeightGrad):
+            return False
+        images = problem.x.shape[0]
+        row = hint(problem.x.bytes) / hint(images) + hint(problem.y.bytes) / hint(images)
+        return problem.op.stride[1] > 1 or row > self.row
 
     def traffic(self, match: Match) -> Dim:
         problem: Problem = match.parts["problem"]

@@ -159,3 +159,17 @@ def test_pytorch_is_the_judge() -> None:
         inputs = {name: tensors[name].detach().numpy() for name in graph.inputs}
         given = interpret(forced(graph), inputs).outputs[0]
         np.testing.assert_allclose(given, want.detach().numpy(), rtol=1e-9, atol=1e-12, err_msg=kind)
+
+
+@pytest.mark.parametrize(
+    ("stride", "length", "wide", "taken"), [(1, 9, 1 << 9, True), (1, 9, 2 << 20, False), (2, 17, 2 << 20, True)]
+)
+def test_weight_gradients_of_sequences_that_the_library_is_slow_at(
+    stride: int, length: int, wide: int, taken: bool
+) -> None:
+    """Rows beyond the cache, or pixels skipped, make a product of one though windows are written and read."""
+    geometry = f"stride=({stride},), padding=(1,), dilation=(1,), output_padding=(0,)"
+    body = f"%y = convolution_weight_grad(%g, %x, weight_shape=(24, 16, 3), {geometry})"
+    graph = program(f"g: f32[2, 24, 9]@021, x: f32[2, 16, {length}]@021", body, "%y")
+    (match,) = ConvolveByProduct(row=wide).matches(graph)
+    assert (match.refusal is None) is taken

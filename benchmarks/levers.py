@@ -1,0 +1,51 @@
+"""What made steps faster, by how much, and what limits each network now; for the page of `benchmarks.train`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+LEVERS = (
+    (
+        "one arena with huge pages, no allocation in a step",
+        "the ratio to stock PyTorch over that to tuned: 1.0 (ViT, EfficientNet) to 1.25 (GPT-2, FCN-8s)",
+    ),
+    ("the update within the graph", "`training_step` over `optimize`: 1.01 (ViT) to 1.25 (DLRM)"),
+    (
+        "vectors of full width, constant divisions as products, cache lines asked for ahead",
+        "EfficientNet 158 to 128 ms, ResNet-50 527 to 459, MobileNetV2 218 to 182, Mixer 721 to 683, ViT 463 to 439",
+    ),
+    ("sixteen random numbers at once", "BERT with dropout 375 to 363 ms"),
+    (
+        "weight gradients of long sequences as products",
+        "WaveNet 180 to 163 ms; 4 times as fast for 512 channels, stride 2",
+    ),
+    (
+        "convolutions of heavy weights as products (`ConvolveByProduct`)",
+        "FCN-8s and ResNet-50 9 %, EfficientNet-B0 6 % less time",
+    ),
+    ("point convolutions of light weights as products", "nothing: EfficientNet, MobileNetV2, ResNet-50 within 0.2 %"),
+    (
+        "oneDNN instead of MKL for products, chosen by measuring each",
+        "up to 2 times where MKL takes narrow vectors; on this processor within 10 % either way",
+    ),
+    (
+        "a matrix product of our own (panels, tiles of 14 x 32 in registers)",
+        "nothing: 260 to 300 GF/s where MKL has 290 to 335; left out",
+    ),
+    ("rows of embeddings and bags by our own kernel", "DLRM's step 0.91 to 1.34 times PyTorch's speed"),
+    ("large gradients made in parts and used up (`UpdateInParts`)", "GPT-2 1 %, BERT and FCN-8s up to 2 % less time"),
+    ("activations within the library's calls (post-ops)", "not for training: backward passes read what comes before them"),
+)
+"""Lever -> what it gave, on this processor, in steps of the same process."""
+LIMITS: dict[str, str] = {}
+"""Network -> what limits it now, where a figure is missed."""
+
+
+def page() -> Iterator[str]:
+    """The table of levers in Markdown."""
+    yield "\n## What made steps faster\n"
+    yield "Steps before and after a change, or with a pass and without it; milliseconds are sums over launches.\n"
+    yield "| lever | what it gave |"
+    yield "|---|---|"
+    for lever, gave in LEVERS:
+        yield f"| {lever} | {gave} |"
