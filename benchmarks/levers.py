@@ -34,7 +34,10 @@ LEVERS = (
     ),
     ("rows of embeddings and bags by our own kernel", "DLRM's step 0.91 to 1.34 times PyTorch's speed"),
     ("large gradients made in parts and used up (`UpdateInParts`)", "GPT-2 1 %, BERT and FCN-8s up to 2 % less time"),
-    ("activations within the library's calls (post-ops)", "not for training: backward passes read what comes before them"),
+    (
+        "activations within the library's calls (post-ops)",
+        "not for training: backward passes read what comes before them",
+    ),
 )
 """Lever -> what it gave, on this processor, in steps of the same process."""
 LIMITS: dict[str, str] = {}

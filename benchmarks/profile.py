@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: `python -m benchmarks.profile [NETWORK ...]`, for the page of `benchmarks.train`.
+"""Where the time of a training step goes, for the page of `benchmarks.train`: `python -m benchmarks.profile [NETWORK]`.
 
 Each launch of the compiled step is timed while the step runs. Launches of the same library call or of kernels with the
 same operators count together, in the forward pass, the backward pass and the update apart. The longest stay; the rest

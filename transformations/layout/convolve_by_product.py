@@ -61,7 +61,8 @@ class ConvolveByProduct(Rewrite):
         problem: Problem = match.parts["problem"]
         conv: Node = match.parts["conv"]
         op, weight = problem.op, problem.weight
-        yield len(op.stride) == 2, f"{op.label} of {len(op.stride)} dimensions: windows are those of images or sequences"
+        dimensions = len(op.stride)
+        yield dimensions == 2, f"{op.label} of {dimensions} dimensions: windows are those of images or sequences"
         yield op.groups == 1, f"{op.groups} groups would be as many products"
         orders = {match.view.graph.tensors[name].order for name in (*conv.inputs[:2], conv.outputs[0])}
         usual = orders <= {None, channels_last(3), LAST}
@@ -73,7 +74,8 @@ class ConvolveByProduct(Rewrite):
         lies = isinstance(op, ConvolutionWeightGrad) or same_memory(weight.shape, weight.order, None)
         yield lies, f"the weight %{conv.inputs[-1]} does not lie in row-major order, as the product needs it"
         saved, moved = -hint(self.traffic(match)), hint(problem.moved)
-        yield self.slow(problem) or saved >= self.share * moved, f"it would save {max(saved, 0):.0f} of the {moved:.0f} bytes moved"
+        enough = saved >= self.share * moved or self.slow(problem)
+        yield enough, f"it would save {max(saved, 0):.0f} of the {moved:.0f} bytes moved"
 
     def slow(self, problem: Problem) -> bool:
         """Whether the library is so slow that bytes do not matter."""
