@@ -18,6 +18,7 @@ from daceml_train.transformations.global_movement.update_in_place import UpdateI
 from daceml_train.transformations.intra_operator.accumulate_products import AccumulateProducts
 from daceml_train.transformations.intra_operator.accumulate_rows import AccumulateRows
 from daceml_train.transformations.intra_operator.assemble_slices import AssembleSlices
+from daceml_train.transformations.intra_operator.attend_in_strips import AttendInStrips
 from daceml_train.transformations.intra_operator.batch_matmul import MergeBatch, MergeSummedBatch
 from daceml_train.transformations.intra_operator.concatenate_products import ConcatenateProducts
 from daceml_train.transformations.intra_operator.cross_entropy import FuseSoftmaxCrossEntropy
@@ -48,7 +49,7 @@ FUSION = (
 """Joining leaves to kernels."""
 
 TRAINING = Pipeline(
-    forward=(MergeEqual(), HoistProducts(), FuseSoftmaxCrossEntropy(), RecogniseAttention()),
+    forward=(MergeEqual(), HoistProducts(), FuseSoftmaxCrossEntropy(), RecogniseAttention(), AttendInStrips()),
     intra_operator=(
         UpdateRows(),
         Decompose(),
@@ -79,11 +80,14 @@ TRAINING = Pipeline(
 )
 """A training step: forward, backward and, where it is compiled with them, loss and update."""
 
-MIXED_PRECISION = TRAINING.after("intra_operator", MixedPrecision())
-"""A training step with products and convolutions in bfloat16; parameters and everything else stay in float32."""
+MIXED_PRECISION = TRAINING.without(AttendInStrips).after("intra_operator", MixedPrecision())
+"""A training step with products and convolutions in bfloat16; parameters and everything else stay in float32.
+
+Attention without masks and dropout is the library's, which works in bfloat16, too.
+"""
 
 INFERENCE = Pipeline(
-    forward=(MergeEqual(), HoistProducts(), FuseSoftmaxCrossEntropy(), RecogniseAttention()),
+    forward=(MergeEqual(), HoistProducts(), FuseSoftmaxCrossEntropy(), RecogniseAttention(), AttendInStrips()),
     intra_operator=(
         FoldBatchNorm(),
         Decompose(),

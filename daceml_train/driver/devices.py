@@ -11,9 +11,10 @@ from daceml_train.passes.pipeline import Pipeline
 from daceml_train.runtime.device import Device
 from daceml_train.tensor import simplify
 from daceml_train.transformations.global_movement.update_in_parts import UpdateInParts
+from daceml_train.transformations.intra_operator.attend_in_strips import AttendInStrips
 from daceml_train.transformations.layout.convolve_by_product import ConvolveByProduct
 
-BY_HAND = (ConvolveByProduct, UpdateInParts)
+BY_HAND = (AttendInStrips, ConvolveByProduct, UpdateInParts)
 """Passes that need kernels written by hand, or the caches, of the processor."""
 
 

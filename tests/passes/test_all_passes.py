@@ -35,6 +35,9 @@ EXTRA = {
         "%y",
     ),
     "at_place": program("x: f32[4]", "%a = neg(%x)\n%b = neg(%a)\n%y = exp(%b)", "%y"),
+    "attend_in_strips": program(
+        "q: f32[2, 3, 5, 4], k: f32[2, 3, 7, 4], v: f32[2, 3, 7, 4]", "%y, %l = attention(%q, %k, %v)", "%y"
+    ),
     "convolve_by_product": program(
         "x: f32[1, 64, 4, 4], w: f32[128, 64, 3, 3]",
         "%y = convolution(%x, %w, stride=(1, 1), padding=(1, 1), dilation=(1, 1), output_padding=(0, 0))",

@@ -55,15 +55,82 @@ inline void multiply(int64_t rows, int64_t columns, int64_t depth, const T* a, i
 template <typename T>
 inline void pack(int64_t rows, int64_t columns, const T* from, int64_t row, int64_t column, T* to, int64_t width) {
   for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t c = 0; c < columns; ++c) to[r * width + c] = from[r * row + c * column];
+    if (column == 1) {
+      for (int64_t c = 0; c < columns; ++c) to[r * width + c] = from[r * row + c];
+    } else {
+      for (int64_t c = 0; c < columns; ++c) to[r * width + c] = from[r * row + c * column];
+    }
     for (int64_t c = columns; c < width; ++c) to[r * width + c] = T(0);
   }
+}
+// Rows and columns of 16 vectors change places: blocks of 8, 4, 2 and 1 off the diagonal do, one size after the other.
+inline void turn(Lanes<float>::type (&v)[16]) {
+  typedef int32_t Places __attribute__((vector_size(64)));
+#pragma GCC unroll 4
+  for (int s = 8; s > 0; s /= 2) {
+    Places first, second;
+#pragma GCC unroll 16
+    for (int l = 0; l < 16; ++l) {
+      first[l] = l & s ? 16 + (l ^ s) : l;
+      second[l] = l & s ? 16 + l : l ^ s;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+      if (i & s) continue;
+      const Lanes<float>::type a = v[i], b = v[i + s];
+      v[i] = __builtin_shuffle(a, b, first);
+      v[i + s] = __builtin_shuffle(a, b, second);
+    }
+  }
+}
+// to[columns, width] = from[rows, columns]^T, whose columns lie side by side
+inline void pack_turned(int64_t rows, int64_t columns, const float* from, int64_t row, float* to, int64_t width) {
+  int64_t r = 0;
+  for (; r + 16 <= rows; r += 16) {
+    int64_t c = 0;
+    for (; c + 16 <= columns; c += 16) {
+      Lanes<float>::type block[16];
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i) block[i] = *(const Lanes<float>::type*)(from + (r + i) * row + c);
+      turn(block);
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i) *(Lanes<float>::type*)(to + (c + i) * width + r) = block[i];
+    }
+    for (; c < columns; ++c)
+      for (int64_t i = 0; i < 16; ++i) to[c * width + r + i] = from[(r + i) * row + c];
+  }
+  for (int64_t c = 0; c < columns; ++c) {
+    for (int64_t i = r; i < rows; ++i) to[c * width + i] = from[i * row + c];
+    for (int64_t i = rows; i < width; ++i) to[c * width + i] = 0.0f;
+  }
+}
+// to[columns, width] = from[rows, columns]^T by strides, zeros up to `width`
+template <typename T>
+inline void pack_columns(int64_t rows, int64_t columns, const T* from, int64_t row, int64_t column, T* to, int64_t width) {
+  if constexpr (sizeof(T) == 4) {
+    if (column == 1) {
+      pack_turned(rows, columns, from, row, to, width);
+      return;
+    }
+  }
+  pack(columns, rows, from, column, row, to, width);
 }
 template <typename T>
 inline void unpack(int64_t rows, int64_t columns, const T* from, int64_t width, T* to, int64_t row, int64_t column,
                    T factor) {
+  for (int64_t r = 0; r < rows; ++r) {
+    if (column == 1) {
+      for (int64_t c = 0; c < columns; ++c) to[r * row + c] = factor * from[r * width + c];
+    } else {
+      for (int64_t c = 0; c < columns; ++c) to[r * row + c * column] = factor * from[r * width + c];
+    }
+  }
+}
+
+// Asks for rows that will be packed soon: they lie apart, where processors do not fetch ahead on their own.
+template <typename T> inline void ahead(int64_t rows, int64_t columns, const T* from, int64_t row) {
   for (int64_t r = 0; r < rows; ++r)
-    for (int64_t c = 0; c < columns; ++c) to[r * row + c * column] = factor * from[r * width + c];
+    for (int64_t c = 0; c < columns; c += Lanes<T>::count) __builtin_prefetch(from + r * row + c, 0, 2);
 }
 
 // What forward and backward share. Integers behind the blocks: batch, heads, queries, keys, size of a head, whether
@@ -138,42 +205,51 @@ template <typename T, int M> inline void fused_attention(void** pointers, const 
     for (int64_t unit = units * block / at.blocks; unit < units * (block + 1) / at.blocks; ++unit) {
       const int64_t pair = unit / bands, first = unit % bands * BAND, rows = vm_least(BAND, at.queries - first);
       if (pair != packed) {
-        pack(at.size, keys, (const T*)pointers[1] + at.at(1, pair, 0), at.column(1), at.row(1), kt, W);
+        pack_columns(keys, at.size, (const T*)pointers[1] + at.at(1, pair, 0), at.row(1), at.column(1), kt, W);
         pack(keys, at.size, (const T*)pointers[2] + at.at(2, pair, 0), at.row(2), at.column(2), v, D);
         packed = pair;
       }
+      if (const int64_t next = pair + 1; next < at.pairs) {
+        const int64_t share = vm_groups(keys, bands), from = unit % bands * share, count = vm_least(share, keys - from);
+        for (int array = 1; array < 3; ++array)
+          ahead(count, at.size, (const T*)pointers[array] + at.at(array, next, from), at.row(array));
+        ahead(rows, at.size, (const T*)pointers[0] + at.at(0, next, first), at.row(0));
+      }
       multiply(rows, W, at.size, (const T*)pointers[0] + at.at(0, pair, first), at.row(0), at.column(0), kt, W, scores,
                W, false);
+      // Without masks the scale, if it keeps the order, is left to the exponential.
+      const bool plain = M == 0 && at.scale > T(0);
+      const T scale = plain ? at.scale : T(1);
+      T factor[BAND];
       for (int64_t r = 0; r < rows; ++r) {
         T* s = scores + r * W;
-        at.masked(s, pair, first + r, masks, mask_numbers, M);
+        if (!plain) at.masked(s, pair, first + r, masks, mask_numbers, M);
         T top = lowest<T>(), total = 0;
 #pragma omp simd reduction(max : top)
         for (int64_t j = 0; j < keys; ++j) top = s[j] > top ? s[j] : top;
         top = top == lowest<T>() ? T(0) : top;
-#pragma omp simd reduction(+ : total)
-        for (int64_t j = 0; j < keys; ++j) {
-          s[j] = exp(s[j] - top);
-          total += s[j];
-        }
-        logsumexp[pair * at.queries + first + r] = top + log(total);
-        const T factor = (at.drops ? at.kept : T(1)) / total;
-        const uint64_t start = (uint64_t)(pair * at.queries + first + r) * keys;
         if (at.drops) {
-          const uint64_t random = at.random;
+          const uint64_t random = at.random, start = (uint64_t)(pair * at.queries + first + r) * keys;
           const float threshold = at.threshold;
-#pragma omp simd
+#pragma omp simd reduction(+ : total)
           for (int64_t j = 0; j < keys; ++j) {
-            const T value = s[j] * factor;
+            const T value = exp(scale * (s[j] - top));
+            total += value;
             s[j] = uniform_float(random, start + j) >= threshold ? value : T(0);
           }
         } else {
-#pragma omp simd
-          for (int64_t j = 0; j < keys; ++j) s[j] *= factor;
+#pragma omp simd reduction(+ : total)
+          for (int64_t j = 0; j < keys; ++j) {
+            s[j] = exp(scale * (s[j] - top));
+            total += s[j];
+          }
         }
+        logsumexp[pair * at.queries + first + r] = scale * top + log(total);
+        factor[r] = (at.drops ? at.kept : T(1)) / total;
       }
       multiply(rows, D, keys, scores, W, (int64_t)1, v, D, out, D, false);
-      unpack(rows, at.size, out, D, y + at.at(3, pair, first), at.row(3), at.column(3), T(1));
+      for (int64_t r = 0; r < rows; ++r)
+        unpack(1, at.size, out + r * D, D, y + at.at(3, pair, first + r), at.row(3), at.column(3), factor[r]);
     }
   }
 }
@@ -195,22 +271,35 @@ template <typename T, int M> inline void fused_attention_grad(void** pointers, c
     T *g = q + BAND * D, *out = g + BAND * D;
     for (int64_t pair = at.pairs * block / at.blocks; pair < at.pairs * (block + 1) / at.blocks; ++pair) {
       const T *keys_at = (const T*)pointers[2] + at.at(2, pair, 0), *values_at = (const T*)pointers[3] + at.at(3, pair, 0);
-      pack(size, keys, keys_at, at.column(2), at.row(2), kt, W);
+      pack_columns(keys, size, keys_at, at.row(2), at.column(2), kt, W);
       pack(keys, size, keys_at, at.row(2), at.column(2), k, D);
-      pack(size, keys, values_at, at.column(3), at.row(3), vt, W);
+      pack_columns(keys, size, values_at, at.row(3), at.column(3), vt, W);
       for (int64_t i = 0; i < 2 * keys * D; ++i) sum_k[i] = T(0);
       for (int64_t first = 0; first < at.queries; first += BAND) {
         const int64_t rows = vm_least(BAND, at.queries - first);
+        if (const int64_t next = pair + 1; next < at.pairs) {
+          for (int array = 0; array < 5; ++array) {
+            const int64_t count = array == 2 || array == 3 ? vm_least(rows, keys - first) : rows;
+            ahead(count, size, (const T*)pointers[array] + at.at(array, next, first), at.row(array));
+          }
+        }
         pack(rows, size, (const T*)pointers[1] + at.at(1, pair, first), at.row(1), at.column(1), q, D);
         pack(rows, size, (const T*)pointers[0] + at.at(0, pair, first), at.row(0), at.column(0), g, D);
         multiply(rows, W, size, q, D, (int64_t)1, kt, W, scores, W, false);
         multiply(rows, W, size, g, D, (int64_t)1, vt, W, change, W, false);
         for (int64_t r = 0; r < rows; ++r) {
           T *s = scores + r * W, *c = change + r * W;
-          at.masked(s, pair, first + r, masks, mask_numbers, M);
+          if (M > 0) at.masked(s, pair, first + r, masks, mask_numbers, M);
+          const T scale = M > 0 ? T(1) : at.scale;
           const T* row = (const T*)pointers[4] + at.at(4, pair, first + r);
+          const int64_t step = at.column(4);
           T delta = 0;
-          for (int64_t e = 0; e < size; ++e) delta += g[r * D + e] * row[e * at.column(4)];
+          if (step == 1) {
+#pragma omp simd reduction(+ : delta)
+            for (int64_t e = 0; e < size; ++e) delta += g[r * D + e] * row[e];
+          } else {
+            for (int64_t e = 0; e < size; ++e) delta += g[r * D + e] * row[e * step];
+          }
           const T level = logsumexp[pair * at.queries + first + r];
           const uint64_t start = (uint64_t)(pair * at.queries + first + r) * keys;
           if (at.drops) {
@@ -219,7 +308,7 @@ template <typename T, int M> inline void fused_attention_grad(void** pointers, c
             const T kept = at.kept;
 #pragma omp simd
             for (int64_t j = 0; j < keys; ++j) {
-              const T p = exp(s[j] - level);
+              const T p = exp(scale * s[j] - level);
               const T stays = uniform_float(random, start + j) >= threshold ? kept : T(0);
               s[j] = p * stays;
               c[j] = p * (c[j] * stays - delta);
@@ -227,7 +316,7 @@ template <typename T, int M> inline void fused_attention_grad(void** pointers, c
           } else {
 #pragma omp simd
             for (int64_t j = 0; j < keys; ++j) {
-              const T p = exp(s[j] - level);
+              const T p = exp(scale * s[j] - level);
               s[j] = p;
               c[j] = p * (c[j] - delta);
             }

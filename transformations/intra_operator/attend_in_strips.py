@@ -1,0 +1,51 @@
+"""AttendInStrips: attention over few keys by the kernel of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from daceml_train.graph.graph import Graph, Node
+from daceml_train.ops.attention import Attention
+from daceml_train.ops.fused_attention import FusedAttention
+from daceml_train.ops.operator import Value
+from daceml_train.passes.base import Match, Rewrite, View
+from daceml_train.tensor import Dim, DType
+
+
+@dataclass(frozen=True)
+class AttendInStrips(Rewrite):
+    """Attend with all scores of some queries in cache at once, where there are at most `keys` keys.
+
+        q, k, v -> [attention] -> y, logsumexp      =>      q, k, v -> [fused_attention] -> y, logsumexp
+
+    PyTorch's flash kernel works on blocks of keys and corrects what it has summed up after each, which pays where a
+    strip of scores leaves the cache. Both read and write the same arrays.
+    """
+
+    level = "forward"
+    keys: int = 512
+
+    def find(self, view: View, node: Node) -> Mapping[str, Any] | None:
+        return {} if isinstance(node.op, Attention) else None
+
+    def legality(self, match: Match) -> Iterator[tuple[bool, str]]:
+        op = match.root.op
+        assert isinstance(op, Attention)
+        q, k = (match.view.graph.tensors[name] for name in match.root.inputs[:2])
+        count = k.shape[2]
+        yield not op.causal, "half of the scores of causal attention are not computed by the library"
+        yield len(match.root.inputs) == 3, "the library adds masks as it computes scores"
+        yield q.dtype is DType.float32, f"the kernel computes in float32, not in {q.dtype.short}"
+        yield isinstance(q.shape[3], int), f"the scale depends on the size {q.shape[3]}"
+        few = isinstance(count, int) and count <= self.keys
+        yield few, f"{count} keys are more than {self.keys}: a strip of scores would leave the cache"
+
+    def traffic(self, match: Match) -> Dim:
+        return 0
+
+    def emit(self, match: Match, builder: Graph, now: Mapping[str, Value]) -> Iterable[Value]:
+        op, (q, k, v) = match.root.op, (now[name] for name in match.root.inputs)
+        assert isinstance(op, Attention)
+        return builder.emit(FusedAttention(scale=op.factor(q.tensor)), q, k, v)
