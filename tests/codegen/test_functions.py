@@ -60,6 +60,23 @@ def test_special_arguments():
             np.testing.assert_allclose(got.numpy(), want, rtol=1e-6, atol=1e-38, err_msg=kind)
 
 
+@pytest.mark.parametrize(("dtype", "divisor", "ulps"), [
+    (torch.float32, 3.0, 1.5), (torch.float32, 51200.0, 1.5), (torch.float32, 1e-38, 0.5), (torch.float32, 2.5e30, 0.5),
+    (torch.float64, 3.0, 0.5),
+])  # fmt: skip
+def test_divisions_by_constants(dtype: torch.dtype, divisor: float, ulps: float) -> None:
+    """They are products where the reciprocal is well within range, and float's digits are enough."""
+    x = torch.cat([torch.linspace(-9, 9, 4001, dtype=dtype), torch.tensor([0.0, torch.inf, torch.nan], dtype=dtype)])
+    case = Case("division", kernel_of(lambda x: x / divisor, describe(x)), [x])
+    path = compile_kernels([case.code], FOLDER)[case.code.key]
+    case.call(load(path, case.code.key))
+    with np.errstate(all="ignore"):
+        want = x.numpy() / np.dtype(str(dtype).removeprefix("torch.")).type(divisor)
+    got, known = case.outputs[0].numpy(), np.isfinite(want)
+    np.testing.assert_array_equal(got[~known], want[~known])
+    assert (np.abs(got[known] - want[known]) <= 2 * ulps * np.spacing(np.abs(want[known]))).all()
+
+
 def test_every_row_of_the_table_prints_and_vectorises():
     """`pow` of two arrays and what is seldom used call the C library; everything else is vector code.
 

@@ -109,6 +109,16 @@ GRAPHS = {
         """,
         "%y, %l, %gq, %gk, %gv",
     ),
+    "attention without masks": program(
+        "q: f32[1, 2, 20, 24], k: f32[1, 2, 37, 24], v: f32[1, 2, 37, 24], g: f32[1, 2, 20, 24]",
+        """
+        %y, %l = fused_attention(%q, %k, %v, scale=0.3)
+        %gq, %gk, %gv = fused_attention_grad(%g, %q, %k, %v, %y, %l, scale=0.3)
+        %z, %n = fused_attention(%q, %k, %v, scale=-0.3)
+        %hq, %hk, %hv = fused_attention_grad(%g, %q, %k, %v, %z, %n, scale=-0.3)
+        """,
+        "%y, %l, %gq, %gk, %gv, %z, %n, %hq, %hk, %hv",
+    ),
     "attention in float64, one query": program(
         "q: f64[1, 2, 1, 3], k: f64[1, 2, 9, 3], v: f64[1, 2, 9, 3], g: f64[1, 2, 1, 3]",
         """
