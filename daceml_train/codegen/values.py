@@ -110,8 +110,9 @@ class Values:
         double, whose digits are what other results are compared with.
         """
         assert isinstance(leaf.op, Elementwise)
+        single = all(computed(self.leaves[i].dtype) is DType.float32 for i in leaf.inputs)
         divisor = self.leaves[leaf.inputs[-1]].op
-        if leaf.op.kind != "div" or computed(leaf.dtype) is not DType.float32 or not isinstance(divisor, Full):
+        if leaf.op.kind != "div" or not single or not isinstance(divisor, Full):
             return None
         value = divisor.value
         known = not isinstance(value, sympy.Expr) or value.is_number
