@@ -45,8 +45,8 @@ LEVERS = (
 )
 """Lever -> what it gave, on this processor, in steps of the same process."""
 LIMITS: dict[str, str] = {
-    "vit_s": "Nine tenths of the step are products and attention. Products run at 290 to 315 GFLOP/s of some 350 that the "
-    "fastest convolutions reach here, in MKL and in oneDNN alike, attention at 160 to 190.",
+    "vit_s": "Nine tenths of the step are products and attention. Products run at 290 to 315 GFLOP/s of some 350 that "
+    "the fastest convolutions reach here, in MKL and in oneDNN alike, attention at 160 to 190.",
     "mixer": "Four fifths are products at 300 to 315 GFLOP/s. The residual stream lies transposed in front of every "
     "other normalisation, which reads it across the rows.",
     "bert": "Four fifths are products at 300 to 315 GFLOP/s; Adam reads and writes 28 bytes per parameter.",
@@ -55,8 +55,8 @@ LIMITS: dict[str, str] = {
     "lstm": "The peak memory is PyTorch, TorchDynamo and what they import; the step's own arrays are 9 MiB.",
 }
 """Network -> what limits it now."""
-MEMORY = """Peak memory of a warm ResNet-50 step, 996 MiB, is PyTorch (219), the parameters (97), modules that TorchDynamo
-and the optimizer import in eager execution, too (79), what capturing imports and leaves (73), momentum (97), what the
+MEMORY = """Peak memory of a warm ResNet-50 step, 996 MiB, is PyTorch (219), the parameters (97), modules that
+TorchDynamo and the optimizer import in eager execution, too (79), what capturing imports and leaves (73), momentum (97), what the
 step was planned to take (384, of which results of library calls are 157), and what libraries keep (47). Only the last
 but one is ours to choose: `Recompute` lowers it, at the price in the table. Networks whose arrays are few against what
 is imported (LSTM, DLRM) cannot reach 0.8 this way."""
