@@ -56,10 +56,10 @@ LIMITS: dict[str, str] = {
 }
 """Network -> what limits it now."""
 MEMORY = """Peak memory of a warm ResNet-50 step, 996 MiB, is PyTorch (219), the parameters (97), modules that
-TorchDynamo and the optimizer import in eager execution, too (79), what capturing imports and leaves (73), momentum (97), what the
-step was planned to take (384, of which results of library calls are 157), and what libraries keep (47). Only the last
-but one is ours to choose: `Recompute` lowers it, at the price in the table. Networks whose arrays are few against what
-is imported (LSTM, DLRM) cannot reach 0.8 this way."""
+TorchDynamo and the optimizer import in eager execution, too (79), what capturing imports and leaves (73), momentum
+(97), what the step was planned to take (384, of which results of library calls are 157), and what libraries keep
+(47). Only the last but one is ours to choose: `Recompute` lowers it, at the price in the table. Networks whose arrays
+are few against what is imported (LSTM, DLRM) cannot reach 0.8 this way."""
 """Why peak memory is what it is."""
 
 
