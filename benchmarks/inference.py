@@ -23,6 +23,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -121,8 +122,9 @@ def measure(name: str, batch: int, turns: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     found: dict[str, Any] = {"load": os.getloadavg()[0], "variants": {}}
-    with tempfile.TemporaryDirectory(prefix="daceml_train-inference-") as folder, torch.inference_mode():
-        made = variants(name, batch, Path(folder))
+    with tempfile.TemporaryDirectory(prefix="daceml_train-inference-") as folder, ExitStack() as within:
+        made = variants(name, batch, Path(folder))  # parameters made in inference mode have no versions
+        within.enter_context(torch.inference_mode())
         want = made["eager"]().double()
         scale = max(float(want.abs().max()), 1e-6)
         for variant, run in made.items():
