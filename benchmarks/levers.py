@@ -43,7 +43,7 @@ LEVERS = (
         "not for training: backward passes read what comes before them",
     ),
 )
-"""Lever -> what it gave, on this processor, in steps of the same process."""
+"""Lever -> what it gave, on this processor, when it was made."""
 LIMITS: dict[str, str] = {
     "vit_s": "Nine tenths of the step are products and attention. Products run at 290 to 315 GFLOP/s of some 350 that "
     "the fastest convolutions reach here, in MKL and in oneDNN alike, attention at 160 to 190.",
@@ -66,7 +66,8 @@ are few against what is imported (LSTM, DLRM) cannot reach 0.8 this way."""
 def page() -> Iterator[str]:
     """The table of levers in Markdown."""
     yield "\n## What made steps faster\n"
-    yield "Steps before and after a change, or with a pass and without it; milliseconds are sums over launches.\n"
+    yield "Steps before and after a change, or with a pass and without it; milliseconds are sums over launches."
+    yield "They were measured as each change was made, and no command measures them again.\n"
     yield "| lever | what it gave |"
     yield "|---|---|"
     for lever, gave in LEVERS:

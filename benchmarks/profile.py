@@ -11,11 +11,12 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.train import ROOT, surroundings
+from daceml_train.reporting.model import Launched, grouped
 
 RESULTS = ROOT / "benchmarks" / "results" / "profile.json"
 LINES = 8
@@ -67,31 +68,25 @@ def profile(name: str) -> dict[str, Any]:
     step = OwnStep(NETWORKS[name].build())
     step()
     stay(step)
-    step()
-
-    report = dt.report(step.compiled, step, runs=ROUNDS).as_dict()
-    return grouped(launch for function in report["functions"] for launch in function["launches"])
+    report = dt.report(step.compiled, step, runs=ROUNDS)
+    return summary([launch for function in report.functions for launch in function.launches])
 
 
-def grouped(launches: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def summary(launches: Sequence[Launched]) -> dict[str, Any]:
     """Launches by what they run and in which phase."""
-    groups: dict[tuple[str, str], dict[str, Any]] = {}
-    for launch in launches:
-        what = launch["kernel"] if launch["kind"] == "call" else launch["operators"] or launch["kind"]
-        empty = {"what": what, "kind": launch["kind"], "phase": launch["phase"]}
-        group = groups.setdefault((what, launch["phase"]), empty | {"count": 0, "ms": 0.0, "flops": 0, "bytes": 0})
-        group["count"] += 1
-        group["ms"] += 1e3 * (launch["seconds"] or 0.0)
-        group["flops"] += launch["flops"] or 0
-        group["bytes"] += launch["bytes"] or 0
-    ordered = sorted(groups.values(), key=lambda group: -group["ms"])
-    rest = ordered[LINES:]
-    return {
-        "ms": sum(group["ms"] for group in ordered),
-        "launches": sum(group["count"] for group in ordered),
-        "groups": ordered[:LINES],
-        "rest": {"count": sum(group["count"] for group in rest), "ms": sum(group["ms"] for group in rest)},
-    }
+
+    def key(launch: Launched) -> str:
+        return f"{launch.phase} {launch.kernel if launch.kind == 'call' else launch.operators or launch.kind}"
+
+    groups = sorted(grouped(launches, key), key=lambda group: -(group.seconds or 0.0))
+    milliseconds = [1e3 * (group.seconds or 0.0) for group in groups]
+    shown = []
+    for group, ms in list(zip(groups, milliseconds, strict=True))[:LINES]:
+        phase, what = group.name.split(" ", 1)
+        sizes = {"flops": group.flops, "bytes": group.bytes}
+        shown.append({"what": what, "phase": phase, "count": group.count, "ms": ms} | sizes)
+    rest = {"count": sum(group.count for group in groups[LINES:]), "ms": sum(milliseconds[LINES:])}
+    return {"ms": sum(milliseconds), "launches": len(launches), "groups": shown, "rest": rest}
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:

@@ -37,7 +37,8 @@ keep memory instead of returning it, and to ask for huge pages, which most users
 by ours: above 1 is faster than PyTorch, which may use the fused optimizer and, for images, channels-last; the best of
 its variants counts. The floor is an estimate of what this processor allows. Cold is what a first step takes longer than
 later ones in a fresh process with empty caches (the native executor, which is compiled once per PyTorch version,
-apart), warm the same with the caches filled; peak memory is that of a warm process.
+apart), warm the same with the caches filled; peak memory is that of a warm process. Rows stay until they are measured
+again; the date is the newest row's.
 """
 Networks = Mapping[str, Mapping[str, Any]]
 

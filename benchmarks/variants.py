@@ -13,9 +13,17 @@ import daceml_train as dt
 from benchmarks.networks import Network, Problem
 from daceml_train.transformations.global_movement.recompute import Recompute
 
-Step = Callable[[], object]
 BUDGET = 0.7
 """The share of its planned peak that a step which recomputes may take."""
+
+
+class Step:
+    """A training step on a problem's batch."""
+
+    problem: Problem
+
+    def __call__(self) -> object:
+        return self.problem.step()
 
 
 @dataclass(frozen=True)
@@ -46,30 +54,34 @@ class Variant:
         return self.make(network.build(channels_last=self.channels_last, fused=self.fused), cache)
 
 
+class Theirs(Step):
+    """A step by PyTorch."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+
 def _eager(problem: Problem, _: Path | None) -> Step:
-    return problem.step
+    return Theirs(problem)
 
 
 def _inductor(problem: Problem, _: Path | None) -> Step:
     torch._dynamo.reset()
-    return replace(problem, model=torch.compile(problem.model)).step  # type: ignore[arg-type]
+    return Theirs(replace(problem, model=torch.compile(problem.model)))  # type: ignore[arg-type]
 
 
 def _eager_mixed(problem: Problem, _: Path | None) -> Step:
-    return problem.autocast().step
+    return Theirs(problem.autocast())
 
 
 def _inductor_mixed(problem: Problem, _: Path | None) -> Step:
     return _inductor(problem.autocast(), None)
 
 
-class Ours:
-    """A step by this project on a problem's batch; `compiled` is what `daceml_train.report` takes."""
+class Ours(Step):
+    """A step by this project; `compiled` is what `daceml_train.report` takes."""
 
     compiled: Any
-
-    def __call__(self) -> object:
-        raise NotImplementedError
 
 
 class OwnModule(Ours):
@@ -78,9 +90,6 @@ class OwnModule(Ours):
     def __init__(self, problem: Problem, cache: Path | None = None) -> None:
         self.compiled = dt.optimize(problem.model, cache=cache)
         self.problem = replace(problem, model=self.compiled)
-
-    def __call__(self) -> object:
-        return self.problem.step()
 
 
 class OwnStep(Ours):

@@ -18,8 +18,8 @@ from typing import Any
 
 import daceml_train as dt
 from benchmarks.measure import visit
-from benchmarks.networks import NETWORKS, Problem
-from benchmarks.variants import VARIANTS, Ours, OwnModule, OwnStep, Step
+from benchmarks.networks import NETWORKS
+from benchmarks.variants import VARIANTS, Ours, Step
 
 STEPS = 5
 """Steps from which the start is told: what the first takes longer than the fastest of the others."""
@@ -68,8 +68,7 @@ def stay(step: Step) -> None:
     Hundreds of steps on one batch learn it by heart, and then gradients are subnormal numbers, with which some
     processors take ten times as long.
     """
-    problem: Problem = step.problem if isinstance(step, OwnModule | OwnStep) else step.__self__  # type: ignore
-    for group in problem.optimizer.param_groups:
+    for group in step.problem.optimizer.param_groups:
         group["lr"] = 0.0
 
 

@@ -36,7 +36,9 @@ EXTRA = {
     ),
     "at_place": program("x: f32[4]", "%a = neg(%x)\n%b = neg(%a)\n%y = exp(%b)", "%y"),
     "attend_in_strips": program(
-        "q: f32[2, 3, 5, 4], k: f32[2, 3, 7, 4], v: f32[2, 3, 7, 4]", "%y, %l = attention(%q, %k, %v)", "%y"
+        "q: f32[2, 3, 5, 4], k: f32[2, 3, 7, 4], v: f32[2, 3, 7, 4]",
+        "%y, %l = attention(%q, %k, %v)\n%t = permute(%y, dims=(0, 2, 1, 3))\n%z = view(%t, shape=(2, 5, 12))",
+        "%z",
     ),
     "convolve_by_product": program(
         "x: f32[1, 64, 4, 4], w: f32[128, 64, 3, 3]",

@@ -9,9 +9,14 @@ from typing import Any
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.attention import Attention
 from daceml_train.ops.fused_attention import FusedAttention
+from daceml_train.ops.movement import Permute
+from daceml_train.ops.movement import View as ViewOp
 from daceml_train.ops.operator import Value
 from daceml_train.passes.base import Match, Rewrite, View
 from daceml_train.tensor import Dim, DType
+
+HEADS = (0, 2, 1, 3)
+"""[B, H, T, E] as [B, T, H, E], and back."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,9 @@ class AttendInStrips(Rewrite):
         yield isinstance(q.shape[3], int), f"the scale depends on the size {q.shape[3]}"
         few = isinstance(count, int) and count <= self.keys
         yield few, f"{count} keys are more than {self.keys}: a strip of scores would leave the cache"
+        y, level = match.root.outputs
+        merged = _merged(match.view, y) and level not in match.view.visible and not match.view.readers[level]
+        yield merged, f"%{y} is not only reshaped with the heads of a query side by side, as the kernel lays them out"
 
     def traffic(self, match: Match) -> Dim:
         return 0
@@ -49,3 +57,17 @@ class AttendInStrips(Rewrite):
         op, (q, k, v) = match.root.op, (now[name] for name in match.root.inputs)
         assert isinstance(op, Attention)
         return builder.emit(FusedAttention(scale=op.factor(q.tensor)), q, k, v)
+
+
+def _merged(view: View, y: str) -> bool:
+    """Whether all that becomes of a result is a reshape behind the exchange of heads and queries.
+
+    Results of other operators would inherit the order of its dimensions in memory, which is not the library's, and
+    show it to the user.
+    """
+    for turned in view.readers[y]:
+        if not isinstance(turned.op, Permute) or turned.op.dims != HEADS or turned.outputs[0] in view.visible:
+            return False
+        if not all(isinstance(reader.op, ViewOp) for reader in view.readers[turned.outputs[0]]):
+            return False
+    return y not in view.visible

@@ -65,8 +65,8 @@ class ConvolveByProduct(Rewrite):
         yield dimensions == 2, f"{op.label} of {dimensions} dimensions: windows are those of images or sequences"
         yield op.groups == 1, f"{op.groups} groups would be as many products"
         orders = {match.view.graph.tensors[name].order for name in (*conv.inputs[:2], conv.outputs[0])}
-        usual = orders <= {None, channels_last(3), LAST}
-        yield usual, f"arrays in orders {orders - {None}} are neither row-major nor have their channels last"
+        usual = not problem.sequence or orders <= {None, channels_last(3)}
+        yield usual, f"sequences in orders {orders - {None}} are neither row-major nor have their channels last"
         yield not op.transposed, "a transposed convolution adds up windows in its forward pass"
         yield weight.dtype is DType.float32, f"the library works on {weight.dtype.short} in loops of its own"
         whole = all(isinstance(k, int) and k > 0 for k in weight.shape[2:]) and isinstance(weight.shape[1], int)
