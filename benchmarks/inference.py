@@ -64,7 +64,7 @@ own, `INFERENCE`, on the CPU:
   makes zeros of NaN there, which PyTorch does not, so it is not used.
 
 A change is seen before each call, by address, by version counter, and by what is in the tensor: all of it up to 512
-numbers, 32 numbers of a larger one. That notices writes that move no version counter (`p.data.mul_(2)`, NumPy) if they
+numbers, 8 numbers of a larger one. That notices writes that move no version counter (`p.data.mul_(2)`, NumPy) if they
 change one of these. A write through `.data` that changes a few numbers of a large tensor may go unseen; `with
 torch.no_grad(): p[0] = 1` never does. Parameters that were created in inference mode have no version, so theirs is made
 at every call.

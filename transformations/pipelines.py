@@ -35,6 +35,8 @@ from daceml_train.transformations.intra_operator.transpose_product import Transp
 from daceml_train.transformations.intra_operator.update_rows import UpdateRows
 from daceml_train.transformations.layout.assign import AssignLayouts
 from daceml_train.transformations.layout.convolve_by_product import ConvolveByProduct
+from daceml_train.transformations.layout.fuse_into_product import FuseIntoProduct
+from daceml_train.transformations.layout.pack_products import PackProducts
 
 catalog.load()  # texts of pipelines may name any pass
 
@@ -100,7 +102,7 @@ INFERENCE = Pipeline(
         DeadCode(),
     ),
     fusion=FUSION,
-    layout=(FuseMatmulBias(), AssignLayouts(prepared=True), ConvolveByProduct()),
+    layout=(AssignLayouts(prepared=True), PackProducts(), FuseIntoProduct(), FuseMatmulBias(), ConvolveByProduct()),
     global_movement=(DeadCode(), UpdateInPlace(), Schedule(), ConcatenateInPlace(), ReuseOperands()),
 )
 """The forward pass alone."""

@@ -87,14 +87,15 @@ def _units(plan: Plan) -> Dim:
     if plan.loops.mode == "rows" or not lanes:
         return product(a.size for a in rows)
     if plan.loops.mode == "tiles":
-        return simplify(product(a.size for a in lanes[:-1]) * _groups(lanes[-1].size, TILE))
+        return simplify(product(a.size for a in lanes[:-1]) * groups(lanes[-1].size, TILE))
     sizes = [a.size for a in rows]
     if plan.loops.squares:
-        sizes[-1] = _groups(sizes[-1], SQUARE)
-    return simplify(product(sizes) * _groups(lanes[-1].size, CHUNK))
+        sizes[-1] = groups(sizes[-1], SQUARE)
+    return simplify(product(sizes) * groups(lanes[-1].size, CHUNK))
 
 
-def _groups(size: Dim, group: int) -> Dim:
+def groups(size: Dim, group: int) -> Dim:
+    """How many groups hold `size` elements."""
     return -(-size // group) if isinstance(size, int) else sympy.ceiling(size / group)
 
 

@@ -10,15 +10,16 @@ from daceml_train.tensor import Dim, simplify, symbol
 
 
 def launch_of(
-    header: str, call: str, integers: Sequence[Dim], rows: Dim, work: Dim, scratch: Sequence[Dim] = ()
+    header: str, call: str, integers: Sequence[Dim], rows: Dim, work: Dim, scratch: Sequence[Dim] = (), text: str = ""
 ) -> KernelCode:
     """A launch of `<call>(pointers, integers)` from `native/<header>`.
 
     The number of blocks goes in front of the integers; it is at most `rows`, and `work` counts element-operations.
+    `text` is C++ that the call refers to.
     """
-    key = hashlib.sha256(f"{header} {call}\n{generator_version()}".encode()).hexdigest()[:20]
+    key = hashlib.sha256(f"{header} {call}\n{text}\n{generator_version()}".encode()).hexdigest()[:20]
     head = f"void kernel_{key}(void** pointers, const int64_t* integers)"
-    text = f'#include "{header}"\n\nextern "C" __attribute__((visibility("default"))) {head} {{\n'
-    text += f"    {call}(pointers, integers);\n}}\n"
-    numbers = (symbol("blocks"), *integers)
-    return KernelCode(key, numbers, tuple(map(simplify, scratch)), simplify(rows), simplify(work), None, text)
+    lines = [f'#include "{header}"', "", *([text, ""] if text else [])]
+    lines += [f'extern "C" __attribute__((visibility("default"))) {head} {{', f"    {call}(pointers, integers);", "}"]
+    numbers, source = (symbol("blocks"), *integers), "\n".join([*lines, ""])
+    return KernelCode(key, numbers, tuple(map(simplify, scratch)), simplify(rows), simplify(work), None, source)

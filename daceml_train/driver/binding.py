@@ -54,7 +54,8 @@ def memory_span(tensor: torch.Tensor) -> tuple[int, int]:
 
 def results_of(captured: Captured, outputs: Sequence[torch.Tensor], arguments: Sequence[Any]) -> Any:
     """The results in the structure that the captured code returns."""
-    sizes = sizes_of(captured, input_tensors(captured, arguments)) if captured.graph.symbols else {}
+    sized = any(source.view is not None or source.kind == "size" for source in captured.outputs)
+    sizes = sizes_of(captured, input_tensors(captured, arguments)) if sized else {}
     leaves = [
         _result(source, detached, outputs, arguments, sizes)
         for source, detached in zip(captured.outputs, captured.detached, strict=True)

@@ -13,8 +13,10 @@ from daceml_train.tensor import simplify
 from daceml_train.transformations.global_movement.update_in_parts import UpdateInParts
 from daceml_train.transformations.intra_operator.attend_in_strips import AttendInStrips
 from daceml_train.transformations.layout.convolve_by_product import ConvolveByProduct
+from daceml_train.transformations.layout.fuse_into_product import FuseIntoProduct
+from daceml_train.transformations.layout.pack_products import PackProducts
 
-BY_HAND = (AttendInStrips, ConvolveByProduct, UpdateInParts)
+BY_HAND = (AttendInStrips, ConvolveByProduct, FuseIntoProduct, PackProducts, UpdateInParts)
 """Passes that need kernels written by hand, or the caches, of the processor."""
 
 

@@ -74,6 +74,12 @@ def again(before: Split | None, graph: Graph) -> Split | None:
     return Split(prologue, after.main, tuple(wanted))
 
 
+def held(graph: Graph) -> frozenset[str]:
+    """Arrays that stay from call to call: parameters and buffers, and what moves in front."""
+    fixed = (n for n, entry in graph.inputs.items() if entry.role in HELD and n not in graph.writes)
+    return frozenset((*fixed, *_moved(graph)))
+
+
 def _moved(graph: Graph) -> set[str]:
     """Arrays made from parameters and buffers alone."""
     fixed = {n for n, entry in graph.inputs.items() if entry.role in HELD and n not in graph.writes}

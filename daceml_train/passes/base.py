@@ -22,6 +22,7 @@ from daceml_train.errors import Refused
 from daceml_train.graph.bodies import within
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.graph.parts import mended
+from daceml_train.graph.prologue import held
 from daceml_train.graph.traffic import traffic
 from daceml_train.graph.verify import verify
 from daceml_train.ops.operator import Value
@@ -160,6 +161,11 @@ class View:
     def moved(self) -> Dim:
         """Bytes that the whole graph moves."""
         return traffic(self.graph).bytes
+
+    @cached_property
+    def held(self) -> frozenset[str]:
+        """Arrays that stay from call to call: parameters, buffers, and what is made of them alone."""
+        return held(self.graph)
 
     def only_reader(self, name: str, reader: Node) -> bool:
         """Whether `reader` is all that sees array `name`."""

@@ -19,6 +19,7 @@ import torch
 
 from daceml_train.codegen.compile import compile_kernels, load
 from daceml_train.codegen.launch import KernelCode, Layout, block_count, generate
+from daceml_train.codegen.products import product_kernel
 from daceml_train.ops.kernel import Kernel
 from daceml_train.tensor import Dim
 
@@ -61,7 +62,7 @@ class ProcessorToolchain:
 
     def generate(self, kernel: Kernel, operands: Sequence[Layout], results: Sequence[Layout]) -> KernelCode:
         """See `Toolchain`."""
-        return generate(kernel, operands, results)
+        return product_kernel(kernel, operands, results) or generate(kernel, operands, results)
 
     def variants(self, code: KernelCode) -> Sequence[KernelCode]:
         """See `Toolchain`."""

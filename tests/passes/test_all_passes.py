@@ -7,6 +7,7 @@ import pytest
 
 from daceml_train.errors import Refused
 from daceml_train.graph.graph import Graph
+from daceml_train.graph.text import parse
 from daceml_train.graph.traffic import traffic
 from daceml_train.graph.verify import verify
 from daceml_train.passes.base import LEVELS
@@ -39,6 +40,17 @@ EXTRA = {
         "q: f32[2, 3, 5, 4], k: f32[2, 3, 7, 4], v: f32[2, 3, 7, 4]",
         "%y, %l = attention(%q, %k, %v)\n%t = permute(%y, dims=(0, 2, 1, 3))\n%z = view(%t, shape=(2, 5, 12))",
         "%z",
+    ),
+    "fuse_into_product": program(
+        "x: f32[5, 8], p: f32[1, 8, 32], o: f32[5, 32]",
+        "%s = packed_matmul(%x, %p, columns=32)\n%y = add(%s, %o)",
+        "%y",
+    ),
+    "pack_products": parse(
+        """graph test(x: f32[2, 16, 4, 3]@0231 input, w: f32[8, 16, 3, 3] parameter, b: f32[8] parameter) {
+          %y = convolution(%x, %w, %b, stride=(1, 1), padding=(1, 1), dilation=(1, 1), output_padding=(0, 0))
+          return %y
+        }"""
     ),
     "convolve_by_product": program(
         "x: f32[1, 64, 4, 4], w: f32[128, 64, 3, 3]",

@@ -13,7 +13,7 @@ from daceml_train.ops.movement import Permute
 from daceml_train.ops.movement import View as ViewOp
 from daceml_train.ops.operator import Value
 from daceml_train.passes.base import Match, Rewrite, View
-from daceml_train.tensor import Dim, DType
+from daceml_train.tensor import Dim, DType, same_shape
 
 HEADS = (0, 2, 1, 3)
 """[B, H, T, E] as [B, T, H, E], and back."""
@@ -65,9 +65,23 @@ def _merged(view: View, y: str) -> bool:
     Results of other operators would inherit the order of its dimensions in memory, which is not the library's, and
     show it to the user.
     """
-    for turned in view.readers[y]:
+    for turned in _readers(view, y):
         if not isinstance(turned.op, Permute) or turned.op.dims != HEADS or turned.outputs[0] in view.visible:
             return False
         if not all(isinstance(reader.op, ViewOp) for reader in view.readers[turned.outputs[0]]):
             return False
     return y not in view.visible
+
+
+def _readers(view: View, name: str) -> Iterator[Node]:
+    """What reads an array; views that fold its dimensions and unfold them again are looked through."""
+    shape = view.graph.tensors[name].shape
+    for node in view.readers[name]:
+        folded = node.outputs[0]
+        again = view.readers[folded] if isinstance(node.op, ViewOp) and folded not in view.visible else []
+        same = [n.outputs[0] for n in again if isinstance(n.op, ViewOp) and n.outputs[0] not in view.visible]
+        if again and len(same) == len(again) and all(same_shape(view.graph.tensors[n].shape, shape) for n in same):
+            for unfolded in same:
+                yield from _readers(view, unfolded)
+        else:
+            yield node

@@ -10,7 +10,7 @@
 namespace daceml {
 
 constexpr int64_t whole = 512;   // words up to which a tensor is looked at as a whole
-constexpr int64_t samples = 32;  // words that are looked at of a larger one
+constexpr int64_t samples = 8;  // words that are looked at of a larger one
 
 inline uint64_t mixed(uint64_t state, uint64_t word) {
   state = (state ^ word) * 0x9E3779B97F4A7C15ull;

@@ -1,0 +1,196 @@
+"""Kernels around a product or a convolution with a packed matrix: the library's loops (`native/product.h`), into which
+the elementwise operators on its result are generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from daceml_train.codegen.domain import Domain, Leaf, analyse
+from daceml_train.codegen.expression import computed
+from daceml_train.codegen.launch import KernelCode, groups
+from daceml_train.codegen.loops import Layout, Loops
+from daceml_train.codegen.values import Values
+from daceml_train.codegen.written import launch_of
+from daceml_train.errors import Refused
+from daceml_train.ops.elementwise import Cast, Elementwise, Full
+from daceml_train.ops.kernel import Kernel
+from daceml_train.ops.packed import PANEL, Images, Packed, PackedConvolution, PackedDepthwise
+from daceml_train.tensor import Dim, DType, Tensor, product, same, simplify, symbol
+
+ROWS, BLOCK, CACHED = 12, 64, 1 << 20
+"""Most rows of a tile, tiles whose addresses are at hand, bytes of copied rows: as in `native/product.h`."""
+GROUP = 128
+"""Channels that a thread takes at a time, as in `native/channels.h`."""
+TRANSFORMED, TILES = 5 << 18, 96
+"""Bytes of transformed images, and most tiles of them, as in `native/winograd.h`."""
+WIDEST = 16
+"""Most lanes of a vector: rows that are shorter are copied."""
+
+
+def product_kernel(kernel: Kernel, operands: Sequence[Layout], results: Sequence[Layout]) -> KernelCode | None:
+    """The code of a kernel with a packed product in it; None if there is none. Raises `Refused` with a sentence."""
+    if not any(isinstance(s.op, Packed) for s in kernel.statements):
+        return None
+    around = Around.of(kernel, operands, results)
+    op, (x, panels), y = around.op, around.factors, around.made
+    shape, taps = _shape(op, x, y), product(_kernel(op))
+    depth = panels.shape[0 if isinstance(op, PackedDepthwise) else 1]
+    copied = not _in_place(op, x)
+    scratch = 8 * depth + 8 * ROWS * BLOCK * taps + 4 * x.shape[1]
+    if copied:
+        scratch = scratch + 4 * ROWS * (depth + 2 * PANEL) + CACHED
+    if tiled(op):
+        scratch = _tiles_bytes(x.shape[1])
+    scratch = 64 * groups(scratch, 64)
+    numbers = (*shape, scratch, *around.values.constants.values())
+    tiles = groups(product((y.shape[0], *y.shape[2:])), ROWS)
+    work = simplify(2 * product(y.shape) * depth + product(y.shape) * len(kernel.statements))
+    units = simplify(tiles * groups(op.columns, PANEL))
+    run, header, more = ("run_in_tiles", "winograd.h", "") if tiled(op) else ("run", "product.h", "")
+    if isinstance(op, PackedDepthwise):
+        run, header, more = "run_by_channels", "channels.h", f", {op.kernel[1]}, {op.stride[1]}"
+        scratch, units = 0, simplify(y.shape[0] * y.shape[2] * groups(op.columns, GROUP))
+    call = f"product::{run}<Body, {around.places[0]}, {around.places[1]}, {len(operands)}{more}>"
+    return launch_of(
+        header, call, numbers, units, work, (scratch * symbol("blocks"),) if scratch else (), around.text()
+    )
+
+
+@dataclass(frozen=True)
+class Around:
+    """A packed product and what is elementwise on its result."""
+
+    op: Packed
+    factors: tuple[Layout, Layout]
+    made: Layout
+    """The product's result as it would lie in memory."""
+    domain: Domain
+    values: Values
+    places: tuple[int, int]
+    """Which operands of the kernel the factors are."""
+    others: tuple[tuple[Leaf, int, str], ...]
+    """What else is read: which operand of the kernel it is, and the text of its index."""
+
+    @staticmethod
+    def of(kernel: Kernel, operands: Sequence[Layout], results: Sequence[Layout]) -> Around:
+        """That of a kernel. Raises `Refused` where it is another kind of kernel."""
+        first = next(s for s in kernel.statements if isinstance(s.op, Packed))
+        rest = [s for s in kernel.statements if s is not first]
+        op, layouts = first.op, dict(zip(kernel.arguments, operands, strict=True))
+        assert isinstance(op, Packed)
+        if not all(name in layouts for name in first.inputs):
+            raise Refused(f"{first} multiplies what its kernel computes")
+        if any(layouts[name].dtype is not DType.float32 for name in first.inputs):
+            raise Refused(f"{first} is not of f32")
+        if len(results) != 1 or kernel.updates or results[0].dtype is not DType.float32:
+            raise Refused("the kernel around a product has one float32 result, in memory of its own")
+        x, panels = (layouts[name] for name in first.inputs)
+        (tensor,) = op.infer(*(Tensor(o.shape, o.dtype) for o in (x, panels)))
+        made = Layout(tensor.shape, tensor.strides, tensor.dtype)
+        dense = Tensor(panels.shape).strides
+        if not all(same(a, b) or same(n, 1) for n, a, b in zip(panels.shape, panels.strides, dense, strict=True)):
+            raise Refused("the matrix does not lie in panels")
+        if tiled(op) and not (isinstance(x.shape[1], int) and x.shape[1] % WIDEST == 0 and same(x.strides[1], 1)):
+            raise Refused(f"tiles of {x.shape[1]} channels are no whole vectors, or not side by side")
+        if isinstance(op, PackedDepthwise) and not same(x.strides[1], 1):
+            raise Refused("channels do not lie side by side")
+        names = [name for name in kernel.arguments if name not in first.inputs]
+        if any(name in s.inputs for s in rest for name in first.inputs):
+            raise Refused("a factor of the product is read again")
+        body = Kernel((first.outputs[0], *names), tuple(rest), kernel.yields)
+        read = [made, *(layouts[name] for name in names)]
+        domain = analyse(body, [Tensor(o.shape, o.dtype) for o in read])
+        if not all(isinstance(leaf.op, Elementwise | Cast | Full | None) for leaf in domain.leaves.values()):
+            raise Refused("what follows a product in its kernel is elementwise")
+        loops = Loops(domain, read, results)
+        left, right, *places = map(kernel.arguments.index, (*first.inputs, *names))
+        others = tuple((leaf, places[leaf.argument - 1], index) for leaf, index in _indexed(loops, op.columns))
+        return Around(op, (x, panels), made, domain, Values(loops), (left, right), others)
+
+    def text(self) -> str:
+        """The C++ text of `Body`: what is made of a sum, given its place in the result, and its column."""
+        fields, loads, lines, ahead = [], [], [], []
+        for leaf, place, index in self.others:
+            fields.append(f"    const {leaf.dtype.c}* from_{leaf.name};")
+            loads.append(f"        from_{leaf.name} = (const {leaf.dtype.c}*)pointers[{place}];")
+            lines.append(f"        const {leaf.dtype.c} {leaf.name} = from_{leaf.name}[{index}];")
+            if index == "at":
+                lanes = 64 // leaf.dtype.bytes
+                ahead += [f"        __builtin_prefetch(from_{leaf.name} + at + {c});" for c in range(0, PANEL, lanes)]
+        for position, name in enumerate(self.values.constants):
+            real = name in self.values.reals
+            fields.append(f"    {'double' if real else 'int64_t'} {name};")
+            loads.append(f"        memcpy(&{name}, integers + {position}, 8);")
+        sums = [leaf.name for leaf in self.domain.leaves.values() if leaf.op is None and leaf.argument == 0]
+        lines += [f"        const float {name} = sum;" for name in sums]
+        for name, leaf in self.domain.leaves.items():
+            if leaf.op is not None and not isinstance(leaf.op, Full):
+                lines.append(f"        const {computed(leaf.dtype).c} {name} = {self.values.text[name]};")
+        result = self.values.operand(self.domain.results[0].leaf)
+        head = "inline __attribute__((always_inline)) float operator()(float sum, int64_t at, int64_t column) const {"
+        built = ["    Body(void** pointers, const int64_t* integers) {", *loads, "    }"]
+        asked = ["    void ahead(int64_t at) const {", *ahead, "    }"]
+        made = [f"    {head}", *lines, f"        return {result};", "    }"]
+        return "\n".join(["struct Body {", *fields, *built, *asked, *made, "};"])
+
+
+def _indexed(loops: Loops, columns: int) -> list[tuple[Leaf, str]]:
+    """What a body reads besides the product's result, with the text of its index. Raises `Refused`."""
+    (stored,) = loops.stores
+    found = []
+    for leaf, strides in zip(loops.reads, loops.memory, strict=True):
+        if leaf.offset or leaf.dtype in (DType.bfloat16, DType.float16):
+            raise Refused("a part of an array, or one of 16-bit numbers, is read next to a product")
+        steps = {a: s for a, s in strides.items() if not same(s, 0) and not same(loops.domain.sizes[a], 1)}
+        whole = {a: s for a, s in stored.items() if not same(loops.domain.sizes[a], 1)}
+        inner = {a: s for a, s in whole.items() if isinstance(s, int) and s < columns}
+        if steps.keys() == whole.keys() and all(same(whole[a], s) for a, s in steps.items()):
+            index = "at"
+        elif leaf.argument and steps.keys() == inner.keys() and all(same(inner[a], s) for a, s in steps.items()):
+            index = "column"
+        elif leaf.argument and not steps:
+            index = "0"
+        else:
+            raise Refused("an array next to a product lies in another order than its result")
+        if leaf.argument:
+            found.append((leaf, index))
+    return found
+
+
+def tiled(op: Packed) -> bool:
+    """Whether a convolution is computed in tiles; see `native/winograd.h`."""
+    return isinstance(op, PackedConvolution) and op.tiled
+
+
+def _tiles_bytes(channels: Dim) -> Dim:
+    """Scratch of a block: zeros, transformed tiles and their sums."""
+    assert isinstance(channels, int)
+    pitch = channels + WIDEST
+    tiles = min(max(TRANSFORMED // (64 * pitch) // ROWS * ROWS, ROWS), TILES)
+    return 4 * (pitch + 16 * tiles * (pitch + PANEL))
+
+
+def _kernel(op: Packed) -> tuple[int, int]:
+    return op.kernel if isinstance(op, Images) else (1, 1)
+
+
+def _in_place(op: Packed, x: Layout) -> bool:
+    """Whether the rows of images or of a matrix are surely read where they lie; see `Shape::gathered`."""
+    channels, step = x.shape[1], x.strides[1]
+    wide = isinstance(channels, int) and channels >= WIDEST and same(step, 1)
+    if not isinstance(op, Images):
+        return wide and isinstance(x.strides[0], int) and x.strides[0] % 1024 != 0
+    across = x.strides[3] * op.stride[1]
+    return wide and (product(op.kernel) > 1 or (isinstance(across, int) and across % 1024 != 0))
+
+
+def _shape(op: Packed, x: Layout, y: Layout) -> tuple[Dim, ...]:
+    """The numbers of `Shape` in `native/product.h`: a row of a matrix is a column of pixels."""
+    if isinstance(op, Images):
+        dilation = op.plain.dilation
+        sizes = (x.shape[0], x.shape[1], x.shape[2], x.shape[3], y.shape[2], y.shape[3], op.columns)
+        return (*sizes, *op.kernel, *x.strides, *op.stride, *op.padding, *dilation)
+    sizes = (1, x.shape[1], 1, x.shape[0], 1, x.shape[0], op.columns)
+    return (*sizes, 1, 1, 0, x.strides[1], 0, x.strides[0], 1, 1, 0, 0, 1, 1)

@@ -1,0 +1,98 @@
+"""FuseIntoProduct: what is elementwise on the result of a packed product happens in the product's kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from daceml_train.codegen.loops import Layout
+from daceml_train.codegen.products import product_kernel
+from daceml_train.errors import Refused
+from daceml_train.graph.graph import Graph, Node
+from daceml_train.ops.elementwise import Cast, Elementwise
+from daceml_train.ops.kernel import Kernel, Statement, canonical
+from daceml_train.ops.operator import Value
+from daceml_train.ops.packed import Packed
+from daceml_train.passes.base import Match, Rewrite, View
+from daceml_train.tensor import Dim, Tensor
+
+
+@dataclass(frozen=True)
+class FuseIntoProduct(Rewrite):
+    """Go on with a packed product's result while a tile of it is in cache.
+
+    x, p -> [packed product] -> t;  t, others -> [f] -> y     =>     x, p, others -> [packed product; f] -> y
+
+    What else is read lies as the result does, or is one number per column, or one for all. Bytes: t is neither
+    written nor read.
+    """
+
+    level = "layout"
+
+    def run(self, graph: Graph) -> Graph:
+        while (after := super().run(graph)) is not graph:  # what follows may be followed
+            graph = after
+        return graph
+
+    def find(self, view: View, node: Node) -> Mapping[str, Any] | None:
+        if not isinstance(node.op, Kernel | Elementwise | Cast) or _product(node) is not None:
+            return None
+        made = [name for name in dict.fromkeys(node.inputs) if (p := view.producers.get(name)) and _product(p)]
+        fits = [name for name in made if view.only_reader(name, node) and node.inputs.count(name) == 1]
+        if not made:
+            return None
+        name = (fits or made)[0]
+        return {"made": name, "product": view.producers[name], "alone": bool(fits)}
+
+    def legality(self, match: Match) -> Iterator[tuple[bool, str]]:
+        yield match.parts["alone"], f"%{match.parts['made']} is read elsewhere, too"
+        yield len(match.root.outputs) == 1, f"{match.root.op.label} has {len(match.root.outputs)} results"
+        tensors = match.view.graph.tensors
+        kernel, inputs = _joined(match.parts["product"], match.root)
+        try:
+            product_kernel(kernel, [_layout(tensors[n]) for n in inputs], [_layout(tensors[match.root.outputs[0]])])
+        except Refused as refusal:
+            yield False, refusal.message
+
+    def traffic(self, match: Match) -> Dim:
+        return -2 * match.view.bytes(match.parts["made"])
+
+    def emit(self, match: Match, builder: Graph, now: Mapping[str, Value]) -> Iterable[Value]:
+        kernel, inputs = _joined(match.parts["product"], match.root)
+        return builder.emit(kernel, *(now[name] for name in inputs))
+
+
+def _product(node: Node) -> Kernel | None:
+    """A node as a kernel, if a packed product is in it."""
+    kernel = _kernel(node)
+    return kernel if any(isinstance(s.op, Packed) for s in kernel.statements) else None
+
+
+def _kernel(node: Node) -> Kernel:
+    """A node as a kernel."""
+    if isinstance(node.op, Kernel):
+        return node.op
+    arguments = tuple(f"x{i}" for i in range(len(node.inputs)))
+    results = tuple(f"v{i}" for i in range(len(node.outputs)))
+    return Kernel(arguments, (Statement(node.op, arguments, results),), results)
+
+
+def _joined(first: Node, second: Node) -> tuple[Kernel, tuple[str, ...]]:
+    """The kernel that computes one node and then another, which reads its result, and its operands."""
+    statements: list[Statement] = []
+    seen: dict[str, str] = {}
+    for number, node in enumerate((first, second)):
+        kernel = _kernel(node)
+        names = dict(zip(kernel.arguments, (seen.get(n, n) for n in node.inputs), strict=True))
+        for statement in kernel.statements:
+            names |= {name: f"{number}.{name}" for name in statement.outputs}
+            inputs, outputs = (tuple(names[n] for n in group) for group in (statement.inputs, statement.outputs))
+            statements.append(Statement(statement.op, inputs, outputs))
+        seen |= dict(zip(node.outputs, (names[y] for y in kernel.yields), strict=True))
+    operands = tuple(dict.fromkeys(n for n in (*first.inputs, *second.inputs) if n not in first.outputs))
+    return canonical(operands, statements, [seen[second.outputs[0]]])[0], operands
+
+
+def _layout(tensor: Tensor) -> Layout:
+    return Layout(tensor.shape, tensor.strides, tensor.dtype)
