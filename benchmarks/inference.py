@@ -21,6 +21,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -44,6 +45,8 @@ BATCHES = (1, 16)
 TOLERANCE = 2e-3
 """Of outputs, relative to the greatest element: networks of full depth with random weights."""
 OURS = "ours"
+REST = 0.3
+"""Seconds between visits."""
 Run = Callable[[], Any]
 
 HEAD = """# Inference
@@ -57,11 +60,18 @@ own, `INFERENCE`, on the CPU:
 - What depends on parameters and buffers alone (folded weights, their layouts, position embeddings) is a program of its
   own, which runs at the first call and again when one of them has changed (`graph.prologue`, `driver.preparation`).
   Parameters stay the module's own. What it makes is kept beside them and takes memory: at most their size again.
-- Weights of convolutions and products, folded or as they are, are laid out for oneDNN once (`runtime.packing`), instead
-  of in every call, which for one image takes as long as a convolution of few pixels. That is their size once more. A
-  weight that several operators read stays plain, as does one of a product of fewer than eight rows.
-- oneDNN could compute a ReLU behind a convolution in the same call, as `torch.compile` has it do with `freezing`. It
-  makes zeros of NaN there, which PyTorch does not, so it is not used.
+- Products and convolutions of images with weights that stay run in kernels of our own (`pack_products`,
+  `codegen/native/product.h`): 12 rows times 32 columns are summed in registers, the weight lies in panels of 32 columns
+  that were laid out once, and the next panel is asked for while this one is in use, so that weights stream from
+  memory. Windows of convolutions are addresses of pixels; nothing is copied. Depthwise convolutions have a kernel, too.
+- What is elementwise on a result (bias, activation, residual) is generated into the kernel and happens while its rows
+  are in cache (`fuse_into_product`). NaN stays NaN in a ReLU, which it does not in oneDNN's.
+- Convolutions of 3x3 with stride 1 multiply 2.25 times less, in tiles of 2x2 results (F(2x2, 3x3), Lavin and Gray,
+  2016), where there are 96 pixels at least. Errors stay within a few units in the last place of the sums (the column
+  *differs by*); an infinity or NaN spreads to the tiles that it is in. `dt.optimize(model, pipeline=p)` leaves that out
+  with `p = INFERENCE.without(PackProducts).before("fuse_into_product", PackProducts(tiled=-1))`.
+- Weights of what remains to oneDNN are laid out for it once (`runtime.packing`), instead of in every call. That is
+  their size once more, as packed panels are. A weight that several operators read stays plain there.
 
 A change is seen before each call, by address, by version counter, and by what is in the tensor: all of it up to 512
 numbers, 8 numbers of a larger one. That notices writes that move no version counter (`p.data.mul_(2)`, NumPy) if they
@@ -135,11 +145,17 @@ def measure(name: str, batch: int, turns: int) -> dict[str, Any]:
                 return {"error": f"the output of {variant} differs by {difference:.2g}"}
             found["variants"][variant] = {"difference": difference}
         seen: dict[str, list[Visit]] = {variant: [] for variant in made}
-        for variant, seen_now, _ in visits({v: partial(visit, run) for v, run in made.items()}, turns):
+        for variant, seen_now, _ in visits({v: partial(rested, run) for v, run in made.items()}, turns):
             seen[variant].append(seen_now)
     for variant, of in seen.items():
         found["variants"][variant] |= dataclasses.asdict(timing(of))
     return found
+
+
+def rested(run: Run, steps: int) -> Visit:
+    """A visit behind a pause, since ONNX Runtime's threads go on waiting actively for a while."""
+    time.sleep(REST)
+    return visit(run, steps)
 
 
 def ratio(found: dict[str, Any]) -> float:

@@ -19,8 +19,11 @@ from daceml_train.ops.kernel import Kernel
 from daceml_train.ops.packed import PANEL, Images, Packed, PackedConvolution, PackedDepthwise
 from daceml_train.tensor import Dim, DType, Tensor, product, same, simplify, symbol
 
-ROWS, BLOCK, CACHED = 12, 64, 1 << 20
-"""Most rows of a tile, tiles whose addresses are at hand, bytes of copied rows: as in `native/product.h`."""
+ROWS, USUAL, BLOCK, CACHED = 14, 12, 64, 1 << 20
+"""Most rows of a tile and as many as it has usually, tiles whose addresses are at hand, bytes of copied rows.
+
+They are those of `native/product.h`.
+"""
 GROUP = 128
 """Channels that a thread takes at a time, as in `native/channels.h`."""
 TRANSFORMED, TILES = 5 << 18, 96
@@ -45,7 +48,7 @@ def product_kernel(kernel: Kernel, operands: Sequence[Layout], results: Sequence
         scratch = _tiles_bytes(x.shape[1])
     scratch = 64 * groups(scratch, 64)
     numbers = (*shape, scratch, *around.values.constants.values())
-    tiles = groups(product((y.shape[0], *y.shape[2:])), ROWS)
+    tiles = groups(product((y.shape[0], *y.shape[2:])), USUAL)
     work = simplify(2 * product(y.shape) * depth + product(y.shape) * len(kernel.statements))
     units = simplify(tiles * groups(op.columns, PANEL))
     run, header, more = ("run_in_tiles", "winograd.h", "") if tiled(op) else ("run", "product.h", "")
@@ -168,7 +171,7 @@ def _tiles_bytes(channels: Dim) -> Dim:
     """Scratch of a block: zeros, transformed tiles and their sums."""
     assert isinstance(channels, int)
     pitch = channels + WIDEST
-    tiles = min(max(TRANSFORMED // (64 * pitch) // ROWS * ROWS, ROWS), TILES)
+    tiles = min(max(TRANSFORMED // (64 * pitch) // USUAL * USUAL, USUAL), TILES)
     return 4 * (pitch + 16 * tiles * (pitch + PANEL))
 
 

@@ -1,5 +1,5 @@
 // Rows times a matrix that lies in panels of 32 columns: products, and convolutions of images with their channels last,
-// whose rows are windows. What is elementwise on the result happens while 12 rows of a panel are in cache.
+// whose rows are windows. What is elementwise on the result happens while some rows of a panel are in cache.
 #pragma once
 #include <omp.h>
 #include <cstdint>
@@ -9,13 +9,14 @@
 namespace product {
 
 #if defined(__AVX512F__)
-constexpr int LANES = 16, ROWS = 12;
+constexpr int LANES = 16, ROWS = 14, USUAL = 12;
 #elif defined(__AVX__)
-constexpr int LANES = 8, ROWS = 3;
+constexpr int LANES = 8, ROWS = 3, USUAL = 3;
 #else
-constexpr int LANES = 4, ROWS = 3;
+constexpr int LANES = 4, ROWS = 3, USUAL = 3;
 #endif
-constexpr int PANEL = 32;             // as in ops/packed.py; with ROWS, as many sums as there are registers for
+// USUAL rows of a panel are as many sums as leave registers to spare, ROWS as many as there are registers for.
+constexpr int PANEL = 32;             // as in ops/packed.py
 constexpr int64_t BLOCK = 64;         // tiles of rows whose addresses are at hand, as in codegen/products.py
 constexpr int64_t CACHED = 1 << 20;   // bytes of rows that a panel meets before the next one comes
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -31,6 +32,11 @@ struct Shape {
   int64_t taps() const { return kernel_rows * kernel_columns; }
   int64_t depth() const { return taps() * channels; }
   int64_t windows() const { return images * rows * columns; }
+  // Rows of a tile: more than usual where that saves one of few tiles, each of which reads the whole matrix.
+  int64_t high() const {
+    int64_t all = windows();
+    return all <= 4 * ROWS && (all + ROWS - 1) / ROWS < (all + USUAL - 1) / USUAL ? ROWS : USUAL;
+  }
   // Few channels, but those of neighbouring pixels side by side: a row of the window is one tap.
   bool joined() const {
     return channels < LANES && x_channel == 1 && x_column == channels && dilation_column == 1 && kernel_columns > 1;
@@ -88,7 +94,8 @@ static void multiply(const float* const* rows, int64_t taps, int64_t channels, c
 template <int N>
 static void multiply(int64_t count, const float* const* rows, int64_t taps, int64_t channels, const float* panel,
                      Ahead ahead, float* tile) {
-  if (ROWS <= 3 || count > 8) return multiply<ROWS, N>(rows, taps, channels, panel, ahead, tile);
+  if (ROWS <= 3 || count > 12) return multiply<ROWS, N>(rows, taps, channels, panel, ahead, tile);
+  if (count > 8) return multiply<ROWS < 12 ? ROWS : 12, N>(rows, taps, channels, panel, ahead, tile);
   if (count > 4) return multiply<ROWS < 8 ? ROWS : 8, N>(rows, taps, channels, panel, ahead, tile);
   if (count > 1) return multiply<ROWS < 4 ? ROWS : 4, N>(rows, taps, channels, panel, ahead, tile);
   multiply<1, N>(rows, taps, channels, panel, ahead, tile);
@@ -98,7 +105,7 @@ static void multiply(int64_t count, const float* const* rows, int64_t taps, int6
 class Rows {
  public:
   Rows(const Shape& shape, const float* x, char* scratch)
-      : s_(shape), x_(x), gathered_(shape.gathered()), joined_(shape.joined()) {
+      : s_(shape), x_(x), gathered_(shape.gathered()), joined_(shape.joined()), high_(shape.high()) {
     int64_t unit = gathered_ || joined_ ? 1 : s_.channels;  // elements whose places follow from one offset
     taps_ = joined_ ? s_.kernel_rows : gathered_ ? 1 : s_.taps();
     channels_ = s_.depth() / taps_;
@@ -117,7 +124,7 @@ class Rows {
   // Tiles that the cache holds: at least one.
   int64_t most() const {
     int64_t row = gathered_ || joined_ ? s_.pitch() : s_.channels * s_.stride_row * s_.stride_column;
-    int64_t tiles = CACHED / (ROWS * row * (int64_t)sizeof(float));
+    int64_t tiles = CACHED / (high_ * row * (int64_t)sizeof(float));
     return tiles < 1 ? 1 : tiles < BLOCK ? tiles : BLOCK;
   }
 
@@ -128,7 +135,7 @@ class Rows {
       int64_t h = row * s_.stride_row - s_.padding_row, w = column * s_.stride_column - s_.padding_column;
       const float* x = x_ + image * s_.x_image + h * s_.x_row + w * s_.x_column;
       bool whole = inside(h, w) && inside(h + down, w + right);
-      const float** at = at_ + place / ROWS * taps_ * ROWS + place % ROWS;
+      const float** at = at_ + place / high_ * taps_ * ROWS + place % high_;
       if (gathered_ || (joined_ && !whole)) {
         float* copy = copies_ + place * s_.pitch();
         gather(x, h, w, whole, copy);
@@ -144,9 +151,9 @@ class Rows {
     }
     // A tile that is not full repeats its first row.
     int64_t count = last - first;
-    for (int64_t r = count % ROWS; r && r < ROWS; ++r)
+    for (int64_t r = count % high_; r && r < ROWS; ++r)
       for (int64_t q = 0; q < taps_; ++q) {
-        const float** tile = at_ + (count / ROWS * taps_ + q) * ROWS;
+        const float** tile = at_ + (count / high_ * taps_ + q) * ROWS;
         tile[r] = tile[0];
       }
   }
@@ -163,7 +170,7 @@ class Rows {
   // One of `shares` parts of what the next tile reads that this one does not; `last` is the block's last tile.
   Ahead rows_after(int64_t tile, int64_t last, int64_t share, int64_t shares) const {
     if (gathered_ || tile >= last) return {(const char*)at_, 0};
-    int64_t bytes = ROWS * s_.stride_column * s_.channels * sizeof(float);
+    int64_t bytes = high_ * s_.stride_column * s_.channels * sizeof(float);
     const char* first = (const char*)at_[(tile + 2) * taps_ * ROWS - ROWS];
     return {first + bytes * share / shares, (bytes + s_.depth() * shares - 1) / (s_.depth() * shares)};
   }
@@ -198,7 +205,7 @@ class Rows {
   const Shape& s_;
   const float* x_;
   bool gathered_, joined_;
-  int64_t taps_, channels_, places_;  // of what is multiplied: a copy is one tap of all channels; offsets for each tap
+  int64_t high_, taps_, channels_, places_;  // of what is multiplied: a copy is one tap of all channels; offsets for each tap
   int64_t* offsets_;
   const float** at_;
   float* copies_;
@@ -209,7 +216,7 @@ static int64_t groups(int64_t blocks, int64_t tiles, int64_t panels) {
   int64_t best = 1, least = INT64_MAX;
   for (int64_t g = 1; g <= blocks; ++g) {
     if (blocks % g) continue;
-    int64_t rows = (tiles + blocks / g - 1) / (blocks / g) * ROWS, columns = (panels + g - 1) / g * PANEL;
+    int64_t rows = (tiles + blocks / g - 1) / (blocks / g) * USUAL, columns = (panels + g - 1) / g * PANEL;
     int64_t cost = rows * columns + 8 * (rows + columns);  // a product, and what is fetched from further away
     if (cost < least) best = g, least = cost;
   }
@@ -234,15 +241,15 @@ static void tile(const Rows& rows, const Body& body, const Shape& s, int64_t t, 
                  const float* panel, Ahead ahead, float* y) {
   alignas(64) float sums[ROWS * PANEL];
   int64_t column = p * PANEL, columns = s.outer - column < PANEL ? s.outer - column : PANEL;
-  int64_t count = s.windows() - t * ROWS < ROWS ? s.windows() - t * ROWS : ROWS;
+  int64_t high = s.high(), count = s.windows() - t * high < high ? s.windows() - t * high : high;
   for (int64_t r = 0; r < count; ++r) {
-    int64_t at = (t * ROWS + r) * s.outer + column;
+    int64_t at = (t * high + r) * s.outer + column;
     body.ahead(at);
     for (int64_t c = 0; c < columns; c += 16) __builtin_prefetch(y + at + c, 1);
   }
   rows.times(place, count, panel, columns, ahead, sums);
   for (int64_t r = 0; r < count; ++r) {
-    int64_t at = (t * ROWS + r) * s.outer + column;
+    int64_t at = (t * high + r) * s.outer + column;
     apply(body, sums + r * PANEL, at, column, columns, y);
   }
 }
@@ -260,7 +267,7 @@ void run(void** pointers, const int64_t* integers) {
   const float* matrix = (const float*)pointers[MATRIX];
   float* y = (float*)pointers[Y];
   char* scratch = (char*)pointers[Y + 1];
-  int64_t windows = s.windows(), tiles = (windows + ROWS - 1) / ROWS, panels = (s.outer + PANEL - 1) / PANEL;
+  int64_t windows = s.windows(), high = s.high(), tiles = (windows + high - 1) / high, panels = (s.outer + PANEL - 1) / PANEL;
   int64_t across = groups(blocks, tiles, panels), down = blocks / across;
 #pragma omp parallel for num_threads(blocks) schedule(static) if (blocks > 1)
   for (int64_t block = 0; block < blocks; ++block) {
@@ -270,7 +277,7 @@ void run(void** pointers, const int64_t* integers) {
     int64_t most = rows.most();
     for (int64_t begin = first; begin < last; begin += most) {
       int64_t end = begin + most < last ? begin + most : last;
-      rows.prepare(begin * ROWS, end * ROWS < windows ? end * ROWS : windows);
+      rows.prepare(begin * high, end * high < windows ? end * high : windows);
       int64_t left = panels * j / across, right = panels * (j + 1) / across;
       int64_t panel = PANEL * s.depth();
       if ((right - left) * panel * (int64_t)sizeof(float) <= CACHED) {  // panels stay, rows come and go

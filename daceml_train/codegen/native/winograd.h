@@ -60,8 +60,8 @@ class Tiles {
     zero_ = (float*)scratch;
     memset(zero_, 0, pitch_ * sizeof(float));
     images_ = zero_ + pitch_;
-    int64_t most = TRANSFORMED / (16 * pitch_ * (int64_t)sizeof(float)) / ROWS * ROWS;
-    most_ = most < ROWS ? ROWS : most < TILES ? most : TILES;
+    int64_t most = TRANSFORMED / (16 * pitch_ * (int64_t)sizeof(float)) / USUAL * USUAL;
+    most_ = most < USUAL ? USUAL : most < TILES ? most : TILES;
     sums_ = images_ + 16 * most_ * pitch_;
   }
 
@@ -86,13 +86,13 @@ class Tiles {
   // The products of `tiles` prepared tiles with a panel.
   void times(int64_t tiles, const float* panel) {
     for (int64_t q = 0; q < 16; ++q, panel += s_.channels * PANEL)
-      for (int64_t t = 0; t < tiles; t += ROWS) {
+      for (int64_t t = 0; t < tiles; t += USUAL) {
         const float* rows[ROWS];
-        for (int64_t r = 0; r < ROWS; ++r) rows[r] = images_ + (q * most_ + (t + r < tiles ? t + r : t)) * pitch_;
+        for (int64_t r = 0; r < USUAL; ++r) rows[r] = images_ + (q * most_ + (t + r < tiles ? t + r : t)) * pitch_;
         int64_t bytes = s_.channels * PANEL * sizeof(float);
-        Ahead ahead = {(const char*)panel + bytes + bytes * t / tiles, (int64_t)(PANEL * sizeof(float)) * ROWS / tiles};
+        Ahead ahead = {(const char*)panel + bytes + bytes * t / tiles, (int64_t)(PANEL * sizeof(float)) * USUAL / tiles};
         if (ahead.step > (int64_t)(PANEL * sizeof(float))) ahead.step = PANEL * sizeof(float);
-        multiply<PANEL / LANES>(tiles - t, rows, 1, s_.channels, panel, ahead, sums_ + (q * most_ + t) * PANEL);
+        multiply<PANEL / LANES>(tiles - t < USUAL ? tiles - t : USUAL, rows, 1, s_.channels, panel, ahead, sums_ + (q * most_ + t) * PANEL);
       }
   }
 
@@ -137,7 +137,7 @@ void run_in_tiles(void** pointers, const int64_t* integers) {
   float* y = (float*)pointers[Y];
   char* scratch = (char*)pointers[Y + 1];
   int64_t panels = (s.outer + PANEL - 1) / PANEL, all = s.images * ((s.rows + 1) / 2) * ((s.columns + 1) / 2);
-  int64_t across = groups(blocks, (all + ROWS - 1) / ROWS, panels), down = blocks / across;
+  int64_t across = groups(blocks, (all + USUAL - 1) / USUAL, panels), down = blocks / across;
 #pragma omp parallel for num_threads(blocks) schedule(static) if (blocks > 1)
   for (int64_t block = 0; block < blocks; ++block) {
     int64_t i = block / across, j = block % across;
