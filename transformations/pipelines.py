@@ -102,7 +102,14 @@ INFERENCE = Pipeline(
         DeadCode(),
     ),
     fusion=FUSION,
-    layout=(AssignLayouts(prepared=True), PackProducts(), FuseIntoProduct(), FuseMatmulBias(), ConvolveByProduct()),
+    layout=(
+        AssignLayouts(prepared=True),
+        PackProducts(),
+        MergeEqual(),
+        FuseIntoProduct(),
+        FuseMatmulBias(),
+        ConvolveByProduct(),
+    ),
     global_movement=(DeadCode(), UpdateInPlace(), Schedule(), ConcatenateInPlace(), ReuseOperands()),
 )
 """The forward pass alone."""

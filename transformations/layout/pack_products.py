@@ -36,13 +36,13 @@ class PackProducts(Rewrite):
         x, w -> [convolution] -> y     =>     w -> [pack] -> p;  x, p -> [packed convolution] -> y
         a, b -> [matmul] -> y          =>     b -> [pack] -> p;  a, p -> [packed matmul] -> y
 
-    For weights that depend on parameters and buffers alone, in a graph without updates: packing is done once. A bias
-    is added behind the product, where `fuse_into_product` takes it in. Products of `fewest` columns at least, of
-    float32, and convolutions of images without groups, or with a filter for each channel; others are
-    the library's. Convolutions of 3x3 with stride 1
-    are computed in tiles of 2x2 results (F(2x2, 3x3), https://arxiv.org/abs/1509.09308) where the result has
-    `tiled` pixels at least, and channels are vectors: 2.25 times fewer multiplications, with a weight that is 1.8 times
-    as large. Results then differ by some more rounding; -1 leaves that out.
+    For weights that depend on parameters and buffers alone, in a graph without updates: packing is done once, and
+    `merge_equal` behind this pass has products with one weight share it. A bias is added behind the product, where
+    `fuse_into_product` takes it in. Products of `fewest` columns at least, of float32, and convolutions of images
+    without groups, or with a filter for each channel; others are the library's. Convolutions of 3x3 with stride 1 are
+    computed in tiles of 2x2 results (F(2x2, 3x3), https://arxiv.org/abs/1509.09308) where the result has `tiled` pixels
+    at least, and channels are whole vectors: 2.25 times fewer multiplications, with a weight that is 1.8 times as
+    large. Results then differ by some more rounding; -1 leaves that out.
     """
 
     level = "layout"

@@ -12,8 +12,10 @@ from daceml_train.graph.graph import Graph, Role
 from daceml_train.graph.text import parse
 from daceml_train.graph.traffic import traffic
 from daceml_train.tensor import simplify
+from daceml_train.transformations.global_movement.merge_equal import MergeEqual
 from daceml_train.transformations.layout.fuse_into_product import FuseIntoProduct
 from daceml_train.transformations.layout.pack_products import PackProducts
+from daceml_train.transformations.pipelines import INFERENCE
 from tests.transformations.checking import Golden, check_refused, check_rewrite, check_same, program
 
 THREE = "stride=(1, 1), padding=(1, 1), dilation=(1, 1), output_padding=(0, 0)"
@@ -43,6 +45,16 @@ def test_equals_the_product(case: str, golden: Golden) -> None:
     check_same(before, after, exact=False, **({"n": 3} if case == "matmul_add" else {}))
     golden(str(after))
     assert PackProducts().run(after) is after
+
+
+def test_a_weight_of_several_products_is_packed_once() -> None:
+    body = "%a = matmul(%x, %w)\n%b = relu(%a)\n%y = matmul(%b, %w)"
+    before = held("x: f32[5, 8], w: f32[8, 8]", body, "%y")
+    after = MergeEqual().run(PackProducts().run(before))
+    check_same(before, after, exact=False)
+    assert [n.op.label for n in after.nodes].count("reorder") == 1
+    positions = [type(p) for p in INFERENCE.level("layout")]
+    assert positions.index(PackProducts) + 1 == positions.index(MergeEqual)
 
 
 REFUSED = {
