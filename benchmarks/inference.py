@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import numpy as np
@@ -178,6 +179,11 @@ def page(results: dict[str, Any]) -> str:
         times = " | ".join(f"{rows[c]['median']:.2f}" if c in rows else "" for c in columns)
         mark = " \\*" if any(row["disturbed"] for row in rows.values()) else ""
         lines.append(f"| {name} | {batch} | {times} | {ratio(found):.2f}{mark} | {rows[OURS]['difference']:.1e} |")
+    found = {key: ratio(row) for key, row in results.get("runs", {}).items() if "error" not in row}
+    if found:
+        groups = {batch: [r for key, r in found.items() if key.endswith(f" {batch}")] for batch in BATCHES}
+        apart = ", ".join(f"batch {batch} **{geometric_mean(g):.2f}**" for batch, g in groups.items() if g)
+        lines += ["", f"Geometric mean of the ratios **{geometric_mean(list(found.values())):.2f}**; {apart}."]
     if "surroundings" in results:
         about = results["surroundings"]
         versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())

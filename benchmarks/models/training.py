@@ -1,5 +1,7 @@
 """Three optimizer steps of a model, eagerly, through `optimize` and through `training_step`, and how they compare.
 
+Behind the steps in a loop the model is evaluated once, without gradients.
+
 Eager execution in float32 is compared with a float64 run of the same model. A compiled result may be as far from
 float64 as ten times eager is, or as 2e-5 of the tensor's largest element, whichever is more; elements of gradients that
 are small beside those of other parameters are measured by a thousandth of the typical largest element, since there
@@ -19,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from benchmarks.models.model import Model
@@ -41,13 +44,15 @@ class Step:
 
 @dataclass
 class Run:
-    """Three steps, and parameters and buffers behind them."""
+    """Three steps, and what is there behind them."""
 
     steps: list[Step] = field(default_factory=list)
     starts: list[dict[str, Tensor]] = field(default_factory=list)
     """The model's state before each step and behind the last one, where it was asked for."""
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    evaluated: dict[str, Tensor] = field(default_factory=dict)
+    """The model's results behind the steps, in evaluation and without gradients; a step as one program has none."""
 
 
 def optimizer_of(model: nn.Module, rate: float) -> torch.optim.Optimizer:
@@ -71,7 +76,22 @@ def train(
         optimizer.step()
     if keep:
         run.starts.append(_state(model))
-    return _finished(run, model)
+    _finished(run, model)
+    if called is model:
+        run.evaluated = evaluated(model, model, batch)
+    return run
+
+
+def evaluated(model: nn.Module, called: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors that `model`, called through `called`, gives in evaluation and without gradients, by position.
+
+    It is training before and behind.
+    """
+    model.eval()
+    with torch.no_grad():
+        results = pytree.tree_leaves(called(**batch))
+    model.train()
+    return {str(i): result.clone() for i, result in enumerate(results) if isinstance(result, Tensor)}
 
 
 def retrace(row: Model, model: nn.Module, batch: Mapping[str, Any], starts: Sequence[Mapping[str, Tensor]]) -> Run:
@@ -158,8 +178,10 @@ def difference(ours: Run, eager: Run, exact: Run | None, others: Sequence[Run] =
             noises = [g for step in shaken if (g := step.gradients[name]) is not None]
             if said := _differs(found, runs, noises, other, typical, exact is not None):
                 return f"gradient of {name} in step {number}: {said}"
-    for kind in ("parameters", "buffers"):
+    for kind in ("parameters", "buffers", "evaluated"):
         found, expected, other = getattr(ours, kind), getattr(eager, kind), getattr(reference, kind)
+        if kind == "evaluated" and not found:
+            continue
         if found.keys() != expected.keys():
             return f"{kind} are {sorted(found)} instead of {sorted(expected)}"
         for name, value in expected.items():

@@ -19,6 +19,7 @@ from benchmarks.models.training import (
     NOISY_RUNS,
     Run,
     difference,
+    evaluated,
     optimizer_of,
     retrace,
     train,
@@ -122,6 +123,7 @@ def _through_optimize(row: Model, cache: Path, made: Outcome) -> Run:
         made.fallbacks[name] = made.fallbacks.get(name, 0) + 1
     made.native = 1 - sum(made.fallbacks.values()) / max(captured, 1)
     made.seconds = _seconds(inside, backend.records)
+    run.evaluated = evaluated(model, compiled, batch)
     made.operators, _ = counted(plain, batch)
     _, outside = counted(compiled, batch)
     made.share = 1 - outside / max(made.operators, 1)

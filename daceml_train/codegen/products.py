@@ -38,27 +38,26 @@ def product_kernel(kernel: Kernel, operands: Sequence[Layout], results: Sequence
         return None
     around = Around.of(kernel, operands, results)
     op, (x, panels), y = around.op, around.factors, around.made
-    shape, taps = _shape(op, x, y), product(_kernel(op))
-    depth = panels.shape[0 if isinstance(op, PackedDepthwise) else 1]
-    copied = not _in_place(op, x)
-    scratch = 8 * depth + 8 * ROWS * BLOCK * taps + 4 * x.shape[1]
-    if copied:
-        scratch = scratch + 4 * ROWS * (depth + 2 * PANEL) + CACHED
-    if tiled(op):
-        scratch = _tiles_bytes(x.shape[1])
-    scratch = 64 * groups(scratch, 64)
-    numbers = (*shape, scratch, *around.values.constants.values())
-    tiles = groups(product((y.shape[0], *y.shape[2:])), USUAL)
-    work = simplify(2 * product(y.shape) * depth + product(y.shape) * len(kernel.statements))
-    units = simplify(tiles * groups(op.columns, PANEL))
-    run, header, more = ("run_in_tiles", "winograd.h", "") if tiled(op) else ("run", "product.h", "")
+    rows = product((y.shape[0], *y.shape[2:]))
+    held, units = _scratch(op, x, panels), simplify(groups(rows, USUAL) * groups(op.columns, PANEL))
+    header, run = "product.h", "run"
+    options = [around.places[0], around.places[1], len(operands)]
     if isinstance(op, PackedDepthwise):
-        run, header, more = "run_by_channels", "channels.h", f", {op.kernel[1]}, {op.stride[1]}"
-        scratch, units = 0, simplify(y.shape[0] * y.shape[2] * groups(op.columns, GROUP))
-    call = f"product::{run}<Body, {around.places[0]}, {around.places[1]}, {len(operands)}{more}>"
-    return launch_of(
-        header, call, numbers, units, work, (scratch * symbol("blocks"),) if scratch else (), around.text()
+        header, run, units = (
+            "channels.h",
+            "run_by_channels",
+            simplify(y.shape[0] * y.shape[2] * groups(op.columns, GROUP)),
+        )
+        options += [op.kernel[1], op.stride[1]]
+    elif tiled(op):
+        header, run = "winograd.h", "run_in_tiles"
+    call = f"product::{run}<Body, {', '.join(map(str, options))}>"
+    numbers = (*_shape(op, x, y), held, *around.values.constants.values())
+    work = simplify(
+        op.flops(*(Tensor(o.shape, o.dtype) for o in (x, panels))) + product(y.shape) * len(kernel.statements)
     )
+    scratch = () if same(held, 0) else (held * symbol("blocks"),)
+    return launch_of(header, call, numbers, units, work, scratch, around.text())
 
 
 @dataclass(frozen=True)
@@ -167,26 +166,25 @@ def tiled(op: Packed) -> bool:
     return isinstance(op, PackedConvolution) and op.tiled
 
 
-def _tiles_bytes(channels: Dim) -> Dim:
-    """Scratch of a block: zeros, transformed tiles and their sums."""
-    assert isinstance(channels, int)
-    pitch = channels + WIDEST
-    tiles = min(max(TRANSFORMED // (64 * pitch) // USUAL * USUAL, USUAL), TILES)
-    return 4 * (pitch + 16 * tiles * (pitch + PANEL))
+def _scratch(op: Packed, x: Layout, panels: Layout) -> Dim:
+    """Bytes of a block, in whole cache lines: offsets, addresses, zeros, and copies of rows or transformed tiles."""
+    channels = x.shape[1]
+    if isinstance(op, PackedDepthwise):
+        return 0
+    if tiled(op):
+        assert isinstance(channels, int)
+        pitch = channels + WIDEST
+        tiles = min(max(TRANSFORMED // (64 * pitch) // USUAL * USUAL, USUAL), TILES)
+        return 4 * (pitch + 16 * tiles * (pitch + PANEL))
+    depth = panels.shape[1]
+    held = 8 * depth + 8 * ROWS * BLOCK * product(_kernel(op)) + 4 * channels
+    if not (isinstance(channels, int) and channels >= WIDEST and same(x.strides[1], 1)):
+        held = held + 4 * ROWS * (depth + 2 * PANEL) + CACHED
+    return 64 * groups(held, 64)
 
 
 def _kernel(op: Packed) -> tuple[int, int]:
     return op.kernel if isinstance(op, Images) else (1, 1)
-
-
-def _in_place(op: Packed, x: Layout) -> bool:
-    """Whether the rows of images or of a matrix are surely read where they lie; see `Shape::gathered`."""
-    channels, step = x.shape[1], x.strides[1]
-    wide = isinstance(channels, int) and channels >= WIDEST and same(step, 1)
-    if not isinstance(op, Images):
-        return wide and isinstance(x.strides[0], int) and x.strides[0] % 1024 != 0
-    across = x.strides[3] * op.stride[1]
-    return wide and (product(op.kernel) > 1 or (isinstance(across, int) and across % 1024 != 0))
 
 
 def _shape(op: Packed, x: Layout, y: Layout) -> tuple[Dim, ...]:

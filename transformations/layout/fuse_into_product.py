@@ -48,6 +48,7 @@ class FuseIntoProduct(Rewrite):
     def legality(self, match: Match) -> Iterator[tuple[bool, str]]:
         yield match.parts["alone"], f"%{match.parts['made']} is read elsewhere, too"
         yield len(match.root.outputs) == 1, f"{match.root.op.label} has {len(match.root.outputs)} results"
+        yield not match.root.op.updates, f"{match.root.op.label} stores its result over an operand"
         tensors = match.view.graph.tensors
         kernel, inputs = _joined(match.parts["product"], match.root)
         try:
