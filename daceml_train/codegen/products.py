@@ -16,7 +16,7 @@ from daceml_train.codegen.written import launch_of
 from daceml_train.errors import Refused
 from daceml_train.ops.elementwise import Cast, Elementwise, Full
 from daceml_train.ops.kernel import Kernel
-from daceml_train.ops.packed import PANEL, Images, Packed, PackedConvolution, PackedDepthwise
+from daceml_train.ops.packed import PANEL, Images, Packed, PackedConvolution, PackedDepthwise, has_product
 from daceml_train.tensor import Dim, DType, Tensor, product, same, simplify, symbol
 
 ROWS, USUAL, BLOCK, CACHED = 14, 12, 64, 1 << 20
@@ -34,7 +34,7 @@ WIDEST = 16
 
 def product_kernel(kernel: Kernel, operands: Sequence[Layout], results: Sequence[Layout]) -> KernelCode | None:
     """The code of a kernel with a packed product in it; None if there is none. Raises `Refused` with a sentence."""
-    if not any(isinstance(s.op, Packed) for s in kernel.statements):
+    if not has_product(kernel):
         return None
     around = Around.of(kernel, operands, results)
     op, (x, panels), y = around.op, around.factors, around.made

@@ -13,6 +13,7 @@ import numpy as np
 
 from daceml_train.errors import Invalid
 from daceml_train.ops.convolution import Convolution
+from daceml_train.ops.kernel import Kernel
 from daceml_train.ops.movement import Concat, Pad, Reorder
 from daceml_train.ops.operator import Array, Operator, Value
 from daceml_train.tensor import Dim, Tensor, channels_last, product, same_shape, simplify
@@ -178,3 +179,9 @@ class PackedDepthwise(Images):
     def evaluate(self, *operands: Array) -> tuple[Array, ...]:
         x, weight = operands
         return self.plain.evaluate(x, weight.reshape(*self.kernel, 1, self.columns).transpose(3, 2, 0, 1))
+
+
+def has_product(op: Operator) -> bool:
+    """Whether an operator is a packed product, or a kernel around one. Its result lies densely."""
+    statements = op.statements if isinstance(op, Kernel) else ()
+    return isinstance(op, Packed) or any(isinstance(s.op, Packed) for s in statements)

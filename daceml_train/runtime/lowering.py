@@ -29,6 +29,7 @@ from daceml_train.ops.fallback import Operand
 from daceml_train.ops.kernel import Kernel, Statement
 from daceml_train.ops.movement import Concat, Expand, Permute, Slice
 from daceml_train.ops.operator import Operator
+from daceml_train.ops.packed import has_product
 from daceml_train.runtime.device import CPU, Device
 from daceml_train.runtime.parts import launch_in_parts
 from daceml_train.runtime.program import (
@@ -226,7 +227,7 @@ class _Lowering:
         try:
             self.launch(kernel, operands, results, str(node.origin))
         except Refused:
-            if len(kernel.statements) == 1:
+            if len(kernel.statements) == 1 and not has_product(kernel):
                 raise
             self.apart(kernel, operands, results, str(node.origin))
 

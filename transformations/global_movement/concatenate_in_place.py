@@ -14,6 +14,7 @@ from daceml_train.graph.pieces import Piece, piece, pieces
 from daceml_train.ops.control import ControlFlow
 from daceml_train.ops.elementwise import Full, Iota
 from daceml_train.ops.movement import Concat
+from daceml_train.ops.packed import has_product
 from daceml_train.passes.base import Pass
 from daceml_train.tensor import Dim, same, same_shape, simplify
 
@@ -139,6 +140,8 @@ class Joined:
             return f"%{name} shows another array in a way that memory does not allow in %{node.outputs[0]}"
         if not by_kernel(known.producers.get(root), root):
             return f"%{root} is not made by a kernel, in memory of its own"
+        if has_product(known.producers[root].op):
+            return f"%{root} is a product's, which lies densely"
         if root in known.visible:
             return f"%{root} is handed out of the graph"
         if root in known.taken or [known.base[i] for i in node.inputs].count(root) > 1:
@@ -146,6 +149,8 @@ class Joined:
         dense = same_shape(made[1].strides, graph.tensors[root].strides)
         if not dense and any(n.op.vendor and not isinstance(n.op, Concat) for n in known.readers[root]):
             return f"a library call reads %{root}, which would not lie densely"
+        if not dense and any(has_product(n.op) for n in known.readers[root]):
+            return f"a product's kernel reads %{root}, which would not lie densely"
         return None
 
 

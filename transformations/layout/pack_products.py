@@ -8,10 +8,12 @@ from typing import Any
 
 from daceml_train.codegen.loops import hint
 from daceml_train.codegen.products import WIDEST
+from daceml_train.graph.aliases import is_alias
 from daceml_train.graph.graph import Graph, Node, Role
 from daceml_train.graph.traffic import traffic
 from daceml_train.ops.contraction import Matmul, MatmulAdd
 from daceml_train.ops.convolution import Convolution
+from daceml_train.ops.movement import Expand
 from daceml_train.ops.operator import Value
 from daceml_train.ops.packed import (
     PackedConvolution,
@@ -72,6 +74,8 @@ class PackProducts(Rewrite):
             yield fits, f"{op.groups} groups of several channels, or filters with gaps or of more than {WIDE} columns"
             lies = same_memory(result.shape, result.order, channels_last(4))
             yield lies, f"%{y} does not have its channels last"
+            there = op.groups == 1 or side_by_side(view, match.parts["x"])
+            yield there, f"the channels of %{match.parts['x']} do not lie side by side"
         else:
             yield x.rank == 2, f"{op.label} of a batch"
             yield getattr(op, "parts", 1) == 1, "the product is made in parts"
@@ -97,28 +101,38 @@ class PackProducts(Rewrite):
         x, weight = (now[match.parts[name]] for name in ("x", "weight"))
         added = [now[name] for name in match.parts["added"]]
         if isinstance(op, Convolution):
-            made = self.convolved(op, x, weight, match.view.graph.tensors[match.root.outputs[0]])
+            made = self.convolved(match, op, x, weight)
         else:
             made = x.apply(PackedMatmul(columns=number(weight.shape[1])), packed(weight))
         return (biased(made, added),)
 
-    def convolved(self, op: Convolution, x: Value, weight: Value, y: Tensor) -> Value:
+    def convolved(self, match: Match, op: Convolution, x: Value, weight: Value) -> Value:
         """The convolution without its bias."""
         options: dict[str, Any] = {"columns": number(weight.shape[0]), "kernel": weight.shape[2:]}
         options |= {"stride": op.stride, "padding": op.padding}
         if op.groups > 1:
             return x.apply(PackedDepthwise(**options), packed_filters(weight))
-        options |= {"dilation": op.dilation, "tiled": self.in_tiles(op, weight, y)}
+        options |= {"dilation": op.dilation, "tiled": self.in_tiles(match, op, weight)}
         return x.apply(
             PackedConvolution(**options), (transformed_filter if options["tiled"] else packed_filter)(weight)
         )
 
-    def in_tiles(self, op: Convolution, weight: Value, y: Tensor) -> bool:
+    def in_tiles(self, match: Match, op: Convolution, weight: Value) -> bool:
         """Whether a convolution is computed in tiles."""
+        y = match.view.graph.tensors[match.root.outputs[0]]
         three = same_shape(weight.shape[2:], (3, 3)) and {*op.stride, *op.dilation} == {1}
-        channels = weight.shape[1]
-        whole = isinstance(channels, int) and channels % WIDEST == 0
+        whole = number(weight.shape[1]) % WIDEST == 0 and side_by_side(match.view, match.parts["x"])
         return self.tiled >= 0 and three and whole and hint(product((y.shape[0], *y.shape[2:]))) >= self.tiled
+
+
+def side_by_side(view: View, name: str) -> bool:
+    """Whether the channels of images lie side by side in memory, none of them several times in one place."""
+    tensor = view.graph.tensors[name]
+    while (maker := view.producers.get(name)) is not None and is_alias(maker.op):
+        if isinstance(maker.op, Expand):
+            return False
+        name = maker.inputs[0]
+    return same_memory(tensor.shape, tensor.order, channels_last(4))
 
 
 def number(size: Dim) -> int:

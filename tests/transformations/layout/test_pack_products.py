@@ -11,11 +11,13 @@ import daceml_train as dt
 from daceml_train.graph.graph import Graph, Role
 from daceml_train.graph.text import parse
 from daceml_train.graph.traffic import traffic
+from daceml_train.ops.packed import PackedConvolution
 from daceml_train.tensor import simplify
 from daceml_train.transformations.global_movement.merge_equal import MergeEqual
 from daceml_train.transformations.layout.fuse_into_product import FuseIntoProduct
 from daceml_train.transformations.layout.pack_products import PackProducts
 from daceml_train.transformations.pipelines import INFERENCE
+from tests.driver.conformity import assert_compiled
 from tests.transformations.checking import Golden, check_refused, check_rewrite, check_same, program
 
 THREE = "stride=(1, 1), padding=(1, 1), dilation=(1, 1), output_padding=(0, 0)"
@@ -71,6 +73,11 @@ REFUSED = {
         f"%y = convolution(%x, %w, {THREE})",
         "%y does not have its channels last",
     ),
+    "channels apart": (
+        "x: f32[2, 16, 4, 3], w: f32[16, 1, 3, 3]@0231",
+        f"%y = convolution(%x, %w, {THREE}, groups=16)",
+        "the channels of %x do not lie side by side",
+    ),
     "groups": (
         f"{IMAGES}, w: f32[16, 2, 3, 3]",
         f"%y = convolution(%x, %w, {THREE}, groups=8)",
@@ -90,6 +97,16 @@ def test_the_library_keeps(case: str) -> None:
     if case == "double":
         graph = parse(str(held(signature.replace("f64", "f32"), body, "%y")).replace("f32", "f64"))
     check_refused(graph, PackProducts(), sentence)
+
+
+@pytest.mark.parametrize("apart", ["%e = expand(%x, shape=(32, 16, 4, 3))", "%e = exp(%x)"])
+def test_tiles_need_channels_side_by_side(apart: str) -> None:
+    channels = 1 if "expand" in apart else 16
+    signature = f"x: f32[32, {channels}, 4, 3], w: f32[8, 16, 3, 3]@0231"
+    before = held(signature, f"{apart}\n%y = convolution(%e, %w, {THREE})", "%y")
+    after = PackProducts().run(before)
+    check_same(before, after, exact=False)
+    assert [n.op.tiled for n in after.nodes if isinstance(n.op, PackedConvolution)] == [False]
 
 
 PRODUCT = "x: f32[5, 8], p: f32[1, 8, 32], o: f32[5, 32], b: f32[32]"
@@ -175,3 +192,31 @@ def test_nan_stays_nan() -> None:
     with torch.no_grad():
         want, got = model(x), ours(x)
     assert np.isnan(got.numpy())[np.isnan(want.numpy())].all()
+
+
+class Joined(nn.Module):
+    """Products whose results are parts of concatenations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.point, self.three = nn.Conv2d(16, 32, 1, bias=False), nn.Conv2d(16, 32, 3, padding=1)
+        self.deep, self.linear = nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False), nn.Linear(8, 16, bias=False)
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = torch.cat([self.point(x), self.three(x).relu(), self.deep(x), x], 1)
+        return y.sigmoid(), torch.cat([self.linear(t), t], -1).exp(), self.three(x[..., ::2])
+
+
+@pytest.mark.compiled
+def test_parts_of_concatenations() -> None:
+    torch.manual_seed(0)
+    model = Joined().eval()
+    ours = dt.optimize(model)
+    for last in (False, True):
+        x, t = torch.randn(2, 16, 12, 10), torch.randn(5, 8)
+        x = x.contiguous(memory_format=torch.channels_last) if last else x
+        with torch.no_grad():
+            for want, got in zip(model(x, t), ours(x, t), strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+                assert got.stride() == want.stride()
+    assert_compiled(ours)
