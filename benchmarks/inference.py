@@ -60,7 +60,8 @@ own, `INFERENCE`, on the CPU:
   in front of it. This is exact algebra; results differ by rounding.
 - What depends on parameters and buffers alone (folded weights, their layouts, position embeddings) is a program of its
   own, which runs at the first call and again when one of them has changed (`graph.prologue`, `driver.preparation`).
-  Parameters stay the module's own. What it makes is kept beside them and takes memory: at most their size again.
+  Parameters stay the module's own. What it makes is kept beside them and takes memory: their size again,
+  1.8 times that for filters of 3x3 in tiles.
 - Products and convolutions of images with weights that stay run in kernels of our own (`pack_products`,
   `codegen/native/product.h`): 12 rows times 32 columns are summed in registers, the weight lies in panels of 32 columns
   that were laid out once, and the next panel is asked for while this one is in use, so that weights stream from
@@ -69,8 +70,7 @@ own, `INFERENCE`, on the CPU:
   are in cache (`fuse_into_product`). NaN stays NaN in a ReLU, which it does not in oneDNN's.
 - Convolutions of 3x3 with stride 1 multiply 2.25 times less, in tiles of 2x2 results (F(2x2, 3x3), Lavin and Gray,
   2016), where there are 96 pixels at least. Errors stay within a few units in the last place of the sums (the column
-  *differs by*); an infinity or NaN spreads to the tiles that it is in. `dt.optimize(model, pipeline=p)` leaves that out
-  with `p = INFERENCE.without(PackProducts).before("fuse_into_product", PackProducts(tiled=-1))`.
+  *differs by*); an infinity or NaN spreads to the tiles that it is in. `tiled` of `pack_products` is that number.
 - Weights of what remains to oneDNN are laid out for it once (`runtime.packing`), instead of in every call. That is
   their size once more, as packed panels are. A weight that several operators read stays plain there.
 

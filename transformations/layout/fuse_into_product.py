@@ -13,7 +13,7 @@ from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.elementwise import Cast, Elementwise
 from daceml_train.ops.kernel import Kernel, Statement, canonical
 from daceml_train.ops.operator import Value
-from daceml_train.ops.packed import Packed
+from daceml_train.ops.packed import has_product
 from daceml_train.passes.base import Match, Rewrite, View
 from daceml_train.tensor import Dim, Tensor
 
@@ -36,9 +36,9 @@ class FuseIntoProduct(Rewrite):
         return graph
 
     def find(self, view: View, node: Node) -> Mapping[str, Any] | None:
-        if not isinstance(node.op, Kernel | Elementwise | Cast) or _product(node) is not None:
+        if not isinstance(node.op, Kernel | Elementwise | Cast) or has_product(node.op):
             return None
-        made = [name for name in dict.fromkeys(node.inputs) if (p := view.producers.get(name)) and _product(p)]
+        made = [name for name in dict.fromkeys(node.inputs) if (p := view.producers.get(name)) and has_product(p.op)]
         fits = [name for name in made if view.only_reader(name, node) and node.inputs.count(name) == 1]
         if not made:
             return None
@@ -62,12 +62,6 @@ class FuseIntoProduct(Rewrite):
     def emit(self, match: Match, builder: Graph, now: Mapping[str, Value]) -> Iterable[Value]:
         kernel, inputs = _joined(match.parts["product"], match.root)
         return builder.emit(kernel, *(now[name] for name in inputs))
-
-
-def _product(node: Node) -> Kernel | None:
-    """A node as a kernel, if a packed product is in it."""
-    kernel = _kernel(node)
-    return kernel if any(isinstance(s.op, Packed) for s in kernel.statements) else None
 
 
 def _kernel(node: Node) -> Kernel:

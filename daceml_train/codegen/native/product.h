@@ -41,7 +41,7 @@ struct Shape {
   bool joined() const {
     return channels < LANES && x_channel == 1 && x_column == channels && dilation_column == 1 && kernel_columns > 1;
   }
-  // Rows of less than a vector, or strided ones, or ones so far apart that they fight for the same lines of the cache.
+  // Rows of less than a vector, or strided ones, are copied.
   bool gathered() const {
     if (joined()) return false;
     return channels < LANES || x_channel != 1;
