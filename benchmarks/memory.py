@@ -25,7 +25,8 @@ from daceml_train.graph.traffic import traffic
 from daceml_train.passes.pipeline import Step
 from daceml_train.runtime.memory import Lifetime, plan_arena
 from daceml_train.transformations.global_movement.dead_code import DeadCode
-from daceml_train.transformations.global_movement.recompute import Recompute, finished
+from daceml_train.transformations.global_movement.recompute import Recompute
+from daceml_train.transformations.global_movement.runs import finished
 from daceml_train.transformations.global_movement.update_in_place import UpdateInPlace
 from daceml_train.transformations.pipelines import TRAINING
 

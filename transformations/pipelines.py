@@ -11,6 +11,7 @@ from daceml_train.transformations.fusion.slice_first import SliceFirst
 from daceml_train.transformations.global_movement.concatenate_in_place import ConcatenateInPlace
 from daceml_train.transformations.global_movement.dead_code import DeadCode
 from daceml_train.transformations.global_movement.merge_equal import MergeEqual
+from daceml_train.transformations.global_movement.recompute_cheap import RecomputeCheap
 from daceml_train.transformations.global_movement.reuse_operands import ReuseOperands
 from daceml_train.transformations.global_movement.schedule import Schedule
 from daceml_train.transformations.global_movement.update_in_parts import UpdateInParts
@@ -73,6 +74,7 @@ TRAINING = Pipeline(
     layout=(FuseMatmulBias(), AssignLayouts(), ConvolveByProduct()),
     global_movement=(
         DeadCode(),
+        RecomputeCheap(),
         UpdateInPlace(),
         Schedule(),
         ConcatenateInPlace(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import sympy
@@ -41,10 +42,22 @@ class FuseSiblings(Pass):
         pairs = ((self.sibling(grouping, group), group) for group in grouping.groups())
         return [FusionMatch(self, grouping, first, second, self.limit) for first, second in pairs if first is not None]
 
-    def sibling(self, grouping: Grouping, group: Group) -> Group | None:
-        """The nearest earlier kernel that shares an array with `group` and may join it."""
+    def joined(self, graph: Graph, names: Collection[str]) -> Graph:
+        """The graph with each kernel that makes one of `names` joined to its nearest sibling, earlier or later."""
+        grouping = Grouping(graph)
+        for group in grouping.groups():
+            if any(name in names for item in group.items for name in item.outputs):
+                if (earlier := self.sibling(grouping, group)) is not None:
+                    grouping.join(earlier, group)
+                elif (later := self.sibling(grouping, group, later=True)) is not None:
+                    grouping.join(group, later)
+        return grouping.build() if grouping.applied else graph
+
+    def sibling(self, grouping: Grouping, group: Group, later: bool = False) -> Group | None:
+        """The nearest earlier kernel (or the nearest later one) that shares an array with `group` and may join it."""
         if not group.fusible:
             return None
+        sign = -1 if later else 1
         found: dict[Group, set[str]] = {}
         for name in grouping.reads(group):
             base = grouping.source(name)[0]
@@ -52,12 +65,13 @@ class FuseSiblings(Pass):
                 other = reader.group
                 if other is None or other is group or not other.fusible:
                     continue
-                if 0 < group.position - other.position <= self.window:
+                if 0 < sign * (group.position - other.position) <= self.window:
                     found.setdefault(other, set()).add(base)
-        for other in sorted(found, key=lambda g: -g.position):
+        for other in sorted(found, key=lambda g: -sign * g.position):
             shared = magnitude(grouping.bytes(found[other]))
             smaller = min(magnitude(grouping.cost(other)), magnitude(grouping.cost(group)))
-            if shared >= self.share * smaller and grouping.refusal(other, group, self.limit) is None:
+            pair = (group, other) if later else (other, group)
+            if shared >= self.share * smaller and grouping.refusal(*pair, self.limit) is None:
                 return other
         return None
 

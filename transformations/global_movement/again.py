@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.transformations.global_movement.live import Items
 from daceml_train.transformations.global_movement.stages import Choice
 
 
-def rebuilt(graph: Graph, items: Items, order: Sequence[int], choice: Choice) -> Graph:
-    """The graph with its items in this order and the items of `choice.again` computed again in their stages."""
-    return _Rebuild(graph, items, choice).run(order)
+def rebuilt(graph: Graph, items: Items, choice: Choice) -> Graph:
+    """The graph with the items of `choice.again` computed again in their stages."""
+    return _Rebuild(graph, items, choice).run()
 
 
 class _Rebuild:
@@ -30,9 +28,9 @@ class _Rebuild:
         """Aliases and constants that stand in the new graph under their own name."""
         self.other.tensors.update(graph.tensors)  # so that fresh names are new
 
-    def run(self, order: Sequence[int]) -> Graph:
-        for item in order:
-            node, stage = self.items.nodes[item], self.choice.stage_of[item]
+    def run(self) -> Graph:
+        for item, node in enumerate(self.items.nodes):
+            stage = self.choice.stage_of[item]
             inputs = tuple(self.version(name, stage) for name in node.inputs)
             self.other.nodes.append(Node(node.op, inputs, node.outputs, node.origin))
             for name in node.outputs:

@@ -6,25 +6,17 @@ import fnmatch
 import functools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from daceml_train.errors import Invalid, Unmet
 from daceml_train.graph.graph import Graph, Node
-from daceml_train.graph.memory import Blocks, memory, number
-from daceml_train.graph.parts import chains, part_rows
-from daceml_train.graph.traffic import traffic
+from daceml_train.graph.memory import memory
 from daceml_train.ops.control import draws
-from daceml_train.ops.kernel import Kernel
 from daceml_train.passes.base import Candidate, Measured, Pass
 from daceml_train.transformations.global_movement.again import rebuilt
-from daceml_train.transformations.global_movement.concatenate_in_place import ConcatenateInPlace
 from daceml_train.transformations.global_movement.dead_code import DeadCode
-from daceml_train.transformations.global_movement.live import Items, items_of, reordered
-from daceml_train.transformations.global_movement.reuse_operands import ReuseOperands, candidates
-from daceml_train.transformations.global_movement.schedule import Schedule
+from daceml_train.transformations.global_movement.runs import finished, runs_of
 from daceml_train.transformations.global_movement.stages import Choice, Stages
-from daceml_train.transformations.global_movement.update_in_parts import UpdateInParts
-from daceml_train.transformations.global_movement.update_in_place import UpdateInPlace
 
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
@@ -101,12 +93,6 @@ def show_bytes(size: int) -> str:
     return f"{size} bytes"
 
 
-def finished(graph: Graph) -> Graph:
-    """The graph as the passes behind `Recompute` leave it."""
-    ordered = Schedule().run(UpdateInPlace().run(DeadCode().run(graph)))
-    return UpdateInParts().run(ReuseOperands().run(ConcatenateInPlace().run(ordered)))
-
-
 TRIES = 6
 """How many programs are solved in search of the cheapest choice within the budget."""
 
@@ -116,88 +102,28 @@ class _Search:
 
     def __init__(self, options: Recompute, graph: Graph) -> None:
         self.options, self.given = options, graph
-        nodes = [
-            replace(n, op=replace(n.op, updates=())) if isinstance(n.op, Kernel) and n.op.updates else n
-            for n in graph.nodes
-        ]
-        self.graph = graph.copy()
-        self.graph.nodes = nodes
-        self.default_graph = finished(self.graph)
-        self.default = memory(self.default_graph).peak
+        self.runs = runs_of(graph, options.intensity)
+        self.items, self.default = self.runs.items, self.runs.peak
 
     def program(self, finer: int = 1) -> Stages:
         """The integer program over the order in which the step runs without this pass, of so many times the stages."""
-        updated = Schedule().run(UpdateInPlace().run(self.graph))
-        position = {node.outputs[0]: p for p, node in enumerate(updated.nodes)}
-        ordered = reordered(self.graph, sorted(self.graph.nodes, key=lambda n: position[n.outputs[0]]))
-        self.graph = ordered
-        blocks = Blocks(ordered, len(ordered.outputs), add_in_place=False)
-        over = {
-            ordered.nodes[position].outputs[result]: [ordered.nodes[position].inputs[a] for a in arguments]
-            for position, found in candidates(ordered, blocks, ReuseOperands().min_bytes).items()
-            for result, arguments in found.items()
-        }
-        self.items = items_of(ordered, over)
-        self.order = list(range(len(self.items.nodes)))
-        entries = {node.outputs[0]: e for node, e in zip(ordered.nodes, traffic(ordered).entries, strict=True)}
-        costs, pure = [], []
-        forward = ancestors(ordered, ordered.outputs[:1])
-        for node in self.items.nodes:
-            entry = entries[node.outputs[0]]
-            costs.append(number(entry.bytes) + number(entry.flops) / self.options.intensity)
-            pure.append(node.outputs[0] in forward and not draws(node.op))
-        self.costs = costs
-        # The curve of live bytes is that of the step with updates in place: what is written takes no memory then, and
-        # gradients that updates use up in parts take that of a part.
-        written, parts = self._written(), self._parts()
-        free = Items(
-            self.items.nodes,
-            self.items.before,
-            self.items.touches,
-            tuple(0 if b in written else parts.get(b, size) for b, size in enumerate(self.items.bytes)),
-            self.items.kept,
-            self.items.overwrites,
-            self.items.names,
-        )
-        every = frozenset(range(len(self.items.bytes)))
-        possible = frozenset(b for b, item in self._maker().items() if pure[item]) - self.items.kept
-        kept = self._chosen(self.options.keep, "keep", every)
+        runs, items = self.runs, self.items
+        possible = frozenset(b for b, item in runs.makers.items() if runs.pure[item]) - items.kept
+        kept = self._chosen(self.options.keep, "keep", frozenset(range(len(items.bytes))))
         dropped = self._chosen(self.options.recompute, "recompute", possible)
         if both := kept & dropped:
-            raise Unmet(f"{self._block_names()[min(both)]} is named in keep and in recompute")
-        return Stages(free, self.order, pure, costs, frozenset(kept), frozenset(dropped), finer * self.options.stages)
-
-    def _written(self) -> frozenset[int]:
-        written = set(self.graph.writes.values())
-        return frozenset(b for b, name in self._block_names().items() if name in written)
-
-    def _parts(self) -> dict[int, int]:
-        graph, sizes = self.default_graph, dict[str, int]()
-        for chain in chains(graph).values():
-            tensor = graph.tensors[graph.nodes[chain.gradient].outputs[0]]
-            for position in (chain.gradient, chain.rows):
-                if position is not None:
-                    name = graph.nodes[position].outputs[0]
-                    sizes[name] = part_rows(graph, chain) * number(tensor.shape[1]) * tensor.dtype.bytes
-        return {b: sizes[name] for b, name in self._block_names().items() if name in sizes}
-
-    def _maker(self) -> dict[int, int]:
-        makers: dict[int, int] = {}
-        for item, touched in enumerate(self.items.touches):
-            for block in touched:
-                makers.setdefault(block, item)
-        return makers
-
-    def _block_names(self) -> dict[int, str]:
-        return dict(enumerate(self.items.names))
+            raise Unmet(f"{items.names[min(both)]} is named in keep and in recompute")
+        count = finer * self.options.stages
+        order = range(len(items.nodes))
+        return Stages(items, order, runs.pure, runs.costs, frozenset(kept), frozenset(dropped), count)
 
     def _chosen(self, patterns: Sequence[str], option: str, possible: frozenset[int]) -> set[int]:
         """The blocks that patterns name: by the array or by the path of the module that made it."""
         found: set[int] = set()
-        makers = self._maker()
+        makers = self.runs.makers
         for pattern in patterns:
             matched = set()
-            for block, name in self._block_names().items():
+            for block, name in enumerate(self.items.names):
                 path = self.items.nodes[makers[block]].origin.module
                 if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(path, pattern) or _under(path, pattern):
                     matched.add(block)
@@ -210,8 +136,8 @@ class _Search:
 
     def _impossible(self, block: int) -> str:
         """Why an array is never made again."""
-        maker = self.items.nodes[self._maker()[block]]
-        name = f"{self._block_names()[block]} cannot be made again"
+        maker = self.items.nodes[self.runs.makers[block]]
+        name = f"{self.items.names[block]} cannot be made again"
         if draws(maker.op):
             return f"{name}: {maker.op.label} draws from PyTorch's generator"
         if block in self.items.kept:
@@ -235,7 +161,7 @@ class _Search:
             if (found := self._within(stages, limit) or self._least(stages, limit)) is not None:
                 return found
         raise Unmet(
-            f"a budget of {show_bytes(limit)} is below the minimum of {show_bytes(self.lowest)} for {self.graph.name}",
+            f"a budget of {show_bytes(limit)} is below the minimum of {show_bytes(self.lowest)} for {self.given.name}",
             advice=f"it takes {show_bytes(self.default)} without recomputation; parameters and optimizer state are not "
             "counted",
         )
@@ -285,17 +211,7 @@ class _Search:
 
     def graph_of(self, choice: Choice) -> Graph:
         """The graph of a choice, without what nobody reads."""
-        return DeadCode().run(rebuilt(self.graph, self.items, self.order, choice))
-
-
-def ancestors(graph: Graph, names: Sequence[str]) -> set[str]:
-    """The arrays from which `names` are computed, and all that is made along with them."""
-    found = set(names)
-    for node in reversed(graph.nodes):
-        if not found.isdisjoint(node.outputs):
-            found.update(node.inputs)
-            found.update(node.outputs)
-    return found
+        return DeadCode().run(rebuilt(self.runs.graph, self.items, choice))
 
 
 def _under(path: str, pattern: str) -> bool:

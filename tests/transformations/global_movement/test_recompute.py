@@ -15,7 +15,8 @@ from daceml_train.ops.fallback import Aten, Operand
 from daceml_train.ops.operator import make
 from daceml_train.passes.pipeline import Pipeline
 from daceml_train.tensor import DType, Tensor
-from daceml_train.transformations.global_movement.recompute import Recompute, budget_bytes, finished, recomputed
+from daceml_train.transformations.global_movement.recompute import Recompute, budget_bytes, recomputed
+from daceml_train.transformations.global_movement.runs import finished
 from daceml_train.transformations.pipelines import TRAINING
 from tests.transformations.checking import arrays, check_same
 from tests.transformations.random_graphs import training_graphs
