@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from daceml_train.codegen.domain import analyse
+from daceml_train.errors import Refused
 from daceml_train.graph.graph import Graph, Node
+from daceml_train.graph.memory import number
+from daceml_train.ops.kernel import Kernel
+from daceml_train.tensor import Tensor
+from daceml_train.transformations.global_movement.dead_code import trimmed
 from daceml_train.transformations.global_movement.live import Items
 from daceml_train.transformations.global_movement.stages import Choice
 
@@ -10,6 +18,43 @@ from daceml_train.transformations.global_movement.stages import Choice
 def rebuilt(graph: Graph, items: Items, choice: Choice) -> Graph:
     """The graph with the items of `choice.again` computed again in their stages."""
     return _Rebuild(graph, items, choice).run()
+
+
+SMALL = 16
+"""A result that is so many times smaller than another one of its kernel is kept instead of being made again."""
+
+
+def from_kept(graph: Graph, node: Node, again: Node) -> Node:
+    """What makes the results of a kernel `node` again from small ones that are kept: a normalisation from its moments.
+
+        x -> kernel(mean(x), x - mean) -> m, y      again:      x, m -> kernel(x - m) -> y'
+
+    `again` is the node with the operands to read. Where a part is no kernel that can be generated, it stays whole.
+    """
+    if not isinstance(node.op, Kernel):
+        return again
+    sizes = [number(graph.tensors[name].bytes) for name in node.outputs]
+    made_alone = {s.outputs[0] for s in node.op.statements if len(s.outputs) == 1}
+    kept = {
+        value: name
+        for value, name, size in zip(node.op.yields, node.outputs, sizes, strict=True)
+        if SMALL * size <= max(sizes) and value in made_alone
+    }
+    if not kept:
+        return again
+    arguments = (*node.op.arguments, *kept)
+    statements = tuple(s for s in node.op.statements if s.outputs[0] not in kept)
+    body = Kernel(arguments, statements, tuple(y for y in node.op.yields if y not in kept))
+    outputs = tuple(name for name in node.outputs if name not in kept.values())
+    part = trimmed(Node(body, (*again.inputs, *kept.values()), outputs, node.origin), body, outputs)
+    assert isinstance(part.op, Kernel)
+    read = dict(zip(arguments, (*node.inputs, *kept.values()), strict=True))
+    tensors = [graph.tensors[read[argument]] for argument in part.op.arguments]
+    try:
+        analyse(part.op, [Tensor(t.shape, t.dtype) for t in tensors])
+    except Refused:
+        return again
+    return part
 
 
 class _Rebuild:
@@ -55,11 +100,12 @@ class _Rebuild:
             if missing:
                 todo += missing
                 continue
-            inputs = tuple(self.latest(i) for i in node.inputs)
-            outputs = tuple(self.fresh(n) for n in node.outputs)
-            self.other.nodes.append(Node(node.op, inputs, outputs, node.origin))
-            for old, new in zip(node.outputs, outputs, strict=True):
-                self.current[old], self.made_in[old] = new, stage
+            again = replace(node, inputs=tuple(self.latest(i) for i in node.inputs))
+            again = from_kept(self.graph, node, again)
+            outputs = tuple(self.fresh(n) for n in again.outputs)
+            self.other.nodes.append(replace(again, outputs=outputs))
+            self.current.update(zip(again.outputs, outputs, strict=True))
+            self.made_in.update((old, stage) for old in node.outputs)
         return self.latest(name)
 
     def root(self, name: str) -> str:
