@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-from torch.utils.cpp_extension import include_paths
 
 from daceml_train.errors import CompilerError
 
@@ -49,7 +48,9 @@ def is_intact(path: Path) -> bool:
 
 
 def _compile_flags() -> list[str]:
-    includes = [flag for folder in include_paths() for flag in ("-isystem", folder)]
+    headers = Path(torch.__file__).parent / "include"  # as `cpp_extension.include_paths`, which imports setuptools
+    folders = (headers, headers / "torch" / "csrc" / "api" / "include")
+    includes = [flag for folder in folders for flag in ("-isystem", str(folder))]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     # One header per operator: the alternative, all of them, costs 50 s.
     return ["-O2", "-std=c++20", "-fPIC", "-fvisibility=hidden", abi, "-DAT_PER_OPERATOR_HEADERS", *includes]
