@@ -61,9 +61,8 @@ def step_graph(network: Network, small: bool = False) -> Graph:
 
 
 def planned(model: Memory) -> int:
-    """The arena that is planned for what lives in it, and the pool at its fullest."""
-    lives = [Lifetime(a.bytes, a.first, a.last) for a in model.arrays if not a.pooled]
-    return plan_arena(lives)[1] + max(model.pool, default=0)
+    """The arena that is planned for all arrays, those that library calls make and hand out included."""
+    return plan_arena([Lifetime(a.bytes, a.first, a.last) for a in model.arrays])[1]
 
 
 def time_ratio(network: Network, budget: float | str, small: bool, runs: int = 15) -> float:

@@ -36,6 +36,7 @@ from daceml_train.runtime.program import (
     Launch,
     Place,
     Program,
+    library_results,
 )
 from daceml_train.runtime.timing import Timing
 from daceml_train.tensor import Dim, DType, Tensor, same_shape
@@ -246,12 +247,14 @@ class BoundPlan:
 
     def _slots(self) -> int:
         program = self.program
-        arena = [i for i in self.used if self._home(i) is Home.arena]
-        slots = [program.slots[i] for i in arena]
-        lifetimes = [Lifetime(self.bytes_of(i), s.first, s.last) for i, s in zip(arena, slots, strict=True)]
+        offered = self._offered()
+        planned = [i for i in self.used if self._home(i) is Home.arena or i in offered]
+        slots = [program.slots[i] for i in planned]
+        lifetimes = [Lifetime(self.bytes_of(i), s.first, s.last) for i, s in zip(planned, slots, strict=True)]
         offsets, size = plan_arena(lifetimes)
-        for slot, offset in zip(arena, offsets, strict=True):
-            self.plan.arena_slot(slot, offset)
+        for slot, offset in zip(planned, offsets, strict=True):
+            if slot not in offered:
+                self.plan.arena_slot(slot, offset)
             self.offsets[slot] = offset
         for i in self.used:
             entry, home = program.slots[i], self._home(i)
@@ -267,7 +270,20 @@ class BoundPlan:
                 self.plan.fresh_slot(i, *layout)
             else:
                 self.plan.result_slot(i, *layout)
+                if i in offered:
+                    assert isinstance(self.plan, Plan)
+                    self.plan.offer(i, self.offsets[i])
         return size
+
+    def _offered(self) -> frozenset[int]:
+        """Results for which library calls take memory of the arena: those of PyTorch's own operators, on CPUs.
+
+        Others may keep what they allocate.
+        """
+        if not isinstance(self.plan, Plan):
+            return frozenset()
+        handed = {place.slot for place in self.program.outputs}
+        return (self._returned - handed) | library_results(self.program)
 
     def _ints(self, dims: Sequence[Dim]) -> list[int]:
         return [self.value(d) for d in dims]

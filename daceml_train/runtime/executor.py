@@ -57,6 +57,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "plan_arena_slot": (c_int, [_HANDLE, c_int, c_int64]),
     "plan_input_slot": (c_int, [_HANDLE, c_int, c_int, c_int, _POINTER, _POINTER, c_int, c_int]),
     "plan_opaque_slot": (c_int, [_HANDLE, c_int, c_int, c_int, _POINTER, _POINTER, c_int]),
+    "plan_offer": (c_int, [_HANDLE, c_int, c_int64]),
     "plan_owned_slot": (c_int, [_HANDLE, c_int, c_int, c_int, _POINTER, _POINTER, c_int]),
     "plan_view": (c_int, [_HANDLE, c_int, c_int64, c_int, _POINTER, _POINTER, c_int]),
     "plan_kernel": (c_int, [_HANDLE, c_void_p, _POINTER, _POINTER, c_int, _POINTER, c_int, c_int]),
@@ -282,6 +283,13 @@ class Plan:
     def result_slot(self, slot: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]) -> None:
         """The slot holds what a `call` returns; other strides are brought to these, other sizes are an error."""
         self._checked(self._native.plan_owned_slot(self._handle, slot, False, *_layout(dtype, sizes, strides)))
+
+    def offer(self, slot: int, offset: int) -> None:
+        """The call that makes the slot may take the arena's memory from `offset` on for it, and only for so long.
+
+        An operator must not keep its results, nor anything of their size that it allocates, beyond the slot's life.
+        """
+        self._checked(self._native.plan_offer(self._handle, slot, offset))
 
     def view(self, slot: int, offset: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]) -> View:
         """A tensor over the slot, `offset` bytes from its start; strides in elements.

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from daceml_train.runtime.memory import Lifetime, plan_arena
-from daceml_train.runtime.program import Home, KernelLaunch, Program
+from daceml_train.runtime.program import Home, KernelLaunch, Program, library_results
 from daceml_train.tensor import Dim
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Planned bytes: the arena's size, and what lives at each launch in it (scratch arrays apart) and in the pool."""
+    """Planned bytes: the arena's size, and what lives at each launch in it (scratch arrays apart) and in the pool.
+
+    Results of library calls count as the pool's, although those of PyTorch's own take memory that the arena offers.
+    """
 
     arena_bytes: int
     arena: tuple[int, ...]
     scratch: tuple[int, ...]
     pool: tuple[int, ...]
+    elsewhere: int
+    """The most bytes at one launch that lie in the pool and are not offered by the arena."""
     inputs: int
 
     @property
@@ -37,8 +43,8 @@ class Footprint:
 
     @property
     def planned(self) -> int:
-        """Bytes that a run takes besides its inputs: the arena, and the pool at its fullest."""
-        return self.arena_bytes + self.pool_peak
+        """Bytes that a run takes besides its inputs: the arena, and the rest of the pool at its fullest."""
+        return self.arena_bytes + self.elsewhere
 
 
 def footprint(program: Program, value: Callable[[Dim], int], returned: frozenset[int] = frozenset()) -> Footprint:
@@ -55,7 +61,8 @@ def footprint(program: Program, value: Callable[[Dim], int], returned: frozenset
         if isinstance(launch, KernelLaunch) and (kept := len(program.codes[launch.code].scratch))
         for place in launch.places[-kept:]
     }
-    change = {kind: [0] * (count + 1) for kind in ("arena", "scratch", "pool")}
+    offered = library_results(program) | (returned - handed)
+    change = {kind: [0] * (count + 1) for kind in ("arena", "scratch", "pool", "elsewhere")}
     inputs, lifetimes = 0, []
     for index, slot in enumerate(program.slots):
         if slot.home is Home.input:
@@ -67,16 +74,14 @@ def footprint(program: Program, value: Callable[[Dim], int], returned: frozenset
         kind = "scratch" if index in scratch_slots else "arena"
         if slot.home is not Home.arena or index in returned:
             kind = "pool"
-        else:
+        if kind != "pool" or index in offered:
             lifetimes.append(Lifetime(value(slot.bytes), slot.first, slot.last))
-        change[kind][slot.first] += value(slot.bytes)
-        change[kind][last + 1] -= value(slot.bytes)
+        for curve in ("pool", "elsewhere") if kind == "pool" and index not in offered else (kind,):
+            change[curve][slot.first] += value(slot.bytes)
+            change[curve][last + 1] -= value(slot.bytes)
     curves = {}
     for kind, steps in change.items():
-        total, curve = 0, []
-        for step in steps[:count]:
-            total += step
-            curve.append(total)
-        curves[kind] = tuple(curve)
+        curves[kind] = tuple(accumulate(steps[:count]))
     _, size = plan_arena(lifetimes)
-    return Footprint(size, curves["arena"], curves["scratch"], curves["pool"], inputs)
+    elsewhere = max(curves["elsewhere"], default=0)
+    return Footprint(size, curves["arena"], curves["scratch"], curves["pool"], elsewhere, inputs)

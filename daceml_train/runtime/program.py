@@ -200,3 +200,16 @@ class Program:
         for launch in self.launches:
             for body in launch.bodies if isinstance(launch, ControlLaunch) else ():
                 yield from body.all
+
+
+def library_results(program: Program) -> frozenset[int]:
+    """Slots that calls of PyTorch's own operators make, but for those handed to the user."""
+    handed = {place.slot for place in program.outputs}
+    made = {
+        slot
+        for launch in program.launches
+        if isinstance(launch, CallLaunch) and launch.target.startswith("aten::")
+        for slot in launch.returns
+        if slot is not None and program.slots[slot].home is Home.result
+    }
+    return frozenset(made - handed)

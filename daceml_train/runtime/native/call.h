@@ -8,6 +8,7 @@
 #include <ATen/core/stack.h>
 
 #include "argument.h"
+#include "pool.h"
 #include "values.h"
 
 namespace daceml {
@@ -91,13 +92,30 @@ class Call {
     stack.swap(stack_);  // its memory is reused; an exception leaves `stack_` empty
     stack.clear();
     for (const Argument& argument : arguments_) push(stack, argument, values);
-    operator_.callBoxed(&stack);
+    {
+      const Offers offers(results_, values);
+      operator_.callBoxed(&stack);
+    }
     take(stack, values);
     stack.clear();
     stack_.swap(stack);
   }
 
  private:
+  // The arena's memory for results is on offer as long as this lives.
+  struct Offers {
+    Offers(const std::vector<Result>& results, const Values& values) {
+      for (const Result& result : results) {
+        if (result.slot < 0 || values.slots[result.slot].offset < 0) continue;
+        const Slot& slot = values.slots[result.slot];
+        Pool::offers().push_back({values.arena + slot.offset, static_cast<size_t>(slot.layout.bytes), false});
+      }
+    }
+    ~Offers() { Pool::offers().clear(); }
+    Offers(const Offers&) = delete;
+    Offers& operator=(const Offers&) = delete;
+  };
+
   enum class Kind : uint8_t { constant, tensor, tensors };
   struct Argument {
     Kind kind;

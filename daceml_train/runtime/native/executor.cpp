@@ -166,7 +166,17 @@ EXPORT int plan_owned_slot(PlanHandle* handle, int slot, int is_fresh, int dtype
                            const int64_t* strides, int dimensions) {
   return build([&] {
     Layout layout(dtype, sizes, strides, dimensions);
-    handle->plan.values.declare(slot, is_fresh ? Home::fresh : Home::result).layout = std::move(layout);
+    Slot& declared = handle->plan.values.declare(slot, is_fresh ? Home::fresh : Home::result);
+    declared.layout = std::move(layout);
+    declared.offset = -1;
+    return 0;
+  });
+}
+EXPORT int plan_offer(PlanHandle* handle, int slot, int64_t offset) {
+  return build([&] {
+    Slot& offered = handle->plan.values.slot(slot);
+    TORCH_CHECK_VALUE(offered.home == Home::result, "slot ", slot, " is no result of a call");
+    offered.offset = offset;
     return 0;
   });
 }

@@ -61,6 +61,8 @@ class Lifetime {
   void check_arena(int64_t arena_bytes) {
     for (size_t i = 0; i < values_.slots.size(); ++i) {
       const Slot& slot = values_.slots[i];
+      TORCH_CHECK_VALUE(slot.home != Home::result || slot.offset < 0 || slot.offset + slot.layout.bytes <= arena_bytes,
+                        "slot ", i, " at offset ", slot.offset, " leaves the arena of ", arena_bytes, " bytes");
       TORCH_CHECK_VALUE(slot.home != Home::arena || (slot.offset >= 0 && slot.offset <= arena_bytes), "slot ", i,
                         " at offset ", slot.offset, " leaves the arena of ", arena_bytes, " bytes");
     }

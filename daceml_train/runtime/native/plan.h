@@ -172,7 +172,7 @@ class Plan {
     }
     arena_->grow(arena_bytes_);
     if (arena_->base() == base_) return;
-    base_ = arena_->base();
+    base_ = values.arena = arena_->base();
     for (Slot& slot : values.slots) {
       if (slot.home == Home::arena) slot.pointer = base_ + slot.offset;
     }

@@ -14,6 +14,7 @@
 #include <mutex>
 #include <set>
 #include <utility>
+#include <vector>
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -43,8 +44,25 @@ class Pool final : public c10::Allocator {
     return open;
   }
 
+  // Memory that lies ready for a result of the library call that runs on this thread. A request of just this size gets
+  // it; what the call frees before it ends may be had once more, so that a temporary array keeps no result out.
+  struct Offer {
+    char* address;
+    size_t bytes;
+    bool taken;
+  };
+  static std::vector<Offer>& offers() {
+    static thread_local std::vector<Offer> made;
+    return made;
+  }
+
   c10::DataPtr allocate(size_t bytes) override {
     if (gate() && bytes >= page_bytes) {
+      for (Offer& offer : offers()) {
+        if (offer.taken || offer.bytes != bytes) continue;
+        offer.taken = true;
+        return {offer.address, offer.address, &Pool::put_back, c10::Device(c10::kCPU)};
+      }
       if (void* block = take(bytes)) return {block, block, &Pool::release, c10::Device(c10::kCPU)};
     }
     return previous_->allocate(bytes);
@@ -177,7 +195,19 @@ class Pool final : public c10::Allocator {
     return address(first);
   }
 
+  // True if the memory was offered to the call that runs; that of earlier calls is not to be freed either.
+  static bool withdrawn(void* pointer) {
+    for (Offer& offer : offers()) {
+      if (offer.address != pointer) continue;
+      offer.taken = false;
+      return true;
+    }
+    return false;
+  }
+  static void put_back(void* pointer) { withdrawn(pointer); }
+
   static void release(void* pointer) {
+    if (withdrawn(pointer)) return;  // asked for by `raw_allocate`
     Pool& pool = instance();
     char* block = static_cast<char*>(pointer);
     if (block < pool.base_ || block >= pool.address(pool.total_pages_)) {

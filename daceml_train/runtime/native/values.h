@@ -17,7 +17,7 @@ struct Slot {
   bool is_mutable = false;
   bool is_opaque = false;  // an input whose layout is a library's own: only calls read it
   int index = -1;          // of the input
-  int64_t offset = 0;  // bytes into the arena
+  int64_t offset = 0;  // bytes into the arena; of a result slot, where memory lies ready for it, -1 if nowhere
   Layout layout;       // all but arena slots
   char* pointer = nullptr;
   at::Tensor value;    // fresh, result and opaque slots, while they live
@@ -38,6 +38,7 @@ class Values {
   explicit Values(int count) : slots(count) {}
   std::vector<Slot> slots;
   std::vector<View> views;
+  char* arena = nullptr;  // while the plan runs
 
   Slot& slot(int index) {
     TORCH_CHECK_VALUE(index >= 0 && index < static_cast<int>(slots.size()), "there is no slot ", index, ": the plan has ",
