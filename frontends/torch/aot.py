@@ -6,11 +6,14 @@ The partitioner is not used here. Should anything else use it later, NetworkX is
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
+
+import torch._dynamo  # before: its rules look for packages
 
 
 class Later(ModuleType):
@@ -27,10 +30,12 @@ class Later(ModuleType):
 @contextmanager
 def later(name: str) -> Iterator[None]:
     """Within it, importing a module that is not loaded gives what stands in for it."""
-    if name in sys.modules:
+    spec = None if name in sys.modules else importlib.util.find_spec(name)
+    if spec is None:
         yield
         return
     stand_in = sys.modules[name] = Later(name)
+    stand_in.__spec__ = spec
     try:
         yield
     finally:

@@ -107,6 +107,61 @@ def call_once(name: str, overload: str, arguments: Sequence, expected: Sequence[
             assert not output.requires_grad
 
 
+def offered(arena: Arena, like: torch.Tensor, call: Callable[[Builder, int], None], inputs: Sequence[torch.Tensor]):
+    """What a call made in memory that the arena offers, and whether it lies there."""
+    builder = Builder(arena=arena)
+    for tensor in inputs:
+        builder.input(tensor)
+    slot, view = builder.result(like)
+    builder.plan.offer(slot, 4096)
+    out, copied = builder.fresh(list(like.shape))
+    call(builder, slot)
+    seen, start = builder.fresh([2])
+    builder.plan.copy((out, 0), (slot, 0), like.nbytes)
+    first, _ = builder.arena(4096, list(like.shape))
+    builder.plan.copy((seen, 0), (first, 0), 8)
+    builder.plan.finalize(4096 + like.nbytes, [out, seen])
+    made, beginning = builder.plan.run(list(inputs))
+    return made, torch.equal(beginning, made.flatten()[:2])
+
+
+def test_a_result_takes_the_memory_that_the_arena_offers() -> None:
+    x = torch.randn(64, 64)
+    before = pool_statistics().in_use
+
+    def call(builder: Builder, slot: int) -> None:
+        view = builder.plan.view(0, 0, F32, [64, 64], [64, 1])
+        builder.plan.call("aten::cumsum", "", [view, 0], [slot], tag=1)
+
+    made, there = offered(Arena(), x, call, [x])
+    assert there
+    torch.testing.assert_close(made, x.cumsum(0))
+    assert pool_statistics().in_use - before <= 2 * x.nbytes
+
+
+def test_a_temporary_array_gives_the_offer_back() -> None:
+    """Of a transposed argument the library makes a dense copy of the result's size first."""
+    x = torch.randn(64, 64)
+
+    def call(builder: Builder, slot: int) -> None:
+        view = builder.plan.view(0, 0, F32, [64, 64], [1, 64])
+        builder.plan.call("aten::logcumsumexp", "", [view, 0], [slot], tag=1)
+
+    made, _ = offered(Arena(), x, call, [x])
+    torch.testing.assert_close(made, x.t().logcumsumexp(0))
+
+
+def test_only_results_of_calls_are_offered_memory_and_within_the_arena() -> None:
+    builder = Builder()
+    fresh, _ = builder.fresh([8])
+    with pytest.raises(Invalid, match="no result of a call"):
+        builder.plan.offer(fresh, 0)
+    slot, view = builder.result(torch.zeros(8))
+    builder.plan.offer(slot, 64)
+    with pytest.raises(Invalid, match="leaves the arena"):
+        builder.plan.finalize(64, [])
+
+
 # Kernels, copies and products
 
 

@@ -34,7 +34,7 @@ class RecomputeCheap(Pass):
     """
 
     level = "global_movement"
-    time: float = 0.06
+    time: float = 0.1
     min_bytes: int = 1 << 20
     intensity: float = 16.0
 
