@@ -85,6 +85,13 @@ EXTRA = {
         "%d = mul(%c, %l)\n%e = mul(%d, %b)\n%f = mul(%e, %a)",
         "%l, %f",
     ),
+    "recompute_cheap": program(
+        "x: f32[512, 1024], w: f32[1024, 1024]",
+        "%a = exp(%x)\n%y = matmul(%a, %w)\n%z = matmul(%y, %w)\n%l = reduce(%z, kind=\"sum\", dims=(0, 1))\n"
+        "%d = mul(%z, %l)\n%e = matmul(%d, %w)\n%f = matmul(%e, %w)\n%g = mul(%f, %a)\n"
+        "%h = reduce(%g, kind=\"sum\", dims=(0, 1))",
+        "%l, %h",
+    ),
     "mixed_precision": program(
         "x: f32[64, 64], w: f32[64, 64] parameter",
         "%a = exp(%x)\n%t = permute(%w, dims=(1, 0))\n%y = matmul(%a, %t)\n%z = add(%y, %a)",

@@ -42,19 +42,27 @@ class FuseSiblings(Pass):
         pairs = ((self.sibling(grouping, group), group) for group in grouping.groups())
         return [FusionMatch(self, grouping, first, second, self.limit) for first, second in pairs if first is not None]
 
-    def joined(self, graph: Graph, names: Collection[str]) -> Graph:
-        """The graph with each kernel that makes one of `names` joined to its nearest sibling, earlier or later."""
+    def joined(self, graph: Graph, names: Collection[str], apart: Collection[str]) -> Graph:
+        """The graph with each kernel that makes one of `names` joined to its nearest sibling, earlier or later.
+
+        Kernels that make one of `apart` are left as they are.
+        """
         grouping = Grouping(graph)
         for group in grouping.groups():
             if any(name in names for item in group.items for name in item.outputs):
-                if (earlier := self.sibling(grouping, group)) is not None:
+                if (earlier := self.sibling(grouping, group, apart=apart)) is not None:
                     grouping.join(earlier, group)
-                elif (later := self.sibling(grouping, group, later=True)) is not None:
+                elif (later := self.sibling(grouping, group, later=True, apart=apart)) is not None:
                     grouping.join(group, later)
         return grouping.build() if grouping.applied else graph
 
-    def sibling(self, grouping: Grouping, group: Group, later: bool = False) -> Group | None:
-        """The nearest earlier kernel (or the nearest later one) that shares an array with `group` and may join it."""
+    def sibling(
+        self, grouping: Grouping, group: Group, later: bool = False, apart: Collection[str] = ()
+    ) -> Group | None:
+        """The nearest earlier kernel (or the nearest later one) that shares an array with `group` and may join it.
+
+        Kernels that make one of `apart` may not.
+        """
         if not group.fusible:
             return None
         sign = -1 if later else 1
@@ -64,6 +72,8 @@ class FuseSiblings(Pass):
             for reader in grouping.consumers(base):
                 other = reader.group
                 if other is None or other is group or not other.fusible:
+                    continue
+                if apart and any(made in apart for item in other.items for made in item.outputs):
                     continue
                 if 0 < sign * (group.position - other.position) <= self.window:
                     found.setdefault(other, set()).add(base)

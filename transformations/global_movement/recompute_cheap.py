@@ -10,7 +10,7 @@ from daceml_train.passes.base import Pass
 from daceml_train.transformations.fusion.siblings import FuseSiblings
 from daceml_train.transformations.global_movement.again import rebuilt
 from daceml_train.transformations.global_movement.dead_code import DeadCode
-from daceml_train.transformations.global_movement.runs import finished, runs_of
+from daceml_train.transformations.global_movement.runs import ancestors, finished, runs_of
 from daceml_train.transformations.global_movement.spans import Spans
 
 NEAR = 8
@@ -51,5 +51,5 @@ class RecomputeCheap(Pass):
             return graph
         made = DeadCode().run(rebuilt(runs.graph, runs.items, spans.choice))
         again = {name for node in made.nodes for name in node.outputs}.difference(graph.tensors)
-        made = FuseSiblings(window=NEAR).joined(made, again)
+        made = FuseSiblings(window=NEAR).joined(made, again, ancestors(made, made.outputs[:1]))
         return made if memory(finished(made)).peak < runs.peak else graph

@@ -87,7 +87,7 @@ class Spans:
         return (Pause(price, block, before, until) for before, until in pairwise(users) if until > before + 1)
 
     def lower(self, budget: float, least: int) -> None:
-        """Let go blocks of at least `least` bytes so that the peak shrinks and making them again costs up to `budget`."""
+        """Let go blocks of at least `least` bytes so that the peak shrinks and running again costs at most `budget`."""
         waiting = list(self.pauses(least))
         heapq.heapify(waiting)
         while waiting:
