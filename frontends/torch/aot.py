@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-import torch._dynamo  # before: its rules look for packages
+import torch._dynamo  # noqa: F401  # before: its rules look for packages
 
 
 class Later(ModuleType):

@@ -112,11 +112,11 @@ def offered(arena: Arena, like: torch.Tensor, call: Callable[[Builder, int], Non
     builder = Builder(arena=arena)
     for tensor in inputs:
         builder.input(tensor)
-    slot, view = builder.result(like)
+    slot, _ = builder.result(like)
     builder.plan.offer(slot, 4096)
-    out, copied = builder.fresh(list(like.shape))
+    out, _ = builder.fresh(list(like.shape))
     call(builder, slot)
-    seen, start = builder.fresh([2])
+    seen, _ = builder.fresh([2])
     builder.plan.copy((out, 0), (slot, 0), like.nbytes)
     first, _ = builder.arena(4096, list(like.shape))
     builder.plan.copy((seen, 0), (first, 0), 8)
@@ -156,7 +156,7 @@ def test_only_results_of_calls_are_offered_memory_and_within_the_arena() -> None
     fresh, _ = builder.fresh([8])
     with pytest.raises(Invalid, match="no result of a call"):
         builder.plan.offer(fresh, 0)
-    slot, view = builder.result(torch.zeros(8))
+    slot, _ = builder.result(torch.zeros(8))
     builder.plan.offer(slot, 64)
     with pytest.raises(Invalid, match="leaves the arena"):
         builder.plan.finalize(64, [])
