@@ -44,6 +44,10 @@ LEVERS = (
     ("rows of embeddings and bags by our own kernel", "DLRM's step 0.91 to 1.34 times PyTorch's speed"),
     ("large gradients made in parts and used up (`UpdateInParts`)", "GPT-2 1 %, BERT and FCN-8s up to 2 % less time"),
     (
+        "cheap arrays made again in front of late readers (`RecomputeCheap`), for peak memory",
+        "up to half of the planned memory for 0 to 5 % of the time ([docs/memory.md](memory.md))",
+    ),
+    (
         "activations within the library's calls (post-ops)",
         "not for training: backward passes read what comes before them",
     ),
@@ -60,11 +64,12 @@ LIMITS: dict[str, str] = {
     "lstm": "The peak memory is PyTorch, TorchDynamo and what they import; the step's own arrays are 9 MiB.",
 }
 """Network -> what limits it now."""
-MEMORY = """Peak memory of a warm ResNet-50 step, 996 MiB, is PyTorch (219), the parameters (97), modules that
-TorchDynamo and the optimizer import in eager execution, too (79), what capturing imports and leaves (73), momentum
-(97), what the step was planned to take (384, of which results of library calls are 157), and what libraries keep
-(47). Only the last but one is ours to choose: `Recompute` lowers it, at the price in the table. Networks whose arrays
-are few against what is imported (LSTM, DLRM) cannot reach 0.8 this way."""
+MEMORY = """Peak memory of a warm ResNet-50 step, 813 MiB, is PyTorch (219), the parameters (97), modules that
+TorchDynamo and the optimizer import in eager execution, too (79), what capturing imports and leaves (57), momentum
+(97), what the step was planned to take (213), and what libraries keep (51). It was 996 MiB before cheap arrays were
+made again (`RecomputeCheap`, 384 MiB of arrays), library calls wrote their results into the arena, and capturing left
+out NetworkX and setuptools (16). Networks whose arrays are few against what is imported or trained (LSTM, DLRM) can
+hardly get below what every variant has."""
 """Why peak memory is what it is."""
 
 

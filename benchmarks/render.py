@@ -111,10 +111,6 @@ def _starts(found: Mapping[str, Any]) -> dict[str, float]:
     made["warm behind capture"] = sum(seconds for stage, seconds in stages.items() if stage != "capture")
     if fastest:
         made["memory"] = rows["step"]["warm"]["peak_bytes"] / rows[fastest[0]]["warm"]["peak_bytes"]
-    if fastest and "step-memory" in rows:
-        again = rows["step-memory"]
-        made["memory recomputing"] = again["warm"]["peak_bytes"] / rows[fastest[0]]["warm"]["peak_bytes"]
-        made["step recomputing"] = fastest[1] / again["stock"]["median"]
     if "inductor" in rows:
         made["inductor"] = rows["inductor"]["cold"]["seconds"]
     return made
@@ -213,8 +209,6 @@ def _summary(networks: Networks) -> Iterator[str]:
         ),
         ("peak memory ÷ PyTorch's, geometric mean", "0.8", mean(starts, "memory")),
         ("the same, worst network", "0.8", extreme({n: r["memory"] for n, r in starts.items() if "memory" in r}, max)),
-        ("peak memory ÷ PyTorch's with `Recompute(0.7)`, geometric mean", "0.8", mean(starts, "memory recomputing")),
-        ("times as fast as the best of PyTorch with it, geometric mean", "1.35", mean(starts, "step recomputing")),
         ("cold start ÷ torch.compile's, worst network", "0.5", extreme(cold, max)),
         (
             "seconds of a warm start behind capture, worst network",

@@ -11,10 +11,6 @@ import torch
 
 import daceml_train as dt
 from benchmarks.networks import Network, Problem
-from daceml_train.transformations.global_movement.recompute import Recompute
-
-BUDGET = 0.7
-"""The share of its planned peak that a step which recomputes may take."""
 
 
 class Step:
@@ -30,8 +26,7 @@ class Step:
 class Variant:
     """How to make a step of a problem.
 
-    `ours` tells this project from PyTorch, `compiled` what starts warm, `mixed` steps in bfloat16 and float32,
-    `recomputing` those that keep less for the backward pass.
+    `ours` tells this project from PyTorch, `compiled` what starts warm, `mixed` steps in bfloat16 and float32.
     """
 
     title: str
@@ -41,11 +36,10 @@ class Variant:
     ours: bool = False
     compiled: bool = False
     mixed: bool = False
-    recomputing: bool = False
 
     def suits(self, network: Network) -> bool:
-        """Whether the network has such a layout, and anything to compute again."""
-        return (network.images or not self.channels_last) and (network.activations or not self.recomputing)
+        """Whether the network has such a layout."""
+        return network.images or not self.channels_last
 
     def of(self, network: Network, cache: Path | None = None) -> Step | None:
         """The step, or None where it does not suit the network; ours keeps what it compiles in `cache`."""
@@ -108,10 +102,6 @@ def _own_mixed(problem: Problem, cache: Path | None) -> Step:
     return OwnStep(problem, cache, dt.MIXED_PRECISION)
 
 
-def _own_recomputing(problem: Problem, cache: Path | None) -> Step:
-    return OwnStep(problem, cache, dt.TRAINING.before("update_in_place", Recompute(budget=BUDGET)))
-
-
 VARIANTS: dict[str, Variant] = {
     "eager": Variant("PyTorch eager", False, False, _eager),
     "eager-fused": Variant("eager, fused optimizer", False, True, _eager),
@@ -120,13 +110,6 @@ VARIANTS: dict[str, Variant] = {
     "inductor-cl": Variant("torch.compile, channels-last, fused optimizer", True, True, _inductor, compiled=True),
     "module": Variant("daceml_train.optimize, PyTorch's optimizer", False, True, OwnModule, ours=True, compiled=True),
     "step": Variant("daceml_train.training_step", False, False, OwnStep, ours=True, compiled=True),
-    "step-memory": Variant(
-        f"daceml_train.training_step, Recompute({BUDGET})",
-        *(False, False, _own_recomputing),
-        ours=True,
-        compiled=True,
-        recomputing=True,
-    ),
     "eager-bf16": Variant("eager, autocast, fused optimizer", False, True, _eager_mixed, mixed=True),
     "eager-cl-bf16": Variant("eager, autocast, channels-last, fused optimizer", True, True, _eager_mixed, mixed=True),
     "inductor-bf16": Variant(

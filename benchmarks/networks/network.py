@@ -48,9 +48,8 @@ class Problem:
 class Network:
     """A row of the table; the functions draw from PyTorch's generator, which `build` seeds.
 
-    `images` says that inputs and weights have a channels-last layout that PyTorch may prefer, `activations` that enough
-    memory is kept for the backward pass for some of it to be made again instead. `small` makes the same architecture
-    and a batch of it in a size for tests.
+    `images` says that inputs and weights have a channels-last layout that PyTorch may prefer. `small` makes the same
+    architecture and a batch of it in a size for tests.
     """
 
     title: str
@@ -60,7 +59,6 @@ class Network:
     optimizer: type[torch.optim.Optimizer]
     options: dict[str, Any]
     images: bool = False
-    activations: bool = True
     small: tuple[Make, Batch] | None = None
 
     def build(

@@ -110,12 +110,12 @@ TWELVE: dict[str, Network] = {
     ),
     "dlrm": Network(
         "DLRM, 26 tables of 100,000 rows, 512 examples, SGD",
-        DLRM, partial(clicks, 512, 13, 26, 100_000, 4), F.binary_cross_entropy_with_logits, *_PLAIN, activations=False,
+        DLRM, partial(clicks, 512, 13, 26, 100_000, 4), F.binary_cross_entropy_with_logits, *_PLAIN,
         small=(partial(DLRM, 3, 40, 8, (5, 16), (16, 8)), partial(clicks, 6, 5, 3, 40, 2)),
     ),
     "lstm": Network(
         "LSTM as a Python loop, 128 wide, 16 x 64 tokens, SGD with momentum",
-        partial(LoopLSTM, 1000), partial(tokens, 16, 64, 1000), token_loss, *_SGD, activations=False,
+        partial(LoopLSTM, 1000), partial(tokens, 16, 64, 1000), token_loss, *_SGD,
         small=(partial(LoopLSTM, 20, 16), partial(tokens, 3, 6, 20)),
     ),
 }  # fmt: skip
