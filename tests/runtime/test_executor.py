@@ -151,6 +151,24 @@ def test_a_temporary_array_gives_the_offer_back() -> None:
     torch.testing.assert_close(made, x.t().logcumsumexp(0))
 
 
+def test_a_result_does_not_stay_in_memory_offered_for_another() -> None:
+    """Both results are of one size, and the first is handed out: the offer was for the second."""
+    x, y = torch.randn(2048, 4), torch.randn(2048, 4)
+    builder = Builder()
+    _, view = builder.input(x)
+    first, _ = builder.result(torch.empty(2048))
+    second, _ = builder.result(torch.empty(2048))
+    copied, _ = builder.fresh([2048])
+    builder.plan.offer(second, 4096)
+    builder.plan.call("aten::var_mean", "correction", [view, [1], None, False], [first, second], tag=1)
+    builder.plan.copy((copied, 0), (second, 0), 4 * 2048)
+    builder.plan.finalize(4096 + 4 * 2048, [first, copied])
+    variance, mean = builder.plan.run([x])
+    builder.plan.run([y])
+    torch.testing.assert_close(variance, x.var(1))
+    torch.testing.assert_close(mean, x.mean(1))
+
+
 def test_only_results_of_calls_are_offered_memory_and_within_the_arena() -> None:
     builder = Builder()
     fresh, _ = builder.fresh([8])

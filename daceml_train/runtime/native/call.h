@@ -171,13 +171,24 @@ class Call {
                 tensor.sizes());
     if (result.view >= 0) {
       values.bind(result.view).copy_(tensor);
-    } else if (layout.same_strides(tensor.strides()) && !shared(tensor, i, values)) {
+    } else if (layout.same_strides(tensor.strides()) && !shared(tensor, i, values) && !misplaced(tensor, i, values)) {
       values.own(result.slot, tensor);
     } else {
       at::Tensor copy = allocate(layout);
       copy.copy_(tensor);
       values.own(result.slot, std::move(copy));
     }
+  }
+
+  // True if a result lies in memory that was on offer for another one, whose life that memory's is.
+  bool misplaced(const at::Tensor& tensor, size_t position, const Values& values) const {
+    const auto* start = static_cast<const char*>(tensor.storage().data());
+    for (size_t i = 0; i < results_.size(); ++i) {
+      if (i == position || results_[i].slot < 0) continue;
+      const Slot& other = values.slots[results_[i].slot];
+      if (other.offset >= 0 && start == values.arena + other.offset) return true;
+    }
+    return false;
   }
 
   // True if the memory of a result belongs to an argument, or to a result stored before it.
