@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-import torch._dynamo  # noqa: F401  # before: its rules look for packages
-
 
 class Later(ModuleType):
     """Stands in for a module: while others are imported its attributes are only named, then they are the module's."""
@@ -44,6 +42,7 @@ def later(name: str) -> Iterator[None]:
             del sys.modules[name]
 
 
+importlib.import_module("torch._dynamo")  # before: its rules look for packages
 with later("networkx"):
     from torch._functorch._aot_autograd.schemas import GraphSignature
     from torch._functorch.aot_autograd import aot_export_joint_simple, aot_export_module

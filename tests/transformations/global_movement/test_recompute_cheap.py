@@ -111,10 +111,10 @@ def test_moments_are_kept() -> None:
             analyse(node.op, [Tensor(after.tensors[i].shape, after.tensors[i].dtype) for i in node.inputs])
 
 
-@pytest.mark.parametrize("options", [{"time": 0.0}, {"min_bytes": 2 * ARRAY}])
-def test_nothing_to_do(options: dict[str, float]) -> None:
+@pytest.mark.parametrize("cheap", [RecomputeCheap(time=0.0), RecomputeCheap(min_bytes=2 * ARRAY)])
+def test_nothing_to_do(cheap: RecomputeCheap) -> None:
     graph = network()
-    assert RecomputeCheap(**options).run(graph) is graph  # type: ignore[arg-type]
+    assert cheap.run(graph) is graph
 
 
 def test_the_time_is_kept() -> None:
