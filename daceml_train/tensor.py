@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -72,6 +72,17 @@ class DType(enum.Enum):
 def symbol(name: str) -> sympy.Symbol:
     """The size symbol called `name`: a positive integer."""
     return sympy.Symbol(name, integer=True, positive=True)
+
+
+def evaluate(size: Dim, values: Mapping[str, int]) -> int:
+    """The size with a number for each of its symbols, looked up by name.
+
+    The mapping for SymPy is built from the symbols that occur in the size: a symbol made from a bare name lacks the
+    assumptions of `symbol`, equals none of them, and would replace nothing.
+    """
+    if isinstance(size, int):
+        return size
+    return int(size.xreplace({s: sympy.Integer(values[s.name]) for s in size.free_symbols}))
 
 
 def simplify(size: Dim) -> Dim:

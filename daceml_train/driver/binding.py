@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from daceml_train.frontends.torch.capture import Captured, OutputSource, View
-from daceml_train.tensor import Dim
+from daceml_train.tensor import Dim, evaluate
 
 SEED = "seed"
 """The graph input that holds the seed of a call's random numbers."""
@@ -71,7 +71,7 @@ def _result(
     sizes: dict[str, int],
 ) -> Any:
     def value(size: Dim) -> int:
-        return size if isinstance(size, int) else int(size.subs({s: sizes[str(s)] for s in size.free_symbols}))
+        return evaluate(size, sizes)
 
     match source.kind:
         case "graph":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from daceml_train.runtime.device import GPU
 from daceml_train.runtime.executable import Executable, torch_dtype
 from daceml_train.runtime.executor import InputMismatch
 from daceml_train.runtime.pair_recording import PairRecorder, Ticket
-from daceml_train.tensor import Dim
+from daceml_train.tensor import evaluate
 
 
 def draw_seed() -> torch.Tensor:
@@ -33,16 +33,12 @@ def run_with_layout(executable: Executable, inputs: Sequence[torch.Tensor]) -> l
         value = dict(zip(executable.program.symbols, executable.sizes_of(inputs), strict=True))
         laid_out = []
         for tensor, expected in zip(inputs, executable.program.inputs, strict=True):
-            strides = tuple(_number(s, value) for s in expected.strides)
+            strides = tuple(evaluate(s, value) for s in expected.strides)
             if expected.packing is None and tensor.stride() != strides and not expected.mutable:
                 copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
                 tensor = copy.copy_(tensor.detach())
             laid_out.append(tensor)
         return executable(laid_out)
-
-
-def _number(size: Dim, value: Mapping[str, int]) -> int:
-    return size if isinstance(size, int) else int(size.subs({s: value[str(s)] for s in size.free_symbols}))
 
 
 class CompiledGraph:
@@ -189,7 +185,7 @@ def _filled(
     captured = graph.captured.graph
     expected = captured.tensors[captured.outputs[graph.compiled.cotangents[number]]]
     sizes = sizes_of(graph.captured, dict(zip(graph.names, inputs, strict=True)))
-    shape = [size if isinstance(size, int) else int(size.subs(sizes)) for size in expected.shape]
+    shape = [evaluate(size, sizes) for size in expected.shape]
     device = graph.compiled.forward.device.torch
     return torch.zeros(shape, dtype=torch_dtype(expected.dtype), device=device)
 

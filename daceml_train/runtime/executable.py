@@ -39,7 +39,7 @@ from daceml_train.runtime.program import (
     library_results,
 )
 from daceml_train.runtime.timing import Timing
-from daceml_train.tensor import Dim, DType, Tensor, same_shape
+from daceml_train.tensor import Dim, DType, Tensor, evaluate, same_shape
 
 AnyArena = Arena | DeviceArena
 
@@ -461,7 +461,7 @@ def _evaluator(sizes: dict[str, int]) -> Callable[..., int]:
             return size
         key = (size, blocks) if free(size) else size
         if key not in known:
-            known[key] = int(size.subs({s: blocks if str(s) == "blocks" else sizes[str(s)] for s in size.free_symbols}))
+            known[key] = evaluate(size, {**sizes, "blocks": blocks})
         return known[key]
 
     return value

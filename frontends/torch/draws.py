@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch import types
-from daceml_train.tensor import Shape
+from daceml_train.tensor import Shape, evaluate
 
 Randomness = Literal["seeded", "eager"]
 """`seeded`: numbers are made by the kernels, from a seed per call. `eager`: they are those of eager execution."""
@@ -63,7 +63,7 @@ class Draw:
                     sizes_, steps = [concrete(s) for s in shape], [concrete(s) for s in strides]
                     return torch.empty_strided(sizes_, steps, dtype=dtype, device=device)
                 case sympy.Expr():
-                    return int(argument.subs({s: sizes[str(s)] for s in argument.free_symbols}))
+                    return evaluate(argument, sizes)
             return argument
 
         arguments, keywords = pytree.tree_map(

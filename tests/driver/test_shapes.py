@@ -103,6 +103,45 @@ def test_a_step_whose_sizes_vary_from_the_start() -> None:
         assert distance(a, b) < 1e-5
 
 
+class LossAndResults(nn.Module):
+    """A loss, and results on the way to it that a caller may leave unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = self.first(x)
+        logits = self.second(hidden.relu())
+        return F.cross_entropy(logits, y), logits, hidden
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("used", [(0,), (0, 2), (1,), (1, 2)])
+@pytest.mark.parametrize("way", ["optimize", "backend"])
+def test_results_that_the_loss_does_not_use(way: str, used: tuple[int, ...], dynamic: bool | None) -> None:
+    """Their cotangents are zeros of the batch size at hand."""
+    model = LossAndResults()
+    theirs = copy.deepcopy(model)
+    if way == "optimize":
+        ours: Callable[..., Any] = dt.optimize(model, dynamic=dynamic)
+    else:
+        ours = torch.compile(model, backend="daceml_train", dynamic=dynamic)
+    for batch in (3, 4, 6, 2):
+        x, y = torch.randn(batch, 6), torch.randint(0, 5, (batch,))
+        gradients = []
+        for module, called in ((model, ours), (theirs, theirs)):
+            module.zero_grad()
+            results = called(x, y)
+            sum(results[i].square().sum() for i in used).backward()
+            gradients.append([None if p.grad is None else p.grad for p in module.parameters()])
+        for a, b in zip(*gradients, strict=True):
+            if b is None:
+                assert a is None or not a.any()
+            else:
+                assert a is not None and distance(a, b) < 1e-5, batch
+
+
 def test_no_and_single_elements() -> None:
     model = nn.Sequential(nn.Linear(8, 6), nn.LayerNorm(6), nn.GELU(), nn.Linear(6, 8))
     check(model, lambda b, t: torch.randn(b, t, 8), [(0, 3), (1, 3), (2, 1), (5, 0), (1, 1), (2, 3)])

@@ -37,6 +37,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, str]]] = {
     "a broadcast operand": ("x: f32[8]", "%a = exp(%x)\n%v = view(%a, shape=(8, 1))\n%b = add(%v, %x)\n%c = sin(%b)", "%c", {}),
     "another type": ("x: f32[8]", "%a = exp(%x)\n%b = cast(%a, dtype=f64)\n%c = sin(%b)", "%c", {}),
     "the order of a transposed operand": ("x: f32[8, 8]", "%a = exp(%x)\n%t = permute(%a, dims=(1, 0))\n%b = neg(%t)\n%c = sin(%b)", "%c", {"b": "t"}),
+    "a view that is a copy of an input": ("x: f32[6, 8]", "%t = permute(%x, dims=(1, 0))\n%v = view(%t, shape=(48,))\n%b = neg(%v)\n%c = sin(%b)", "%c", {}),
     "two readings of one operand": (
         "x: f32[8, 8]", "%a = exp(%x)\n%t = permute(%a, dims=(1, 0))\n%b = add(%a, %t)\n%c = sin(%b)", "%c", {}
     ),
