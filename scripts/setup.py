@@ -7,6 +7,7 @@ that answers, else the ordinary one); CXX, the C++ compiler to look for (default
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -74,11 +75,12 @@ def create_venv() -> None:
 
 def check_compiler() -> None:
     """Fail unless a C++ compiler is there and recent enough: models are compiled when they first run."""
-    compiler = os.environ.get("CXX", "g++")
+    command = shlex.split(os.environ.get("CXX") or "g++")  # it may bring arguments: CXX="ccache g++"
+    compiler = command[0]
     how = "install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++) or name one with CXX=/path/to/g++"
     if not shutil.which(compiler):
         fail(f"no C++ compiler {compiler!r} found; {how}")
-    answer = subprocess.run([compiler, "-dumpfullversion", "-dumpversion"], capture_output=True, text=True, check=False)
+    answer = subprocess.run([*command, "-dumpfullversion", "-dumpversion"], capture_output=True, text=True, check=False)
     version = re.match(r"\d+", answer.stdout)
     if not version or int(version[0]) < OLDEST_COMPILER:
         fail(f"{compiler} is version {answer.stdout.strip() or 'unknown'}, {OLDEST_COMPILER} or newer is needed; {how}")

@@ -29,9 +29,10 @@ def add(commands: Any) -> None:
 
 def _cache(options: argparse.Namespace) -> int:
     from daceml_train.reporting import bytes_text
-    from daceml_train.runtime.cache import Cache, default_folder
+    from daceml_train.runtime.cache import Cache
+    from daceml_train.storage.folders import cache_folder
 
-    folder = options.folder or default_folder()
+    folder = cache_folder(options.folder)
     if options.action == "clear":
         print(f"{bytes_text(Cache(folder).clear())} removed from {folder}")
         return 0

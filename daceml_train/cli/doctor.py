@@ -57,7 +57,7 @@ def _versions() -> Iterator[str]:
 
 
 def _compiler() -> Iterator[str]:
-    from daceml_train.codegen.compile import compiler_command
+    from daceml_train.codegen.compiler import compiler_command
 
     command = compiler_command()
     try:
@@ -68,12 +68,14 @@ def _compiler() -> Iterator[str]:
 
 
 def _folder() -> Iterator[str]:
-    from daceml_train.runtime.cache import default_folder
+    from daceml_train.storage.folders import cache_folder, make
+    from daceml_train.storage.trust import distrust
 
-    folder = default_folder()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = make(cache_folder())
     if not os.access(folder, os.W_OK):
         raise Failure(f"the cache folder {folder} cannot be written; name another in DACEML_TRAIN_CACHE")
+    if reason := distrust(folder):
+        raise Failure(f"the cache folder {folder} is not used: {reason}; name another in DACEML_TRAIN_CACHE")
     yield f"cache folder: {folder}"
 
 

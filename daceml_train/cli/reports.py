@@ -76,11 +76,11 @@ def _trace(options: argparse.Namespace) -> int:
 
 
 def _roofline(options: argparse.Namespace) -> int:
-    from daceml_train.runtime.cache import default_folder
     from daceml_train.runtime.roofline import machine
+    from daceml_train.storage.folders import cache_folder
 
     say("measuring bandwidth and peak")
-    found = machine(default_folder(), again=options.again)
+    found = machine(cache_folder(), again=options.again)
     say("")
     print(f"{found.processor}, {found.threads} threads")
     print(f"  copy bandwidth  {found.bandwidth / 1e9:8.1f} GB/s")

@@ -11,15 +11,15 @@ import functools
 import hashlib
 import os
 import platform
-import shlex
-import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from daceml_train.codegen.compiler import compiler_command, run
 from daceml_train.codegen.launch import KernelCode
 from daceml_train.errors import CompilerError
+from daceml_train.storage.files import sealed, unsealed
+from daceml_train.storage.folders import locked, to_write, usable
 
 FLAGS = (
     "-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp", "-w", "-fno-math-errno", "-fno-trapping-math",
@@ -31,11 +31,6 @@ FLAGS = (
 Left to itself gcc takes vectors half as wide on Intel's processors, lest other programs run at a lower clock.
 """
 HEADERS = Path(__file__).parent / "native"
-
-
-def compiler_command(compiler: str | None = None) -> list[str]:
-    """The C++ compiler: as given, else `$CXX`, else g++."""
-    return shlex.split(compiler or os.environ.get("CXX") or "g++")
 
 
 @functools.cache
@@ -53,14 +48,14 @@ def _machine() -> str:
 def _toolchain(command: tuple[str, ...]) -> str:
     """A hash of the compiler and its version. Raises `CompilerError` if it cannot be asked."""
     try:
-        version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
+        asked = run([*command, "--version"])
     except OSError as error:
         raise CompilerError(
             f"the C++ compiler {command[0]!r} cannot be started ({error.strerror}); install g++ or set CXX"
         ) from None
-    except subprocess.CalledProcessError as error:
-        raise CompilerError(f"{' '.join(command)} --version failed: {error.stderr.strip()}") from None
-    return hashlib.sha256("\n".join([*command, version]).encode()).hexdigest()[:12]
+    if asked.returncode != 0:
+        raise CompilerError(f"{' '.join(command)} --version failed: {asked.stderr.strip()}")
+    return hashlib.sha256("\n".join([*command, asked.stdout]).encode()).hexdigest()[:12]
 
 
 def library_path(key: str, folder: Path, compiler: str | None = None) -> Path:
@@ -92,11 +87,13 @@ def compile_kernels(
     is raised, an interruption among that, what the compiler is at is finished, and nothing more is begun.
     """
     distinct = {code.key: code for code in codes}
+    folder = usable(folder)
     paths = {key: library_path(key, folder, compiler) for key in distinct}
     missing = [code for key, code in distinct.items() if not intact(paths[key])]
     if not missing:
         return paths
-    folder.mkdir(parents=True, exist_ok=True)
+    target = to_write(folder)
+    paths |= {code.key: target / paths[code.key].name for code in missing}
     done = 0
     pool = ThreadPoolExecutor(jobs or os.cpu_count() or 1)
     try:
@@ -115,40 +112,37 @@ def compile_kernels(
 
 def build(source: str, path: Path, compiler: str | None = None) -> None:
     """Compile one text to the library `path`, atomically."""
-    with tempfile.TemporaryDirectory(prefix=".building-", dir=path.parent) as folder:
-        text, library = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
-        text.write_text(source)
-        command = [*compiler_command(compiler), *FLAGS, f"-I{HEADERS}", str(text), "-o", str(library)]
-        try:
-            run = subprocess.run(command, capture_output=True, text=True)
-        except OSError as error:
-            raise CompilerError(f"the C++ compiler {command[0]!r} cannot be started ({error.strerror})") from None
-        if run.returncode != 0 or not library.exists():
-            tail = "\n".join(run.stderr.strip().splitlines()[-20:])
-            raise CompilerError(f"{command[0]} failed on {path.stem} (exit {run.returncode}):\n{tail}")
-        install(library, path)
+    try:
+        with locked(path.parent) as folder:
+            text, library = folder / "kernel.cpp", folder / "kernel.so"
+            text.write_text(source)
+            _run([*compiler_command(compiler), *FLAGS, f"-I{HEADERS}", str(text), "-o", str(library)], path.stem)
+            install(library, path)
+    except OSError as error:
+        raise CompilerError(f"{path} cannot be written: {error}") from None
 
 
-_SEAL = b"daceml_train: whole\n"
-"""Ends every library, before a checksum of the rest: damage is found without loading it."""
-_DIGEST = 32
+def _run(command: list[str], stem: str) -> None:
+    try:
+        made = run(command)
+    except OSError as error:
+        raise CompilerError(f"the C++ compiler {command[0]!r} cannot be started ({error.strerror})") from None
+    if made.returncode != 0 or not Path(command[-1]).exists():
+        tail = "\n".join(made.stderr.strip().splitlines()[-20:])
+        raise CompilerError(f"{command[0]} failed on {stem} (exit {made.returncode}):\n{tail}")
 
 
 def install(library: Path, path: Path) -> None:
-    """Seal a library that is complete, and move it to its place."""
+    """Seal a library that is complete under the name it will have, and move it to its place."""
     content = library.read_bytes()
-    library.write_bytes(content + _SEAL + hashlib.sha256(content).digest())
+    library.write_bytes(sealed(content, path.name))
+    library.chmod(0o700)
     os.replace(library, path)
 
 
 def intact(path: Path) -> bool:
-    """Whether a library is there, whole."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return False
-    body, digest = content[: -_DIGEST - len(_SEAL)], content[-_DIGEST:]
-    return content[:-_DIGEST].endswith(_SEAL) and hashlib.sha256(body).digest() == digest
+    """Whether a library is there, whole, this kernel's and not another's, and written by nobody else."""
+    return unsealed(path) is not None
 
 
 def load(path: Path, key: str, entry: str = "kernel") -> int:

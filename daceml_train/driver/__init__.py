@@ -20,8 +20,9 @@ from daceml_train.errors import Invalid
 from daceml_train.frontends.torch.draws import Randomness
 from daceml_train.passes.pipeline import Pipeline, Watcher
 from daceml_train.plugins import OPERATORS, PASSES, load_plugins
-from daceml_train.runtime.cache import Cache, default_folder
+from daceml_train.runtime.cache import Cache
 from daceml_train.runtime.gradients import Clipping
+from daceml_train.storage.folders import cache_folder
 from daceml_train.transformations.pipelines import INFERENCE, TRAINING
 
 Progress = Callable[[int, int], None]
@@ -137,7 +138,7 @@ def options(
     if random not in get_args(Randomness):
         raise Invalid(f"random is one of {', '.join(get_args(Randomness))}, given {random!r}")
     load_plugins(PASSES, OPERATORS)
-    folder = Path(cache).expanduser() if cache is not None else default_folder()
+    folder = cache_folder(cache)
     observation = Observation(Path(observe)) if observe is not None else None
     chosen, without = (TRAINING, INFERENCE) if pipeline is None else (Pipeline.of(pipeline), None)
     made = Options(chosen, Cache(folder), jobs, observation, progress, watch, dynamic, random, search)

@@ -36,7 +36,7 @@ from daceml_train.ops.operator import REGISTRY
 from daceml_train.passes.base import without_dead_code
 from daceml_train.passes.pipeline import Pipeline, Step, Watcher
 from daceml_train.plugins import source_key
-from daceml_train.runtime.cache import Cache, default_folder
+from daceml_train.runtime.cache import Cache
 from daceml_train.runtime.cost import costs
 from daceml_train.runtime.device import CPU, Device
 from daceml_train.runtime.executable import AnyArena, Executable, new_arena
@@ -45,6 +45,7 @@ from daceml_train.runtime.kernel_search import KernelSearch
 from daceml_train.runtime.lowering import lower
 from daceml_train.runtime.products import Products
 from daceml_train.runtime.program import CallLaunch, KernelLaunch, Place, Program
+from daceml_train.storage.folders import cache_folder
 from daceml_train.tensor import Dim, Tensor, channels_last, same_shape
 from daceml_train.transformations.intra_operator.decompose import Decompose
 from daceml_train.transformations.pipelines import TRAINING
@@ -60,7 +61,7 @@ class Options:
     """
 
     pipeline: Pipeline = TRAINING
-    cache: Cache = field(default_factory=lambda: Cache(default_folder()))
+    cache: Cache = field(default_factory=lambda: Cache(cache_folder()))
     jobs: int | None = None
     observe: Observation | None = None
     progress: Callable[[int, int], None] | None = None

@@ -18,9 +18,9 @@ from daceml_train.frontends.torch.eager import eager_traffic
 from daceml_train.reporting import page, text, trace
 from daceml_train.reporting.functions import functions_of
 from daceml_train.reporting.model import Contents, Eager
-from daceml_train.runtime.cache import default_folder
 from daceml_train.runtime.roofline import machine
 from daceml_train.runtime.timing import Timing
+from daceml_train.storage.folders import cache_folder
 
 RUNS = 10
 """How often a report runs what it measures."""
@@ -102,7 +102,7 @@ def report(
     else:
         functions = functions_of(records())
     here = all(function.device == "cpu" for function in functions)  # the machine is the processor
-    found = machine(default_folder()) if run is not None and here else None
+    found = machine(cache_folder()) if run is not None and here else None
     own = compiled.breaks if isinstance(compiled, TrainingStep) else []
     breaks = [*own, *(pieces.backend.breaks if pieces else ())]
     recorders = list(compiled.recorders.values()) if isinstance(compiled, TrainingStep) else []

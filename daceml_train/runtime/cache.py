@@ -1,32 +1,25 @@
 """Cache: lowered programs and compiled kernels on disk, keyed by content.
 
 An entry is written under a temporary name and renamed, and carries a checksum: a reader sees a whole entry or none,
-and a corrupt one counts as missing. Least recently used programs are evicted above a size limit.
+and a corrupt one counts as missing, as does one that others may have written (`storage.trust`). Least recently used
+programs are evicted above a size limit.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import pickle
 import shutil
-import threading
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from daceml_train.storage.files import clear_partial, keep, sealed, unsealed
+from daceml_train.storage.folders import clear_dead, usable
+
 LIMIT = 4 << 30
 """Bytes of all entries above which the least recently used are removed."""
-_DIGEST = 32
-
-
-def default_folder() -> Path:
-    """`$DACEML_TRAIN_CACHE` if set, else `daceml_train` in the user's cache folder."""
-    named = os.environ.get("DACEML_TRAIN_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(named).expanduser() if named else Path(base).expanduser() / "daceml_train"
 
 
 @dataclass(frozen=True)
@@ -55,13 +48,12 @@ class Cache:
         return self.folder / "programs" / f"{key}.program"
 
     def load(self, key: str) -> Any | None:
-        """The entry, or None if there is none or it is damaged."""
+        """The entry, or None if there is none, it is damaged, or others may have written it."""
         path = self._path(key)
+        if not path.exists() or usable(path.parent) != path.parent or (content := unsealed(path)) is None:
+            return None
         try:
-            content = path.read_bytes()
-            if hashlib.sha256(content[_DIGEST:]).digest() != content[:_DIGEST]:
-                return None
-            entry = pickle.loads(content[_DIGEST:])
+            entry = pickle.loads(content)
         except Exception:  # whatever is wrong with it, it can be made again
             return None
         with contextlib.suppress(OSError):  # a cache may be read-only
@@ -70,37 +62,38 @@ class Cache:
 
     def store(self, key: str, entry: Any) -> None:
         """Write an entry and evict old ones if the cache has grown too large; a warning if it cannot be written."""
-        payload = pickle.dumps(entry, protocol=pickle.HIGHEST_PROTOCOL)
         path = self._path(key)
-        partial = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.partial")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(hashlib.sha256(payload).digest() + payload)
-            partial.replace(path)
-            self.evict()
-        except OSError as error:
-            warnings.warn(f"daceml_train cannot write its cache in {self.folder}: {error}", stacklevel=2)
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
+        if usable(path.parent) != path.parent:
+            return
+        keep(path, sealed(pickle.dumps(entry, protocol=pickle.HIGHEST_PROTOCOL), path.name))
+        self.evict()
 
     def evict(self) -> None:
-        """Remove the least recently used files until the cache is within its limit."""
+        """Remove what killed processes left, and the least recently used files until the cache is within its limit."""
+        self.clear_left()
         files = [f for kind in ("programs", "kernels") for f in (self.folder / kind).glob("*") if f.is_file()]
         status = []
         for file in files:
             try:
                 status.append((file.stat(), file))
-            except FileNotFoundError:  # another process was faster
+            except OSError:  # another process was faster
                 continue
         total = sum(s.st_size for s, _ in status)
         for info, file in sorted(status, key=lambda entry: entry[0].st_mtime):
             if total <= self.limit:
                 break
-            file.unlink(missing_ok=True)
-            total -= info.st_size
+            with contextlib.suppress(OSError):  # a cache may be read-only
+                file.unlink(missing_ok=True)
+                total -= info.st_size
+
+    def clear_left(self) -> int:
+        """Remove what processes were building or writing when they were killed; the bytes that were freed."""
+        places = [self.folder, *(self.folder / kind for kind in ("programs", "kernels", "native"))]
+        return sum(clear_dead(place) + clear_partial(place) for place in places)
 
     def clear(self) -> int:
         """Remove what this package wrote, and nothing else that may lie in the folder; the bytes that were freed."""
+        left = clear_partial(self.folder, age=0)
         own = [self.folder / name for name in ("programs", "kernels", "native")]
         files = [f for folder in own if folder.exists() for f in folder.rglob("*") if f.is_file()]
         files += [file for file in (self.products, self.shapes) if file.exists()]
@@ -109,4 +102,4 @@ class Cache:
             shutil.rmtree(folder, ignore_errors=True)
         for file in (self.products, self.shapes):
             file.unlink(missing_ok=True)
-        return freed
+        return freed + left

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_char_p, c_double, c_int, c_int64, c_uint64, c_void_p
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 import torch
 
 from daceml_train.errors import ExecutionError, Invalid, execution_error
-from daceml_train.runtime.native_build import build
+from daceml_train.runtime.native_build import executor
 
 DTYPE_NUMBERS: dict[torch.dtype, int] = {
     torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4, torch.float16: 5, torch.float32: 6,
@@ -124,13 +123,6 @@ class PoolStatistics(NamedTuple):
     high_water: int
 
 
-def default_directory() -> Path:
-    """Where the executor's library is kept if nobody says otherwise."""
-    own = os.environ.get("DACEML_TRAIN_CACHE")
-    root = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "daceml_train"
-    return root / "native"
-
-
 @functools.cache
 def library(directory: Path | None = None) -> ctypes.CDLL:
     """The executor, built if need be, loaded, and its pool put in front of PyTorch's CPU allocator.
@@ -139,8 +131,7 @@ def library(directory: Path | None = None) -> ctypes.CDLL:
     """
     if directory is None and _loaded:
         return _loaded[0]
-    source = Path(__file__).parent / "native" / "executor.cpp"
-    native = ctypes.CDLL(str(build(source, directory or default_directory())))
+    native = ctypes.CDLL(str(executor(directory)))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(native, name)
         function.restype, function.argtypes = result, arguments

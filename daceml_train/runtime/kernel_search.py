@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +19,7 @@ from daceml_train.codegen.launch import KernelCode
 from daceml_train.errors import DacemlError
 from daceml_train.runtime.device import GPU
 from daceml_train.runtime.program import Home, KernelLaunch, Place, Program, Slot
+from daceml_train.storage.files import keep
 from daceml_train.tensor import Dim, DType
 
 LEAST_BYTES = 4 << 20
@@ -106,10 +105,7 @@ class KernelSearch:
         """Write what was found, atomically and with what other processes found meanwhile."""
         if self.path is None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as file:
-            json.dump(_stored(self.path) | self.chosen, file, indent=0)
-        os.replace(file.name, self.path)
+        keep(self.path, json.dumps(_stored(self.path) | self.chosen, indent=0).encode())
 
 
 def large(program: Program, value: Value) -> list[int]:

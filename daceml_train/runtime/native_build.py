@@ -3,48 +3,44 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import subprocess
-import tempfile
+import shlex
 from pathlib import Path
 
 import torch
 
-from daceml_train.errors import CompilerError
-
-_DIGEST_BYTES = hashlib.sha256().digest_size
+from daceml_train.codegen.compiler import compiler_command, run
+from daceml_train.errors import CompilerError, DacemlError
+from daceml_train.storage.files import replace, sealed, unsealed
+from daceml_train.storage.folders import cache_folder, locked, to_write, usable
 
 
 def build(source: Path, directory: Path, *, compiler: str | None = None) -> Path:
     """The shared library made from `source` and the files beside it, taken from `directory` if it is there and intact.
 
-    `compiler` is a program; by default `$CXX`, or g++. Any number of processes may build into one directory at once.
-    If the compiler is missing or fails, a library that another one made of the same sources is taken, else
-    CompilerError is raised; `directory` then holds no new library.
+    `compiler` is a program, with arguments or without; by default `$CXX`, or g++. Any number of processes may build
+    into one directory at once. If the compiler is missing or fails, a library that another one made of the same sources
+    is taken, else CompilerError is raised; `directory` then holds no new library.
     """
-    compiler = compiler or os.environ.get("CXX") or "g++"
+    command = compiler_command(compiler)
+    directory = usable(directory)
     stem = f"{source.stem}-{_key(source)}"
     try:
-        version = _output([compiler, "--version"])
+        version = _output([*command, "--version"])
     except CompilerError:
         made = [path for path in directory.glob(f"{stem}-*.so") if is_intact(path)]
         if not made:
             raise
         return max(made, key=lambda path: path.stat().st_mtime)
-    path = directory / f"{stem}-{hashlib.sha256(f'{compiler}{version}'.encode()).hexdigest()[:12]}.so"
+    path = directory / f"{stem}-{hashlib.sha256(f'{shlex.join(command)}{version}'.encode()).hexdigest()[:12]}.so"
     if not is_intact(path):
-        directory.mkdir(parents=True, exist_ok=True)
-        _compile(source, compiler, path)
+        path = to_write(directory) / path.name
+        _compile(source, command, path)
     return path
 
 
 def is_intact(path: Path) -> bool:
-    """Whether a library is whole: its last 32 bytes are the SHA-256 of all before (a loader ignores what follows)."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return False
-    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
+    """Whether a library is there, whole, under its own name, and written by nobody else."""
+    return unsealed(path) is not None
 
 
 def _compile_flags() -> list[str]:
@@ -69,25 +65,21 @@ def _key(source: Path) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
-def _compile(source: Path, compiler: str, path: Path) -> None:
+def _compile(source: Path, compiler: list[str], path: Path) -> None:
     """Compiles next to `path` under a name of its own, and renames: a reader never sees half a library."""
-    descriptor, name = tempfile.mkstemp(prefix=path.stem, suffix=".partial", dir=path.parent)
-    os.close(descriptor)
-    partial = Path(name)
     try:
-        _output([compiler, *_compile_flags(), str(source), *_link_flags(), "-o", name])
-        content = partial.read_bytes()
-        partial.write_bytes(content + hashlib.sha256(content).digest())
-        partial.chmod(0o755)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+        with locked(path.parent) as folder:
+            library = folder / path.name
+            _output([*compiler, *_compile_flags(), str(source), *_link_flags(), "-o", str(library)])
+            replace(path, sealed(library.read_bytes(), path.name), 0o700)
+    except OSError as error:
+        raise CompilerError(f"{path} cannot be written: {error}") from None
 
 
 def _output(command: list[str]) -> str:
     """What a compiler command prints. Raises CompilerError with its diagnostics."""
     try:
-        finished = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+        finished = run(command)
     except OSError as error:
         raise CompilerError(
             f"the C++ compiler {command[0]!r} cannot be started ({error}); install g++ 11 or newer, or name one in $CXX"
@@ -96,3 +88,15 @@ def _output(command: list[str]) -> str:
         said = f"{' '.join(command)}\n{finished.stderr[-8000:]}"
         raise CompilerError(f"the C++ compiler failed with status {finished.returncode}:\n{said}")
     return finished.stdout
+
+
+def executor(directory: Path | None = None) -> Path:
+    """The executor's library, built if need be; by default among what the cache holds. Raises CompilerError."""
+    return build(Path(__file__).parent / "native" / "executor.cpp", directory or cache_folder() / "native")
+
+
+if __name__ == "__main__":  # `make setup` builds it ahead of the first use
+    try:
+        print(executor())
+    except DacemlError as error:
+        raise SystemExit(str(error)) from None

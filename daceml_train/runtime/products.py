@@ -9,8 +9,6 @@ with results from its pool: fresh pages cost large results as much as the produc
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +18,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from daceml_train.runtime.executor import Arena, Plan
+from daceml_train.storage.files import keep
 
 SMALLEST = 1 << 20
 """Multiplications below which a product takes microseconds and the shorter way of calling `mm` wins."""
@@ -69,7 +68,7 @@ class Products:
             try:
                 known = json.loads(self.path.read_text())
                 self.chosen.update((key, way) for key, way in known.items() if way in get_args(Way))
-            except (ValueError, AttributeError):  # damaged: measured again
+            except (OSError, ValueError, AttributeError):  # damaged: measured again
                 self.chosen.clear()
 
     def way(self, product: Product) -> Way:
@@ -85,11 +84,8 @@ class Products:
         """Write the choices, atomically and with those that other processes made meanwhile."""
         if self.path is None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         known = Products(self.path).chosen if self.path.exists() else {}
-        with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as file:
-            json.dump(known | self.chosen, file, indent=0)
-        os.replace(file.name, self.path)
+        keep(self.path, json.dumps(known | self.chosen, indent=0).encode())
 
 
 def available() -> bool:

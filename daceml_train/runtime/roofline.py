@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -15,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+
+from daceml_train.storage.files import keep
 
 COPIED = 1 << 28
 """Bytes of the arrays that are copied: larger than caches."""
@@ -52,11 +53,7 @@ def machine(folder: Path | None = None, again: bool = False) -> Machine:
                 return kept
     made = Machine(name, threads, bandwidth(), peak())
     if path is not None:
-        with contextlib.suppress(OSError):  # a cache may be read-only
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fresh = path.with_suffix(f".{os.getpid()}.tmp")
-            fresh.write_text(json.dumps(asdict(made)) + "\n", encoding="utf-8")
-            fresh.replace(path)
+        keep(path, (json.dumps(asdict(made)) + "\n").encode())
     return made
 
 

@@ -13,7 +13,7 @@ from daceml_train.graph.graph import Graph
 from daceml_train.graph.leaves import leaves
 from daceml_train.ops.kernel import Kernel, Statement
 from daceml_train.ops.operator import Value
-from daceml_train.runtime.cache import default_folder
+from daceml_train.storage.folders import cache_folder
 from daceml_train.tensor import Dim, DType, Tensor
 
 TORCH = {
@@ -23,7 +23,7 @@ TORCH = {
 }  # fmt: skip
 DTYPES = {there: here for here, there in TORCH.items()}
 FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
-FOLDER = default_folder() / "kernels"
+FOLDER = cache_folder() / "kernels"
 Body = Callable[..., Value | Sequence[Value]]
 
 

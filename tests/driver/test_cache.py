@@ -15,7 +15,7 @@ from torch import nn
 import daceml_train as dt
 from daceml_train.driver import compilation
 from daceml_train.driver.module import state_of
-from daceml_train.runtime.executor import default_directory
+from daceml_train.storage.folders import cache_folder
 
 pytestmark = pytest.mark.compiled
 
@@ -64,7 +64,7 @@ def with_native(folder: Path) -> Path:
 
     library()
     folder.mkdir()
-    (folder / "native").symlink_to(default_directory())
+    (folder / "native").symlink_to(cache_folder() / "native")
     return folder
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from daceml_train.codegen.cuda.compile import architecture, compile_program, load
-from daceml_train.runtime.cache import default_folder
+from daceml_train.storage.folders import cache_folder
 from tests.codegen.cuda.running import code_of
 from tests.codegen.running import Case, number
 from tests.codegen.test_families import families
@@ -26,7 +26,7 @@ SHAPES = [(23, 52), (5, 130), (300, 1024)]
 def on_device(cases: list[Case]) -> list[str]:
     """Run each case once on the device, and say which are wrong."""
     codes = [code_of(case) for case in cases]
-    path = compile_program(codes, default_folder() / "cuda", architecture(*torch.cuda.get_device_capability()))
+    path = compile_program(codes, cache_folder() / "cuda", architecture(*torch.cuda.get_device_capability()))
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     wrong = []
     for case, code in zip(cases, codes, strict=True):

@@ -11,15 +11,15 @@ import hashlib
 import importlib.util
 import os
 import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from daceml_train.codegen.compile import install, intact
 from daceml_train.codegen.compile import load as load_entry
+from daceml_train.codegen.compiler import run
 from daceml_train.codegen.cuda.launch import CudaCode
 from daceml_train.errors import CompilerError
+from daceml_train.storage.folders import locked, to_write, usable
 
 HEADERS = Path(__file__).parent / "native"
 FLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-diag-suppress=177,186", "-Xcompiler=-fvisibility=hidden,-w")
@@ -64,10 +64,12 @@ def find_nvcc() -> Path:
 def _toolchain(nvcc: Path) -> str:
     """A hash of nvcc and its version."""
     try:
-        version = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
+        asked = run([str(nvcc), "--version"])
+    except OSError as error:
         raise CompilerError(f"{nvcc} cannot be started ({error}); {ADVICE}") from None
-    return hashlib.sha256("\n".join([version, *FLAGS]).encode()).hexdigest()[:12]
+    if asked.returncode != 0:
+        raise CompilerError(f"{nvcc} --version failed (exit {asked.returncode}); {ADVICE}")
+    return hashlib.sha256("\n".join([asked.stdout, *FLAGS]).encode()).hexdigest()[:12]
 
 
 def architecture(major: int, minor: int) -> str:
@@ -89,7 +91,7 @@ def library_path(codes: Sequence[CudaCode], folder: Path, arch: str, nvcc: Path)
 
 def compiled(codes: Sequence[CudaCode], folder: Path, arch: str = DEFAULT_ARCHITECTURE) -> bool:
     """Whether the folder has the library of a program's kernels."""
-    return intact(library_path(codes, folder, arch, find_nvcc()))
+    return intact(library_path(codes, usable(folder), arch, find_nvcc()))
 
 
 def compile_program(
@@ -100,16 +102,19 @@ def compile_program(
     Raises `CompilerError` with nvcc's last lines, or with what to install.
     """
     nvcc = nvcc or find_nvcc()
-    path = library_path(codes, folder, arch, nvcc)
+    path = library_path(codes, usable(folder), arch, nvcc)
     if intact(path):
         return path
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".building-", dir=folder) as place:
-        source, library = Path(place) / "kernels.cu", Path(place) / "kernels.so"
-        source.write_text(text(codes))
-        options = ["-shared", "-Xcompiler=-fPIC", f"-split-compile={os.cpu_count() or 1}", *_runtime(nvcc)]
-        run_nvcc(nvcc, [*options, str(source), "-o", str(library)], arch)
-        install(library, path)
+    path = to_write(folder) / path.name
+    try:
+        with locked(path.parent) as place:
+            source, library = place / "kernels.cu", place / "kernels.so"
+            source.write_text(text(codes))
+            options = ["-shared", "-Xcompiler=-fPIC", f"-split-compile={os.cpu_count() or 1}", *_runtime(nvcc)]
+            run_nvcc(nvcc, [*options, str(source), "-o", str(library)], arch)
+            install(library, path)
+    except OSError as error:
+        raise CompilerError(f"{path} cannot be written: {error}") from None
     return path
 
 
@@ -117,19 +122,19 @@ def run_nvcc(nvcc: Path, options: Sequence[str], arch: str = DEFAULT_ARCHITECTUR
     """Call nvcc with our flags; what it printed. Raises `CompilerError` with its last lines."""
     command = [str(nvcc), *FLAGS, f"-arch={arch}", f"-I{HEADERS}", *options]
     try:
-        run = subprocess.run(command, capture_output=True, text=True)
+        made = run(command)
     except OSError as error:
         raise CompilerError(f"{nvcc} cannot be started ({error.strerror}); {ADVICE}") from None
-    if run.returncode != 0:
-        tail = "\n".join((run.stderr or run.stdout).strip().splitlines()[-20:])
-        raise CompilerError(f"nvcc failed (exit {run.returncode}):\n{tail}")
-    return run.stdout + run.stderr
+    if made.returncode != 0:
+        tail = "\n".join((made.stderr or made.stdout).strip().splitlines()[-20:])
+        raise CompilerError(f"nvcc failed (exit {made.returncode}):\n{tail}")
+    return made.stdout + made.stderr
 
 
 @functools.cache
 def _runtime(nvcc: Path) -> tuple[str, ...]:
     """How to link the CUDA runtime: static as nvcc does it, else the shared one that packages from PyPI bring."""
-    said = subprocess.run([str(nvcc), "-dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+    said = run([str(nvcc), "-dryrun", "-x", "cu", os.devnull]).stderr
     top = [line.split("TOP=", 1)[1].strip() for line in said.splitlines() if "TOP=" in line]
     root = Path(top[0]).resolve() if top else nvcc.resolve().parent.parent
     places = [place for place in (root / "lib64", root / "lib", *root.glob("targets/*/lib")) if place.is_dir()]

@@ -11,7 +11,7 @@ import torch
 
 from daceml_train.codegen.cuda.compile import HEADERS, text
 from daceml_train.codegen.cuda.launch import CudaCode, generate
-from daceml_train.runtime.cache import default_folder
+from daceml_train.storage.folders import cache_folder
 from tests.codegen.running import Case, layout, number
 
 EMULATOR = Path(__file__).parent / "native"
@@ -22,7 +22,7 @@ def emulated(codes: Sequence[CudaCode], barriers: bool = True) -> ctypes.CDLL:
     """The library of kernels as programs of the CPU, from the cache."""
     content = text(codes) if barriers else f"#define WITHOUT_BARRIERS\n{text(codes)}"
     version = [content, *(p.read_text() for p in sorted([*HEADERS.glob("*.cuh"), *EMULATOR.glob("*.h")]))]
-    path = default_folder() / "emulated" / f"{hashlib.sha256(chr(0).join(version).encode()).hexdigest()[:24]}.so"
+    path = cache_folder() / "emulated" / f"{hashlib.sha256(chr(0).join(version).encode()).hexdigest()[:24]}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         made = path.with_suffix(f".{os.getpid()}")

@@ -1,0 +1,69 @@
+"""Compiler: runs a compiler's command under a time limit, and ends it with all that it started.
+
+A compiler that does not answer (a stalled network file system, a license server) must not stop training: after
+`$DACEML_TRAIN_COMPILER_TIMEOUT` seconds (600) the command is killed and counts as failed, and PyTorch goes on. The
+same compiler is not asked a second time in the same process: every further graph would wait as long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Sequence
+
+from daceml_train.errors import CompilerError
+
+TIMEOUT = "DACEML_TRAIN_COMPILER_TIMEOUT"
+SECONDS = 600.0
+"""The limit where the variable is not set: ten times what the largest of our own sources takes."""
+
+_hung: dict[str, str] = {}
+"""Compiler -> what was said of it when it ran into the limit."""
+
+
+def compiler_command(compiler: str | None = None) -> list[str]:
+    """The C++ compiler with its first arguments: as given, else `$CXX`, else g++."""
+    return shlex.split(compiler or os.environ.get("CXX") or "g++") or ["g++"]
+
+
+def time_limit() -> float:
+    """Seconds that a compiler may take. Raises `CompilerError` for a variable that is no positive number."""
+    given = os.environ.get(TIMEOUT)
+    if not given:
+        return SECONDS
+    with contextlib.suppress(ValueError):
+        if (seconds := float(given)) > 0:
+            return seconds
+    raise CompilerError(f"{TIMEOUT}={given!r} is no positive number of seconds")
+
+
+def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end and return what it printed, whatever its exit status.
+
+    Raises `OSError` if it cannot be started, `CompilerError` if it takes longer than the limit. However this function
+    is left, no process that the command started is left.
+    """
+    if command[0] in _hung:
+        raise CompilerError(_hung[command[0]])
+    limit = time_limit()
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+        start_new_session=True,  # a group of its own: a driver such as g++ starts the compiler and the assembler
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        _hung[command[0]] = (
+            f"the compiler {command[0]!r} did not end within {limit:g} s and was stopped; name one that works in $CXX, "
+            f"or give it more time with {TIMEOUT}=<seconds>"
+        )
+        raise CompilerError(_hung[command[0]]) from None
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)

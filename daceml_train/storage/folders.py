@@ -1,0 +1,152 @@
+"""Folders: where the cache lies, and a private folder of the process's own where the cache cannot be used."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from daceml_train.errors import Invalid
+from daceml_train.storage.trust import distrust, warn_once
+
+CACHE = "DACEML_TRAIN_CACHE"
+BUILDING = ".building-"
+"""Begins the names of folders in which something is built; each holds a file that its builder keeps locked."""
+PRIVATE = "daceml_train-private-"
+_LOCK = "lock"
+_YOUNG = 60
+"""Seconds within which a folder without a lock counts as one that is being made."""
+
+
+def cache_folder(given: str | os.PathLike[str] | None = None) -> Path:
+    """The cache: `given`, else `$DACEML_TRAIN_CACHE`, else `daceml_train` in the user's cache folder.
+
+    Raises `Invalid` where that is no folder.
+    """
+    named = os.environ.get(CACHE)
+    if given is not None:
+        folder, origin = Path(given), ""
+    elif named:
+        folder, origin = Path(named), f" (from ${CACHE})"
+    else:
+        folder, origin = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "daceml_train", ""
+    with contextlib.suppress(RuntimeError):  # a user without a home folder
+        folder = folder.expanduser()
+    folder = folder.absolute()
+    for place in (folder, *folder.parents):
+        if place.is_dir():
+            break
+        if place.exists() or place.is_symlink():
+            raise Invalid(f"the cache {folder}{origin} is no folder: {place} is a file", advice="name another one")
+    return folder
+
+
+def make(folder: Path) -> Path:
+    """The folder, made if need be, with those above it, for this user alone. Raises `OSError`."""
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    for place in reversed(missing):
+        with contextlib.suppress(FileExistsError):  # another process was faster
+            place.mkdir(mode=0o700)
+    if not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is no folder")
+    return folder
+
+
+def usable(folder: Path) -> Path:
+    """The folder if what lies in it may be run; else a private one, for this process, and a warning that says why."""
+    try:
+        reason = distrust(make(folder))
+    except OSError as error:
+        reason = str(error)
+    if not reason:
+        return folder
+    warn_once(f"daceml_train cannot use its cache in {folder}: {reason}; this process keeps what it compiles to itself")
+    return private() / folder.name
+
+
+def to_write(folder: Path) -> Path:
+    """The usable folder if files can be made in it; else a private one."""
+    folder = usable(folder)
+    if os.access(folder, os.W_OK | os.X_OK):
+        return folder
+    return make(private() / folder.name)
+
+
+def private() -> Path:
+    """A folder that this process alone uses; it goes with the process."""
+    return _private(os.getpid())
+
+
+@functools.cache
+def _private(process: int) -> Path:  # per process: a fork must not take its parent's folder away
+    place = Path(tempfile.gettempdir())
+    clear_dead(place, f"{PRIVATE}{os.geteuid()}-")
+    stack = contextlib.ExitStack()
+    folder = stack.enter_context(locked(place, f"{PRIVATE}{os.geteuid()}-"))
+    _open.append(stack)
+    return folder
+
+
+class _Open(list[contextlib.ExitStack]):
+    """Closes what it holds when the interpreter ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import atexit
+
+        self.process = os.getpid()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        while self:
+            self.pop().close()
+
+
+_open = _Open()
+
+
+@contextlib.contextmanager
+def locked(parent: Path, prefix: str = BUILDING) -> Iterator[Path]:
+    """A new folder in `parent`, removed at the end. While the process lives, `clear_dead` leaves it alone."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    owner = os.getpid()
+    try:
+        with (folder / _LOCK).open("w") as lock:
+            with contextlib.suppress(OSError):  # a file system without locks: then its age counts
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield folder
+    finally:
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def clear_dead(parent: Path, prefix: str = BUILDING) -> int:
+    """Remove folders of `locked` whose process was killed; the bytes that were freed."""
+    freed = 0
+    for folder in parent.glob(f"{prefix}*"):
+        try:
+            if folder.is_symlink() or folder.stat().st_uid != os.geteuid() or not _dead(folder):
+                continue
+            freed += sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        except OSError:  # its builder was faster
+            continue
+        shutil.rmtree(folder, ignore_errors=True)
+    return freed
+
+
+def _dead(folder: Path) -> bool:
+    """Whether nobody holds the folder's lock."""
+    try:
+        with (folder / _LOCK).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    except FileNotFoundError:  # killed before it made the lock, or about to make it
+        return time.time() - folder.stat().st_mtime > _YOUNG
+    except OSError:
+        return False

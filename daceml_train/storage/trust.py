@@ -1,0 +1,50 @@
+"""Trust: whether what lies at a path can only have been written by this user or by root.
+
+The cache holds native code. A checksum shows damage, but whoever can write the file can write its checksum: only the
+owner and the permissions say who that can have been.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import warnings
+from pathlib import Path
+
+_warned: set[str] = set()
+
+
+def distrust(path: Path) -> str:
+    """Why a folder or file may not be believed, as a sentence that names it; empty if it may.
+
+    It must belong to this user or to root and be writable by its owner alone. A folder above it that everybody may
+    write must have the sticky bit, as `/tmp` has; otherwise anybody could put another one in its place.
+    """
+    place = Path(os.path.realpath(path))
+    if reason := _own(place, place.stat()):
+        return reason
+    for above in place.parents:
+        mode = above.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            return f"{above}, above {place}, is writable by everybody"
+    return ""
+
+
+def distrust_open(path: Path, descriptor: int) -> str:
+    """As `distrust`, for an open file in a folder that is trusted."""
+    return _own(path, os.fstat(descriptor))
+
+
+def _own(place: Path, status: os.stat_result) -> str:
+    if status.st_uid not in (0, os.geteuid()):
+        return f"{place} belongs to another user (number {status.st_uid})"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"{place} is writable by others (chmod go-w makes it yours alone)"
+    return ""
+
+
+def warn_once(message: str) -> None:
+    """A warning about the cache, the first time that it is given in this process."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=2)

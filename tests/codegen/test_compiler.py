@@ -1,0 +1,72 @@
+"""Compiler commands: a time limit, and nothing left running."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import daceml_train as dt
+from daceml_train.codegen import compile as compiling
+from daceml_train.codegen import compiler
+from daceml_train.codegen.compiler import TIMEOUT, compiler_command, run
+from daceml_train.errors import CompilerError
+
+
+@pytest.fixture
+def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler whose helper never ends and holds its output open."""
+    path = tmp_path / "hangs"
+    path.write_text("#!/bin/sh\nsleep 4242 & echo $! >> $0.helpers\nwait\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(compiler, "_hung", {})
+    monkeypatch.setenv(TIMEOUT, "0.5")
+    return path
+
+
+def test_a_compiler_that_hangs_is_ended_with_its_helpers(hanging: Path) -> None:
+    start = time.monotonic()
+    for _ in range(3):
+        with pytest.raises(CompilerError, match=rf"hangs' did not end within 0.5 s.*{TIMEOUT}"):
+            run([str(hanging), "x.cpp"])
+    assert time.monotonic() - start < 10
+    (helper,) = Path(f"{hanging}.helpers").read_text().split()  # the compiler was asked once
+    state = subprocess.run(["ps", "-o", "stat=", "-p", helper], capture_output=True, text=True).stdout.strip()
+    assert state == "" or state.startswith("Z")
+
+
+@pytest.mark.compiled
+def test_training_goes_on_with_a_compiler_that_hangs(
+    hanging: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", str(hanging))
+    model, x = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Sigmoid()), torch.randn(3, 7)
+    optimized = dt.optimize(model, cache=tmp_path / "cache")
+    with pytest.warns(UserWarning, match="did not end within 0.5 s"):
+        torch.testing.assert_close(optimized(x), model(x))
+
+
+@pytest.mark.parametrize("given", ["soon", "0", "-1", "nan"])
+def test_a_limit_that_is_no_time_is_named(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TIMEOUT, given)
+    with pytest.raises(CompilerError, match=f"{TIMEOUT}='{given}' is no positive number"):
+        run(["true"])
+
+
+def test_the_variable_may_bring_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "ccache 'my g++' -m64")
+    assert compiler_command() == ["ccache", "my g++", "-m64"]
+    assert compiler_command("clang++") == ["clang++"]
+
+
+def test_a_full_disk_is_a_compilers_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(compiling, "install", full)
+    with pytest.raises(CompilerError, match="kernel_x.so cannot be written.*No space left"):
+        compiling.build('extern "C" void kernel_x() {}', tmp_path / "kernel_x.so")
+    assert list(tmp_path.iterdir()) == []
