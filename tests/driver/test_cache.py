@@ -126,6 +126,6 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "programs").write_text("a file where a folder should be")
     model, x = nn.Sequential(nn.Linear(7, 5), nn.Sigmoid()), torch.randn(3, 7)
     optimized = dt.optimize(model, cache=tmp_path)
-    with pytest.warns(UserWarning, match="cannot write its cache"):
+    with pytest.warns(UserWarning, match="cannot use its cache"):
         torch.testing.assert_close(optimized(x), model(x))
     assert state_of(optimized).backend.breaks == []  # type: ignore[union-attr]
