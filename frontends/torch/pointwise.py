@@ -220,17 +220,9 @@ def _masked_fill(t: Translator, x: Value, mask: Value, value: Number) -> Value:
 @rule("clamp.default", "clamp.Tensor")
 def _clamp(t: Translator, x: Value, min: Number = None, max: Number = None) -> Value:
     dtype = t.type.dtype
-    y = x.cast(dtype)
-    if min is not None:
-        y = _replaced(t, y, "lt", t.value(min, dtype))
-    if max is not None:
-        y = _replaced(t, y, "gt", t.value(max, dtype))
-    return y
-
-
-def _replaced(t: Translator, x: Value, kind: str, bound: Value) -> Value:
-    """`bound` where `x kind bound`, else x."""
-    return t.emit("where", t.emit(kind, x, bound), bound, x)
+    bounds = [t.value(bound, dtype) for bound in (min, max) if bound is not None]
+    kind = "clamp" if len(bounds) == 2 else "clamp_max" if min is None else "clamp_min"
+    return t.emit(kind, x.cast(dtype), *bounds) if bounds else x.cast(dtype)
 
 
 @rule("clamp_min.default", "clamp_min.Tensor")
@@ -245,8 +237,9 @@ def _clamp_max(t: Translator, x: Value, bound: Number) -> Value:
 
 @rule("hardtanh.default")
 def _hardtanh(t: Translator, x: Value, low: Number = -1, high: Number = 1) -> Value:
-    y = _replaced(t, x, "le", t.value(low, x.dtype))
-    return _replaced(t, y, "ge", t.value(high, x.dtype))
+    least, most = t.value(low, x.dtype), t.value(high, x.dtype)
+    inside = t.emit("logical_and", t.emit("gt", x, least), t.emit("lt", x, most))
+    return t.emit("where", inside, x, t.emit("detach", t.emit("clamp", x, least, most)))
 
 
 @rule("relu6.default")

@@ -22,6 +22,7 @@ TORCH: dict[str, Any] = {
     "floor_divide": lambda a, b: torch.floor_divide(a.detach(), b.detach()),
     "bce": lambda a, b: F.binary_cross_entropy(a.expand(torch.broadcast_shapes(a.shape, b.shape)),
                                                b.expand(torch.broadcast_shapes(a.shape, b.shape)), reduction="none"),
+    "clamp": lambda *xs: torch.clamp(*torch.broadcast_tensors(*xs)),
     "shift_left": torch.bitwise_left_shift, "shift_right": torch.bitwise_right_shift,
 }  # fmt: skip
 BITS = [kind for kind in TABLE if kind.startswith(("bitwise", "shift"))]
@@ -70,7 +71,7 @@ def test_broadcasting(kind: str) -> None:
 def test_special_points(kind: str) -> None:
     """Zeros of either sign, infinities, NaN, +-100 and ties: the values and first derivatives of PyTorch."""
     count = len(TABLE[kind].operands)
-    points = np.array(list(itertools.product(SPECIAL, repeat=min(count, 2)))).T
+    points = np.array(list(itertools.product(SPECIAL, repeat=2 if kind == "where" else count))).T
     xs = [p.copy() for p in points]
     if kind == "where":
         xs = [boolean(xs[0].size), *xs]

@@ -1,0 +1,65 @@
+"""NaN, infinite and equal bounds: values and gradients are eager's, in the interpreter and in kernels."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import daceml_train as dt
+from tests.frontends.torch.check import Interpreting
+
+NUMBERS = [math.nan, math.inf, -math.inf, 0.0, 1.0, -1.0, 2.0, 3.0]
+BOUNDS = ((math.nan, 2.0), (1.0, math.nan), (math.nan, None), (None, math.nan), (1.0, 2.0), (1.0, 1.0), (2.0, 1.0))
+
+
+class Clamp(torch.nn.Module):
+    """Clamps by several bounds, given as numbers, as 0-d tensors, or as tensors; None is no bound."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor, bounds: Any) -> torch.Tensor:
+        return torch.stack([torch.clamp(x, low, high) for low, high in bounds])
+
+
+def bounds_of(kind: str) -> list[tuple[Any, Any]]:
+    def made(b: float | None) -> Any:
+        if b is None or kind == "number":
+            return b
+        return torch.full((32,) if kind == "tensor" else (), b).requires_grad_()
+
+    return [(made(low), made(high)) for low, high in BOUNDS]
+
+
+def run(model: Any, kind: str) -> list[torch.Tensor | None]:
+    x = torch.tensor(NUMBERS * 4).requires_grad_()
+    bounds = bounds_of(kind)
+    y = model(x, bounds)
+    y.backward(torch.arange(1.0, 1 + y.numel()).reshape(y.shape))
+    leaves = [x, *(b for pair in bounds for b in pair if isinstance(b, torch.Tensor))]
+    return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("kind", ["number", "0-d", "tensor"])
+def test_a_bound_that_is_nan_in_kernels(kind: str, tmp_path: Path) -> None:
+    compiled = dt.optimize(Clamp(kind), cache=str(tmp_path))
+    expected, made = run(Clamp(kind), kind), run(compiled, kind)
+    torch.testing.assert_close(made, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["number", "0-d", "tensor"])
+def test_a_bound_that_is_nan_in_the_interpreter(kind: str) -> None:
+    backend = Interpreting()
+    x, bounds = torch.tensor(NUMBERS * 4).requires_grad_(), bounds_of(kind)
+    made = torch.compile(Clamp(kind), backend=backend, fullgraph=True)(x, bounds)
+    y = Clamp(kind)(x, bounds)
+    y.sum().backward()
+    np.testing.assert_array_equal(np.asarray(made.detach()), y.detach().numpy())
+    np.testing.assert_array_equal(backend.gradients[id(x)], x.grad.numpy())
