@@ -21,8 +21,10 @@ from benchmarks.conformance.compare import Results, difference
 from benchmarks.conformance.outcome import Outcome
 from benchmarks.conformance.samples import doubled
 from daceml_train.autodiff.reverse import differentiate
+from daceml_train.driver.binding import viewed
 from daceml_train.errors import Unsupported
-from daceml_train.frontends.torch.capture import Captured, OutputSource, capture
+from daceml_train.frontends.torch.capture import Captured, capture
+from daceml_train.frontends.torch.results import OutputSource
 from daceml_train.graph.interpret import interpret
 from daceml_train.graph.sizes import bind
 from daceml_train.ops.fallback import Aten
@@ -301,7 +303,12 @@ def _like(value: np.ndarray[Any, Any], example: Tensor) -> Tensor:
 def _output(source: OutputSource, made: Sequence[Any], sizes: dict[str, int]) -> Any:
     match source.kind:
         case "graph":
-            return np.asarray(made[source.index])
+            if source.view is None or source.strides is None:
+                return np.asarray(made[source.index])
+            tensor = torch.as_tensor(np.asarray(made[source.index]))
+            strides = [bind(s, sizes) for s in source.strides]
+            owner = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+            return viewed(owner, source, sizes).resolve_conj().numpy()
         case "size":
             return bind(source.value, sizes)
         case "input":

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
 import torch.utils._pytree as pytree
 
-from daceml_train.frontends.torch.capture import Captured, OutputSource, View
-from daceml_train.tensor import Dim, evaluate
+from daceml_train.errors import Invalid
+from daceml_train.frontends.torch.capture import Captured
+from daceml_train.frontends.torch.results import OutputSource
+from daceml_train.runtime.device_plan import same_strides
+from daceml_train.tensor import evaluate
 
 SEED = "seed"
 """The graph input that holds the seed of a call's random numbers."""
@@ -52,6 +55,32 @@ def memory_span(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size() * bool(tensor.numel())
 
 
+def laid_out(captured: Captured, outputs: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> list[torch.Tensor]:
+    """The graph's outputs as eager execution makes them: in its strides, apart from one another, of its version.
+
+    What a program leaves otherwise is copied: its layouts, and its arrays that stand for several results, are its own.
+    """
+    made = list(outputs)
+    owners: set[int] = set()
+    described = {source.index: source for source in captured.outputs if source.kind == "graph"}
+    for index, source in sorted(described.items()):
+        tensor = made[index]
+        strides = None if source.strides is None else tuple(evaluate(s, sizes) for s in source.strides)
+        if strides is not None and not same_strides(tensor, strides):
+            tensor = _copied(tensor, strides)
+        elif tensor.untyped_storage()._cdata in owners:
+            tensor = _copied(tensor, tensor.stride())
+        if not tensor.is_inference() and tensor._version != source.version:
+            torch._C._autograd._unsafe_set_version_counter((tensor,), (source.version,))
+        owners.add(tensor.untyped_storage()._cdata)
+        made[index] = tensor
+    return made
+
+
+def _copied(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 def results_of(captured: Captured, outputs: Sequence[torch.Tensor], arguments: Sequence[Any]) -> Any:
     """The results in the structure that the captured code returns."""
     sized = any(source.view is not None or source.kind == "size" for source in captured.outputs)
@@ -70,27 +99,47 @@ def _result(
     arguments: Sequence[Any],
     sizes: dict[str, int],
 ) -> Any:
-    def value(size: Dim) -> int:
-        return evaluate(size, sizes)
-
     match source.kind:
         case "graph":
             result = outputs[source.index]
             result = result.detach() if detached and result.requires_grad else result
-            return result if source.view is None else _viewed(result, source.view, value)
+            return result if source.view is None else viewed(result, source, sizes)
         case "input":
             owner = arguments[source.index]
             if source.view is None:
                 return owner
-            return _viewed(owner.detach() if detached and owner.requires_grad else owner, source.view, value)
+            return viewed(owner.detach() if detached and owner.requires_grad else owner, source, sizes)
         case "size":
-            return value(source.value)
+            return evaluate(source.value, sizes)
     return source.value
 
 
-def _viewed(owner: torch.Tensor, view: View, value: Callable[[Dim], int]) -> torch.Tensor:
-    shape, strides = ([value(s) for s in dims] for dims in (view.shape, view.strides))
-    if view.dtype is not None:
-        made = torch.empty((), dtype=view.dtype, device=owner.device)
-        return made.set_(owner.untyped_storage(), value(view.offset), shape, strides)
-    return owner.as_strided(shape, strides, owner.storage_offset() + value(view.offset))
+def viewed(owner: torch.Tensor, source: OutputSource, sizes: Mapping[str, int]) -> torch.Tensor:
+    """The view of `owner` that a result is. Raises `Invalid` where its elements do not lie as at capture."""
+    view, expected = source.view, source.strides
+    assert view is not None and expected is not None
+    if not same_strides(owner, [evaluate(s, sizes) for s in expected]):
+        shown = tuple(evaluate(s, sizes) for s in expected)
+        raise Invalid(
+            f"a result that shares memory with {source.kind} {source.index}, compiled for strides {shown}, "
+            f"found {owner.stride()}"
+        )
+    shape, strides = ([evaluate(s, sizes) for s in dims] for dims in (view.shape, view.strides))
+    offset = evaluate(view.offset, sizes)
+    if view.dtype is None:
+        return owner.as_strided(shape, strides, owner.storage_offset() + offset)
+    memory = _reinterpreted(owner, view.dtype)
+    return memory.as_strided(shape, strides, memory.storage_offset() + offset)
+
+
+def _reinterpreted(owner: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """All elements of a tensor's memory behind its first one, as elements of another type."""
+    start = owner.storage_offset()
+    count = owner.untyped_storage().nbytes() // owner.element_size() - start
+    if dtype.is_complex and not owner.is_complex():
+        return torch.view_as_complex(owner.as_strided((count // 2, 2), (2, 1), start))
+    flat = owner.as_strided((count,), (1,), start)
+    if owner.is_complex() and not dtype.is_complex:
+        return torch.view_as_real(flat)
+    whole = count - count % max(1, dtype.itemsize // owner.element_size())
+    return flat[:whole].view(dtype)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
-from daceml_train.driver.binding import SEED, differentiable_outputs, input_tensors, memory_span, results_of, sizes_of
+from daceml_train.driver.binding import (
+    SEED,
+    differentiable_outputs,
+    input_tensors,
+    laid_out,
+    memory_span,
+    results_of,
+    sizes_of,
+)
 from daceml_train.driver.compilation import Differentiable
 from daceml_train.driver.sparse import assembled
 from daceml_train.frontends.torch.capture import Captured
+from daceml_train.frontends.torch.results import OutputSource
 from daceml_train.graph.graph import Role
 from daceml_train.runtime.device import GPU
 from daceml_train.runtime.executable import Executable, torch_dtype
@@ -31,14 +40,14 @@ def run_with_layout(executable: Executable, inputs: Sequence[torch.Tensor]) -> l
         return executable(inputs)
     except InputMismatch:
         value = dict(zip(executable.program.symbols, executable.sizes_of(inputs), strict=True))
-        laid_out = []
+        copied = []
         for tensor, expected in zip(inputs, executable.program.inputs, strict=True):
             strides = tuple(evaluate(s, value) for s in expected.strides)
             if expected.packing is None and tensor.stride() != strides and not expected.mutable:
                 copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
                 tensor = copy.copy_(tensor.detach())
-            laid_out.append(tensor)
-        return executable(laid_out)
+            copied.append(tensor)
+        return executable(copied)
 
 
 class CompiledGraph:
@@ -87,6 +96,28 @@ class CompiledGraph:
             tensors = self.compiled.preparation(tensors, run_with_layout)
         return run_with_layout(executable, tensors), None
 
+    def laid_out(self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Outputs of the forward program on `tensors`, in the strides of eager execution."""
+        sizes = sizes_of(self.captured, dict(zip(self.names, tensors, strict=True)))
+        return laid_out(self.captured, outputs, sizes)
+
+    def owners(self, results: Any, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Graph output -> what it is in a call of `eager`, for those through which gradients flow."""
+        sizes = sizes_of(self.captured, dict(zip(self.names, tensors, strict=True)))
+        found: dict[int, torch.Tensor] = {}
+        for source, leaf in zip(self.captured.outputs, pytree.tree_leaves(results), strict=True):
+            if source.kind == "graph" and source.index not in found and leaf.requires_grad:
+                found[source.index] = leaf if source.view is None else self._owner(source, leaf, sizes)
+        return found
+
+    def _owner(self, source: OutputSource, leaf: torch.Tensor, sizes: Mapping[str, int]) -> torch.Tensor:
+        """The whole of the memory of which a result is a view."""
+        graph = self.captured.graph
+        assert source.strides is not None
+        shape = [evaluate(n, sizes) for n in graph.tensors[graph.outputs[source.index]].shape]
+        base = leaf if leaf._base is None else leaf._base
+        return base.as_strided(shape, [evaluate(s, sizes) for s in source.strides], 0)
+
     def backward(self, tensors: Sequence[torch.Tensor], ticket: Ticket | None) -> list[torch.Tensor]:
         """Run the backward program."""
         executable = self.compiled.backward
@@ -110,7 +141,7 @@ class CompiledGraph:
             drawn |= {SEED: draw_seed()} if SEED in self.captured.graph.inputs else {}
             tensors = [drawn[n] if n in drawn else by_name[n] for n in self.names]
         if not self.differentiable or not torch.is_grad_enabled():
-            results: Sequence[Any] = self.forward(tensors, awaited=False)[0]
+            results: Sequence[Any] = self.laid_out(self.forward(tensors, awaited=False)[0], tensors)
         else:
             results = _Function.apply(self, arguments, *tensors)  # type: ignore[no-untyped-call]
         return results_of(self.captured, results, arguments)
@@ -139,6 +170,7 @@ class _Function(torch.autograd.Function):
     def forward(ctx: Any, graph: CompiledGraph, arguments: Sequence[Any], *tensors: torch.Tensor) -> Any:
         outputs, ctx.ticket = graph.forward(tensors, awaited=graph.compiled.backward is not None)
         results, saved = outputs[: graph.compiled.results], outputs[graph.compiled.results :]
+        results = graph.laid_out(results, tensors)
         ctx.graph, ctx.again = graph, (arguments, tensors, [_version(t) for t in tensors])
         ctx.save_for_backward(*(tensors[i] for i in graph.kept), *saved)
         ctx.set_materialize_grads(False)
@@ -154,7 +186,7 @@ class _Function(torch.autograd.Function):
         if graph.compiled.backward is None:  # no result depends on an input, though autograd sees them connected
             return (None, None, *(None for _ in ctx.again[1]))
         given = [cotangents[i] for i in graph.compiled.cotangents]
-        given = [g if g is None or 0 not in g.stride() else g.contiguous() for g in given]  # of a sum: expanded
+        given = [g if g is None else _plain(g) for g in given]
         if torch.is_grad_enabled():
             return (None, None, *_eager_gradients(ctx, graph, given))
         tensors = [*ctx.saved_tensors, *(_filled(graph, k, c, ctx.again[1]) for k, c in enumerate(given))]
@@ -170,6 +202,14 @@ class _Function(torch.autograd.Function):
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.again = ctx.ticket = None  # as saved tensors are freed
         return (None, None, *gradients)
+
+
+def _plain(cotangent: torch.Tensor) -> torch.Tensor:
+    """A cotangent whose elements all lie in memory, as those that PyTorch makes lazily do not."""
+    if torch._is_zerotensor(cotangent):
+        return torch.zeros(cotangent.shape, dtype=cotangent.dtype, device=cotangent.device)
+    cotangent = cotangent.resolve_conj().resolve_neg()
+    return cotangent.contiguous() if 0 in cotangent.stride() else cotangent
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -205,11 +245,9 @@ def _eager_gradients(ctx: Any, graph: CompiledGraph, cotangents: Sequence[torch.
     arguments, inputs, versions = ctx.again
     if any(_version(t) != v for t, v in zip(inputs, versions, strict=True)):
         raise RuntimeError("an input of a compiled graph was modified in place before a gradient of its gradient")
-    leaves = pytree.tree_leaves(graph.eager(*arguments))
-    sources = zip(graph.captured.outputs, leaves, strict=True)
-    results = {source.index: leaf for source, leaf in sources if source.kind == "graph"}
+    results = graph.owners(graph.eager(*arguments), inputs)
     outputs = zip(graph.compiled.cotangents, cotangents, strict=True)
-    pairs = [(results[i], g) for i, g in outputs if g is not None and results[i].requires_grad]
+    pairs = [(results[i], g) for i, g in outputs if g is not None and i in results]
     wanted = [inputs[i] for i in graph.wanted]
     found = torch.autograd.grad(
         [r for r, _ in pairs], wanted, [g for _, g in pairs], create_graph=True, allow_unused=True

@@ -18,11 +18,12 @@ from daceml_train.frontends.torch import fallback, names, own_leaves, source, ty
 from daceml_train.frontends.torch.draws import Draw, Randomness
 from daceml_train.frontends.torch.operators import custom_functions
 from daceml_train.frontends.torch.polyfills import POLYFILLS
+from daceml_train.frontends.torch.results import OutputSource, example_of, outputs_of, shared_bases
 from daceml_train.frontends.torch.trace import fake, fake_mode, first_line, trace
 from daceml_train.frontends.torch.translate import Translator, Unproven
 from daceml_train.graph.graph import Graph, Node, Role
 from daceml_train.ops.operator import Origin, Value
-from daceml_train.tensor import Dim, Shape, symbol
+from daceml_train.tensor import Dim, symbol
 
 assert names.RULES  # filled by importing the table
 
@@ -44,30 +45,6 @@ class InputSource:
     copy: bool = False
     number: bool = False
     """Whether the tensor is how Dynamo passes a Python float."""
-
-
-@dataclass(frozen=True, eq=False)
-class View:
-    """A view of an input or result: sizes, strides, the offset in elements from its first one, another element type."""
-
-    shape: Shape
-    strides: Shape
-    offset: Dim
-    dtype: torch.dtype | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class OutputSource:
-    """What one flattened result is.
-
-    `kind` is `graph` (graph output `index`, itself, or `view` of it, where results share memory), `input` (the input at
-    position `index`, itself, or `view` of it), `size` (`value`, an expression over symbols), or `constant` (`value`).
-    """
-
-    kind: str
-    index: int = 0
-    view: View | None = None
-    value: Any = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +129,9 @@ def _translated(
     """Trace and translate, on fake operands and attributes."""
     token = custom_functions.set([])
     try:
-        bases = _shared_bases(gm)
+        examples = [example_of(n) for n in _placeholders(gm)]
+        results = pytree.tree_leaves(_results(gm))
+        bases = shared_bases(gm.graph.nodes, results, examples)
         traced, signature = trace(
             gm, attributes, operands, grad_enabled, [*bases, *_unread(gm, randomness)], randomness
         )
@@ -167,7 +146,7 @@ def _translated(
         custom_functions.reset(token)
     made = made[len(signature.output_tokens) :]
     written = _writes(t, traced, signature, made, values)
-    outputs, detached = _outputs(gm, t, made[written:], bases, grad_enabled)
+    outputs, detached = outputs_of(t, results, examples, made[written:], bases, grad_enabled)
     graph.nodes = _live(graph)
     inputs = [_dropped(graph, i) for i in inputs]
     spec = pytree.tree_structure(_results(gm))
@@ -214,7 +193,7 @@ def _output_node(gm: fx.GraphModule) -> fx.Node:
 
 def _results(gm: fx.GraphModule) -> Any:
     """The graph's results in the user's structure, as examples."""
-    return pytree.tree_map_only(fx.Node, _example, _output_node(gm).args[0])
+    return pytree.tree_map_only(fx.Node, example_of, _output_node(gm).args[0])
 
 
 def _annotate(gm: fx.GraphModule, mode: Any, operands: Sequence[Any]) -> None:
@@ -272,14 +251,10 @@ def _free(size: Dim) -> set[sympy.Symbol]:
     return set() if isinstance(size, int) else set(size.free_symbols)
 
 
-def _example(node: fx.Node) -> Any:
-    return node.meta.get("example_value", node.meta.get("val"))
-
-
 def _refuse_gradients_into_inputs(gm: fx.GraphModule, grad_enabled: bool) -> None:
     """Raise where an input that needs no gradient is overwritten by values that carry one."""
     for node in _placeholders(gm):
-        example = _example(node)
+        example = example_of(node)
         if grad_enabled and isinstance(example, Tensor) and example._version and example.grad_fn is not None:
             raise Unsupported(
                 f"an in-place change of the input {_path(node)} by values that carry a gradient",
@@ -358,85 +333,9 @@ def _writes(t: Translator, traced: fx.GraphModule, signature: Any, made: Sequenc
     return len(changed)
 
 
-def _outputs(
-    gm: fx.GraphModule, t: Translator, made: Sequence[Any], bases: Sequence[fx.Node], grad_enabled: bool
-) -> tuple[tuple[OutputSource, ...], tuple[bool, ...]]:
-    examples = [_example(n) for n in _placeholders(gm)]
-    storages = {_storage(e): i for i, e in enumerate(examples) if isinstance(e, Tensor)}
-    results = pytree.tree_leaves(_results(gm))
-    shared = {
-        _storage(_example(n)): (_example(n), v) for n, v in zip(bases, made[len(results) :], strict=False)
-    }
-    outputs: list[OutputSource] = []
-    detached: list[bool] = []
-    for example, value in zip(results, made, strict=False):
-        detached.append(not (grad_enabled and isinstance(example, Tensor) and example.requires_grad))
-        storage = _storage(example) if isinstance(example, Tensor) else None
-        if storage in storages and (example.dtype is examples[storages[storage]].dtype or detached[-1]):
-            owner = storages[storage]
-            outputs.append(OutputSource("input", owner, _view(example, examples[owner])))
-        elif storage in shared:
-            base, owned = shared[storage]
-            if t.required:
-                shared[storage] = base, (owned := t.dependent(owned))
-            view = None if example is base else _view(example, base)
-            outputs.append(OutputSource("graph", _output(t, owned), view))
-        elif isinstance(value, Value):
-            outputs.append(OutputSource("graph", _output(t, t.dependent(value))))
-        elif isinstance(value, sympy.Expr):
-            outputs.append(OutputSource("size", value=value))
-        else:
-            outputs.append(OutputSource("constant", value=value))
-    if t.required:
-        raise Unsupported("a check of values in a graph without results of its own")
-    return tuple(outputs), tuple(detached)
-
-
-def _output(t: Translator, value: Value) -> int:
-    """The number of the graph output that holds a value; it becomes one if it is none yet."""
-    if value.name not in t.graph.outputs:
-        t.graph.output(value)
-    return t.graph.outputs.index(value.name)
-
-
 def _unread(gm: fx.GraphModule, randomness: Randomness) -> list[fx.Node]:
     """Values that nothing reads; where random numbers are eager execution's, a trace must not leave them out."""
     if randomness != "eager":
         return []
     calls = (n for n in gm.graph.nodes if n.op in ("call_function", "call_method") and not n.users)
-    return [n for n in calls if isinstance(_example(n), Tensor)]
-
-
-def _shared_bases(gm: fx.GraphModule) -> list[fx.Node]:
-    """The nodes that own the memory in which several results lie, none of them an input's."""
-    seen: dict[int, Tensor] = {}
-    several: set[int] = set()
-    for example in pytree.tree_leaves(_results(gm)):
-        if isinstance(example, Tensor):
-            storage = _storage(example)
-            if seen.setdefault(storage, example) is not example:
-                several.add(storage)
-    several -= {_storage(e) for n in _placeholders(gm) if isinstance(e := _example(n), Tensor)}
-    owners: list[fx.Node] = []
-    for node in gm.graph.nodes if several else ():
-        example = _example(node)
-        if isinstance(example, Tensor) and _storage(example) in several and node.op != "output":
-            several.discard(_storage(example))
-            if example._base is None and types.order_of(example) is not None and not example.is_complex():
-                owners.append(node)
-    return owners
-
-
-def _storage(example: Tensor) -> int:
-    """What identifies the memory of a tensor; one that has no single memory, such as a sparse one, shares none."""
-    return int(example.untyped_storage()._cdata) if example.layout is torch.strided else -id(example)
-
-
-def _view(example: Tensor, owner: Tensor) -> View | None:
-    """How `example` looks at the memory of `owner`; None where it is `owner` itself."""
-    if example is owner:
-        return None
-    shape, strides = types.sizes(example.shape), types.sizes(example.stride())
-    if example.dtype is not owner.dtype:
-        return View(shape, strides, types.size(example.storage_offset()), example.dtype)
-    return View(shape, strides, types.size(example.storage_offset()) - types.size(owner.storage_offset()))
+    return [n for n in calls if isinstance(example_of(n), Tensor)]

@@ -14,7 +14,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from daceml_train.autodiff.reverse import differentiate
-from daceml_train.frontends.torch.capture import Captured, InputSource, OutputSource, capture
+from daceml_train.driver.binding import viewed
+from daceml_train.frontends.torch.capture import Captured, InputSource, capture
+from daceml_train.frontends.torch.results import OutputSource
 from daceml_train.graph.graph import Graph
 from daceml_train.graph.interpret import interpret
 from daceml_train.graph.sizes import bind
@@ -87,7 +89,11 @@ def array(tensor: torch.Tensor) -> np.ndarray:
 def output(source: OutputSource, operands: Sequence[Any], made: Sequence[np.ndarray], sizes: dict[str, int]) -> Any:
     match source.kind:
         case "graph":
-            return torch.as_tensor(np.ascontiguousarray(made[source.index])).reshape(made[source.index].shape)
+            tensor = torch.as_tensor(np.ascontiguousarray(made[source.index])).reshape(made[source.index].shape)
+            if source.view is None or source.strides is None:
+                return tensor
+            strides = [bind(s, sizes) for s in source.strides]
+            return viewed(torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor), source, sizes)
         case "input":
             owner = operands[source.index]
             if (view := source.view) is None:

@@ -1,0 +1,149 @@
+"""What a captured graph's results are: its outputs, inputs, or views of either, where results share memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from daceml_train.errors import Unsupported
+from daceml_train.frontends.torch import types
+from daceml_train.frontends.torch.translate import Translator
+from daceml_train.ops.operator import Value
+from daceml_train.tensor import Dim, Shape, same
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """A view of an input or result: sizes, strides, the offset from its first element, another element type.
+
+    Strides and offset count elements of the view's own type.
+    """
+
+    shape: Shape
+    strides: Shape
+    offset: Dim
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class OutputSource:
+    """What one flattened result is.
+
+    `kind` is `graph` (graph output `index`, itself, or `view` of it, where results share memory), `input` (the input at
+    position `index`, itself, or `view` of it), `size` (`value`, an expression over symbols), or `constant` (`value`).
+    `strides` are those that eager execution gives to what `index` names: a view says where its elements lie in that
+    memory, and nothing else than these strides makes them the right ones. None: whatever strides it has. `version` is
+    how often that was changed in place.
+    """
+
+    kind: str
+    index: int = 0
+    view: View | None = None
+    value: Any = None
+    strides: Shape | None = None
+    version: int = 0
+
+
+def example_of(node: fx.Node) -> Any:
+    """What PyTorch noted of a node's result."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def outputs_of(
+    t: Translator,
+    results: Sequence[Any],
+    inputs: Sequence[Any],
+    made: Sequence[Any],
+    bases: Sequence[fx.Node],
+    grad_enabled: bool,
+) -> tuple[tuple[OutputSource, ...], tuple[bool, ...]]:
+    """What each result is, and whether it requires no gradient; values that results need become the graph's outputs.
+
+    `results` and `inputs` are examples; `made` holds the results' values, and then those of `bases`.
+    """
+    storages = {_storage(e): i for i, e in enumerate(inputs) if isinstance(e, Tensor)}
+    shared = {
+        _storage(example_of(n)): (example_of(n), v) for n, v in zip(bases, made[len(results) :], strict=False)
+    }
+    outputs: list[OutputSource] = []
+    detached: list[bool] = []
+    taken: dict[int, int] = {}
+    for example, value in zip(results, made, strict=False):
+        detached.append(not (grad_enabled and isinstance(example, Tensor) and example.requires_grad))
+        storage = _storage(example) if isinstance(example, Tensor) else 0
+        if storage in storages:
+            base = inputs[owner := storages[storage]]
+            outputs.append(OutputSource("input", owner, _view(example, base), strides=types.sizes(base.stride())))
+        elif storage in shared or isinstance(value, Value):
+            base, value = shared.get(storage, (example, value))
+            if storage not in taken:  # results of memory of their own are outputs of their own
+                taken[storage] = len(t.graph.outputs)
+                t.graph.output(t.dependent(value))
+            dense = types.order_of(base) is not None
+            strides = types.sizes(base.stride()) if dense else None
+            outputs.append(OutputSource("graph", taken[storage], _view(example, base), None, strides, _version(base)))
+        elif isinstance(value, sympy.Expr):
+            outputs.append(OutputSource("size", value=value))
+        else:
+            outputs.append(OutputSource("constant", value=value))
+    if t.required:
+        raise Unsupported("a check of values in a graph without results of its own")
+    return tuple(outputs), tuple(detached)
+
+
+def shared_bases(nodes: Iterable[fx.Node], results: Sequence[Any], inputs: Sequence[Any]) -> list[fx.Node]:
+    """The nodes that own the memory in which several results lie, none of them an input's.
+
+    Raises `Unsupported` where no node does.
+    """
+    seen: dict[int, Tensor] = {}
+    several: set[int] = set()
+    for example in results:
+        if isinstance(example, Tensor):
+            storage = _storage(example)
+            if seen.setdefault(storage, example) is not example:
+                several.add(storage)
+    several -= {_storage(e) for e in inputs if isinstance(e, Tensor)}
+    owners: list[fx.Node] = []
+    for node in nodes if several else ():
+        example = example_of(node)
+        if isinstance(example, Tensor) and _storage(example) in several and _is_whole(example):
+            several.discard(_storage(example))
+            owners.append(node)
+    if several:
+        raise Unsupported("results that share memory of which no tensor of the graph is the whole")
+    return owners
+
+
+def _is_whole(example: Tensor) -> bool:
+    """Whether a tensor is all of its memory, each element once."""
+    held = types.size(example.untyped_storage().nbytes())
+    whole = same(held, types.size(example.numel()) * example.element_size())
+    return whole and types.order_of(example) is not None and not example.is_conj() and not example.is_neg()
+
+
+def _storage(example: Tensor) -> int:
+    """What identifies the memory of a tensor; one that has no single memory, such as a sparse one, shares none."""
+    return int(example.untyped_storage()._cdata) if example.layout is torch.strided else -id(example)
+
+
+def _view(example: Tensor, owner: Tensor) -> View | None:
+    """How `example` looks at the memory of `owner`; None where it is `owner` itself."""
+    if example is owner:
+        return None
+    shape, strides = types.sizes(example.shape), types.sizes(example.stride())
+    first = types.size(owner.storage_offset())
+    offset = types.size(example.storage_offset())
+    if example.dtype is owner.dtype:
+        return View(shape, strides, offset - first)
+    return View(shape, strides, offset - first * owner.element_size() // example.element_size(), example.dtype)
+
+
+def _version(example: Tensor) -> int:
+    """How often a tensor's memory was changed in place."""
+    return 0 if example.is_inference() else example._version
