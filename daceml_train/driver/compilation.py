@@ -39,6 +39,7 @@ from daceml_train.plugins import source_key
 from daceml_train.runtime.cache import Cache
 from daceml_train.runtime.cost import costs
 from daceml_train.runtime.device import CPU, Device
+from daceml_train.runtime.encoding import storable
 from daceml_train.runtime.executable import AnyArena, Executable, new_arena
 from daceml_train.runtime.gradients import PLAIN, GradientOptions
 from daceml_train.runtime.kernel_search import KernelSearch
@@ -110,6 +111,7 @@ def compile_differentiable(
     return _link_pair(pair, options, device)
 
 
+@storable
 @dataclass
 class _Pair:
     forward: Program
@@ -230,6 +232,7 @@ class WholeStep:
     records: list[Record]
 
 
+@storable
 @dataclass
 class _Step:
     program: Program

@@ -21,6 +21,7 @@ from daceml_train.graph.prologue import HELD, again, split
 from daceml_train.ops.gradient import Detach
 from daceml_train.passes.base import without_dead_code
 from daceml_train.runtime.device import CPU
+from daceml_train.runtime.encoding import storable
 from daceml_train.runtime.executable import Executable, new_arena
 from daceml_train.runtime.packing import pack
 from daceml_train.runtime.products import Products
@@ -30,6 +31,7 @@ LAST = ("global_movement",)
 """The levels that only a main part without its prologue sees."""
 
 
+@storable
 @dataclass
 class _Prepared:
     """A forward program, and the program that makes from parameters what it takes behind its inputs."""

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from daceml_train.autodiff.partition import FREE
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.kernel import described
+from daceml_train.runtime.encoding import storable
 from daceml_train.tensor import Tensor
 from daceml_train.transformations.global_movement.merge_equal import identity
 
 
+@storable
 @dataclass(frozen=True)
 class Again:
     """An array that is computed a second time, what makes it, and the user's module."""

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 
 from daceml_train.driver.recomputed import Again
 from daceml_train.runtime.cost import Cost
+from daceml_train.runtime.encoding import storable
 from daceml_train.runtime.executable import Executable
 from daceml_train.tensor import Dim
 
 
+@storable
 @dataclass(frozen=True)
 class PassRecord:
     """What one pass did: bytes and operators before and after, and its seconds."""
@@ -28,6 +30,7 @@ class PassRecord:
     """Operations before and after."""
 
 
+@storable
 @dataclass
 class Record:
     """What is known of one compiled program, for the report."""

@@ -12,8 +12,10 @@ from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.elementwise import Elementwise
 from daceml_train.ops.embedding import EmbeddingGrad
 from daceml_train.ops.operator import Operator
+from daceml_train.runtime.encoding import storable
 
 
+@storable
 @dataclass(frozen=True)
 class Rows:
     """A part of a sparse gradient: positions among the gradients' outputs of rows [..., D] and of indices [...].

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from daceml_train.runtime.encoding import Unencodable, decode, encode
 from daceml_train.storage.files import clear_partial, keep, sealed, unsealed
 from daceml_train.storage.folders import clear_dead, usable
+from daceml_train.storage.trust import warn_once
 
 LIMIT = 4 << 30
 """Bytes of all entries above which the least recently used are removed."""
@@ -53,8 +54,8 @@ class Cache:
         if not path.exists() or usable(path.parent) != path.parent or (content := unsealed(path)) is None:
             return None
         try:
-            entry = pickle.loads(content)
-        except Exception:  # whatever is wrong with it, it can be made again
+            entry = decode(content)
+        except Unencodable:  # made anew
             return None
         with contextlib.suppress(OSError):  # a cache may be read-only
             os.utime(path)
@@ -65,7 +66,12 @@ class Cache:
         path = self._path(key)
         if usable(path.parent) != path.parent:
             return
-        keep(path, sealed(pickle.dumps(entry, protocol=pickle.HIGHEST_PROTOCOL), path.name))
+        try:
+            text = encode(entry)
+        except Unencodable as error:
+            warn_once(f"daceml_train compiles a program anew in each process: {error}")
+            return
+        keep(path, sealed(text, path.name))
         self.evict()
 
     def evict(self) -> None:

@@ -115,13 +115,13 @@ def bounds(number: int, held: torch.dtype) -> tuple[int, int]:
 
 
 def _external(proto: TensorProto, element: torch.dtype, shape: tuple[int, ...], folder: Path | None) -> torch.Tensor:
-    info = external_data_helper.ExternalDataInfo(proto)
+    info = _information(proto)
     file = external_file(info.location, proto.name, folder)
     count = int(np.prod(shape, dtype=object)) if shape else 1
     offset, size = int(info.offset or 0), count * element.itemsize
     if info.length is not None and int(info.length) != size:
         raise Invalid(f"external data of {proto.name!r} has {info.length} bytes where shape {shape} needs {size}")
-    if offset < 0 or offset + size > file.stat().st_size:
+    if offset + size > file.stat().st_size:
         raise Invalid(f"external data of {proto.name!r} ends beyond {file.name}, the file may be truncated")
     if info.checksum and info.checksum.lower() != _sha1(file, file.stat().st_mtime_ns):
         raise Invalid(f"the checksum of external data of {proto.name!r} is not that of {file.name}: it was changed")
@@ -134,6 +134,14 @@ def _external(proto: TensorProto, element: torch.dtype, shape: tuple[int, ...], 
     return flat.view(element).view(shape)
 
 
+def _information(proto: TensorProto) -> Any:
+    """Where external data lies. Raises `Invalid` for an offset or a length that is no size."""
+    for entry in proto.external_data:
+        if entry.key in ("offset", "length") and not entry.value.isdecimal():
+            raise Invalid(f"external data of {proto.name!r} has the {entry.key} {entry.value!r}, not a size")
+    return external_data_helper.ExternalDataInfo(proto)
+
+
 @functools.lru_cache(maxsize=64)
 def _sha1(file: Path, modified: int) -> str:
     """ONNX's checksum, of the whole file; once per file and time of change."""
@@ -142,7 +150,7 @@ def _sha1(file: Path, modified: int) -> str:
 
 
 def external_file(location: str, name: str, folder: Path | None) -> Path:
-    """The file of external data. Raises `Invalid` for one outside the model's folder, and one that is missing."""
+    """The file of external data. Raises `Invalid` for one that may lie outside the model's folder, or is missing."""
     if folder is None:
         raise Invalid(f"tensor {name!r} is stored in {location!r}; give the model's path, so that it can be found")
     path = Path(location)
@@ -153,4 +161,9 @@ def external_file(location: str, name: str, folder: Path | None) -> Path:
         raise Invalid(f"tensor {name!r} is stored at {location!r}, outside the model's folder, which is refused")
     if not file.is_file():
         raise Invalid(f"tensor {name!r} is stored in {location!r}, which is not in {folder}")
+    if file.stat().st_nlink > 1:  # as a symlink, it may lead outside; where to, nobody can tell
+        raise Invalid(
+            f"tensor {name!r} is stored at {location!r}, a file with several names (hard links), which is refused",
+            advice="copy it",
+        )
     return file

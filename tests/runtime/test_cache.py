@@ -12,7 +12,7 @@ from daceml_train.runtime.cache import Cache
 
 
 def test_eviction_removes_what_was_used_least_recently(tmp_path: Path) -> None:
-    cache = Cache(tmp_path, limit=3500)
+    cache = Cache(tmp_path, limit=4700)
     for number in range(3):
         cache.store(str(number), bytes(1000))
         os.utime(tmp_path / "programs" / f"{number}.program", (number, number))

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from daceml_train.errors import Unsupported
+from daceml_train.errors import Invalid, Unsupported
 from daceml_train.frontends.onnx import elements
 from daceml_train.frontends.onnx.host import Host, integer, integers
 from daceml_train.frontends.onnx.rules import rule
+
+_ADDRESSABLE = 1 << 48
+"""Elements; processors address 2^48 bytes or 2^57."""
 
 
 @rule("Concat", since=4)
@@ -76,12 +80,24 @@ def unsqueeze_by_attribute(x: Tensor, *, axes: tuple[int, ...]) -> Tensor:
 
 @rule("Expand", since=8, host="extents")
 def expand(x: Tensor, extents: Host) -> Tensor:
-    return x.expand(torch.broadcast_shapes(x.shape, tuple(integers(extents))))
+    return x.expand(_addressable(torch.broadcast_shapes(x.shape, tuple(integers(extents)))))
 
 
 @rule("Tile", since=6, host="repeats")
 def tile(x: Tensor, repeats: Host) -> Tensor:
-    return x.repeat(integers(repeats))
+    times = integers(repeats)
+    if len(times) != x.dim():
+        raise Invalid(f"there are {len(times)} repeats for the {x.dim()} dimensions of the operand")
+    _addressable([size * count for size, count in zip(x.shape, times, strict=True)])
+    return x.repeat(times)
+
+
+def _addressable(shape: Sequence[Any]) -> Sequence[Any]:
+    """The shape, unless no memory could hold an array of it: PyTorch's own count of elements overflows silently."""
+    count = math.prod(size for size in shape if isinstance(size, int))
+    if count > _ADDRESSABLE:
+        raise Invalid(f"the node makes an array of shape {tuple(shape)}: {count} elements, more than can be addressed")
+    return shape
 
 
 @rule("Slice", since=10, host="starts ends axes steps")

@@ -37,6 +37,9 @@ def test_external_data_is_read(tmp_path):
         ("", {}, "absolute or empty path"),
         ("gone.bin", {}, "stored in 'gone.bin', which is not in"),
         ("w.bin", {"length": 20}, "has 20 bytes where shape (3, 3) needs 36"),
+        ("w.bin", {"offset": -8}, "has the offset '-8', not a size"),
+        ("w.bin", {"offset": "0x8"}, "has the offset '0x8', not a size"),
+        ("w.bin", {"length": -36}, "has the length '-36', not a size"),
         ("w.bin", {"offset": 8}, "ends beyond w.bin, the file may be truncated"),
     ],
 )
@@ -44,6 +47,30 @@ def test_external_data_that_is_wrong_or_elsewhere(tmp_path, location, more, sent
     with pytest.raises(dt.Invalid) as caught:
         load(external(tmp_path, location, **more))
     assert sentence in str(caught.value)
+
+
+def test_external_data_with_a_second_name_is_refused(tmp_path):
+    """A hard link to a file elsewhere looks like a file of the model's folder, as a symlink does."""
+    secret = tmp_path / "elsewhere.bin"
+    secret.write_bytes(random(3, 3).tobytes())
+    (tmp_path / "w.bin").hardlink_to(secret)
+    with pytest.raises(dt.Invalid, match=r"a file with several names \(hard links\), which is refused"):
+        load(external(tmp_path, "w.bin", write=False))
+    (tmp_path / "w.bin").unlink()
+    (tmp_path / "folder" / "w.bin").symlink_to(secret)
+    with pytest.raises(dt.Invalid, match="outside the model's folder"):
+        path = external(tmp_path, "w.bin", write=False)
+        load(path.rename(tmp_path / "folder" / "m.onnx"))
+
+
+@pytest.mark.parametrize("repeats", [[1 << 32, 1 << 32], [1 << 40, 1 << 20]])
+def test_a_tile_that_no_memory_holds_is_named(repeats):
+    made = model(
+        [helper.make_node("Tile", ["x", "r"], ["y"], name="tiles")], [tensor("x", 2, 3)], [tensor("y", "a", "b")],
+    )  # fmt: skip
+    made.graph.initializer.append(numpy_helper.from_array(np.array(repeats, dtype=np.int64), "r"))
+    with pytest.raises(dt.Invalid, match=r"more than can be addressed"):
+        load(made)(torch.ones(2, 3))
 
 
 def test_external_data_without_a_path(tmp_path):
