@@ -54,6 +54,10 @@ class CompilerError(DacemlError):
         super().__init__(message)
 
 
+class Rejected(CompilerError):
+    """The native compiler rejected a kernel that this package generated."""
+
+
 class ExecutionError(DacemlError, RuntimeError):
     """A compiled program failed while running; `tag` is the launch that failed."""
 
@@ -81,6 +85,25 @@ class OutOfMemory(DacemlError):
             advice="make the batch smaller, cut it (micro_batches=...), or keep less for the backward pass: "
             'pipeline=TRAINING.after(..., Recompute(budget="...")), see docs/memory.md',
         )
+
+
+INTERNAL = "internal error"
+"""How the reason for running something in PyTorch begins where the cause is a defect of this package."""
+_EXPECTED = (Unsupported, Unmet, Elsewhere, CompilerError, OutOfMemory)
+
+
+def internal(error: BaseException) -> bool:
+    """Whether an error raised while a graph is compiled is a defect of this package.
+
+    PyTorch accepted the program, so `Invalid` and `Refused` here speak of our graphs and not of the user's arguments.
+    """
+    return isinstance(error, Rejected) or not isinstance(error, _EXPECTED)
+
+
+def why(error: BaseException) -> str:
+    """The reason for running a graph in PyTorch: it begins with `INTERNAL` where the error is a defect of ours."""
+    text = str(error) if isinstance(error, DacemlError) else f"{type(error).__name__}: {error}"
+    return f"{INTERNAL}, {text}" if internal(error) else text
 
 
 def said(error: Exception) -> str:

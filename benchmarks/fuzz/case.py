@@ -55,7 +55,12 @@ class Twice(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Case:
-    """A model with all that decides how it is trained; `sizes` are the batch sizes of the first and the last step."""
+    """A model with all that decides how it is trained; `sizes` are the batch sizes of the first and the last step.
+
+    `results` are values on the way that the model returns beside its output: (number of the layer before which it
+    stands, whether the loss uses it). `dynamic` is the option of that name; `backend`: calls go through
+    `torch.compile`; `unlimited`: passes that leave small arrays alone leave none alone.
+    """
 
     seed: int
     layers: tuple[Layer, ...]
@@ -67,6 +72,10 @@ class Case:
     sizes: tuple[int, int] = (3, 4)
     threads: int = 1
     without: tuple[str, ...] = ()
+    results: tuple[tuple[int, bool], ...] = ()
+    dynamic: bool | None = None
+    backend: bool = False
+    unlimited: bool = False
 
     def model(self) -> str:
         """The source of the model."""
@@ -74,11 +83,21 @@ class Case:
         text = ["class Model(nn.Module):", "    def __init__(self):", "        super().__init__()"]
         text += [f"        {line}" for line in lines] + ["", "    def forward(self, h):"]
         body = [layer.forward.replace("{n}", str(i)) for i, layer in enumerate(self.layers)]
-        used = set(re.findall(r"\ba\d+\b", "\n".join(body)))
+        returned = [f"a{i}" for i, _ in self.results]
+        used = {*re.findall(r"\ba\d+\b", "\n".join(body)), *returned}
         for i, line in enumerate(body):
             text += [f"        a{i} = h"] if f"a{i}" in used else []
             text += [f"        {line}"]
-        return "\n".join([*text, "        return h", ""])
+        return "\n".join([*text, f"        return {', '.join(['h', *returned])}", ""])
+
+    def objective(self, result: Any, target: Tensor) -> Tensor:
+        """The loss of the output, and of those other results that it uses."""
+        output, *others = result if self.results else (result,)
+        loss: Tensor = getattr(F, self.loss)(output, target)
+        for (_, used), other in zip(self.results, others, strict=True):
+            if used and other.is_floating_point():
+                loss = loss + 0.1 * other.square().mean().to(loss.dtype)
+        return loss
 
     def built(self) -> nn.Module:
         """The model, in float32."""

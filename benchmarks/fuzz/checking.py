@@ -8,17 +8,18 @@ import math
 import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import daceml_train as dt
 from benchmarks.fuzz.case import Case
 from benchmarks.noise import LOST, RUNS, Rounding
-from daceml_train.driver.module import state_of
+from daceml_train.driver import options
+from daceml_train.driver.module import Backend, state_of
+from daceml_train.errors import INTERNAL
 
 FACTOR, FLOOR = 3.0, 1e-5
 Values = dict[str, Tensor]
@@ -30,7 +31,11 @@ class Rejected(Exception):
 
 def _targets(case: Case, model: nn.Module) -> list[Tensor]:
     model = copy.deepcopy(model)
-    return [case.target(model(case.inputs(i)).detach(), i) for i in range(4)]
+    return [case.target(_first(model(case.inputs(i))).detach(), i) for i in range(4)]
+
+
+def _first(result: Any) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result
 
 
 def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
@@ -55,7 +60,9 @@ def _gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _step(case: Case, targets: Sequence[Tensor], pipeline: Any) -> tuple[Values, list[str]]:
     model = case.built()
     optimizer = _optimizer(case, model)
-    step = dt.training_step(model, getattr(F, case.loss), optimizer, keep_gradients=True, pipeline=pipeline, jobs=2)
+    step = dt.training_step(
+        model, case.objective, optimizer, keep_gradients=True, pipeline=pipeline, jobs=2, dynamic=case.dynamic
+    )
     found: Values = {}
     for i in range(4):
         found[f"loss {i}"] = step(case.inputs(i), targets[i])
@@ -71,12 +78,12 @@ def _eager(case: Case, targets: Sequence[Tensor], dtype: torch.dtype, noise: int
 
 def _trained(case: Case, targets: Sequence[Tensor], dtype: torch.dtype) -> Values:
     model = case.built().to(dtype)
-    optimizer, loss = _optimizer(case, model), getattr(F, case.loss)
+    optimizer = _optimizer(case, model)
     found: Values = {}
     for i in range(4):
         x, y = (t.to(dtype) if t.is_floating_point() else t for t in (case.inputs(i), targets[i]))
         optimizer.zero_grad()
-        value = loss(model(x), y)
+        value = case.objective(model(x), y)
         value.backward()
         found[f"loss {i}"] = value.detach()
         found.update({f"step {i} gradient {n}": g for n, g in _gradients(model)})
@@ -94,22 +101,33 @@ def _module(
 
 def _called(case: Case, targets: Sequence[Tensor], dtype: torch.dtype, pipeline: Any) -> tuple[Values, list[str]]:
     model = case.built().to(dtype)
-    called = dt.optimize(model, pipeline=pipeline, jobs=2) if pipeline is not None else model
+    called, breaks = (model, []) if pipeline is None else _compiled(case, model, pipeline)
     found: Values = {}
     for i in (0, 3):
         x, y = (t.to(dtype) if t.is_floating_point() else t for t in (case.inputs(i), targets[i]))
         x = x.detach().clone().requires_grad_(x.is_floating_point())
         for parameter in model.parameters():
             parameter.grad = None
-        output = called(x)
-        getattr(F, case.loss)(output, y).backward()
-        found[f"output {i}"] = output.detach()
+        result = called(x)
+        case.objective(result, y).backward()
+        for k, output in enumerate(result if case.results else (result,)):
+            found[f"output {i}" + f", result {k}" * (k > 0)] = output.detach().clone()
         if x.grad is not None:
             found[f"call {i} gradient of the input"] = x.grad
         found.update({f"call {i} gradient {n}": g for n, g in _gradients(model)})
     found.update({f"buffer {n}": b.clone() for n, b in model.named_buffers()})
+    return found, list(breaks)
+
+
+def _compiled(case: Case, model: nn.Module, pipeline: Any) -> tuple[Callable[..., Any], list[str]]:
+    """The model as `optimize` or `torch.compile` gives it, and the list in which it keeps what falls back."""
+    if case.backend:
+        backend = Backend(options(pipeline, jobs=2))
+        return torch.compile(model, backend=backend, dynamic=case.dynamic), backend.breaks
+    called = dt.optimize(model, pipeline=pipeline, jobs=2, dynamic=case.dynamic)
     state = state_of(called)
-    return found, list(state.backend.breaks) if state is not None else []
+    assert state is not None
+    return called, state.backend.breaks
 
 
 def wrong_in(found: Values, eager: Values, noisy: Sequence[Values], exact: Values) -> str:
@@ -127,6 +145,10 @@ def wrong_in(found: Values, eager: Values, noisy: Sequence[Values], exact: Value
             return f"{name}: {value.dtype}{list(value.shape)} for {eager[name].dtype}{list(eager[name].shape)}"
         step = re.match(r"(?:loss|step) (\d+)|parameter|state", name)
         if not value.numel() or (step and float(step[1] or "inf") > lost):
+            continue
+        if value.dtype is torch.bool:
+            if not torch.equal(value, eager[name]):
+                return f"{name}: {int((value ^ eager[name]).sum())} of {value.numel()} differ"
             continue
         scale = max(float(exact[name].abs().max()), 3e-2 * typical, 1e-30)
         compared = (value, eager[name], *(run[name] for run in noisy))
@@ -148,8 +170,15 @@ class Verdict:
 
 
 def pipeline_of(case: Case) -> Any:
-    """TRAINING without the passes that the case leaves out."""
-    return dt.TRAINING.without(*{type(p) for p in dt.TRAINING if type(p).__name__ in case.without})
+    """TRAINING without the passes that the case leaves out, and without a least size where it says so."""
+    pipeline = dt.TRAINING.without(*{type(p) for p in dt.TRAINING if type(p).__name__ in case.without})
+    if not case.unlimited:
+        return pipeline
+    return dt.Pipeline(**{level: tuple(map(_unlimited, passes)) for level, passes in pipeline.passes})
+
+
+def _unlimited(given: dt.Pass) -> dt.Pass:
+    return replace(given, min_bytes=0) if hasattr(given, "min_bytes") else given
 
 
 def references(case: Case) -> tuple[list[Tensor], list[Values], list[Values]]:
@@ -184,6 +213,8 @@ def check(case: Case) -> Verdict:
             where = traceback.extract_tb(error.__traceback__)[-1]
             return Verdict(f"{path} raises {type(error).__name__}: {error} ({where.filename}:{where.lineno})", breaks)
         breaks += reasons
+        if internal := [reason for reason in reasons if reason.startswith(INTERNAL)]:
+            return Verdict(f"{path} falls back: {internal[0]}", breaks)
         if wrong := wrong_in(found, eager, noisy, exact):
             return Verdict(f"{path}: {wrong}", breaks)
     return Verdict("", breaks)

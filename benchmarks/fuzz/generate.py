@@ -54,7 +54,16 @@ def random_case(seed: int, most: int) -> Case:
         found = shapes_of(grown)
         if found is not None and math.prod(found[-1]) <= LARGEST and len(found[-1]) <= 5 and 0 not in found[-1]:
             case, shapes = grown, found
-    return case
+    return _called(random, case)
+
+
+def _called(random: Random, case: Case) -> Case:
+    """The case with what decides how it is called; drawn last, so that the models of earlier seeds stay as they are."""
+    numbers = range(len(case.layers))
+    chosen = random.sample(numbers, min(random.choice([0, 0, 1, 2, 3]), len(numbers)))
+    results = tuple((i, random.random() < 0.5) for i in sorted(chosen))
+    dynamic, backend = random.choice([None, None, True]), random.random() < 0.2
+    return replace(case, results=results, dynamic=dynamic, backend=backend, unlimited=random.random() < 0.4)
 
 
 def shapes_of(case: Case) -> list[tuple[int, ...]] | None:
@@ -62,7 +71,7 @@ def shapes_of(case: Case) -> list[tuple[int, ...]] | None:
     try:
         for number in (3, 0):
             found: list[tuple[int, ...]] = []
-            every = replace(case, layers=tuple(_recorded(layer) for layer in case.layers))
+            every = replace(case, layers=tuple(_recorded(layer) for layer in case.layers), results=())
             model = every.built()
             model.seen = found
             x = case.inputs(number)

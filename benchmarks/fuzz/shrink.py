@@ -38,7 +38,7 @@ def _smaller(case: Case) -> Iterator[Case]:
     count = len(case.layers)
     for keep in (count // 2, count - 1):
         if 0 < keep < count:
-            yield replace(case, layers=case.layers[:keep])
+            yield replace(case, layers=case.layers[:keep], results=tuple(r for r in case.results if r[0] < keep))
     if not case.tokens:
         for cut in (count // 2, 1):
             if 0 < cut < count and len(shapes) > cut and shapes[cut] and shapes[cut][0] == case.sizes[0]:
@@ -46,6 +46,8 @@ def _smaller(case: Case) -> Iterator[Case]:
     for i in range(count):
         yield _without(case, [i])
     changes: list[dict[str, Any]] = [{"without": ()}, {"threads": 1}, {"optimizer": OPTIMIZERS[0]}]
+    changes += [{"results": case.results[:i] + case.results[i + 1 :]} for i in range(len(case.results))]
+    changes += [{"dynamic": None}, {"backend": False}, {"unlimited": False}]
     changes += [{"channels_last": False}, {"loss": "mse_loss"}]
     for change in changes:
         if (smaller := replace(case, **change)) != case:
@@ -65,4 +67,5 @@ def _without(case: Case, dropped: Sequence[int]) -> Case:
         text = re.sub(r"\ba(\d+)\b", lambda m: f"a{places[int(m[1])]}", layer.forward)
         text = re.sub(r"self\.l(\d+)", lambda m: f"self.l{places.get(int(m[1]), 99)}", text)
         layers.append(replace(layer, forward=text))
-    return replace(case, layers=tuple(layers))
+    results = {places[i]: used for i, used in case.results if places[i] < left}
+    return replace(case, layers=tuple(layers), results=tuple(sorted(results.items())))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from daceml_train.codegen.compiler import compiler_command, run
 from daceml_train.codegen.launch import KernelCode
-from daceml_train.errors import CompilerError
+from daceml_train.errors import CompilerError, Rejected
 from daceml_train.storage.files import sealed, unsealed
 from daceml_train.storage.folders import locked, to_write, usable
 
@@ -129,7 +129,7 @@ def _run(command: list[str], stem: str) -> None:
         raise CompilerError(f"the C++ compiler {command[0]!r} cannot be started ({error.strerror})") from None
     if made.returncode != 0 or not Path(command[-1]).exists():
         tail = "\n".join(made.stderr.strip().splitlines()[-20:])
-        raise CompilerError(f"{command[0]} failed on {stem} (exit {made.returncode}):\n{tail}")
+        raise Rejected(f"{command[0]} failed on {stem} (exit {made.returncode}):\n{tail}")
 
 
 def install(library: Path, path: Path) -> None:

@@ -17,7 +17,7 @@ from daceml_train.driver.function import CompiledGraph
 from daceml_train.driver.inference import compile_inference
 from daceml_train.driver.record import Record
 from daceml_train.driver.tracing import describe, reason, traced, tracing
-from daceml_train.errors import DacemlError, Invalid
+from daceml_train.errors import Invalid, why
 from daceml_train.frontends.torch.capture import capture
 from daceml_train.runtime.device import CPU
 from daceml_train.runtime.pair_recording import PairRecorder
@@ -58,10 +58,8 @@ class Backend:
         self.graphs += 1
         try:
             return self.compile(module, examples)
-        except DacemlError as error:
-            self.break_off(str(error))
         except Exception as error:  # whatever is wrong in here, training goes on
-            self.break_off(f"internal error, {type(error).__name__}: {error}")
+            self.break_off(why(error))
         return module.forward
 
     def break_off(self, reason: str) -> None:

@@ -193,7 +193,7 @@ class TrainingStep:
         except (Unmet, Elsewhere):
             raise
         except Exception as error:
-            self._break(key, error)
+            self._break(key, error, ours=True)
             return None
         while len(self._bound) >= KEPT_BINDINGS:
             del self._bound[next(iter(self._bound))]
@@ -247,9 +247,9 @@ class TrainingStep:
         tables = hook_tables(self._modules())
         return [id(x) for x in tables if x] + [id(p) for p in self._parameters() if has_gradient_hooks(p)]
 
-    def _break(self, key: Any, error: BaseException) -> None:
+    def _break(self, key: Any, error: BaseException, ours: bool = False) -> None:
         """Remember that arguments of this kind run in pieces, and why."""
-        self._in_pieces[key] = reason(error)
+        self._in_pieces[key] = reason(error, ours)
         self.breaks.append(self._in_pieces[key])
 
     def _bind_captured(

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch.utils._pytree as pytree
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx.experimental import _config as symbols
 
-from daceml_train.errors import DacemlError
+from daceml_train.errors import INTERNAL, DacemlError, internal
 from daceml_train.frontends.torch import own_leaves, polyfills
 
 RECOMPILATIONS = 64
@@ -100,10 +101,14 @@ def has_effects(code: types.CodeType) -> bool:
     return not ran or any(x.opname.startswith(acting) for x in instructions[ran[0] :])
 
 
-def reason(error: BaseException) -> str:
-    """What an error of Dynamo or of ours says, in a paragraph, with the user's line."""
+def reason(error: BaseException, ours: bool = False) -> str:
+    """What an error of Dynamo or of ours says, in a paragraph, with the user's line.
+
+    `ours`: the error was raised by this package; an error that Dynamo received from its backend was, too.
+    """
     cause, where = error, ""
     while True:
+        ours = ours or isinstance(cause, BackendCompilerFailed)
         stack = getattr(cause, "real_stack", None)
         if stack and not where:
             where = f" (at {Path(stack[-1].filename).name}:{stack[-1].lineno})"
@@ -113,6 +118,7 @@ def reason(error: BaseException) -> str:
         cause = following
     kind = "" if isinstance(cause, DacemlError) else f"{type(cause).__name__}: "
     text = kind + str(cause).strip().split("\n\n")[0]
+    text = f"{INTERNAL}, {text}" if ours and internal(cause) else text
     return text if " (at " in text else text + where
 
 

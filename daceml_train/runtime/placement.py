@@ -9,7 +9,7 @@ from contextvars import ContextVar
 
 import torch
 
-from daceml_train.errors import Elsewhere, Invalid
+from daceml_train.errors import Elsewhere, Unsupported
 from daceml_train.runtime.cuda_device import CUDA
 from daceml_train.runtime.device import CPU, Device
 
@@ -27,7 +27,7 @@ def standing_in(choose: Callable[[torch.device], Device | None]) -> Iterator[Non
 
 
 def device_of(device: torch.device) -> Device:
-    """The device that PyTorch calls so. Raises `Invalid` for a kind that programs do not run on."""
+    """The device that PyTorch calls so. Raises `Unsupported` for a kind that programs do not run on."""
     choose = _standing_in.get()
     if choose is not None and (chosen := choose(device)) is not None:
         return chosen
@@ -35,7 +35,7 @@ def device_of(device: torch.device) -> Device:
         return CPU
     if device.type == "cuda":
         return _cuda(device.index if device.index is not None else torch.cuda.current_device())
-    raise Invalid(f"programs run on CPUs and CUDA devices, not on {device}")
+    raise Unsupported(f"programs run on CPUs and CUDA devices, not on {device}")
 
 
 @functools.cache

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.fuzz import Case, Layer, shrink
+from benchmarks.fuzz import Case, Layer, check, shrink
 from benchmarks.fuzz.checking import Verdict, wrong_in
 from benchmarks.fuzz.generate import random_case, shapes_of
 from benchmarks.fuzz.sweep import Outcome, Run, read, write
+from daceml_train.driver import compilation
+from daceml_train.errors import Invalid
 
 
 def test_cases_repeat_and_are_taken_by_pytorch() -> None:
@@ -42,6 +44,25 @@ def test_shrinks_to_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     shrunk = shrink.shrunk(case, 10)
     assert [layer.forward for layer in shrunk.layers] == ["h = h.cumsum(0)"]
     assert (shrunk.threads, shrunk.without, shrunk.loss) == (1, (), "mse_loss")
+
+
+def test_results_follow_their_layers_and_enter_the_loss() -> None:
+    layers = tuple(Layer(f"h = {text}") for text in ("h + 1", "h * 2", "h * h"))
+    case = Case(0, layers, (4,), results=((1, True), (2, False)), loss="l1_loss")
+    h, first, second = case.built()(torch.ones(3, 4))
+    assert float(h.mean()) == 16 and float(first.mean()) == 2 and float(second.mean()) == 4
+    assert float(case.objective((h, first, second), h)) == pytest.approx(0.1 * 4)
+    assert shrink._without(case, [0]).results == ((0, True), (1, False))
+    assert {s.results for s in shrink._smaller(case)} >= {((1, True),), ((2, False),)}
+
+
+def test_an_internal_error_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise Invalid("%b updates %a")
+
+    monkeypatch.setattr(compilation, "lower", fails)
+    layer = Layer("h = self.l(h)", ("self.l = nn.Linear(4, 3)",))
+    assert "falls back: internal error, %b updates %a" in check(Case(0, (layer,), (4,))).wrong
 
 
 def test_rounding_is_not_wrong_and_a_wrong_number_is() -> None:

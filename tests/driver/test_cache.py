@@ -15,6 +15,7 @@ from torch import nn
 import daceml_train as dt
 from daceml_train.driver import compilation
 from daceml_train.driver.module import state_of
+from daceml_train.errors import CompilerError, Invalid, Refused, Rejected, Unsupported
 from daceml_train.storage.folders import cache_folder
 
 pytestmark = pytest.mark.compiled
@@ -23,6 +24,7 @@ SCRIPT = """
 import sys, warnings
 import torch, daceml_train as dt
 from daceml_train.driver.module import state_of
+from daceml_train.errors import CompilerError, Invalid, Refused, Rejected, Unsupported
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
 x, y = torch.randn(6, 8), torch.randn(6, 4)
@@ -111,15 +113,32 @@ def test_one_warning_names_the_compiler(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(ours) == 1 and "/nonexistent" in ours[0] and "CXX" in ours[0]
 
 
-def test_an_internal_error_does_not_end_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (IndexError("a bug"), "internal error, IndexError: a bug"),
+        (Invalid("%b updates %a"), "internal error, %b updates %a"),
+        (Refused("no lowering"), "internal error, no lowering"),
+        (Rejected("g++ failed"), "internal error, g\\+\\+ failed"),
+        (Unsupported("complex numbers"), "PyTorch does: complex numbers"),
+        (CompilerError("there is no g++"), "PyTorch does: there is no g"),
+    ],
+)
+def test_an_internal_error_does_not_end_training(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def fails(*_: object) -> None:
-        raise IndexError("a bug")
+        raise error
 
     monkeypatch.setattr(compilation, "lower", fails)
     model, x = nn.Sequential(nn.Linear(7, 5), nn.Sigmoid()), torch.randn(3, 7)
     optimized = dt.optimize(model, cache=tmp_path)
-    with pytest.warns(UserWarning, match="internal error, IndexError: a bug"):
+    with pytest.warns(UserWarning, match=said):
         torch.testing.assert_close(optimized(x), model(x))
+    step = dt.training_step(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters()), cache=tmp_path)
+    with pytest.warns(UserWarning, match=said):
+        step(x, torch.zeros(3, 5))
+    assert step.breaks[0].startswith("internal error") == said.startswith("internal error")
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from daceml_train.codegen.compile import install, intact
 from daceml_train.codegen.compile import load as load_entry
 from daceml_train.codegen.compiler import run
 from daceml_train.codegen.cuda.launch import CudaCode
-from daceml_train.errors import CompilerError
+from daceml_train.errors import CompilerError, Rejected
 from daceml_train.storage.folders import locked, to_write, usable
 
 HEADERS = Path(__file__).parent / "native"
@@ -127,7 +127,7 @@ def run_nvcc(nvcc: Path, options: Sequence[str], arch: str = DEFAULT_ARCHITECTUR
         raise CompilerError(f"{nvcc} cannot be started ({error.strerror}); {ADVICE}") from None
     if made.returncode != 0:
         tail = "\n".join((made.stderr or made.stdout).strip().splitlines()[-20:])
-        raise CompilerError(f"nvcc failed (exit {made.returncode}):\n{tail}")
+        raise Rejected(f"nvcc failed (exit {made.returncode}):\n{tail}")
     return made.stdout + made.stderr
 
 
