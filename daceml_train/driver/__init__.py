@@ -75,7 +75,7 @@ def training_step(
     *,
     keep_gradients: bool = False,
     micro_batches: int = 1,
-    reduction: Reduction = "mean",
+    reduction: Reduction = "batch",
     clip_norm: float | None = None,
     norm_type: float = 2.0,
     clip_value: float | None = None,
@@ -94,8 +94,10 @@ def training_step(
     """Forward, loss, backward and update as one graph: `loss_value = step(inputs, *targets)`.
 
     With `micro_batches`, each batch is cut into so many parts along its tensors' first dimension, whose gradients are
-    added up before one update: the memory of a part instead of that of the batch. `reduction` says what `loss` does
-    over a batch; see `driver.micro_batches`. `clip_norm` and `clip_value` clip the gradients of the optimizer's
+    added up before one update: the memory of a part instead of that of the batch. Loss and gradients are those of the
+    whole batch, also where the loss is a mean over other things than rows; one of which that cannot be told is refused.
+    `reduction="mean"` or `"sum"` takes the mean or the sum of the parts' losses instead, as accumulation in PyTorch
+    does. `clip_norm` and `clip_value` clip the gradients of the optimizer's
     parameters before the update, as `torch.nn.utils.clip_grad_norm_(..., norm_type=norm_type)` and `clip_grad_value_`
     do; `step.gradient_norm` is then the norm before. With a `scaler` the step goes through it: the loss is scaled,
     gradients are unscaled (and then clipped), the update is left out where one is not finite, and the scale adapts.

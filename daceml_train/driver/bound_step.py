@@ -19,6 +19,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from daceml_train.driver.binding import SEED, memory_span, sizes_of
 from daceml_train.driver.compilation import WholeStep
+from daceml_train.driver.denominators import Denominators
 from daceml_train.driver.joint import ACCUMULATED
 from daceml_train.errors import Elsewhere, ExecutionError, Unsupported
 from daceml_train.frontends.torch.capture import Captured
@@ -91,6 +92,11 @@ class Followed:
 
 class BoundStep:
     """See the module. `valid` and `run` are what every call costs."""
+
+    share = 1.0
+    """What the loss counts, of a part of a batch."""
+    denominators: Denominators | None = None
+    """What has to be computed on the whole batch before its parts run."""
 
     def __init__(
         self,

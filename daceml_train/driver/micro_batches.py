@@ -1,44 +1,86 @@
 """Micro-batches: a training step over a batch in parts, whose gradients are added up before one update.
 
 A step is two programs that share parameters and arena: one adds the gradients of a part to what is accumulated, the
-other does so for the last part and updates. It equals as many forward and backward passes and one update in PyTorch:
-normalisations take the statistics of a part, their running statistics move once per part, dropout draws per part.
+other does so for the last part and updates. With `reduction="batch"` the loss is that of the whole batch, whatever it
+is a mean over; with "mean" and "sum" it equals as many forward and backward passes and one update in PyTorch. In each
+case normalisations take the statistics of a part, their running statistics move once per part, and dropout draws per
+part.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.utils._pytree as pytree
 
+from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks
 from daceml_train.driver.compilation import Options
 from daceml_train.driver.joint import Trained
+from daceml_train.driver.looking import Seen
 from daceml_train.driver.step import Loss, ScheduleKind, TrainingStep
+from daceml_train.driver.whole import Wholes
 from daceml_train.errors import Invalid, Unsupported
+from daceml_train.frontends.torch.capture import Captured
+from daceml_train.ops.optimizer import SGDUpdate
 from daceml_train.runtime.gradients import Clipping
+from daceml_train.runtime.optimizers import Update
 
-Reduction = Literal["mean", "sum"]
-"""What a loss does over a batch: with "mean" each of n parts counts 1/n, with "sum" each counts whole."""
+_NO_UPDATE = Update(SGDUpdate(), ())
+"""Of a part whose gradients are only added up."""
+
+Reduction = Literal["batch", "mean", "sum"]
+"""What the losses of parts are to that of the batch: with "mean" each of n parts counts 1/n, with "sum" each counts
+whole; "batch" finds out from the loss itself, see `autodiff.whole_batch`.
+"""
 
 
-class _Accumulating(TrainingStep):
+class _Part(TrainingStep):
+    """A step on the parts of a batch."""
+
+    share: float | None = 1.0
+    """What each part counts; None: found out for each kind of batch."""
+    counts = 1.0
+    """What each part counts of the batch that is bound now."""
+    wholes: Wholes
+    batch: tuple[Any, tuple[Any, ...]] = ((), ())
+    """Inputs and targets of the batch that is cut."""
+
+    def _bind_captured(
+        self, captured: Captured, arguments: Sequence[Any], flat: Sequence[Any], scope: dict[str, Any]
+    ) -> BoundStep:
+        if self.share is not None:
+            self.counts = self.share
+            return super()._bind_captured(captured, arguments, flat, scope)
+        seen = Seen.of(captured, arguments)
+        device = self._device(seen.tensors, flat)
+        self.counts, captured, denominators = self.wholes.split(seen, *self.batch, device)
+        bound = super()._bind_captured(captured, arguments, flat, scope)
+        bound.share, bound.denominators = self.counts, denominators
+        return bound
+
+
+class _Accumulating(_Part):
     """Adds the gradients of a part to `accumulated`, and updates nothing."""
 
-    share = 1.0
-
     def _wanted(self, by_name: Mapping[str, torch.Tensor], given: set[int]) -> tuple[list[Trained], list[str]]:
-        trained, _ = super()._wanted(by_name, given)
-        return [replace(t, accumulates=True, first=False, share=self.share) for t in trained], []
+        of_tensor = {id(t): name for name, t in by_name.items() if t.requires_grad and id(t) not in given}
+        if any(has_gradient_hooks(t) for t in by_name.values() if id(t) in of_tensor):
+            raise Unsupported("a parameter has a gradient hook")
+        updated = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) in of_tensor]
+        return [
+            Trained(of_tensor[id(p)], _NO_UPDATE, 0, accumulates=True, share=self.counts) for p in updated
+        ], []
 
 
-class MicroBatchedStep(TrainingStep):
+class MicroBatchedStep(_Part):
     """`step(inputs, *targets)` as `TrainingStep`, over `count` parts of the batch.
 
     Every tensor among inputs and targets is cut along its first dimension, which must be the same for all and a
-    multiple of `count`. The loss returned is the mean, or the sum, of the parts' losses.
+    multiple of `count`. The loss returned is that of the batch, or the mean, or the sum, of the parts' losses.
     """
 
     def __init__(
@@ -48,35 +90,50 @@ class MicroBatchedStep(TrainingStep):
         optimizer: torch.optim.Optimizer,
         options: Options,
         count: int,
-        reduction: Reduction = "mean",
+        reduction: Reduction = "batch",
         clipping: Clipping | None = None,
         scaler: torch.amp.GradScaler | None = None,
         schedule: ScheduleKind = "ahead_of_time",
     ) -> None:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise Invalid(f"micro_batches is a positive whole number, given {count!r}")
-        if reduction not in ("mean", "sum"):
-            raise Invalid(f"reduction is 'mean' or 'sum', given {reduction!r}")
+        if reduction not in get_args(Reduction):
+            words = "'batch', 'mean' or 'sum'"
+            raise Invalid(f"reduction is {words}, given {reduction!r}")
         super().__init__(model, loss, optimizer, options, clipping=clipping, scaler=scaler, schedule=schedule)
-        self.count, self.share = count, 1 / count if reduction == "mean" else 1.0
+        self.count, self.share = count, {"batch": None, "mean": 1 / count, "sum": 1.0}[reduction]
+        self.counts = 1.0 if self.share is None else self.share
         self.accumulating = _Accumulating(model, loss, optimizer, options, scaler=scaler, schedule=schedule)
-        self.accumulating.share = self.share
+        self.accumulating.share, self.accumulating.counts = self.share, self.counts
         self.accumulating.arenas, self.accumulating.accumulated = self.arenas, self.accumulated
         self.accumulating.records, self.accumulating.recorders = self.records, self.recorders
+        looking = TrainingStep(model, loss, optimizer, options)
+        self.wholes = self.accumulating.wholes = Wholes(looking, options, count)
 
     def _wanted(self, by_name: Mapping[str, torch.Tensor], given: set[int]) -> tuple[list[Trained], list[str]]:
         trained, _ = super()._wanted(by_name, given)
-        return [replace(t, accumulated=True, share=self.share) for t in trained], []
+        return [replace(t, accumulated=True, share=self.counts) for t in trained], []
 
     def _step(self, inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:
-        parts = split(inputs, targets, self.count)
-        owners: list[TrainingStep] = [*[self.accumulating] * (self.count - 1), self]
-        checked: list[TrainingStep] = [self.accumulating, self]
-        for owner, part in zip(checked, (parts[0], parts[-1]), strict=True):
-            if owner._find(*part)[2] is None:
-                return self._parts_in_pieces(owner, parts)
+        self.batch = self.accumulating.batch = inputs, targets
+        try:
+            return self._parts(split(inputs, targets, self.count))
+        finally:
+            self.batch = self.accumulating.batch = (), ()
+
+    def _parts(self, parts: Sequence[tuple[Any, tuple[Any, ...]]]) -> torch.Tensor:
+        first = self.accumulating._find(*parts[0])[2]
+        if first is None:
+            return self._parts_in_pieces(self.accumulating, parts)
+        last = self._find(*parts[-1])[2]
+        final = self.accumulating if last is None else self
+        owners: list[TrainingStep] = [*[self.accumulating] * (self.count - 1), final]
         for total in self.accumulated.values():
             total.zero_()
+        share = first.share if self.share is None else self.share
+        for bound in (first, last):
+            if bound is not None and bound.denominators is not None:
+                bound.denominators.refresh(pytree.tree_leaves(self.batch))
         losses = []
         for position, (owner, part) in enumerate(zip(owners, parts, strict=True)):
             key, flat, bound = owner._find(*part)
@@ -89,7 +146,23 @@ class MicroBatchedStep(TrainingStep):
                     "updated, but buffers such as running statistics have seen the parts before it"
                 )
             losses.append(loss)
-        return torch.stack(losses).sum() * self.share
+        if last is None:
+            self._update_accumulated(first.trained)
+        return torch.stack(losses).sum() * share
+
+    def _update_accumulated(self, trained: Sequence[torch.Tensor]) -> None:
+        """Update with the accumulated gradients by PyTorch, where the last part's program cannot do so."""
+        for why in (why for why in self.breaks if why not in self._warned):
+            self._warned.add(why)
+            warnings.warn(f"daceml_train runs the update of a training step as PyTorch does: {why}", stacklevel=5)
+        parameters = self._parameters()
+        for parameter in parameters:
+            parameter.grad = None
+        for parameter in trained:
+            parameter.grad = self.accumulated[id(parameter)]
+        self._update_in_pieces()
+        for parameter in parameters:
+            parameter.grad = None
 
     def _parts_in_pieces(self, owner: TrainingStep, parts: Sequence[tuple[Any, tuple[Any, ...]]]) -> torch.Tensor:
         """The same step with PyTorch's autograd and optimizer around the compiled model."""
@@ -98,8 +171,9 @@ class MicroBatchedStep(TrainingStep):
         for parameter in parameters:
             parameter.grad = None
         total = None
+        share = self.wholes.share(parts[0], self.batch) if self.share is None else self.share
         for inputs, targets in parts:
-            loss = self._loss_in_pieces(None, inputs, targets) * self.share
+            loss = self._loss_in_pieces(None, inputs, targets) * share
             self._backward_in_pieces(loss)
             total = loss.detach() if total is None else total + loss.detach()
         self._update_in_pieces()

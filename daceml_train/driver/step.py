@@ -145,16 +145,19 @@ class TrainingStep:
 
         Nothing is compiled, run or changed. Raises what keeps the step from being one program.
         """
+        seen = self.seen(inputs, *targets)
+        flat = pytree.tree_leaves((inputs, *targets))
+        return seen, *self._wanted(seen.tensors, {id(t) for t in flat})
+
+    def seen(self, inputs: Any, *targets: Any) -> Seen:
+        """The loss on these arguments, captured. Nothing is compiled, run or changed."""
         with self._lock, torch.enable_grad():
             self._watch_hooks()
             try:
                 self._call_traced(inputs, targets)
             except Stop as stop:
-                seen = Seen.of(stop.captured, stop.arguments)
-            else:
-                raise Unsupported("the step captured no tensor operation")
-        flat = pytree.tree_leaves((inputs, *targets))
-        return seen, *self._wanted(seen.tensors, {id(t) for t in flat})
+                return Seen.of(stop.captured, stop.arguments)
+        raise Unsupported("the step captured no tensor operation")
 
     # ---- binding ------------------------------------------------------------------------------------------------
     def _objective(self, inputs: Any, *targets: Any) -> torch.Tensor:

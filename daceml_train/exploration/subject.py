@@ -81,6 +81,8 @@ class Subject:
         model = original(model)
         if optimizer is None and treatment != Treatment():
             raise Invalid("clipping, a scaler and micro-batches belong to a step with an optimizer")
+        if treatment.reduction == "batch":
+            raise Invalid("a session looks at parts of a batch with reduction='mean' or 'sum', given 'batch'")
         try:
             if loss is None and optimizer is None:
                 seen = look(model, inputs, options.randomness)

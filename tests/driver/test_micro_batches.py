@@ -115,7 +115,7 @@ def test_refusals() -> None:
         dt.training_step(model, F.cross_entropy, optimizer, micro_batches=2)(x, y[:8])
     with pytest.raises(Invalid, match="positive whole number"):
         dt.training_step(model, F.cross_entropy, optimizer, micro_batches=0)
-    with pytest.raises(Invalid, match="reduction is 'mean' or 'sum'"):
+    with pytest.raises(Invalid, match="reduction is 'batch', 'mean' or 'sum'"):
         dt.training_step(model, F.cross_entropy, optimizer, micro_batches=2, reduction="none")  # type: ignore[arg-type]
     with pytest.raises(Invalid, match="exclude each other"):
         dt.training_step(model, F.cross_entropy, optimizer, micro_batches=2, keep_gradients=True)
