@@ -5,6 +5,7 @@
 A number is wrong if it is further from float64 than three times eager execution is, with and without noise in the last
 bit of every operator's result, and than 1e-5 of the largest. What fails is shrunk and printed as a script that runs.
 With `--results`, a run goes on behind the seeds of the runs that the file has, until there are `--models` in all.
+With `--views`, programs of views and changes in place take the place of models; `--layers` bounds their statements.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from benchmarks.fuzz.checking import check
 from benchmarks.fuzz.generate import random_case
 from benchmarks.fuzz.shrink import shrunk
 from benchmarks.fuzz.sweep import Outcome, Run, commit, outcomes, read, write
+from benchmarks.fuzz.view_sweep import run_views
 
 KINDS = {
     "compiled": "compiled",
@@ -40,6 +42,8 @@ def main() -> int:
     arguments = parsed()
     warnings.simplefilter("ignore")
     console = Console()
+    if arguments.views:
+        return summary(console, run_views(arguments, console))
     runs = read(arguments.results)
     before = sum(run.accepted for run in runs)
     first = max((run.next for run in runs), default=arguments.seed)
@@ -68,6 +72,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--models", type=int, default=50, help="models that PyTorch takes")
     parser.add_argument("--seed", type=int, default=0, help="the first")
     parser.add_argument("--layers", type=int, default=7, help="most layers of a model")
+    parser.add_argument("--views", action="store_true", help="programs of views and changes in place instead of models")
     levels = "optimisation of kernels; mixed: every tenth model at O3, others at O0"
     parser.add_argument("--kernels", default="mixed", help=levels)
     parser.add_argument("--jobs", type=int, default=1, help="processes")

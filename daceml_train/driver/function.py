@@ -35,19 +35,25 @@ def draw_seed() -> torch.Tensor:
 
 
 def run_with_layout(executable: Executable, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Run; an input in another memory layout than the program's is copied into that one first."""
+    """Run; an input in another memory layout than the program's is copied into that one, and back if it is written."""
     try:
         return executable(inputs)
     except InputMismatch:
         value = dict(zip(executable.program.symbols, executable.sizes_of(inputs), strict=True))
         copied = []
+        written = []
         for tensor, expected in zip(inputs, executable.program.inputs, strict=True):
             strides = tuple(evaluate(s, value) for s in expected.strides)
-            if expected.packing is None and tensor.stride() != strides and not expected.mutable:
+            if expected.packing is None and tensor.stride() != strides:
                 copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+                written += [(tensor, copy)] if expected.mutable else []
                 tensor = copy.copy_(tensor.detach())
             copied.append(tensor)
-        return executable(copied)
+        results = executable(copied)
+        with torch.no_grad():
+            for tensor, copy in written:
+                tensor.copy_(copy)
+        return results
 
 
 class CompiledGraph:
@@ -66,6 +72,7 @@ class CompiledGraph:
         self.kept = [names.index(name) for name in compiled.kept]
         held = [name for name in names if name != SEED and name not in captured.draws]
         self.written = [held.index(name) for name in captured.graph.writes]
+        self.changes = [(names.index(name), count) for name, count in captured.changes.items()]
         self.wanted = {names.index(name): k for k, name in enumerate(compiled.gradients)}
         self.differentiable = frozenset(differentiable_outputs(captured))
         self.recorder = self._recorder() if recorded else None
@@ -85,6 +92,14 @@ class CompiledGraph:
 
     def forward(self, tensors: Sequence[torch.Tensor], awaited: bool) -> tuple[list[torch.Tensor], Ticket | None]:
         """Run the forward program; the ticket is for `backward`."""
+        changed = [(tensors[i], _version(tensors[i]) + count) for i, count in self.changes]
+        made = self._run(tensors, awaited)
+        for tensor, version in changed:
+            if not tensor.is_inference():
+                torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+        return made
+
+    def _run(self, tensors: Sequence[torch.Tensor], awaited: bool) -> tuple[list[torch.Tensor], Ticket | None]:
         executable = self.compiled.forward
         if self.recorder is not None:
             plan = executable.plan(executable.sizes_of(tensors))

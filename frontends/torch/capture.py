@@ -18,7 +18,7 @@ from daceml_train.frontends.torch import fallback, names, own_leaves, source, ty
 from daceml_train.frontends.torch.draws import Draw, Randomness
 from daceml_train.frontends.torch.operators import custom_functions
 from daceml_train.frontends.torch.polyfills import POLYFILLS
-from daceml_train.frontends.torch.results import OutputSource, example_of, outputs_of, shared_bases
+from daceml_train.frontends.torch.results import OutputSource, example_of, outputs_of, shared_bases, version
 from daceml_train.frontends.torch.trace import fake, fake_mode, first_line, trace
 from daceml_train.frontends.torch.translate import Translator, Unproven
 from daceml_train.graph.graph import Graph, Node, Role
@@ -72,6 +72,9 @@ class Captured:
 
     draws: dict[str, Draw] = field(default_factory=dict)
     """Graph inputs that hold random numbers as eager execution draws them, in the order in which it does."""
+
+    changes: dict[str, int] = field(default_factory=dict)
+    """Graph inputs that are written, and how many changes in place do that in eager execution."""
 
     @property
     def random(self) -> bool:
@@ -151,7 +154,13 @@ def _translated(
     inputs = [_dropped(graph, i) for i in inputs]
     spec = pytree.tree_structure(_results(gm))
     bound += [InputSource("attribute", None, name, name, tensor) for name, tensor in t.constants.items()]
-    captured = Captured(graph, (*inputs, *bound), outputs, spec, detached, tuple(t.fallbacks), draws=t.draws)
+    changes = {
+        source.name: version(examples[source.position])
+        for source in inputs
+        if source.name in graph.writes and source.position is not None
+    }
+    fallbacks = tuple(t.fallbacks)
+    captured = Captured(graph, (*inputs, *bound), outputs, spec, detached, fallbacks, draws=t.draws, changes=changes)
     return captured, Trace(traced, t.scope)
 
 

@@ -86,7 +86,7 @@ def outputs_of(
                 t.graph.output(t.dependent(value))
             dense = types.order_of(base) is not None
             strides = types.sizes(base.stride()) if dense else None
-            outputs.append(OutputSource("graph", taken[storage], _view(example, base), None, strides, _version(base)))
+            outputs.append(OutputSource("graph", taken[storage], _view(example, base), None, strides, version(base)))
         elif isinstance(value, sympy.Expr):
             outputs.append(OutputSource("size", value=value))
         else:
@@ -144,6 +144,6 @@ def _view(example: Tensor, owner: Tensor) -> View | None:
     return View(shape, strides, offset - first * owner.element_size() // example.element_size(), example.dtype)
 
 
-def _version(example: Tensor) -> int:
+def version(example: Tensor) -> int:
     """How often a tensor's memory was changed in place."""
     return 0 if example.is_inference() else example._version

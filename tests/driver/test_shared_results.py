@@ -237,3 +237,18 @@ def test_another_layout_than_at_capture_is_an_error() -> None:
     graph, arguments = captured
     with pytest.raises(Invalid, match=r"compiled for strides \(4, 1\), found \(1, 3\)"):
         results_of(graph, [torch.ones(4, 3).t()], arguments)
+
+
+def test_an_argument_with_gaps_is_changed_in_place() -> None:
+    def changed(w: Tensor, x: Tensor) -> Any:
+        x.t()[1].mul_(2.0)
+        x.add_(1.0)
+        return x * w, x[1:]
+
+    for called in (owner := Function(changed, 3, 4), dt.optimize(owner)):
+        wide = torch.arange(24.0).view(3, 8)
+        product, rows = called(wide[:, ::2])
+        assert wide[:, 0].tolist() == [1.0, 9.0, 17.0] and wide[:, 1].tolist() == [1.0, 9.0, 17.0]
+        assert wide[:, 2].tolist() == [5.0, 21.0, 37.0]
+        assert (wide._version, rows._version, product._version) == (2, 2, 0)
+        assert rows.untyped_storage()._cdata == wide.untyped_storage()._cdata

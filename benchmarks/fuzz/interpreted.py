@@ -1,0 +1,98 @@
+"""Programs run without a compiler: all passes, lowering and memory layouts, with NumPy in place of the kernels."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from daceml_train.driver import compilation, inference
+from daceml_train.graph.graph import Graph
+from daceml_train.graph.interpret import interpret
+from daceml_train.runtime.device import CPU
+from daceml_train.runtime.device_plan import same_strides
+from daceml_train.runtime.executable import torch_dtype
+from daceml_train.runtime.executor import InputMismatch
+from daceml_train.runtime.lowering import lower
+from daceml_train.runtime.program import Home, Program
+from daceml_train.tensor import evaluate
+
+_graphs: dict[int, tuple[Program, Graph]] = {}
+"""Programs, and the graph behind all passes from which each was lowered."""
+
+
+class Interpreted:
+    """Stands in for an `Executable`: results lie in the slots, at the offsets and in the strides of the program."""
+
+    def __init__(self, program: Program, *_: Any) -> None:
+        self.program, self.device = program, CPU
+        self.graph = _graphs[id(program)][1]
+
+    def sizes_of(self, inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """The values of the size symbols on these inputs."""
+        return tuple(inputs[index].shape[dim] for index, dim in self.program.symbols.values())
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run. Raises `InputMismatch` where an input lies otherwise than the program takes it."""
+        sizes = dict(zip(self.program.symbols, self.sizes_of(inputs), strict=True))
+        arrays = {}
+        for index, (tensor, entry) in enumerate(zip(inputs, self.program.inputs, strict=True)):
+            if not same_strides(tensor, [evaluate(s, sizes) for s in entry.strides]):
+                raise InputMismatch(f"input {index} has strides {tensor.stride()}", index)
+            arrays[entry.name] = _array(tensor)
+        results = interpret(self.graph, arrays)
+        slots: dict[int, torch.Tensor] = {}
+        outputs = []
+        for place, value in zip(self.program.outputs, results.outputs, strict=True):
+            slot = self.program.slots[place.slot]
+            if place.slot not in slots:
+                given = inputs[slot.input] if slot.home is Home.input else None
+                slots[place.slot] = _slot(slot, sizes) if given is None else given
+            shape, strides = ([evaluate(s, sizes) for s in dims] for dims in (place.shape, place.strides))
+            owner, first = slots[place.slot], evaluate(place.offset, sizes)
+            made = torch.empty((), dtype=owner.dtype).set_(owner.untyped_storage(), first, shape, strides)
+            if slot.home is not Home.input:
+                np.copyto(made.numpy(), value, casting="unsafe")
+            outputs.append(made)
+        for index, entry in enumerate(self.program.inputs):
+            if entry.mutable:
+                with torch.no_grad():
+                    inputs[index].copy_(torch.as_tensor(np.array(results.writes[entry.name])))
+        return outputs
+
+
+def _slot(slot: Any, sizes: dict[str, int]) -> torch.Tensor:
+    shape, strides = ([evaluate(s, sizes) for s in dims] for dims in (slot.shape, slot.strides))
+    held = torch.empty_strided(shape, strides, dtype=torch_dtype(slot.dtype))
+    return held.new_zeros(held.untyped_storage().nbytes() // held.element_size())
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    return tensor.detach().resolve_conj().numpy().copy()
+
+
+def _lower(graph: Graph, *options: Any) -> Program:
+    program = lower(graph, *options)
+    _graphs[id(program)] = program, graph
+    return program
+
+
+def _uncached(graph: Graph, description: str, options: Any, device: Any, build: Callable[[], Any]) -> Any:
+    return build()
+
+
+@contextlib.contextmanager
+def interpreting() -> Iterator[None]:
+    """Within it, what is compiled is interpreted."""
+    _graphs.clear()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(compilation, "lower", _lower))
+        for module in (compilation, inference):
+            stack.enter_context(mock.patch.object(module, "cached", _uncached))
+            stack.enter_context(mock.patch.object(module, "addresses_of", lambda *_: {}))
+            stack.enter_context(mock.patch.object(module, "Executable", Interpreted))
+        yield

@@ -1,0 +1,51 @@
+"""The fuzzer of views: programs repeat, what is right passes, and a base in another layout than eager's is found."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.fuzz.checking import Rejected
+from benchmarks.fuzz.view_checking import check, shrunk
+from benchmarks.fuzz.view_programs import ViewProgram, random_program
+from daceml_train.driver import binding
+
+COLUMN = ViewProgram(0, (3, 4), ("plain", "plain"), ("v0 = x * w", "v0.t()[2].add_(1.0)"), ("v0", "v0[0]"))
+
+
+def test_programs_repeat() -> None:
+    made = 0
+    for seed in range(10):
+        try:
+            program = random_program(seed)
+        except Rejected:
+            continue
+        made += 1
+        assert program == random_program(seed)
+        compile(program.source(), "source", "exec")
+    assert made > 5
+
+
+def test_programs_pass() -> None:
+    assert not check(COLUMN, "interpreted").wrong
+    for seed in (3, 4, 7):
+        assert not check(random_program(seed), "interpreted").wrong
+
+
+def test_pytorch_refuses_first() -> None:
+    with pytest.raises(Rejected):
+        check(ViewProgram(0, (3, 4), ("plain", "plain"), ("x.add_(1.0)",), ("x",)), "interpreted")
+
+
+def test_a_base_in_another_layout_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(binding, "same_strides", lambda *_: True)
+    longer = ("v1 = x + 1.0", *COLUMN.lines, "v2 = v1.sum(0)")
+    program = ViewProgram(0, (3, 4), ("plain", "sliced"), longer, ("v2", "v0", "v0[0]"))
+    assert "result 1 place" in check(program, "interpreted").wrong
+    small = shrunk(program, "interpreted")
+    assert small.lines == COLUMN.lines[: len(small.lines)] and small.layouts == ("plain", "plain")
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("way", ["compiled", "optimize"])
+def test_other_ways(way: str) -> None:
+    assert not check(COLUMN, way).wrong
