@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib
+import inspect
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -178,9 +180,43 @@ def _is_onnx(model: Any) -> bool:
     return isinstance(model, str | os.PathLike | bytes) or type(model).__module__.startswith("onnx")
 
 
-def backend(module: torch.fx.GraphModule, examples: Sequence[Any], **_: Any) -> Callable[..., Any]:
-    """The backend behind `torch.compile(model, backend="daceml_train")`."""
-    return Backend(options())(module, examples)
+MODES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "reduce-overhead": {"schedule": "ahead_of_time"},
+    "max-autotune": {"search": True, "schedule": "ahead_of_time"},
+    "max-autotune-no-cudagraphs": {"search": True},
+}
+"""What `mode` of `torch.compile` stands for here."""
 
+
+def backend(
+    module: torch.fx.GraphModule,
+    examples: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """The backend behind `torch.compile(model, backend="daceml_train", options={...}, mode=...)`.
+
+    The options are those of `optimize`, but for `dynamic`, which is `torch.compile`'s own argument. Raises `Invalid`
+    for others and for an unknown mode.
+    """
+    known = [name for name in inspect.signature(optimize).parameters if name not in ("module", "dynamic")]
+    for name in options or {}:
+        if name not in known:
+            raise Invalid(f"options has no {name!r}{_meant(name, known)}", advice=f"there are {', '.join(known)}")
+    if mode is not None and mode not in MODES:
+        raise Invalid(f"mode is one of {', '.join(MODES)}, given {mode!r}{_meant(mode, list(MODES))}")
+    given = {**MODES[mode or "default"], **(options or {})}
+    recorded = _ahead_of_time(given.pop("schedule", "plain"))
+    return Backend(dataclasses.replace(_options(**given), recorded=recorded))(module, examples)
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    return f", did you mean {near[0]!r}?" if near else ""
+
+
+_options = options
 
 __all__ = ["Loss", "TrainingStep", "backend", "load_onnx", "optimize", "options", "save_onnx", "training_step"]

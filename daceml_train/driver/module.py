@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,10 @@ torch._dynamo.config.skip_nnmodule_hook_guards = False
 """PyTorch's default lets compiled code go on when a hook is added to a module; a hook must never be ignored."""
 
 
+METHODS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
+"""The methods of a module that are compiled: the others are what Lightning calls in place of `forward`."""
+
+
 @dataclass
 class ModuleState:
     """What `optimize` keeps on the module it returns."""
@@ -34,7 +39,8 @@ class ModuleState:
     options: Options
     source: type[torch.nn.Module]
     backend: Backend
-    compiled: Callable[..., Any]
+    compiled: dict[str, Callable[..., Any]]
+    """Per method of `METHODS` that the class has."""
     worked: str = ""
     """The arguments of the first call, for messages about later ones."""
 
@@ -98,11 +104,15 @@ def optimized(module: torch.nn.Module, options: Options) -> torch.nn.Module:
     source = type(module)
     if "forward" in module.__dict__:
         raise Invalid(f"the {source.__name__} given to optimize has a forward set on the object, not on its class")
-    names = {"__module__": source.__module__, "__doc__": source.__doc__, "__slots__": ("_daceml_train",)}
+    names: dict[str, Any] = {"__module__": source.__module__, "__doc__": source.__doc__}
+    names |= {"__qualname__": source.__qualname__, "__slots__": ("_daceml_train",)}
+    methods = [name for name in METHODS if callable(getattr(source, name, None)) and name not in module.__dict__]
+    names |= {name: _entry(getattr(source, name), name) for name in methods}
     made = cast(torch.nn.Module, object.__new__(type(source.__name__, (_Optimized, source), names)))
     object.__setattr__(made, "__dict__", module.__dict__)
     backend = Backend(options)
-    state = ModuleState(options, source, backend, traced(source.forward, made, backend, dynamic=options.dynamic))
+    compiled = {name: traced(getattr(source, name), made, backend, dynamic=options.dynamic) for name in methods}
+    state = ModuleState(options, source, backend, compiled)
     object.__setattr__(made, "_daceml_train", state)
     return made
 
@@ -122,29 +132,42 @@ def original(module: torch.nn.Module) -> torch.nn.Module:
     return plain
 
 
+def _entry(source: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The compiled form of a method; signature, annotations and docstring are those of the user's method."""
+
+    @functools.wraps(source, updated=())
+    def call(self: Any, /, *arguments: Any, **keywords: Any) -> Any:
+        if torch.compiler.is_compiling():  # inside a larger module, or another method, that is being compiled
+            return source(self, *arguments, **keywords)
+        return _call(self, source, name, arguments, keywords)
+
+    return call
+
+
+def _call(
+    module: Any, source: Callable[..., Any], name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]
+) -> Any:
+    state: ModuleState = module._daceml_train
+    try:
+        with tracing():
+            result = state.compiled[name](*arguments, **keywords)
+    except TorchDynamoException as error:
+        result = _as_pytorch(module, state, source, error, arguments, keywords)
+    except Exception as error:
+        if getattr(error, "real_stack", None) is None:
+            _note_arguments(error, state, arguments, keywords)
+            raise
+        result = _as_pytorch(module, state, source, error, arguments, keywords)  # TorchDynamo stumbled over user code
+    if not state.worked:
+        state.worked = describe((*arguments, *keywords.values()))
+        if not state.backend.graphs:
+            where = f"{state.source.__name__}.{name}"
+            state.backend.break_off(f"TorchDynamo found nothing that it can compile in {where}")
+    return result
+
+
 class _Optimized(torch.nn.Module):
     __slots__ = ()
-
-    def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        if torch.compiler.is_compiling():  # inside a larger module that is being compiled
-            return super().forward(*arguments, **keywords)
-        state: ModuleState = self._daceml_train  # type: ignore[assignment]  # a slot of the subclass
-        try:
-            with tracing():
-                result = state.compiled(*arguments, **keywords)
-        except TorchDynamoException as error:
-            result = _as_pytorch(self, state, error, arguments, keywords)
-        except Exception as error:
-            if getattr(error, "real_stack", None) is None:
-                _note_arguments(error, state, arguments, keywords)
-                raise
-            result = _as_pytorch(self, state, error, arguments, keywords)  # TorchDynamo stumbled over the user's code
-        if not state.worked:
-            state.worked = describe((*arguments, *keywords.values()))
-            if not state.backend.graphs:
-                name = f"{state.source.__name__}.forward"
-                state.backend.break_off(f"TorchDynamo found nothing that it can compile in {name}")
-        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = state_of(self)
@@ -153,11 +176,12 @@ class _Optimized(torch.nn.Module):
 
 
 def _as_pytorch(
-    module: torch.nn.Module, state: ModuleState, error: Exception, arguments: Sequence[Any], keywords: Mapping[str, Any]
-) -> Any:
+    module: torch.nn.Module, state: ModuleState, source: Callable[..., Any], error: Exception,
+    arguments: Sequence[Any], keywords: Mapping[str, Any],
+) -> Any:  # fmt: skip
     """The call without a compiler: PyTorch's own error for arguments that do not fit, else the result."""
     try:
-        result = state.source.forward(module, *arguments, **keywords)
+        result = source(module, *arguments, **keywords)
     except Exception as own:
         _note_arguments(own, state, arguments, keywords)
         raise own from None

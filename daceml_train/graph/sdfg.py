@@ -16,6 +16,7 @@ import heapq
 import json
 import keyword
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -45,7 +46,8 @@ def _no_notebook() -> Iterator[None]:
             builtins.__dict__["get_ipython"] = shell
 
 
-with _no_notebook():
+with _no_notebook(), warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of DaCe's own code, which `python -W error` would make an error of
     import dace as dace  # others have it from here
     import dace.library
     from dace.properties import ListProperty, Property
