@@ -8,7 +8,7 @@ ARGS ?=             # passed on: make test ARGS="-k softmax"
 VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-browser lint bench traffic conformance-ops conformance-models conformance-onnx fuzz orders gpu-bundle test-gpu bench-gpu clean conformance-cuda
+.PHONY: help setup demo test test-browser lint bench traffic conformance-ops conformance-models conformance-onnx fuzz orders recipes gpu-bundle test-gpu bench-gpu clean conformance-cuda
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ conformance-onnx: setup ## the official ONNX cases through the compiler (ARGS=)
 
 fuzz: setup ## random models against PyTorch and float64 (ARGS="--models 50 --seed 0")
 	@$(VENV_PYTHON) -m benchmarks.fuzz $(ARGS)
+
+recipes: setup ## training loops: optimizers, schedulers, averages, checkpoints, changes midway (ARGS="midway")
+	@$(VENV_PYTHON) -m benchmarks.recipes $(ARGS)
 
 orders: setup ## every prefix and 200 random orders of the passes on the twelve networks (ARGS=)
 	@$(VENV_PYTHON) -m benchmarks.orders $(ARGS)

@@ -113,6 +113,12 @@ def training_step(
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise Invalid(f"scaler is a torch.amp.GradScaler, given {type(scaler).__name__}")
     _ahead_of_time(schedule)
+    closure = inspect.signature(optimizer.step).parameters.get("closure") if hasattr(optimizer, "step") else None
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise Invalid(
+            f"{type(optimizer).__name__} evaluates the loss several times per step, a training step does so once",
+            advice="call optimizer.step(closure) with a closure around optimize(model)",
+        )
     if micro_batches != 1:
         if keep_gradients:
             raise Invalid("keep_gradients and micro_batches exclude each other: no call has the whole gradient")

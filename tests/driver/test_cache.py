@@ -24,7 +24,6 @@ SCRIPT = """
 import sys, warnings
 import torch, daceml_train as dt
 from daceml_train.driver.module import state_of
-from daceml_train.errors import CompilerError, Invalid, Refused, Rejected, Unsupported
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
 x, y = torch.randn(6, 8), torch.randn(6, 4)

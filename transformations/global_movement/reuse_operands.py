@@ -118,9 +118,9 @@ def fits(graph: Graph, blocks: Blocks, node: Node, argument: int, tensor: Tensor
     if name not in blocks.places or graph.tensors[name].shape != tensor.shape:
         return False
     block, strides = blocks.block(name), blocks.places[name].strides
-    if not memories(blocks, name) <= blocks.made.keys():
-        return False  # an input's memory, or a view that is a copy of one: the graph may write an input only by name
-    if block in visible or graph.tensors[name].dtype is not tensor.dtype:
+    if len(memories(blocks, name)) > 1:
+        return False  # a view that memory does not allow and that is a copy: to the graph it is the array behind it
+    if block not in blocks.made or block in visible or graph.tensors[name].dtype is not tensor.dtype:
         return False
     once = sum(block in memories(blocks, i) for i in node.inputs) == 1
     return once and strides == tensor.strides and same(blocks.tensors[block].size, tensor.size)

@@ -38,6 +38,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, str]]] = {
     "another type": ("x: f32[8]", "%a = exp(%x)\n%b = cast(%a, dtype=f64)\n%c = sin(%b)", "%c", {}),
     "the order of a transposed operand": ("x: f32[8, 8]", "%a = exp(%x)\n%t = permute(%a, dims=(1, 0))\n%b = neg(%t)\n%c = sin(%b)", "%c", {"b": "t"}),
     "a view that is a copy of an input": ("x: f32[6, 8]", "%t = permute(%x, dims=(1, 0))\n%v = view(%t, shape=(48,))\n%b = neg(%v)\n%c = sin(%b)", "%c", {}),
+    "a view that is a copy of what is read later": ("x: f32[6, 8]", "%a = exp(%x)\n%t = permute(%a, dims=(1, 0))\n%v = view(%t, shape=(48,))\n%b = neg(%v)\n%c = sin(%b)\n%s = reduce.sum(%a, dims=(0, 1))", "%c, %s", {}),
     "two readings of one operand": (
         "x: f32[8, 8]", "%a = exp(%x)\n%t = permute(%a, dims=(1, 0))\n%b = add(%a, %t)\n%c = sin(%b)", "%c", {}
     ),
