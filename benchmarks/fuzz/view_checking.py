@@ -90,6 +90,7 @@ def observed(called: Callable[..., Any], owner: Any, program: ViewProgram) -> Se
     held = {"x": x, "y": y, "w": owner.w, "b": owner.b}
     named: dict[str, Tensor] = {**held, **{f"result {i}": r for i, r in enumerate(results)}}
     storages = [t.untyped_storage()._cdata for t in named.values()]
+    tensors = {id(t): t.untyped_storage()._cdata for t in named.values()}
     seen: Seen = {}
     for place, (name, t) in enumerate(named.items()):
         seen[f"{name} memory"] = storages.index(storages[place])
@@ -97,7 +98,7 @@ def observed(called: Callable[..., Any], owner: Any, program: ViewProgram) -> Se
         seen[f"{name} version"] = t._version
         seen[name] = t.detach().clone()
         strides = [s for n, s in zip(t.shape, t.stride(), strict=True) if n > 1]
-        if storages.count(storages[place]) > 1:
+        if [*tensors.values()].count(storages[place]) > 1:
             seen[f"{name} place"] = strides, t.storage_offset(), t.untyped_storage().nbytes()
         elif _is_dense(t):
             seen[f"{name} strides"] = strides

@@ -22,6 +22,7 @@ from daceml_train.errors import DacemlError, Unsupported
 from daceml_train.frontends.torch import inner_gradients, linear_algebra, own_leaves
 from daceml_train.frontends.torch.control import CONTROL, control_of
 from daceml_train.frontends.torch.operators import CustomFunction, custom_functions, result_counts
+from daceml_train.frontends.torch.overlap import refuse_lost_writes
 from daceml_train.frontends.torch.polyfills import POLYFILLS
 from daceml_train.frontends.torch.source import origin
 
@@ -71,6 +72,7 @@ class _Interpreter(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self.node = n
+        refuse_lost_writes(n, _changed_in_place(n))
         try:
             result = super().run_node(n)
         except DacemlError:

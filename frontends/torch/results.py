@@ -112,7 +112,7 @@ def shared_bases(nodes: Iterable[fx.Node], results: Sequence[Any], inputs: Seque
     owners: list[fx.Node] = []
     for node in nodes if several else ():
         example = example_of(node)
-        if isinstance(example, Tensor) and _storage(example) in several and _is_whole(example):
+        if isinstance(example, Tensor) and _storage(example) in several and is_whole(example):
             several.discard(_storage(example))
             owners.append(node)
     if several:
@@ -120,7 +120,7 @@ def shared_bases(nodes: Iterable[fx.Node], results: Sequence[Any], inputs: Seque
     return owners
 
 
-def _is_whole(example: Tensor) -> bool:
+def is_whole(example: Tensor) -> bool:
     """Whether a tensor is all of its memory, each element once."""
     held = types.size(example.untyped_storage().nbytes())
     whole = same(held, types.size(example.numel()) * example.element_size())

@@ -252,3 +252,26 @@ def test_an_argument_with_gaps_is_changed_in_place() -> None:
         assert wide[:, 2].tolist() == [5.0, 21.0, 37.0]
         assert (wide._version, rows._version, product._version) == (2, 2, 0)
         assert rows.untyped_storage()._cdata == wide.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda y: y.unfold(0, 2, 2).zero_(), "windows"),
+        (lambda y: y.expand(2, 3, 4).fill_(1.5), "share memory with one another"),
+        (lambda y: y.t().as_strided((2,), (1,), 7).mul_(2.0), "as_strided"),
+    ],
+    ids=["unfold", "expand", "as_strided"],
+)
+def test_a_change_that_traces_get_wrong(change: Callable[[Tensor], Any], reason: str) -> None:
+    def changed(w: Tensor, x: Tensor) -> Any:
+        change(x)
+        return x * w, x[1:]
+
+    owner = Function(changed, 3, 4)
+    ours, theirs = torch.ones(3, 4), torch.ones(3, 4)
+    called = dt.optimize(owner)
+    with pytest.warns(UserWarning, match=reason):
+        found = called(ours)
+    for a, b in zip((*found, ours), (*owner(theirs), theirs), strict=True):
+        close(a, b, "after the change", 1e-6)

@@ -1,0 +1,74 @@
+"""Changes in place that PyTorch's functional traces get wrong without a word: each is refused, and runs as PyTorch's.
+
+A trace turns a change of a view into a new value of the whole. For `unfold` it sets what no window holds to zero, for
+`expand` it adds up what was written to one element, and for `as_strided` it takes the whole to be row-major.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from daceml_train.errors import Unsupported
+from daceml_train.frontends.torch.results import example_of, is_whole
+from daceml_train.frontends.torch.source import origin
+
+
+def refuse_lost_writes(node: fx.Node, changed: fx.Node | None) -> None:
+    """Raise where `node` changes `changed` in place, and a functional trace would write something else."""
+    if changed is None or not isinstance(example := _tensor(changed), torch.Tensor):
+        return
+    where = str(origin(node))
+    if _overlaps(example):
+        raise Unsupported("an in-place change of a tensor whose elements share memory with one another", where=where)
+    if any(_name(n) == "unfold" for n in _views(changed)):
+        raise Unsupported("an in-place change of windows", where=where, advice="change the tensor they are taken from")
+    for other in changed.graph.nodes:
+        if _name(other) == "as_strided" and _same_memory(other, changed):
+            operand = _tensor(other.args[0])
+            if not (isinstance(operand, torch.Tensor) and operand.is_contiguous() and is_whole(operand)):
+                raise Unsupported("an in-place change of memory that as_strided views of a part look at", where=where)
+
+
+def _overlaps(example: torch.Tensor) -> bool:
+    """Whether two elements may lie at one place."""
+    reach = 0
+    dims = [(s, n) for n, s in zip(example.shape, example.stride(), strict=True) if not isinstance(n, int) or n > 1]
+    if any(not isinstance(number, int) for dim in dims for number in dim):
+        return any(isinstance(s, int) and s == 0 for s, _ in dims)
+    for stride, size in sorted(dims):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def _views(node: fx.Node) -> Iterator[fx.Node]:
+    """A node, and those of which it is a view, one after the other."""
+    while True:
+        yield node
+        operand = node.args[0] if node.op in ("call_function", "call_method") and node.args else None
+        if not isinstance(operand, fx.Node) or not _same_memory(operand, node):
+            return
+        node = operand
+
+
+def _same_memory(a: fx.Node, b: fx.Node) -> bool:
+    first, second = _tensor(a), _tensor(b)
+    if first is None or second is None or {first.layout, second.layout} != {torch.strided}:
+        return False
+    return bool(first.untyped_storage()._cdata == second.untyped_storage()._cdata)
+
+
+def _tensor(node: Any) -> torch.Tensor | None:
+    """The first tensor among a node's results."""
+    found = pytree.tree_leaves(example_of(node)) if isinstance(node, fx.Node) else []
+    return next((leaf for leaf in found if isinstance(leaf, torch.Tensor)), None)
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", ""))
