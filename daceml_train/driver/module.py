@@ -100,6 +100,8 @@ def optimized(module: torch.nn.Module, options: Options) -> torch.nn.Module:
     """
     if not isinstance(module, torch.nn.Module):
         raise Invalid(f"optimize takes a torch.nn.Module, given {type(module).__name__}")
+    if isinstance(module, torch._dynamo.OptimizedModule):  # by `torch.compile`, in whose place this one compiles
+        module = module._orig_mod
     module = original(module)
     source = type(module)
     if "forward" in module.__dict__:

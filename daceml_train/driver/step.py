@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 
 from daceml_train.driver.binding import input_tensors
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks, hook_tables, step_hooks
+from daceml_train.driver.checking import check, check_tensors, loss_of
 from daceml_train.driver.compilation import Options, WholeStep, compile_step
 from daceml_train.driver.joint import ACCUMULATED, Trained, joint_graph
 from daceml_train.driver.looking import Seen, Stop, within
@@ -67,7 +68,7 @@ class TrainingStep:
         schedule: ScheduleKind = "ahead_of_time",
     ) -> None:
         self.schedule = schedule
-        _check(model, loss, optimizer)
+        check(model, loss, optimizer)
         self.clipping, self.scaler = clipping or Clipping(), scaler
         self.gradient_norm: torch.Tensor | None = None
         """The norm of the last step's gradients before they were clipped by it."""
@@ -93,6 +94,18 @@ class TrainingStep:
         """Per GPU what records the step, unless its schedule is plain."""
         self.accumulated: dict[int, torch.Tensor] = {}
         """Gradients of micro-batches by the parameter's identity; see `driver.micro_batches`."""
+
+    def __repr__(self) -> str:
+        name = type(self.model).__name__
+        loss = "the model's own loss" if self.loss is None else getattr(self.loss, "__name__", type(self.loss).__name__)
+        runs = f", in pieces for {len(self.breaks)} kinds of arguments" if self.breaks else ""
+        return f"<{type(self).__name__} of {name}, {loss}, {type(self.optimizer).__name__}{runs}>"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise Invalid(
+            f"{self!r} is neither copied nor pickled: it is bound to its model's and its optimizer's tensors",
+            advice="save their state_dict(), or copy them, and make another step with training_step",
+        )
 
     # ---- calling ------------------------------------------------------------------------------------------------
     def __call__(self, inputs: Any, *targets: Any) -> torch.Tensor:
@@ -175,7 +188,7 @@ class TrainingStep:
 
     def _bind(self, key: Any, inputs: Any, targets: tuple[Any, ...], flat: Sequence[Any]) -> BoundStep | None:
         """The step for these arguments, captured and compiled as far as that is new; None if it runs in pieces."""
-        _check_tensors(flat)
+        check_tensors(flat)
         self._watch_hooks()
         if key in self._in_pieces or any(step_hooks(self.optimizer)):
             return None
@@ -399,7 +412,7 @@ class TrainingStep:
             if self.loss is not None:
                 loss = self.loss(output, *targets)
             else:
-                loss = output["loss"] if isinstance(output, Mapping) else output.loss
+                loss = loss_of(output)
         except Exception as error:
             if self._in_pieces.pop(key, None) is not None:  # the arguments were at fault, not what breaks the step
                 del self.breaks[-1]
@@ -430,23 +443,6 @@ class TrainingStep:
 def _kind(leaf: Any) -> Any:
     """What of an argument decides which bound step is tried; Dynamo's guards compare the rest."""
     return (leaf.shape, leaf.dtype, leaf.stride(), leaf.device) if isinstance(leaf, torch.Tensor) else type(leaf)
-
-
-def _check_tensors(flat: Sequence[Any]) -> None:
-    for position, leaf in enumerate(flat):
-        if isinstance(leaf, torch.Tensor) and leaf.device.type not in ("cpu", "cuda"):
-            raise Invalid(f"argument {position} is on device {leaf.device}, expected cpu or cuda")
-        if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
-            raise Invalid(f"argument {position} has layout {leaf.layout}, expected torch.strided")
-
-
-def _check(model: Any, loss: Any, optimizer: Any) -> None:
-    if not isinstance(model, torch.nn.Module):
-        raise Invalid(f"model must be a torch.nn.Module, given {type(model).__name__}")
-    if loss is not None and not callable(loss):
-        raise Invalid(f"loss must be callable or None, given {type(loss).__name__}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise Invalid(f"optimizer must be a torch.optim.Optimizer, given {type(optimizer).__name__}")
 
 
 __all__ = ["TrainingStep"]

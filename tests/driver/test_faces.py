@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
 import subprocess
 import sys
 from typing import Any
@@ -97,3 +98,40 @@ def test_warnings_as_errors_do_not_make_it_run_as_pytorch_does() -> None:
     )
     done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_what_torch_compile_made_is_compiled_in_its_place() -> None:
+    plain = Scorer()
+    module = dt.optimize(torch.compile(plain))
+    assert isinstance(module, Scorer) and list(module.state_dict()) == list(plain.state_dict())
+
+
+def test_steps_say_what_they_are_and_that_they_are_not_copied() -> None:
+    model = nn.Linear(3, 1)
+    step = dt.training_step(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert repr(step) == "<TrainingStep of Linear, mse_loss, SGD>"
+    for way in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(dt.Invalid, match="neither copied nor pickled.*state_dict"):
+            way(step)
+    with pytest.raises(dt.Invalid, match=r"LBFGS.*optimizer.step\(closure\)"):
+        dt.training_step(model, nn.functional.mse_loss, torch.optim.LBFGS(model.parameters()))
+
+
+@pytest.mark.compiled
+def test_a_scalar_result_without_a_loss_says_what_to_do() -> None:
+    class Own(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input).square().mean()
+
+    model = Own(3, 1)
+    step = dt.training_step(model, None, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(dt.Invalid, match="loss=lambda output: output"):
+        step(torch.ones(2, 3))
+
+
+def test_several_processes_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    model = nn.Linear(3, 1)
+    with pytest.warns(UserWarning, match="over the 4 processes"):
+        dt.training_step(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -1,0 +1,52 @@
+"""Checks of what a training step is made of and called with, whose messages say what to do."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed
+
+from daceml_train.errors import Invalid
+
+
+def check_tensors(flat: Sequence[Any]) -> None:
+    """Raise `Invalid` for a tensor that no program takes."""
+    for position, leaf in enumerate(flat):
+        if isinstance(leaf, torch.Tensor) and leaf.device.type not in ("cpu", "cuda"):
+            raise Invalid(f"argument {position} is on device {leaf.device}, expected cpu or cuda")
+        if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
+            raise Invalid(f"argument {position} has layout {leaf.layout}, expected torch.strided")
+
+
+def check(model: Any, loss: Any, optimizer: Any) -> None:
+    """Raise `Invalid` for what no step is made of, and warn where several processes train."""
+    if not isinstance(model, torch.nn.Module):
+        raise Invalid(f"model must be a torch.nn.Module, given {type(model).__name__}")
+    if loss is not None and not callable(loss):
+        raise Invalid(f"loss must be callable or None, given {type(loss).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise Invalid(f"optimizer must be a torch.optim.Optimizer, given {type(optimizer).__name__}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise Invalid(
+            "LBFGS computes loss and gradients several times per step, which a training step does once",
+            advice="compile the model, daceml_train.optimize(model), and call optimizer.step(closure)",
+        )
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        warnings.warn(
+            f"a daceml_train training step reduces no gradients over the {distributed.get_world_size()} processes of "
+            "torch.distributed: each trains on its own; put DistributedDataParallel around daceml_train.optimize(...)",
+            stacklevel=4,
+        )
+
+
+def loss_of(output: Any) -> Any:
+    """The loss that a model's result holds. Raises `Invalid` for a tensor, which holds none."""
+    if isinstance(output, torch.Tensor):
+        advice = "pass loss=lambda output: output if it is the loss itself" if not output.ndim else "pass a loss"
+        shape = list(output.shape)
+        raise Invalid(f"loss=None uses the result's `loss`, and the result is a tensor {shape}", advice=advice)
+    return output["loss"] if isinstance(output, Mapping) else output.loss
