@@ -60,12 +60,18 @@ class CompiledGraph:
     """A captured graph as a function of its placeholders' values.
 
     `eager` is the same graph as PyTorch runs it, for the gradient of a gradient. `recorded`: on a GPU, each of its
-    programs becomes one launch.
+    programs becomes one launch. `note` is told why a call is PyTorch's instead.
     """
 
     def __init__(
-        self, captured: Captured, compiled: Differentiable, eager: Callable[..., Any], recorded: bool = False
+        self,
+        captured: Captured,
+        compiled: Differentiable,
+        eager: Callable[..., Any],
+        recorded: bool = False,
+        note: Callable[[str], None] | None = None,
     ) -> None:
+        self.note = note
         self.captured, self.compiled, self.eager = captured, compiled, eager
         names = list(captured.graph.inputs)
         self.names = names
@@ -204,6 +210,11 @@ class _Function(torch.autograd.Function):
         given = [g if g is None else _plain(g) for g in given]
         if torch.is_grad_enabled():
             return (None, None, *_eager_gradients(ctx, graph, given))
+        if any(g is not None and _batched(g) for g in given):
+            if graph.note is not None:
+                graph.note("gradients of a batch of cotangents at once (is_grads_batched, vectorize)")
+            with torch.enable_grad():
+                return (None, None, *_eager_gradients(ctx, graph, given))
         tensors = [*ctx.saved_tensors, *(_filled(graph, k, c, ctx.again[1]) for k, c in enumerate(given))]
         found = graph.backward(tensors, ctx.ticket)
         gradients: list[torch.Tensor | None] = [None] * len(ctx.again[1])
@@ -225,6 +236,12 @@ def _plain(cotangent: torch.Tensor) -> torch.Tensor:
         return torch.zeros(cotangent.shape, dtype=cotangent.dtype, device=cotangent.device)
     cotangent = cotangent.resolve_conj().resolve_neg()
     return cotangent.contiguous() if 0 in cotangent.stride() else cotangent
+
+
+def _batched(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for one of a batch, inside `torch.func.vmap` or what `is_grads_batched` uses."""
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -249,12 +266,14 @@ def _eager_gradients(ctx: Any, graph: CompiledGraph, cotangents: Sequence[torch.
     """Gradients with a graph of their own (`create_graph=True`): the captured graph runs again as PyTorch runs it."""
     if graph.captured.random:
         raise RuntimeError(
-            "a gradient of a gradient through dropout or other random operators is not available from a compiled "
+            "a gradient of a gradient, or of a batch of cotangents, "
+            "through dropout or other random operators is not available from a compiled "
             "graph: their numbers cannot be drawn again by PyTorch; run this module without daceml_train"
         )
     if graph.written:
         raise RuntimeError(
-            "a gradient of a gradient through a graph that updates buffers (such as BatchNorm in training mode) is not "
+            "a gradient of a gradient, or of a batch of cotangents, "
+            "through a graph that updates buffers (such as BatchNorm in training mode) is not "
             "available from a compiled graph; call eval(), or run this module without daceml_train"
         )
     arguments, inputs, versions = ctx.again

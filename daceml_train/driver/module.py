@@ -19,6 +19,7 @@ from daceml_train.driver.inference import compile_inference
 from daceml_train.driver.record import Record
 from daceml_train.driver.tracing import describe, reason, traced, tracing
 from daceml_train.errors import Invalid, why
+from daceml_train.frontends.torch import absent_gradients
 from daceml_train.frontends.torch.capture import capture
 from daceml_train.runtime.device import CPU
 from daceml_train.runtime.pair_recording import PairRecorder
@@ -74,6 +75,11 @@ class Backend:
             warnings.warn(f"daceml_train runs a graph as PyTorch does: {reason}", stacklevel=3)
         self.breaks.append(reason)
 
+    def note(self, reason: str) -> None:
+        """Note, and say, why a call is PyTorch's, the first time that it is."""
+        if reason not in self.breaks:
+            self.break_off(reason)
+
     def compile(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """The compiled form of one Dynamo graph. Raises `DacemlError` where there is none."""
         captured = capture(module, examples, self.options.randomness)
@@ -88,7 +94,7 @@ class Backend:
             compiled = compile_inference(captured.graph, self.options)
         compiled.records[0].fallbacks = [(target, str(origin)) for target, origin in captured.fallbacks]
         self.records += compiled.records
-        made = CompiledGraph(captured, compiled, module, self.options.recorded)
+        made = CompiledGraph(captured, compiled, module, self.options.recorded, self.note)
         self.recorders += [made.recorder] if made.recorder is not None else []
         return made
 
@@ -150,6 +156,9 @@ def _call(
     module: Any, source: Callable[..., Any], name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]
 ) -> Any:
     state: ModuleState = module._daceml_train
+    if transform := _transform():
+        state.backend.note(f"a call inside {transform}")
+        return source(module, *arguments, **keywords)
     try:
         with tracing():
             result = state.compiled[name](*arguments, **keywords)
@@ -160,6 +169,8 @@ def _call(
             _note_arguments(error, state, arguments, keywords)
             raise
         result = _as_pytorch(module, state, source, error, arguments, keywords)  # TorchDynamo stumbled over user code
+    for said in absent_gradients.noted():
+        state.backend.note(said)
     if not state.worked:
         state.worked = describe((*arguments, *keywords.values()))
         if not state.backend.graphs:
@@ -175,6 +186,15 @@ class _Optimized(torch.nn.Module):
         state = state_of(self)
         assert state is not None
         return optimized, (original(self), state.options)
+
+
+def _transform() -> str:
+    """What transforms the call that goes on in a way that compiled code does not know; empty for nothing."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a transform of torch.func, which PyTorch runs"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "forward-mode differentiation, which PyTorch runs"
+    return ""
 
 
 def _as_pytorch(

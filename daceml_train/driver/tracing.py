@@ -20,7 +20,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx.experimental import _config as symbols
 
 from daceml_train.errors import INTERNAL, DacemlError, internal
-from daceml_train.frontends.torch import own_leaves, polyfills
+from daceml_train.frontends.torch import absent_gradients, own_leaves, polyfills
 
 RECOMPILATIONS = 64
 """Programs per module or step before Dynamo gives up: modes, frozen sets of parameters and kinds of arguments."""
@@ -73,6 +73,7 @@ def tracing() -> Iterator[None]:
     """
     polyfills.install()
     own_leaves.enter()
+    absent_gradients.enter()
     logger, config = logging.getLogger("torch._subclasses.fake_tensor"), torch._dynamo.config
     before = logger.disabled, config.allow_rnn, symbols.use_duck_shape
     logger.disabled, config.allow_rnn, symbols.use_duck_shape = True, True, False
@@ -85,6 +86,7 @@ def tracing() -> Iterator[None]:
         yield
     finally:
         own_leaves.leave()
+        absent_gradients.leave()
         logger.disabled, config.allow_rnn, symbols.use_duck_shape = before
         for name, value in theirs.items():
             setattr(config, name, value)

@@ -28,6 +28,7 @@ for _name, _kind in {
     "asin": "asin", "acos": "acos", "asinh": "asinh", "acosh": "acosh", "atanh": "atanh", "exp2": "exp2",
     "log2": "log2", "log10": "log10", "erf": "erf", "relu": "relu", "silu": "silu",
     "reciprocal": "reciprocal", "square": "square",
+    "hardsigmoid": "hardsigmoid", "hardswish": "hardswish", "sinh": "sinh", "cosh": "cosh",
 }.items():  # fmt: skip
     RULES[f"aten.{_name}.default"] = functools.partial(_unary, kind=_kind)
 
@@ -247,36 +248,55 @@ def _relu6(t: Translator, x: Value) -> Value:
     return _hardtanh(t, x, 0, 6)
 
 
-@rule("hardsigmoid.default")
-def _hardsigmoid(t: Translator, x: Value) -> Value:
-    inner = x * (1 / 6) + 0.5
-    return x.compare("le", -3).where(0.0, x.compare("ge", 3).where(1.0, inner))
-
-
-@rule("hardswish.default")
-def _hardswish(t: Translator, x: Value) -> Value:
-    return x.compare("le", -3).where(0.0, x.compare("ge", 3).where(x, x * (x + 3) * (1 / 6)))
-
-
 @rule("threshold.default")
 def _threshold(t: Translator, x: Value, threshold: Number, value: Number) -> Value:
     return t.emit("where", x.compare("le", threshold), t.value(value, x.dtype), x)
 
 
 @rule("leaky_relu.default")
-def _leaky_relu(t: Translator, x: Value, slope: float = 0.01) -> Value:
+def _leaky_relu(t: Translator, x: Value, slope: float = 0.01) -> Value | None:
+    if not math.isfinite(slope):
+        return None
     return x.compare("gt", 0).where(x, x * slope)
 
 
 @rule("elu.default")
-def _elu(t: Translator, x: Value, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Value:
+def _elu(t: Translator, x: Value, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Value | None:
+    if not all(map(math.isfinite, (alpha, scale, input_scale))):
+        return None
+    if scale == input_scale == 1 and alpha == 1:
+        return x.unary("elu")
     positive = x.compare("gt", 0)
-    below = positive.where(0.0, x * input_scale).unary("expm1") * (alpha * scale)
+    below = positive.where(0.0, x * input_scale).unary("elu") * positive.where(0.0, t.value(alpha * scale, x.dtype))
     return positive.where(x * scale, below)
 
 
+@rule("celu.default")
+def _celu(t: Translator, x: Value, alpha: float = 1.0) -> Value | None:
+    return _elu(t, x, alpha, 1, 1 / alpha) if alpha != 0 and math.isfinite(alpha) else None
+
+
+@rule("xlogy.Tensor", "xlogy.Scalar_Other", "xlogy.Scalar_Self")
+def _xlogy(t: Translator, a: Number, b: Number) -> Value:
+    return _binary(t, a, b, kind="xlogy")
+
+
+@rule("logit.default")
+def _logit(t: Translator, x: Value, eps: float | None = None) -> Value | None:
+    if eps is not None and math.isnan(eps):
+        return None
+    x = x.cast(_float(t))
+    if eps is not None and eps >= 0:
+        low, high = t.value(eps, x.dtype), t.value(1 - eps, x.dtype)
+        x = t.emit("where", t.emit("lt", x, low), low, x)
+        x = t.emit("where", t.emit("gt", x, high), high, x)
+    return x.unary("logit")
+
+
 @rule("softplus.default")
-def _softplus(t: Translator, x: Value, beta: float = 1, threshold: float = 20) -> Value:
+def _softplus(t: Translator, x: Value, beta: float = 1, threshold: float = 20) -> Value | None:
+    if beta == 0 or not math.isfinite(beta) or not math.isfinite(threshold):
+        return None
     scaled = x * beta
     return scaled.compare("gt", threshold).where(x, scaled.unary("softplus") * (1 / beta))
 
@@ -291,24 +311,10 @@ def _gelu(t: Translator, x: Value, approximate: str = "none") -> Value:
     return x.unary("gelu_tanh" if approximate == "tanh" else "gelu_erf")
 
 
-@rule("sinh.default")
-def _sinh(t: Translator, x: Value) -> Value:
-    x = x.cast(_float(t))
-    return (x.unary("expm1") - (-x).unary("expm1")) * 0.5  # both terms have the sign of x: nothing cancels
-
-
-@rule("cosh.default")
-def _cosh(t: Translator, x: Value) -> Value:
-    x = x.cast(_float(t))
-    return (x.unary("exp") + (-x).unary("exp")) * 0.5
-
-
 def _logaddexp(t: Translator, a: Number, b: Number, *, base: float = 1.0) -> Value:
     """`base` is the logarithm of the base."""
     x, y = (v if base == 1 else v * base for v in (t.value(o, t.type.dtype) for o in (a, b)))
-    equal = t.emit("eq", x, y)  # infinite numbers have no difference
-    apart = equal.where(0.0, x - y)
-    made = t.emit("maximum", x, y) + (-apart.unary("abs")).unary("exp").unary("log1p")
+    made = t.emit("logaddexp", x, y)
     return made if base == 1 else made * (1 / base)
 
 

@@ -50,8 +50,21 @@ def _extreme(t: Translator, x: Value, dims: Any = None, keepdim: bool = False, *
     return None if 0 in x.shape else _reduced(t, x, kind, dims, keepdim)
 
 
+def _extreme_of_all(t: Translator, x: Value, *, kind: str) -> Value | None:
+    """As `amax`, except for its gradient where the result is NaN: it goes to the elements that are NaN, evenly."""
+    if 0 in x.shape or not x.shape or not x.dtype.is_float or not t.active(x):
+        return _extreme(t, x, kind=kind)
+    absent = x.unary("isnan")
+    found = _reduced(t, absent.where(math.inf if kind == "min" else -math.inf, x), kind, None, False)
+    count = _reduced(t, absent.cast(x.dtype), "sum", None, False)
+    total = _reduced(t, absent.where(x, 0.0), "sum", None, False)
+    some = count.compare("gt", 0)
+    return some.where(total / some.where(count, 1.0), found)
+
+
 for _name, _kind in {"amax": "max", "amin": "min"}.items():
-    RULES[f"aten.{_name}.default"] = RULES[f"aten.{_kind}.default"] = functools.partial(_extreme, kind=_kind)
+    RULES[f"aten.{_name}.default"] = functools.partial(_extreme, kind=_kind)
+    RULES[f"aten.{_kind}.default"] = functools.partial(_extreme_of_all, kind=_kind)
 
 
 def _truths(t: Translator, x: Value, dims: Any = None, keepdim: bool = False, *, kind: str) -> Value:
@@ -118,12 +131,21 @@ def _vector_norm(
         case 0.0:
             return _reduced(t, x.compare("ne", 0).cast(x.dtype), "sum", dims, keepdim)
         case math.inf:
-            return _reduced(t, x.unary("abs"), "max", dims, keepdim)
+            return _extreme_size(t, x, "max", dims, keepdim)
         case order if order == -math.inf:
-            return _reduced(t, x.unary("abs"), "min", dims, keepdim)
+            return _extreme_size(t, x, "min", dims, keepdim)
         case _ if not x.shape:
             return x.unary("abs")
     return None
+
+
+def _extreme_size(t: Translator, x: Value, kind: str, dims: Any, keepdim: bool) -> Value:
+    """The largest or smallest absolute value; where it is NaN, its gradient is zero."""
+    if not t.active(x):
+        return _reduced(t, x.unary("abs"), kind, dims, keepdim)
+    absent = x.unary("isnan")
+    found = _reduced(t, absent.where(0.0 if kind == "max" else math.inf, x.unary("abs")), kind, dims, keepdim)
+    return _reduced(t, absent, "max", dims, keepdim).where(math.nan, found)
 
 
 # ---- matrix products ---------------------------------------------------------------------------------------------

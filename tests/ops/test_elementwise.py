@@ -22,6 +22,10 @@ TORCH: dict[str, Any] = {
     "floor_divide": lambda a, b: torch.floor_divide(a.detach(), b.detach()),
     "bce": lambda a, b: F.binary_cross_entropy(a.expand(torch.broadcast_shapes(a.shape, b.shape)),
                                                b.expand(torch.broadcast_shapes(a.shape, b.shape)), reduction="none"),
+    "elu": F.elu,
+    "hardsigmoid": lambda a: F.hardsigmoid(a.detach()) + torch.where(
+        (a > -3) & (a < 3), a - a.detach(), 0.0) * 0.1666666716337204,  # PyTorch's gradient has no derivative
+    "hardswish": F.hardswish,
     "clamp": lambda *xs: torch.clamp(*torch.broadcast_tensors(*xs)),
     "shift_left": torch.bitwise_left_shift, "shift_right": torch.bitwise_right_shift,
 }  # fmt: skip
@@ -31,7 +35,7 @@ SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.5, -2.0, 3.0, 100.0, -100.0, np.inf, -np.inf,
 
 
 RANGES = dict.fromkeys(("sqrt", "rsqrt", "log", "log1p", "log2", "log10", "pow"), (0.1, 3.0)) | dict.fromkeys(
-    ("asin", "acos", "atanh"), (-0.9, 0.9)) | {"acosh": (1.1, 3.0), "bce": (0.1, 0.9)}  # fmt: skip
+    ("asin", "acos", "atanh"), (-0.9, 0.9)) | {"acosh": (1.1, 3.0), "bce": (0.1, 0.9), "logit": (0.1, 0.9), "xlogy": (0.1, 3.0)}  # fmt: skip
 
 
 def reference(kind: str) -> Any:

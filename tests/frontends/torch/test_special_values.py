@@ -63,3 +63,36 @@ def test_a_bound_that_is_nan_in_the_interpreter(kind: str) -> None:
     y.sum().backward()
     np.testing.assert_array_equal(np.asarray(made.detach()), y.detach().numpy())
     np.testing.assert_array_equal(backend.gradients[id(x)], x.grad.numpy())
+
+
+ACTIVATIONS: dict[str, Any] = {
+    name: getattr(torch.nn.functional, name)
+    for name in ("hardswish", "hardsigmoid", "hardtanh", "relu6", "elu", "celu", "selu", "softplus", "silu")
+} | {
+    "leaky": lambda x: torch.nn.functional.leaky_relu(x, math.nan),
+    "elu of nan": lambda x: torch.nn.functional.elu(x, math.nan),
+    "max": torch.max,
+    "min": torch.min,
+    "norm": lambda x: torch.linalg.vector_norm(x, math.inf),
+    "smallest": lambda x: torch.linalg.vector_norm(x, -math.inf),
+    "xlogy": lambda x: torch.xlogy(x, x),
+    "logit": torch.logit,
+    "logaddexp": lambda x: torch.logaddexp(x, x.flip(0)),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_special_values_in_the_interpreter(name: str) -> None:
+    """As many numbers as fill PyTorch's vectors, whose gradient at NaN its other loops do not always have."""
+    torch._dynamo.reset()
+    backend = Interpreting()
+    function = ACTIVATIONS[name]
+    x = torch.tensor([math.nan, math.inf, -math.inf, 0.0, 1.0, -1.0, 3.0, -3.0, 6.0, 0.25, 90.0] * 64).double()
+    x.requires_grad_()
+    made = torch.compile(lambda v: function(v), backend=backend, fullgraph=True)(x)
+    y = function(x)
+    y.sum().backward()
+    keep = ~x.isnan() if name in ("hardswish", "elu", "elu of nan", "celu", "selu") else torch.ones_like(x, dtype=torch.bool)
+    np.testing.assert_allclose(np.asarray(made.detach()), y.detach().numpy(), rtol=1e-13)
+    ours, theirs = torch.as_tensor(backend.gradients[id(x)]), x.grad
+    np.testing.assert_allclose(ours[keep].numpy(), theirs[keep].numpy(), rtol=1e-13)

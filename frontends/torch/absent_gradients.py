@@ -1,0 +1,60 @@
+"""`ctx.set_materialize_grads(False)`: a backward of the user's that is given None for a result without a gradient.
+
+TorchDynamo traces such an `autograd.Function` as if its backward were given zeros. Here it breaks the graph instead,
+and PyTorch calls the function.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from torch._dynamo import graph_break_hints
+from torch._dynamo.exc import unimplemented
+from torch._dynamo.variables import higher_order_ops
+
+_traces = threading.local()
+
+
+def enter() -> None:
+    """This thread's traces break at such a function until `leave`, for our backend alone."""
+    _install()
+    _traces.depth = getattr(_traces, "depth", 0) + 1
+
+
+def leave() -> None:
+    """The end of what `enter` began."""
+    _traces.depth -= 1
+
+
+def noted() -> Iterator[str]:
+    """Why functions were left to PyTorch since the last call, each once."""
+    reasons: dict[str, None] = getattr(_traces, "reasons", {})
+    _traces.reasons = {}
+    return iter(reasons)
+
+
+@functools.cache
+def _install() -> None:
+    applied: Any = higher_order_ops.AutogradFunctionApplyVariable
+    original = applied.trace_forward_graph
+
+    def trace(self: Any, tx: Any, ctx: Any, *given: Any, **more: Any) -> Any:
+        made = original(self, tx, ctx, *given, **more)
+        changed = tx.output.side_effects.store_attr_mutations.get(ctx, {})
+        if getattr(_traces, "depth", 0) and "materialize_grads" in changed:
+            frame = tx.frame_summary()
+            where = f"(at {frame.filename.rsplit('/', 1)[-1]}:{frame.lineno})"
+            said = f"an autograd.Function with set_materialize_grads, whose backward is called by PyTorch {where}"
+            _traces.reasons = {**getattr(_traces, "reasons", {}), said: None}
+            unimplemented(
+                gb_type="autograd.Function.apply: set_materialize_grads",
+                context="",
+                explanation="TorchDynamo gives its backward zeros in place of None.",
+                hints=[*graph_break_hints.SUPPORTABLE],
+            )
+        return made
+
+    applied.trace_forward_graph = trace

@@ -1,0 +1,102 @@
+"""What PyTorch runs in place of compiled code: results are eager's, and `breaks` says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import nn
+
+import daceml_train as dt
+from daceml_train.driver.module import state_of
+
+X = torch.linspace(-1, 1, 8).reshape(2, 4)
+
+
+def batched(model: nn.Module) -> Any:
+    x = X.clone().requires_grad_()
+    seeds = torch.eye(6).reshape(6, 2, 3)
+    return torch.autograd.grad(model(x), (x, *model.parameters()), seeds, is_grads_batched=True)
+
+
+def dual(model: nn.Module) -> Any:
+    with forward_ad.dual_level():
+        return tuple(forward_ad.unpack_dual(model(forward_ad.make_dual(X, torch.ones_like(X)))))
+
+
+def functional(model: nn.Module) -> Any:
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (X,)).sum()
+
+    return tuple(torch.func.grad(loss)(dict(model.named_parameters())).values())
+
+
+TRANSFORMS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "batched": (batched, "batch of cotangents"),
+    "hessian": (
+        lambda m: (torch.autograd.functional.hessian(lambda x: m(x).pow(2).sum(), X, vectorize=True),),
+        "batch of cotangents",
+    ),
+    "dual": (dual, "forward-mode"),
+    "jvp": (lambda m: torch.func.jvp(m, (X,), (torch.ones_like(X),)), "torch.func"),
+    "vmap": (lambda m: (torch.func.vmap(m)(X),), "torch.func"),
+    "grad": (lambda m: (torch.func.grad(lambda x: m(x).sum())(X),), "torch.func"),
+    "functional": (functional, "torch.func"),
+}
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_are_left_to_pytorch(name: str, warm: bool, tmp_path: Path) -> None:
+    transform, why = TRANSFORMS[name]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    compiled = dt.optimize(model, cache=str(tmp_path))
+    if warm:
+        compiled(X)
+    with pytest.warns(UserWarning, match=why):
+        made = transform(compiled)
+    torch.testing.assert_close(tuple(made), tuple(transform(model)))
+    state = state_of(compiled)
+    assert state is not None and len(state.backend.breaks) == 1
+
+
+class TwoResults(torch.autograd.Function):
+    """Notes which of its cotangents are None."""
+
+    seen: list[tuple[bool, bool]]
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx: Any, a: torch.Tensor | None, b: torch.Tensor | None) -> Any:
+        TwoResults.seen.append((a is None, b is None))
+        return a * 20 if a is not None and b is None else a
+
+
+class UsesOne(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, _ = TwoResults.apply(x.sin())
+        return y.cos()
+
+
+@pytest.mark.compiled
+def test_a_backward_is_given_none_where_it_asks_for_it(tmp_path: Path) -> None:
+    compiled = dt.optimize(UsesOne(), cache=str(tmp_path))
+    found = []
+    for model in (UsesOne(), compiled):
+        x, TwoResults.seen = torch.ones(3, requires_grad=True), []
+        model(x).sum().backward()
+        found.append((x.grad, TwoResults.seen))
+    torch.testing.assert_close(found[1][0], found[0][0])
+    assert found[0][1] == found[1][1] == [(False, True)]
+    state = state_of(compiled)
+    assert state is not None and "set_materialize_grads" in state.backend.breaks[0]
