@@ -8,7 +8,7 @@ ARGS ?=             # passed on: make test ARGS="-k softmax"
 VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-browser lint bench traffic conformance-ops conformance-models conformance-onnx fuzz orders recipes gpu-bundle test-gpu bench-gpu clean conformance-cuda
+.PHONY: help setup demo test test-browser lint bench traffic conformance-ops conformance-models conformance-onnx fuzz orders recipes gpu-bundle test-gpu bench-gpu clean conformance-cuda faults endurance
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,12 @@ recipes: setup ## training loops: optimizers, schedulers, averages, checkpoints,
 
 orders: setup ## every prefix and 200 random orders of the passes on the twelve networks (ARGS=)
 	@$(VENV_PYTHON) -m benchmarks.orders $(ARGS)
+
+faults: setup ## training through kill -9, full disks, foreign caches, hanging compilers (ARGS="--kills 20")
+	@OMP_NUM_THREADS=1 $(VENV_PYTHON) -m benchmarks.faults $(ARGS)
+
+endurance: setup ## many steps, models, shapes and threads in one process: memory and losses (ARGS=)
+	@OMP_NUM_THREADS=1 $(VENV_PYTHON) -m benchmarks.endurance $(ARGS)
 
 GPU_PYTHON ?= $(if $(wildcard $(VENV_PYTHON)),$(VENV_PYTHON),$(PYTHON))
 

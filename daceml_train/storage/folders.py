@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import functools
@@ -93,22 +94,15 @@ def _private(process: int) -> Path:  # per process: a fork must not take its par
     return folder
 
 
-class _Open(list[contextlib.ExitStack]):
-    """Closes what it holds when the interpreter ends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        import atexit
-
-        self.process = os.getpid()
-        atexit.register(self.close)
-
-    def close(self) -> None:
-        while self:
-            self.pop().close()
+_open: list[contextlib.ExitStack] = []
 
 
-_open = _Open()
+@atexit.register
+def close_private() -> None:
+    """Remove this process's private folder; for those that end by `os._exit`, which runs no exit handlers."""
+    while _open:
+        _open.pop().close()
+    _private.cache_clear()
 
 
 @contextlib.contextmanager

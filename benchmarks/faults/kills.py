@@ -1,0 +1,86 @@
+"""Kills: `kill -9` at random moments, each followed by a run that must be right, and by a look at what is left."""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults.children import begin, finished
+from benchmarks.faults.training import train
+from daceml_train.runtime.cache import Cache
+from daceml_train.storage.files import PARTIAL
+from daceml_train.storage.folders import BUILDING
+
+MODELS = 5
+"""So many models take turns; every second run finds neither programs nor kernels of theirs."""
+
+
+def sweep(kills: int, minutes: float, seed: int, folder: Path, progress: Callable[[str], None]) -> dict[str, Any]:
+    """What became of so many kills, or of as many as so many minutes allow."""
+    generator, cache = random.Random(seed), folder / "cache"
+    start = time.monotonic()
+    first = finished(functools.partial(_train, 1000, cache, folder / "saved.pt"))
+    if first.result is None or isinstance(first.result, str) or not first.result.right:
+        raise SystemExit(f"an undisturbed run fails: {first.result}")
+    cold = time.monotonic() - start
+    length = cold  # of a run: most are shorter than the first one, and a kill must come before their end
+    moments: Counter[str] = Counter()
+    found: dict[str, Any] = {"kills": 0, "ended before": 0, "wrong": [], "hangs": [], "failed": [], "left": []}
+    for number in range(kills):
+        if time.monotonic() - start > 60 * minutes:
+            progress(f"stopped after {number} of {kills} runs, for want of time")
+            break
+        one = number % MODELS
+        if number % 2 == 0:
+            _forget(cache)
+        child = begin(functools.partial(_train, one, cache, folder / "saved.pt"))
+        child.listen(time.monotonic() + generator.uniform(0, length))
+        found["kills" if child.status is None else "ended before"] += 1
+        child.kill()
+        child.end()
+        moments[child.moment] += 1
+        after = finished(functools.partial(_train, one, cache, folder / "saved.pt"))
+        length = min(cold, 1.2 * (time.monotonic() - after.begun))
+        _judge(found, f"run {number} after a kill in {child.moment!r}", after)
+        Cache(cache).evict()
+        found["left"] += _left(cache, folder)
+        if (number + 1) % 10 == 0:
+            progress(f"{number + 1} of {kills}: {dict(moments)}")
+    return {**found, "moments": dict(moments), "seconds of an undisturbed run": round(cold, 2)}
+
+
+def _train(number: int, cache: Path, save: Path, marks: int) -> Any:
+    return train(number, cache, marks, save)
+
+
+def _judge(found: dict[str, Any], name: str, child: Any) -> None:
+    result = child.result
+    if child.hung:
+        found["hangs"].append(name)
+    elif result is None or isinstance(result, str):
+        found["failed"].append(f"{name}: {result}")
+    elif not result.right:
+        found["wrong"].append(f"{name}: {result.compiled} for {result.eager}")
+    elif not result.whole:
+        found["failed"].append(f"{name}: breaks; {result.warned}")
+
+
+def _forget(cache: Path) -> None:
+    """Remove programs and kernels but not the executor, which takes half a minute to compile."""
+    for kind in ("programs", "kernels"):
+        for file in (cache / kind).glob("*"):
+            if file.is_file():
+                file.unlink(missing_ok=True)
+
+
+def _left(cache: Path, folder: Path) -> list[str]:
+    """What a killed process left that `evict` has not removed, but for what is younger than its patience."""
+    now = time.time()
+    left = [p for kind in ("programs", "kernels", "native") for p in (cache / kind).glob(f"{BUILDING}*")]
+    left += [p for p in cache.rglob(f"{PARTIAL}*") if now - p.stat().st_mtime > 3600]
+    return [str(p.relative_to(folder)) for p in left]
