@@ -98,7 +98,7 @@ def observed(called: Callable[..., Any], owner: Any, program: ViewProgram) -> Se
         seen[f"{name} version"] = t._version
         seen[name] = t.detach().clone()
         strides = [s for n, s in zip(t.shape, t.stride(), strict=True) if n > 1]
-        if [*tensors.values()].count(storages[place]) > 1:
+        if t.numel() and [*tensors.values()].count(storages[place]) > 1:
             seen[f"{name} place"] = strides, t.storage_offset(), t.untyped_storage().nbytes()
         elif _is_dense(t):
             seen[f"{name} strides"] = strides
