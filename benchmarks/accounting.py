@@ -14,11 +14,11 @@ from torch import Tensor, nn
 import daceml_train as dt
 from benchmarks.networks import Network
 from benchmarks.networks.transformer import Block
+from daceml_train.analysis.traffic import Traffic, traffic
 from daceml_train.autodiff.reverse import differentiate
-from daceml_train.frontends.torch.capture import Captured, capture
-from daceml_train.frontends.torch.eager import eager_traffic, fake
+from daceml_train.frontends.torch.capture.capture import Captured, capture
+from daceml_train.frontends.torch.capture.eager_traffic import eager_traffic, fake
 from daceml_train.graph.graph import Graph, Role
-from daceml_train.graph.traffic import Traffic, traffic
 from daceml_train.passes.base import LEVELS, without_dead_code
 from daceml_train.passes.pipeline import Pipeline, Step
 

@@ -1,4 +1,4 @@
-"""Gradients that are what is left of terms that cancel, in front of batch normalisations: ours, eager's, noise.
+"""Gradients that are what is left of terms that cancel, in front of batch normalizations: ours, eager's, noise.
 
 python -m benchmarks.cancellation prints, for each model, the gradient of which the ratio of our error to eager's is
 largest among those above 1e-5, then the error of BatchNorm's own gradient in units of its terms' rounding.
@@ -115,9 +115,9 @@ def formula(x: torch.Tensor, g: torch.Tensor, sums: torch.dtype) -> torch.Tensor
     def mean(t: torch.Tensor) -> torch.Tensor:
         return t.to(sums).mean(0).to(t.dtype)
 
-    centred = x - mean(x)
-    rstd = (mean(centred.square()) + 1e-5).rsqrt()
-    normal = centred * rstd
+    centered = x - mean(x)
+    rstd = (mean(centered.square()) + 1e-5).rsqrt()
+    normal = centered * rstd
     return rstd * (g - mean(g) - normal * mean(g * normal))
 
 

@@ -11,11 +11,39 @@ import torch
 from torch import Tensor
 
 MODULES = (
-    "argparse", "ast", "asyncio.base_events", "calendar", "collections", "configparser", "csv", "dataclasses",
-    "datetime", "decimal", "difflib", "doctest", "email.message", "enum", "functools", "heapq", "inspect", "ipaddress",
-    "json.decoder", "logging", "pathlib", "pickle", "random", "shutil", "statistics", "subprocess", "tarfile",
-    "textwrap", "threading", "typing", "unittest.case", "zipfile",
-)  # fmt: skip
+    "argparse",
+    "ast",
+    "asyncio.base_events",
+    "calendar",
+    "collections",
+    "configparser",
+    "csv",
+    "dataclasses",
+    "datetime",
+    "decimal",
+    "difflib",
+    "doctest",
+    "email.message",
+    "enum",
+    "functools",
+    "heapq",
+    "inspect",
+    "ipaddress",
+    "json.decoder",
+    "logging",
+    "pathlib",
+    "pickle",
+    "random",
+    "shutil",
+    "statistics",
+    "subprocess",
+    "tarfile",
+    "textwrap",
+    "threading",
+    "typing",
+    "unittest.case",
+    "zipfile",
+)
 """Modules of the standard library whose sources are the text; one that an installation lacks is left out."""
 
 

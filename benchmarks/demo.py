@@ -141,7 +141,7 @@ def train_text(console: Console, steps: int) -> Training:
 
 
 def accuracy(model: nn.Module, data: Digits) -> float:
-    """The share of test images that are recognised."""
+    """The share of test images that are recognized."""
     model.eval()
     with torch.no_grad():
         found = model(data.test_images).argmax(1)

@@ -15,12 +15,22 @@ if TYPE_CHECKING:
     from benchmarks.demo import Training
 
 BLUE, ORANGE, GREY, INK = "#0072B2", "#E69F00", "#C8CDD2", "#22272B"
-"""From Okabe & Ito, Color Universal Design (2008): told apart with every kind of colour vision."""
+"""From Okabe & Ito, Color Universal Design (2008): told apart with every kind of color vision."""
 STYLE = {
-    "font.size": 11, "axes.titlesize": 13, "axes.titleweight": "bold", "axes.titlelocation": "left",
-    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#8A9299", "axes.labelcolor": INK,
-    "text.color": INK, "xtick.color": "#555C63", "ytick.color": "#555C63", "figure.dpi": 150, "legend.frameon": False,
-}  # fmt: skip
+    "font.size": 11,
+    "axes.titlesize": 13,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#8A9299",
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": "#555C63",
+    "ytick.color": "#555C63",
+    "figure.dpi": 150,
+    "legend.frameon": False,
+}
 
 
 def losses(training: Training, folder: Path) -> Path:
@@ -66,8 +76,8 @@ def _bars(axes: Any, training: Training) -> None:
     moved = training.moved
     names = ["as captured", *(f"after {level.name.replace('_', ' ')}" for level in moved.levels)]
     sizes = [float(size) / 1e6 for size in (moved.captured, *(level.after for level in moved.levels))]
-    colours = [GREY] + [BLUE] * (len(sizes) - 1)
-    bars = axes.barh(names, sizes, color=colours, height=0.66)
+    colors = [GREY] + [BLUE] * (len(sizes) - 1)
+    bars = axes.barh(names, sizes, color=colors, height=0.66)
     labels = [f"{size:.0f} MB" if size >= 10 else f"{size:.1f} MB" for size in sizes]
     saved = ["", *(f"  (−{100 * (1 - size / sizes[0]):.0f} %)" for size in sizes[1:])]
     labels = [label + share for label, share in zip(labels, saved, strict=True)]
@@ -83,13 +93,13 @@ def _bars(axes: Any, training: Training) -> None:
 def ratios(networks: Mapping[str, Mapping[str, float]], path: Path) -> Path:
     """Three bars per network: how many times as fast as the best of PyTorch a step is."""
     kinds = {"step": "training_step", "tuned": "training_step, PyTorch's memory tuned", "module": "optimize"}
-    colours = {"step": BLUE, "tuned": "#56B4E9", "module": ORANGE}
+    colors = {"step": BLUE, "tuned": "#56B4E9", "module": ORANGE}
     with pyplot.rc_context(STYLE):
         figure, axes = pyplot.subplots(figsize=(8.0, 0.9 + 0.52 * len(networks)), layout="constrained")
         for place, (kind, label) in enumerate(kinds.items()):
             heights = [row.get(kind, 0.0) for row in networks.values()]
             at = [number + 0.27 * (place - 1) for number in range(len(networks))]
-            bars = axes.barh(at, heights, height=0.25, color=colours[kind], label=label)
+            bars = axes.barh(at, heights, height=0.25, color=colors[kind], label=label)
             axes.bar_label(bars, [f"{h:.2f}" if h else "" for h in heights], padding=3, color=INK, size=8)
         axes.axvline(1.0, color=INK, linewidth=1.0)
         axes.set_yticks(range(len(networks)), networks)

@@ -56,22 +56,22 @@ HEAD = """# Inference
 own, `INFERENCE`, on the CPU:
 
 - There is no backward pass, so nothing is kept for one, and operators that only end gradients are dropped.
-- `fold_batch_norm` makes normalisation by known statistics part of the weights and bias of the convolution or product
+- `fold_batch_norm` makes normalization by known statistics part of the weights and bias of the convolution or product
   in front of it. This is exact algebra; results differ by rounding.
 - What depends on parameters and buffers alone (folded weights, their layouts, position embeddings) is a program of its
-  own, which runs at the first call and again when one of them has changed (`graph.prologue`, `driver.preparation`).
+  own, which runs at the first call and again when one of them has changed (`analysis.weights_only`, `driver.prepacked`).
   Parameters stay the module's own. What it makes is kept beside them and takes memory: their size again,
   1.8 times that for filters of 3x3 in tiles.
-- Products and convolutions of images with weights that stay run in kernels of our own (`pack_products`,
-  `codegen/native/product.h`): 12 rows times 32 columns are summed in registers, the weight lies in panels of 32 columns
+- Products and convolutions of images with weights that stay run in kernels of our own (`pack_weights`,
+  `codegen/library/native/matmul.h`): 12 rows times 32 columns are summed in registers, the weight lies in panels of 32 columns
   that were laid out once, and the next panel is asked for while this one is in use, so that weights stream from
   memory. Windows of convolutions are addresses of pixels; nothing is copied. Depthwise convolutions have a kernel, too.
 - What is elementwise on a result (bias, activation, residual) is generated into the kernel and happens while its rows
-  are in cache (`fuse_into_product`). NaN stays NaN in a ReLU, which it does not in oneDNN's.
+  are in cache (`fuse_matmul_epilogue`). NaN stays NaN in a ReLU, which it does not in oneDNN's.
 - Convolutions of 3x3 with stride 1 multiply 2.25 times less, in tiles of 2x2 results (F(2x2, 3x3), Lavin and Gray,
   2016), where there are 96 pixels at least. Errors stay within a few units in the last place of the sums (the column
-  *differs by*); an infinity or NaN spreads to the tiles that it is in. `tiled` of `pack_products` is that number.
-- Weights of what remains to oneDNN are laid out for it once (`runtime.packing`), instead of in every call. That is
+  *differs by*); an infinity or NaN spreads to the tiles that it is in. `tiled` of `pack_weights` is that number.
+- Weights of what remains to oneDNN are laid out for it once (`runtime.prepack`), instead of in every call. That is
   their size once more, as packed panels are. A weight that several operators read stays plain there.
 
 A change is seen before each call, by address, by version counter, and by what is in the tensor: all of it up to 512

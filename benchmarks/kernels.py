@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from daceml_train.codegen.compile import compile_kernels, load
-from daceml_train.codegen.launch import generate
+from daceml_train.codegen.cpu.compile import compile_kernels, load
+from daceml_train.codegen.cpu.launch import generate
 from tests.codegen import groups
 from tests.codegen.running import bind, describe, kernel_of, layout
 

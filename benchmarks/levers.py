@@ -24,7 +24,7 @@ LEVERS = (
         "WaveNet 180 to 163 ms; 4 times as fast for 512 channels, stride 2",
     ),
     (
-        "convolutions of heavy weights as products (`ConvolveByProduct`)",
+        "convolutions of heavy weights as products (`ConvolutionAsMatmul`)",
         "FCN-8s and ResNet-50 9 %, EfficientNet-B0 6 % less time",
     ),
     ("point convolutions of light weights as products", "nothing: EfficientNet, MobileNetV2, ResNet-50 within 0.2 %"),
@@ -42,9 +42,9 @@ LEVERS = (
         "500 to 650 GF/s in inference; not tried in steps, where weights change and their gradient stays as it is",
     ),
     ("rows of embeddings and bags by our own kernel", "DLRM's step 0.91 to 1.34 times PyTorch's speed"),
-    ("large gradients made in parts and used up (`UpdateInParts`)", "GPT-2 1 %, BERT and FCN-8s up to 2 % less time"),
+    ("large gradients made in parts and used up (`ChunkUpdates`)", "GPT-2 1 %, BERT and FCN-8s up to 2 % less time"),
     (
-        "cheap arrays made again in front of late readers (`RecomputeCheap`), for peak memory",
+        "cheap arrays made again in front of late readers (`RematerializeCheap`), for peak memory",
         "up to half of the planned memory for 0 to 5 % of the time ([docs/memory.md](memory.md))",
     ),
     (
@@ -57,7 +57,7 @@ LIMITS: dict[str, str] = {
     "vit_s": "Nine tenths of the step are products and attention. Products run at 290 to 315 GFLOP/s of some 350 that "
     "the fastest convolutions reach here, in MKL and in oneDNN alike, attention at 160 to 190.",
     "mixer": "Four fifths are products at 300 to 315 GFLOP/s. The residual stream lies transposed in front of every "
-    "other normalisation, which reads it across the rows.",
+    "other normalization, which reads it across the rows.",
     "bert": "Four fifths are products at 300 to 315 GFLOP/s; Adam reads and writes 28 bytes per parameter.",
     "gpt2": "Products with the 50,257 tokens of the vocabulary are half of the step.",
     "dlrm": "Six tenths of the peak memory are the tables, which every variant holds.",
@@ -67,7 +67,7 @@ LIMITS: dict[str, str] = {
 MEMORY = """Peak memory of a warm ResNet-50 step, 813 MiB, is PyTorch (219), the parameters (97), modules that
 TorchDynamo and the optimizer import in eager execution, too (79), what capturing imports and leaves (57), momentum
 (97), what the step was planned to take (213), and what libraries keep (51). It was 996 MiB before cheap arrays were
-made again (`RecomputeCheap`, 384 MiB of arrays), library calls wrote their results into the arena, and capturing left
+made again (`RematerializeCheap`, 384 MiB of arrays), library calls wrote their results into the arena, and capturing left
 out NetworkX and setuptools (16). Networks whose arrays are few against what is imported or trained (LSTM, DLRM) can
 hardly get below what every variant has."""
 """Why peak memory is what it is."""

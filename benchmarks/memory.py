@@ -3,8 +3,8 @@
     python -m benchmarks.memory [--budget 0.7] [--time] [NETWORK...]
 
 prints MiB of arena and pool: live bytes at the peak in the order in which operators were captured and differentiated,
-live bytes by default, the plan for them, and the same under `Recompute(budget)` with what it adds in bytes moved and
-in operations. Parameters, optimizer state and the batch are not in these figures. With `--time`, steps under the
+live bytes by default, the plan for them, and the same under `Rematerialize(budget)` with what it adds in bytes moved
+and in operations. Parameters, optimizer state and the batch are not in these figures. With `--time`, steps under the
 budget and by default run in turns; the median of the ratios of their times stands last. Else nothing runs.
 """
 
@@ -18,15 +18,15 @@ from collections.abc import Iterator
 
 import daceml_train as dt
 from benchmarks.networks import TWELVE, Network
+from daceml_train.analysis.memory import Memory, memory
+from daceml_train.analysis.traffic import traffic
 from daceml_train.errors import Invalid
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.memory import Memory, memory
-from daceml_train.graph.traffic import traffic
+from daceml_train.lowering.arena import Lifetime, plan_arena
 from daceml_train.passes.pipeline import Step
-from daceml_train.runtime.memory import Lifetime, plan_arena
 from daceml_train.transformations.global_movement.dead_code import DeadCode
-from daceml_train.transformations.global_movement.recompute import Recompute
-from daceml_train.transformations.global_movement.runs import finished
+from daceml_train.transformations.global_movement.remat_costs import finished
+from daceml_train.transformations.global_movement.rematerialize import Rematerialize
 from daceml_train.transformations.global_movement.update_in_place import UpdateInPlace
 from daceml_train.transformations.pipelines import TRAINING
 
@@ -68,7 +68,7 @@ def planned(model: Memory) -> int:
 def time_ratio(network: Network, budget: float | str, small: bool, runs: int = 15) -> float:
     """Time of a step under the budget, in terms of one by default."""
     steps = []
-    for pipeline in (TRAINING, TRAINING.before("update_in_place", Recompute(budget=budget))):
+    for pipeline in (TRAINING, TRAINING.before("update_in_place", Rematerialize(budget=budget))):
         problem = network.build(small=small)
         step = dt.training_step(problem.model, problem.loss, problem.optimizer, pipeline=pipeline)
         for _ in range(3):
@@ -97,7 +97,7 @@ def row(name: str, network: Network, budget: float | str, small: bool = False, t
     yield f"{planned(now) / MIB:8.1f}"
     start = time.process_time()
     try:
-        after = finished(Recompute(budget=budget).run(graph))
+        after = finished(Rematerialize(budget=budget).run(graph))
     except Invalid as error:
         yield f"  {error.message}"
         return

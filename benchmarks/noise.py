@@ -18,12 +18,18 @@ LOST = 1e-2
 """Relative spread from which on a number has no digits left: noise of the last bit grew a hundred thousand times."""
 TAKEN_APART = get_decompositions(
     [
-        aten.native_batch_norm, aten.native_batch_norm_backward,
-        aten.native_layer_norm, aten.native_layer_norm_backward,
-        aten.native_group_norm, aten.native_group_norm_backward, aten._softmax, aten._softmax_backward_data,
-        aten._log_softmax, aten._log_softmax_backward_data,
+        aten.native_batch_norm,
+        aten.native_batch_norm_backward,
+        aten.native_layer_norm,
+        aten.native_layer_norm_backward,
+        aten.native_group_norm,
+        aten.native_group_norm_backward,
+        aten._softmax,
+        aten._softmax_backward_data,
+        aten._log_softmax,
+        aten._log_softmax_backward_data,
     ]
-)  # fmt: skip
+)
 """Operators that are several roundings whoever computes them: of a mean, of a deviation, of every term."""
 
 PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten.convolution_backward}

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 
 from benchmarks.networks.table import TWELVE
+from daceml_train.analysis.interpret import interpret
 from daceml_train.autodiff.reverse import differentiate
-from daceml_train.frontends.torch.capture import capture
+from daceml_train.frontends.torch.capture.capture import capture
 from daceml_train.graph.graph import Graph, Role
-from daceml_train.graph.interpret import interpret
 from daceml_train.passes.pipeline import Pipeline
 from daceml_train.tensor import DType
 from daceml_train.transformations.pipelines import TRAINING
@@ -32,7 +32,7 @@ from daceml_train.transformations.pipelines import TRAINING
 TOLERANCE = 1e-8
 """Largest difference in units of the largest element of an array: sums in another order, in float64."""
 FLOOR = 1e-3
-"""Least unit: a shift in front of a normalisation has a gradient of zero, of which only rounding is left."""
+"""Least unit: a shift in front of a normalization has a gradient of zero, of which only rounding is left."""
 
 
 def loss_graph(name: str) -> tuple[Graph, dict[str, np.ndarray]]:

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from benchmarks.train import ROOT, surroundings
-from daceml_train.codegen.compile import compile_kernels, load
-from daceml_train.codegen.launch import generate
+from daceml_train.analysis.traffic import traffic
+from daceml_train.codegen.cpu.compile import compile_kernels, load
+from daceml_train.codegen.cpu.launch import generate
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.traffic import traffic
 from daceml_train.ops.kernel import Kernel
 from tests.codegen import groups
 from tests.codegen.running import bind, describe, kernel_of, layout
@@ -98,7 +98,7 @@ def prepared(case: Case) -> tuple[int, Callable[[], object]]:
 
 
 def bytes_of(kernel: Kernel, inputs: Sequence[torch.Tensor]) -> int:
-    """What `graph.traffic` says of the kernel alone."""
+    """What `analysis.traffic` says of the kernel alone."""
     graph = Graph()
     operands = [graph.input(f"x{i}", describe(tensor)) for i, tensor in enumerate(inputs)]
     graph.output(*graph.emit(kernel, *operands))

@@ -16,9 +16,19 @@ from daceml_train.reporting import bytes_text
 RESULTS = ROOT / "benchmarks" / "results" / "train.json"
 PAGE = ROOT / "docs" / "performance.md"
 FLOOR = {
-    "resnet50": 1.30, "wide_resnet50_2": 1.58, "mobilenet_v2": 1.66, "efficientnet_b0": 1.7, "fcn8s": 1.44,
-    "mixer": 1.30, "vit_s": 1.22, "bert": 1.44, "gpt2": 1.41, "wavenet": 1.69, "dlrm": 1.49, "lstm": 1.55,
-}  # fmt: skip
+    "resnet50": 1.30,
+    "wide_resnet50_2": 1.58,
+    "mobilenet_v2": 1.66,
+    "efficientnet_b0": 1.7,
+    "fcn8s": 1.44,
+    "mixer": 1.30,
+    "vit_s": 1.22,
+    "bert": 1.44,
+    "gpt2": 1.41,
+    "wavenet": 1.69,
+    "dlrm": 1.49,
+    "lstm": 1.55,
+}
 """How many times as fast as PyTorch's best variant a step can be on two cores with AVX-512: heavy operators at the best
 rate of any library, everything else at the memory's bandwidth with each byte moved once."""
 HEAD = """# Performance
@@ -85,9 +95,20 @@ def page(results: dict[str, Any]) -> Iterator[str]:
 
 # ---- one line per network -------------------------------------------------------------------------------------------
 COLUMNS = (
-    "network", "best PyTorch", "ms", "tuned ms", "training_step ms", "× stock", "× tuned", "of the floor's ratio",
-    "optimize × stock", "peak memory ÷", "cold s", "torch.compile s", "warm s",
-)  # fmt: skip
+    "network",
+    "best PyTorch",
+    "ms",
+    "tuned ms",
+    "training_step ms",
+    "× stock",
+    "× tuned",
+    "of the floor's ratio",
+    "optimize × stock",
+    "peak memory ÷",
+    "cold s",
+    "torch.compile s",
+    "warm s",
+)
 
 
 def _ratios(found: Mapping[str, Any]) -> dict[str, float]:

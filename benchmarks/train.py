@@ -138,9 +138,15 @@ class Worker:
         self.errors.parent.mkdir(exist_ok=True)
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=os.environ | dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=errors, text=True, bufsize=1,
-            )  # fmt: skip
+                command,
+                cwd=ROOT,
+                env=os.environ | dict(environment),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                bufsize=1,
+            )
         self.start: dict[str, Any] = self._told("start")
 
     def __call__(self, steps: int) -> Visit:

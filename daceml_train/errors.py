@@ -27,11 +27,11 @@ class Invalid(DacemlError, ValueError):
     """An argument, a graph or an input breaks its contract; nothing has run."""
 
 
-class Unmet(Invalid):
+class BudgetInfeasible(Invalid):
     """What an option asks for cannot be met, such as a memory budget below the minimum: the user decides what then."""
 
 
-class Elsewhere(Invalid):
+class DeviceMismatch(Invalid):
     """Tensors of one program lie on different devices; the message names two of them."""
 
 
@@ -83,13 +83,13 @@ class OutOfMemory(DacemlError):
         super().__init__(
             message,
             advice="make the batch smaller, cut it (micro_batches=...), or keep less for the backward pass: "
-            'pipeline=TRAINING.after(..., Recompute(budget="...")), see docs/memory.md',
+            'pipeline=TRAINING.after(..., Rematerialize(budget="...")), see docs/memory.md',
         )
 
 
 INTERNAL = "internal error"
 """How the reason for running something in PyTorch begins where the cause is a defect of this package."""
-_EXPECTED = (Unsupported, Unmet, Elsewhere, CompilerError, OutOfMemory)
+_EXPECTED = (Unsupported, BudgetInfeasible, DeviceMismatch, CompilerError, OutOfMemory)
 
 
 def internal(error: BaseException) -> bool:
@@ -106,6 +106,6 @@ def why(error: BaseException) -> str:
     return f"{INTERNAL}, {text}" if internal(error) else text
 
 
-def said(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     """What an error says in a sentence."""
     return str(error) if isinstance(error, DacemlError) else f"{type(error).__name__}: {error}"

@@ -110,16 +110,30 @@ def test_diff(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 REPORT = {
-    "kind": "training step", "name": "Net, SGD", "breaks": [], "functions": [
+    "kind": "training step",
+    "name": "Net, SGD",
+    "breaks": [],
+    "functions": [
         {
-            "name": "step", "captured": 1000, "moved": 600, "flops": 50, "kernels": 2, "distinct_kernels": 2,
-            "programs": 1, "arena": 64, "inputs": 100, "memory": [10, 30], "calls": {"mm": 1}, "fallbacks": [],
+            "name": "step",
+            "captured": 1000,
+            "moved": 600,
+            "flops": 50,
+            "kernels": 2,
+            "distinct_kernels": 2,
+            "programs": 1,
+            "arena": 64,
+            "inputs": 100,
+            "memory": [10, 30],
+            "calls": {"mm": 1},
+            "fallbacks": [],
             "launches": [
-                {"operators": "gelu, mul", "bytes": 400, "seconds": 0.25}, {"operators": "sub", "bytes": 200, "seconds": 0.5},
+                {"operators": "gelu, mul", "bytes": 400, "seconds": 0.25},
+                {"operators": "sub", "bytes": 200, "seconds": 0.5},
             ],
         }
     ],
-}  # fmt: skip
+}
 
 
 def test_diff_of_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,12 +48,12 @@ print("applied", chosen["transformation"])
 
 
 def test_the_backend_loads_lists_and_applies(tmp_path: Path) -> None:
-    from daceml_train.graph.sdfg import to_sdfg
+    from daceml_train.sdfg.convert import to_sdfg
     from tests.transformations.checking import program
 
     graph = program("x: f32[4, 8]", "%a = exp(%x)\n%b = neg(%a)\n%y = tanh(%b)", "%y")
     to_sdfg(graph).save(str(tmp_path / "step.sdfg"))
-    file = ROOT / "daceml_train" / "dace_transformations.py"
+    file = ROOT / "daceml_train" / "sdfg/transformations.py"
     command = [sys.executable, "-c", BACKEND, str(file), str(tmp_path / "step.sdfg")]
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=None, check=False)
     assert run.returncode == 0, run.stderr[-3000:]

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from daceml_train.analysis.phases import PHASES, known_phases
 from daceml_train.errors import Invalid
 from daceml_train.graph.graph import Graph, Node
-from daceml_train.graph.phases import PHASES, known_phases
 from daceml_train.ops.kernel import described
 from daceml_train.passes import notation
 from daceml_train.passes.base import Candidate, Pass

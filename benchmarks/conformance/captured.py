@@ -20,13 +20,13 @@ from torch.utils import _pytree as pytree
 from benchmarks.conformance.compare import Results, difference
 from benchmarks.conformance.outcome import Outcome
 from benchmarks.conformance.samples import doubled
+from daceml_train.analysis.interpret import interpret
+from daceml_train.analysis.sizes import bind
 from daceml_train.autodiff.reverse import differentiate
 from daceml_train.driver.binding import viewed
 from daceml_train.errors import Unsupported
-from daceml_train.frontends.torch.capture import Captured, capture
+from daceml_train.frontends.torch.capture.capture import Captured, capture
 from daceml_train.frontends.torch.results import OutputSource
-from daceml_train.graph.interpret import interpret
-from daceml_train.graph.sizes import bind
 from daceml_train.ops.fallback import Aten
 
 SEED = 7

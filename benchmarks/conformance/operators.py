@@ -23,8 +23,9 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 from benchmarks.conformance.captured import Prepared, graph_of, prepared
 from benchmarks.conformance.samples import LEFT_OUT, samples
-from daceml_train.frontends.torch import capture, fallback
-from daceml_train.frontends.torch.translate import RULES, Translator
+from daceml_train.frontends.torch.capture import capture
+from daceml_train.frontends.torch.rules import fallback
+from daceml_train.frontends.torch.rules.translate import RULES, Translator
 from daceml_train.graph.node import Node
 from daceml_train.ops.elementwise import Cast, Full
 from daceml_train.ops.fallback import Aten, Body
@@ -33,8 +34,15 @@ from daceml_train.ops.movement import Expand, View
 PAGE = Path(__file__).parents[2] / "docs" / "operators.md"
 TESTS = Path(__file__).parents[2] / "tests" / "ops"
 TYPES = (
-    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, torch.complex64,
-)  # fmt: skip
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.bool,
+    torch.complex64,
+)
 
 
 @dataclass

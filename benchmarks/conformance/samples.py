@@ -20,7 +20,7 @@ randn_like pca_lowrank svd_lowrank nn.functional.alpha_dropout nn.functional.dro
 nn.functional.dropout3d nn.functional.feature_alpha_dropout nn.functional.fractional_max_pool2d
 nn.functional.fractional_max_pool3d nn.functional.rrelu
 """
-LEFT_OUT: dict[str, str] = dict.fromkeys(_UNINITIALISED.split(), "returns uninitialised memory") | dict.fromkeys(
+LEFT_OUT: dict[str, str] = dict.fromkeys(_UNINITIALISED.split(), "returns uninitialized memory") | dict.fromkeys(
     _RANDOM.split(), "draws random numbers, and draws others than PyTorch does"
 )
 """Entry name -> why its results cannot be compared. Other samples that draw are found by running them twice."""

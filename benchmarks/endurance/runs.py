@@ -47,8 +47,10 @@ def convolution() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "perceptron": perceptron, "convolution": convolution, "recurrent": Recurrent,
-}  # fmt: skip
+    "perceptron": perceptron,
+    "convolution": convolution,
+    "recurrent": Recurrent,
+}
 
 
 class Pair:

@@ -32,7 +32,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)  # before any fork: a child of a process with a pool of threads may wait for one for ever
     import daceml_train.driver
-    import daceml_train.graph.sdfg  # noqa: F401  both so that children need not import them
+    import daceml_train.sdfg.convert  # noqa: F401  both so that children need not import them
     from daceml_train.runtime.native_build import executor
 
     found: dict[str, Any] = {"scenarios": {}}

@@ -43,14 +43,12 @@ def model(number: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     return body, torch.randn(5, 6).double(), torch.randn(5, 3).double()
 
 
-def train(
-    number: int, cache: Path, marks: int | None = None, save: Path | None = None, steps: int = STEPS
-) -> Trained:
+def train(number: int, cache: Path, marks: int | None = None, save: Path | None = None, steps: int = STEPS) -> Trained:
     """Train model `number`; `marks` is a descriptor that hears of the moments, `save` where the result is stored."""
     os.environ[CACHE] = str(cache)  # the executor lies there, too
 
     import daceml_train as dt
-    from daceml_train.codegen import compile as kernels
+    from daceml_train.codegen.cpu import compile as kernels
 
     kernels.FLAGS = tuple("-O0" if flag == "-O3" else flag for flag in kernels.FLAGS)  # the moments stay the same
 

@@ -73,7 +73,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="the first")
     parser.add_argument("--layers", type=int, default=7, help="most layers of a model")
     parser.add_argument("--views", action="store_true", help="programs of views and changes in place instead of models")
-    levels = "optimisation of kernels; mixed: every tenth model at O3, others at O0"
+    levels = "optimization of kernels; mixed: every tenth model at O3, others at O0"
     parser.add_argument("--kernels", default="mixed", help=levels)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--seconds", type=float, default=math.inf, help="no model starts after this time")

@@ -16,10 +16,15 @@ from benchmarks.fuzz.layers import Layer
 
 LOSSES = ("cross_entropy", "cross_entropy", "mse_loss", "l1_loss", "binary_cross_entropy_with_logits", "smooth_l1_loss")
 OPTIMIZERS = (
-    "SGD(p, lr=0.05)", "SGD(p, lr=0.02, momentum=0.9, weight_decay=0.01)", "SGD(p, lr=0.02, momentum=0.9, nesterov=True)",
-    "SGD(p, lr=0.02, momentum=0.9, dampening=0.3)", "Adam(p, lr=1e-3, eps=1e-3, weight_decay=0.01)", "Adam(p, lr=1e-3, eps=1e-3)",
-    "AdamW(p, lr=1e-3, eps=1e-3, amsgrad=True)", "AdamW(p, lr=1e-3, eps=1e-3, weight_decay=0.1)",
-)  # fmt: skip
+    "SGD(p, lr=0.05)",
+    "SGD(p, lr=0.02, momentum=0.9, weight_decay=0.01)",
+    "SGD(p, lr=0.02, momentum=0.9, nesterov=True)",
+    "SGD(p, lr=0.02, momentum=0.9, dampening=0.3)",
+    "Adam(p, lr=1e-3, eps=1e-3, weight_decay=0.01)",
+    "Adam(p, lr=1e-3, eps=1e-3)",
+    "AdamW(p, lr=1e-3, eps=1e-3, amsgrad=True)",
+    "AdamW(p, lr=1e-3, eps=1e-3, weight_decay=0.1)",
+)
 
 
 class Straight(torch.autograd.Function):
@@ -101,7 +106,14 @@ class Case:
 
     def built(self) -> nn.Module:
         """The model, in float32."""
-        scope: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "functools": functools, "Straight": Straight, "Twice": Twice}
+        scope: dict[str, Any] = {
+            "torch": torch,
+            "nn": nn,
+            "F": F,
+            "functools": functools,
+            "Straight": Straight,
+            "Twice": Twice,
+        }
         exec(self.model(), scope)
         torch.manual_seed(self.seed)
         model = scope["Model"]()

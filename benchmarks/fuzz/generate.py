@@ -25,9 +25,17 @@ def random_case(seed: int, most: int) -> Case:
     names = sorted({type(p).__name__ for p in dt.TRAINING} - {"Decompose"})
     without = () if random.random() < 0.6 else tuple(random.sample(names, random.randrange(1, len(names))))
     case = Case(
-        seed, (), shape, tokens, random.random() < 0.4, random.choice(LOSSES), random.choice(OPTIMIZERS),
-        (sizes[0], sizes[1]), random.choice([1, 1, 2]), without,
-    )  # fmt: skip
+        seed,
+        (),
+        shape,
+        tokens,
+        random.random() < 0.4,
+        random.choice(LOSSES),
+        random.choice(OPTIMIZERS),
+        (sizes[0], sizes[1]),
+        random.choice([1, 1, 2]),
+        without,
+    )
     wanted = random.randrange(2, most + 1)
     weights = [w for w, _ in PROPOSALS]
     if tokens:

@@ -10,15 +10,15 @@ from unittest import mock
 import numpy as np
 import torch
 
+from daceml_train.analysis.interpret import interpret
 from daceml_train.driver import compilation, inference
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.interpret import interpret
-from daceml_train.runtime.device import CPU
-from daceml_train.runtime.device_plan import same_strides
+from daceml_train.lowering.device import CPU
+from daceml_train.lowering.lower import lower
+from daceml_train.lowering.program import Allocation, Program
 from daceml_train.runtime.executable import torch_dtype
 from daceml_train.runtime.executor import InputMismatch
-from daceml_train.runtime.lowering import lower
-from daceml_train.runtime.program import Home, Program
+from daceml_train.runtime.gpu.plan import same_strides
 from daceml_train.tensor import evaluate
 
 _graphs: dict[int, tuple[Program, Graph]] = {}
@@ -50,12 +50,12 @@ class Interpreted:
         for place, value in zip(self.program.outputs, results.outputs, strict=True):
             slot = self.program.slots[place.slot]
             if place.slot not in slots:
-                given = inputs[slot.input] if slot.home is Home.input else None
+                given = inputs[slot.input] if slot.home is Allocation.input else None
                 slots[place.slot] = _slot(slot, sizes) if given is None else given
             shape, strides = ([evaluate(s, sizes) for s in dims] for dims in (place.shape, place.strides))
             owner, first = slots[place.slot], evaluate(place.offset, sizes)
             made = torch.empty((), dtype=owner.dtype).set_(owner.untyped_storage(), first, shape, strides)
-            if slot.home is not Home.input:
+            if slot.home is not Allocation.input:
                 np.copyto(made.numpy(), value, casting="unsafe")
             outputs.append(made)
         for index, entry in enumerate(self.program.inputs):

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.fuzz.checking import Rejected, check, references
 from benchmarks.fuzz.generate import random_case
-from daceml_train.codegen import compile as kernels
+from daceml_train.codegen.cpu import compile as kernels
 
 
 @dataclass
@@ -54,7 +54,7 @@ def examined(seed: int, layers: int, flags: str) -> Outcome:
 
 
 def set_flags(level: str) -> None:
-    """Compile kernels at this level of optimisation from here on."""
+    """Compile kernels at this level of optimization from here on."""
     wanted = tuple(f"-{level}" if re.fullmatch(r"-O\d", flag) else flag for flag in kernels.FLAGS)
     if wanted != kernels.FLAGS:
         kernels.FLAGS = wanted
@@ -165,6 +165,9 @@ def commit() -> str:
     """The commit of this project, with a mark if files differ from it; empty where git does not say."""
     found = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--exclude=*"],
-        capture_output=True, text=True, check=False, cwd=Path(__file__).parent,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parent,
+    )
     return found.stdout.strip()

@@ -119,12 +119,26 @@ def _unfold(r: random.Random, v: Tensor) -> str:
 
 
 VIEWS: tuple[Callable[[random.Random, Tensor], str], ...] = (
-    _transpose, _transpose, _permute, _reshape, _slice, _slice, _piece, _as_strided, _expand, _unfold,
-    _dimension("unsqueeze"), _dimension("squeeze"), lambda r, v: ".T" if v.dim() == 2 else ".mT",
-    lambda r, v: f".diagonal({r.randint(-1, 1)}, 0, {max(1, v.dim()) - 1})", lambda r, v: ".detach()",
-    lambda r, v: f".movedim(0, {max(1, v.dim()) - 1})", lambda r, v: ".flatten()", lambda r, v: ".squeeze()",
+    _transpose,
+    _transpose,
+    _permute,
+    _reshape,
+    _slice,
+    _slice,
+    _piece,
+    _as_strided,
+    _expand,
+    _unfold,
+    _dimension("unsqueeze"),
+    _dimension("squeeze"),
+    lambda r, v: ".T" if v.dim() == 2 else ".mT",
+    lambda r, v: f".diagonal({r.randint(-1, 1)}, 0, {max(1, v.dim()) - 1})",
+    lambda r, v: ".detach()",
+    lambda r, v: f".movedim(0, {max(1, v.dim()) - 1})",
+    lambda r, v: ".flatten()",
+    lambda r, v: ".squeeze()",
     lambda r, v: f".narrow(0, {r.randrange(2)}, 1)",
-)  # fmt: skip
+)
 
 
 def _fitting(r: random.Random, v: Tensor, known: dict[str, Tensor]) -> str:

@@ -172,8 +172,11 @@ def page(results: dict[str, Any]) -> str:
             lines.append(f"| {name}, {r['streams']} streams | {precision} | | | | | | {gain} |")
     if over["eager"]:
         mean = {start: _mean(ratios) for start, ratios in over.items()}
-        lines += ["", f"Networks, geometric mean of what is measured: {mean['eager']:.2f} over eager, "
-                  f"{mean['compile']:.2f} over the best of torch.compile."]  # fmt: skip
+        lines += [
+            "",
+            f"Networks, geometric mean of what is measured: {mean['eager']:.2f} over eager, "
+            f"{mean['compile']:.2f} over the best of torch.compile.",
+        ]
     lines += _bytes(rows, roof)
     failed = [f"- {key}: {row['error']}" for key, row in rows.items() if "error" in row and "network" not in key]
     return "\n".join([*lines, *(["", *failed] if failed else [])]) + "\n"
@@ -184,9 +187,11 @@ def _bytes(rows: dict[str, Any], roof: float) -> list[str]:
     found = [row for key, row in rows.items() if key.startswith("bytes") and "modelled" in row]
     lines = ["", "| kernel | bytes by the model | by ncu |", "|---|---|---|"] if found else []
     for r in found:
-        by = f"{r['measured'] / r['modelled']:.2f} of it" if "measured" in r else (
-            f"{r['note']}: {r['bandwidth'] / roof:.0%} of a copy's bandwidth"
-        )  # fmt: skip
+        by = (
+            f"{r['measured'] / r['modelled']:.2f} of it"
+            if "measured" in r
+            else (f"{r['note']}: {r['bandwidth'] / roof:.0%} of a copy's bandwidth")
+        )
         lines.append(f"| {r['name']} | {r['modelled']:,} | {by} |")
     return lines
 

@@ -171,9 +171,10 @@ def prepared(name: str, precision: str, variant: str) -> Callable[[], dict[str, 
 
 def on_one_stream() -> None:
     """From now on, recordings in this process use one stream."""
-    from daceml_train.runtime import recording, streams
+    from daceml_train.lowering import streams
+    from daceml_train.runtime.gpu import cuda_graph
 
-    recording.schedule_of = lambda plan, capability: streams.one_stream(len(plan.program.launches))
+    cuda_graph.schedule_of = lambda plan, capability: streams.one_stream(len(plan.program.launches))
 
 
 def _moved(problem: Any, layout: str) -> tuple[nn.Module, list[Tensor], Tensor, torch.optim.Optimizer]:

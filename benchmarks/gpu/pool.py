@@ -104,9 +104,7 @@ def measure(
     return left
 
 
-def _wave(
-    wave: Sequence[Item], limits: Limits, end: float, done: Callable[[str, dict[str, Any]], None]
-) -> list[Item]:
+def _wave(wave: Sequence[Item], limits: Limits, end: float, done: Callable[[str, dict[str, Any]], None]) -> list[Item]:
     """Start all, measure those that are ready; those that the end of the time cut off."""
     workers = [Worker(item) for item in wave]
     cut: list[Item] = []

@@ -229,7 +229,7 @@ class Memory(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         z = self.net(x)
         chosen = torch.cdist(z, self.codes).argmin(-1)
-        quantised = z + (self.codes[chosen] - z).detach()
+        quantized = z + (self.codes[chosen] - z).detach()
         with torch.no_grad():
             self.mean.mul_(0.9).add_(z.mean(0), alpha=0.1)
             rows = (self.place + torch.arange(len(x))) % len(self.queue)
@@ -238,8 +238,8 @@ class Memory(nn.Module):
             hot = F.one_hot(chosen, len(self.codes)).to(z.dtype)
             fresh = hot.t() @ z / hot.sum(0).clamp_min(1)[:, None]
             self.codes.lerp_(torch.where(hot.sum(0)[:, None] > 0, fresh, self.codes), 0.1)
-        scores = (quantised - self.mean) @ self.queue.clone().t()
-        return scores.logsumexp(-1).mean() + F.mse_loss(z, quantised.detach())
+        scores = (quantized - self.mean) @ self.queue.clone().t()
+        return scores.logsumexp(-1).mean() + F.mse_loss(z, quantized.detach())
 
 
 class Fields(nn.Module):
@@ -280,15 +280,14 @@ def _lengths() -> Batch:
 def _rows() -> Iterator[Model]:
     yield Model("mixture", Mixture, lambda: {"x": torch.randn(2, 6, 16)}, _itself)
     yield Model("experts", Experts, lambda: {"x": torch.randn(12, 16)}, _itself, "which expert gets which tokens")
-    yield Model("unet", UNet, lambda: {
-        "x": torch.randn(2, 1, 13, 18), "y": torch.randint(0, 3, (2, 13, 18))
-    }, _itself)  # fmt: skip
+    yield Model("unet", UNet, lambda: {"x": torch.randn(2, 1, 13, 18), "y": torch.randint(0, 3, (2, 13, 18))}, _itself)
     yield Model("decoder", Decoder, lambda: {"x": torch.randint(0, 20, (3, 5))}, _itself)
     yield Model("packed-lstm", lambda: Packed("LSTM"), _lengths, _itself, "how long each sequence is")
     yield Model("packed-gru", lambda: Packed("GRU"), _lengths, _itself, "how long each sequence is")
     yield Model("normed", Normed, lambda: {"x": torch.randn(4, 3, 8)}, _itself)
-    yield Model("triplet", Triplet, lambda: {name: torch.randn(6, 8) for name in ("anchor", "positive", "negative")},
-                _itself)  # fmt: skip
+    yield Model(
+        "triplet", Triplet, lambda: {name: torch.randn(6, 8) for name in ("anchor", "positive", "negative")}, _itself
+    )
     yield Model("equilibrium", Equilibrium, lambda: {"x": torch.randn(5, 6), "y": torch.randn(5, 2)}, _itself)
     yield Model("messages", Messages, _graph, _itself)
     yield Model("memory", Memory, lambda: {"x": torch.randn(3, 6)}, _itself)

@@ -93,9 +93,12 @@ class Autoencoder(nn.Module):
         super().__init__()
         self.encoder = nn.Sequential(nn.Conv2d(1, 8, 4, 2, 1), nn.ELU(), nn.Flatten(), nn.Linear(512, 12))
         self.decoder = nn.Sequential(
-            nn.Linear(6, 512), nn.Softplus(), nn.Unflatten(1, (8, 8, 8)), nn.Upsample(scale_factor=2),
+            nn.Linear(6, 512),
+            nn.Softplus(),
+            nn.Unflatten(1, (8, 8, 8)),
+            nn.Upsample(scale_factor=2),
             nn.Conv2d(8, 1, 3, 1, 1),
-        )  # fmt: skip
+        )
 
     def forward(self, x: Tensor, noise: Tensor) -> Tensor:
         mean, spread = self.encoder(x).chunk(2, 1)
@@ -127,7 +130,7 @@ class Flow(nn.Module):
 
 
 class GraphConvolution(nn.Module):
-    """Messages along edges, summed, averaged and maximised at their ends; attention over a node's edges."""
+    """Messages along edges, summed, averaged and maximized at their ends; attention over a node's edges."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +185,7 @@ class Transformer(nn.Module):
 
 
 class Adversarial(nn.Module):
-    """Spectral normalisation, transposed convolutions, instance normalisation and a hinge loss."""
+    """Spectral normalization, transposed convolutions, instance normalization and a hinge loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +201,7 @@ class Adversarial(nn.Module):
 
 
 class Contrastive(nn.Module):
-    """Two views, normalised, every pair compared; an average of the weights without gradients."""
+    """Two views, normalized, every pair compared; an average of the weights without gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,15 +243,17 @@ def _pictures(channels: int = 3, size: int = 16) -> Tensor:
     return torch.randn(4, channels, size, size)
 
 
-def _labelled() -> Batch:
+def _labeled() -> Batch:
     return {"x": _pictures(), "y": classes(batch=4)}
 
 
 def _graph() -> Batch:
     return {
-        "x": torch.randn(10, 6), "edges": torch.randint(0, 10, (2, 30)), "weights": torch.rand(30),
+        "x": torch.randn(10, 6),
+        "edges": torch.randint(0, 10, (2, 30)),
+        "weights": torch.rand(30),
         "y": torch.randint(0, 4, (10,)),
-    }  # fmt: skip
+    }
 
 
 def _itself(loss: Tensor) -> Tensor:
@@ -256,20 +261,26 @@ def _itself(loss: Tensor) -> Tensor:
 
 
 WRITTEN: tuple[Model, ...] = (
-    Model("ghostnet", GhostNet, _labelled, _itself),
-    Model("densenet", DenseNet, _labelled, _itself),
-    Model("diffusion", Diffusion, lambda: {
-        "x": _pictures(), "noise": _pictures(), "step": torch.randint(0, 100, (4,))
-    }, _itself),
+    Model("ghostnet", GhostNet, _labeled, _itself),
+    Model("densenet", DenseNet, _labeled, _itself),
+    Model(
+        "diffusion",
+        Diffusion,
+        lambda: {"x": _pictures(), "noise": _pictures(), "step": torch.randint(0, 100, (4,))},
+        _itself,
+    ),
     Model("vae", Autoencoder, lambda: {"x": _pictures(1), "noise": torch.randn(4, 6)}, _itself, rate=1e-4),
     Model("flow", Flow, lambda: {"x": torch.randn(6, 8)}, _itself, rate=1e-3),
     Model("graph-convolution", GraphConvolution, _graph, _itself),
     Model("recurrent", Recurrent, lambda: {"x": torch.randint(0, 20, (4, 6)), "y": classes(batch=4)}, _itself),
-    Model("transformer", Transformer, lambda: {
-        "x": torch.randint(1, 20, (3, 7)), "y": torch.randint(0, 20, (3, 6))
-    }, _itself),
+    Model(
+        "transformer",
+        Transformer,
+        lambda: {"x": torch.randint(1, 20, (3, 7)), "y": torch.randint(0, 20, (3, 6))},
+        _itself,
+    ),
     Model("adversarial", Adversarial, lambda: {"noise": torch.randn(4, 8), "real": torch.randn(4, 1, 8, 8)}, _itself),
     Model("contrastive", Contrastive, lambda: {"x": torch.randn(8, 8), "noise": 0.1 * torch.randn(8, 8)}, _itself),
     Model("physics", Physics, lambda: {"x": torch.rand(12, 2), "y": torch.rand(12)}, _itself),
-)  # fmt: skip
+)
 """Each gives its loss."""

@@ -1,4 +1,4 @@
-"""The networks that are measured: hand-written, randomly initialised, sized for a fraction of a second per step."""
+"""The networks that are measured: hand-written, randomly initialized, sized for a fraction of a second per step."""
 
 from benchmarks.networks.network import Network, Problem
 from benchmarks.networks.table import NETWORKS, TWELVE

@@ -24,13 +24,23 @@ class Stage:
 
 
 MOBILENET_V2 = (
-    Stage(1, 16, 1, 1), Stage(6, 24, 2, 2), Stage(6, 32, 3, 2), Stage(6, 64, 4, 2), Stage(6, 96, 3, 1),
-    Stage(6, 160, 3, 2), Stage(6, 320, 1, 1),
-)  # fmt: skip
+    Stage(1, 16, 1, 1),
+    Stage(6, 24, 2, 2),
+    Stage(6, 32, 3, 2),
+    Stage(6, 64, 4, 2),
+    Stage(6, 96, 3, 1),
+    Stage(6, 160, 3, 2),
+    Stage(6, 320, 1, 1),
+)
 EFFICIENTNET_B0 = (
-    Stage(1, 16, 1, 1), Stage(6, 24, 2, 2), Stage(6, 40, 2, 2, 5), Stage(6, 80, 3, 2), Stage(6, 112, 3, 1, 5),
-    Stage(6, 192, 4, 2, 5), Stage(6, 320, 1, 1),
-)  # fmt: skip
+    Stage(1, 16, 1, 1),
+    Stage(6, 24, 2, 2),
+    Stage(6, 40, 2, 2, 5),
+    Stage(6, 80, 3, 2),
+    Stage(6, 112, 3, 1, 5),
+    Stage(6, 192, 4, 2, 5),
+    Stage(6, 320, 1, 1),
+)
 
 
 class SqueezeExcitation(nn.Module):

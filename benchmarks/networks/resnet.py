@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def convolution(inputs: int, outputs: int, size: int, stride: int = 1, groups: int = 1) -> nn.Sequential:
-    """A convolution that keeps the image's size (up to the stride), and its batch normalisation."""
+    """A convolution that keeps the image's size (up to the stride), and its batch normalization."""
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, groups=groups, bias=False), nn.BatchNorm2d(outputs)
     )

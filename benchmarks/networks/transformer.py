@@ -1,4 +1,4 @@
-"""Transformers (Vaswani et al., Attention Is All You Need, 2017), with the normalisation before or behind."""
+"""Transformers (Vaswani et al., Attention Is All You Need, 2017), with the normalization before or behind."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention and a two-layer network, each with a residual connection.
 
-    `before` normalises what goes into them (GPT-2), else what comes out of the addition (BERT).
+    `before` normalizes what goes into them (GPT-2), else what comes out of the addition (BERT).
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class LanguageModel(nn.Module):
 
 
 class GPT2(nn.Module):
-    """GPT-2 (Radford et al., 2019): causal blocks with the normalisation before, logits through the embedding."""
+    """GPT-2 (Radford et al., 2019): causal blocks with the normalization before, logits through the embedding."""
 
     def __init__(
         self, tokens: int = 50257, width: int = 768, heads: int = 12, layers: int = 4, positions: int = 1024

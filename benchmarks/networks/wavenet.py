@@ -24,7 +24,7 @@ class GatedLayer(nn.Module):
 
 
 class WaveNet(nn.Module):
-    """An embedding of quantised samples, gated layers whose dilation doubles `period` times, and logits per sample."""
+    """An embedding of quantized samples, gated layers whose dilation doubles `period` times, and logits per sample."""
 
     def __init__(
         self, channels: int = 64, skip: int = 128, layers: int = 20, levels: int = 256, period: int = 10

@@ -29,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.networks import TWELVE
 from benchmarks.onnx import cases, importing, models, mutations, report, speed
 from benchmarks.onnx.report import CASES, IMPORTS, MODELS, MUTATIONS, PAGE, SPEEDS
-from daceml_train.codegen import compile as kernels
+from daceml_train.codegen.cpu import compile as kernels
 
 
 def main() -> int:
@@ -40,7 +40,7 @@ def main() -> int:
     official.add_argument("--only", default="", help="a part of the names")
     official.add_argument("--suite", action="append", choices=("node", "simple", "light"))
     official.add_argument("--shard", default="0/1", help="i/n: the i-th of n parts; the last one to end joins them")
-    official.add_argument("--kernels", default="O3", help="optimisation of kernels; O0 compiles faster")
+    official.add_argument("--kernels", default="O3", help="optimization of kernels; O0 compiles faster")
     official.set_defaults(run=_cases)
     trips = commands.add_parser("models", help="round trips of networks and transformers models")
     trips.add_argument("names", nargs="*", help="default: all")

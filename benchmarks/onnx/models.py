@@ -27,7 +27,7 @@ from benchmarks.networks import NETWORKS
 
 STEPS = 3
 TOLERANCE = 2e-4
-"""Of losses and gradients, relative to the greatest element: exported models compute normalisation and attention in
+"""Of losses and gradients, relative to the greatest element: exported models compute normalization and attention in
 another order, and three updates carry the roundings on."""
 
 
@@ -88,13 +88,32 @@ def _transformer(name: str) -> Trip:
 
 
 _NETWORKS = (
-    "resnet50", "wide_resnet50_2", "mobilenet_v2", "efficientnet_b0", "fcn8s", "mixer", "vit_s", "wavenet", "bert",
-    "gpt2", "dlrm", "lstm",
-)  # fmt: skip
+    "resnet50",
+    "wide_resnet50_2",
+    "mobilenet_v2",
+    "efficientnet_b0",
+    "fcn8s",
+    "mixer",
+    "vit_s",
+    "wavenet",
+    "bert",
+    "gpt2",
+    "dlrm",
+    "lstm",
+)
 _TRANSFORMERS = (
-    "bert-mlm", "bert-qa", "gpt2", "llama", "vit", "convnext", "resnet", "mobilevit", "segformer", "whisper",
+    "bert-mlm",
+    "bert-qa",
+    "gpt2",
+    "llama",
+    "vit",
+    "convnext",
+    "resnet",
+    "mobilevit",
+    "segformer",
+    "whisper",
     "wav2vec2",
-)  # fmt: skip
+)
 MODELS: dict[str, Callable[[], Trip]] = {
     **{name: functools.partial(_network, name) for name in _NETWORKS},
     **{f"{name} (transformers)": functools.partial(_transformer, name) for name in _TRANSFORMERS},
@@ -117,7 +136,7 @@ def run(name: str) -> Row:
 def _trip(row: Row, trip: Trip) -> None:
     torch._dynamo.reset()
     original = copy.deepcopy(trip.model)
-    # Unoptimised: the exporter's optimizer merges initializers that are equal, and weights begin equal.
+    # Unoptimized: the exporter's optimizer merges initializers that are equal, and weights begin equal.
     program = torch.onnx.export(original, trip.inputs, dynamo=True, verbose=False, optimize=False)
     assert program is not None
     row.nodes = len(program.model_proto.graph.node)

@@ -16,14 +16,18 @@ Recipe = Callable[[Way], None]
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "SGD": [{}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}, {"momentum": 0.9, "foreach": True}],
     "Adam": [
-        {}, {"amsgrad": True}, {"weight_decay": 0.1, "maximize": True}, {"foreach": True}, {"fused": True},
+        {},
+        {"amsgrad": True},
+        {"weight_decay": 0.1, "maximize": True},
+        {"foreach": True},
+        {"fused": True},
         {"lr": torch.tensor(0.01, dtype=torch.float64)},
     ],
     "AdamW": [{}, {"amsgrad": True, "foreach": True}, {"fused": True}],
     "RMSprop": [{}, {"centered": True, "momentum": 0.9}],
     "Adagrad": [{}, {"lr_decay": 0.1, "initial_accumulator_value": 0.5}],
     "NAdam": [{}, {"decoupled_weight_decay": True, "weight_decay": 0.1}],
-}  # fmt: skip
+}
 """Options beyond the defaults, for optimizers that have a rule of ours or a second algorithm inside."""
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda epoch: 0.9**epoch),

@@ -60,9 +60,7 @@ class Way:
         `clip` is what the loop does for the options `clip_norm` and `clip_value`.
         """
         if self.kind == "training_step":
-            step = dt.training_step(
-                model, loss, optimizer, keep_gradients="micro_batches" not in options, **options
-            )
+            step = dt.training_step(model, loss, optimizer, keep_gradients="micro_batches" not in options, **options)
             self._sources.append(step)
             return step
         called, scaler = self.compiled(model), options.get("scaler")

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from daceml_train.analysis.sizes import derivation, symbols_of
 from daceml_train.graph.graph import Graph, Input, Node, Role
-from daceml_train.graph.sizes import derivation, symbols_of
 from daceml_train.ops.elementwise import Cast, Elementwise, Full, Iota
 from daceml_train.ops.movement import Expand, Permute, Slice, View
 from daceml_train.ops.random import Uniform

@@ -13,10 +13,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from daceml_train.analysis.sizes import bind
 from daceml_train.autodiff.row_rules import DIRECT, FIXED, Applied, Kind, Undecided, results, sources
-from daceml_train.errors import Unmet
+from daceml_train.errors import BudgetInfeasible
 from daceml_train.graph.graph import Graph, Node, Role
-from daceml_train.graph.sizes import bind
 from daceml_train.ops.elementwise import Full
 from daceml_train.ops.loss import CrossEntropy, MSELoss, NLLLoss
 from daceml_train.ops.operator import Operator, Value
@@ -54,15 +54,17 @@ class Split:
 
 
 def split_loss(batch: Batch) -> Split:
-    """How the first output, the loss, of the parts adds up. Raises `Unmet` where that cannot be decided, and says why
-    and where.
+    """How the first output, the loss, of the parts adds up. Raises `BudgetInfeasible` where that cannot be decided, and
+    says why and where.
     """
     batch = replace(batch, part=quotients(batch.part), whole=quotients(batch.whole))
     walk = _Walk(batch)
     loss = walk.run()
     if loss.form == "open" or loss.form == "rows":
         why = loss.why or "it has a value for each row"
-        raise Unmet(f"micro-batches cannot tell the loss of a whole batch from its parts: {why}", advice=ADVICE)
+        raise BudgetInfeasible(
+            f"micro-batches cannot tell the loss of a whole batch from its parts: {why}", advice=ADVICE
+        )
     if loss.form == "fixed":
         loss = Kind("sum", None if loss.factor is None else loss.factor / batch.count)
     if loss.factor is not None:
@@ -119,7 +121,9 @@ class _Walk:
         self.rows = self._inputs()
         if not self.alike():
             why = "a part does not run the same operators as the whole batch"
-            raise Unmet(f"micro-batches cannot tell the loss of a whole batch from its parts: {why}", advice=ADVICE)
+            raise BudgetInfeasible(
+                f"micro-batches cannot tell the loss of a whole batch from its parts: {why}", advice=ADVICE
+            )
         self.nodes()
         return self.kinds[batch.part.outputs[0]]
 
@@ -140,7 +144,9 @@ class _Walk:
         """Note the kinds of inputs; the number of rows of a part."""
         batch, rows = self.batch, 0
         if list(batch.part.inputs) != list(batch.whole.inputs):
-            raise Unmet("micro-batches: a part does not take the same inputs as the whole batch", advice=ADVICE)
+            raise BudgetInfeasible(
+                "micro-batches: a part does not take the same inputs as the whole batch", advice=ADVICE
+            )
         for name in batch.part.inputs:
             part, whole = self._sizes(name)
             self.kinds[name] = FIXED
@@ -284,7 +290,9 @@ class _Walk:
         made = simplify(part.subs(grown, simultaneous=True))
         if bind(made, self.batch.part_sizes) != whole:
             why = f"{part} is not {self.batch.count} times as much on the whole batch"
-            raise Unmet(f"micro-batches cannot tell the loss of a whole batch from its parts: {why}", advice=ADVICE)
+            raise BudgetInfeasible(
+                f"micro-batches cannot tell the loss of a whole batch from its parts: {why}", advice=ADVICE
+            )
         return made
 
 

@@ -63,7 +63,7 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _explain_node(options: argparse.Namespace) -> int:
     from daceml_train.errors import DacemlError
-    from daceml_train.exploration.lineage import lineage
+    from daceml_train.exploration.session.lineage import lineage
 
     try:
         pipeline = pipeline_named(options.pipeline)

@@ -138,6 +138,9 @@ def pipeline_named(name: str) -> Any:
     from daceml_train.transformations.pipelines import INFERENCE, MIXED_PRECISION, TRAINING
 
     known = {
-        "training": TRAINING, "inference": INFERENCE, "mixed_precision": MIXED_PRECISION, "none": Pipeline(),
-    }  # fmt: skip
+        "training": TRAINING,
+        "inference": INFERENCE,
+        "mixed_precision": MIXED_PRECISION,
+        "none": Pipeline(),
+    }
     return known[name] if name in known else Pipeline.of(Path(name))

@@ -50,9 +50,14 @@ def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         raise CompilerError(_hung[command[0]])
     limit = time_limit()
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
         start_new_session=True,  # a group of its own: a driver such as g++ starts the compiler and the assembler
-    )  # fmt: skip
+    )
     try:
         out, err = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:

@@ -14,21 +14,35 @@ from rich.table import Table
 from torch._dynamo.exc import TorchDynamoException
 
 from daceml_train.driver.module import original
-from daceml_train.driver.tracing import reason, traced, tracing
 from daceml_train.errors import DacemlError
-from daceml_train.frontends.torch.capture import capture
+from daceml_train.frontends.torch.capture.capture import capture
+from daceml_train.frontends.torch.dynamo.tracing import reason, traced, tracing
 
 _ADVICE = (
-    (("generic_jump", "data-dependent", "data dependent", "jump on", "Tensor.item", ".item()", "_local_scalar_dense"),
-     "a Python decision on a tensor's value ends the graph: use torch.where, or decide outside of the model"),
-    (("print", "logging", "warnings.warn"),
-     "move the message out of forward, or behind `if not torch.compiler.is_compiling()`"),
+    (
+        (
+            "generic_jump",
+            "data-dependent",
+            "data dependent",
+            "jump on",
+            "Tensor.item",
+            ".item()",
+            "_local_scalar_dense",
+        ),
+        "a Python decision on a tensor's value ends the graph: use torch.where, or decide outside of the model",
+    ),
+    (
+        ("print", "logging", "warnings.warn"),
+        "move the message out of forward, or behind `if not torch.compiler.is_compiling()`",
+    ),
     (("numpy", "from_numpy"), "compute with torch instead of NumPy inside forward"),
     (("generator", "yield"), "return a list or tuple instead of yielding"),
     (("hook",), "remove the hook, or run this module outside of the compiled one"),
-    (("size depends on data", "dynamic shape", "nonzero", "unique"),
-     "the result's size depends on values: use a mask and a fixed size where that is possible"),
-)  # fmt: skip
+    (
+        ("size depends on data", "dynamic shape", "nonzero", "unique"),
+        "the result's size depends on values: use a mask and a fixed size where that is possible",
+    ),
+)
 """What occurs in a reason -> what to change."""
 _OTHERWISE = "move this call out of forward, or let it run in PyTorch: the rest is compiled around it"
 _FALLBACK = (

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from daceml_train.analysis.interpret import interpret
 from daceml_train.graph.graph import Graph, Node, Role
-from daceml_train.graph.interpret import interpret
 from daceml_train.graph.text import show
 from daceml_train.ops.elementwise import Full, Iota
 from daceml_train.ops.operator import Array
@@ -102,7 +102,7 @@ from pathlib import Path
 import numpy as np
 
 import daceml_train as dt
-from daceml_train.graph.interpret import interpret
+from daceml_train.analysis.interpret import interpret
 from daceml_train.graph.text import parse
 {imports}
 graph = parse(r"""{show(graph)}""")

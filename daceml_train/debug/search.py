@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from daceml_train.analysis.interpret import interpret
 from daceml_train.autodiff.partition import partition
 from daceml_train.autodiff.reverse import differentiate
 from daceml_train.debug.case import Case, array, cases, departs, eager, first_departing_node
@@ -23,7 +24,6 @@ from daceml_train.debug.reproduction import excerpt, smallest, write
 from daceml_train.driver.compilation import Options, compile_differentiable
 from daceml_train.driver.function import run_with_layout
 from daceml_train.graph.graph import Graph, Node, Role
-from daceml_train.graph.interpret import interpret
 from daceml_train.ops.kernel import Kernel
 from daceml_train.ops.operator import Array
 from daceml_train.ops.random import Uniform
@@ -157,9 +157,14 @@ class _Search:
 
     # ---- derivatives --------------------------------------------------------------------------------------------
     def derivatives(
-        self, case: Case, graph: Graph, joint: Graph, gradients: Sequence[str], arrays: Mapping[str, Array],
+        self,
+        case: Case,
+        graph: Graph,
+        joint: Graph,
+        gradients: Sequence[str],
+        arrays: Mapping[str, Array],
         expected: Mapping[str, Array] | None,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         made = interpret(joint, arrays).outputs[len(graph.outputs) :]
         if expected is not None:
             errors = [departs(g, expected.get(n, np.zeros_like(g))) for n, g in zip(gradients, made, strict=True)]
@@ -260,7 +265,7 @@ class _Search:
     # ---- scripts ------------------------------------------------------------------------------------------------
     def pass_script(self, transformation: Pass, graph: Graph, arrays: Mapping[str, Array]) -> Path:
         level = transformation.level
-        text = f'(transformation,) = dt.Pipeline.parse({f"{level}: {transformation}"!r})\n{_PASS}'
+        text = f"(transformation,) = dt.Pipeline.parse({f'{level}: {transformation}'!r})\n{_PASS}"
         imports = _import(type(transformation)) + _operators(graph) + _IMPORTS["pass"]
         path = self.folder / f"{transformation.name}.py"
         return write(path, f"{transformation} departs", graph, arrays, imports, text)

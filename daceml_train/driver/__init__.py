@@ -14,17 +14,17 @@ from typing import Any, get_args
 import torch
 
 from daceml_train.driver.compilation import Options
+from daceml_train.driver.dump import Dump
 from daceml_train.driver.micro_batches import MicroBatchedStep, Reduction
 from daceml_train.driver.module import Backend, optimized
-from daceml_train.driver.observation import Observation
 from daceml_train.driver.step import Loss, ScheduleKind, TrainingStep
 from daceml_train.errors import Invalid
-from daceml_train.frontends.torch.draws import Randomness
+from daceml_train.frontends.torch.capture.rng_draws import Randomness
 from daceml_train.passes.pipeline import Pipeline, Watcher
 from daceml_train.plugins import OPERATORS, PASSES, load_plugins
 from daceml_train.runtime.cache import Cache
-from daceml_train.runtime.gradients import Clipping
 from daceml_train.storage.folders import cache_folder
+from daceml_train.training.gradients import Clipping
 from daceml_train.transformations.pipelines import INFERENCE, TRAINING
 
 Progress = Callable[[int, int], None]
@@ -149,7 +149,7 @@ def options(
         raise Invalid(f"random is one of {', '.join(get_args(Randomness))}, given {random!r}")
     load_plugins(PASSES, OPERATORS)
     folder = cache_folder(cache)
-    observation = Observation(Path(observe)) if observe is not None else None
+    observation = Dump(Path(observe)) if observe is not None else None
     chosen, without = (TRAINING, INFERENCE) if pipeline is None else (Pipeline.of(pipeline), None)
     made = Options(chosen, Cache(folder), jobs, observation, progress, watch, dynamic, random, search)
     return dataclasses.replace(made, inference=without)

@@ -10,9 +10,9 @@ import torch
 import torch.utils._pytree as pytree
 
 from daceml_train.errors import Invalid
-from daceml_train.frontends.torch.capture import Captured
+from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.frontends.torch.results import OutputSource
-from daceml_train.runtime.device_plan import same_strides
+from daceml_train.runtime.gpu.plan import same_strides
 from daceml_train.tensor import evaluate
 
 SEED = "seed"

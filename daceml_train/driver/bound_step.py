@@ -20,23 +20,23 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from daceml_train.driver.binding import SEED, memory_span, sizes_of
 from daceml_train.driver.compilation import WholeStep
 from daceml_train.driver.denominators import Denominators
-from daceml_train.driver.joint import ACCUMULATED
-from daceml_train.errors import Elsewhere, ExecutionError, Unsupported
-from daceml_train.frontends.torch.capture import Captured
-from daceml_train.frontends.torch.draws import Draw
-from daceml_train.runtime.device import GPU
+from daceml_train.errors import DeviceMismatch, ExecutionError, Unsupported
+from daceml_train.frontends.torch.capture.capture import Captured
+from daceml_train.frontends.torch.capture.rng_draws import Draw
+from daceml_train.lowering.device import GPU
+from daceml_train.lowering.program import ProgramInput
 from daceml_train.runtime.executable import BoundPlan, torch_dtype
 from daceml_train.runtime.executor import Leaves
-from daceml_train.runtime.gradients import SCALER, scaler_state, scaling_of
-from daceml_train.runtime.program import ProgramInput
-from daceml_train.runtime.recording import HostScalars, Recorder
+from daceml_train.runtime.gpu.cuda_graph import CudaGraphs, HostScalars
+from daceml_train.training.gradients import SCALER, scaler_state, scaling_of
+from daceml_train.training.joint import ACCUMULATED
 
 _END = object()
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 
 
-class Same:
+class IdentityGuard:
     """The values of some dictionaries, compared by identity."""
 
     def __init__(self, dictionaries: Iterable[Mapping[Any, Any]]) -> None:
@@ -73,7 +73,7 @@ class Argument:
 
 
 @dataclass(frozen=True)
-class Followed:
+class SourceGuard:
     """A tensor, or a number held in one, that the captured code finds by an expression of its own."""
 
     code: types.CodeType
@@ -112,7 +112,7 @@ class BoundStep:
         effects: bool,
         accumulated: Mapping[int, torch.Tensor],
         scaler: torch.amp.GradScaler | None = None,
-        recorder: Recorder | None = None,
+        recorder: CudaGraphs | None = None,
     ) -> None:
         self.recorder, self.device = recorder, step.executable.device
         self.accumulated, self.scaler, self.scaling = accumulated, scaler, scaling_of(scaler)
@@ -138,7 +138,7 @@ class BoundStep:
         optimizer = self.optimizer
         self.state_object, self.states = optimizer.state, list(optimizer.state.values())
         tables = (table for m in modules for table in (m._modules, m._parameters, m._buffers))
-        self.same = Same([*tables, optimizer.state, *self.states])
+        self.same = IdentityGuard([*tables, optimizer.state, *self.states])
         self.empty_hooks = [table for table in (*hook_tables(modules), *step_hooks(optimizer)) if not table]
         self.groups = [(group, _options(group), [*group["params"]]) for group in optimizer.param_groups]
         self.rates = (ctypes.c_double * max(len(self.groups), 1))()
@@ -166,7 +166,7 @@ class BoundStep:
         self.host_positions: list[int] = []
         self.rate_positions: dict[int, int] = {}
         self.arguments: list[Argument] = []
-        self.followed: list[Followed] = []
+        self.followed: list[SourceGuard] = []
         self.alive: list[torch.Tensor] = []
         self.seed: torch.Tensor | None = None
         self.draws: dict[str, tuple[int, Draw, tuple[int, ...]]] = {}
@@ -227,7 +227,7 @@ class BoundStep:
             entry = self.step.executable.program.inputs[position]
             if self.inputs[position].ndim or entry.mutable:
                 where = f"{self.inputs[position].device}, the program runs on {self.device.torch}"
-                raise Elsewhere(f"{entry.path or entry.name} is on {where}")
+                raise DeviceMismatch(f"{entry.path or entry.name} is on {where}")
         self.host = HostScalars(self.device, [self.inputs[i] for i in positions])
         for position, copy in zip(positions, self.host.copies, strict=True):
             self.inputs[position] = copy
@@ -357,7 +357,7 @@ def _laid_out_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tenso
     return torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(tensor)
 
 
-def _follow(source: str, scope: dict[str, Any], code_globals: dict[str, Any], tensor: torch.Tensor) -> Followed:
+def _follow(source: str, scope: dict[str, Any], code_globals: dict[str, Any], tensor: torch.Tensor) -> SourceGuard:
     try:
         code = compile(source, "<captured>", "eval")
         found = eval(code, {"G": code_globals, "L": scope})
@@ -366,7 +366,7 @@ def _follow(source: str, scope: dict[str, Any], code_globals: dict[str, Any], te
     number = isinstance(found, float) and tensor.ndim == 0
     if not number and found is not tensor:
         raise Unsupported(f"a tensor that is made anew at each call ({source})")
-    return Followed(code, code_globals, tensor, number)
+    return SourceGuard(code, code_globals, tensor, number)
 
 
 def _check_state(entry: ProgramInput, tensor: torch.Tensor, strides: Sequence[int]) -> None:

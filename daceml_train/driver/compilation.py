@@ -17,37 +17,37 @@ from typing import Any, Protocol, TypeVar, cast
 
 import daceml_train.frontends
 import daceml_train.transformations
+from daceml_train.analysis.traffic import total, traffic
 from daceml_train.autodiff.partition import partition
 from daceml_train.autodiff.reverse import differentiate, reached_arrays, reaching
-from daceml_train.codegen.launch import KernelCode
+from daceml_train.codegen.cpu.launch import KernelCode
 from daceml_train.driver.devices import for_device, pipeline_for
-from daceml_train.driver.joint import Trained, joint_graph
-from daceml_train.driver.observation import Observation
-from daceml_train.driver.preparation import Preparation
-from daceml_train.driver.recomputed import across, within
-from daceml_train.driver.record import PassRecord, Record
-from daceml_train.driver.sparse import SparseGradients, as_rows, refuse_sparse
-from daceml_train.frontends.torch.draws import Randomness
+from daceml_train.driver.dump import Dump
+from daceml_train.driver.prepacked import PrepackedWeights
+from daceml_train.driver.records import PassRecord, Record
+from daceml_train.driver.rematerialized import across, within
+from daceml_train.frontends.torch.capture.rng_draws import Randomness
 from daceml_train.graph.graph import Graph, Input, Role
 from daceml_train.graph.text import canonical_text
-from daceml_train.graph.traffic import total, traffic
+from daceml_train.lowering.cost import costs
+from daceml_train.lowering.device import CPU, Device
+from daceml_train.lowering.lower import lower
+from daceml_train.lowering.program import BufferView, CallLaunch, KernelLaunch, Program
 from daceml_train.ops.fallback import Aten
 from daceml_train.ops.operator import REGISTRY
 from daceml_train.passes.base import without_dead_code
 from daceml_train.passes.pipeline import Pipeline, Step, Watcher
 from daceml_train.plugins import source_key
 from daceml_train.runtime.cache import Cache
-from daceml_train.runtime.cost import costs
-from daceml_train.runtime.device import CPU, Device
 from daceml_train.runtime.encoding import storable
 from daceml_train.runtime.executable import AnyArena, Executable, new_arena
-from daceml_train.runtime.gradients import PLAIN, GradientOptions
-from daceml_train.runtime.kernel_search import KernelSearch
-from daceml_train.runtime.lowering import lower
-from daceml_train.runtime.products import Products
-from daceml_train.runtime.program import CallLaunch, KernelLaunch, Place, Program
+from daceml_train.runtime.gpu.autotune import Autotuner
+from daceml_train.runtime.tune_matmul import MatmulTuner
 from daceml_train.storage.folders import cache_folder
 from daceml_train.tensor import Dim, Tensor, channels_last, same_shape
+from daceml_train.training.gradients import PLAIN, GradientOptions
+from daceml_train.training.joint import Trained, joint_graph
+from daceml_train.training.sparse_gradients import SparseGradients, as_rows, refuse_sparse
 from daceml_train.transformations.intra_operator.decompose import Decompose
 from daceml_train.transformations.pipelines import TRAINING
 
@@ -64,7 +64,7 @@ class Options:
     pipeline: Pipeline = TRAINING
     cache: Cache = field(default_factory=lambda: Cache(cache_folder()))
     jobs: int | None = None
-    observe: Observation | None = None
+    observe: Dump | None = None
     progress: Callable[[int, int], None] | None = None
     watch: Watcher | None = None
     dynamic: bool | None = None
@@ -97,7 +97,7 @@ class Differentiable:
     sources: tuple[frozenset[int], ...]
     sparse: SparseGradients
     records: list[Record]
-    preparation: Preparation | None = None
+    preparation: PrepackedWeights | None = None
     """What makes further inputs of the forward program from parameters; see `driver.inference`."""
 
 
@@ -183,7 +183,7 @@ def _differentiable(
     return _Pair(forward, backward, results, halves.kept, cotangents, gradients, sources, sparse, records)
 
 
-def laid_out(backward: Graph, places: Mapping[str, Place]) -> Graph:
+def laid_out(backward: Graph, places: Mapping[str, BufferView]) -> Graph:
     """The backward graph, which takes saved arrays in the memory order in which the forward program leaves them."""
     changed: dict[str, Input] = {}
     for name, place in places.items():
@@ -199,7 +199,7 @@ def _link_pair(pair: _Pair, options: Options, device: Device) -> Differentiable:
     arena = new_arena(device)
     programs = [pair.forward] + ([pair.backward] if pair.backward else [])
     addresses = addresses_of([c for p in programs for q in p.all for c in q.codes], options, pair.records[0], device)
-    products, search = Products(options.cache.products), _search(options, device)
+    products, search = MatmulTuner(options.cache.products), _search(options, device)
     forward = Executable(pair.forward, addresses, arena, products, device, None, search)
     backward = None
     if pair.backward:
@@ -207,9 +207,16 @@ def _link_pair(pair: _Pair, options: Options, device: Device) -> Differentiable:
     for record, executable in zip(pair.records, (forward, backward), strict=False):
         record.executable = executable
     return Differentiable(
-        forward, backward, pair.results, pair.kept, pair.cotangents, pair.gradients, pair.sources, pair.sparse,
+        forward,
+        backward,
+        pair.results,
+        pair.kept,
+        pair.cotangents,
+        pair.gradients,
+        pair.sources,
+        pair.sparse,
         pair.records,
-    )  # fmt: skip
+    )
 
 
 @dataclass
@@ -270,9 +277,13 @@ def compile_step(
 
 
 def _step(
-    graph: Graph, trained: Sequence[Trained], keep: Sequence[str], options: Options, gradients: GradientOptions,
+    graph: Graph,
+    trained: Sequence[Trained],
+    keep: Sequence[str],
+    options: Options,
+    gradients: GradientOptions,
     device: Device,
-) -> _Step:  # fmt: skip
+) -> _Step:
     record = Record(graph.name)
     watch = watcher(record, options)
     captured = for_device(options.pipeline.run(graph, ("forward",), watch), device)
@@ -291,18 +302,18 @@ def _link_step(step: _Step, options: Options, arena: AnyArena | None, device: De
     def work(index: int, value: Callable[[Dim], int]) -> tuple[int, int]:
         return value(record.costs[index].bytes), value(record.costs[index].flops)
 
-    products = Products(options.cache.products)
+    products = MatmulTuner(options.cache.products)
     search = _search(options, device)
     record.executable = executable = Executable(step.program, addresses, arena, products, device, work, search)
     made, norm = step.made, step.norm
     return WholeStep(executable, step.rates, step.state, step.trained, step.gradients, made, norm, step.records)
 
 
-def _search(options: Options, device: Device) -> KernelSearch | None:
+def _search(options: Options, device: Device) -> Autotuner | None:
     """What compares shapes of kernels, where that is wanted and there is a GPU."""
     if not options.search or device.target != "cuda":
         return None
-    return KernelSearch(options.cache.shapes, options.cache.kernels, options.jobs)
+    return Autotuner(options.cache.shapes, options.cache.kernels, options.jobs)
 
 
 class _Recorded(Protocol):
@@ -362,10 +373,15 @@ def environment() -> str:
 
 
 def lowered(
-    graph: Graph, options: Options, record: Record, watch: Watcher, device: Device, results: int | None = None,
+    graph: Graph,
+    options: Options,
+    record: Record,
+    watch: Watcher,
+    device: Device,
+    results: int | None = None,
     levels: tuple[str, ...] = ("fusion", "layout", "global_movement"),
-) -> Program:  # fmt: skip
-    """The program of a graph behind its last passes, noted in `record`; for `results` see `runtime.lowering.lower`."""
+) -> Program:
+    """The program of a graph behind its last passes, noted in `record`; for `results` see `lowering.lower.lower`."""
     graph = options.pipeline.run(graph, levels, watch)
     if any(node.op.is_composite for node in graph.nodes):  # which a pipeline of a user's may leave as they are
         graph = Decompose().run(graph)

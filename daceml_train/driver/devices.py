@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from daceml_train.graph.bodies import within
 from daceml_train.graph.graph import Graph
+from daceml_train.lowering.device import Device
 from daceml_train.ops.fused_attention import FusedAttention
 from daceml_train.ops.operator import Value, make
 from daceml_train.ops.random import Uniform
 from daceml_train.passes.pipeline import Pipeline
-from daceml_train.runtime.device import Device
 from daceml_train.tensor import simplify
-from daceml_train.transformations.global_movement.update_in_parts import UpdateInParts
-from daceml_train.transformations.intra_operator.attend_in_strips import AttendInStrips
-from daceml_train.transformations.layout.convolve_by_product import ConvolveByProduct
-from daceml_train.transformations.layout.fuse_into_product import FuseIntoProduct
-from daceml_train.transformations.layout.pack_products import PackProducts
+from daceml_train.transformations.forward.blocked_attention import BlockedAttention
+from daceml_train.transformations.global_movement.chunk_updates import ChunkUpdates
+from daceml_train.transformations.layout.convolution_as_matmul import ConvolutionAsMatmul
+from daceml_train.transformations.layout.fuse_matmul_epilogue import FuseMatmulEpilogue
+from daceml_train.transformations.layout.pack_weights import PackWeights
 
-BY_HAND = (AttendInStrips, ConvolveByProduct, FuseIntoProduct, PackProducts, UpdateInParts)
+BY_HAND = (BlockedAttention, ConvolutionAsMatmul, FuseMatmulEpilogue, PackWeights, ChunkUpdates)
 """Passes that need kernels written by hand, or the caches, of the processor."""
 
 

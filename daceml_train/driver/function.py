@@ -18,15 +18,15 @@ from daceml_train.driver.binding import (
     sizes_of,
 )
 from daceml_train.driver.compilation import Differentiable
-from daceml_train.driver.sparse import assembled
-from daceml_train.frontends.torch.capture import Captured
+from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.frontends.torch.results import OutputSource
 from daceml_train.graph.graph import Role
-from daceml_train.runtime.device import GPU
+from daceml_train.lowering.device import GPU
 from daceml_train.runtime.executable import Executable, torch_dtype
 from daceml_train.runtime.executor import InputMismatch
-from daceml_train.runtime.pair_recording import PairRecorder, Ticket
+from daceml_train.runtime.gpu.cuda_graph_pair import CudaGraphPairs, Ticket
 from daceml_train.tensor import evaluate
+from daceml_train.training.sparse_gradients import assembled
 
 
 def draw_seed() -> torch.Tensor:
@@ -83,7 +83,7 @@ class CompiledGraph:
         self.differentiable = frozenset(differentiable_outputs(captured))
         self.recorder = self._recorder() if recorded else None
 
-    def _recorder(self) -> PairRecorder | None:
+    def _recorder(self) -> CudaGraphPairs | None:
         """What records both programs: parameters and buffers lie where they lie, all else comes from elsewhere."""
         device, inputs = self.compiled.forward.device, self.compiled.forward.program.inputs
         if not isinstance(device, GPU):
@@ -94,7 +94,7 @@ class CompiledGraph:
             count = len(self.compiled.backward.program.inputs)
             back = [k for k, i in enumerate(self.kept) if i in moving]
             back += range(count - len(self.compiled.cotangents), count)
-        return PairRecorder(device, self.compiled.results or len(self.captured.graph.outputs), moving, back)
+        return CudaGraphPairs(device, self.compiled.results or len(self.captured.graph.outputs), moving, back)
 
     def forward(self, tensors: Sequence[torch.Tensor], awaited: bool) -> tuple[list[torch.Tensor], Ticket | None]:
         """Run the forward program; the ticket is for `backward`."""
@@ -222,9 +222,7 @@ class _Function(torch.autograd.Function):
         for position, index in graph.wanted.items():
             if not graph.compiled.sources[index] <= absent:
                 parts = graph.compiled.sparse.get(index)
-                gradients[position] = (
-                    found[index] if parts is None else assembled(parts, found, ctx.again[1][position])
-                )
+                gradients[position] = found[index] if parts is None else assembled(parts, found, ctx.again[1][position])
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.again = ctx.ticket = None  # as saved tensors are freed
         return (None, None, *gradients)

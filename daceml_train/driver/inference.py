@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from daceml_train.analysis.weights_only import HELD, again, split
 from daceml_train.driver.compilation import (
     Differentiable,
     Options,
@@ -14,18 +15,17 @@ from daceml_train.driver.compilation import (
     watcher,
 )
 from daceml_train.driver.devices import for_device
-from daceml_train.driver.preparation import Preparation
-from daceml_train.driver.record import Record
+from daceml_train.driver.prepacked import PrepackedWeights
+from daceml_train.driver.records import Record
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.prologue import HELD, again, split
+from daceml_train.lowering.device import CPU
+from daceml_train.lowering.program import Program
 from daceml_train.ops.gradient import Detach
 from daceml_train.passes.base import without_dead_code
-from daceml_train.runtime.device import CPU
 from daceml_train.runtime.encoding import storable
 from daceml_train.runtime.executable import Executable, new_arena
-from daceml_train.runtime.packing import pack
-from daceml_train.runtime.products import Products
-from daceml_train.runtime.program import Program
+from daceml_train.runtime.prepack import pack
+from daceml_train.runtime.tune_matmul import MatmulTuner
 
 LAST = ("global_movement",)
 """The levels that only a main part without its prologue sees."""
@@ -46,7 +46,7 @@ def compile_inference(graph: Graph, options: Options) -> Differentiable:
     """Compile a captured graph for calls without gradients, on the CPU, by the pipeline for inference."""
     options = replace(options, pipeline=options.inference or options.pipeline)
     made = cached(graph, "inference", options, CPU, lambda: _build(graph, options))
-    arena, products = new_arena(CPU), Products(options.cache.products)
+    arena, products = new_arena(CPU), MatmulTuner(options.cache.products)
     programs = [made.main] + ([made.prologue] if made.prologue else [])
     addresses = addresses_of([c for p in programs for q in p.all for c in q.codes], options, made.records[0], CPU)
     executables = [Executable(program, addresses, arena, products) for program in programs]
@@ -58,7 +58,7 @@ def compile_inference(graph: Graph, options: Options) -> Differentiable:
         read = [names[entry.name] for entry in made.prologue.inputs] if made.prologue else []
         taken = [names[entry.name] for entry in made.main.inputs if entry.name in names]
         prologue = executables[1] if made.prologue else None
-        preparation = Preparation(prologue, read, taken, made.main.inputs)
+        preparation = PrepackedWeights(prologue, read, taken, made.main.inputs)
     return Differentiable(executables[0], None, made.results, (), (), (), (), {}, made.records, preparation)
 
 

@@ -3,7 +3,7 @@
 A step is two programs that share parameters and arena: one adds the gradients of a part to what is accumulated, the
 other does so for the last part and updates. With `reduction="batch"` the loss is that of the whole batch, whatever it
 is a mean over; with "mean" and "sum" it equals as many forward and backward passes and one update in PyTorch. In each
-case normalisations take the statistics of a part, their running statistics move once per part, and dropout draws per
+case normalizations take the statistics of a part, their running statistics move once per part, and dropout draws per
 part.
 """
 
@@ -18,16 +18,16 @@ import torch
 import torch.utils._pytree as pytree
 
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks
+from daceml_train.driver.capture_only import CapturedCall
 from daceml_train.driver.compilation import Options
-from daceml_train.driver.joint import Trained
-from daceml_train.driver.looking import Seen
 from daceml_train.driver.step import Loss, ScheduleKind, TrainingStep
 from daceml_train.driver.whole import Wholes
 from daceml_train.errors import Invalid, Unsupported
-from daceml_train.frontends.torch.capture import Captured
+from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.ops.optimizer import SGDUpdate
-from daceml_train.runtime.gradients import Clipping
-from daceml_train.runtime.optimizers import Update
+from daceml_train.training.gradients import Clipping
+from daceml_train.training.joint import Trained
+from daceml_train.training.optimizers import Update
 
 _NO_UPDATE = Update(SGDUpdate(), ())
 """Of a part whose gradients are only added up."""
@@ -55,7 +55,7 @@ class _Part(TrainingStep):
         if self.share is not None:
             self.counts = self.share
             return super()._bind_captured(captured, arguments, flat, scope)
-        seen = Seen.of(captured, arguments)
+        seen = CapturedCall.of(captured, arguments)
         device = self._device(seen.tensors, flat)
         self.counts, captured, denominators = self.wholes.split(seen, *self.batch, device)
         bound = super()._bind_captured(captured, arguments, flat, scope)
@@ -71,9 +71,7 @@ class _Accumulating(_Part):
         if any(has_gradient_hooks(t) for t in by_name.values() if id(t) in of_tensor):
             raise Unsupported("a parameter has a gradient hook")
         updated = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) in of_tensor]
-        return [
-            Trained(of_tensor[id(p)], _NO_UPDATE, 0, accumulates=True, share=self.counts) for p in updated
-        ], []
+        return [Trained(of_tensor[id(p)], _NO_UPDATE, 0, accumulates=True, share=self.counts) for p in updated], []
 
 
 class MicroBatchedStep(_Part):

@@ -16,13 +16,13 @@ from daceml_train.driver.binding import differentiable_outputs, input_tensors
 from daceml_train.driver.compilation import Options, compile_differentiable
 from daceml_train.driver.function import CompiledGraph
 from daceml_train.driver.inference import compile_inference
-from daceml_train.driver.record import Record
-from daceml_train.driver.tracing import describe, reason, traced, tracing
+from daceml_train.driver.records import Record
 from daceml_train.errors import Invalid, why
 from daceml_train.frontends.torch import absent_gradients
-from daceml_train.frontends.torch.capture import capture
-from daceml_train.runtime.device import CPU
-from daceml_train.runtime.pair_recording import PairRecorder
+from daceml_train.frontends.torch.capture.capture import capture
+from daceml_train.frontends.torch.dynamo.tracing import describe, reason, traced, tracing
+from daceml_train.lowering.device import CPU
+from daceml_train.runtime.gpu.cuda_graph_pair import CudaGraphPairs
 from daceml_train.runtime.placement import common_device
 
 torch._dynamo.config.skip_nnmodule_hook_guards = False
@@ -57,7 +57,7 @@ class Backend:
     records: list[Record] = field(default_factory=list)
     breaks: list[str] = field(default_factory=list)
     graphs: int = 0
-    recorders: list[PairRecorder] = field(default_factory=list)
+    recorders: list[CudaGraphPairs] = field(default_factory=list)
     """What records forward and backward passes on a GPU, one for each graph."""
     __name__ = "daceml_train"
 
@@ -198,9 +198,13 @@ def _transform() -> str:
 
 
 def _as_pytorch(
-    module: torch.nn.Module, state: ModuleState, source: Callable[..., Any], error: Exception,
-    arguments: Sequence[Any], keywords: Mapping[str, Any],
-) -> Any:  # fmt: skip
+    module: torch.nn.Module,
+    state: ModuleState,
+    source: Callable[..., Any],
+    error: Exception,
+    arguments: Sequence[Any],
+    keywords: Mapping[str, Any],
+) -> Any:
     """The call without a compiler: PyTorch's own error for arguments that do not fit, else the result."""
     try:
         result = source(module, *arguments, **keywords)

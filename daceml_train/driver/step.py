@@ -17,23 +17,30 @@ import torch.utils._pytree as pytree
 
 from daceml_train.driver.binding import input_tensors
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks, hook_tables, step_hooks
+from daceml_train.driver.capture_only import CapturedCall, CaptureDone, within
 from daceml_train.driver.checking import check, check_tensors, loss_of
 from daceml_train.driver.compilation import Options, WholeStep, compile_step
-from daceml_train.driver.joint import ACCUMULATED, Trained, joint_graph
-from daceml_train.driver.looking import Seen, Stop, within
 from daceml_train.driver.module import optimized, state_of
-from daceml_train.driver.record import Record
-from daceml_train.driver.tracing import RECOMPILATIONS, describe, has_effects, reason, tracing, with_own_code
-from daceml_train.errors import Elsewhere, Invalid, Unmet, Unsupported
-from daceml_train.frontends.torch.capture import Captured, capture
+from daceml_train.driver.records import Record
+from daceml_train.errors import BudgetInfeasible, DeviceMismatch, Invalid, Unsupported
+from daceml_train.frontends.torch.capture.capture import Captured, capture
+from daceml_train.frontends.torch.dynamo.tracing import (
+    RECOMPILATIONS,
+    describe,
+    has_effects,
+    reason,
+    tracing,
+    with_own_code,
+)
 from daceml_train.graph.graph import Graph
+from daceml_train.lowering.device import GPU, Device
 from daceml_train.passes.pipeline import Pipeline
-from daceml_train.runtime.device import GPU, Device
 from daceml_train.runtime.executable import AnyArena, new_arena
-from daceml_train.runtime.gradients import SCALER, Clipping, GradientOptions, scaling_of
-from daceml_train.runtime.optimizers import initial_state, makes_its_state, ready, update_of
+from daceml_train.runtime.gpu.cuda_graph import CudaGraphs
 from daceml_train.runtime.placement import common_device
-from daceml_train.runtime.recording import Recorder
+from daceml_train.training.gradients import SCALER, Clipping, GradientOptions, scaling_of
+from daceml_train.training.joint import ACCUMULATED, Trained, joint_graph
+from daceml_train.training.optimizers import initial_state, makes_its_state, ready, update_of
 
 Loss = Callable[..., torch.Tensor]
 ScheduleKind = Literal["ahead_of_time", "plain"]
@@ -90,7 +97,7 @@ class TrainingStep:
         self._hooks: list[int] | None = None
         self.arenas: dict[Device, AnyArena] = {}
         """Per device the arena in which all programs of the step run, one after the other, once there is a program."""
-        self.recorders: dict[Device, Recorder] = {}
+        self.recorders: dict[Device, CudaGraphs] = {}
         """Per GPU what records the step, unless its schedule is plain."""
         self.accumulated: dict[int, torch.Tensor] = {}
         """Gradients of micro-batches by the parameter's identity; see `driver.micro_batches`."""
@@ -153,7 +160,7 @@ class TrainingStep:
         graph = seen.captured.graph if forward is None else forward.run(seen.captured.graph, ("forward",))
         return joint_graph(graph, trained, kept, self._gradients()).graph
 
-    def look(self, inputs: Any, *targets: Any) -> tuple[Seen, list[Trained], list[str]]:
+    def look(self, inputs: Any, *targets: Any) -> tuple[CapturedCall, list[Trained], list[str]]:
         """What is captured on these arguments, the parameters that are updated, and those whose gradients are kept.
 
         Nothing is compiled, run or changed. Raises what keeps the step from being one program.
@@ -162,14 +169,14 @@ class TrainingStep:
         flat = pytree.tree_leaves((inputs, *targets))
         return seen, *self._wanted(seen.tensors, {id(t) for t in flat})
 
-    def seen(self, inputs: Any, *targets: Any) -> Seen:
+    def seen(self, inputs: Any, *targets: Any) -> CapturedCall:
         """The loss on these arguments, captured. Nothing is compiled, run or changed."""
         with self._lock, torch.enable_grad():
             self._watch_hooks()
             try:
                 self._call_traced(inputs, targets)
-            except Stop as stop:
-                return Seen.of(stop.captured, stop.arguments)
+            except CaptureDone as stop:
+                return CapturedCall.of(stop.captured, stop.arguments)
         raise Unsupported("the step captured no tensor operation")
 
     # ---- binding ------------------------------------------------------------------------------------------------
@@ -195,7 +202,7 @@ class TrainingStep:
         scope = {"self": self, "inputs": inputs, "targets": targets}
         try:
             self._call_traced(inputs, targets)
-        except Stop as stop:
+        except CaptureDone as stop:
             captured, arguments = stop.captured, stop.arguments
         except Exception as error:
             self._refuse_mixed_devices(flat)
@@ -206,7 +213,7 @@ class TrainingStep:
             return None
         try:
             bound = self._bind_captured(captured, arguments, flat, scope)
-        except (Unmet, Elsewhere):
+        except (BudgetInfeasible, DeviceMismatch):
             raise
         except Exception as error:
             self._break(key, error, ours=True)
@@ -238,7 +245,7 @@ class TrainingStep:
 
         def stop(*arguments: Any) -> Any:
             if self._known is None:
-                raise Stop(captured, arguments)
+                raise CaptureDone(captured, arguments)
             return [self._known]
 
         return stop
@@ -342,14 +349,14 @@ class TrainingStep:
         return common_device({names[id(t)]: t for t in by_name.values()})
 
     def _refuse_mixed_devices(self, flat: Sequence[Any]) -> None:
-        """Raise `Elsewhere` if that is why the step cannot be captured."""
+        """Raise `DeviceMismatch` if that is why the step cannot be captured."""
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         common_device(named | {f"argument {i}": t for i, t in enumerate(flat) if isinstance(t, torch.Tensor)})
 
-    def _recorder(self, device: Device) -> Recorder | None:
+    def _recorder(self, device: Device) -> CudaGraphs | None:
         if self.schedule == "plain" or not isinstance(device, GPU):
             return None
-        return self.recorders.setdefault(device, Recorder(device))
+        return self.recorders.setdefault(device, CudaGraphs(device))
 
     def _compiled(
         self, captured: Captured, trained: Sequence[Trained], kept: Sequence[str], device: Device

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from daceml_train.analysis.sizes import bind
 from daceml_train.autodiff.whole_batch import ADVICE, Batch, Split, split_loss
 from daceml_train.driver.binding import SEED, sizes_of
+from daceml_train.driver.capture_only import CapturedCall
 from daceml_train.driver.compilation import Options, compile_differentiable
 from daceml_train.driver.denominators import Denominators
-from daceml_train.driver.looking import Seen
 from daceml_train.driver.step import TrainingStep
-from daceml_train.driver.tracing import reason
-from daceml_train.errors import Unmet
-from daceml_train.frontends.torch.capture import Captured, InputSource
+from daceml_train.errors import BudgetInfeasible
+from daceml_train.frontends.torch.capture.capture import Captured, InputSource
+from daceml_train.frontends.torch.dynamo.tracing import reason
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.sizes import bind
+from daceml_train.lowering.device import Device
 from daceml_train.passes.base import without_dead_code
-from daceml_train.runtime.device import Device
 from daceml_train.runtime.executable import torch_dtype
 
 
@@ -36,11 +36,11 @@ class Wholes:
     known: dict[Any, tuple[Split, Captured, Any, Denominators | None]] = field(default_factory=dict)
 
     def split(
-        self, part: Seen, inputs: Any, targets: tuple[Any, ...], device: Device
+        self, part: CapturedCall, inputs: Any, targets: tuple[Any, ...], device: Device
     ) -> tuple[float, Captured, Denominators | None]:
         """What each part's loss counts, the graph of a part, and what has to be computed for a batch first.
 
-        Raises `Unmet` where the loss of a batch cannot be told from those of its parts.
+        Raises `BudgetInfeasible` where the loss of a batch cannot be told from those of its parts.
         """
         whole, flat = self._seen(inputs, targets), pytree.tree_leaves((inputs, targets))
         own = [(name, id(tensor)) for name, tensor in whole.tensors.items() if not _cut(name, part, whole)]
@@ -59,24 +59,26 @@ class Wholes:
         return 1.0 if found.share is None else found.share, captured, made
 
     def share(self, part: tuple[Any, tuple[Any, ...]], batch: tuple[Any, tuple[Any, ...]]) -> float:
-        """What each part's loss counts where steps run in pieces. Raises `Unmet` where no number does."""
+        """What each part's loss counts where steps run in pieces. Raises `BudgetInfeasible` where no number does."""
         found = split_loss(batch_of(self._seen(*part), self._seen(*batch), self.count))
         if found.share is None:
             names = ", ".join(found.denominators.values())
             why = f"the loss divides by what only the whole batch tells ({names}), and this step runs in pieces"
-            raise Unmet(f"micro-batches cannot tell the loss of a whole batch from its parts: {why}", advice=ADVICE)
+            raise BudgetInfeasible(
+                f"micro-batches cannot tell the loss of a whole batch from its parts: {why}", advice=ADVICE
+            )
         return found.share
 
-    def _seen(self, inputs: Any, targets: tuple[Any, ...]) -> Seen:
+    def _seen(self, inputs: Any, targets: tuple[Any, ...]) -> CapturedCall:
         try:
             return self.looking.seen(inputs, *targets)
         except Exception as error:
             why = f"model and loss are not one graph: {reason(error)}"
-            raise Unmet(
+            raise BudgetInfeasible(
                 f"micro-batches cannot tell the loss of a whole batch from its parts: {why}", advice=ADVICE
             ) from error
 
-    def _denominators(self, found: Split, whole: Seen, flat: Sequence[Any], device: Device) -> Denominators:
+    def _denominators(self, found: Split, whole: CapturedCall, flat: Sequence[Any], device: Device) -> Denominators:
         assert found.whole is not None
         graph = found.whole.copy()
         graph.outputs, graph.writes = list(found.denominators.values()), {}
@@ -91,12 +93,12 @@ class Wholes:
         return Denominators(compiled.forward, inputs, held)
 
 
-def _cut(name: str, part: Seen, whole: Seen) -> bool:
+def _cut(name: str, part: CapturedCall, whole: CapturedCall) -> bool:
     """Whether an input is a batch's."""
     return name not in part.tensors or part.tensors[name].shape != whole.tensors[name].shape
 
 
-def batch_of(part: Seen, whole: Seen, count: int) -> Batch:
+def batch_of(part: CapturedCall, whole: CapturedCall, count: int) -> Batch:
     """A captured part and a captured batch, for `autodiff.whole_batch`."""
     graph = part.captured.graph
     trained = [name for name, tensor in part.tensors.items() if tensor.requires_grad]
@@ -105,7 +107,7 @@ def batch_of(part: Seen, whole: Seen, count: int) -> Batch:
     return Batch(graph, whole.captured.graph, sizes[0], sizes[1], count, varying)
 
 
-def _needed(graph: Graph, whole: Seen) -> Graph:
+def _needed(graph: Graph, whole: CapturedCall) -> Graph:
     """The graph without inputs that tell it nothing."""
     read = {name for node in graph.nodes for name in node.inputs}
     inputs = {n: e for n, e in graph.inputs.items() if n in read or (e.tensor.symbols and n in whole.tensors)}

@@ -7,11 +7,11 @@ The package is not called like the public function `daceml_train.explore`: a sub
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from daceml_train.exploration.export import show_graphs
+from daceml_train.exploration.export.page import show_graphs
 
 if TYPE_CHECKING:
-    from daceml_train.exploration.session import Replay, Session, compare, replay
-    from daceml_train.exploration.steps import Match, Preview, Step
+    from daceml_train.exploration.session.session import Replay, Session, compare, replay
+    from daceml_train.exploration.session.steps import Match, Preview, Step
 
 __all__ = ["Match", "Preview", "Replay", "Session", "Step", "compare", "replay"]
 

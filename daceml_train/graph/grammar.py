@@ -36,9 +36,14 @@ _TOKEN = re.compile(
 _DTYPES = {dtype.short: dtype for dtype in DType}
 _CONSTANTS: dict[str, Any] = {"True": True, "False": False, "None": None, "inf": math.inf, "nan": math.nan}
 _FUNCTIONS: dict[str, Callable[..., sympy.Expr]] = {
-    "floor": sympy.floor, "ceiling": sympy.ceiling, "Mod": sympy.Mod, "Max": sympy.Max, "Min": sympy.Min,
-    "Abs": sympy.Abs, "sqrt": sympy.sqrt,
-}  # fmt: skip
+    "floor": sympy.floor,
+    "ceiling": sympy.ceiling,
+    "Mod": sympy.Mod,
+    "Max": sympy.Max,
+    "Min": sympy.Min,
+    "Abs": sympy.Abs,
+    "sqrt": sympy.sqrt,
+}
 _TAKEN = {*_DTYPES, *_CONSTANTS, *_FUNCTIONS, "symbol", "operand", "body"}
 _LARGEST_POWER = 64
 

@@ -2,7 +2,7 @@
 
 Every array is written once, by one node or as an input. What a step mutates (parameters, running statistics,
 optimizer state) is a pair in `writes`: the input's name and the name of its value after the step. Nodes stand in
-topological order. `daceml_train.graph.sdfg` gives the same graph as an SDFG of library nodes and back.
+topological order. `daceml_train.sdfg.convert` gives the same graph as an SDFG of library nodes and back.
 """
 
 from __future__ import annotations

@@ -83,9 +83,17 @@ class Attention(ScaledDotProduct):
         return (e / total) @ v, np.where(blind, 0, np.log(total) + top)[..., 0]
 
     def vjp(
-        self, b: Builder, q: Value, k: Value, v: Value, mask: tuple[Value, ...], y: Value, logsumexp: Value,
-        grad_y: Value | None, grad_logsumexp: Value | None,
-    ) -> tuple[Value, Value, Value, tuple[Value, ...]]:  # fmt: skip
+        self,
+        b: Builder,
+        q: Value,
+        k: Value,
+        v: Value,
+        mask: tuple[Value, ...],
+        y: Value,
+        logsumexp: Value,
+        grad_y: Value | None,
+        grad_logsumexp: Value | None,
+    ) -> tuple[Value, Value, Value, tuple[Value, ...]]:
         if grad_y is None or grad_logsumexp is not None:
             raise Unsupported("the derivative of attention's logsumexp")
         op = AttentionGrad(causal=self.causal, scale=self.scale)

@@ -15,13 +15,13 @@ from daceml_train.tensor import Dim, Tensor, product, same, same_shape, simplify
 class Matmul(Operator):
     """`a @ b`: both matrices, or both of rank 3 with the same batch size.
 
-    Made in more than one of `parts`, it never exists as a whole: see `graph.parts`.
+    Made in more than one of `parts`, it never exists as a whole: see `analysis.chunks`.
     """
 
     name = "matmul"
     operands = ("a", "b")
     vendor = True
-    parts: int = 1
+    chunks: int = 1
 
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
         a, b = operands

@@ -18,7 +18,7 @@ from daceml_train.tensor import Dim, DType, Tensor, same, same_shape
 
 
 class ControlFlow(Operator):
-    """Base of the operators that hold bodies. Each runs as a program of its own; see `runtime.lowering`."""
+    """Base of the operators that hold bodies. Each runs as a program of its own; see `lowering.lower`."""
 
     operands: ClassVar[tuple[str, ...]] = ("*xs",)
     results = ("*ys",)

@@ -1,8 +1,8 @@
 """Elementwise operators: one table. A row is an expression, its derivative per operand, and its cost.
 
 Expressions are Python over the operands `a`, `b`, `c`, the result `y`, the cotangent `g`, and the functions of
-`FUNCTIONS`; they are evaluated by NumPy here and printed as C++ by `codegen.expression`. All numeric operands of a
-row have one element type (the frontend casts); comparisons give booleans.
+`FUNCTIONS`; they are evaluated by NumPy here and printed as C++ by `codegen.kernel.expression`. All numeric operands of
+a row have one element type (the frontend casts); comparisons give booleans.
 """
 
 from __future__ import annotations
@@ -36,19 +36,54 @@ def _pow(a: Array, b: Array) -> Array:
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "exp": np.exp, "log": np.log, "log1p": np.log1p, "expm1": np.expm1, "sqrt": np.sqrt,
-    "tanh": np.tanh, "sin": np.sin, "cos": np.cos, "tan": np.tan, "atan": np.arctan, "erf": _erf, "abs": np.abs,
-    "asin": np.arcsin, "acos": np.arccos, "atan2": np.arctan2, "asinh": np.arcsinh, "acosh": np.arccosh,
-    "atanh": np.arctanh, "exp2": np.exp2, "log2": np.log2, "log10": np.log10, "hypot": np.hypot,
-    "copysign": np.copysign, "bit_and": np.bitwise_and, "bit_or": np.bitwise_or, "bit_xor": np.bitwise_xor,
-    "bit_not": np.invert, "shift_left": np.left_shift, "shift_right": np.right_shift,
-    "floor": np.floor, "ceil": np.ceil, "round": np.round, "trunc": np.trunc,
+    "exp": np.exp,
+    "log": np.log,
+    "log1p": np.log1p,
+    "expm1": np.expm1,
+    "sqrt": np.sqrt,
+    "tanh": np.tanh,
+    "sin": np.sin,
+    "cos": np.cos,
+    "tan": np.tan,
+    "atan": np.arctan,
+    "erf": _erf,
+    "abs": np.abs,
+    "asin": np.arcsin,
+    "acos": np.arccos,
+    "atan2": np.arctan2,
+    "asinh": np.arcsinh,
+    "acosh": np.arccosh,
+    "atanh": np.arctanh,
+    "exp2": np.exp2,
+    "log2": np.log2,
+    "log10": np.log10,
+    "hypot": np.hypot,
+    "copysign": np.copysign,
+    "bit_and": np.bitwise_and,
+    "bit_or": np.bitwise_or,
+    "bit_xor": np.bitwise_xor,
+    "bit_not": np.invert,
+    "shift_left": np.left_shift,
+    "shift_right": np.right_shift,
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "round": np.round,
+    "trunc": np.trunc,
     "sign": lambda x: np.where(x > 0, 1, np.where(x < 0, -1, 0)),
-    "pow": _pow, "fmod": np.fmod, "max": np.maximum, "min": np.minimum, "where": np.where, "isnan": np.isnan,
+    "pow": _pow,
+    "fmod": np.fmod,
+    "max": np.maximum,
+    "min": np.minimum,
+    "where": np.where,
+    "isnan": np.isnan,
     "sigmoid": lambda x: np.where(x >= 0, 1 / (1 + np.exp(-np.abs(x))), np.exp(-np.abs(x)) / (1 + np.exp(-np.abs(x)))),
-    "rsqrt": lambda x: 1 / np.sqrt(x), "floor_divide": np.floor_divide, "isinf": np.isinf,
-    "logical_and": np.logical_and, "logical_or": np.logical_or, "logical_not": np.logical_not,
-}  # fmt: skip
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "floor_divide": np.floor_divide,
+    "isinf": np.isinf,
+    "logical_and": np.logical_and,
+    "logical_or": np.logical_or,
+    "logical_not": np.logical_not,
+}
 """Functions an expression may call, with their NumPy meaning, which is PyTorch's: `max` and `min` keep NaN, the sign of
 NaN is 0."""
 
@@ -89,17 +124,28 @@ TABLE: dict[str, Row] = {
     "sub": Row("a - b", ("g", "-g")),
     "mul": Row("a * b", ("g * b", "g * a")),
     "div": Row("a / b", ("g / b", "-g * (y / b)"), 4),
-    "pow": Row("pow(a, b)", ("where(b == 0, 0, g * (b * pow(a, b - 1)))",
-                             "where((a == 0) & (b >= 0), 0, g * (y * log(a)))"), 20),
+    "pow": Row(
+        "pow(a, b)",
+        ("where(b == 0, 0, g * (b * pow(a, b - 1)))", "where((a == 0) & (b >= 0), 0, g * (y * log(a)))"),
+        20,
+    ),
     "fmod": Row("fmod(a, b)", ("g", "-g * trunc(a / b)"), 8),
-    "remainder": Row("where((fmod(a, b) != 0) & ((fmod(a, b) < 0) != (b < 0)), fmod(a, b) + b, fmod(a, b))",
-                     ("g", "-g * floor_divide(a, b)"), 12),
-    "maximum": Row("max(a, b)", ("where(a < b, 0, where(a == b, g / 2, g))",
-                                 "where(b < a, 0, where(a == b, g / 2, g))")),
-    "minimum": Row("min(a, b)", ("where(a > b, 0, where(a == b, g / 2, g))",
-                                 "where(b > a, 0, where(a == b, g / 2, g))")),
-    "clamp": Row("min(max(a, b), c)", ("where((a >= b) & (a <= c), g, 0)", "where((a < b) & (b < c), g, 0)",
-                                       "where(a > c, g, where(c < b, g, 0))"), 2),
+    "remainder": Row(
+        "where((fmod(a, b) != 0) & ((fmod(a, b) < 0) != (b < 0)), fmod(a, b) + b, fmod(a, b))",
+        ("g", "-g * floor_divide(a, b)"),
+        12,
+    ),
+    "maximum": Row(
+        "max(a, b)", ("where(a < b, 0, where(a == b, g / 2, g))", "where(b < a, 0, where(a == b, g / 2, g))")
+    ),
+    "minimum": Row(
+        "min(a, b)", ("where(a > b, 0, where(a == b, g / 2, g))", "where(b > a, 0, where(a == b, g / 2, g))")
+    ),
+    "clamp": Row(
+        "min(max(a, b), c)",
+        ("where((a >= b) & (a <= c), g, 0)", "where((a < b) & (b < c), g, 0)", "where(a > c, g, where(c < b, g, 0))"),
+        2,
+    ),
     "clamp_min": Row("max(a, b)", ("where(a >= b, g, 0)", "where(a < b, g, 0)")),
     "clamp_max": Row("min(a, b)", ("where(a <= b, g, 0)", "where(a > b, g, 0)")),
     "where": Row("where(a, b, c)", (None, "where(a, g, 0)", "where(a, 0, g)")),
@@ -123,35 +169,54 @@ TABLE: dict[str, Row] = {
     "asinh": Row("asinh(a)", ("g * rsqrt(a * a + 1)",), 20),
     "acosh": Row("acosh(a)", ("g * rsqrt(a * a - 1)",), 20),
     "atanh": Row("atanh(a)", ("g / (1 - a * a)",), 20),
-    "atan2": Row("atan2(a, b)", ("where(a * a + b * b == 0, 0, g * b * (1 / (a * a + b * b)))",
-                                     "where(a * a + b * b == 0, 0, g * -a * (1 / (a * a + b * b)))"), 24),
+    "atan2": Row(
+        "atan2(a, b)",
+        (
+            "where(a * a + b * b == 0, 0, g * b * (1 / (a * a + b * b)))",
+            "where(a * a + b * b == 0, 0, g * -a * (1 / (a * a + b * b)))",
+        ),
+        24,
+    ),
     "exp2": Row("exp2(a)", ("g * y * 0.6931471805599453",), 20),
     "log2": Row("log2(a)", ("g / (a * 0.6931471805599453)",), 20),
     "log10": Row("log10(a)", ("g / (a * 2.302585092994046)",), 20),
     "hypot": Row("hypot(a, b)", ("g * a / y", "g * b / y"), 20),
     "copysign": Row("copysign(a, b)", ("where(a == 0, 0, g * (y / a))", "0")),
-    "bce": Row("-(b * max(log(a), -100) + (1 - b) * max(log1p(-a), -100))",
-               ("g * (a - b) / max((1 - a) * a, 9.999999960041972e-13)", "g * (log1p(-a) - log(a))"), 24),
+    "bce": Row(
+        "-(b * max(log(a), -100) + (1 - b) * max(log1p(-a), -100))",
+        ("g * (a - b) / max((1 - a) * a, 9.999999960041972e-13)", "g * (log1p(-a) - log(a))"),
+        24,
+    ),
     "tanh": Row("tanh(a)", ("g * (1 - y * y)",), 12),
     "sigmoid": Row("sigmoid(a)", ("g * y * (1 - y)",), 12),
     "erf": Row("erf(a)", ("g * 1.1283791670955126 * exp(-a * a)",), 15),
     "relu": Row("where(a < 0, 0, a)", ("where(y <= 0, 0, g)",)),
     "silu": Row("a * sigmoid(a)", ("g * sigmoid(a) * (1 + a * (1 - sigmoid(a)))",), 13),
     "gelu_erf": Row(f"a * {_PHI}", (f"g * ({_PHI} + a * 0.3989422804014327 * exp(-0.5 * a * a))",), 20),
-    "gelu_tanh": Row(f"0.5 * a * (1 + tanh({_GELU_INNER}))",
-                     (f"g * (0.5 * (1 + tanh({_GELU_INNER})) + 0.5 * a * (1 - tanh({_GELU_INNER}) * "
-                      f"tanh({_GELU_INNER})) * 0.7978845608028654 * (1 + 0.134145 * a * a))",), 20),
+    "gelu_tanh": Row(
+        f"0.5 * a * (1 + tanh({_GELU_INNER}))",
+        (
+            f"g * (0.5 * (1 + tanh({_GELU_INNER})) + 0.5 * a * (1 - tanh({_GELU_INNER}) * "
+            f"tanh({_GELU_INNER})) * 0.7978845608028654 * (1 + 0.134145 * a * a))",
+        ),
+        20,
+    ),
     "elu": Row("where(a > 0, a, expm1(a))", ("where(a <= 0, g * exp(a), g)",), 11),
     # PyTorch multiplies by a sixth of single precision, whatever the element type.
     "hardsigmoid": Row("min(max(a + 3, 0), 6) / 6", ("where((a > -3) & (a < 3), g * 0.16666667163372040, 0)",), 4),
-    "hardswish": Row("a * min(max(a + 3, 0), 6) / 6",
-                     ("where(a <= -3, 0, where(a < 3, g * (a / 3 + 0.5), g))",), 5),
+    "hardswish": Row("a * min(max(a + 3, 0), 6) / 6", ("where(a <= -3, 0, where(a < 3, g * (a / 3 + 0.5), g))",), 5),
     "cosh": Row("(exp(a) + exp(-a)) * 0.5", ("g * ((expm1(a) - expm1(-a)) * 0.5)",), 22),
     "sinh": Row("(expm1(a) - expm1(-a)) * 0.5", ("g * ((exp(a) + exp(-a)) * 0.5)",), 22),
-    "logaddexp": Row("where(a == b, a + 0.6931471805599453, max(a, b) + log1p(exp(-abs(a - b))))",
-                     ("g / (1 + exp(b - a))", "g / (1 + exp(a - b))"), 25),
-    "xlogy": Row("where(isnan(b), b, where(a == 0, 0, a * log(b)))",
-                 ("where((a == 0) & (b <= 0), 0, xlogy(g, b))", "g * a / b"), 13),
+    "logaddexp": Row(
+        "where(a == b, a + 0.6931471805599453, max(a, b) + log1p(exp(-abs(a - b))))",
+        ("g / (1 + exp(b - a))", "g / (1 + exp(a - b))"),
+        25,
+    ),
+    "xlogy": Row(
+        "where(isnan(b), b, where(a == 0, 0, a * log(b)))",
+        ("where((a == 0) & (b <= 0), 0, xlogy(g, b))", "g * a / b"),
+        13,
+    ),
     "logit": Row("log(a / (1 - a))", ("where(a < 0, log(a), where(a > 1, log(1 - a), g / abs(a * (1 - a))))",), 15),
     "softplus": Row("max(a, 0) + log1p(exp(-abs(a)))", ("g * sigmoid(a)",), 25),
     "floor": Row("floor(a)", ("0",)),
@@ -176,7 +241,7 @@ TABLE: dict[str, Row] = {
     "logical_and": Row("logical_and(a, b)", (None, None), result="bool"),
     "logical_or": Row("logical_or(a, b)", (None, None), result="bool"),
     "logical_not": Row("logical_not(a)", (None,), result="bool"),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class EmbeddingGrad(Operator):
 
     `sparse` notes that PyTorch keeps this gradient as a sparse tensor; here it is a dense array, or none at all where
     an update takes the rows straight into the table. Made in more than one of `parts`, it never exists as a whole: see
-    `graph.parts`.
+    `analysis.chunks`.
     """
 
     name = "embedding_grad"
@@ -63,7 +63,7 @@ class EmbeddingGrad(Operator):
     rows: Dim
     padding_idx: int = -1
     sparse: bool = False
-    parts: int = 1
+    chunks: int = 1
 
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
         grad, indices = operands

@@ -89,9 +89,17 @@ class FusedAttention(Masked):
         return (weights * kept) @ v, level
 
     def vjp(
-        self, b: Builder, q: Value, k: Value, v: Value, rest: tuple[Value, ...], y: Value, logsumexp: Value,
-        grad_y: Value | None, grad_logsumexp: Value | None,
-    ) -> tuple[Value | None, ...]:  # fmt: skip
+        self,
+        b: Builder,
+        q: Value,
+        k: Value,
+        v: Value,
+        rest: tuple[Value, ...],
+        y: Value,
+        logsumexp: Value,
+        grad_y: Value | None,
+        grad_logsumexp: Value | None,
+    ) -> tuple[Value | None, ...]:
         if grad_y is None or grad_logsumexp is not None:
             raise Unsupported("the derivative of attention's logsumexp")
         op = FusedAttentionGrad(scale=self.scale, fills=self.fills, p=self.p, stream=self.stream)

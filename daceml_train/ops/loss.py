@@ -113,9 +113,14 @@ class NLLLoss(Operator):
         return loss.cast(logp.dtype), total
 
     def vjp(
-        self, b: Builder, logp: Value, target: Value, class_weight: tuple[Value, ...], total: Value,
+        self,
+        b: Builder,
+        logp: Value,
+        target: Value,
+        class_weight: tuple[Value, ...],
+        total: Value,
         grad_loss: Value | None,
-    ) -> tuple[Value | None, None, tuple[None, ...]]:  # fmt: skip
+    ) -> tuple[Value | None, None, tuple[None, ...]]:
         if grad_loss is None:
             return None, None, (None,) * len(class_weight)
         classes = Classes(target, logp.shape, self.ignore_index)
@@ -128,7 +133,7 @@ class NLLLoss(Operator):
         return simplify(logp.size + 3 * target.size)
 
 
-def _normaliser(x: Value, dim: int) -> tuple[Value, Value]:
+def _normalizer(x: Value, dim: int) -> tuple[Value, Value]:
     """The maximum m along a dimension, and `sum(exp(x - m))`."""
     if same(x.shape[dim], 0):
         nothing = x.sum((dim,))
@@ -143,8 +148,8 @@ class CrossEntropy(Operator):
     """Cross-entropy of logits [N, C, ...] or [C] with integer targets [N, ...] or []; e = `label_smoothing`.
 
     Per target: `logsumexp(x) - (1 - e) x[target] - e / C sum(x)`. Results: the loss (0-d, or like the target for
-    `none`), the maximum m of a row and `normaliser = sum(exp(x - m))`, both like the target, and the 0-d number of
-    targets that count. The gradient, `(softmax(x) - (1 - e) onehot - e / C) g`, reads x once, m and normaliser, C times
+    `none`), the maximum m of a row and `normalizer = sum(exp(x - m))`, both like the target, and the 0-d number of
+    targets that count. The gradient, `(softmax(x) - (1 - e) onehot - e / C) g`, reads x once, m and normalizer, C times
     smaller: recomputing those would need two more passes over each row, storing the softmax would write and read an
     array as large as x. One number, logsumexp, would be rounded to its own magnitude: where logits are large, all of a
     row's probabilities would be off by the same factor, and gradients would not add up to 0.
@@ -152,7 +157,7 @@ class CrossEntropy(Operator):
 
     name = "cross_entropy"
     operands = ("logits", "target")
-    results = ("loss", "maximum", "normaliser", "total")
+    results = ("loss", "maximum", "normalizer", "total")
     reduction: str = "mean"
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -172,22 +177,29 @@ class CrossEntropy(Operator):
         logits, target = operands
         classes, x = Classes(target, logits.shape, self.ignore_index), wide(logits)
         dim, smoothing = classes.dim, self.label_smoothing
-        maximum, normaliser = _normaliser(x, dim)
+        maximum, normalizer = _normalizer(x, dim)
         picked = classes.hot().where(x, 0.0).sum((dim,))
         if smoothing:
             share = scalar(b, logits.shape[dim], x.dtype)
             picked = picked * (1 - smoothing) + x.sum((dim,)) * smoothing / share
-        losses = classes.valid().where(normaliser.unary("log") - (picked - maximum), 0.0)
+        losses = classes.valid().where(normalizer.unary("log") - (picked - maximum), 0.0)
         loss, total = combine(losses, classes.weights((), x.dtype), self.reduction)
-        return loss.cast(logits.dtype), maximum, normaliser, total
+        return loss.cast(logits.dtype), maximum, normalizer, total
 
     def vjp(
-        self, b: Builder, logits: Value, target: Value, maximum: Value, normaliser: Value, total: Value,
-        grad_loss: Value | None, grad_normaliser: Value | None,
-    ) -> tuple[Value | None, None]:  # fmt: skip
-        """The maximum counts as a constant: what is made of it and of the normaliser depends on logsumexp alone."""
+        self,
+        b: Builder,
+        logits: Value,
+        target: Value,
+        maximum: Value,
+        normalizer: Value,
+        total: Value,
+        grad_loss: Value | None,
+        grad_normalizer: Value | None,
+    ) -> tuple[Value | None, None]:
+        """The maximum counts as a constant: what is made of it and of the normalizer depends on logsumexp alone."""
         classes, x = Classes(target, logits.shape, self.ignore_index), wide(logits)
-        powers, total_power = (x - maximum.view(classes.column)).unary("exp"), normaliser.view(classes.column)
+        powers, total_power = (x - maximum.view(classes.column)).unary("exp"), normalizer.view(classes.column)
         result = None
         if grad_loss is not None:
             g = wide(grad_loss) / total if self.reduction == "mean" else wide(grad_loss)
@@ -197,8 +209,8 @@ class CrossEntropy(Operator):
             if smoothing:
                 expected = expected + total_power * smoothing / scalar(b, logits.shape[classes.dim], x.dtype)
             result = (powers - expected) * (each / total_power)
-        if grad_normaliser is not None:
-            part = powers * grad_normaliser.view(classes.column)
+        if grad_normalizer is not None:
+            part = powers * grad_normalizer.view(classes.column)
             result = part if result is None else result + part
         return None if result is None else result.cast(logits.dtype), None
 

@@ -1,4 +1,4 @@
-"""Normalisations: layer, batch and group norm. Each gives the statistics that its gradient reads.
+"""Normalizations: layer, batch and group norm. Each gives the statistics that its gradient reads.
 
 With x^ = (x - mean) rstd over n elements and h the cotangent of x^, the gradient for x is
 rstd (h - mean(h) - x^ mean(h x^)) (Ioffe and Szegedy, "Batch Normalization", 2015, section 3).
@@ -23,11 +23,11 @@ def check_affine(label: str, weight_bias: Sequence[Tensor], shape: Sequence[Dim]
 
 
 def statistics(b: Builder, v: Value, dims: Sequence[int], eps: float) -> tuple[Value, Value, Value, Value]:
-    """(centred, mean, rstd, biased variance) over `dims`, which stay as 1. Two passes."""
+    """(centered, mean, rstd, biased variance) over `dims`, which stay as 1. Two passes."""
     mean = v.mean(dims, keepdim=True)
-    centred = v - mean
-    variance = centred.unary("square").mean(dims, keepdim=True)
-    return centred, mean, (variance + eps).unary("rsqrt"), variance
+    centered = v - mean
+    variance = centered.unary("square").mean(dims, keepdim=True)
+    return centered, mean, (variance + eps).unary("rsqrt"), variance
 
 
 def affine(y: Value, weight_bias: Sequence[Value], shape: Sequence[Dim]) -> Value:
@@ -38,10 +38,10 @@ def affine(y: Value, weight_bias: Sequence[Value], shape: Sequence[Dim]) -> Valu
 
 
 @dataclass(frozen=True)
-class Normalised:
-    """What a normalisation's gradient is made of; statistics have the reduced sizes as 1.
+class Normalized:
+    """What a normalization's gradient is made of; statistics have the reduced sizes as 1.
 
-    `shape` is the one in which weight and bias broadcast against the normalised values.
+    `shape` is the one in which weight and bias broadcast against the normalized values.
     """
 
     x: Value
@@ -56,8 +56,8 @@ class Normalised:
     ) -> tuple[Value | None, tuple[Value | None, ...]]:
         """Cotangents of x and of (weight, bias), from those of the result and of the statistics."""
         x = wide(self.x)
-        centred = x - self.mean
-        normal = centred * self.rstd
+        centered = x - self.mean
+        normal = centered * self.rstd
         count = scalar(b, product(x.shape[d] for d in self.dims), x.dtype)
         parts: list[Value] = []
         affine_gradients: tuple[Value | None, ...] = (None,) * len(self.weight_bias)
@@ -73,7 +73,7 @@ class Normalised:
         if rstd is not None:  # d rstd = -rstd^3 / 2 d variance
             parts.append(-(rstd * self.rstd * self.rstd / count) * normal)
         if variance is not None:
-            parts.append(variance * 2 / count * centred)
+            parts.append(variance * 2 / count * centered)
         total = None
         for part in parts:
             total = part if total is None else total + part
@@ -90,8 +90,8 @@ class Normalised:
 class LayerNorm(Operator):
     """`(x - mean) * rstd * weight + bias` over the last `dims` dimensions; rstd = 1 / sqrt(biased variance + eps).
 
-    Operands: x, then nothing, a weight, or a weight and a bias, of the sizes of the normalised dimensions.
-    Results: y, mean and rstd; the last two have the normalised sizes as 1, and are float32 for 16-bit x.
+    Operands: x, then nothing, a weight, or a weight and a bias, of the sizes of the normalized dimensions.
+    Results: y, mean and rstd; the last two have the normalized sizes as 1, and are float32 for 16-bit x.
     """
 
     name = "layer_norm"
@@ -101,7 +101,7 @@ class LayerNorm(Operator):
     eps: float = 1e-5
 
     def axes(self, rank: int) -> tuple[int, ...]:
-        """The normalised dimensions."""
+        """The normalized dimensions."""
         return tuple(range(rank - self.dims, rank))
 
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
@@ -115,16 +115,23 @@ class LayerNorm(Operator):
 
     def lower(self, b: Builder, *operands: Value) -> Sequence[Value]:
         x, *weight_bias = operands
-        centred, mean, rstd, _ = statistics(b, wide(x), self.axes(len(x.shape)), self.eps)
-        y = affine(centred * rstd, weight_bias, x.shape[len(x.shape) - self.dims :])
+        centered, mean, rstd, _ = statistics(b, wide(x), self.axes(len(x.shape)), self.eps)
+        y = affine(centered * rstd, weight_bias, x.shape[len(x.shape) - self.dims :])
         return y.cast(x.dtype), mean, rstd
 
     def vjp(
-        self, b: Builder, x: Value, weight_bias: tuple[Value, ...], mean: Value, rstd: Value,
-        grad_y: Value | None, grad_mean: Value | None, grad_rstd: Value | None,
-    ) -> tuple[Value | None, tuple[Value | None, ...]]:  # fmt: skip
+        self,
+        b: Builder,
+        x: Value,
+        weight_bias: tuple[Value, ...],
+        mean: Value,
+        rstd: Value,
+        grad_y: Value | None,
+        grad_mean: Value | None,
+        grad_rstd: Value | None,
+    ) -> tuple[Value | None, tuple[Value | None, ...]]:
         rank = len(x.shape)
-        parts = Normalised(x, mean, rstd, self.axes(rank), x.shape[rank - self.dims :], weight_bias)
+        parts = Normalized(x, mean, rstd, self.axes(rank), x.shape[rank - self.dims :], weight_bias)
         return parts.gradients(b, None if grad_y is None else wide(grad_y), mean=grad_mean, rstd=grad_rstd)
 
     def flops(self, *operands: Tensor) -> Dim:
@@ -134,7 +141,7 @@ class LayerNorm(Operator):
 
 @dataclass(frozen=True)
 class BatchNorm(Operator):
-    """Normalisation of each channel (dimension 1) by the statistics of this batch: training mode.
+    """Normalization of each channel (dimension 1) by the statistics of this batch: training mode.
 
     Operands: x [N, C, ...], then nothing, a weight, or a weight and a bias, [C] each.
     Results: y; mean, rstd = 1 / sqrt(variance + eps) and the biased variance, [C] each, float32 for 16-bit x.
@@ -154,16 +161,24 @@ class BatchNorm(Operator):
 
     def lower(self, b: Builder, *operands: Value) -> Sequence[Value]:
         x, *weight_bias = operands
-        centred, *rows = statistics(b, wide(x), _all_but_channels(len(x.shape)), self.eps)
-        y = affine(centred * rows[1], weight_bias, _per_channel(x.shape))
+        centered, *rows = statistics(b, wide(x), _all_but_channels(len(x.shape)), self.eps)
+        y = affine(centered * rows[1], weight_bias, _per_channel(x.shape))
         return y.cast(x.dtype), *(row.view(x.shape[1:2]) for row in rows)
 
     def vjp(
-        self, b: Builder, x: Value, weight_bias: tuple[Value, ...], mean: Value, rstd: Value, grad_y: Value | None,
-        grad_mean: Value | None, grad_rstd: Value | None, grad_variance: Value | None,
-    ) -> tuple[Value | None, tuple[Value | None, ...]]:  # fmt: skip
+        self,
+        b: Builder,
+        x: Value,
+        weight_bias: tuple[Value, ...],
+        mean: Value,
+        rstd: Value,
+        grad_y: Value | None,
+        grad_mean: Value | None,
+        grad_rstd: Value | None,
+        grad_variance: Value | None,
+    ) -> tuple[Value | None, tuple[Value | None, ...]]:
         row = _per_channel(x.shape)
-        parts = Normalised(x, mean.view(row), rstd.view(row), _all_but_channels(len(x.shape)), row, weight_bias)
+        parts = Normalized(x, mean.view(row), rstd.view(row), _all_but_channels(len(x.shape)), row, weight_bias)
         gm, gr, gv = (None if g is None else g.view(row) for g in (grad_mean, grad_rstd, grad_variance))
         return parts.gradients(b, None if grad_y is None else wide(grad_y), mean=gm, rstd=gr, variance=gv)
 
@@ -187,7 +202,7 @@ def running_statistics(
 
 @dataclass(frozen=True)
 class BatchNormInference(Operator):
-    """Normalisation of each channel (dimension 1) by given statistics.
+    """Normalization of each channel (dimension 1) by given statistics.
 
     Operands: x [N, C, ...], mean and variance, then nothing, a weight, or a weight and a bias, [C] each. The given
     statistics get no gradient, as in PyTorch.
@@ -206,10 +221,10 @@ class BatchNormInference(Operator):
     def lower(self, b: Builder, *operands: Value) -> Sequence[Value]:
         x, mean, variance, *weight_bias = operands
         row = _per_channel(x.shape)
-        normal, _ = self.normalised(x, mean, variance)
+        normal, _ = self.normalized(x, mean, variance)
         return (affine(normal, weight_bias, row).cast(x.dtype),)
 
-    def normalised(self, x: Value, mean: Value, variance: Value) -> tuple[Value, Value]:
+    def normalized(self, x: Value, mean: Value, variance: Value) -> tuple[Value, Value]:
         """((x - mean) * rstd, rstd)."""
         v, row = wide(x), _per_channel(x.shape)
         rstd = (variance.cast(v.dtype) + self.eps).unary("rsqrt").view(row)
@@ -219,8 +234,8 @@ class BatchNormInference(Operator):
         self, b: Builder, x: Value, mean: Value, variance: Value, weight_bias: tuple[Value, ...], grad_y: Value
     ) -> tuple[Value, None, None, tuple[Value, ...]]:
         g, row = wide(grad_y), _per_channel(x.shape)
-        normal, rstd = self.normalised(x, mean, variance)
-        parts = Normalised(x, mean, rstd, _all_but_channels(len(x.shape)), row, weight_bias)
+        normal, rstd = self.normalized(x, mean, variance)
+        parts = Normalized(x, mean, rstd, _all_but_channels(len(x.shape)), row, weight_bias)
         gx = affine(g, weight_bias[:1], row) * rstd
         terms = zip((g * normal, g), weight_bias, strict=False)
         return gx.cast(x.dtype), None, None, tuple(parts.summed(term, parameter) for term, parameter in terms)
@@ -232,7 +247,7 @@ class BatchNormInference(Operator):
 
 @dataclass(frozen=True)
 class GroupNorm(Operator):
-    """Normalisation of each group of channels of each sample.
+    """Normalization of each group of channels of each sample.
 
     Operands: x [N, C, ...], then nothing, a weight, or a weight and a bias, [C] each; `groups` divides C.
     Results: y; mean and rstd [N, groups], float32 for 16-bit x.
@@ -259,21 +274,28 @@ class GroupNorm(Operator):
     def lower(self, b: Builder, *operands: Value) -> Sequence[Value]:
         x, *weight_bias = operands
         v = wide(x).view(self.grouped(x.shape))
-        centred, *rows, _ = statistics(b, v, tuple(range(2, len(v.shape))), self.eps)
-        y = affine((centred * rows[1]).view(x.shape), weight_bias, _per_channel(x.shape))
+        centered, *rows, _ = statistics(b, v, tuple(range(2, len(v.shape))), self.eps)
+        y = affine((centered * rows[1]).view(x.shape), weight_bias, _per_channel(x.shape))
         return y.cast(x.dtype), *(row.view((x.shape[0], self.groups)) for row in rows)
 
     def vjp(
-        self, b: Builder, x: Value, weight_bias: tuple[Value, ...], mean: Value, rstd: Value,
-        grad_y: Value | None, grad_mean: Value | None, grad_rstd: Value | None,
-    ) -> tuple[Value | None, tuple[Value | None, ...]]:  # fmt: skip
+        self,
+        b: Builder,
+        x: Value,
+        weight_bias: tuple[Value, ...],
+        mean: Value,
+        rstd: Value,
+        grad_y: Value | None,
+        grad_mean: Value | None,
+        grad_rstd: Value | None,
+    ) -> tuple[Value | None, tuple[Value | None, ...]]:
         shape = self.grouped(x.shape)
         row = (*shape[:2], *(1 for _ in shape[2:]))
         channels = (1, *shape[1:3], *(1 for _ in shape[3:]))
         statistics_cotangents = (None if g is None else g.view(row) for g in (grad_mean, grad_rstd))
         gm, gr = statistics_cotangents
         dims = tuple(range(2, len(shape)))
-        parts = Normalised(x.view(shape), mean.view(row), rstd.view(row), dims, channels, weight_bias)
+        parts = Normalized(x.view(shape), mean.view(row), rstd.view(row), dims, channels, weight_bias)
         g = None if grad_y is None else wide(grad_y).view(shape)
         gx, parameters = parts.gradients(b, g, mean=gm, rstd=gr)
         return None if gx is None else gx.view(x.shape), parameters

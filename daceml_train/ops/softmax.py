@@ -51,8 +51,8 @@ class LogSoftmax(Operator):
         if x.shape[self.dim] == 0:
             return (x,)
         v = wide(x)
-        centred = v - v.reduce("max", (self.dim,), keepdim=True)
-        return ((centred - centred.unary("exp").sum((self.dim,), keepdim=True).unary("log")).cast(x.dtype),)
+        centered = v - v.reduce("max", (self.dim,), keepdim=True)
+        return ((centered - centered.unary("exp").sum((self.dim,), keepdim=True).unary("log")).cast(x.dtype),)
 
     def vjp(self, b: Builder, y: Value, grad_y: Value) -> Value:
         g = wide(grad_y)

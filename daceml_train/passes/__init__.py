@@ -1,6 +1,6 @@
 """Transformations as values: passes, rewrites with legality and promised bytes, immutable pipelines."""
 
-from daceml_train.passes.base import LEVELS, Candidate, Match, Pass, Rewrite, View
+from daceml_train.passes.base import LEVELS, Candidate, Match, Pass, Rewrite, Uses
 from daceml_train.passes.pipeline import Pipeline, Step
 
-__all__ = ["LEVELS", "Candidate", "Match", "Pass", "Pipeline", "Rewrite", "Step", "View"]
+__all__ = ["LEVELS", "Candidate", "Match", "Pass", "Pipeline", "Rewrite", "Step", "Uses"]

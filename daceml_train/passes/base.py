@@ -1,7 +1,7 @@
 """Pass and Rewrite: a transformation as an immutable value with typed options.
 
 A `Pass` maps a graph to a graph. A `Rewrite` is a pass that replaces one operator (the *root* of a match) by others:
-its docstring draws `before => after`, `find` recognises, `legality` gives clauses each with the sentence that
+its docstring draws `before => after`, `match` recognizes, `legality` gives clauses each with the sentence that
 explains a refusal, `traffic` promises the bytes, `emit` builds the replacement. Matches are found in one topological
 sweep over the operators, never by searching for subgraphs.
 
@@ -18,13 +18,13 @@ from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
+from daceml_train.analysis.chunks import mended
+from daceml_train.analysis.traffic import traffic
+from daceml_train.analysis.verify import verify
+from daceml_train.analysis.weights_only import held
 from daceml_train.errors import Refused
 from daceml_train.graph.bodies import within
 from daceml_train.graph.graph import Graph, Node
-from daceml_train.graph.parts import mended
-from daceml_train.graph.prologue import held
-from daceml_train.graph.traffic import traffic
-from daceml_train.graph.verify import verify
 from daceml_train.ops.operator import Value
 from daceml_train.passes.options import check_names, checked_option, option_types, show_annotation, show_option
 from daceml_train.passes.registry import name_of, register
@@ -143,7 +143,7 @@ class Pass(metaclass=_PassClass):
 
 
 @dataclass(frozen=True)
-class View:
+class Uses:
     """A graph with the lookups that matching needs, computed once per sweep."""
 
     graph: Graph
@@ -153,9 +153,9 @@ class View:
     """Arrays that are outputs or written values."""
 
     @staticmethod
-    def of(graph: Graph) -> View:
+    def of(graph: Graph) -> Uses:
         """The lookups of `graph`."""
-        return View(graph, graph.producers(), graph.readers(), frozenset(graph.results))
+        return Uses(graph, graph.producers(), graph.readers(), frozenset(graph.results))
 
     @cached_property
     def moved(self) -> Dim:
@@ -185,10 +185,10 @@ class Match:
     """One place where a rewrite applies or says why not."""
 
     rewrite: Rewrite
-    view: View
+    uses: Uses
     root: Node
-    parts: Mapping[str, Any]
-    """What `find` recognised, by the names used in the rewrite's picture."""
+    bindings: Mapping[str, Any]
+    """What `match` recognized, by the names used in the rewrite's picture."""
 
     @property
     def refusal(self) -> str | None:
@@ -219,7 +219,7 @@ class Match:
         """The graph with this one match rewritten. Raises `Refused` with the reason where it is not legal."""
         if reason := self.refusal:
             raise Refused(f"{self.rewrite.name} at {self.root}: {reason}", where=str(self.root.origin))
-        return self.rewrite.sweep(self.view.graph, {id(self.root): self})
+        return self.rewrite.sweep(self.uses.graph, {id(self.root): self})
 
 
 @dataclass(frozen=True)
@@ -227,8 +227,8 @@ class Rewrite(Pass):
     """A pass that replaces matched operators; see the module's text."""
 
     @abstractmethod
-    def find(self, view: View, node: Node) -> Mapping[str, Any] | None:
-        """The parts of a match whose last operator is `node`, or None where the picture does not fit."""
+    def match(self, uses: Uses, node: Node) -> Mapping[str, Any] | None:
+        """The bindings of a match whose last operator is `node`, or None where the picture does not fit."""
 
     def legality(self, match: Match) -> Iterator[tuple[bool, str]]:
         """Clauses (holds, sentence that explains a refusal), lazily: the first that fails speaks."""
@@ -239,14 +239,14 @@ class Rewrite(Pass):
         return 0
 
     @abstractmethod
-    def emit(self, match: Match, builder: Graph, now: Mapping[str, Value]) -> Iterable[Value]:
-        """Build what replaces the root's results; `now` maps arrays of the old graph to those of the new one."""
+    def emit(self, match: Match, builder: Graph, values: Mapping[str, Value]) -> Iterable[Value]:
+        """Build what replaces the root's results; `values` maps arrays of the old graph to those of the new one."""
 
     def matches(self, graph: Graph) -> list[Match]:
         """Every place where the picture fits, refused ones included."""
-        view = View.of(graph)
-        found = ((node, self.find(view, node)) for node in graph.nodes)
-        return [Match(self, view, node, parts) for node, parts in found if parts is not None]
+        uses = Uses.of(graph)
+        found = ((node, self.match(uses, node)) for node in graph.nodes)
+        return [Match(self, uses, node, bindings) for node, bindings in found if bindings is not None]
 
     def run(self, graph: Graph) -> Graph:
         chosen = {id(m.root): m for m in self.matches(graph) if m.refusal is None}
@@ -256,16 +256,16 @@ class Rewrite(Pass):
         """Rebuild `graph` with the roots in `chosen` replaced and unread operators dropped."""
         other = graph.empty()
         other.applied += len(chosen)
-        now = {name: other.value(name) for name in graph.inputs}
+        values = {name: other.value(name) for name in graph.inputs}
         for node in graph.nodes:
             if match := chosen.get(id(node)):
                 with other.at(node.origin):
-                    made: Sequence[Value] = tuple(self.emit(match, other, now))
+                    made: Sequence[Value] = tuple(self.emit(match, other, values))
             else:
                 names = [n if n not in other.tensors else other.fresh(n) for n in node.outputs]
-                made = other.append(node.op, tuple(now[i].name for i in node.inputs), names, node.origin)
-            now.update(zip(node.outputs, made, strict=True))
-        return without_dead_code(graph.finish(other, {old: value.name for old, value in now.items()}))
+                made = other.append(node.op, tuple(values[i].name for i in node.inputs), names, node.origin)
+            values.update(zip(node.outputs, made, strict=True))
+        return without_dead_code(graph.finish(other, {old: value.name for old, value in values.items()}))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,6 @@
 """Pipelines as text and as JSON; both read back exactly.
 
-forward: merge_equal(), fuse_softmax_cross_entropy()
+forward: common_subexpressions(), fuse_softmax_cross_entropy()
 fusion: fuse_elementwise(limit=32),  # levels may go over several lines, in any order; absent ones are empty
 fuse_epilogue()
 """

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
+from daceml_train.analysis.traffic import traffic
 from daceml_train.errors import Invalid
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.traffic import traffic
 from daceml_train.passes import files, notation
 from daceml_train.passes.base import LEVELS, Pass, applied, checked
 from daceml_train.passes.options import check_names, nearest

@@ -14,9 +14,20 @@ if TYPE_CHECKING:
     from daceml_train.reporting.collect import Report, report
 
 __all__ = [
-    "Change", "Compiled", "Contents", "Eager", "Group", "Kept", "Launched", "Report", "bytes_text", "grouped",
-    "number", "report", "share",
-]  # fmt: skip
+    "Change",
+    "Compiled",
+    "Contents",
+    "Eager",
+    "Group",
+    "Kept",
+    "Launched",
+    "Report",
+    "bytes_text",
+    "grouped",
+    "number",
+    "report",
+    "share",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from daceml_train.driver.module import state_of
-from daceml_train.driver.record import Record
+from daceml_train.driver.records import Record
 from daceml_train.driver.step import TrainingStep
 from daceml_train.errors import Invalid
-from daceml_train.frontends.torch.eager import eager_traffic
+from daceml_train.frontends.torch.capture.eager_traffic import eager_traffic
 from daceml_train.reporting import page, text, trace
 from daceml_train.reporting.functions import functions_of
 from daceml_train.reporting.model import Contents, Eager

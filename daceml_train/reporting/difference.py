@@ -35,10 +35,12 @@ class Difference:
     def as_dict(self) -> dict[str, Any]:
         """The differences as plain data."""
         return {
-            "same": self.same, "numbers": [list(n) for n in self.numbers],
-            "operators": [[o, list(a), list(b)] for o, a, b in self.operators], "lines": list(self.lines),
+            "same": self.same,
+            "numbers": [list(n) for n in self.numbers],
+            "operators": [[o, list(a), list(b)] for o, a, b in self.operators],
+            "lines": list(self.lines),
             "seconds": list(self.seconds),
-        }  # fmt: skip
+        }
 
     def __str__(self) -> str:
         told = [f"{function}: {what:16} {_shown(a):>18} {_shown(b):>18}" for function, what, a, b in self.numbers]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from daceml_train.driver.record import PassRecord, Record
+from daceml_train.driver.records import PassRecord, Record
 from daceml_train.passes.base import LEVELS
 from daceml_train.reporting.model import Change, Compiled, Kept
 from daceml_train.reporting.numbers import number

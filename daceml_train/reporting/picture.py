@@ -1,4 +1,4 @@
-"""Pictures of a report as SVG: bytes by level, the roofline, memory over the step. Colours are the page's variables."""
+"""Pictures of a report as SVG: bytes by level, the roofline, memory over the step. Colors are the page's variables."""
 
 from __future__ import annotations
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from daceml_train.graph.graph import Role
+from daceml_train.lowering.cost import Cost
+from daceml_train.lowering.footprint import footprint
+from daceml_train.lowering.program import Allocation, CallLaunch, ControlLaunch, KernelLaunch, Program, touched
 from daceml_train.reporting.model import Kept, Launched
 from daceml_train.reporting.numbers import number
-from daceml_train.runtime.cost import Cost
-from daceml_train.runtime.footprint import footprint
-from daceml_train.runtime.program import CallLaunch, ControlLaunch, Home, KernelLaunch, Program, touched
 from daceml_train.tensor import Dim
 
 _UPDATED = (Role.parameter, Role.state)
@@ -61,7 +61,7 @@ class Schedule:
         made = []
         for number_, slot in enumerate(self.program.slots):
             lives = number_ in results if apart else slot.last > turn
-            if slot.home is Home.input or turn is None or not 0 <= slot.first <= turn or not lives:
+            if slot.home is Allocation.input or turn is None or not 0 <= slot.first <= turn or not lives:
                 continue
             shape = ", ".join(str(number(size, self.sizes)) for size in slot.shape)
             cost = self.costs[slot.first] if slot.first < len(self.costs) else Cost("", "", "", "")
@@ -79,7 +79,7 @@ class Schedule:
             return "forward"
         inputs = self.program.inputs
         slots = (self.program.slots[s] for s in touched(self.program.launches[index]))
-        updates = any(s.mutable and inputs[s.input].role in _UPDATED for s in slots if s.home is Home.input)
+        updates = any(s.mutable and inputs[s.input].role in _UPDATED for s in slots if s.home is Allocation.input)
         return "update" if updates else "backward"
 
     def _kernel(self, index: int) -> str:

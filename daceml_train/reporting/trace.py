@@ -21,14 +21,22 @@ def events(made: Contents) -> dict[str, Any]:
                 continue
             found.append(
                 {
-                    "ph": "X", "pid": process, "tid": launch.program, "name": launch.operators or launch.kernel,
-                    "cat": f"{launch.kind},{launch.phase}", "ts": 1e6 * now, "dur": 1e6 * launch.seconds,
+                    "ph": "X",
+                    "pid": process,
+                    "tid": launch.program,
+                    "name": launch.operators or launch.kernel,
+                    "cat": f"{launch.kind},{launch.phase}",
+                    "ts": 1e6 * now,
+                    "dur": 1e6 * launch.seconds,
                     "args": {
-                        "module": launch.module, "source": launch.source, "kernel": launch.kernel,
-                        "bytes": launch.bytes, "flops": launch.flops,
+                        "module": launch.module,
+                        "source": launch.source,
+                        "kernel": launch.kernel,
+                        "bytes": launch.bytes,
+                        "flops": launch.flops,
                     },
                 }
-            )  # fmt: skip
+            )
             if place < len(function.memory):
                 args = {"arrays": function.memory[place]}
                 found.append({"ph": "C", "pid": process, "name": "memory", "ts": 1e6 * now, "args": args})

@@ -20,37 +20,37 @@ from typing import Any, TypeVar
 import sympy
 import torch
 
-from daceml_train.backends.aten import Call, Keywords, Placeholder
-from daceml_train.backends.aten import Result as CallResult
-from daceml_train.codegen.arrays import Array, Arrays
+from daceml_train.codegen.cpu.launch import KernelCode
 from daceml_train.codegen.cuda.geometry import Geometry
 from daceml_train.codegen.cuda.launch import CudaCode
 from daceml_train.codegen.cuda.plan import CudaLoops, CudaPlan
-from daceml_train.codegen.domain import Domain, Leaf, Result, Split
-from daceml_train.codegen.launch import KernelCode
-from daceml_train.codegen.loops import Axis, Layout, Loops
-from daceml_train.codegen.phases import Columns, Phases, Rows, Stage
-from daceml_train.codegen.plan import Plan
-from daceml_train.codegen.values import Values
+from daceml_train.codegen.kernel.arrays import Array, Arrays
+from daceml_train.codegen.kernel.domain import Domain, Leaf, Result, Split
+from daceml_train.codegen.kernel.loops import Axis, Layout, Loops
+from daceml_train.codegen.kernel.plan import Plan
+from daceml_train.codegen.kernel.staging import Columns, Rows, Stage, Staging
+from daceml_train.codegen.kernel.values import Values
 from daceml_train.errors import DacemlError
 from daceml_train.graph.graph import Role
+from daceml_train.lowering.aten import Call, Keywords, Placeholder
+from daceml_train.lowering.aten import Result as CallResult
+from daceml_train.lowering.cost import Cost
+from daceml_train.lowering.program import (
+    Allocation,
+    Buffer,
+    BufferView,
+    CallLaunch,
+    ControlLaunch,
+    CopyLaunch,
+    KernelLaunch,
+    Packing,
+    Program,
+    ProgramInput,
+)
 from daceml_train.ops.elementwise import Cast, Elementwise, Full, Iota
 from daceml_train.ops.operator import Origin
 from daceml_train.ops.random import Uniform
 from daceml_train.ops.reduction import Reduce
-from daceml_train.runtime.cost import Cost
-from daceml_train.runtime.program import (
-    CallLaunch,
-    ControlLaunch,
-    CopyLaunch,
-    Home,
-    KernelLaunch,
-    Packing,
-    Place,
-    Program,
-    ProgramInput,
-    Slot,
-)
 from daceml_train.tensor import DType, Tensor, symbol
 
 _CLASSES: dict[str, type] = {}
@@ -60,8 +60,10 @@ _FUNCTIONS: dict[str, Any] = {
     for f in (sympy.Add, sympy.Mul, sympy.Pow, sympy.Min, sympy.Max, sympy.floor, sympy.ceiling, sympy.Mod, sympy.Abs)
 }
 _TORCH: dict[type, tuple[str, ...]] = {
-    torch.dtype: (), torch.memory_format: (), torch.layout: (),
-}  # fmt: skip
+    torch.dtype: (),
+    torch.memory_format: (),
+    torch.layout: (),
+}
 """Kinds of PyTorch's constants, which are its attributes by name."""
 
 Kind = TypeVar("Kind", bound=type)
@@ -78,11 +80,52 @@ def storable(kind: Kind) -> Kind:
 
 
 for _kind in (
-    Call, Keywords, Placeholder, CallResult, Array, Arrays, Geometry, CudaCode, CudaLoops, CudaPlan, Domain, Leaf,
-    Result, Split, KernelCode, Axis, Layout, Loops, Columns, Phases, Rows, Stage, Plan, Values, Role, Cast, Elementwise,
-    Full, Iota, Origin, Uniform, Reduce, Cost, CallLaunch, ControlLaunch, CopyLaunch, Home, KernelLaunch, Packing,
-    Place, Program, ProgramInput, Slot, DType, Tensor,
-):  # fmt: skip
+    Call,
+    Keywords,
+    Placeholder,
+    CallResult,
+    Array,
+    Arrays,
+    Geometry,
+    CudaCode,
+    CudaLoops,
+    CudaPlan,
+    Domain,
+    Leaf,
+    Result,
+    Split,
+    KernelCode,
+    Axis,
+    Layout,
+    Loops,
+    Columns,
+    Staging,
+    Rows,
+    Stage,
+    Plan,
+    Values,
+    Role,
+    Cast,
+    Elementwise,
+    Full,
+    Iota,
+    Origin,
+    Uniform,
+    Reduce,
+    Cost,
+    CallLaunch,
+    ControlLaunch,
+    CopyLaunch,
+    Allocation,
+    KernelLaunch,
+    Packing,
+    BufferView,
+    Program,
+    ProgramInput,
+    Buffer,
+    DType,
+    Tensor,
+):
     storable(_kind)
 
 

@@ -16,29 +16,29 @@ from typing import Any
 import sympy
 import torch
 
-from daceml_train.backends.aten import Placeholder
-from daceml_train.codegen.launch import KernelCode
+from daceml_train.codegen.cpu.launch import KernelCode
 from daceml_train.errors import ExecutionError, Invalid, OutOfMemory, execution_error
-from daceml_train.runtime.device import CPU, GPU, Device
-from daceml_train.runtime.device_arena import DeviceArena
-from daceml_train.runtime.device_binding import biggest, placed
-from daceml_train.runtime.device_plan import DevicePlan
-from daceml_train.runtime.executor import Arena, Plan, View
-from daceml_train.runtime.kernel_search import KernelSearch
-from daceml_train.runtime.memory import Lifetime, plan_arena
-from daceml_train.runtime.products import Added, Product, Products, onednn_call
-from daceml_train.runtime.program import (
+from daceml_train.lowering.arena import Lifetime, plan_arena
+from daceml_train.lowering.aten import Placeholder
+from daceml_train.lowering.device import CPU, GPU, Device
+from daceml_train.lowering.program import (
+    Allocation,
+    BufferView,
     CallLaunch,
     ControlLaunch,
     CopyLaunch,
-    Home,
     KernelLaunch,
     Launch,
-    Place,
     Program,
     library_results,
 )
+from daceml_train.runtime.executor import Arena, Plan, PlanView
+from daceml_train.runtime.gpu.arena import DeviceArena
+from daceml_train.runtime.gpu.autotune import Autotuner
+from daceml_train.runtime.gpu.binding import biggest, placed
+from daceml_train.runtime.gpu.plan import DevicePlan
 from daceml_train.runtime.timing import Timing
+from daceml_train.runtime.tune_matmul import Added, MatmulShape, MatmulTuner, onednn_call
 from daceml_train.tensor import Dim, DType, Tensor, evaluate, same_shape
 
 AnyArena = Arena | DeviceArena
@@ -70,14 +70,14 @@ class Executable:
         program: Program,
         addresses: dict[str, int],
         arena: AnyArena | None = None,
-        products: Products | None = None,
+        products: MatmulTuner | None = None,
         device: Device = CPU,
         work: Callable[[int, Callable[[Dim], int]], tuple[int, int]] | None = None,
-        search: KernelSearch | None = None,
+        search: Autotuner | None = None,
     ) -> None:
         self.program, self.addresses, self.device, self.work = program, addresses, device, work
         self.search = search
-        self.arena, self.products = arena or new_arena(device), products or Products()
+        self.arena, self.products = arena or new_arena(device), products or MatmulTuner()
         self._plans: OrderedDict[tuple[int, ...], BoundPlan] = OrderedDict()
         self._lock = threading.Lock()
         self._symbols = list(program.symbols.items())
@@ -94,9 +94,16 @@ class Executable:
             names = [name for name, _ in self._symbols]
             values = dict(zip(names, sizes, strict=True))
             plan = BoundPlan(
-                self.program, self.addresses, values, key[0], self.arena, self.products, self.device, self.work,
+                self.program,
+                self.addresses,
+                values,
+                key[0],
+                self.arena,
+                self.products,
+                self.device,
+                self.work,
                 self.search,
-            )  # fmt: skip
+            )
             plan.timing = self.timing
             self._plans[key] = plan
             while len(self._plans) > KEPT_PLANS:
@@ -168,10 +175,10 @@ class BoundPlan:
         sizes: dict[str, int],
         threads: int,
         arena: AnyArena,
-        products: Products,
+        products: MatmulTuner,
         device: Device = CPU,
         work: Callable[[int, Callable[[Dim], int]], tuple[int, int]] | None = None,
-        search: KernelSearch | None = None,
+        search: Autotuner | None = None,
     ) -> None:
         self.value, self.base = _evaluator(sizes), program
         self.compared = (0, 0)
@@ -192,8 +199,8 @@ class BoundPlan:
         self.offsets: dict[int, int] = {}
         """Where slots lie in the arena."""
         self.plan.arena_slot(self.stand_in, 0)
-        self.used = [i for i, s in enumerate(program.slots) if s.first >= 0 or s.home is Home.input]
-        self._views: dict[tuple[Any, ...], View] = {}
+        self.used = [i for i, s in enumerate(program.slots) if s.first >= 0 or s.home is Allocation.input]
+        self._views: dict[tuple[Any, ...], PlanView] = {}
         self.arena_bytes = self._slots()
         self._placeholder_bytes = 0
         self.timing: Timing | None = None
@@ -203,7 +210,7 @@ class BoundPlan:
         keep = {place.slot for place in program.outputs}
         for slot in self.used:
             entry = program.slots[slot]
-            if self._home(slot) in (Home.fresh, Home.result) and slot not in keep:
+            if self._home(slot) in (Allocation.fresh, Allocation.result) and slot not in keep:
                 self._last_use.setdefault(entry.last, []).append(slot)
         for index, launch in enumerate(program.launches):
             self._launch(index, launch, addresses)
@@ -214,18 +221,18 @@ class BoundPlan:
         self.plan.finalize(max(self.arena_bytes, self._placeholder_bytes), self.owners)
         self._shapes = [self._output(place) for place in program.outputs]
 
-    def _choose_products(self, products: Products) -> dict[int, Chosen]:
+    def _choose_products(self, products: MatmulTuner) -> dict[int, Chosen]:
         chosen: dict[int, Chosen] = {}
         for index, launch in enumerate(self.program.launches):
             if isinstance(launch, CallLaunch) and launch.direct and launch.target in ("mm", "addmm"):
                 out, *c, a, b = launch.arguments
                 slot, over = self.program.slots[out.slot], bool(c) and c[0].slot == out.slot
-                whole = slot.home is not Home.input and same_shape(out.shape, slot.shape)
+                whole = slot.home is not Allocation.input and same_shape(out.shape, slot.shape)
                 if out.dtype is not DType.float32 or not (whole or over):
                     continue
                 added: Added = "nothing" if not c else "row" if len(c[0].shape) == 1 else "result" if over else "matrix"
                 (rows, inner), columns = self._ints(a.shape), self.value(b.shape[1])
-                product = Product(
+                product = MatmulShape(
                     rows, inner, columns, self._pair(a.strides), self._pair(b.strides), added, self.threads
                 )
                 if products.way(product) == "onednn":
@@ -237,9 +244,9 @@ class BoundPlan:
         return outer, inner
 
     # ---- slots --------------------------------------------------------------------------------------------------
-    def _home(self, slot: int) -> Home:
+    def _home(self, slot: int) -> Allocation:
         """Where a slot's memory comes from; what oneDNN computes, it allocates."""
-        return Home.result if slot in self._returned else self.program.slots[slot].home
+        return Allocation.result if slot in self._returned else self.program.slots[slot].home
 
     @functools.cached_property
     def _returned(self) -> frozenset[int]:
@@ -248,7 +255,7 @@ class BoundPlan:
     def _slots(self) -> int:
         program = self.program
         offered = self._offered()
-        planned = [i for i in self.used if self._home(i) is Home.arena or i in offered]
+        planned = [i for i in self.used if self._home(i) is Allocation.arena or i in offered]
         slots = [program.slots[i] for i in planned]
         lifetimes = [Lifetime(self.bytes_of(i), s.first, s.last) for i, s in zip(planned, slots, strict=True)]
         offsets, size = plan_arena(lifetimes)
@@ -258,15 +265,15 @@ class BoundPlan:
             self.offsets[slot] = offset
         for i in self.used:
             entry, home = program.slots[i], self._home(i)
-            if home is Home.arena:
+            if home is Allocation.arena:
                 continue
             layout = (torch_dtype(entry.dtype), self._ints(entry.shape), self._ints(entry.strides))
             if entry.opaque:
                 assert isinstance(self.plan, Plan)
                 self.plan.opaque_slot(i, entry.input, *layout)
-            elif home is Home.input:
+            elif home is Allocation.input:
                 self.plan.input_slot(i, entry.input, *layout, entry.mutable)
-            elif home is Home.fresh:
+            elif home is Allocation.fresh:
                 self.plan.fresh_slot(i, *layout)
             else:
                 self.plan.result_slot(i, *layout)
@@ -338,7 +345,7 @@ class BoundPlan:
             tag=index,
         )
 
-    def _onednn(self, index: int, arguments: tuple[Place, ...]) -> None:
+    def _onednn(self, index: int, arguments: tuple[BufferView, ...]) -> None:
         """Launch a product in oneDNN, which takes the second operand transposed."""
         chosen = self.onednn[index]
         out, *c, a, b = arguments
@@ -350,11 +357,11 @@ class BoundPlan:
 
     def _argument(self, argument: Any) -> Any:
         match argument:
-            case Place():
+            case BufferView():
                 return self._view(argument)
             case Placeholder(tensor=tensor):
                 self._placeholder_bytes = max(self._placeholder_bytes, self.value(tensor.bytes))
-                return self._view(Place(self.stand_in, tensor.dtype, tensor.shape, tensor.strides))
+                return self._view(BufferView(self.stand_in, tensor.dtype, tensor.shape, tensor.strides))
             case DType():
                 return torch_dtype(argument)
             case tuple() | list():
@@ -363,7 +370,7 @@ class BoundPlan:
                 return self.value(argument)
         return argument
 
-    def _view(self, place: Place) -> View:
+    def _view(self, place: BufferView) -> PlanView:
         layout = (torch_dtype(place.dtype), tuple(self._ints(place.shape)), tuple(self._ints(place.strides)))
         empty = 0 in layout[1]  # a slice without elements may begin behind the end
         offset = 0 if empty else self.value(place.offset) * place.dtype.bytes
@@ -372,7 +379,7 @@ class BoundPlan:
             self._views[key] = self.plan.view(place.slot, offset, *layout)
         return self._views[key]
 
-    def _output(self, place: Place) -> tuple[int, list[int], list[int], int] | int:
+    def _output(self, place: BufferView) -> tuple[int, list[int], list[int], int] | int:
         """The position among the owners, with a layout if the output is not the whole slot as it is."""
         slot, position = self.program.slots[place.slot], self.owners.index(place.slot)
         layout = (self._ints(place.shape), self._ints(place.strides), self.value(place.offset))

@@ -21,16 +21,35 @@ from daceml_train.errors import ExecutionError, Invalid, execution_error
 from daceml_train.runtime.native_build import executor
 
 DTYPE_NUMBERS: dict[torch.dtype, int] = {
-    torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4, torch.float16: 5, torch.float32: 6,
-    torch.float64: 7, torch.complex32: 8, torch.complex64: 9, torch.complex128: 10, torch.bool: 11, torch.bfloat16: 15,
-    torch.float8_e5m2: 23, torch.float8_e4m3fn: 24, torch.float8_e5m2fnuz: 25, torch.float8_e4m3fnuz: 26,
-    torch.uint16: 27, torch.uint32: 28, torch.uint64: 29,
-}  # fmt: skip
+    torch.uint8: 0,
+    torch.int8: 1,
+    torch.int16: 2,
+    torch.int32: 3,
+    torch.int64: 4,
+    torch.float16: 5,
+    torch.float32: 6,
+    torch.float64: 7,
+    torch.complex32: 8,
+    torch.complex64: 9,
+    torch.complex128: 10,
+    torch.bool: 11,
+    torch.bfloat16: 15,
+    torch.float8_e5m2: 23,
+    torch.float8_e4m3fn: 24,
+    torch.float8_e5m2fnuz: 25,
+    torch.float8_e4m3fnuz: 26,
+    torch.uint16: 27,
+    torch.uint32: 28,
+    torch.uint64: 29,
+}
 """PyTorch's `ScalarType` numbers: operators take dtypes as integers."""
 
 _MEMORY_FORMATS = {
-    torch.contiguous_format: 0, torch.preserve_format: 1, torch.channels_last: 2, torch.channels_last_3d: 3,
-}  # fmt: skip
+    torch.contiguous_format: 0,
+    torch.preserve_format: 1,
+    torch.channels_last: 2,
+    torch.channels_last_3d: 3,
+}
 _LAYOUTS = {torch.strided: 0}
 _PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 2, "baddbmm": 3}
 _CONTROL = {"cond": 0, "scan": 1, "while": 2}
@@ -95,7 +114,7 @@ ctypes.pythonapi.PyCapsule_New.argtypes = [c_void_p, c_char_p, c_void_p]
 
 
 class InputMismatch(Invalid):
-    """Input `index` of a run differs from the layout its plan was specialised for; nothing has run."""
+    """Input `index` of a run differs from the layout its plan was specialized for; nothing has run."""
 
     def __init__(self, message: str, index: int) -> None:
         self.index = index
@@ -103,15 +122,16 @@ class InputMismatch(Invalid):
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class PlanView:
     """A tensor over a part of a slot, as an argument or a result of an operator."""
 
     number: int
 
 
-Items: TypeAlias = "Sequence[View | None] | Sequence[bool] | Sequence[int] | Sequence[float]"
+Items: TypeAlias = "Sequence[PlanView | None] | Sequence[bool] | Sequence[int] | Sequence[float]"
 Argument: TypeAlias = (
-    "View | bool | int | float | str | torch.device | torch.dtype | torch.layout | torch.memory_format | Items | None"
+    "PlanView | bool | int | float | str | torch.device | torch.dtype | torch.layout | torch.memory_format "
+    "| Items | None"
 )
 
 
@@ -268,7 +288,7 @@ class Plan:
         self._inputs = max(self._inputs, index + 1)
 
     def fresh_slot(self, slot: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]) -> None:
-        """The slot is allocated, uninitialised, just before the first launch that uses it."""
+        """The slot is allocated, uninitialized, just before the first launch that uses it."""
         self._checked(self._native.plan_owned_slot(self._handle, slot, True, *_layout(dtype, sizes, strides)))
 
     def result_slot(self, slot: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]) -> None:
@@ -282,12 +302,16 @@ class Plan:
         """
         self._checked(self._native.plan_offer(self._handle, slot, offset))
 
-    def view(self, slot: int, offset: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]) -> View:
+    def view(
+        self, slot: int, offset: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]
+    ) -> PlanView:
         """A tensor over the slot, `offset` bytes from its start; strides in elements.
 
         It does not keep the memory alive: an operator must not keep the tensor beyond its call.
         """
-        return View(self._checked(self._native.plan_view(self._handle, slot, offset, *_layout(dtype, sizes, strides))))
+        return PlanView(
+            self._checked(self._native.plan_view(self._handle, slot, offset, *_layout(dtype, sizes, strides)))
+        )
 
     # Launches
 
@@ -300,22 +324,38 @@ class Plan:
         numbers = _integers(integers), len(integers)
         return self._added(self._native.plan_kernel(self._handle, address, *places, *numbers, tag))
 
-    def mm(self, out: View, a: View, b: View, *, tag: int = -1) -> int:
+    def mm(self, out: PlanView, a: PlanView, b: PlanView, *, tag: int = -1) -> int:
         """Writes a @ b to `out`."""
         return self._product("mm", out, None, a, b, 0.0, 1.0, tag)
 
-    def bmm(self, out: View, a: View, b: View, *, tag: int = -1) -> int:
+    def bmm(self, out: PlanView, a: PlanView, b: PlanView, *, tag: int = -1) -> int:
         """Writes a[i] @ b[i] to `out[i]`."""
         return self._product("bmm", out, None, a, b, 0.0, 1.0, tag)
 
     def addmm(
-        self, out: View, bias: View, a: View, b: View, *, beta: float = 1.0, alpha: float = 1.0, tag: int = -1
+        self,
+        out: PlanView,
+        bias: PlanView,
+        a: PlanView,
+        b: PlanView,
+        *,
+        beta: float = 1.0,
+        alpha: float = 1.0,
+        tag: int = -1,
     ) -> int:
         """Writes beta * bias + alpha * (a @ b) to `out`; the bias broadcasts."""
         return self._product("addmm", out, bias, a, b, beta, alpha, tag)
 
     def baddbmm(
-        self, out: View, bias: View, a: View, b: View, *, beta: float = 1.0, alpha: float = 1.0, tag: int = -1
+        self,
+        out: PlanView,
+        bias: PlanView,
+        a: PlanView,
+        b: PlanView,
+        *,
+        beta: float = 1.0,
+        alpha: float = 1.0,
+        tag: int = -1,
     ) -> int:
         """Writes beta * bias[i] + alpha * (a[i] @ b[i]) to `out[i]`."""
         return self._product("baddbmm", out, bias, a, b, beta, alpha, tag)
@@ -325,7 +365,7 @@ class Plan:
         name: str,
         overload: str,
         arguments: Sequence[Argument],
-        results: Sequence[int | View | None],
+        results: Sequence[int | PlanView | None],
         *,
         tag: int = -1,
     ) -> int:
@@ -339,7 +379,7 @@ class Plan:
         for argument in arguments:
             self._checked(self._add_argument(argument))
         for result in results:
-            view = result.number if isinstance(result, View) else -1
+            view = result.number if isinstance(result, PlanView) else -1
             slot = result if isinstance(result, int) else -1
             self._checked(self._native.call_result(self._handle, slot, view))
         return self._added(self._native.call_end(self._handle, tag))
@@ -348,17 +388,17 @@ class Plan:
         self,
         kind: str,
         bodies: Sequence[Plan],
-        condition: View | None,
-        states: Sequence[View],
-        slices: Sequence[tuple[View, int]],
-        shared: Sequence[View],
+        condition: PlanView | None,
+        states: Sequence[PlanView],
+        slices: Sequence[tuple[PlanView, int]],
+        shared: Sequence[PlanView],
         results: Sequence[int],
         trips: int,
         reverse: bool,
         *,
         tag: int = -1,
     ) -> int:
-        """Runs plans as the bodies of control flow; see `runtime.program.ControlLaunch` for what is which.
+        """Runs plans as the bodies of control flow; see `lowering.program.ControlLaunch` for what is which.
 
         Slices are given by the first one and the bytes to the next. Bodies are finalised, have an arena of their own,
         and hand out dense row-major tensors; `results` are result slots.
@@ -369,11 +409,25 @@ class Plan:
         steps = _integers([stride for _, stride in slices])
         return self._added(
             self._native.plan_control(
-                self._handle, _CONTROL[kind], handles, len(bodies), -1 if condition is None else condition.number,
-                numbers[0], len(states), numbers[1], steps, len(slices), numbers[2], len(shared),
-                _integers(results, c_int), len(results), trips, reverse, tag,
+                self._handle,
+                _CONTROL[kind],
+                handles,
+                len(bodies),
+                -1 if condition is None else condition.number,
+                numbers[0],
+                len(states),
+                numbers[1],
+                steps,
+                len(slices),
+                numbers[2],
+                len(shared),
+                _integers(results, c_int),
+                len(results),
+                trips,
+                reverse,
+                tag,
             )
-        )  # fmt: skip
+        )
 
     def release(self, slot: int, *, tag: int = -1) -> int:
         """Drops an owned value after its last use: its memory returns to the pool."""
@@ -419,7 +473,15 @@ class Plan:
         return list(measured)
 
     def _product(
-        self, kind: str, out: View, bias: View | None, a: View, b: View, beta: float, alpha: float, tag: int
+        self,
+        kind: str,
+        out: PlanView,
+        bias: PlanView | None,
+        a: PlanView,
+        b: PlanView,
+        beta: float,
+        alpha: float,
+        tag: int,
     ) -> int:
         bias_number = -1 if bias is None else bias.number
         return self._added(
@@ -433,7 +495,7 @@ class Plan:
         added: Any
         if value is None:
             added = native.call_none(handle)
-        elif isinstance(value, View):
+        elif isinstance(value, PlanView):
             added = native.call_tensor(handle, value.number)
         elif isinstance(value, bool):  # before int, which it is
             added = native.call_boolean(handle, value)
@@ -459,8 +521,8 @@ class Plan:
         native, handle, count = self._native, self._handle, len(items)
         kinds = {type(item) for item in items}
         added: Any
-        if kinds & {View, type(None)}:
-            numbers = [item.number if isinstance(item, View) else -1 for item in items]
+        if kinds & {PlanView, type(None)}:
+            numbers = [item.number if isinstance(item, PlanView) else -1 for item in items]
             added = native.call_tensors(handle, _integers(numbers, c_int), count)
         elif kinds == {bool}:
             added = native.call_booleans(handle, (c_int * count)(*cast("Sequence[int]", items)), count)

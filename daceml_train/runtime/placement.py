@@ -9,15 +9,15 @@ from contextvars import ContextVar
 
 import torch
 
-from daceml_train.errors import Elsewhere, Unsupported
-from daceml_train.runtime.cuda_device import CUDA
-from daceml_train.runtime.device import CPU, Device
+from daceml_train.errors import DeviceMismatch, Unsupported
+from daceml_train.lowering.device import CPU, Device
+from daceml_train.runtime.gpu.cuda import CUDA
 
-_standing_in: ContextVar[Callable[[torch.device], Device | None] | None] = ContextVar("standing_in", default=None)
+_standing_in: ContextVar[Callable[[torch.device], Device | None] | None] = ContextVar("device_override", default=None)
 
 
 @contextlib.contextmanager
-def standing_in(choose: Callable[[torch.device], Device | None]) -> Iterator[None]:
+def device_override(choose: Callable[[torch.device], Device | None]) -> Iterator[None]:
     """Within it, `choose` says which device tensors lie on, or None for the one that they say themselves."""
     token = _standing_in.set(choose)
     try:
@@ -56,7 +56,7 @@ def common_device(tensors: Mapping[str, torch.Tensor]) -> Device:
         elif first is None:
             first = name, tensor.device
         elif tensor.device != first[1]:
-            raise Elsewhere(
+            raise DeviceMismatch(
                 f"{first[0]} is on {first[1]} and {name} on {tensor.device}: a program runs on one device",
                 advice="move model, inputs and targets to the same one",
             )

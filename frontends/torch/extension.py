@@ -9,18 +9,23 @@ from typing import Any, get_type_hints
 import sympy
 import torch
 
+from daceml_train.analysis.interpret import interpret
 from daceml_train.autodiff.reverse import differentiate
 from daceml_train.errors import Invalid
 from daceml_train.frontends.torch import types
-from daceml_train.frontends.torch.translate import Translator, rule
+from daceml_train.frontends.torch.rules.translate import Translator, rule
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.interpret import interpret
 from daceml_train.ops.operator import Operator, Value
 from daceml_train.tensor import Dim
 
 _SCHEMA: Mapping[Any, str] = {
-    float: "float", int: "int", bool: "bool", str: "str", tuple[int, ...]: "int[]", tuple[float, ...]: "float[]",
-}  # fmt: skip
+    float: "float",
+    int: "int",
+    bool: "bool",
+    str: "str",
+    tuple[int, ...]: "int[]",
+    tuple[float, ...]: "float[]",
+}
 """Type of an attribute -> its type in PyTorch's schemas."""
 
 _libraries: list[torch.library.Library] = []

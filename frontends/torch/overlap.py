@@ -14,8 +14,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from daceml_train.errors import Unsupported
+from daceml_train.frontends.torch.dynamo.origin import origin
 from daceml_train.frontends.torch.results import example_of, is_whole
-from daceml_train.frontends.torch.source import origin
 
 
 def refuse_lost_writes(node: fx.Node, changed: fx.Node | None) -> None:

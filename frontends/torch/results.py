@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch import types
-from daceml_train.frontends.torch.translate import Translator
+from daceml_train.frontends.torch.rules.translate import Translator
 from daceml_train.ops.operator import Value
 from daceml_train.tensor import Dim, Shape, same
 
@@ -67,9 +67,7 @@ def outputs_of(
     `results` and `inputs` are examples; `made` holds the results' values, and then those of `bases`.
     """
     storages = {_storage(e): i for i, e in enumerate(inputs) if isinstance(e, Tensor)}
-    shared = {
-        _storage(example_of(n)): (example_of(n), v) for n, v in zip(bases, made[len(results) :], strict=False)
-    }
+    shared = {_storage(example_of(n)): (example_of(n), v) for n, v in zip(bases, made[len(results) :], strict=False)}
     outputs: list[OutputSource] = []
     detached: list[bool] = []
     taken: dict[int, int] = {}

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from daceml_train.analysis.interpret import interpret
+from daceml_train.analysis.verify import verify
 from daceml_train.autodiff.reverse import differentiate
 from daceml_train.errors import Unsupported
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.interpret import interpret
 from daceml_train.graph.text import parse, show
-from daceml_train.graph.verify import verify
 from daceml_train.ops.control import Scan
 from tests.graph import control_flow
 from tests.graph.control_flow import LOOP

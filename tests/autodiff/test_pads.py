@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
+from daceml_train.analysis.interpret import interpret
 from daceml_train.autodiff.reverse import differentiate
 from daceml_train.graph.graph import Graph, Role
-from daceml_train.graph.interpret import interpret
 from daceml_train.passes.base import without_dead_code
 from tests.transformations.checking import program
 
@@ -18,7 +18,10 @@ def gradient(ranges: list[tuple[int, int]], dim: int, also: bool = False) -> tup
     for k, (start, stop) in enumerate(ranges):
         weight = WEIGHTS[k % 3]
         lines += [f"%s{k} = slice(%x, dim={dim}, start={start}, stop={stop})", f"%m{k} = mul(%s{k}, %s{k})"]
-        lines += [f'%r{k} = reduce(%m{k}, kind="sum", dims=(0, 1))', f"%w{k} = full(value={weight}, shape=(), dtype=f32)"]
+        lines += [
+            f'%r{k} = reduce(%m{k}, kind="sum", dims=(0, 1))',
+            f"%w{k} = full(value={weight}, shape=(), dtype=f32)",
+        ]
         lines += [f"%t{k} = mul(%r{k}, %w{k})"]
         terms.append(f"t{k}")
     if also:

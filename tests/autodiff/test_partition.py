@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from daceml_train.analysis.interpret import interpret
+from daceml_train.analysis.verify import verify
 from daceml_train.autodiff.partition import Halves, partition
 from daceml_train.autodiff.reverse import differentiate
 from daceml_train.graph.graph import Graph, Role
-from daceml_train.graph.interpret import interpret
-from daceml_train.graph.verify import verify
 from daceml_train.tensor import DType, Tensor, symbol
 from tests.transformations.checking import arrays, program
 

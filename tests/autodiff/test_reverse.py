@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from daceml_train.analysis.interpret import interpret
+from daceml_train.analysis.verify import verify
 from daceml_train.autodiff.reverse import differentiate, sum_to
 from daceml_train.errors import Invalid, Unsupported
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.interpret import interpret
-from daceml_train.graph.verify import verify
 from daceml_train.ops.elementwise import Full
 from daceml_train.ops.operator import Builder, Operator, Value
 from daceml_train.tensor import DType, Tensor
@@ -33,7 +33,11 @@ def test_contributions_at_a_fan_out_are_added() -> None:
 
 
 def test_a_broadcast_operand_gets_the_sum() -> None:
-    graph = program("x: f32[4, 3], b: f32[3], c: f32[4, 1]", "%a = add(%x, %b)\n%d = mul(%a, %c)\n%y = reduce(%d, kind=\"sum\", dims=(0, 1))", "%y")
+    graph = program(
+        "x: f32[4, 3], b: f32[3], c: f32[4, 1]",
+        '%a = add(%x, %b)\n%d = mul(%a, %c)\n%y = reduce(%d, kind="sum", dims=(0, 1))',
+        "%y",
+    )
     x, b, c = np.random.rand(4, 3), np.random.rand(3), np.random.rand(4, 1)
     gx, gb, gc = gradients(graph, ["x", "b", "c"], {"x": x, "b": b, "c": c})
     np.testing.assert_allclose(gx, np.broadcast_to(c, (4, 3)))

@@ -53,7 +53,7 @@ def test_an_operator_is_right(tmp_path: Path) -> None:
 
 def test_views_are_computed_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """A result that is a view of its input would leave nothing to check: a wrong rule has to be seen."""
-    from daceml_train.frontends.torch.translate import RULES
+    from daceml_train.frontends.torch.rules.translate import RULES
 
     op = entry("t")
     sample = SampleInput(torch.randn(2, 3, requires_grad=True))

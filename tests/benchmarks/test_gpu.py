@@ -35,28 +35,46 @@ def test_the_page_of_results() -> None:
         return {"milliseconds": milliseconds, "peak": peak, "launches": 1, "streams": 3, "notes": []}
 
     kernel = {
-        "name": "softmax", "dtype": "float32", "direction": "forward", "bytes": 3_000_000_000, "ours": 1000.0,
-        "eager": 2000.0, "compiled": 1100.0,
-    }  # fmt: skip
+        "name": "softmax",
+        "dtype": "float32",
+        "direction": "forward",
+        "bytes": 3_000_000_000,
+        "ours": 1000.0,
+        "eager": 2000.0,
+        "compiled": 1100.0,
+    }
     name = "network | ResNet-50 | bf16 |"
     rows = {
-        "copy": {"bandwidth": 4e12}, "kernel | softmax | float32": {"rows": [kernel]},
-        f"{name} ours": step(2.0, 60), f"{name} eager": step(5.0, 120), f"{name} eager, channels-last": step(4.0, 120),
-        f"{name} compile default": step(3.0, 100), "network | branches | tf32 | ours": step(1.0, 1),
-        "network | branches | tf32 | one stream": step(1.5, 1), "kernel | b": {"error": "it failed"},
+        "copy": {"bandwidth": 4e12},
+        "kernel | softmax | float32": {"rows": [kernel]},
+        f"{name} ours": step(2.0, 60),
+        f"{name} eager": step(5.0, 120),
+        f"{name} eager, channels-last": step(4.0, 120),
+        f"{name} compile default": step(3.0, 100),
+        "network | branches | tf32 | ours": step(1.0, 1),
+        "network | branches | tf32 | one stream": step(1.5, 1),
+        "kernel | b": {"error": "it failed"},
         "network | ViT | bf16 | ours": {"error": "no room"},
         "bytes | softmax | forward": {"name": "softmax, forward", "modelled": 100, "measured": 105},
         "bytes | softmax | backward": {
-            "name": "softmax, backward", "modelled": 100, "bandwidth": 3e12, "note": "ncu is not installed",
+            "name": "softmax, backward",
+            "modelled": 100,
+            "bandwidth": 3e12,
+            "note": "ncu is not installed",
         },
-    }  # fmt: skip
+    }
     text = page({"machine": {"device": "one", "date": "today"}, "rows": rows})
     for part in (
-        "4.00 TB/s", "| softmax | float32 | forward | 1000 | 75% | 2.00 | 1.10 |",
-        "| ResNet-50 | bf16 | 2.00 | 2.00 | 1.50 | 0.60 | 1 |", "- kernel | b: it failed", "ours: no room",
-        "2.00 over eager, 1.50 over the best", "3 streams | tf32 | | | | | | 1.50 times as fast as one",
-        "| softmax, forward | 100 | 1.05 of it |", "ncu is not installed: 75% of a copy's bandwidth",
-    ):  # fmt: skip
+        "4.00 TB/s",
+        "| softmax | float32 | forward | 1000 | 75% | 2.00 | 1.10 |",
+        "| ResNet-50 | bf16 | 2.00 | 2.00 | 1.50 | 0.60 | 1 |",
+        "- kernel | b: it failed",
+        "ours: no room",
+        "2.00 over eager, 1.50 over the best",
+        "3 streams | tf32 | | | | | | 1.50 times as fast as one",
+        "| softmax, forward | 100 | 1.05 of it |",
+        "ncu is not installed: 75% of a copy's bandwidth",
+    ):
         assert part in text, part
 
 
@@ -80,7 +98,14 @@ def fake(name: str, delay: float = 0.0, way: str = "works", gib: float = 1.0) ->
 
 def test_workers_get_ready_together_and_are_measured_one_by_one() -> None:
     made: dict[str, Any] = {}
-    given = [fake("a", 1.0), fake("b", 1.0), fake("c", way="dies"), fake("d", way="hangs"), fake("e", 1000.0), fake("f")]
+    given = [
+        fake("a", 1.0),
+        fake("b", 1.0),
+        fake("c", way="dies"),
+        fake("d", way="hangs"),
+        fake("e", 1000.0),
+        fake("f"),
+    ]
     limits = Limits(workers=5, ready=15.0, measure=2.0)
     start = time.monotonic()
     left = measure(given, limits, start + 200, lambda key, row: made.__setitem__(key, row))
@@ -103,15 +128,17 @@ def test_what_time_cuts_off_is_left_and_what_is_done_is_there() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("kernel", "softmax", "bfloat16"), ("adam",), ("bytes", "LayerNorm", "backward"),
+        ("kernel", "softmax", "bfloat16"),
+        ("adam",),
+        ("bytes", "LayerNorm", "backward"),
         *(("network", "tiny", "bf16", variant) for variant in ("ours", "one stream", "eager, channels-last")),
     ],
     ids=" ".join,
-)  # fmt: skip
+)
 def test_every_kind_of_measurement_in_tiny_sizes(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    from daceml_train.runtime import recording
+    from daceml_train.runtime.gpu import cuda_graph
 
-    monkeypatch.setattr(recording, "schedule_of", recording.schedule_of)  # which one of them replaces
+    monkeypatch.setattr(cuda_graph, "schedule_of", cuda_graph.schedule_of)  # which one of them replaces
     monkeypatch.setattr(clock, "BATCHES", 1)
     found = json.loads(json.dumps(prepared(*words)()))
     rows = found.get("rows", [found])

@@ -36,9 +36,16 @@ def test_agreement() -> None:
 
 
 PARAMETERS = {  # in millions, as published for the architectures (BERT and GPT-2: 4 of 12 layers)
-    "resnet50": 25.6, "wide_resnet50_2": 68.9, "mobilenet_v2": 3.5, "efficientnet_b0": 5.3, "mixer": 18.5, "vit_s": 22.1,
-    "bert": 52.8, "gpt2": 67.7, "dlrm": 168.7,
-}  # fmt: skip
+    "resnet50": 25.6,
+    "wide_resnet50_2": 68.9,
+    "mobilenet_v2": 3.5,
+    "efficientnet_b0": 5.3,
+    "mixer": 18.5,
+    "vit_s": 22.1,
+    "bert": 52.8,
+    "gpt2": 67.7,
+    "dlrm": 168.7,
+}
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -8,17 +8,25 @@ from benchmarks.render import page
 TIMING = {"lower": 9.0, "upper": 11.0, "faults": 5.0, "disturbed": False}
 START = {"seconds": 0.0, "stages": {}, "peak_bytes": 6e8}
 RESULTS = {
-    "date": "2026-01-01 00:00 UTC", "processor": "A processor", "cores": 2, "versions": {"torch": "2.13.0"},
+    "date": "2026-01-01 00:00 UTC",
+    "processor": "A processor",
+    "cores": 2,
+    "versions": {"torch": "2.13.0"},
     "networks": {
         "gpt2": {
             "title": "GPT-2, 4 layers",
             "variants": {
                 "eager": {
-                    "stock": TIMING | {"median": 10.0}, "tuned": TIMING | {"median": 8.0}, "cold": START, "warm": START,
+                    "stock": TIMING | {"median": 10.0},
+                    "tuned": TIMING | {"median": 8.0},
+                    "cold": START,
+                    "warm": START,
                 },
                 "inductor": {
-                    "stock": TIMING | {"median": 12.0}, "tuned": TIMING | {"median": 7.0},
-                    "cold": START | {"seconds": 20.0}, "warm": START | {"seconds": 3.0},
+                    "stock": TIMING | {"median": 12.0},
+                    "tuned": TIMING | {"median": 7.0},
+                    "cold": START | {"seconds": 20.0},
+                    "warm": START | {"seconds": 3.0},
                 },
                 "step": {
                     "stock": TIMING | {"median": 5.0, "disturbed": True, "faults": 0.0},
@@ -28,7 +36,8 @@ RESULTS = {
             },
         },
         "bert": {
-            "title": "BERT, 4 layers", "mixed_agreement": 0.7,
+            "title": "BERT, 4 layers",
+            "mixed_agreement": 0.7,
             "variants": {
                 "eager-bf16": {"stock": TIMING | {"median": 6.0}, "cold": START, "warm": START},
                 "step-bf16": {"stock": TIMING | {"median": 4.0}, "cold": START, "warm": START},
@@ -36,7 +45,7 @@ RESULTS = {
         },
         "broken": {"title": "Broken", "error": "Traceback\nValueError: no"},
     },
-}  # fmt: skip
+}
 
 
 def test_page() -> None:

@@ -51,16 +51,27 @@ def server(folder: Path) -> Iterator[Lab]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = {
-        "ServerApp.token": TOKEN, "ServerApp.port": port, "ServerApp.ip": "127.0.0.1", "ServerApp.open_browser": False,
-        "ServerApp.root_dir": folder / "work", "ServerApp.allow_root": True, "ServerApp.port_retries": 0,
-        "LabApp.user_settings_dir": folder / "settings", "LabApp.workspaces_dir": folder / "workspaces",
-        "LabApp.news_url": "", "LabApp.extension_manager": "readonly",
-    }  # fmt: skip
+        "ServerApp.token": TOKEN,
+        "ServerApp.port": port,
+        "ServerApp.ip": "127.0.0.1",
+        "ServerApp.open_browser": False,
+        "ServerApp.root_dir": folder / "work",
+        "ServerApp.allow_root": True,
+        "ServerApp.port_retries": 0,
+        "LabApp.user_settings_dir": folder / "settings",
+        "LabApp.workspaces_dir": folder / "workspaces",
+        "LabApp.news_url": "",
+        "LabApp.extension_manager": "readonly",
+    }
     (folder / "work").mkdir()
     environment = {
-        **os.environ, "PYTHONPATH": str(ROOT), "JUPYTER_CONFIG_DIR": str(folder / "config"),
-        "JUPYTER_RUNTIME_DIR": str(folder / "runtime"), "IPYTHONDIR": str(folder / "ipython"), "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "JUPYTER_CONFIG_DIR": str(folder / "config"),
+        "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),
+        "IPYTHONDIR": str(folder / "ipython"),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-m", "jupyterlab", *(f"--{name}={value}" for name, value in options.items())]
     with (folder / "server.log").open("w") as log:
         process = subprocess.Popen(

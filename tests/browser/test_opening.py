@@ -95,7 +95,11 @@ class Broken(nn.Module):
             return self.linear(x)
         return x
 """
-    page.goto(lab.notebook("broken", broken, "explorer = dt.explore(Broken(), torch.randn(2, 4))\nexplorer", "explorer.session"))
+    page.goto(
+        lab.notebook(
+            "broken", broken, "explorer = dt.explore(Broken(), torch.randn(2, 4))\nexplorer", "explorer.session"
+        )
+    )
     ready(page)
     for number in range(3):
         start_cell(page, number)

@@ -143,7 +143,11 @@ def test_looking(page: Any, lab: Lab, shots: Shots) -> None:
 
 
 def test_two_widgets_and_a_restart(page: Any, lab: Lab, shots: Shots) -> None:
-    cells = (NETWORK, "dt.explore(session, height=400)", "dt.explore(dt.Session(nn.Linear(4, 4), torch.randn(2, 4)), height=300)")
+    cells = (
+        NETWORK,
+        "dt.explore(session, height=400)",
+        "dt.explore(dt.Session(nn.Linear(4, 4), torch.randn(2, 4)), height=300)",
+    )
     first = opened(page, lab, "two", *cells)
     page.wait_for_function("document.querySelectorAll('.daceml-explore[data-drawn]').length === 2")
     second = page.locator(".daceml-explore").nth(1)

@@ -10,9 +10,9 @@ from daceml_train.tensor import DType
 def layer_norm(x: Value, weight: Value, bias: Value) -> Sequence[Value]:
     last = len(x.shape) - 1
     mean = x.mean((last,), True)
-    centred = x - mean
-    rstd = (centred.unary("square").mean((last,), True) + 1e-5).unary("rsqrt")
-    return centred * rstd * weight + bias, mean, rstd
+    centered = x - mean
+    rstd = (centered.unary("square").mean((last,), True) + 1e-5).unary("rsqrt")
+    return centered * rstd * weight + bias, mean, rstd
 
 
 def layer_norm_backward(grad: Value, x: Value, weight: Value, mean: Value, rstd: Value) -> Sequence[Value]:
@@ -78,10 +78,10 @@ def batch_norm(channel: int):
     def body(x: Value, weight: Value, bias: Value, running: Value) -> Sequence[Value]:
         dims, shape = _over(x, channel)
         mean = x.mean(dims, True)
-        centred = x - mean
-        variance = centred.unary("square").mean(dims, True)
+        centered = x - mean
+        variance = centered.unary("square").mean(dims, True)
         rstd = (variance + 1e-5).unary("rsqrt")
-        y = (centred * rstd * weight.view(shape) + bias.view(shape)).unary("relu")
+        y = (centered * rstd * weight.view(shape) + bias.view(shape)).unary("relu")
         flat = mean.view(weight.shape)
         return y, flat, rstd.view(weight.shape), running * 0.9 + flat * 0.1
 

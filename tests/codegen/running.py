@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from daceml_train.codegen.compile import compile_kernels, load
-from daceml_train.codegen.launch import KernelCode, Layout, block_count, generate
+from daceml_train.codegen.cpu.compile import compile_kernels, load
+from daceml_train.codegen.cpu.launch import KernelCode, Layout, block_count, generate
 from daceml_train.graph.graph import Graph
 from daceml_train.graph.leaves import leaves
 from daceml_train.ops.kernel import Kernel, Statement
@@ -17,10 +17,17 @@ from daceml_train.storage.folders import cache_folder
 from daceml_train.tensor import Dim, DType, Tensor
 
 TORCH = {
-    DType.float32: torch.float32, DType.float64: torch.float64, DType.bfloat16: torch.bfloat16,
-    DType.float16: torch.float16, DType.int64: torch.int64, DType.int32: torch.int32, DType.int16: torch.int16,
-    DType.int8: torch.int8, DType.uint8: torch.uint8, DType.bool: torch.bool,
-}  # fmt: skip
+    DType.float32: torch.float32,
+    DType.float64: torch.float64,
+    DType.bfloat16: torch.bfloat16,
+    DType.float16: torch.float16,
+    DType.int64: torch.int64,
+    DType.int32: torch.int32,
+    DType.int16: torch.int16,
+    DType.int8: torch.int8,
+    DType.uint8: torch.uint8,
+    DType.bool: torch.bool,
+}
 DTYPES = {there: here for here, there in TORCH.items()}
 FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
 FOLDER = cache_folder() / "kernels"
@@ -100,17 +107,29 @@ def wide(x: torch.Tensor) -> np.ndarray:
 
 
 def run(
-    code: KernelCode, address: int, kernel: Kernel, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor],
-    blocks: int = 0, threads: int = 2, **symbols: int,
-) -> None:  # fmt: skip
+    code: KernelCode,
+    address: int,
+    kernel: Kernel,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    blocks: int = 0,
+    threads: int = 2,
+    **symbols: int,
+) -> None:
     """Call a compiled kernel once."""
     bind(code, address, kernel, inputs, outputs, blocks, threads, **symbols)()
 
 
 def bind(
-    code: KernelCode, address: int, kernel: Kernel, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor],
-    blocks: int = 0, threads: int = 2, **symbols: int,
-) -> Callable[[], None]:  # fmt: skip
+    code: KernelCode,
+    address: int,
+    kernel: Kernel,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    blocks: int = 0,
+    threads: int = 2,
+    **symbols: int,
+) -> Callable[[], None]:
     """A call without arguments of a compiled kernel."""
     blocks = blocks or block_count(number(code.rows, **symbols), number(code.work, **symbols), threads)
     known = {"blocks": blocks, **symbols}

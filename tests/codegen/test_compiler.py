@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import daceml_train as dt
-from daceml_train.codegen import compile as compiling
 from daceml_train.codegen import compiler
 from daceml_train.codegen.compiler import TIMEOUT, compiler_command, run
+from daceml_train.codegen.cpu import compile as compiling
 from daceml_train.errors import CompilerError
 
 

@@ -48,11 +48,20 @@ def families(rows: int, lanes: int, blocks: int) -> list[Case]:
         case("batch_norm channels last", groups.batch_norm(1), nhwc, *c, outputs=out, **b),
         case("batch_norm last dimension", groups.batch_norm(3), flat, *c, **b),
         case("batch_norm_backward", groups.batch_norm_backward(1), image, image + 0.1, image, c[0], *statistics, **b),
-        case("batch_norm_backward channels last", groups.batch_norm_backward(1), nhwc, nhwc + 0.1, nhwc, c[0],
-             *statistics, outputs=out2, **b),
+        case(
+            "batch_norm_backward channels last",
+            groups.batch_norm_backward(1),
+            nhwc,
+            nhwc + 0.1,
+            nhwc,
+            c[0],
+            *statistics,
+            outputs=out2,
+            **b,
+        ),
         case("softmax over channels", groups.softmax_over(1), image, **b),
         case("softmax over rows", groups.softmax_over(0), r(20, 600), **b),
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("blocks", [1, 3])

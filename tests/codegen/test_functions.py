@@ -1,4 +1,4 @@
-"""Accuracy of `native/vector_math.h`, in units in the last place of float32, and that its functions vectorise."""
+"""Accuracy of `native/vector_math.h`, in units in the last place of float32, and that its functions vectorize."""
 
 import re
 import subprocess
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from daceml_train.codegen.compile import FLAGS, HEADERS, compile_kernels, compiler_command, load
+from daceml_train.codegen.cpu.compile import FLAGS, HEADERS, compile_kernels, compiler_command, load
 from daceml_train.ops.elementwise import FUNCTIONS, TABLE
 from daceml_train.ops.operator import make
 from tests.codegen.running import FOLDER, Case, describe, kernel_of
@@ -15,11 +15,27 @@ from tests.codegen.running import FOLDER, Case, describe, kernel_of
 pytestmark = pytest.mark.compiled
 
 RANGES = {
-    "exp": (-110, 88.6), "expm1": (-20, 20), "log": (1e-30, 1e30), "log1p": (-0.999, 1e6), "tanh": (-12, 12),
-    "sigmoid": (-80, 80), "erf": (-5, 5), "sin": (-1000, 1000), "cos": (-1000, 1000), "atan": (-100, 100),
-    "sqrt": (0, 1e20), "rsqrt": (1e-20, 1e20), "silu": (-40, 40), "gelu_tanh": (-6, 6), "gelu_erf": (-5, 5),
-    "softplus": (-40, 40), "reciprocal": (1e-20, 1e20), "round": (-9, 9), "floor": (-9, 9), "square": (-9, 9),
-}  # fmt: skip
+    "exp": (-110, 88.6),
+    "expm1": (-20, 20),
+    "log": (1e-30, 1e30),
+    "log1p": (-0.999, 1e6),
+    "tanh": (-12, 12),
+    "sigmoid": (-80, 80),
+    "erf": (-5, 5),
+    "sin": (-1000, 1000),
+    "cos": (-1000, 1000),
+    "atan": (-100, 100),
+    "sqrt": (0, 1e20),
+    "rsqrt": (1e-20, 1e20),
+    "silu": (-40, 40),
+    "gelu_tanh": (-6, 6),
+    "gelu_erf": (-5, 5),
+    "softplus": (-40, 40),
+    "reciprocal": (1e-20, 1e20),
+    "round": (-9, 9),
+    "floor": (-9, 9),
+    "square": (-9, 9),
+}
 SCALAR = ["pow", "asin", "acos", "asinh", "acosh", "atanh", "atan2", "exp2", "log2", "log10", "hypot"]
 ABSOLUTE = {"sin": 2e-7, "cos": 2e-7, "gelu_erf": 1e-6, "gelu_tanh": 1e-6}
 """Functions with zeros: the error is bounded absolutely."""
@@ -33,8 +49,10 @@ def samples(low: float, high: float) -> torch.Tensor:
 
 
 def test_accuracy():
-    cases = {kind: Case(kind, kernel_of(lambda x, k=kind: x.unary(k), describe(x)), [x]) for kind, x in
-             ((k, samples(*r)) for k, r in RANGES.items())}  # fmt: skip
+    cases = {
+        kind: Case(kind, kernel_of(lambda x, k=kind: x.unary(k), describe(x)), [x])
+        for kind, x in ((k, samples(*r)) for k, r in RANGES.items())
+    }
     paths = compile_kernels([c.code for c in cases.values()], FOLDER, jobs=2)
     errors = {}
     for kind, case in cases.items():
@@ -60,10 +78,16 @@ def test_special_arguments():
             np.testing.assert_allclose(got.numpy(), want, rtol=1e-6, atol=1e-38, err_msg=kind)
 
 
-@pytest.mark.parametrize(("dtype", "divisor", "ulps"), [
-    (torch.float32, 3.0, 1.5), (torch.float32, 51200.0, 1.5), (torch.float32, 1e-38, 0.5), (torch.float32, 2.5e30, 0.5),
-    (torch.float64, 3.0, 0.5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "divisor", "ulps"),
+    [
+        (torch.float32, 3.0, 1.5),
+        (torch.float32, 51200.0, 1.5),
+        (torch.float32, 1e-38, 0.5),
+        (torch.float32, 2.5e30, 0.5),
+        (torch.float64, 3.0, 0.5),
+    ],
+)
 def test_divisions_by_constants(dtype: torch.dtype, divisor: float, ulps: float) -> None:
     """They are products where the reciprocal is well within range, and float's digits are enough."""
     x = torch.cat([torch.linspace(-9, 9, 4001, dtype=dtype), torch.tensor([0.0, torch.inf, torch.nan], dtype=dtype)])
@@ -77,7 +101,7 @@ def test_divisions_by_constants(dtype: torch.dtype, divisor: float, ulps: float)
     assert (np.abs(got[known] - want[known]) <= 2 * ulps * np.spacing(np.abs(want[known]))).all()
 
 
-def test_every_row_of_the_table_prints_and_vectorises():
+def test_every_row_of_the_table_prints_and_vectorizes():
     """`pow` of two arrays and what is seldom used call the C library; everything else is vector code.
 
     All but `bce`, of whose two bounded logarithms gcc makes branches.
@@ -97,11 +121,11 @@ def test_every_row_of_the_table_prints_and_vectorises():
         case.call(load(paths[case.code.key], case.code.key))
         assert case.worst() < 3e-6, case.name
     text = "\n".join(c.code.source.replace('#include "kernel.h"', "") for c in sources)
-    report = vectorised('#include "kernel.h"\n' + text)
+    report = vectorized('#include "kernel.h"\n' + text)
     assert not report, "\n".join(report)
 
 
-def test_bounds_on_both_sides_vectorise() -> None:
+def test_bounds_on_both_sides_vectorize() -> None:
     x = torch.tensor([-3.0, 0.5, 9.0, float("nan"), float("inf"), -float("inf")]).repeat(40)
     bounds = torch.tensor(0.25), torch.tensor(6.0)
 
@@ -112,7 +136,7 @@ def test_bounds_on_both_sides_vectorise() -> None:
     path = compile_kernels([case.code], FOLDER)[case.code.key]
     case.call(load(path, case.code.key))
     torch.testing.assert_close(case.outputs[0], x.clamp(*bounds), equal_nan=True)
-    assert not vectorised(case.code.source)
+    assert not vectorized(case.code.source)
 
 
 def test_calls_of_the_c_library() -> None:
@@ -144,8 +168,11 @@ def test_bits_of_integers() -> None:
         case.call(load(path, case.code.key))
         wanted = [x & y, x | y, x ^ y, ~x]
         assert all(torch.equal(got, want) for got, want in zip(case.outputs, wanted, strict=True))
-    case = Case("shifts", kernel_of(lambda x, y: [x.apply(make(f"shift_{d}"), y) for d in ("left", "right")],
-                                    describe(a), describe(b)), [a, b])  # fmt: skip
+    case = Case(
+        "shifts",
+        kernel_of(lambda x, y: [x.apply(make(f"shift_{d}"), y) for d in ("left", "right")], describe(a), describe(b)),
+        [a, b],
+    )
     path = compile_kernels([case.code], FOLDER)[case.code.key]
     case.call(load(path, case.code.key))
     assert torch.equal(case.outputs[0], a << b) and torch.equal(case.outputs[1], a >> b)
@@ -156,8 +183,8 @@ def body_of(name, a, b, m):
     return operands[0].apply(make(name), *operands[1:])
 
 
-def vectorised(source: str) -> list[str]:
-    """The `omp simd` loops that the compiler did not vectorise."""
+def vectorized(source: str) -> list[str]:
+    """The `omp simd` loops that the compiler did not vectorize."""
     command = [
         *compiler_command(),
         *FLAGS,

@@ -7,8 +7,8 @@ import pytest
 import sympy
 import torch
 
-from daceml_train.codegen.compile import compile_kernels, load
-from daceml_train.codegen.launch import Layout, block_count, generate
+from daceml_train.codegen.cpu.compile import compile_kernels, load
+from daceml_train.codegen.cpu.launch import Layout, block_count, generate
 from daceml_train.tensor import DType, Tensor, contiguous_strides, symbol
 from tests.codegen import groups
 from tests.codegen.running import FOLDER, describe, kernel_of, run, wide
@@ -110,7 +110,12 @@ code_of(groups.layer_norm, Tensor((8, 32)), Tensor((32,)), Tensor((32,)))[1].sou
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env={"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "DACEML_TRAIN_CACHE": str(tmp_path)},
+        env={
+            "PYTHONPATH": str(root),
+            "PATH": "/usr/bin:/bin",
+            "HOME": str(tmp_path),
+            "DACEML_TRAIN_CACHE": str(tmp_path),
+        },
     )
     assert made.returncode == 0, made.stderr
     assert made.stdout == "" and made.stderr == ""

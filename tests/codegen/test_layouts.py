@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from daceml_train.codegen.domain import analyse
+from daceml_train.codegen.kernel.domain import analyze
 from daceml_train.errors import Refused
 from daceml_train.ops.kernel import Kernel
 from daceml_train.ops.operator import Value, make
@@ -24,10 +24,21 @@ def add(a: Value, b: Value) -> Value:
 def test_broadcasting():
     r = torch.randn
     shapes = [
-        ((3, 4, 5), (3, 4, 5)), ((3, 4, 5), (5,)), ((3, 4, 5), (4, 1)), ((3, 1, 5), (4, 5)), ((3, 4, 5), ()),
-        ((3, 1, 1), (1, 4, 5)), ((1, 1), (1,)), ((7,), (1, 1)), ((2, 3, 4, 5), (3, 1, 5)), ((), ()),
-        ((2, 3, 4, 5), (1, 3, 1, 1)), ((0, 3), (3,)), ((4, 0), (4, 1)), ((300, 70), (300, 1)),
-    ]  # fmt: skip
+        ((3, 4, 5), (3, 4, 5)),
+        ((3, 4, 5), (5,)),
+        ((3, 4, 5), (4, 1)),
+        ((3, 1, 5), (4, 5)),
+        ((3, 4, 5), ()),
+        ((3, 1, 1), (1, 4, 5)),
+        ((1, 1), (1,)),
+        ((7,), (1, 1)),
+        ((2, 3, 4, 5), (3, 1, 5)),
+        ((), ()),
+        ((2, 3, 4, 5), (1, 3, 1, 1)),
+        ((0, 3), (3,)),
+        ((4, 0), (4, 1)),
+        ((300, 70), (300, 1)),
+    ]
     check([case(f"{a} + {b}", add, r(a), r(b), blocks=1 + i % 3) for i, (a, b) in enumerate(shapes)])
 
 
@@ -102,11 +113,11 @@ def test_updates_in_place():
     def sgd(p: Value, g: Value) -> Value:
         return p - g * 0.1
 
-    def normalised(p: Value, g: Value) -> Value:
+    def normalized(p: Value, g: Value) -> Value:
         return p - g / (g * p).sum((1,), True)
 
     cases = []
-    for body in (sgd, normalised):
+    for body in (sgd, normalized):
         kernel = kernel_of(body, describe(p), describe(g))
         kernel = Kernel(kernel.arguments, kernel.statements, kernel.yields, ((0, 0),))
         cases.append(Case(body.__name__, kernel, [p.clone(), g]))
@@ -197,7 +208,7 @@ def test_refusals():
     def sentence(body, *shapes) -> str:
         tensors = [Tensor(s) for s in shapes]
         with pytest.raises(Refused) as refusal:
-            analyse(kernel_of(body, *tensors), tensors)
+            analyze(kernel_of(body, *tensors), tensors)
         return refusal.value.message
 
     assert "neither all rows nor all lanes" in sentence(lambda x: (x.sum((0,)), x.sum((1,)), x.sum((2,))), (2, 3, 4))

@@ -93,7 +93,7 @@ def test_long_sums_are_accurate():
 
 
 def test_runs_are_bitwise_repeatable():
-    from daceml_train.codegen.compile import compile_kernels, load
+    from daceml_train.codegen.cpu.compile import compile_kernels, load
     from tests.codegen.running import FOLDER
 
     x = torch.randn(1000, 300)

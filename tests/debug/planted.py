@@ -9,7 +9,7 @@ from typing import Any
 from daceml_train.frontends.torch.extension import torch_function
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.operator import Builder, Operator, Value
-from daceml_train.passes.base import Match, Pass, Rewrite, View
+from daceml_train.passes.base import Match, Pass, Rewrite, Uses
 from daceml_train.tensor import Tensor
 
 
@@ -19,12 +19,12 @@ class WrongSubtraction(Rewrite):
 
     level = "intra_operator"
 
-    def find(self, view: View, node: Node) -> Mapping[str, Any] | None:
+    def match(self, uses: Uses, node: Node) -> Mapping[str, Any] | None:
         return {} if node.op.label == "sub" else None
 
-    def emit(self, match: Match, builder: Graph, now: Mapping[str, Value]) -> Iterable[Value]:
+    def emit(self, match: Match, builder: Graph, values: Mapping[str, Value]) -> Iterable[Value]:
         a, b = match.root.inputs
-        return (now[b] - now[a],)
+        return (values[b] - values[a],)
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def test_a_wrong_meaning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_wrong_generated_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from daceml_train.codegen import expression
+    from daceml_train.codegen.kernel import expression
 
     model, x = nn.GELU(), torch.randn(3, 4)
     assert not bisect(model, x, folder=tmp_path)

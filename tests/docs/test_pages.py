@@ -12,9 +12,17 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    "accounting", "debugging", "explore", "interactive", "layouts", "mixed-precision", "pipelines", "vscode",
-    "writing-a-pass", "writing-an-operator",
-]  # fmt: skip
+    "accounting",
+    "debugging",
+    "explore",
+    "interactive",
+    "layouts",
+    "mixed-precision",
+    "pipelines",
+    "vscode",
+    "writing-a-pass",
+    "writing-an-operator",
+]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"<!-- file: (\S+) -->\n$")
 

@@ -274,7 +274,7 @@ class Dirty(torch.autograd.Function):
 
 function("functions with constants")(lambda w, x: Scaled.apply(Scaled.apply(x, w, 2.0), w, 0.5))
 function("functions with setup_context", x(3, 4, grad=True), step=ARGUMENT)(lambda w, x: WithContext.apply(x, w))
-function("functions without materialised gradients", wide=True)(lambda w, x: Absent.apply(x, w)[0])
+function("functions without materialized gradients", wide=True)(lambda w, x: Absent.apply(x, w)[0])
 function("functions that change their argument", module="in place", step="in place", wide=True)(
     lambda w, x: Dirty.apply(x * w)
 )
@@ -475,9 +475,11 @@ feature("attention with further keys", lambda: Padded(add_bias_kv=True, add_zero
 feature("attention of other widths", lambda: Padded(kdim=4, vdim=4), x(2, 3, 4), wide=True)
 feature("encoder layer", lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), x(2, 3, 8), wide=True)
 feature(
-    "transformer", lambda: nn.Transformer(8, 2, 1, 1, 16, 0.0, batch_first=True),
-    lambda: (torch.randn(2, 3, 8), torch.randn(2, 4, 8)), wide=True,
-)  # fmt: skip
+    "transformer",
+    lambda: nn.Transformer(8, 2, 1, 1, 16, 0.0, batch_first=True),
+    lambda: (torch.randn(2, 3, 8), torch.randn(2, 4, 8)),
+    wide=True,
+)
 
 
 # ---- embeddings -----------------------------------------------------------------------------------------------------
@@ -501,9 +503,11 @@ feature("bag, sparse", lambda: nn.EmbeddingBag(6, 4, sparse=True), tokens, step=
 for _mode in ("sum", "mean", "max"):
     feature(f"bag, {_mode}", lambda m=_mode: nn.EmbeddingBag(6, 4, mode=m), tokens, wide=_mode != "max")
 feature(
-    "bag, offsets and weights", Bag,
-    lambda: (torch.tensor([1, 2, 2, 0, 5]), torch.tensor([0, 2, 2, 5]), torch.rand(5)), wide=True,
-)  # fmt: skip
+    "bag, offsets and weights",
+    Bag,
+    lambda: (torch.tensor([1, 2, 2, 0, 5]), torch.tensor([0, 2, 2, 5]), torch.rand(5)),
+    wide=True,
+)
 
 
 # ---- parameters that are computed, shared, made late ----------------------------------------------------------------
@@ -666,9 +670,7 @@ function("a branch on a size", wide=True)(lambda w, x: x * w if x.shape[0] > 2 e
 function("a branch on a value", stepped=True, module=ANY, step="ranching")(lambda w, x: x * w if x.sum() > 0 else x - w)
 function("a number from a tensor", module=ANY, step=ANY)(lambda w, x: x * w * x.sum().item())
 function("sizes that depend on values", module=ANY, step="depends on data")(lambda w, x: (x[x > 0] * 2, w * x))
-function("cond", wide=True)(
-    lambda w, x: torch.cond(x.sum() > 0, lambda a, b: a * b, lambda a, b: a - b, (x, w))
-)
+function("cond", wide=True)(lambda w, x: torch.cond(x.sum() > 0, lambda a, b: a * b, lambda a, b: a - b, (x, w)))
 function("NumPy", module=ANY, step=ANY, wide=True)(lambda w, x: x * w + torch.from_numpy(np.sin(x.numpy())))
 
 

@@ -1,4 +1,4 @@
-"""Inputs that are no dense tensors of numbers, and models that break rules: PyTorch's behaviour or an error that says so.
+"""Inputs that are no dense tensors of numbers, and models that break rules: PyTorch's behavior or an error that says so.
 
 Either way model and optimizer are as they were, and the next good call works.
 """

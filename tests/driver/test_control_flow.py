@@ -102,9 +102,18 @@ def a_loop_on_data(m: Any, x: Tensor) -> Tensor:
 
 
 CASES = [
-    shared_parameters, a_side_without_parameters, nested_branches, two_results, without_gradients, detached_inside,
-    recurrence, backward_recurrence, branch_in_a_loop, each_row, a_loop_on_data,
-]  # fmt: skip
+    shared_parameters,
+    a_side_without_parameters,
+    nested_branches,
+    two_results,
+    without_gradients,
+    detached_inside,
+    recurrence,
+    backward_recurrence,
+    branch_in_a_loop,
+    each_row,
+    a_loop_on_data,
+]
 
 
 def both_signs() -> list[Tensor]:

@@ -67,7 +67,7 @@ def test_the_methods_that_lightning_calls_are_compiled() -> None:
 
 
 @pytest.mark.compiled
-def test_options_and_mode_of_torch_compile_are_honoured() -> None:
+def test_options_and_mode_of_torch_compile_are_honored() -> None:
     seen: list[Any] = []
     x = torch.randn(3, 4)
     model = nn.Sequential(nn.Linear(4, 2), nn.ReLU())

@@ -37,7 +37,9 @@ def two_loops(m: Any, x: Tensor) -> Tensor:
     return each_row(m, x) + each_row(m, x.flip(0)) * each_row(m, x.sin())
 
 
-@pytest.mark.parametrize("function", [each_row, two_loops, shared_parameters, branch_in_a_loop], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function", [each_row, two_loops, shared_parameters, branch_in_a_loop], ids=lambda f: f.__name__
+)
 def test_training_steps(function: Callable[[Any, Tensor], Tensor]) -> None:
     """A loop of known length is recorded; where data decides, the step runs launch by launch, and says so."""
     own = Two(function)
@@ -65,7 +67,11 @@ def test_training_steps(function: Callable[[Any, Tensor], Tensor]) -> None:
 def test_a_failure_inside_names_the_line() -> None:
     from daceml_train.errors import ExecutionError
 
-    model = Two(lambda m, x: torch.cond(x.sum() > 0, lambda x: F.embedding(x.long(), m.a.weight), lambda x: F.embedding(x.long(), m.b.weight), (x,)))
+    model = Two(
+        lambda m, x: torch.cond(
+            x.sum() > 0, lambda x: F.embedding(x.long(), m.a.weight), lambda x: F.embedding(x.long(), m.b.weight), (x,)
+        )
+    )
     with emulated():
         optimized = dt.optimize(model)
         with pytest.raises((ExecutionError, IndexError), match=r"test_gpu_control\.py|out of range"):

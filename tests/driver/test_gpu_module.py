@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 import daceml_train as dt
 from daceml_train.driver.module import state_of
-from daceml_train.errors import Elsewhere, Invalid, OutOfMemory
-from daceml_train.runtime.device_arena import DeviceArena
+from daceml_train.errors import DeviceMismatch, Invalid, OutOfMemory
+from daceml_train.runtime.gpu.arena import DeviceArena
+from daceml_train.runtime.gpu.cuda_graph import HostScalars
 from daceml_train.runtime.placement import common_device, device_of
-from daceml_train.runtime.recording import HostScalars
 from tests.driver.conformity import distance
 from tests.driver.networks import mlp
 from tests.runtime.emulation import Emulated, emulated
@@ -86,7 +86,7 @@ def test_attention_is_written_out(training: bool) -> None:
 
 def test_other_devices_are_refused_by_name() -> None:
     here, there = torch.zeros(3), torch.zeros(3, device="meta")
-    with pytest.raises(Elsewhere, match=r"model.weight is on cpu and x on meta: a program runs on one device"):
+    with pytest.raises(DeviceMismatch, match=r"model.weight is on cpu and x on meta: a program runs on one device"):
         common_device({"model.weight": here, "x": there})
     with pytest.raises(Invalid, match="CPUs and CUDA devices, not on meta"):
         device_of(torch.device("meta"))
@@ -108,7 +108,7 @@ def test_out_of_memory_names_the_biggest_arrays(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(OutOfMemory) as caught:
             step(torch.randn(6, 8), torch.randn(6, 4))
     text = str(caught.value)
-    assert "the arena of planned arrays takes" in text and "Recompute(budget=" in text
+    assert "the arena of planned arrays takes" in text and "Rematerialize(budget=" in text
     assert "f32[16, 16]" in text and "the input" in text
 
 
@@ -124,7 +124,7 @@ def test_numbers_of_the_cpu_are_copied_when_they_change() -> None:
 
 def test_functions_of_attention() -> None:
     """The functions that a GPU calls, on operands for which no kernel of PyTorch's is there."""
-    from daceml_train.backends.functions import attention, attention_grad
+    from daceml_train.runtime.gpu.functions import attention, attention_grad
 
     q, k, v = (torch.randn(2, 3, n, 8, dtype=torch.float64, requires_grad=True) for n in (5, 7, 7))
     mask = torch.randn(5, 7, dtype=torch.float64)

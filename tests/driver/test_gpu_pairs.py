@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import daceml_train as dt
 from daceml_train.driver.module import state_of
 from daceml_train.errors import Invalid
-from daceml_train.runtime.pair_recording import PairRecorder
+from daceml_train.runtime.gpu.cuda_graph_pair import CudaGraphPairs
 from tests.driver.conformity import distance
 from tests.driver.networks import mlp
 from tests.runtime.emulation import Emulated, emulated
@@ -34,7 +34,7 @@ class Normed(nn.Module):
         return self.b(h), h
 
 
-def recorded(module: nn.Module) -> tuple[nn.Module, Callable[[], PairRecorder]]:
+def recorded(module: nn.Module) -> tuple[nn.Module, Callable[[], CudaGraphPairs]]:
     made = dt.optimize(module, schedule="ahead_of_time")
     state = state_of(made)
     assert state is not None

@@ -210,7 +210,9 @@ def test_kept_gradients_are_the_clipped_ones() -> None:
     eager_step(theirs, their, x, y, {"clip_norm": 0.1})
     step(x, y)
     expected = {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}
-    assert_tensors_conform({n: p.grad for n, p in ours.named_parameters() if p.grad is not None}, expected, expected, 1e-5)
+    assert_tensors_conform(
+        {n: p.grad for n, p in ours.named_parameters() if p.grad is not None}, expected, expected, 1e-5
+    )
 
 
 def test_options_are_checked() -> None:

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import daceml_train as dt
-from daceml_train.driver.preparation import Preparation
+from daceml_train.driver.prepacked import PrepackedWeights
 from tests.driver.conformity import assert_compiled
 
 pytestmark = pytest.mark.compiled
 
 
 class Images(nn.Module):
-    """Convolutions and normalisations in each form that is folded, and tied weights."""
+    """Convolutions and normalizations in each form that is folded, and tied weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,14 +66,14 @@ def pair() -> tuple[nn.Module, nn.Module]:
 
 
 def test_prepared_once(pair: tuple[nn.Module, nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Preparation] = []
-    original = Preparation.__call__
+    seen: list[PrepackedWeights] = []
+    original = PrepackedWeights.__call__
 
-    def noted(self: Preparation, inputs: Any, run: Any) -> list[Tensor]:
+    def noted(self: PrepackedWeights, inputs: Any, run: Any) -> list[Tensor]:
         seen.append(self)
         return original(self, inputs, run)
 
-    monkeypatch.setattr(Preparation, "__call__", noted)
+    monkeypatch.setattr(PrepackedWeights, "__call__", noted)
     model, optimized = pair
     agree(model, optimized, torch.randn(2, 3, 16, 16))
     before = [preparation.made for preparation in seen]

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import daceml_train as dt
-from daceml_train.runtime.program import CallLaunch
+from daceml_train.lowering.program import CallLaunch
 from tests.driver.conformity import assert_conforms, through_optimize, through_step
 from tests.driver.networks import Problem
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.compiled
 
 
 class Images(nn.Module):
-    """What meets convolutions: normalisation, pooling, branches, concatenation, depthwise, gates, upsampling."""
+    """What meets convolutions: normalization, pooling, branches, concatenation, depthwise, gates, upsampling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Images(nn.Module):
         self.wide = nn.Conv2d(8, 16, 1)
         self.depthwise = nn.Conv2d(16, 16, 5, 1, 2, groups=16)
         self.gate = nn.Conv2d(16, 16, 1)
-        self.narrow = nn.Conv2d(16, 8, 1)  # no normalisation behind the gate: its gradient would be all cancellation
+        self.narrow = nn.Conv2d(16, 8, 1)  # no normalization behind the gate: its gradient would be all cancellation
         self.down = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(8, 12, 3, padding=1), nn.SiLU())
         self.up = nn.ConvTranspose2d(12, 8, 2, 2)
         self.last = nn.Conv2d(16, 6, 3, padding=1)
@@ -106,5 +106,5 @@ def test_products_read_the_weight_as_it_lies() -> None:
     launches = step.records[0].executable.program.launches
     targets = [c.target for c in launches if isinstance(c, CallLaunch)]
     assert sum("convolution" in t for t in targets) <= 2, "the stem's alone"
-    own = [code for code in step.records[0].executable.program.codes if "columns.h" in code.text]
+    own = [code for code in step.records[0].executable.program.codes if "im2col.h" in code.text]
     assert own, "windows are gathered and added up by kernels of our own"

@@ -36,7 +36,7 @@ def close(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def assert_same_behaviour(module: nn.Module, *arguments: Any, compiled: bool = True, **keywords: Any) -> None:
+def assert_same_behavior(module: nn.Module, *arguments: Any, compiled: bool = True, **keywords: Any) -> None:
     """Results and gradients of a compiled copy equal those of the module itself, leaf by leaf."""
     own, other = copy.deepcopy(module), copy.deepcopy(module)
     optimized = dt.optimize(other)
@@ -263,8 +263,8 @@ def test_an_input_passed_twice() -> None:
             return self.fc(a) * b
 
     x = torch.randn(4, 4)
-    assert_same_behaviour(Two(), x, x)
-    assert_same_behaviour(Two(), x, x[:])
+    assert_same_behavior(Two(), x, x)
+    assert_same_behavior(Two(), x, x[:])
     model = Two()
     optimized = dt.optimize(model)
     weight = model.fc.weight
@@ -305,7 +305,7 @@ def test_gradients_see_a_buffer_as_it_was_in_the_forward_pass() -> None:
             self.scale.mul_(0.5)
             return z * self.scale
 
-    assert_same_behaviour(Fading(), torch.randn(3, 4))
+    assert_same_behavior(Fading(), torch.randn(3, 4))
 
 
 def test_in_place_operations() -> None:
@@ -354,7 +354,7 @@ def test_unusual_numbers() -> None:
             return x.softmax(-1), x.exp(), x.amax(-1), F.relu(x), x.clamp(-1, 1), x.tanh(), x.sum(-1), gelu
 
     x = torch.tensor([[float("nan"), 1.0, 2.0], [float("-inf"), 0.0, 1.0], [float("inf"), 1.0, -1.0]])
-    assert_same_behaviour(Numbers(), x)
+    assert_same_behavior(Numbers(), x)
 
 
 def test_structures_keywords_and_other_arguments() -> None:
@@ -370,9 +370,9 @@ def test_structures_keywords_and_other_arguments() -> None:
             return {"h": h**power, "parts": (h.detach(), [h.sum(), 3, "name"]), "index": h.argmax(-1)}
 
     x = torch.randn(3, 4)
-    assert_same_behaviour(Flexible(), x)
-    assert_same_behaviour(Flexible(), x, None, scale=2.0)
-    assert_same_behaviour(Flexible(), x, mask=torch.tensor([0, 1, 1, 0]), power=2)
+    assert_same_behavior(Flexible(), x)
+    assert_same_behavior(Flexible(), x, None, scale=2.0)
+    assert_same_behavior(Flexible(), x, mask=torch.tensor([0, 1, 1, 0]), power=2)
     model = Flexible()
     optimized = dt.optimize(model)
     for scale in (1.0, 0.5, 0.25, -3.0):
@@ -485,7 +485,7 @@ def test_a_graph_break_keeps_its_meaning() -> None:
                 h = h * 0
             return self.fc2(h)
 
-    assert_same_behaviour(Broken(), torch.randn(3, 4))
+    assert_same_behavior(Broken(), torch.randn(3, 4))
 
 
 def test_as_a_backend_of_torch_compile() -> None:
@@ -552,7 +552,7 @@ def test_gradients_exist_where_eagers_do(name: str) -> None:
 
 
 def test_slices_without_elements_of_empty_inputs() -> None:
-    assert_same_behaviour(Function(lambda x: F.pad(x, (1, 1), mode="circular")), torch.randn(0, 2, 4))
+    assert_same_behavior(Function(lambda x: F.pad(x, (1, 1), mode="circular")), torch.randn(0, 2, 4))
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])

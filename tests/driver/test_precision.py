@@ -50,7 +50,9 @@ def error(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact).norm())
 
 
-def compare(ours: dict[str, Tensor], eager: dict[str, Tensor], exact: dict[str, Tensor], precision: torch.dtype) -> None:
+def compare(
+    ours: dict[str, Tensor], eager: dict[str, Tensor], exact: dict[str, Tensor], precision: torch.dtype
+) -> None:
     """Each tensor has eager's type, and is about as near to the exact one."""
     assert ours.keys() == eager.keys() == exact.keys()
     largest = max(float(t.norm()) for t in exact.values())

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 import daceml_train as dt
 from daceml_train.driver.step import TrainingStep
-from daceml_train.errors import Unmet
-from daceml_train.runtime.footprint import Footprint, footprint
+from daceml_train.errors import BudgetInfeasible
+from daceml_train.lowering.footprint import Footprint, footprint
 from daceml_train.tensor import Dim
-from daceml_train.transformations.global_movement.recompute import Recompute
+from daceml_train.transformations.global_movement.rematerialize import Rematerialize
 from daceml_train.transformations.pipelines import TRAINING
 
 pytestmark = pytest.mark.compiled
@@ -60,7 +60,7 @@ def planned(step: TrainingStep) -> Footprint:
 
 
 def with_budget(*arguments: object, **options: object) -> dt.Pipeline:
-    return TRAINING.before("update_in_place", Recompute(*arguments, **options))  # type: ignore[arg-type]
+    return TRAINING.before("update_in_place", Rematerialize(*arguments, **options))  # type: ignore[arg-type]
 
 
 def test_the_same_training_in_less_memory() -> None:
@@ -73,5 +73,5 @@ def test_the_same_training_in_less_memory() -> None:
 
 
 def test_a_budget_below_the_minimum_is_an_error() -> None:
-    with pytest.raises(Unmet, match="a budget of 10 KiB is below the minimum of"):
+    with pytest.raises(BudgetInfeasible, match="a budget of 10 KiB is below the minimum of"):
         train(with_budget(budget="10 KiB"))

@@ -56,15 +56,21 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], Sequence
     "batch of images": (lambda: ResNet().eval(), lambda b: torch.randn(b, 3, 32, 32), BATCHES),
     "batch of patches": (Patches, lambda b: torch.randn(b, 3, 8, 8), BATCHES),
     "batch and length": (
-        lambda: Block(8, 2, before=True, fused=True, gelu="tanh"), lambda b, t: torch.randn(b, t, 8), BOTH
+        lambda: Block(8, 2, before=True, fused=True, gelu="tanh"),
+        lambda b, t: torch.randn(b, t, 8),
+        BOTH,
     ),
     "batch and length of a mask": (
-        lambda: Block(8, 2, before=False, fused=False, gelu="none"), lambda b, t: torch.randn(b, t, 8), BOTH
+        lambda: Block(8, 2, before=False, fused=False, gelu="none"),
+        lambda b, t: torch.randn(b, t, 8),
+        BOTH,
     ),
     "length of tokens": (
-        lambda: TiedLM(11, 8), lambda b, t: torch.randint(0, 11, (b, t)), [(3, 6), (5, 4), (7, 3), (2, 5), (3, 6)]
+        lambda: TiedLM(11, 8),
+        lambda b, t: torch.randint(0, 11, (b, t)),
+        [(3, 6), (5, 4), (7, 3), (2, 5), (3, 6)],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(

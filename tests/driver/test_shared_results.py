@@ -41,7 +41,7 @@ def convolution_of_images(w: Tensor, x: Tensor) -> Any:
 
 
 @case
-def normalised_images(w: Tensor, x: Tensor) -> Any:
+def normalized_images(w: Tensor, x: Tensor) -> Any:
     h = F.batch_norm((x * w).view(2, 3, 1, 2).permute(0, 3, 1, 2), None, None, training=True)
     return h, h.permute(0, 2, 3, 1), F.max_pool2d(h, (2, 1)).squeeze(2).unbind(1)
 
@@ -194,7 +194,9 @@ def test_compile(name: str) -> None:
     hold(CASES[name], "compile")
 
 
-@pytest.mark.parametrize("name", ["square", "one_without_a_gradient", "linear_of_sequences", "added_to_a_column", "bits"])
+@pytest.mark.parametrize(
+    "name", ["square", "one_without_a_gradient", "linear_of_sequences", "added_to_a_column", "bits"]
+)
 def test_gradient_of_a_gradient(name: str) -> None:
     hold(CASES[name], "optimize", again=True)
 

@@ -411,7 +411,7 @@ def test_groups_with_options_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("where", ["optimizer", "everywhere", "parameter", "accumulated", "module", "backward"])
-def test_hooks_are_honoured_whenever_they_are_added(where: str) -> None:
+def test_hooks_are_honored_whenever_they_are_added(where: str) -> None:
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     pair, seen = Pair(mlp()), []

@@ -23,9 +23,14 @@ def test_a_watcher_hears_every_pass_also_of_a_cached_program(tmp_path: Path) -> 
         model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         step = dt.training_step(
-            model, nn.functional.mse_loss, optimizer, pipeline=TEXT, cache=tmp_path, watch=steps.append,
+            model,
+            nn.functional.mse_loss,
+            optimizer,
+            pipeline=TEXT,
+            cache=tmp_path,
+            watch=steps.append,
             progress=lambda done, total: kernels.append((done, total)),
-        )  # fmt: skip
+        )
         step(torch.ones(2, 4), torch.ones(2, 4))
     assert [(s.level, s.transformation.name, s.position, s.passes) for s in cold] == [
         ("intra_operator", "decompose", 0, 3),

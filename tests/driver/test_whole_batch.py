@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import daceml_train as dt
+from daceml_train.analysis.interpret import interpret
 from daceml_train.autodiff.whole_batch import split_loss
 from daceml_train.driver.micro_batches import split
 from daceml_train.driver.whole import batch_of
-from daceml_train.errors import Unmet
-from daceml_train.graph.interpret import interpret
+from daceml_train.errors import BudgetInfeasible
 
 pytestmark = pytest.mark.compiled
 
@@ -107,7 +107,7 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
     "over the size": (over_the_size, False),
     "two means": (lambda o, t: o.square().mean() + 3 * (o.sum(-1) ** 2).mean(), False),
     "constant": (lambda o, t: o.mean() + 2.0, False),
-}  # fmt: skip
+}
 """Name -> loss, and whether it divides by what only the whole batch tells."""
 
 
@@ -166,7 +166,11 @@ def test_weights_that_change_are_seen() -> None:
     loss, (x, y, _) = nn.CrossEntropyLoss(weight=WEIGHTS.clone()), sequences()
     step, theirs = step_for(lambda o, t: loss(o.transpose(1, 2), t)), network()
     their = torch.optim.SGD(theirs.parameters(), lr=0.1)
-    for change in (lambda: None, lambda: loss.weight.mul_(torch.arange(1.0, 6)), lambda: setattr(loss, "weight", WEIGHTS.flip(0))):
+    for change in (
+        lambda: None,
+        lambda: loss.weight.mul_(torch.arange(1.0, 6)),
+        lambda: setattr(loss, "weight", WEIGHTS.flip(0)),
+    ):
         with torch.no_grad():
             change()
         their.zero_grad()
@@ -207,7 +211,7 @@ def test_what_cannot_be_told_is_refused(name: str) -> None:
     loss, why = REFUSED[name]
     step, (x, y, _) = step_for(loss), sequences()
     before = copy.deepcopy(step.model.state_dict())
-    with pytest.raises(Unmet, match=why) as error:
+    with pytest.raises(BudgetInfeasible, match=why) as error:
         step(x, y)
     assert 'reduction="mean" or "sum"' in str(error.value) and "test_whole_batch.py" in str(error.value)
     assert all(torch.equal(a, b) for a, b in zip(before.values(), step.model.state_dict().values(), strict=True))
@@ -234,6 +238,6 @@ def test_in_pieces() -> None:
         torch._dynamo.graph_break()
         return output.square().mean()
 
-    with pytest.raises(Unmet, match="not one graph"):
+    with pytest.raises(BudgetInfeasible, match="not one graph"):
         step_for(broken)(x, y)
     assert torch.isfinite(step_for(broken, reduction="mean")(x, y))

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import daceml_train as dt
-from daceml_train.codegen import compile as compilation
-from daceml_train.exploration.program import Program
-from daceml_train.exploration.widget_requests import Requests
-from daceml_train.exploration.widget_work import Cancelled, Work
+from daceml_train.codegen.cpu import compile as compilation
+from daceml_train.exploration.session.program import Program
+from daceml_train.exploration.widget.requests import Requests
+from daceml_train.exploration.widget.work import Cancelled, Work
 
 
 def until(condition: Callable[[], Any], seconds: float = 600.0) -> None:

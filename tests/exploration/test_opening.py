@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import daceml_train as dt
-from daceml_train.exploration.export import modules_html
-from daceml_train.exploration.view import view_of
-from daceml_train.exploration.view_modules import Modules
-from daceml_train.exploration.widget_opening import Opening, plain
-from daceml_train.exploration.widget_work import Work
+from daceml_train.exploration.export.page import modules_html
+from daceml_train.exploration.views.modules import Modules
+from daceml_train.exploration.views.view import view_of
+from daceml_train.exploration.widget.opening import Opening, plain
+from daceml_train.exploration.widget.work import Work
 
 MODEL = nn.Sequential(nn.Linear(8, 16), nn.Sequential(nn.GELU(), nn.LayerNorm(16)), nn.Linear(16, 3))
 

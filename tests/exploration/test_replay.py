@@ -56,8 +56,10 @@ def test_the_order_of_levels_is_kept() -> None:
     made = by_hand()
     assert [s.level for s in made.history][-2:] == ["intra_operator", "fusion"]
     assert [level for level, passes in made.pipeline().passes for _ in passes] == [
-        "forward", "intra_operator", *["fusion"] * 5,
-    ]  # fmt: skip
+        "forward",
+        "intra_operator",
+        *["fusion"] * 5,
+    ]
 
 
 def test_the_python_form_can_be_imported(tmp_path: Path) -> None:
@@ -157,11 +159,27 @@ CASES: dict[str, tuple[str, Callable[[str], str | bytes], str]] = {
     "no version": ("json", lambda t: t.replace('"version": 1,', ""), "version is None"),
     "format": ("json", lambda t: t.replace('"daceml_train pipeline"', '"a cake"'), "holds 'a cake'"),
     "unknown pass": ("json", lambda t: t.replace("decompose", "decomposed"), "did you mean 'decompose'"),
-    "unknown inner pass": ("json", lambda t: t.replace("fuse_siblings", "fuse_sisters"), "no pass is called 'fuse_sist"),
-    "wrong type": ("json", lambda t: re.sub('"module": "[^"]*"', '"module": 1', t), "module of at_place is str, given 1"),
-    "negative": ("json", lambda t: re.sub('("module": "[^"]*")', r'\1, "occurrence": -1', t), "occurrence counts from 0"),
+    "unknown inner pass": (
+        "json",
+        lambda t: t.replace("fuse_siblings", "fuse_sisters"),
+        "no pass is called 'fuse_sist",
+    ),
+    "wrong type": (
+        "json",
+        lambda t: re.sub('"module": "[^"]*"', '"module": 1', t),
+        "module of at_place is str, given 1",
+    ),
+    "negative": (
+        "json",
+        lambda t: re.sub('("module": "[^"]*")', r'\1, "occurrence": -1', t),
+        "occurrence counts from 0",
+    ),
     "nested place": ("json", lambda t: t.replace("fuse_siblings(limit=12)", "at_place()"), "at_place itself"),
-    "levels": ("json", lambda t: json.dumps({"format": "daceml_train pipeline", "version": 1, "levels": [1]}), "an object with a list per level"),
+    "levels": (
+        "json",
+        lambda t: json.dumps({"format": "daceml_train pipeline", "version": 1, "levels": [1]}),
+        "an object with a list per level",
+    ),
     "more": ("json", lambda t: t.replace('"notes"', '"code"'), "has no entry 'code'"),
     "deep": ("json", lambda t: "[" * 100_000, "is no JSON"),
     "huge": ("json", lambda t: "x" * (5 << 20), "no pipeline is larger"),
@@ -170,10 +188,18 @@ CASES: dict[str, tuple[str, Callable[[str], str | bytes], str]] = {
     "call in py": ("py", lambda t: t.replace("dt.Pipeline.parse(", "eval("), "is code"),
     "two in py": ("py", lambda t: t + t, "once, this one 2 times"),
     "broken py": ("py", lambda t: t + "(", "is no Python source"),
-    "call in text": ("txt", lambda t: t.replace("decompose()", "decompose(__import__('os').system('true'))"), "is no pass"),
-    "option in text": ("txt", lambda t: t.replace("occurrence=1", "occurrence=open('x')").replace("limit=12", "limit=print()"), "is no literal|is no pass"),
+    "call in text": (
+        "txt",
+        lambda t: t.replace("decompose()", "decompose(__import__('os').system('true'))"),
+        "is no pass",
+    ),
+    "option in text": (
+        "txt",
+        lambda t: t.replace("occurrence=1", "occurrence=open('x')").replace("limit=12", "limit=print()"),
+        "is no literal|is no pass",
+    ),
     "line in text": ("txt", lambda t: "hello\n" + t, "belongs to no level"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

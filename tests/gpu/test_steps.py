@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import daceml_train as dt
 from benchmarks.networks.table import NETWORKS
 from daceml_train.driver.module import state_of
-from daceml_train.errors import Elsewhere, OutOfMemory
+from daceml_train.errors import DeviceMismatch, OutOfMemory
 from tests.driver.conformity import distance
 from tests.driver.networks import mlp
 from tests.driver.test_control_flow import Two, both_signs, branch_in_a_loop, each_row, nested_branches
@@ -279,7 +279,7 @@ def test_out_of_memory_names_arrays() -> None:
 def test_tensors_elsewhere_are_refused() -> None:
     model = mlp().cuda()
     step = dt.training_step(model, F.mse_loss, sgd(model.parameters()))
-    with pytest.raises(Elsewhere, match="argument"):
+    with pytest.raises(DeviceMismatch, match="argument"):
         step(torch.randn(6, 8), torch.randn(6, 4, device="cuda"))
 
 

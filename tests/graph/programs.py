@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
+from daceml_train.analysis.sizes import bind
 from daceml_train.graph import Graph, Role
-from daceml_train.graph.sizes import bind
 from daceml_train.ops.fallback import Aten, Body, Operand
 from daceml_train.ops.gradient import CustomVJP
 from daceml_train.ops.kernel import Kernel, Statement
@@ -92,8 +92,25 @@ def everything() -> Graph:
     return graph
 
 
-KINDS = ("relu", "exp", "neg", "add", "mul", "maximum", "full", "permute", "view", "slice", "expand", "reduce",
-         "softmax", "mean", "matmul", "kernel", "cast")  # fmt: skip
+KINDS = (
+    "relu",
+    "exp",
+    "neg",
+    "add",
+    "mul",
+    "maximum",
+    "full",
+    "permute",
+    "view",
+    "slice",
+    "expand",
+    "reduce",
+    "softmax",
+    "mean",
+    "matmul",
+    "kernel",
+    "cast",
+)
 
 
 @st.composite

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from daceml_train.analysis.verify import verify
 from daceml_train.errors import Invalid
 from daceml_train.graph import Graph, parse, show
 from daceml_train.graph.leaves import leaves
-from daceml_train.graph.verify import verify
 from daceml_train.ops.operator import Builder, Operator, Value
 from daceml_train.tensor import Tensor
 

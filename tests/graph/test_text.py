@@ -151,7 +151,9 @@ def test_sizes_read_from_python_notation() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [[1], {1: 2}, object(), 1j, sympy.sin(s0), sympy.Function("FloorDiv")(s0, 2)], ids=lambda value: type(value).__name__
+    "value",
+    [[1], {1: 2}, object(), 1j, sympy.sin(s0), sympy.Function("FloorDiv")(s0, 2)],
+    ids=lambda value: type(value).__name__,
 )
 def test_values_that_texts_refuse(value: object) -> None:
     with pytest.raises(Invalid, match=r"graph texts (cannot show|do not hold)"):

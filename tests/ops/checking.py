@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from daceml_train.analysis.interpret import interpret
 from daceml_train.autodiff.reverse import differentiate
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.interpret import interpret
 from daceml_train.graph.leaves import leaves
 from daceml_train.ops.fallback import Aten
 from daceml_train.ops.operator import Operator, Value

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from daceml_train.analysis.interpret import interpret
+from daceml_train.analysis.traffic import traffic
+from daceml_train.analysis.verify import verify
 from daceml_train.errors import Invalid
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.interpret import interpret
 from daceml_train.graph.text import canonical_text, parse, show
-from daceml_train.graph.traffic import traffic
-from daceml_train.graph.verify import verify
 from tests.graph import control_flow
 from tests.graph.control_flow import BRANCH, LOOP, UNTIL
 

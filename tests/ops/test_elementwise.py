@@ -16,26 +16,38 @@ from daceml_train.tensor import DType, Tensor
 from tests.ops.checking import check_gradient, check_op, check_types, numbers
 
 TORCH: dict[str, Any] = {
-    "div": torch.true_divide, "remainder": torch.remainder, "silu": F.silu, "relu": torch.relu,
-    "gelu_erf": F.gelu, "gelu_tanh": lambda a: F.gelu(a, approximate="tanh"),
+    "div": torch.true_divide,
+    "remainder": torch.remainder,
+    "silu": F.silu,
+    "relu": torch.relu,
+    "gelu_erf": F.gelu,
+    "gelu_tanh": lambda a: F.gelu(a, approximate="tanh"),
     "softplus": lambda a: F.softplus(a, threshold=1e6),
     "floor_divide": lambda a, b: torch.floor_divide(a.detach(), b.detach()),
-    "bce": lambda a, b: F.binary_cross_entropy(a.expand(torch.broadcast_shapes(a.shape, b.shape)),
-                                               b.expand(torch.broadcast_shapes(a.shape, b.shape)), reduction="none"),
+    "bce": lambda a, b: F.binary_cross_entropy(
+        a.expand(torch.broadcast_shapes(a.shape, b.shape)),
+        b.expand(torch.broadcast_shapes(a.shape, b.shape)),
+        reduction="none",
+    ),
     "elu": F.elu,
-    "hardsigmoid": lambda a: F.hardsigmoid(a.detach()) + torch.where(
-        (a > -3) & (a < 3), a - a.detach(), 0.0) * 0.1666666716337204,  # PyTorch's gradient has no derivative
+    "hardsigmoid": lambda a: (
+        F.hardsigmoid(a.detach()) + torch.where((a > -3) & (a < 3), a - a.detach(), 0.0) * 0.1666666716337204
+    ),  # PyTorch's gradient has no derivative
     "hardswish": F.hardswish,
     "clamp": lambda *xs: torch.clamp(*torch.broadcast_tensors(*xs)),
-    "shift_left": torch.bitwise_left_shift, "shift_right": torch.bitwise_right_shift,
-}  # fmt: skip
+    "shift_left": torch.bitwise_left_shift,
+    "shift_right": torch.bitwise_right_shift,
+}
 BITS = [kind for kind in TABLE if kind.startswith(("bitwise", "shift"))]
 REALS = [kind for kind in TABLE if kind not in BITS]
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.5, -2.0, 3.0, 100.0, -100.0, np.inf, -np.inf, np.nan]
 
 
-RANGES = dict.fromkeys(("sqrt", "rsqrt", "log", "log1p", "log2", "log10", "pow"), (0.1, 3.0)) | dict.fromkeys(
-    ("asin", "acos", "atanh"), (-0.9, 0.9)) | {"acosh": (1.1, 3.0), "bce": (0.1, 0.9), "logit": (0.1, 0.9), "xlogy": (0.1, 3.0)}  # fmt: skip
+RANGES = (
+    dict.fromkeys(("sqrt", "rsqrt", "log", "log1p", "log2", "log10", "pow"), (0.1, 3.0))
+    | dict.fromkeys(("asin", "acos", "atanh"), (-0.9, 0.9))
+    | {"acosh": (1.1, 3.0), "bce": (0.1, 0.9), "logit": (0.1, 0.9), "xlogy": (0.1, 3.0)}
+)
 
 
 def reference(kind: str) -> Any:
@@ -83,7 +95,7 @@ def test_special_points(kind: str) -> None:
         "floor_divide",
         "fmod",
         "remainder",
-    ):  # PyTorch's vectorised and scalar versions differ by zero and infinity
+    ):  # PyTorch's vectorized and scalar versions differ by zero and infinity
         finite = np.isfinite(xs[0]) & np.isfinite(xs[1]) & (xs[1] != 0)
         xs = [x[finite] for x in xs]
     if kind == "bce":
@@ -93,8 +105,20 @@ def test_special_points(kind: str) -> None:
 
 
 INTEGERS = [
-    "add", "sub", "mul", "maximum", "minimum", "neg", "abs", "sign", "square", "floor_divide", "remainder", "fmod", "relu",
-]  # fmt: skip
+    "add",
+    "sub",
+    "mul",
+    "maximum",
+    "minimum",
+    "neg",
+    "abs",
+    "sign",
+    "square",
+    "floor_divide",
+    "remainder",
+    "fmod",
+    "relu",
+]
 
 
 @pytest.mark.parametrize("kind", TABLE)
@@ -118,14 +142,41 @@ def test_remainder_is_exact_far_from_zero() -> None:
 # ---- proofs -----------------------------------------------------------------------------------------------------
 SYMBOLIC: dict[str, Any] = {
     **{n: getattr(sympy, n) for n in ("exp", "log", "sqrt", "tanh", "sin", "cos", "tan", "atan", "erf", "sign")},
-    "log1p": lambda x: sympy.log(1 + x), "expm1": lambda x: sympy.exp(x) - 1, "pow": lambda x, y: x**y,
-    "abs": sympy.Abs, "sigmoid": lambda x: 1 / (1 + sympy.exp(-x)), "rsqrt": lambda x: 1 / sympy.sqrt(x),
+    "log1p": lambda x: sympy.log(1 + x),
+    "expm1": lambda x: sympy.exp(x) - 1,
+    "pow": lambda x, y: x**y,
+    "abs": sympy.Abs,
+    "sigmoid": lambda x: 1 / (1 + sympy.exp(-x)),
+    "rsqrt": lambda x: 1 / sympy.sqrt(x),
     "where": lambda condition, yes, no: yes if bool(condition) else no,
-}  # fmt: skip
+}
 PROVEN = [
-    "add", "sub", "mul", "div", "neg", "square", "reciprocal", "sqrt", "rsqrt", "exp", "expm1", "log", "log1p",
-    "sin", "cos", "tan", "atan", "tanh", "sigmoid", "erf", "silu", "gelu_erf", "gelu_tanh", "abs", "pow",
-]  # fmt: skip
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "neg",
+    "square",
+    "reciprocal",
+    "sqrt",
+    "rsqrt",
+    "exp",
+    "expm1",
+    "log",
+    "log1p",
+    "sin",
+    "cos",
+    "tan",
+    "atan",
+    "tanh",
+    "sigmoid",
+    "erf",
+    "silu",
+    "gelu_erf",
+    "gelu_tanh",
+    "abs",
+    "pow",
+]
 
 
 @pytest.mark.parametrize(("kind", "sign"), [*((kind, 1) for kind in PROVEN), ("abs", -1)])
@@ -134,9 +185,11 @@ def test_derivative_is_proven(kind: str, sign: int) -> None:
     row = TABLE[kind]
     scope = {n: (sign if kind == "abs" else 1) * sympy.Symbol(n, positive=True) for n in "abc"}
     exact = {
-        "0.7978845608028654": sympy.sqrt(2 / sympy.pi), "0.3989422804014327": 1 / sympy.sqrt(2 * sympy.pi),
-        "0.7071067811865476": 1 / sympy.sqrt(2), "1.1283791670955126": 2 / sympy.sqrt(sympy.pi),
-    }  # fmt: skip
+        "0.7978845608028654": sympy.sqrt(2 / sympy.pi),
+        "0.3989422804014327": 1 / sympy.sqrt(2 * sympy.pi),
+        "0.7071067811865476": 1 / sympy.sqrt(2),
+        "1.1283791670955126": 2 / sympy.sqrt(sympy.pi),
+    }
     for text, value in exact.items():
         assert abs(float(value) - float(text)) < 1e-15
 

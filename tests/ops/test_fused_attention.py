@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 import torch
 
+from daceml_train.analysis.interpret import interpret
 from daceml_train.errors import Invalid
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.interpret import interpret
 from daceml_train.ops.fused_attention import FusedAttention, FusedAttentionGrad
 from daceml_train.ops.random import Dropout
 from daceml_train.tensor import DType, Tensor
@@ -42,7 +42,10 @@ def test_dropout_is_that_of_the_operator() -> None:
     def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, ...]:
         scores = 0.5 * q @ k.mT
         graph = Graph()
-        x, given = graph.input("x", Tensor(tuple(scores.shape), DType.float64)), graph.input("s", Tensor((), DType.int64))
+        x, given = (
+            graph.input("x", Tensor(tuple(scores.shape), DType.float64)),
+            graph.input("s", Tensor((), DType.int64)),
+        )
         graph.output(*graph.emit(Dropout(0.4, stream=2), x, given))
         (kept,) = interpret(graph, {"x": np.ones(scores.shape), "s": seed}).outputs
         return (scores.softmax(-1) * torch.as_tensor(kept)) @ v, scores.logsumexp(-1).detach()

@@ -55,9 +55,13 @@ def test_index_put(accumulate: bool, dims: tuple[int, ...], shape: tuple[int, ..
         return x.index_put(tuple(found), v, accumulate) if dims[0] == 0 else _put(x, where, v, accumulate)
 
     check_op(
-        IndexPut(dims, accumulate), numbers(5, 4), numbers(*shape, seed=1), *indices, reference=reference,
+        IndexPut(dims, accumulate),
+        numbers(5, 4),
+        numbers(*shape, seed=1),
+        *indices,
+        reference=reference,
         symbolic=False,
-    )  # fmt: skip
+    )
 
 
 def _put(x: torch.Tensor, where: tuple, v: torch.Tensor, accumulate: bool) -> torch.Tensor:
@@ -78,9 +82,14 @@ def test_gather_and_scatter(dim: int, sizes: tuple[int, int]) -> None:
         Gather(dim), numbers(*shape), index, reference=lambda x, i: x.gather(dim, i), symbolic=False, smooth=smooth
     )
     check_op(
-        Scatter(dim, accumulate=True), numbers(*shape), index, numbers(*sizes, seed=1),
-        reference=lambda x, i, v: x.scatter_add(dim, i, v), symbolic=False, smooth=smooth,
-    )  # fmt: skip
+        Scatter(dim, accumulate=True),
+        numbers(*shape),
+        index,
+        numbers(*sizes, seed=1),
+        reference=lambda x, i, v: x.scatter_add(dim, i, v),
+        symbolic=False,
+        smooth=smooth,
+    )
 
 
 def test_scatter() -> None:

@@ -44,8 +44,8 @@ def test_cross_entropy(shape: tuple[int, ...], reduction: str, ignored: bool, sm
     def reference(x: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, ...]:
         loss = F.cross_entropy(x, t, reduction=reduction, label_smoothing=smoothing)
         maximum = x.amax(dim, keepdim=True).detach()
-        normaliser = (x - maximum).exp().sum(dim)
-        return loss, maximum.squeeze(dim), normaliser, torch.tensor(float((t != -100).sum()))
+        normalizer = (x - maximum).exp().sum(dim)
+        return loss, maximum.squeeze(dim), normalizer, torch.tensor(float((t != -100).sum()))
 
     op, x = CrossEntropy(reduction, label_smoothing=smoothing), numbers(*shape)
     check_op(op, x, t, reference=reference, smooth=False)  # the maximum counts as a constant

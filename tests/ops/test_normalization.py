@@ -5,10 +5,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from daceml_train.analysis.interpret import interpret
 from daceml_train.autodiff.reverse import differentiate
 from daceml_train.errors import Invalid
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.interpret import interpret
 from daceml_train.ops.normalization import BatchNorm, BatchNormInference, GroupNorm, LayerNorm, running_statistics
 from daceml_train.tensor import DType, Tensor
 from tests.ops.checking import check_op, numbers
@@ -96,7 +96,7 @@ def test_group_norm(shape: tuple[int, ...], groups: int, parameters: int) -> Non
 
 @pytest.mark.parametrize("op", [LayerNorm(1), BatchNorm(), GroupNorm(2)])
 def test_backward_reads_x_and_statistics(op: Any) -> None:
-    """Not the result, not the normalised values."""
+    """Not the result, not the normalized values."""
     graph = Graph()
     results = graph.emit(
         op, graph.input("x", Tensor((4, 6))), graph.input("w", Tensor((6,))), graph.input("b", Tensor((6,)))

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from daceml_train.analysis.interpret import interpret
 from daceml_train.errors import Invalid
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.interpret import interpret
 from daceml_train.graph.leaves import leaves
 from daceml_train.ops.operator import Operator
 from daceml_train.ops.optimizer import AdagradUpdate, AdamUpdate, RMSpropUpdate, SGDUpdate
@@ -70,9 +70,14 @@ def test_adam(kind: str, options: dict[str, Any]) -> None:
     optimizer = getattr(torch.optim, kind)([parameter], lr=0.01, foreach=False, **options)
     group = optimizer.param_groups[0]
     op = AdamUpdate(
-        beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"], weight_decay=group["weight_decay"],
-        decoupled=kind == "AdamW", amsgrad=group["amsgrad"], maximize=group["maximize"],
-    )  # fmt: skip
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        decoupled=kind == "AdamW",
+        amsgrad=group["amsgrad"],
+        maximize=group["maximize"],
+    )
     count = np.zeros(())
     state = [np.zeros(SHAPE) for _ in range(2 + op.amsgrad)]
     for step in range(4):

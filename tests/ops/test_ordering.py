@@ -33,9 +33,12 @@ def test_sort(dim: int, descending: bool) -> None:
 @pytest.mark.parametrize(("dim", "count"), [(0, 2), (1, 3), (1, 0)])
 def test_topk(dim: int, count: int, largest: bool) -> None:
     check_op(
-        TopK(count, dim, largest), numbers(4, 3), reference=lambda x: tuple(x.topk(count, dim, largest)),
-        symbolic=False, smooth=count > 0,
-    )  # fmt: skip
+        TopK(count, dim, largest),
+        numbers(4, 3),
+        reference=lambda x: tuple(x.topk(count, dim, largest)),
+        symbolic=False,
+        smooth=count > 0,
+    )
 
 
 @pytest.mark.parametrize("kind", ["max", "min"])

@@ -5,9 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from daceml_train.analysis.interpret import interpret
 from daceml_train.errors import Invalid
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.interpret import interpret
 from daceml_train.ops.operator import Value
 from daceml_train.ops.packed import (
     PackedConvolution,

@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 import torch
 
+from daceml_train.analysis.interpret import interpret
 from daceml_train.autodiff.reverse import differentiate
 from daceml_train.errors import Invalid
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.interpret import interpret
 from daceml_train.ops.random import Dropout, Uniform, philox
 from daceml_train.tensor import DType, Tensor
 from tests.ops.checking import build, check_types, numbers

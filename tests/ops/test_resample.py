@@ -19,9 +19,11 @@ def test_windows(lead: tuple[int, ...], options: dict) -> None:
     check_op(Im2Col(kernel=(2, 3), **options), numbers(*lead, 5, 4), reference=unfold, symbolic=False)
     columns = unfold(torch.zeros(*lead, 5, 4)).shape
     check_op(
-        Col2Im(kernel=(2, 3), size=(5, 4), **options), numbers(*columns), symbolic=False,
+        Col2Im(kernel=(2, 3), size=(5, 4), **options),
+        numbers(*columns),
+        symbolic=False,
         reference=lambda x: F.fold(x, (5, 4), (2, 3), **options),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,9 +46,11 @@ def test_resample(mode: str, theirs: str, source: tuple, target: tuple, corners:
 
     scales = (None,) * len(source)
     check_op(
-        Resample(mode, source, target, scales, bool(corners)), numbers(2, 1, *source), reference=reference,
+        Resample(mode, source, target, scales, bool(corners)),
+        numbers(2, 1, *source),
+        reference=reference,
         symbolic=False,
-    )  # fmt: skip
+    )
 
 
 def test_the_adjoint() -> None:

@@ -5,11 +5,11 @@ from collections import defaultdict
 
 import pytest
 
+from daceml_train.analysis.traffic import traffic
+from daceml_train.analysis.verify import verify
 from daceml_train.errors import Refused
 from daceml_train.graph.graph import Graph
 from daceml_train.graph.text import parse
-from daceml_train.graph.traffic import traffic
-from daceml_train.graph.verify import verify
 from daceml_train.passes.base import LEVELS
 from daceml_train.passes.options import fits, option_types
 from daceml_train.tensor import simplify
@@ -36,29 +36,29 @@ EXTRA = {
         "%y",
     ),
     "at_place": program("x: f32[4]", "%a = neg(%x)\n%b = neg(%a)\n%y = exp(%b)", "%y"),
-    "attend_in_strips": program(
+    "blocked_attention": program(
         "q: f32[2, 3, 5, 4], k: f32[2, 3, 7, 4], v: f32[2, 3, 7, 4]",
         "%y, %l = attention(%q, %k, %v)\n%t = permute(%y, dims=(0, 2, 1, 3))\n%z = view(%t, shape=(2, 5, 12))",
         "%z",
     ),
-    "fuse_into_product": program(
+    "fuse_matmul_epilogue": program(
         "x: f32[5, 8], p: f32[1, 8, 32], o: f32[5, 32]",
         "%s = packed_matmul(%x, %p, columns=32)\n%y = add(%s, %o)",
         "%y",
     ),
-    "pack_products": parse(
+    "pack_weights": parse(
         """graph test(x: f32[2, 16, 4, 3]@0231 input, w: f32[8, 16, 3, 3] parameter, b: f32[8] parameter) {
           %y = convolution(%x, %w, %b, stride=(1, 1), padding=(1, 1), dilation=(1, 1), output_padding=(0, 0))
           return %y
         }"""
     ),
-    "convolve_by_product": program(
+    "convolution_as_matmul": program(
         "x: f32[1, 64, 4, 4], w: f32[128, 64, 3, 3]",
         "%y = convolution(%x, %w, stride=(1, 1), padding=(1, 1), dilation=(1, 1), output_padding=(0, 0))",
         "%y",
     ),
     "dead_code": program("x: f32[4]", "%a = exp(%x)\n%b = neg(%x)", "%b"),
-    "factor_products": program(
+    "factor_matmuls": program(
         "a: f32[4, 3, 3], b: f32[4, 3, 16]",
         "%t = permute(%a, dims=(0, 2, 1))\n%p = matmul(%a, %b)\n%y = matmul_add(%p, %t, %b)",
         "%y",
@@ -76,20 +76,20 @@ EXTRA = {
     ),
     "merge_summed_batch": program(
         "x: f32[2, 3, 4], g: f32[2, 3, 5]",
-        "%t = permute(%x, dims=(0, 2, 1))\n%p = matmul(%t, %g)\n%y = reduce(%p, kind=\"sum\", dims=(0,))",
+        '%t = permute(%x, dims=(0, 2, 1))\n%p = matmul(%t, %g)\n%y = reduce(%p, kind="sum", dims=(0,))',
         "%y",
     ),
     "recompute": program(
         "x: f32[64]",
-        "%a = exp(%x)\n%b = sin(%a)\n%c = cos(%b)\n%l = reduce(%c, kind=\"sum\", dims=(0,))\n"
+        '%a = exp(%x)\n%b = sin(%a)\n%c = cos(%b)\n%l = reduce(%c, kind="sum", dims=(0,))\n'
         "%d = mul(%c, %l)\n%e = mul(%d, %b)\n%f = mul(%e, %a)",
         "%l, %f",
     ),
-    "recompute_cheap": program(
+    "rematerialize_cheap": program(
         "x: f32[512, 1024], w: f32[1024, 1024]",
-        "%a = exp(%x)\n%y = matmul(%a, %w)\n%z = matmul(%y, %w)\n%l = reduce(%z, kind=\"sum\", dims=(0, 1))\n"
+        '%a = exp(%x)\n%y = matmul(%a, %w)\n%z = matmul(%y, %w)\n%l = reduce(%z, kind="sum", dims=(0, 1))\n'
         "%d = mul(%z, %l)\n%e = matmul(%d, %w)\n%f = matmul(%e, %w)\n%g = mul(%f, %a)\n"
-        "%h = reduce(%g, kind=\"sum\", dims=(0, 1))",
+        '%h = reduce(%g, kind="sum", dims=(0, 1))',
         "%l, %h",
     ),
     "mixed_precision": program(
@@ -97,12 +97,12 @@ EXTRA = {
         "%a = exp(%x)\n%t = permute(%w, dims=(1, 0))\n%y = matmul(%a, %t)\n%z = add(%y, %a)",
         "%z",
     ),
-    "store_kept": program(
+    "compress_saved": program(
         "x: f32[256, 128], p: f32[256, 128] parameter",
-        "%a = exp(%x)\n%l = reduce(%a, kind=\"sum\", dims=(0, 1))\n%d = mul(%a, %l)",
+        '%a = exp(%x)\n%l = reduce(%a, kind="sum", dims=(0, 1))\n%d = mul(%a, %l)',
         "%l",
     ),
-    "update_in_parts": program(
+    "chunk_updates": program(
         "p: f32[4096, 1024], a: f32[4096, 2], b: f32[2, 1024]",
         """
         %d = matmul(%a, %b)
@@ -120,7 +120,7 @@ EXTRA = {
     ),
 }
 """Pass -> a graph for it, where the networks have none."""
-EXTRA["store_kept"].write("p", EXTRA["store_kept"].value("d"))
+EXTRA["compress_saved"].write("p", EXTRA["compress_saved"].value("d"))
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import pytest
 from daceml_train.errors import Invalid, Refused
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.operator import Origin, Value
-from daceml_train.passes.base import Match, Pass, Rewrite, View, checked, without_dead_code
+from daceml_train.passes.base import Match, Pass, Rewrite, Uses, checked, without_dead_code
 from daceml_train.tensor import Tensor
 from tests.transformations.checking import program
 
@@ -19,15 +19,15 @@ class SquareProducts(Rewrite):
     level = "intra_operator"
     spare: str = ""
 
-    def find(self, view: View, node: Node) -> Mapping[str, Any] | None:
+    def match(self, uses: Uses, node: Node) -> Mapping[str, Any] | None:
         return {"x": node.inputs[0]} if node.op.label == "mul" and node.inputs[0] == node.inputs[1] else None
 
     def legality(self, match: Match) -> Iterator[tuple[bool, str]]:
-        yield match.parts["x"] != self.spare, f"%{self.spare} is to be left alone"
-        yield match.view.only_reader(match.parts["x"], match.root), "another reader"
+        yield match.bindings["x"] != self.spare, f"%{self.spare} is to be left alone"
+        yield match.uses.only_reader(match.bindings["x"], match.root), "another reader"
 
-    def emit(self, match: Match, builder: Graph, now: Mapping[str, Value]) -> Iterable[Value]:
-        return (now[match.parts["x"]].unary("square"),)
+    def emit(self, match: Match, builder: Graph, values: Mapping[str, Value]) -> Iterable[Value]:
+        return (values[match.bindings["x"]].unary("square"),)
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,13 @@ def test_origins_and_names_stay() -> None:
 
 def test_readers() -> None:
     graph = program("x: f32[4]", CHAIN + "\n%d = neg(%a)", "%b, %c, %d")
-    view = View.of(graph)
+    uses = Uses.of(graph)
     nodes = dict(zip("abcd", graph.nodes, strict=True))
-    assert view.only_reader("x", nodes["a"])
-    assert not view.only_reader("x", nodes["b"])
-    assert not view.only_reader("a", nodes["b"])  # d reads it too
-    assert not view.only_reader("b", nodes["c"])  # it is an output
-    assert view.bytes("a", "b") == 32
+    assert uses.only_reader("x", nodes["a"])
+    assert not uses.only_reader("x", nodes["b"])
+    assert not uses.only_reader("a", nodes["b"])  # d reads it too
+    assert not uses.only_reader("b", nodes["c"])  # it is an output
+    assert uses.bytes("a", "b") == 32
 
 
 def test_dead_code() -> None:

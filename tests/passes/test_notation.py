@@ -24,7 +24,7 @@ from daceml_train.transformations.intra_operator.simplify import Simplify
 from daceml_train.transformations.pipelines import INFERENCE, MIXED_PRECISION, TRAINING
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     red = 1
     green = 2
 
@@ -38,7 +38,7 @@ class Nothing(Pass):
     share: float = 0.5
     name_of_it: str = ""
     mode: Literal["fast", "small"] = "fast"
-    colour: Colour = Colour.red
+    color: Color = Color.red
     budget: int | str | None = None
     pairs: tuple[tuple[int, str], ...] = ()
 
@@ -46,7 +46,9 @@ class Nothing(Pass):
         return graph
 
 
-@pytest.mark.parametrize("pipeline", [TRAINING, INFERENCE, MIXED_PRECISION, Pipeline()], ids=["training", "inference", "mixed", "empty"])
+@pytest.mark.parametrize(
+    "pipeline", [TRAINING, INFERENCE, MIXED_PRECISION, Pipeline()], ids=["training", "inference", "mixed", "empty"]
+)
 def test_texts_and_json_read_back(pipeline: Pipeline) -> None:
     assert Pipeline.parse(str(pipeline)) == pipeline
     assert Pipeline.from_json(pipeline.to_json()) == pipeline
@@ -60,7 +62,7 @@ options = st.fixed_dictionaries(
         "share": st.floats(allow_nan=False) | st.integers(-5, 5),
         "name_of_it": st.text(),
         "mode": st.sampled_from(["fast", "small"]),
-        "colour": st.sampled_from(Colour),
+        "color": st.sampled_from(Color),
         "budget": st.none() | st.integers() | st.text(),
         "pairs": st.lists(st.tuples(st.integers(), st.text())).map(tuple),
     },
@@ -97,24 +99,33 @@ def test_the_key_is_the_same_in_every_process() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("fusion: fuse_elementwize()", "no pass is called 'fuse_elementwize', did you mean 'fuse_elementwise'? (at line 1"),
-        ("\nfusion: qqq()", "no pass is called 'qqq' (at line 2 of the pipeline); known: accumulate_products, "),
+        (
+            "fusion: fuse_elementwize()",
+            "no pass is called 'fuse_elementwize', did you mean 'fuse_elementwise'? (at line 1",
+        ),
+        ("\nfusion: qqq()", "no pass is called 'qqq' (at line 2 of the pipeline); known: accumulate_matmuls, "),
         ("fusing: simplify()", "no level is called 'fusing'; known: forward, intra_operator"),
-        ("fusion: fuse_elementwise(limits=3)", "fuse_elementwise has no option 'limits', did you mean 'limit'?; it has: limit: int"),
+        (
+            "fusion: fuse_elementwise(limits=3)",
+            "fuse_elementwise has no option 'limits', did you mean 'limit'?; it has: limit: int",
+        ),
         ("fusion: simplify(deep=True)", "simplify has no option 'deep'; it has: none"),
         ("fusion: fuse_elementwise(limit=0.5)", "option limit of fuse_elementwise is int, given 0.5"),
         ("fusion: fuse_elementwise(limit=True)", "option limit of fuse_elementwise is int, given True"),
         ("fusion: fuse_siblings(share='a')", "option share of fuse_siblings is float, given 'a'"),
         ("fusion: decompose(keep='softmax')", "option keep of decompose is tuple[str, ...], given 'softmax'"),
         ("fusion: nothing(mode='huge')", "option mode of nothing is typing.Literal['fast', 'small'], given 'huge'"),
-        ("fusion: nothing(colour='blue')", "option colour of nothing is Colour, given 'blue'"),
-        ("fusion: fuse_elementwise(3)", "fuse_elementwise(3) is no pass (at line 1 of the pipeline); expected name(option=value, ...)"),
+        ("fusion: nothing(color='blue')", "option color of nothing is Color, given 'blue'"),
+        (
+            "fusion: fuse_elementwise(3)",
+            "fuse_elementwise(3) is no pass (at line 1 of the pipeline); expected name(option=value, ...)",
+        ),
         ("fusion: fuse_elementwise(limit=limit)", "limit is no literal (at line 1"),
         ("fusion: simplify(\nlayout:", "'simplify(' is no list of passes (at line 1 of the pipeline)"),
         ("fusion: simplify()\nfusion: simplify()", "level fusion is given twice (at line 2 of the pipeline)"),
         ("simplify()", "'simplify()' belongs to no level (at line 1 of the pipeline); begin with 'forward'"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_with_a_text(text: str, sentence: str) -> None:
     with pytest.raises(Invalid) as caught:
         Pipeline.parse(text)
@@ -180,5 +191,7 @@ def test_all_passes_are_known_where_users_parse() -> None:
 def test_a_name_that_is_taken_names_both_owners() -> None:
     with pytest.raises(Duplicate) as caught:
         type("Simplify", (Nothing,), {"__module__": "elsewhere", "__qualname__": "Simplify"})
-    assert "daceml_train.transformations.intra_operator.simplify.Simplify and by elsewhere.Simplify" in str(caught.value)
+    assert "daceml_train.transformations.intra_operator.simplify.Simplify and by elsewhere.Simplify" in str(
+        caught.value
+    )
     assert registered()["simplify"] is Simplify

@@ -5,8 +5,8 @@ import pytest
 from daceml_train.errors import Invalid
 from daceml_train.passes.base import LEVELS
 from daceml_train.passes.pipeline import Pipeline, Step
+from daceml_train.transformations.global_movement.common_subexpressions import CommonSubexpressions
 from daceml_train.transformations.global_movement.dead_code import DeadCode
-from daceml_train.transformations.global_movement.merge_equal import MergeEqual
 from daceml_train.transformations.intra_operator.decompose import Decompose
 from daceml_train.transformations.intra_operator.fold_constants import FoldConstants
 from daceml_train.transformations.intra_operator.simplify import Simplify
@@ -32,30 +32,38 @@ def test_text() -> None:
 
 
 def test_edits() -> None:
-    assert names(SMALL.after("intra_operator", MergeEqual())) == ["decompose", "simplify", "merge_equal"]
-    assert names(SMALL.before("intra_operator", MergeEqual())) == ["merge_equal", "decompose", "simplify"]
-    assert names(SMALL.after(Decompose, MergeEqual(), DeadCode())) == [
+    assert names(SMALL.after("intra_operator", CommonSubexpressions())) == [
         "decompose",
-        "merge_equal",
+        "simplify",
+        "common_subexpressions",
+    ]
+    assert names(SMALL.before("intra_operator", CommonSubexpressions())) == [
+        "common_subexpressions",
+        "decompose",
+        "simplify",
+    ]
+    assert names(SMALL.after(Decompose, CommonSubexpressions(), DeadCode())) == [
+        "decompose",
+        "common_subexpressions",
         "dead_code",
         "simplify",
     ]
-    assert names(SMALL.before(Simplify, MergeEqual())) == ["decompose", "merge_equal", "simplify"]
-    assert names(SMALL.replace(Simplify, MergeEqual(), FoldConstants())) == [
+    assert names(SMALL.before(Simplify, CommonSubexpressions())) == ["decompose", "common_subexpressions", "simplify"]
+    assert names(SMALL.replace(Simplify, CommonSubexpressions(), FoldConstants())) == [
         "decompose",
-        "merge_equal",
+        "common_subexpressions",
         "fold_constants",
     ]
     assert names(SMALL.without(Simplify)) == ["decompose"]
     assert names(SMALL.without(Simplify, Decompose)) == []
     assert names(SMALL.only(Simplify)) == ["simplify"]
     assert names(SMALL.only(Simplify), "global_movement") == []
-    assert names(SMALL.after("fusion", MergeEqual()), "fusion") == ["merge_equal"]
+    assert names(SMALL.after("fusion", CommonSubexpressions()), "fusion") == ["common_subexpressions"]
 
 
 def test_edits_give_new_values() -> None:
     before = str(SMALL)
-    SMALL.after("fusion", MergeEqual()).without(Decompose)
+    SMALL.after("fusion", CommonSubexpressions()).without(Decompose)
     assert str(SMALL) == before
     with pytest.raises(dataclasses.FrozenInstanceError):
         SMALL.passes = ()  # type: ignore[misc]
@@ -81,13 +89,15 @@ def test_order() -> None:
 
 @pytest.mark.parametrize("edit", ["after", "before", "replace", "without", "with_options"])
 def test_an_unknown_pass_names_the_known(edit: str) -> None:
-    with pytest.raises(Invalid, match="has no pass MergeEqual; it has: DeadCode, Decompose, Simplify"):
-        getattr(SMALL, edit)(MergeEqual)
+    with pytest.raises(Invalid, match="has no pass CommonSubexpressions; it has: DeadCode, Decompose, Simplify"):
+        getattr(SMALL, edit)(CommonSubexpressions)
 
 
 def test_an_unknown_level_names_the_known() -> None:
     levels = "forward, intra_operator, fusion, layout, global_movement"
-    with pytest.raises(Invalid, match=f"no level or pass is called 'fussion', did you mean 'fusion'\\?; levels: {levels}"):
+    with pytest.raises(
+        Invalid, match=f"no level or pass is called 'fussion', did you mean 'fusion'\\?; levels: {levels}"
+    ):
         SMALL.after("fussion", DeadCode())
     sentence = f"no level is called 'fussion'; known: {levels}"
     with pytest.raises(Invalid, match=sentence):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from daceml_train.autodiff.reverse import differentiate
-from daceml_train.frontends.torch.capture import capture
+from daceml_train.frontends.torch.capture.capture import capture
 from daceml_train.graph.graph import Graph, Role
 from daceml_train.passes.pipeline import Pipeline, Step
 from daceml_train.transformations.pipelines import TRAINING

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import daceml_train as dt
-from daceml_train.driver.record import PassRecord, Record
+from daceml_train.driver.records import PassRecord, Record
 from daceml_train.errors import Invalid
 from daceml_train.reporting import Report, bytes_text, number, share
 from daceml_train.reporting.collect import reasons
@@ -20,7 +20,7 @@ def record(name: str = "model", joint: int = 1000, halves: tuple[int, int] = (60
     forward = Record(name, bytes_captured=2000, kernels=2, distinct_kernels=2, calls={"mm": 1})
     forward.seconds = {"kernels": 1.0}
     forward.passes = [
-        PassRecord("forward", "merge_equal", 700, 690, 10, 9, 0.1),
+        PassRecord("forward", "common_subexpressions", 700, 690, 10, 9, 0.1),
         PassRecord("intra_operator", "simplify", 2000, joint, 30, 20, 0.1),
         PassRecord("fusion", "fuse_elementwise", before, before // 2, 12, 4, 0.1),
     ]
@@ -55,7 +55,7 @@ def test_text() -> None:
     assert "after fusion" in text and "450 B" in text and "77.5 %" in text
     assert "aten.cumsum.default at model.py:12" in text
     assert "runs in PyTorch, because\n  a reason" in text
-    assert "merge_equal" not in text, "passes over the forward pass alone have another unit"
+    assert "common_subexpressions" not in text, "passes over the forward pass alone have another unit"
 
 
 def test_reasons_are_said_once_and_without_hints() -> None:

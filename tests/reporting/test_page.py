@@ -24,9 +24,26 @@ def compiled(launches: list[Launched], name: str = "graph") -> Compiled:
     memory = tuple(range(100, 100 + len(launches)))
     kept = (Kept("float32[4, 8]", 128, EVIL, EVIL),)
     return Compiled(
-        name, 1, 9000, 4000, 10**9, levels, (("fusion", levels[1]),), len(launches), 3, {"mm": 2}, ((EVIL, EVIL),),
-        {"kernels": 1.0}, False, 5000, {}, tuple(launches), memory, 1000, kept,
-    )  # fmt: skip
+        name,
+        1,
+        9000,
+        4000,
+        10**9,
+        levels,
+        (("fusion", levels[1]),),
+        len(launches),
+        3,
+        {"mm": 2},
+        ((EVIL, EVIL),),
+        {"kernels": 1.0},
+        False,
+        5000,
+        {},
+        tuple(launches),
+        memory,
+        1000,
+        kept,
+    )
 
 
 def report(launches: list[Launched], **fields: object) -> Report:
@@ -83,7 +100,9 @@ def test_without_times() -> None:
 
 def test_a_device_and_its_recordings() -> None:
     shape = "256 threads, teams of 32, 2 x 4 lanes each, 528 blocks"
-    launches = [launched(n, shape=shape if n else "128 threads, teams of 1, 1 x 4 lanes each, 9 blocks") for n in range(3)]
+    launches = [
+        launched(n, shape=shape if n else "128 threads, teams of 1, 1 x 4 lanes each, 9 blocks") for n in range(3)
+    ]
     function = dataclasses.replace(compiled(launches), device=EVIL, searched=(2, 1))
     made = Report("training step", "net", (function,), (), None, None, ("9 launches recorded as one, on one stream",))
     line = f"on {EVIL}, blocks of 128 and 256 threads, shapes of 2 kernels compared, 1 changed by that"

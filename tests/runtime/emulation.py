@@ -20,12 +20,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from daceml_train.codegen.compile import compile_kernels, load
+from daceml_train.codegen.cpu.compile import compile_kernels, load
+from daceml_train.codegen.cpu.launch import KernelCode
 from daceml_train.codegen.cuda.launch import CudaCode
-from daceml_train.codegen.launch import KernelCode
-from daceml_train.runtime.cuda_toolchain import CudaToolchain
-from daceml_train.runtime.device import GPU, Capability, ProcessorToolchain, Progress, Toolchain
-from daceml_train.runtime.placement import standing_in
+from daceml_train.lowering.device import GPU, Capability, ProcessorToolchain, Progress, Toolchain
+from daceml_train.runtime.gpu.toolchain import CudaToolchain
+from daceml_train.runtime.placement import device_override
 from tests.codegen.cuda.running import emulated as library_of
 
 LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
@@ -245,5 +245,5 @@ class Emulated(GPU):
 def emulated(device: Emulated | None = None) -> Iterator[Emulated]:
     """Within it, tensors on the CPU count as lying on an emulated GPU."""
     chosen = device or Emulated()
-    with standing_in(lambda given: chosen if given.type == "cpu" else None):
+    with device_override(lambda given: chosen if given.type == "cpu" else None):
         yield chosen

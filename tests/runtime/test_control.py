@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from daceml_train.analysis.interpret import interpret
 from daceml_train.autodiff.reverse import differentiate
-from daceml_train.codegen.compile import compile_kernels, load
+from daceml_train.codegen.cpu.compile import compile_kernels, load
 from daceml_train.errors import ExecutionError
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.interpret import interpret
 from daceml_train.graph.text import parse
+from daceml_train.lowering.lower import lower
+from daceml_train.lowering.program import ControlLaunch
 from daceml_train.runtime.executable import Executable
-from daceml_train.runtime.lowering import lower
-from daceml_train.runtime.program import ControlLaunch
 from daceml_train.transformations.pipelines import TRAINING
 from tests.graph import control_flow
 from tests.graph.control_flow import LOOP

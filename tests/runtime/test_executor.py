@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from daceml_train.errors import ExecutionError, Invalid
 from daceml_train.runtime import executor
-from daceml_train.runtime.executor import Arena, InputMismatch, Plan, View, pool_statistics, pool_trim, pooled
+from daceml_train.runtime.executor import Arena, InputMismatch, Plan, PlanView, pool_statistics, pool_trim, pooled
 from daceml_train.runtime.native_build import build
 
 pytestmark = pytest.mark.compiled
@@ -61,23 +61,23 @@ class Builder:
         self.slots += 1
         return self.slots - 1
 
-    def input(self, like: torch.Tensor, mutable: bool = False) -> tuple[int, View]:
+    def input(self, like: torch.Tensor, mutable: bool = False) -> tuple[int, PlanView]:
         slot, layout = self.next(), (like.dtype, list(like.shape), list(like.stride()))
         self.plan.input_slot(slot, self.inputs, *layout, mutable=mutable)
         self.inputs += 1
         return slot, self.plan.view(slot, 0, *layout)
 
-    def result(self, like: torch.Tensor) -> tuple[int, View]:
+    def result(self, like: torch.Tensor) -> tuple[int, PlanView]:
         slot, layout = self.next(), (like.dtype, list(like.shape), list(like.stride()))
         self.plan.result_slot(slot, *layout)
         return slot, self.plan.view(slot, 0, *layout)
 
-    def fresh(self, sizes: Sequence[int], dtype: torch.dtype = F32) -> tuple[int, View]:
+    def fresh(self, sizes: Sequence[int], dtype: torch.dtype = F32) -> tuple[int, PlanView]:
         slot = self.next()
         self.plan.fresh_slot(slot, dtype, sizes, contiguous(sizes))
         return slot, self.plan.view(slot, 0, dtype, sizes, contiguous(sizes))
 
-    def arena(self, offset: int, sizes: Sequence[int]) -> tuple[int, View]:
+    def arena(self, offset: int, sizes: Sequence[int]) -> tuple[int, PlanView]:
         slot = self.next()
         self.plan.arena_slot(slot, offset)
         return slot, self.plan.view(slot, 0, F32, sizes, contiguous(sizes))
@@ -241,8 +241,12 @@ def test_calls_with_one_result() -> None:
     call_once("aten::sum", "dim_IntList", [x, [1], True, torch.float64], [x.sum(1, keepdim=True, dtype=torch.float64)])
     call_once("aten::cat", "", [[x, y], 1], [torch.cat([x, y], 1)])
     call_once("aten::index", "Tensor", [x, [None, torch.tensor([3, 1])]], [x[:, [3, 1]]])
-    call_once("aten::full", "", [[2, 3], 7, torch.int32, torch.strided, torch.device("cpu"), False],
-              [torch.full([2, 3], 7, dtype=torch.int32)])  # fmt: skip
+    call_once(
+        "aten::full",
+        "",
+        [[2, 3], 7, torch.int32, torch.strided, torch.device("cpu"), False],
+        [torch.full([2, 3], 7, dtype=torch.int32)],
+    )
 
 
 def test_convolution_without_and_with_bias() -> None:
@@ -376,7 +380,7 @@ def test_the_callers_modes_do_not_leak_in() -> None:
 def test_building_refuses_with_a_sentence(kernels) -> None:
     x = torch.randn(2, 3)
 
-    def start() -> tuple[Builder, Plan, View]:
+    def start() -> tuple[Builder, Plan, PlanView]:
         builder = Builder()
         _, view = builder.input(x)
         return builder, builder.plan, view
@@ -403,7 +407,7 @@ def test_building_refuses_with_a_sentence(kernels) -> None:
     with pytest.raises(Invalid, match="2 sizes but 1 strides"):
         plan.view(0, 0, F32, [2, 3], [1])
     with pytest.raises(Invalid, match="there is no view 7"):
-        plan.mm(view, view, View(7))
+        plan.mm(view, view, PlanView(7))
     with pytest.raises(Invalid, match="the kernel's address is null"):
         plan.kernel(0, [])
 
@@ -411,38 +415,38 @@ def test_building_refuses_with_a_sentence(kernels) -> None:
 def test_finalize_follows_every_value(kernels) -> None:
     x = torch.randn(2, 3)
 
-    def refused(sentence: str, build_list: Callable[[Builder, View], list[int]], arena_bytes: int = 0) -> None:
+    def refused(sentence: str, build_list: Callable[[Builder, PlanView], list[int]], arena_bytes: int = 0) -> None:
         builder = Builder()
         _, view = builder.input(x)
         outputs = build_list(builder, view)
         with pytest.raises(Invalid, match=sentence):
             builder.plan.finalize(arena_bytes, outputs)
 
-    def early(builder: Builder, view: View) -> list[int]:
+    def early(builder: Builder, view: PlanView) -> list[int]:
         _, result = builder.result(x)
         builder.plan.call("aten::relu", "", [result], [None], tag=5)
         return []
 
-    def late(builder: Builder, view: View) -> list[int]:
+    def late(builder: Builder, view: PlanView) -> list[int]:
         slot, result = builder.result(x)
         builder.plan.call("aten::relu", "", [view], [slot])
         builder.plan.release(slot)
         builder.plan.call("aten::relu", "", [result], [None], tag=6)
         return []
 
-    def twice(builder: Builder, view: View) -> list[int]:
+    def twice(builder: Builder, view: PlanView) -> list[int]:
         slot, _ = builder.result(x)
         builder.plan.call("aten::relu", "", [view], [slot])
         builder.plan.call("aten::relu", "", [view], [slot])
         return []
 
-    def released(builder: Builder, view: View) -> list[int]:
+    def released(builder: Builder, view: PlanView) -> list[int]:
         slot, _ = builder.result(x)
         builder.plan.call("aten::relu", "", [view], [slot])
         builder.plan.release(slot)
         return [slot]
 
-    def into_arena(builder: Builder, view: View) -> list[int]:
+    def into_arena(builder: Builder, view: PlanView) -> list[int]:
         slot, _ = builder.arena(0, [6])
         builder.plan.call("aten::relu", "", [view], [slot])
         return []
@@ -886,7 +890,14 @@ def test_a_profiled_run_times_every_launch(kernels) -> None:
 
 
 def test_dtype_numbers_are_those_of_this_pytorch() -> None:
-    names = {torch.float32: "Float", torch.int64: "Long", torch.bool: "Bool", torch.bfloat16: "BFloat16",
-             torch.float8_e4m3fn: "Float8_e4m3fn", torch.uint64: "UInt64", torch.complex64: "ComplexFloat"}  # fmt: skip
+    names = {
+        torch.float32: "Float",
+        torch.int64: "Long",
+        torch.bool: "Bool",
+        torch.bfloat16: "BFloat16",
+        torch.float8_e4m3fn: "Float8_e4m3fn",
+        torch.uint64: "UInt64",
+        torch.complex64: "ComplexFloat",
+    }
     for dtype, name in names.items():
         assert executor.library().executor_dtype_name(executor.DTYPE_NUMBERS[dtype]).decode() == name

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from daceml_train.codegen.compile import compile_kernels, intact, load
+from daceml_train.codegen.cpu.compile import compile_kernels, intact, load
 from daceml_train.errors import Invalid
 from daceml_train.runtime.cache import Cache
 from daceml_train.runtime.native_build import build
@@ -20,7 +20,7 @@ from daceml_train.storage import folders, trust
 from daceml_train.storage.files import keep, sealed, unsealed
 from daceml_train.storage.folders import cache_folder, clear_dead, locked, make, to_write, usable
 from daceml_train.storage.trust import distrust
-from tests.codegen.test_compile import some_code
+from tests.codegen.cpu.test_compile import some_code
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 
@@ -78,7 +78,9 @@ def test_a_folder_below_one_that_everybody_may_write_is_refused(tmp_path: Path) 
     assert distrust(folder) == ""
 
 
-@pytest.mark.parametrize("change", [lambda p: p.chmod(0o666), pytest.param(lambda p: os.chown(p, 4321, -1), marks=as_root)])
+@pytest.mark.parametrize(
+    "change", [lambda p: p.chmod(0o666), pytest.param(lambda p: os.chown(p, 4321, -1), marks=as_root)]
+)
 def test_a_file_of_others_is_not_unpickled(tmp_path: Path, change) -> None:
     cache, mark = Cache(tmp_path), tmp_path / "executed"
     path = make(tmp_path / "programs") / "key.program"
@@ -123,7 +125,9 @@ def test_a_library_under_another_kernels_name_is_made_anew(tmp_path: Path) -> No
 def test_a_native_library_under_another_name_is_made_anew(tmp_path: Path) -> None:
     texts = {"one": 1, "two": 2}
     for name, value in texts.items():
-        (tmp_path / f"{name}.cpp").write_text(f'extern "C" __attribute__((visibility("default"))) int get() {{ return {value}; }}')
+        (tmp_path / f"{name}.cpp").write_text(
+            f'extern "C" __attribute__((visibility("default"))) int get() {{ return {value}; }}'
+        )
     one, two = (build(tmp_path / f"{name}.cpp", tmp_path / "native") for name in texts)
     os.replace(one, two)
     assert unsealed(two) is None
@@ -140,7 +144,9 @@ def test_a_cache_that_is_a_file_is_named(tmp_path: Path, monkeypatch: pytest.Mon
         cache_folder(file)
 
 
-def test_the_home_folder_is_expanded_wherever_the_cache_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_home_folder_is_expanded_wherever_the_cache_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv(folders.CACHE, "~/a")
     assert cache_folder() == tmp_path / "a" and cache_folder("~/b") == tmp_path / "b"

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from daceml_train.analysis.interpret import interpret
+from daceml_train.analysis.sizes import bind
+from daceml_train.analysis.traffic import traffic
+from daceml_train.analysis.verify import verify
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.interpret import interpret
-from daceml_train.graph.sizes import bind
 from daceml_train.graph.text import parse
-from daceml_train.graph.traffic import traffic
-from daceml_train.graph.verify import verify
 from daceml_train.passes.base import Pass, Rewrite
 from daceml_train.tensor import DType, same_shape, simplify
 

@@ -144,7 +144,7 @@ def _reduce(draw: st.DrawFn, graph: Graph, x: Value, values: list[Value], seed: 
     return [x.sum(dims, keep) if draw(st.booleans()) else x.mean(dims, keep)]
 
 
-def _normalise(draw: st.DrawFn, graph: Graph, x: Value, values: list[Value], seed: Value) -> list[Value]:
+def _normalize(draw: st.DrawFn, graph: Graph, x: Value, values: list[Value], seed: Value) -> list[Value]:
     if not x.shape:
         return []
     name = draw(st.sampled_from(["softmax", "log_softmax", "dropout"]))
@@ -166,6 +166,16 @@ def _cast(draw: st.DrawFn, graph: Graph, x: Value, values: list[Value], seed: Va
 
 
 EMITTERS = {
-    "unary": _unary, "binary": _binary, "constant": _constant, "split": _split, "unroll": _unroll, "concat": _concat,
-    "move": _move, "product": _product, "reduce": _reduce, "normalise": _normalise, "loss": _loss, "cast": _cast,
-}  # fmt: skip
+    "unary": _unary,
+    "binary": _binary,
+    "constant": _constant,
+    "split": _split,
+    "unroll": _unroll,
+    "concat": _concat,
+    "move": _move,
+    "product": _product,
+    "reduce": _reduce,
+    "normalize": _normalize,
+    "loss": _loss,
+    "cast": _cast,
+}

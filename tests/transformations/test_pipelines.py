@@ -2,10 +2,10 @@
 
 from collections import Counter
 
+from daceml_train.analysis.interpret import interpret
+from daceml_train.analysis.traffic import traffic
 from daceml_train.autodiff.reverse import differentiate
 from daceml_train.graph.graph import Graph, Role
-from daceml_train.graph.interpret import interpret
-from daceml_train.graph.traffic import traffic
 from daceml_train.ops.operator import Value, make
 from daceml_train.passes.pipeline import Pipeline
 from daceml_train.tensor import DType, Tensor, symbol

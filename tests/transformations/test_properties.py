@@ -3,33 +3,33 @@
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from daceml_train.analysis.traffic import traffic
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.traffic import traffic
 from daceml_train.passes.base import Pass, Rewrite, checked
+from daceml_train.transformations.forward.cross_entropy import FuseSoftmaxCrossEntropy
+from daceml_train.transformations.global_movement.common_subexpressions import CommonSubexpressions
 from daceml_train.transformations.global_movement.dead_code import DeadCode
-from daceml_train.transformations.global_movement.merge_equal import MergeEqual
-from daceml_train.transformations.intra_operator.accumulate_products import AccumulateProducts
+from daceml_train.transformations.intra_operator.accumulate_matmuls import AccumulateMatmuls
 from daceml_train.transformations.intra_operator.assemble_slices import AssembleSlices
 from daceml_train.transformations.intra_operator.batch_matmul import MergeBatch, MergeSummedBatch
-from daceml_train.transformations.intra_operator.cross_entropy import FuseSoftmaxCrossEntropy
 from daceml_train.transformations.intra_operator.decompose import Decompose
 from daceml_train.transformations.intra_operator.fold_constants import FoldConstants
-from daceml_train.transformations.intra_operator.matmul_bias import FuseMatmulBias
 from daceml_train.transformations.intra_operator.simplify import Simplify
+from daceml_train.transformations.layout.matmul_bias import FuseMatmulBias
 from tests.transformations.checking import check_same
 from tests.transformations.random_graphs import training_graphs
 
-FORWARD = (FuseSoftmaxCrossEntropy(), MergeEqual(), Simplify(), FoldConstants(), MergeBatch())
+FORWARD = (FuseSoftmaxCrossEntropy(), CommonSubexpressions(), Simplify(), FoldConstants(), MergeBatch())
 PASSES: tuple[Pass, ...] = (
     Decompose(),
     Simplify(),
     FoldConstants(),
-    MergeEqual(),
+    CommonSubexpressions(),
     DeadCode(),
     MergeBatch(),
     MergeSummedBatch(),
     AssembleSlices(),
-    AccumulateProducts(),
+    AccumulateMatmuls(),
     FuseMatmulBias(),
 )
 SIZES = {"s0": 2}

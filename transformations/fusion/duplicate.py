@@ -18,7 +18,7 @@ class DuplicateCheapProducers(Pass):
 
         x -> [f] -> t, y;   t -> [g] -> z      =>      x -> [f] -> y,   x -> [f; g] -> z
 
-    Normalised activations come from the convolution's output again; random numbers and their masks depend on a seed
+    Normalized activations come from the convolution's output again; random numbers and their masks depend on a seed
     alone, so they are never stored. `flops` is the most operations per element that a value may cost.
     """
 

@@ -2,9 +2,10 @@
 
 The graph's kernels are opened into their leaves, every leaf that we generate code for becomes a group of its own, and
 passes join groups. A join is refused if it would make a cycle, or if the joined body is not one loop nest
-(`codegen.domain`). Movement operators and constants belong to no group: whoever needs one copies it into its body.
-Groups are kept in a topological order that is repaired locally at each join (Pearce & Kelly, "A dynamic topological
-sort algorithm for directed acyclic graphs", JEA 2006), so that a cycle is looked for between two groups only.
+(`codegen.kernel.domain`). Movement operators and constants belong to no group: whoever needs one copies it into its
+body. Groups are kept in a topological order that is repaired locally at each join (Pearce & Kelly, "A dynamic
+topological sort algorithm for directed acyclic graphs", JEA 2006), so that a cycle is looked for between two groups
+only.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from daceml_train.codegen.domain import analyse
+from daceml_train.codegen.kernel.domain import analyze
 from daceml_train.errors import Refused
 from daceml_train.graph.graph import Graph
 from daceml_train.ops.elementwise import Cast, Elementwise, Full, Iota
@@ -242,9 +243,7 @@ class Grouping:
         for group in groups:
             for item in group.items:
                 add(item)
-        yields = [
-            name for g in groups for item in g.items for name in item.outputs if self.seen_outside(name, groups)
-        ]
+        yields = [name for g in groups for item in g.items for name in item.outputs if self.seen_outside(name, groups)]
         return tuple(arguments), statements, yields
 
     def kernel(
@@ -305,7 +304,7 @@ class Grouping:
         key = kernel, tuple(self.tensors[a] for a in arguments)
         if key not in self._unfit:
             try:
-                analyse(*key)
+                analyze(*key)
                 self._unfit[key] = None
             except Refused as refused:
                 self._unfit[key] = refused.message
@@ -432,6 +431,11 @@ class Grouping:
 
     def _inlines(self, item: Item) -> bool:
         """Whether a single operator reads constants, which a kernel holds in its body."""
-        return item.group is not None and item.group.fusible and any(
-            (maker := self.producer.get(name)) is not None and isinstance(maker.op, CONSTANT) for name in item.inputs
+        return (
+            item.group is not None
+            and item.group.fusible
+            and any(
+                (maker := self.producer.get(name)) is not None and isinstance(maker.op, CONSTANT)
+                for name in item.inputs
+            )
         )

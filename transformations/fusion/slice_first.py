@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from daceml_train.graph.aliases import is_alias
+from daceml_train.analysis.aliases import is_alias
+from daceml_train.analysis.traffic import traffic
 from daceml_train.graph.graph import Graph, Node
-from daceml_train.graph.traffic import traffic
 from daceml_train.ops.elementwise import Cast, Elementwise, Full, Iota
 from daceml_train.ops.movement import Slice
 from daceml_train.ops.operator import Value
-from daceml_train.passes.base import Match, Rewrite, View
+from daceml_train.passes.base import Match, Rewrite, Uses
 from daceml_train.tensor import Dim, same, simplify
 
 
@@ -30,26 +30,26 @@ class SliceFirst(Rewrite):
 
     level = "fusion"
 
-    def find(self, view: View, node: Node) -> Mapping[str, Any] | None:
+    def match(self, uses: Uses, node: Node) -> Mapping[str, Any] | None:
         if not isinstance(node.op, Slice):
             return None
-        f = view.producers.get(node.inputs[0])
+        f = uses.producers.get(node.inputs[0])
         if f is None or not isinstance(f.op, Elementwise | Cast):
             return None
-        slices = [r for r in view.readers[node.inputs[0]] if isinstance(r.op, Slice)]
+        slices = [r for r in uses.readers[node.inputs[0]] if isinstance(r.op, Slice)]
         return {"f": f, "slices": slices} if slices[0] is node else None
 
     def legality(self, match: Match) -> Iterator[tuple[bool, str]]:
-        (t,) = match.parts["f"].outputs
-        yield t not in match.view.visible, f"{t} is a result of the graph"
-        others = [r for r in match.view.readers[t] if not isinstance(r.op, Slice)]
+        (t,) = match.bindings["f"].outputs
+        yield t not in match.uses.visible, f"{t} is a result of the graph"
+        others = [r for r in match.uses.readers[t] if not isinstance(r.op, Slice)]
         yield not others, f"{t} is also read by {others[0].op.label if others else ''} as a whole"
         yield self.disjoint(match), f"the slices of {t} overlap, so that elements would be computed twice"
 
     def disjoint(self, match: Match) -> bool:
         """Whether the slices of one array are known not to overlap: along one dimension, one behind the other."""
-        (t,) = match.parts["f"].outputs
-        slices = list(dict.fromkeys(r.op for r in match.view.readers[t]))
+        (t,) = match.bindings["f"].outputs
+        slices = list(dict.fromkeys(r.op for r in match.uses.readers[t]))
         if len({s.dim for s in slices if isinstance(s, Slice)}) != 1:
             return len(slices) == 1
         ranges = [(s.start, s.stop) for s in slices if isinstance(s, Slice)]
@@ -60,21 +60,21 @@ class SliceFirst(Rewrite):
 
     def traffic(self, match: Match) -> Dim:
         """Counted on the operator and its slices alone."""
-        apart = excerpt(match.view, [match.parts["f"], *match.parts["slices"]])
+        apart = excerpt(match.uses, [match.bindings["f"], *match.bindings["slices"]])
         (alone,) = (m for m in self.matches(apart) if m.root.outputs == match.root.outputs)
         return simplify(traffic(self.sweep(apart, {id(alone.root): alone})).bytes - traffic(apart).bytes)
 
     def sweep(self, graph: Graph, chosen: Mapping[int, Match]) -> Graph:
-        slices = ((m, node) for m in chosen.values() for node in m.parts["slices"])
+        slices = ((m, node) for m in chosen.values() for node in m.bindings["slices"])
         return super().sweep(graph, {id(node): replace(m, root=node) for m, node in slices})
 
-    def emit(self, match: Match, builder: Graph, now: Mapping[str, Value]) -> Iterable[Value]:
-        f, cut = match.parts["f"], match.root.op
+    def emit(self, match: Match, builder: Graph, values: Mapping[str, Value]) -> Iterable[Value]:
+        f, cut = match.bindings["f"], match.root.op
         assert isinstance(cut, Slice)
-        rank = match.view.graph.tensors[f.outputs[0]].rank
+        rank = match.uses.graph.tensors[f.outputs[0]].rank
         operands = []
         for name in f.inputs:
-            operand = now[name]
+            operand = values[name]
             dim = cut.dim - rank + operand.tensor.rank
             if dim >= 0 and not same(operand.shape[dim], 1):
                 operand = operand.slice(dim, cut.start, cut.stop, cut.step)
@@ -88,16 +88,16 @@ class SliceFirst(Rewrite):
         return graph
 
 
-def excerpt(view: View, nodes: Sequence[Node]) -> Graph:
+def excerpt(uses: Uses, nodes: Sequence[Node]) -> Graph:
     """`nodes` alone, with the aliases and constants through which they read; what others see is a result."""
     graph, own = Graph(), {id(n) for n in nodes}
 
     def need(name: str) -> None:
-        maker = view.producers.get(name)
+        maker = uses.producers.get(name)
         if name in graph.tensors or (maker is not None and id(maker) in own):
             return
         if maker is None or not (is_alias(maker.op) or isinstance(maker.op, Full | Iota)):
-            graph.input(name, view.graph.tensors[name])
+            graph.input(name, uses.graph.tensors[name])
             return
         for operand in maker.inputs:
             need(operand)
@@ -108,6 +108,6 @@ def excerpt(view: View, nodes: Sequence[Node]) -> Graph:
             need(name)
         graph.append(node.op, node.inputs, node.outputs)
         graph.outputs += [
-            n for n in node.outputs if n in view.visible or any(id(r) not in own for r in view.readers[n])
+            n for n in node.outputs if n in uses.visible or any(id(r) not in own for r in uses.readers[n])
         ]
     return graph

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from daceml_train.codegen.loops import hint
+from daceml_train.analysis.aliases import is_alias, roots
+from daceml_train.analysis.concat_aliases import ConcatAlias, concat_alias, concat_aliases
+from daceml_train.codegen.kernel.loops import hint
 from daceml_train.errors import Refused
-from daceml_train.graph.aliases import is_alias, roots
 from daceml_train.graph.graph import Graph, Node
-from daceml_train.graph.pieces import Piece, piece, pieces
 from daceml_train.ops.control import ControlFlow
 from daceml_train.ops.elementwise import Full, Iota
 from daceml_train.ops.movement import Concat
@@ -40,7 +40,7 @@ class ConcatenateInPlace(Pass):
             candidate = Joined(self, graph, node, known)
             if candidate.refusal is None:
                 graph = candidate.apply()
-                known.taken.update(pieces(graph))
+                known.taken.update(concat_aliases(graph))
         return graph
 
     def matches(self, graph: Graph) -> list[Joined]:
@@ -65,7 +65,7 @@ class Known:
     readers: Mapping[str, Sequence[Node]]
     """Array that is no alias -> the nodes that read it, through aliases too."""
     visible: frozenset[str]
-    taken: dict[str, Piece]
+    taken: dict[str, ConcatAlias]
 
     @staticmethod
     def of(graph: Graph) -> Known:
@@ -77,7 +77,7 @@ class Known:
                 for name in {base[i] for i in node.inputs}:
                     readers.setdefault(name, []).append(node)
         visible = frozenset(base[name] for name in graph.results)
-        return Known(graph.producers(), base, readers, visible, pieces(graph))
+        return Known(graph.producers(), base, readers, visible, concat_aliases(graph))
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +135,7 @@ class Joined:
         graph, node, known = self.graph, self.node, self.known
         name = node.inputs[position]
         root = known.base[name]
-        made = piece(graph, known.producers, node, position, known.taken.get(node.outputs[0]))
+        made = concat_alias(graph, known.producers, node, position, known.taken.get(node.outputs[0]))
         if made is None or made[0] != root or same(graph.tensors[name].size, 0):
             return f"%{name} shows another array in a way that memory does not allow in %{node.outputs[0]}"
         if not by_kernel(known.producers.get(root), root):

@@ -10,7 +10,7 @@ from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.control import ControlFlow
 from daceml_train.ops.kernel import Kernel, Statement
 from daceml_train.passes.base import Pass, without_dead_code
-from daceml_train.transformations.global_movement.narrow import narrowed
+from daceml_train.transformations.global_movement.region_dead_code import without_dead_regions
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class DeadCode(Pass):
             if isinstance(node.op, Kernel):
                 node = trimmed(node, node.op, seen)
             elif isinstance(node.op, ControlFlow):
-                node = narrowed(node, node.op, seen)
+                node = without_dead_regions(node, node.op, seen)
             seen.update(node.inputs)
             kept.append(node)
         other.nodes = kept[::-1]

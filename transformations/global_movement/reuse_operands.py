@@ -6,12 +6,12 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from daceml_train.codegen.domain import analyse
-from daceml_train.codegen.loops import Layout
-from daceml_train.codegen.plan import Plan
+from daceml_train.analysis.memory import Blocks
+from daceml_train.codegen.kernel.domain import analyze
+from daceml_train.codegen.kernel.loops import Layout
+from daceml_train.codegen.kernel.plan import Plan
 from daceml_train.errors import Refused
 from daceml_train.graph.graph import Graph, Node
-from daceml_train.graph.memory import Blocks
 from daceml_train.ops.embedding import AddRows
 from daceml_train.ops.kernel import Kernel
 from daceml_train.passes.base import Pass
@@ -25,7 +25,7 @@ class ReuseOperands(Pass):
 
         x -> [f] -> y, x read for the last time     =>      x -> [f over x] -> y
 
-    The kernel must read each element of the operand before it writes there and never after, which `codegen.plan`
+    The kernel must read each element of the operand before it writes there and never after, which `codegen.kernel.plan`
     decides; operand and result have one type and one layout; neither is an input's memory or a result of the graph.
     Arrays below `min_bytes` stay as they are. Rows are added to a table where it lies (`add_rows`), so that other rows
     are not touched; but for that, the bytes moved stay as they are. The bytes that live shrink.
@@ -147,7 +147,7 @@ def legal(graph: Graph, blocks: Blocks, node: Node, pairs: Mapping[int, int]) ->
 @functools.lru_cache(maxsize=4096)
 def _plannable(kernel: Kernel, operands: tuple[Layout, ...], results: tuple[Layout, ...]) -> bool:
     try:
-        Plan(analyse(kernel, [Tensor(o.shape, o.dtype) for o in operands]), operands, results)
+        Plan(analyze(kernel, [Tensor(o.shape, o.dtype) for o in operands]), operands, results)
     except Refused:
         return False
     return True

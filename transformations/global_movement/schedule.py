@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from daceml_train.graph.graph import Graph
 from daceml_train.passes.base import Pass
-from daceml_train.transformations.global_movement.live import Items, items_of, reordered
+from daceml_train.transformations.global_movement.liveness import Liveness, liveness_of, reordered
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Schedule(Pass):
     moves: int = 64
 
     def run(self, graph: Graph) -> Graph:
-        items = items_of(graph)
+        items = liveness_of(graph)
         count = len(items.nodes)
         if count < 3:
             return graph
@@ -41,18 +41,18 @@ class Schedule(Pass):
         return reordered(graph, (items.nodes[i] for i in order))
 
 
-def cost(items: Items, order: Sequence[int]) -> tuple[int, int]:
+def cost(items: Liveness, order: Sequence[int]) -> tuple[int, int]:
     """What is compared: the peak, then the sum over all positions of what lives there."""
     live = items.live(order)
     return max(live, default=0), sum(live)
 
 
-def listed(items: Items, depth: int) -> list[int]:
+def listed(items: Liveness, depth: int) -> list[int]:
     """The order of list scheduling that looks `depth` readers ahead."""
     return _Listing(items, depth).run()
 
 
-def postponed(items: Items) -> list[int]:
+def postponed(items: Liveness) -> list[int]:
     """The order in which an item that makes more than it frees waits for the first one that depends on it."""
     count = len(items.nodes)
     first, last = [count] * len(items.bytes), [-1] * len(items.bytes)
@@ -81,7 +81,7 @@ class _Listing:
     they make ready, the one that lowers them most comes first, else the first ready one in the original order.
     """
 
-    def __init__(self, items: Items, depth: int) -> None:
+    def __init__(self, items: Liveness, depth: int) -> None:
         self.items, self.depth = items, depth
         count = len(items.nodes)
         self.after: list[list[int]] = [[] for _ in range(count)]
@@ -205,7 +205,7 @@ class _Listing:
         return least, order[:length]
 
 
-def improved(items: Items, order: list[int], moves: int) -> list[int]:
+def improved(items: Liveness, order: list[int], moves: int) -> list[int]:
     """The order with single items moved out of its peak, as far as that lowers the cost."""
     after: list[list[int]] = [[] for _ in items.nodes]
     for item, before in enumerate(items.before):
@@ -231,7 +231,7 @@ TRIED = 12
 
 
 def _moves(
-    items: Items, after: Sequence[Sequence[int]], order: list[int], where: dict[int, int], peak: int
+    items: Liveness, after: Sequence[Sequence[int]], order: list[int], where: dict[int, int], peak: int
 ) -> list[list[int]]:
     """Orders in which an item before the peak runs behind it, or one behind it before; the largest arrays first."""
     spans: dict[int, list[int]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from daceml_train.graph.aliases import is_alias, roots
+from daceml_train.analysis.aliases import is_alias, roots
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.elementwise import Cast, Elementwise, Full
 from daceml_train.ops.embedding import AddRows

@@ -12,7 +12,7 @@ from daceml_train.ops.elementwise import Elementwise, Full
 from daceml_train.ops.movement import Concat, Pad, Permute
 from daceml_train.ops.movement import View as ViewOp
 from daceml_train.ops.operator import Operator, Value
-from daceml_train.passes.base import Match, Rewrite, View
+from daceml_train.passes.base import Match, Rewrite, Uses
 from daceml_train.tensor import Dim, Shape, product, same, same_shape, simplify
 from daceml_train.transformations.intra_operator.movement import at_most
 
@@ -35,41 +35,41 @@ class AssembleSlices(Rewrite):
 
     level = "intra_operator"
 
-    def find(self, view: View, node: Node) -> Mapping[str, Any] | None:
-        if not _is_sum(view, node) or _continues(view, node):
+    def match(self, uses: Uses, node: Node) -> Mapping[str, Any] | None:
+        if not _is_sum(uses, node) or _continues(uses, node):
             return None
-        names = terms(view, node)
-        found = [(name, piece_of(view, name, reader)) for name, reader in names]
+        names = terms(uses, node)
+        found = [(name, piece_of(uses, name, reader)) for name, reader in names]
         pieces = [piece for _, piece in found if piece is not None]
         if len(pieces) < 2:
             return None
-        shape = view.graph.tensors[node.outputs[0]].shape
+        shape = uses.graph.tensors[node.outputs[0]].shape
         others = [name for name, piece in found if piece is None]
         return {"pieces": pieces, "others": others, "shape": shape, "plan": arrange(pieces, shape)}
 
     def legality(self, match: Match) -> Iterator[tuple[bool, str]]:
-        plan, pieces = match.parts["plan"], match.parts["pieces"]
+        plan, pieces = match.bindings["plan"], match.bindings["pieces"]
         names = ", ".join(f"%{p.source}" for p in pieces[:4]) + (", ..." if len(pieces) > 4 else "")
         yield plan is not None, f"the places of the pieces {names} overlap without being equal"
 
     def traffic(self, match: Match) -> Dim:
-        pieces, others, shape = (match.parts[name] for name in ("pieces", "others", "shape"))
-        width = match.view.graph.tensors[match.root.outputs[0]].dtype.bytes
+        pieces, others, shape = (match.bindings[name] for name in ("pieces", "others", "shape"))
+        width = match.uses.graph.tensors[match.root.outputs[0]].dtype.bytes
         whole = 3 * product(shape)
         before = sum((p.padding for p in pieces), start=0) + (len(pieces) + len(others) - 1) * whole
-        return simplify((elements(match.parts["plan"], shape) + len(others) * whole - before) * width)
+        return simplify((elements(match.bindings["plan"], shape) + len(others) * whole - before) * width)
 
-    def emit(self, match: Match, builder: Graph, now: Mapping[str, Value]) -> Iterable[Value]:
-        result = build(match.parts["plan"], match.parts["shape"], builder, now)
-        for name in match.parts["others"]:
-            result = result + now[name]
+    def emit(self, match: Match, builder: Graph, values: Mapping[str, Value]) -> Iterable[Value]:
+        result = build(match.bindings["plan"], match.bindings["shape"], builder, values)
+        for name in match.bindings["others"]:
+            result = result + values[name]
         return (result,)
 
 
 # ---- the sum --------------------------------------------------------------------------------------------------------
-def _is_sum(view: View, node: Node) -> bool:
+def _is_sum(uses: Uses, node: Node) -> bool:
     """Whether `node` adds two different arrays of the result's shape."""
-    tensors = view.graph.tensors
+    tensors = uses.graph.tensors
     if not isinstance(node.op, Elementwise) or node.op.kind != "add":
         return False
     if node.inputs[0] == node.inputs[1]:
@@ -77,20 +77,20 @@ def _is_sum(view: View, node: Node) -> bool:
     return all(same_shape(tensors[i].shape, tensors[node.outputs[0]].shape) for i in node.inputs)
 
 
-def _continues(view: View, node: Node) -> bool:
+def _continues(uses: Uses, node: Node) -> bool:
     """Whether the sum is a term of another one and of nothing else."""
-    readers = view.readers[node.outputs[0]]
-    return len(readers) == 1 and _is_sum(view, readers[0]) and node.outputs[0] not in view.visible
+    readers = uses.readers[node.outputs[0]]
+    return len(readers) == 1 and _is_sum(uses, readers[0]) and node.outputs[0] not in uses.visible
 
 
-def terms(view: View, root: Node) -> list[tuple[str, Node]]:
+def terms(uses: Uses, root: Node) -> list[tuple[str, Node]]:
     """The terms of the tree of additions below `root`, in order, each with the addition that reads it."""
     result: list[tuple[str, Node]] = []
     stack = [(name, root) for name in reversed(root.inputs)]
     while stack:
         name, reader = stack.pop()
-        node = view.producers.get(name)
-        if node is not None and _is_sum(view, node) and view.only_reader(name, reader):
+        node = uses.producers.get(name)
+        if node is not None and _is_sum(uses, node) and uses.only_reader(name, reader):
             stack += [(inner, node) for inner in reversed(node.inputs)]
         else:
             result.append((name, reader))
@@ -99,7 +99,7 @@ def terms(view: View, root: Node) -> list[tuple[str, Node]]:
 
 # ---- the pieces -----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Piece:
+class SlicedPiece:
     """A term that is zero but in a box, where it is `source` seen through `movement`."""
 
     source: str
@@ -109,10 +109,10 @@ class Piece:
     """Elements that the pads of the term read and write."""
 
 
-def piece_of(view: View, name: str, reader: Node) -> Piece | None:
+def piece_of(uses: Uses, name: str, reader: Node) -> SlicedPiece | None:
     """The term `name` of a sum as a piece; None where it is not padded, or is read elsewhere too."""
     chain: list[Node] = []
-    while (node := view.producers.get(name)) is not None and view.only_reader(name, reader):
+    while (node := uses.producers.get(name)) is not None and uses.only_reader(name, reader):
         zeros = isinstance(node.op, Pad) and node.op.value == 0
         if not zeros and not isinstance(node.op, Permute | ViewOp):
             break
@@ -120,12 +120,12 @@ def piece_of(view: View, name: str, reader: Node) -> Piece | None:
         name, reader = node.inputs[0], node
     while chain and not isinstance(chain[-1].op, Pad):
         name = chain.pop().outputs[0]
-    return _upwards(view, name, chain[::-1])
+    return _upwards(uses, name, chain[::-1])
 
 
-def _upwards(view: View, source: str, chain: Sequence[Node]) -> Piece | None:
-    """Follow the operators from `source` to the term; a view that cuts through padding starts a new piece."""
-    tensors = view.graph.tensors
+def _upwards(uses: Uses, source: str, chain: Sequence[Node]) -> SlicedPiece | None:
+    """Follow the operators from `source` to the term; a uses that cuts through padding starts a new piece."""
+    tensors = uses.graph.tensors
     movement: list[Operator] = []
     box: Box = tuple((0, size) for size in tensors[source].shape)
     padding: Dim = 0
@@ -147,11 +147,11 @@ def _upwards(view: View, source: str, chain: Sequence[Node]) -> Piece | None:
                 else:
                     box = seen
                     movement.append(ViewOp(tuple(simplify(stop - start) for start, stop in box)))
-    return Piece(source, tuple(movement), box, padding) if not same(padding, 0) else None
+    return SlicedPiece(source, tuple(movement), box, padding) if not same(padding, 0) else None
 
 
 def _view_of_box(box: Box, before: Shape, after: Shape) -> Box | None:
-    """The box under a view that keeps its cut dimensions as they are, else None."""
+    """The box under a uses that keeps its cut dimensions as they are, else None."""
     seen = [(0, size) for size in after]
     for d, (start, stop) in enumerate(box):
         if same(start, 0) and same(stop, before[d]):
@@ -169,7 +169,7 @@ def _view_of_box(box: Box, before: Shape, after: Shape) -> Box | None:
 class Sum:
     """Pieces of one place."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SlicedPiece, ...]
 
 
 @dataclass(frozen=True)
@@ -193,12 +193,12 @@ class Row:
 Plan: TypeAlias = Sum | Padded | Row
 
 
-def arrange(pieces: Sequence[Piece], shape: Shape, done: frozenset[int] = frozenset()) -> Plan | None:
+def arrange(pieces: Sequence[SlicedPiece], shape: Shape, done: frozenset[int] = frozenset()) -> Plan | None:
     """How to put the pieces together, one dimension after the other; None where places overlap in part.
 
     `done` are the dimensions along which all the pieces already share their range.
     """
-    groups: dict[int, dict[tuple[Dim, Dim], list[Piece]]] = {}
+    groups: dict[int, dict[tuple[Dim, Dim], list[SlicedPiece]]] = {}
     for d in range(len(shape)):
         if d not in done:
             groups[d] = {}
@@ -254,24 +254,24 @@ def elements(plan: Plan, shape: Shape) -> Dim:
             return moved + sum((2 * product(_resized(shape, dim, (0, n))) for _, n in gaps(plan, shape[dim])), start=0)
 
 
-def build(plan: Plan, shape: Shape, builder: Graph, now: Mapping[str, Value]) -> Value:
+def build(plan: Plan, shape: Shape, builder: Graph, values: Mapping[str, Value]) -> Value:
     """Emit a plan; `shape` is that of its result."""
     match plan:
         case Sum(pieces=pieces):
             total: Value | None = None
             for piece in pieces:
-                value = now[piece.source]
+                value = values[piece.source]
                 for op in piece.movement:
                     value = value.apply(op)
                 total = value if total is None else total + value
             assert total is not None
             return total
         case Padded(dim=dim, place=place, inner=inner):
-            value = build(inner, _resized(shape, dim, place), builder, now)
+            value = build(inner, _resized(shape, dim, place), builder, values)
             around = (place[0], simplify(shape[dim] - place[1]))
             return value.apply(Pad(tuple(around if d == dim else (0, 0) for d in range(len(shape)))))
         case Row(dim=dim, places=places, inner=inners):
-            parts = [build(p, _resized(shape, dim, r), builder, now) for p, r in zip(inners, places, strict=True)]
+            parts = [build(p, _resized(shape, dim, r), builder, values) for p, r in zip(inners, places, strict=True)]
             for position, width in reversed(gaps(plan, shape[dim])):
                 zeros = Full(0.0, _resized(shape, dim, (0, width)), parts[0].dtype)
                 parts[position:position] = builder.emit(zeros)

@@ -12,9 +12,9 @@ from daceml_train.ops.movement import Expand, Permute
 from daceml_train.ops.movement import View as ViewOp
 from daceml_train.ops.operator import Value
 from daceml_train.ops.reduction import Reduce
-from daceml_train.passes.base import Match, Rewrite, View
+from daceml_train.passes.base import Match, Rewrite, Uses
 from daceml_train.tensor import Dim, product, same, same_shape
-from daceml_train.transformations.intra_operator.memory import dense
+from daceml_train.transformations.intra_operator.density import dense
 
 TRANSPOSED = Permute((0, 2, 1))
 
@@ -30,29 +30,29 @@ class MergeBatch(Rewrite):
 
     level = "intra_operator"
 
-    def find(self, view: View, node: Node) -> Mapping[str, Any] | None:
-        if not isinstance(node.op, Matmul) or view.graph.tensors[node.outputs[0]].rank != 3:
+    def match(self, uses: Uses, node: Node) -> Mapping[str, Any] | None:
+        if not isinstance(node.op, Matmul) or uses.graph.tensors[node.outputs[0]].rank != 3:
             return None
-        common = common_matrix(view, node.inputs[1])
+        common = common_matrix(uses, node.inputs[1])
         return None if common is None else {"x": node.inputs[0], "w": common[0], "transposed": common[1]}
 
     def legality(self, match: Match) -> Iterator[tuple[bool, str]]:
-        x = match.parts["x"]
-        yield dense(match.view, x), f"%{x} would have to be copied to view it as one matrix"
+        x = match.bindings["x"]
+        yield dense(match.uses, x), f"%{x} would have to be copied to uses it as one matrix"
 
-    def emit(self, match: Match, builder: Graph, now: Mapping[str, Value]) -> Iterable[Value]:
-        x, w = now[match.parts["x"]], now[match.parts["w"]]
+    def emit(self, match: Match, builder: Graph, values: Mapping[str, Value]) -> Iterable[Value]:
+        x, w = values[match.bindings["x"]], values[match.bindings["w"]]
         w = w.view(w.shape[-2:])
         rows = x.view((product(x.shape[:2]), x.shape[2]))
-        y = rows @ (w.T if match.parts["transposed"] else w)
-        return (y.view(match.view.graph.tensors[match.root.outputs[0]].shape),)
+        y = rows @ (w.T if match.bindings["transposed"] else w)
+        return (y.view(match.uses.graph.tensors[match.root.outputs[0]].shape),)
 
 
-def common_matrix(view: View, name: str) -> tuple[str, bool] | None:
+def common_matrix(uses: Uses, name: str) -> tuple[str, bool] | None:
     """The array that holds the one matrix repeated along the batch, and whether it is seen transposed."""
     transposed = False
-    while (node := view.producers.get(name)) is not None:
-        x, y = view.graph.tensors[node.inputs[0]] if node.inputs else None, view.graph.tensors[name]
+    while (node := uses.producers.get(name)) is not None:
+        x, y = uses.graph.tensors[node.inputs[0]] if node.inputs else None, uses.graph.tensors[name]
         if x is None:
             break
         if node.op == TRANSPOSED:
@@ -78,40 +78,40 @@ class MergeSummedBatch(Rewrite):
 
     level = "intra_operator"
 
-    def find(self, view: View, node: Node) -> Mapping[str, Any] | None:
+    def match(self, uses: Uses, node: Node) -> Mapping[str, Any] | None:
         if not isinstance(node.op, Reduce) or node.op.kind != "sum":
             return None
-        p = view.producers.get(node.inputs[0])
+        p = uses.producers.get(node.inputs[0])
         batch = len(node.op.dims)
-        if node.op.dims != tuple(range(batch)) or view.graph.tensors[node.inputs[0]].rank != batch + 2:
+        if node.op.dims != tuple(range(batch)) or uses.graph.tensors[node.inputs[0]].rank != batch + 2:
             return None
         apart = None
         if p is not None and isinstance(p.op, ViewOp):
-            apart, p = p, view.producers.get(p.inputs[0])
+            apart, p = p, uses.producers.get(p.inputs[0])
         if p is None or not isinstance(p.op, Matmul):
             return None
-        seen, made = view.graph.tensors[node.inputs[0]], view.graph.tensors[p.outputs[0]]
+        seen, made = uses.graph.tensors[node.inputs[0]], uses.graph.tensors[p.outputs[0]]
         if made.rank != 3 or not same_shape(seen.shape[-2:], made.shape[-2:]):
             return None
-        turned = view.producers.get(p.inputs[0])
+        turned = uses.producers.get(p.inputs[0])
         x = turned.inputs[0] if turned is not None and turned.op == TRANSPOSED else None
         return {"p": p, "apart": apart, "x": x, "g": p.inputs[1]}
 
     def legality(self, match: Match) -> Iterator[tuple[bool, str]]:
-        view, parts, g = match.view, match.parts, match.parts["g"]
+        uses, parts, g = match.uses, match.bindings, match.bindings["g"]
         p, apart = parts["p"], parts["apart"]
-        alone = view.only_reader(p.outputs[0], apart or match.root)
+        alone = uses.only_reader(p.outputs[0], apart or match.root)
         if apart is not None:
-            alone = alone and view.only_reader(apart.outputs[0], match.root)
+            alone = alone and uses.only_reader(apart.outputs[0], match.root)
         yield alone, f"the product %{p.outputs[0]} has another reader"
-        free = parts["x"] is not None and dense(view, parts["x"])
+        free = parts["x"] is not None and dense(uses, parts["x"])
         yield free, f"%{p.inputs[0]} is no transposed array without gaps: viewing it as one matrix would copy it"
-        yield dense(view, g), f"%{g} would have to be copied to view it as one matrix"
+        yield dense(uses, g), f"%{g} would have to be copied to uses it as one matrix"
 
     def traffic(self, match: Match) -> Dim:
-        return -2 * match.view.bytes(match.parts["p"].outputs[0])
+        return -2 * match.uses.bytes(match.bindings["p"].outputs[0])
 
-    def emit(self, match: Match, builder: Graph, now: Mapping[str, Value]) -> Iterable[Value]:
-        x, g = (now[match.parts[name]] for name in ("x", "g"))
+    def emit(self, match: Match, builder: Graph, values: Mapping[str, Value]) -> Iterable[Value]:
+        x, g = (values[match.bindings[name]] for name in ("x", "g"))
         rows, cotangents = (v.view((product(v.shape[:2]), v.shape[2])) for v in (x, g))
-        return ((rows.T @ cotangents).view(match.view.graph.tensors[match.root.outputs[0]].shape),)
+        return ((rows.T @ cotangents).view(match.uses.graph.tensors[match.root.outputs[0]].shape),)

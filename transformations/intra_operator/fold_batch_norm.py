@@ -1,4 +1,4 @@
-"""FoldBatchNorm: normalisation by known statistics becomes part of the weights in front of it."""
+"""FoldBatchNorm: normalization by known statistics becomes part of the weights in front of it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from daceml_train.graph.aliases import is_alias
+from daceml_train.analysis.aliases import is_alias
+from daceml_train.analysis.traffic import traffic
+from daceml_train.analysis.weights_only import HELD
 from daceml_train.graph.graph import Graph, Node
-from daceml_train.graph.prologue import HELD
-from daceml_train.graph.traffic import traffic
 from daceml_train.ops.contraction import Matmul
 from daceml_train.ops.convolution import Convolution
 from daceml_train.ops.elementwise import Elementwise
 from daceml_train.ops.normalization import BatchNormInference
 from daceml_train.ops.operator import Value
-from daceml_train.passes.base import Match, Rewrite, View
+from daceml_train.passes.base import Match, Rewrite, Uses
 from daceml_train.tensor import Dim, DType, same_shape, simplify
 
 EXACT = (DType.float32, DType.float64)
@@ -24,26 +24,26 @@ EXACT = (DType.float32, DType.float64)
 
 @dataclass(frozen=True)
 class FoldBatchNorm(Rewrite):
-    """Normalise by given statistics within the weights and bias of the convolution or product in front.
+    """Normalize by given statistics within the weights and bias of the convolution or product in front.
 
         x, w[, c] -> [convolution] -> y;  y, mean, var, g, b -> [batch_norm_inference] -> z
             =>  x, w * s, (c - mean) * s + b -> [convolution] -> z      with s = g / sqrt(var + eps)
 
-    Exact algebra: a convolution is linear in its weights. What is left of the normalisation depends on parameters
-    alone, so that an inference program computes it once (`graph.prologue`).
+    Exact algebra: a convolution is linear in its weights. What is left of the normalization depends on parameters
+    alone, so that an inference program computes it once (`analysis.weights_only`).
     Bytes: y is neither read nor written again; weights are read and written once more where they are not kept.
     """
 
     level = "intra_operator"
 
-    def find(self, view: View, node: Node) -> Mapping[str, Any] | None:
+    def match(self, uses: Uses, node: Node) -> Mapping[str, Any] | None:
         if not isinstance(node.op, BatchNormInference):
             return None
-        made, bias = view.producers.get(node.inputs[0]), None
+        made, bias = uses.producers.get(node.inputs[0]), None
         if made is not None and isinstance(made.op, Elementwise) and made.op.kind == "add":
             for product, other in (made.inputs, made.inputs[::-1]):
-                maker = view.producers.get(product)
-                if maker is not None and isinstance(maker.op, Matmul) and _row(view, other, made.outputs[0]):
+                maker = uses.producers.get(product)
+                if maker is not None and isinstance(maker.op, Matmul) and _row(uses, other, made.outputs[0]):
                     return {"linear": maker, "bias": other, "between": (made,)}
         if made is None or not isinstance(made.op, Convolution | Matmul):
             return None
@@ -51,30 +51,30 @@ class FoldBatchNorm(Rewrite):
         return {"linear": made, "bias": bias, "between": ()}
 
     def legality(self, match: Match) -> Iterator[tuple[bool, str]]:
-        view, linear = match.view, match.parts["linear"]
-        chain = [linear, *match.parts["between"], match.root]
+        uses, linear = match.uses, match.bindings["linear"]
+        chain = [linear, *match.bindings["between"], match.root]
         for made, reader in itertools.pairwise(chain):
-            yield view.only_reader(made.outputs[0], reader), f"%{made.outputs[0]} has another reader"
-        y = view.graph.tensors[linear.outputs[0]]
+            yield uses.only_reader(made.outputs[0], reader), f"%{made.outputs[0]} has another reader"
+        y = uses.graph.tensors[linear.outputs[0]]
         yield y.dtype in EXACT, f"%{linear.outputs[0]} is of 16 bits, in which weights would be rounded once more"
         yield not isinstance(linear.op, Matmul) or y.rank == 2, f"%{linear.outputs[0]} is a batch of products"
         grouped = isinstance(linear.op, Convolution) and linear.op.transposed and linear.op.groups > 1
         yield not grouped, f"%{linear.outputs[0]} is made by a transposed convolution in groups"
-        for name in (*linear.inputs[1:], *match.root.inputs[1:], *filter(None, (match.parts["bias"],))):
-            yield _held(view, name), f"%{name} is not made of parameters alone"
+        for name in (*linear.inputs[1:], *match.root.inputs[1:], *filter(None, (match.bindings["bias"],))):
+            yield _held(uses, name), f"%{name} is not made of parameters alone"
 
     def traffic(self, match: Match) -> Dim:
-        graph = match.view.graph
+        graph = match.uses.graph
         return simplify(traffic(self.sweep(graph, {id(match.root): match})).bytes - traffic(graph).bytes)
 
-    def emit(self, match: Match, builder: Graph, now: Mapping[str, Value]) -> Iterable[Value]:
-        linear, bias = match.parts["linear"], match.parts["bias"]
-        _, mean, variance, *weight_bias = (now[name] for name in match.root.inputs)
-        x, w = now[linear.inputs[0]], now[linear.inputs[1]]
+    def emit(self, match: Match, builder: Graph, values: Mapping[str, Value]) -> Iterable[Value]:
+        linear, bias = match.bindings["linear"], match.bindings["bias"]
+        _, mean, variance, *weight_bias = (values[name] for name in match.root.inputs)
+        x, w = values[linear.inputs[0]], values[linear.inputs[1]]
         scale = (variance.cast(x.dtype) + match.root.op.eps).unary("rsqrt")  # type: ignore[attr-defined]
         if weight_bias:
             scale = scale * weight_bias[0].cast(x.dtype)
-        shift = -mean.cast(x.dtype) if bias is None else now[bias].view(scale.shape) - mean.cast(x.dtype)
+        shift = -mean.cast(x.dtype) if bias is None else values[bias].view(scale.shape) - mean.cast(x.dtype)
         shift = shift * scale
         if len(weight_bias) > 1:
             shift = shift + weight_bias[1].cast(x.dtype)
@@ -85,18 +85,18 @@ class FoldBatchNorm(Rewrite):
         return (x.apply(linear.op, w * scale.view(along), shift),)
 
 
-def _row(view: View, name: str, result: str) -> bool:
+def _row(uses: Uses, name: str, result: str) -> bool:
     """Whether array `name` is one row that is added to every row of `result`."""
-    row, matrix = view.graph.tensors[name].shape, view.graph.tensors[result].shape
+    row, matrix = uses.graph.tensors[name].shape, uses.graph.tensors[result].shape
     sizes = row[1:] if len(row) == 2 else row
     return len(matrix) == 2 and same_shape(sizes, matrix[1:]) and (len(row) == 1 or row[0] == 1)
 
 
-def _held(view: View, name: str) -> bool:
+def _held(uses: Uses, name: str) -> bool:
     """Whether an array is made of parameters and buffers that the graph does not write."""
-    graph = view.graph
+    graph = uses.graph
     if name in graph.inputs:
         return graph.inputs[name].role in HELD and name not in graph.writes
-    maker = view.producers[name]
+    maker = uses.producers[name]
     simple = is_alias(maker.op) or isinstance(maker.op, Elementwise)
-    return simple and all(_held(view, operand) for operand in maker.inputs)
+    return simple and all(_held(uses, operand) for operand in maker.inputs)

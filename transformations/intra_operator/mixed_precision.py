@@ -6,8 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 
-from daceml_train.codegen.loops import hint
-from daceml_train.graph.aliases import is_alias
+from daceml_train.analysis.aliases import is_alias
+from daceml_train.codegen.kernel.loops import hint
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.contraction import Matmul, MatmulAdd
 from daceml_train.ops.convolution import Geometry

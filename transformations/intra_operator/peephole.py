@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from daceml_train.graph.aliases import is_alias
+from daceml_train.analysis.aliases import is_alias
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.elementwise import Elementwise, Full
 from daceml_train.ops.operator import Operator, Value

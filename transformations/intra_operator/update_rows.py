@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from daceml_train.analysis.traffic import traffic
 from daceml_train.graph.graph import Graph, Node
-from daceml_train.graph.traffic import traffic
 from daceml_train.ops.embedding import AddRows, EmbeddingGrad
 from daceml_train.ops.movement import Expand
 from daceml_train.ops.operator import Value
 from daceml_train.ops.optimizer import SGDUpdate
-from daceml_train.passes.base import Match, Rewrite, View
+from daceml_train.passes.base import Match, Rewrite, Uses
 from daceml_train.tensor import Dim, simplify
 
 
@@ -29,31 +29,31 @@ class UpdateRows(Rewrite):
 
     level = "intra_operator"
 
-    def find(self, view: View, node: Node) -> Mapping[str, Any] | None:
+    def match(self, uses: Uses, node: Node) -> Mapping[str, Any] | None:
         if not isinstance(node.op, SGDUpdate):
             return None
-        gradient = view.producers.get(node.inputs[1])
+        gradient = uses.producers.get(node.inputs[1])
         return {"gradient": gradient} if gradient is not None and isinstance(gradient.op, EmbeddingGrad) else None
 
     def legality(self, match: Match) -> Iterator[tuple[bool, str]]:
-        gradient, op = match.parts["gradient"], match.root.op
+        gradient, op = match.bindings["gradient"], match.root.op
         assert isinstance(op, SGDUpdate)
         name, p, padding = gradient.outputs[0], match.root.inputs[0], gradient.op.padding_idx
         yield not op.momentum, f"momentum changes rows of %{p} that the batch does not name"
         yield not op.weight_decay, f"weight decay changes rows of %{p} that the batch does not name"
         yield padding < 0, f"row {padding} of %{p} has no gradient, which add_rows does not know"
-        yield match.view.only_reader(name, match.root), f"the gradient %{name} has another reader"
+        yield match.uses.only_reader(name, match.root), f"the gradient %{name} has another reader"
 
     def traffic(self, match: Match) -> Dim:
         return simplify(_bytes(match, self, after=True) - _bytes(match, self, after=False))
 
-    def emit(self, match: Match, builder: Graph, now: Mapping[str, Value]) -> Iterable[Value]:
-        gradient, op = match.parts["gradient"], match.root.op
+    def emit(self, match: Match, builder: Graph, values: Mapping[str, Value]) -> Iterable[Value]:
+        gradient, op = match.bindings["gradient"], match.root.op
         assert isinstance(op, SGDUpdate)
-        p, rate, indices = now[match.root.inputs[0]], now[match.root.inputs[2]], now[gradient.inputs[1]]
-        spread = match.view.producers.get(gradient.inputs[0])
+        p, rate, indices = values[match.root.inputs[0]], values[match.root.inputs[2]], values[gradient.inputs[1]]
+        spread = match.uses.producers.get(gradient.inputs[0])
         once = spread is not None and isinstance(spread.op, Expand)  # rows that repeat are scaled once
-        rows = now[spread.inputs[0] if spread is not None and once else gradient.inputs[0]]
+        rows = values[spread.inputs[0] if spread is not None and once else gradient.inputs[0]]
         scaled = rows * (rate.cast(p.dtype) if op.maximize else -rate.cast(p.dtype))
         if spread is not None and once:
             scaled = scaled.expand(spread.op.shape)  # type: ignore[attr-defined]
@@ -62,17 +62,17 @@ class UpdateRows(Rewrite):
 
 def _bytes(match: Match, rewrite: UpdateRows, after: bool) -> Dim:
     """The bytes of the match by itself, before or after."""
-    graph, view, gradient = Graph(), match.view, match.parts["gradient"]
-    spread = view.producers.get(gradient.inputs[0])
+    graph, uses, gradient = Graph(), match.uses, match.bindings["gradient"]
+    spread = uses.producers.get(gradient.inputs[0])
     outer: Sequence[str] = (*match.root.inputs, *gradient.inputs, *(spread.inputs if spread is not None else ()))
     made = {gradient.outputs[0], *(spread.outputs if spread is not None else ())}
-    now = {name: graph.input(name, view.graph.tensors[name]) for name in dict.fromkeys(outer) if name not in made}
+    values = {name: graph.input(name, uses.graph.tensors[name]) for name in dict.fromkeys(outer) if name not in made}
     if spread is not None:
-        now |= dict(zip(spread.outputs, graph.emit(spread.op, *(now[i] for i in spread.inputs)), strict=True))
+        values |= dict(zip(spread.outputs, graph.emit(spread.op, *(values[i] for i in spread.inputs)), strict=True))
     if after:
-        (p,) = rewrite.emit(match, graph, now)
+        (p,) = rewrite.emit(match, graph, values)
     else:
-        (found,) = graph.emit(gradient.op, *(now[i] for i in gradient.inputs))
-        (p,) = graph.emit(match.root.op, now[match.root.inputs[0]], found, now[match.root.inputs[2]])
+        (found,) = graph.emit(gradient.op, *(values[i] for i in gradient.inputs))
+        (p,) = graph.emit(match.root.op, values[match.root.inputs[0]], found, values[match.root.inputs[2]])
     graph.output(p)
     return traffic(graph).bytes

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from daceml_train.codegen.loops import hint
-from daceml_train.graph.aliases import is_alias
+from daceml_train.analysis.aliases import is_alias
+from daceml_train.analysis.traffic import traffic
+from daceml_train.analysis.weights_only import HELD
+from daceml_train.codegen.kernel.loops import hint
 from daceml_train.graph.graph import Graph, Node
-from daceml_train.graph.prologue import HELD
-from daceml_train.graph.traffic import traffic
 from daceml_train.ops.convolution import LIBRARY_TYPES, Geometry
 from daceml_train.ops.elementwise import Full, Iota
 from daceml_train.ops.kernel import Kernel, Statement, canonical
@@ -37,7 +37,7 @@ class AssignLayouts(Pass):
     and results of the graph keep their layout. All costs are pairwise, so the cheapest assignment is a minimum cut,
     found for the whole graph at once. A kernel's results are written in the layout wanted; only library calls and
     borders need a reorder of their own. With `prepared`, reorders of parameters and buffers cost nothing: an inference
-    program makes them once (`graph.prologue`).
+    program makes them once (`analysis.weights_only`).
     """
 
     level = "layout"

@@ -14,9 +14,9 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from daceml_train.codegen.compile import install, intact
-from daceml_train.codegen.compile import load as load_entry
 from daceml_train.codegen.compiler import run
+from daceml_train.codegen.cpu.compile import install, intact
+from daceml_train.codegen.cpu.compile import load as load_entry
 from daceml_train.codegen.cuda.launch import CudaCode
 from daceml_train.errors import CompilerError, Rejected
 from daceml_train.storage.folders import locked, to_write, usable

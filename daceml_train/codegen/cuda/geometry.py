@@ -1,6 +1,6 @@
 """Geometry: how the rows and lanes of a kernel are shared out over the threads of a block.
 
-    thread    owns fragments: `width` neighbouring lanes each, `fragments` of them at a time
+    thread    owns fragments: `width` neighboring lanes each, `fragments` of them at a time
     team      `team` threads that share a row: part of a warp, a warp, or the whole block
     block     `threads` threads: one or more teams, each with rows of its own
 
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from daceml_train.codegen.loops import Loops, hint
-from daceml_train.codegen.phases import Phases
+from daceml_train.codegen.kernel.loops import Loops, hint
+from daceml_train.codegen.kernel.staging import Staging
 from daceml_train.tensor import product, same
 
 REGISTERS = 48
@@ -58,13 +58,13 @@ class Geometry:
         return self.threads // self.team
 
 
-def choose(loops: Loops, phases: Phases) -> Geometry:
+def choose(loops: Loops, phases: Staging) -> Geometry:
     """The geometry of a kernel, from its sizes: symbols count as 64 where that does no harm."""
     return candidates(loops, phases)[0]
 
 
-def candidates(loops: Loops, phases: Phases) -> list[Geometry]:
-    """What would do for a kernel: first what the sizes suggest, then its neighbours, which a search may measure."""
+def candidates(loops: Loops, phases: Staging) -> list[Geometry]:
+    """What would do for a kernel: first what the sizes suggest, then its neighbors, which a search may measure."""
     if loops.mode == "flat":
         made = _flat(loops)
     elif loops.mode == "tiles":
@@ -92,7 +92,7 @@ def _flat(loops: Loops) -> list[Geometry]:
     return made
 
 
-def _tiles(loops: Loops, phases: Phases, threads: int) -> Geometry:
+def _tiles(loops: Loops, phases: Staging, threads: int) -> Geometry:
     """Tiles of lanes, whose rows a block walks."""
     width, ragged = _width(loops)
     lanes = product(a.size for a in loops.lane_axes)
@@ -100,14 +100,18 @@ def _tiles(loops: Loops, phases: Phases, threads: int) -> Geometry:
     return Geometry(threads, threads, width, full=full, ragged=ragged, ahead=_ahead(loops, phases, width))
 
 
-def _passing_rows(loops: Loops, phases: Phases) -> list[Geometry]:
+def _passing_rows(loops: Loops, phases: Staging) -> list[Geometry]:
     """Rows of which nothing is kept: teams of lanes, or blocks that share out the lanes, too."""
     (widest, ragged), lanes = _width(loops), product(a.size for a in loops.lane_axes)
     made = []
     for threads, width, less, each in (
-        (256, widest, 1, 8), (256, widest, 1, 32), (256, widest, 2, 8), (128, widest, 1, 8), (512, widest, 1, 8),
+        (256, widest, 1, 8),
+        (256, widest, 1, 32),
+        (256, widest, 2, 8),
+        (128, widest, 1, 8),
+        (512, widest, 1, 8),
         (256, max(1, widest // 2), 1, 8),
-    ):  # fmt: skip
+    ):
         fragments = -(-lanes // width) if isinstance(lanes, int) else 0
         tiled = not 0 < fragments <= 32
         team, ahead = 32 if tiled else _power(fragments), max(1, _ahead(loops, phases, width) // less)
@@ -117,7 +121,7 @@ def _passing_rows(loops: Loops, phases: Phases) -> list[Geometry]:
     return made
 
 
-def _held_rows(loops: Loops, phases: Phases) -> list[Geometry]:
+def _held_rows(loops: Loops, phases: Staging) -> list[Geometry]:
     """Rows that are read once and held in registers, or, where they are too long, walked in steps."""
     (width, ragged), lanes = _width(loops), product(a.size for a in loops.lane_axes)
     fragments = -(-lanes // width) if isinstance(lanes, int) else 0
@@ -147,7 +151,7 @@ def _held_rows(loops: Loops, phases: Phases) -> list[Geometry]:
     return made
 
 
-def _ahead(loops: Loops, phases: Phases, width: int) -> int:
+def _ahead(loops: Loops, phases: Staging, width: int) -> int:
     """Rows that may be read ahead: as many as there are registers for what they load, four at most."""
     loads = [
         sum(max(2, loops.leaves[v].dtype.bytes) / 4 for stage in rows.stages for v in stage.loads)
@@ -192,7 +196,7 @@ def _width(loops: Loops) -> tuple[int, bool]:
     return width, width > 1 and not (isinstance(size, int) and size % width == 0)
 
 
-def _held(loops: Loops, phases: Phases) -> float:
+def _held(loops: Loops, phases: Staging) -> float:
     """Registers per lane for what a thread keeps, in the phase that keeps most."""
     most = 0.0
     for rows in phases.rows:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from daceml_train.codegen.cpu.launch import KernelCode, Layout, generator_version, work
 from daceml_train.codegen.cuda.plan import CudaPlan, groups
-from daceml_train.codegen.domain import analyse
-from daceml_train.codegen.launch import KernelCode, Layout, generator_version, work
+from daceml_train.codegen.kernel.domain import analyze
 from daceml_train.ops.kernel import Kernel
 from daceml_train.tensor import Dim, Tensor, product, simplify, symbol
 
@@ -70,7 +70,7 @@ def version() -> str:
 
 def generate(kernel: Kernel, operands: Sequence[Layout], results: Sequence[Layout]) -> CudaCode:
     """The code of a kernel on operands and results that lie in memory like this. Raises `Refused` with a sentence."""
-    return _code(CudaPlan(analyse(kernel, [Tensor(o.shape, o.dtype) for o in operands]), operands, results))
+    return _code(CudaPlan(analyze(kernel, [Tensor(o.shape, o.dtype) for o in operands]), operands, results))
 
 
 def variants(code: CudaCode) -> list[CudaCode]:

@@ -9,11 +9,11 @@ from dace import subsets
 from dace.memlet import Memlet
 from dace.sdfg.state import LoopRegion
 
-from daceml_train.codegen.arrays import Array
+from daceml_train.codegen.cpu.emitter import TYPES, Code, Over, after, sym
+from daceml_train.codegen.cpu.sdfg import Builder
 from daceml_train.codegen.cuda.plan import CudaPlan
 from daceml_train.codegen.cuda.schedule import BLOCKS, FRAGMENT, LANES, ONCE, SIDE, SQUARE
-from daceml_train.codegen.parts import TYPES, Code, Over, after, sym
-from daceml_train.codegen.sdfg import Builder
+from daceml_train.codegen.kernel.arrays import Array
 
 
 class Launches(Builder):
@@ -104,9 +104,14 @@ class Launches(Builder):
     def loop(self, region: Any, variable: str, first: str, last: str, step: str, unroll: int = 1) -> Any:
         """A loop behind all blocks of a region."""
         made = LoopRegion(
-            f"{variable}{region.number_of_nodes()}", f"{variable} < {last}", variable, f"{variable} = {first}",
-            f"{variable} = {variable} + {step}", unroll=unroll > 1, unroll_factor=unroll,
-        )  # fmt: skip
+            f"{variable}{region.number_of_nodes()}",
+            f"{variable} < {last}",
+            variable,
+            f"{variable} = {first}",
+            f"{variable} = {variable} + {step}",
+            unroll=unroll > 1,
+            unroll_factor=unroll,
+        )
         (previous,) = region.sink_nodes() or (None,)
         region.add_node(made, is_start_block=previous is None)
         if previous is not None:
@@ -115,9 +120,15 @@ class Launches(Builder):
         return made
 
     def tasklet(
-        self, region: Any, label: str, code: Code, over: Over = (), schedule: Any = LANES, state: Any = None,
+        self,
+        region: Any,
+        label: str,
+        code: Code,
+        over: Over = (),
+        schedule: Any = LANES,
+        state: Any = None,
         condition: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A state with one tasklet; without outputs, nothing.
 
         It is under a lane map if `over` names loops. Else all threads compute it, and one stores what goes to memory.

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import sympy
 
-from daceml_train.codegen.arrays import Array, Arrays
 from daceml_train.codegen.cuda.geometry import Geometry, candidates
-from daceml_train.codegen.domain import Domain
-from daceml_train.codegen.expression import computed
-from daceml_train.codegen.loops import Layout, Loops
-from daceml_train.codegen.phases import Phases, once
-from daceml_train.codegen.plan import Plan
-from daceml_train.codegen.values import Values
+from daceml_train.codegen.kernel.arrays import Array, Arrays
+from daceml_train.codegen.kernel.domain import Domain
+from daceml_train.codegen.kernel.expression import computed
+from daceml_train.codegen.kernel.loops import Layout, Loops
+from daceml_train.codegen.kernel.plan import Plan
+from daceml_train.codegen.kernel.staging import Staging, once
+from daceml_train.codegen.kernel.values import Values
 from daceml_train.errors import Refused
 from daceml_train.ops.elementwise import Full
 from daceml_train.tensor import Dim, DType, product, simplify, symbol
@@ -34,13 +34,14 @@ class CudaLoops(Loops):
         lanes, rows = (product(a.size for a in axes) for axes in (self.lane_axes, self.row_axes))
         columns = [leaf for leaf in self.leaves.values() if self.kind(leaf) == "column"]
         tiled = (
-            bool(columns) and not kinds & {"row", "full"}
+            bool(columns)
+            and not kinds & {"row", "full"}
             and isinstance(lanes, int)
             and (lanes >= MANY_LANES or (isinstance(rows, int) and rows <= FEW_ROWS and lanes >= 512))
             and all(self.has_lanes(leaf.inputs[0]) for leaf in columns)
             and all(self.has_lanes(n) for n, leaf in self.leaves.items() if self.has_rows(n) and leaf.op is not None)
             and all(frozenset(map(self.axis_of.__getitem__, r.axes)) >= self.lane_set for r in self.domain.results)
-        )  # fmt: skip
+        )
         self.mode = "tiles" if tiled else "rows"
 
 
@@ -55,7 +56,7 @@ class CudaPlan(Plan):
     ) -> None:
         self.loops = CudaLoops(domain, operands, results)
         self.arrays = Arrays(self.loops)
-        self.phases = Phases(self.loops, self.arrays.results)
+        self.phases = Staging(self.loops, self.arrays.results)
         self.choices = candidates(self.loops, self.phases)
         self.geometry = geometry or self.choices[0]
         self.fragments: dict[str, Array] = {}

@@ -24,8 +24,8 @@ from dace.codegen.target import TargetCodeGenerator
 from dace.codegen.targets import cpp
 from dace.sdfg import nodes
 
+from daceml_train.codegen.cpu.schedule import COMBINE, IDENTITY
 from daceml_train.codegen.cuda.geometry import Geometry
-from daceml_train.codegen.schedule import COMBINE, IDENTITY
 
 SIDE = 32
 """Rows and lanes of a square; lanes of a block that combines partial results."""
@@ -102,9 +102,17 @@ class ThreadGenerator(TargetCodeGenerator):
 
     # ---- registers and shared memory ------------------------------------------------------------------------------
     def allocate_array(
-        self, sdfg: Any, cfg: Any, dfg: Any, state_id: int, node: Any, desc: Any, functions: Any, declared: Any,
+        self,
+        sdfg: Any,
+        cfg: Any,
+        dfg: Any,
+        state_id: int,
+        node: Any,
+        desc: Any,
+        functions: Any,
+        declared: Any,
         *_: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Fragments of each thread, or an array of the block."""
         name, kind = node.data, desc.dtype.ctype
         if desc.storage == SQUARE:
@@ -203,10 +211,12 @@ class ThreadGenerator(TargetCodeGenerator):
             lines.append(f"{m.type_out(e)} {kind}_of_{kept} = {IDENTITY[kind].format(t=m.type_out(e))};")
         lines += [f"vm::Pack<{m.type_in(e)}, V> in_{e.dst_conn}[PASSES];" for e in packed]
         each = [
-            "#pragma unroll", "for (int k = 0; k < PASSES; ++k) {",
+            "#pragma unroll",
+            "for (int k = 0; k < PASSES; ++k) {",
             "const int64_t lane = pass + (int64_t)(k * TEAM + vm_member()) * V;",
-            "{" if full else "if (lane < lane_end) {", *m.decode("lane", self.integer),
-        ]  # fmt: skip
+            "{" if full else "if (lane < lane_end) {",
+            *m.decode("lane", self.integer),
+        ]
         if packed:
             lines += each
             for e in packed:
@@ -327,7 +337,7 @@ class _Map:
         return [s for i, s in index if {str(f) for f in getattr(i, "free_symbols", ())} & set(parameters)]
 
     def step(self, e: Any) -> Any:
-        """Elements between neighbouring lanes; None if all lanes of a fragment share one."""
+        """Elements between neighboring lanes; None if all lanes of a fragment share one."""
         found = self._depends(e, self.entry.map.params[-1:])
         return found[0] if found else None
 

@@ -17,11 +17,11 @@ import dace
 from dace import subsets
 from dace.memlet import Memlet
 
+from daceml_train.codegen.cpu.emitter import TYPES, Code, call, indices, scalar, sym
+from daceml_train.codegen.cpu.sdfg import FLUSH
 from daceml_train.codegen.cuda.launches import Launches
 from daceml_train.codegen.cuda.schedule import COLUMNS, LANES, SIDE, SLICES, TEAM, TURN, functor
-from daceml_train.codegen.parts import TYPES, Code, call, indices, scalar, sym
-from daceml_train.codegen.phases import Columns, Rows
-from daceml_train.codegen.sdfg import FLUSH
+from daceml_train.codegen.kernel.staging import Columns, Rows
 
 COMBINING = SIDE * SLICES
 """Threads of a block that combines partial results."""

@@ -39,9 +39,14 @@ def source(plan: CudaPlan, key: str) -> str:
         functions, kernels, host, passed = _generate(builder)
     g = plan.geometry
     struct = _STRUCT.format(
-        width=g.width, threads=g.threads, team=g.team, teams=g.teams, fragments=g.fragments, capacity=g.capacity,
+        width=g.width,
+        threads=g.threads,
+        team=g.team,
+        teams=g.teams,
+        fragments=g.fragments,
+        capacity=g.capacity,
         ragged=str(g.ragged).lower(),
-    )  # fmt: skip
+    )
     types = _types(plan, builder.top)
     texts = [f"namespace k_{key} {{\n", struct, functions, "};\n"]
     for name, threads, body in kernels:

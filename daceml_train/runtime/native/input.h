@@ -10,7 +10,7 @@
 
 namespace daceml {
 
-// An input does not have the layout the plan was specialised for; nothing has run.
+// An input does not have the layout the plan was specialized for; nothing has run.
 struct InputMismatch : std::runtime_error {
   InputMismatch(int index, const std::string& text) : std::runtime_error(text), index(index) {}
   int index;

@@ -62,7 +62,7 @@ inline at::Tensor borrow(char* pointer, const Layout& layout) {
   return tensor;
 }
 
-// An uninitialised tensor of its own, from the pool if its gate is on.
+// An uninitialized tensor of its own, from the pool if its gate is on.
 inline at::Tensor allocate(const Layout& layout) {
   return at::Tensor(at::detail::empty_strided_cpu(layout.sizes, layout.strides, layout.dtype));
 }

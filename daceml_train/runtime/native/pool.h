@@ -130,14 +130,14 @@ class Pool final : public c10::Allocator {
 
   char* address(size_t page) const { return base_ + page * page_bytes; }
 
-  // The first and the last page of a block carry its state and size: neighbours are found without a search.
+  // The first and the last page of a block carry its state and size: neighbors are found without a search.
   void tag(State state, size_t pages, size_t first) {
     tags_[first] = tags_[first + pages - 1] = (static_cast<uint32_t>(state) << 30) | static_cast<uint32_t>(pages);
   }
   State state_at(size_t page) const { return static_cast<State>(tags_[page] >> 30); }
   size_t pages_at(size_t page) const { return tags_[page] & ((1u << 30) - 1); }
 
-  // Puts a free block into its set, merged with free neighbours of the same state.
+  // Puts a free block into its set, merged with free neighbors of the same state.
   void insert(State state, size_t pages, size_t first) {
     if (first > 0 && state_at(first - 1) == state) {
       const size_t before = pages_at(first - 1);
@@ -160,7 +160,7 @@ class Pool final : public c10::Allocator {
     if (found == blocks_[state].end()) return false;
     const auto [available, start] = *found;
     blocks_[state].erase(found);
-    tag(used, pages, start);  // before the rest is inserted, which looks at its neighbours
+    tag(used, pages, start);  // before the rest is inserted, which looks at its neighbors
     if (available > pages) insert(state, available - pages, start + pages);
     first = start;
     return true;

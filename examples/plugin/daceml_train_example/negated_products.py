@@ -16,17 +16,17 @@ class NegatedProducts(Rewrite):
 
     level = "intra_operator"
 
-    def find(self, view, node):
-        made = [view.producers.get(name) for name in node.inputs]
+    def match(self, uses, node):
+        made = [uses.producers.get(name) for name in node.inputs]
         fits = node.op.label == "mul" and made[0] is not made[1] and all(m and m.op.label == "neg" for m in made)
         return {"m": made[0], "n": made[1]} if fits else None
 
     def legality(self, match):
-        for name in (part.outputs[0] for part in match.parts.values()):
-            yield match.view.only_reader(name, match.root), f"the negative %{name} has another reader"
+        for name in (part.outputs[0] for part in match.bindings.values()):
+            yield match.uses.only_reader(name, match.root), f"the negative %{name} has another reader"
 
     def traffic(self, match):
-        return -2 * match.view.bytes(*(part.outputs[0] for part in match.parts.values()))
+        return -2 * match.uses.bytes(*(part.outputs[0] for part in match.bindings.values()))
 
-    def emit(self, match, builder, now):
-        return (now[match.parts["m"].inputs[0]] * now[match.parts["n"].inputs[0]],)
+    def emit(self, match, builder, values):
+        return (values[match.bindings["m"].inputs[0]] * values[match.bindings["n"].inputs[0]],)

@@ -1,4 +1,4 @@
-"""Normalisation and dropout."""
+"""Normalization and dropout."""
 
 from __future__ import annotations
 
@@ -62,9 +62,17 @@ def batch_norm_by_outputs(
 ) -> Tensor | tuple[Tensor, ...]:
     """Before version 14 a node that asks for statistics is in training mode."""
     return batch_norm(
-        x, scale, bias, mean, variance,
-        epsilon=epsilon, momentum=momentum, training_mode=int(outputs > 1), outputs=min(outputs, 3), training=training,
-    )  # fmt: skip
+        x,
+        scale,
+        bias,
+        mean,
+        variance,
+        epsilon=epsilon,
+        momentum=momentum,
+        training_mode=int(outputs > 1),
+        outputs=min(outputs, 3),
+        training=training,
+    )
 
 
 @rule("InstanceNormalization")

@@ -51,6 +51,6 @@ def bernoulli(x: Tensor, *, dtype: int | None = None, seed: float | None = None)
 
 @rule("Multinomial", since=7, random=True)
 def multinomial(x: Tensor, *, dtype: int = 6, sample_size: int = 1, seed: float | None = None) -> Tensor:
-    """From unnormalised log-probabilities."""
+    """From unnormalized log-probabilities."""
     drawn = torch.multinomial(torch.softmax(x, 1), sample_size, replacement=True, generator=_generator(seed))
     return drawn.to(elements.dtype(dtype))

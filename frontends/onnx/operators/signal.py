@@ -63,10 +63,10 @@ def mel_weight_matrix(
     edges = mel[0] + torch.arange(count + 2) * ((mel[1] - mel[0]) / (count + 2))
     hertz = 700 * (10 ** (edges / 2595) - 1)
     corner = torch.floor((integer(length) + 1) * hertz / integer(rate))
-    lower, centre, upper = corner[:-2], corner[1:-1], corner[2:]
+    lower, center, upper = corner[:-2], corner[1:-1], corner[2:]
     at = torch.arange(spectrum, dtype=torch.float64)[:, None]
-    rising = torch.where(centre == lower, (at == centre).double(), (at - lower) / (centre - lower))
-    falling = (upper - at) / (upper - centre)
-    inside = torch.where((at >= lower) & (at <= centre), rising, torch.zeros_like(rising))
-    inside = torch.where((at > centre) & (at < upper), falling, inside)
+    rising = torch.where(center == lower, (at == center).double(), (at - lower) / (center - lower))
+    falling = (upper - at) / (upper - center)
+    inside = torch.where((at >= lower) & (at <= center), rising, torch.zeros_like(rising))
+    inside = torch.where((at > center) & (at < upper), falling, inside)
     return inside.to(elements.dtype(output_datatype))

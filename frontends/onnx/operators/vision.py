@@ -88,10 +88,10 @@ def roi_align(
 
 
 def _corners(image: Tensor, y: Tensor, x: Tensor) -> list[Tensor]:
-    """The four weighted neighbours of each sample: [channels, rows, columns] each. Far outside, all are zero."""
+    """The four weighted neighbors of each sample: [channels, rows, columns] each. Far outside, all are zero."""
     height, width = image.shape[1:]
     inside = ((y >= -1) & (y <= height))[:, None] & ((x >= -1) & (x <= width))[None, :]
-    (y0, y1, wy), (x0, x1, wx) = _neighbours(y, height), _neighbours(x, width)
+    (y0, y1, wy), (x0, x1, wx) = _neighbors(y, height), _neighbors(x, width)
     parts = []
     for rows, row_weight in ((y0, 1 - wy), (y1, wy)):
         for columns, column_weight in ((x0, 1 - wx), (x1, wx)):
@@ -100,7 +100,7 @@ def _corners(image: Tensor, y: Tensor, x: Tensor) -> list[Tensor]:
     return parts
 
 
-def _neighbours(place: Tensor, extent: int) -> tuple[Tensor, Tensor, Tensor]:
+def _neighbors(place: Tensor, extent: int) -> tuple[Tensor, Tensor, Tensor]:
     place = place.clamp(min=0)
     first = place.floor().clamp(max=extent - 1)
     weight = torch.where(first >= extent - 1, torch.zeros_like(place), place - first)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from daceml_train.codegen.cuda.launch import generate, variants
-from daceml_train.codegen.loops import Layout
+from daceml_train.codegen.kernel.loops import Layout
 from daceml_train.tensor import symbol
 from tests.codegen import groups
 from tests.codegen.cuda.running import check, code_of, emulated, run
@@ -20,10 +20,13 @@ def rows(lanes: int, count: int = 3, dtype: torch.dtype = torch.float32) -> list
     x, g, weight, bias = r(count, lanes), r(count, lanes), r(lanes), r(lanes)
     mean, rstd = x.mean(1, True), (x.var(1, unbiased=False, keepdim=True) + 1e-5).rsqrt()
     made = [
-        (groups.layer_norm, x, weight, bias), (groups.layer_norm_backward, g, x, weight, mean, rstd),
-        (groups.softmax, x), (groups.softmax_backward, g, x.softmax(1)), (groups.bias_gelu_backward, g, x, bias),
+        (groups.layer_norm, x, weight, bias),
+        (groups.layer_norm_backward, g, x, weight, mean, rstd),
+        (groups.softmax, x),
+        (groups.softmax_backward, g, x.softmax(1)),
+        (groups.bias_gelu_backward, g, x, bias),
         (groups.column_sum, x),
-    ]  # fmt: skip
+    ]
     tolerance = {torch.bfloat16: 4e-2, torch.float16: 5e-3, torch.float64: 1e-12}.get(dtype, 5e-6)
     return [
         case(f"{body.__name__} {lanes} {dtype}", body, *(i.to(dtype) for i in inputs), tolerance=tolerance)
@@ -56,7 +59,10 @@ def test_whatever_a_search_may_try_is_right():
     wide, long = rows(1024), rows(1024 * 4, 2)
     x, w = torch.randn(40, 24).bfloat16(), torch.randn(24).bfloat16()
     cases = [rows(36)[0], wide[1], wide[-1], long[2], rows(1024 * 9 + 4, 2)[1]]
-    cases += [case("gelu", groups.bias_gelu, x, w, tolerance=1e-2), case("sum", groups.column_sum, torch.randn(300, 40))]
+    cases += [
+        case("gelu", groups.bias_gelu, x, w, tolerance=1e-2),
+        case("sum", groups.column_sum, torch.randn(300, 40)),
+    ]
     cases.append(case("turned", groups.bias_gelu, torch.randn(70, 40).T, torch.randn(70)))
     pairs = [(c, code) for c in cases for code in variants(code_of(c))]
     assert all(sum(c is other for other, _ in pairs) > 1 for c in cases)
@@ -136,7 +142,7 @@ def test_the_emulator_finds_a_race():
 
 
 def test_dropout_draws_what_the_cpu_draws():
-    from daceml_train.codegen.compile import compile_kernels, load
+    from daceml_train.codegen.cpu.compile import compile_kernels, load
     from tests.codegen.running import FOLDER
 
     x, seed = torch.randn(40, 52), torch.tensor(12345678901234)

@@ -20,7 +20,7 @@ from daceml_train.codegen.cuda import compile as compiling
 from daceml_train.codegen.cuda.compile import compile_program, find_nvcc, find_tool, run_nvcc, text
 from daceml_train.codegen.cuda.launch import CudaCode
 from daceml_train.errors import CompilerError
-from daceml_train.runtime import cuda_toolchain
+from daceml_train.runtime.gpu import toolchain
 from tests.codegen import groups
 from tests.codegen.cuda.running import code_of
 from tests.codegen.test_families import case
@@ -108,7 +108,8 @@ def test_machine_code_of_memory_bound_kernels(dtype, tmp_path):
         for body in wide:
             assert not [i for i in body if re.match(r"(LDL|STL)\b", i)], f"{name} spills"
         loads, stores = (
-            [len([i for i in body if re.match(rf"{kind}[.A-Z0-9]*\.128\b", i)]) for body in wide] for kind in ("LDG", "STG")
+            [len([i for i in body if re.match(rf"{kind}[.A-Z0-9]*\.128\b", i)]) for body in wide]
+            for kind in ("LDG", "STG")
         )
         assert sum(loads) and sum(stores), f"{name}: {loads} and {stores} instructions of 16 bytes"
         narrow = [i for body in wide for i in body if i.startswith("STG") and ".128" not in i]
@@ -194,17 +195,17 @@ def test_the_library_is_made_once(tmp_path, monkeypatch):
 @needs_nvcc
 def test_many_kernels_are_several_files(tmp_path, monkeypatch):
     """Compiled at the same time; variants of a kernel that differ in the number of blocks alone are one text."""
-    monkeypatch.setattr(cuda_toolchain, "TOGETHER", 1)
-    toolchain, said = cuda_toolchain.CudaToolchain((9, 0), 132), []
+    monkeypatch.setattr(toolchain, "TOGETHER", 1)
+    tools, said = toolchain.CudaToolchain((9, 0), 132), []
     first = code_of(case("gelu", groups.bias_gelu, torch.randn(512, 64), torch.randn(64)))
-    others = toolchain.variants(first)
+    others = tools.variants(first)
     assert others[0] is first and others[0].key == others[1].key and others[0].rows != others[1].rows
     codes = [first, others[1], code_of(case("softmax", groups.softmax, torch.randn(4, 64)))]
-    made = toolchain.addresses(codes, tmp_path, 2, lambda done, count: said.append((done, count)))
+    made = tools.addresses(codes, tmp_path, 2, lambda done, count: said.append((done, count)))
     assert len(made) == len({path for _, path in made.values()}) == len([*tmp_path.iterdir()]) == 2
     assert all(address for address, _ in made.values()) and said == [(0, 2), (1, 2), (2, 2)]
     monkeypatch.setattr(compiling, "run_nvcc", lambda *_: pytest.fail("compiled again"))
-    assert toolchain.addresses(codes, tmp_path, 2, None) == made
+    assert tools.addresses(codes, tmp_path, 2, None) == made
 
 
 def test_a_missing_nvcc_is_named(monkeypatch):

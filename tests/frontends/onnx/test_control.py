@@ -56,9 +56,11 @@ def loop(steps: int, stacked: bool = True, ends: bool = False) -> onnx.ModelProt
     outputs = [tensor("last", 3), *([tensor("all", steps, 3)] if stacked else [])]
     nodes = [node("Loop", "trips  x".replace("  ", " go0 "), " ".join(o.name for o in outputs), body=body)]
     weights = {
-        "trips": np.array(steps), "go0": np.array(True), "w": np.array([1, 0.5, -1], np.float32),
+        "trips": np.array(steps),
+        "go0": np.array(True),
+        "w": np.array([1, 0.5, -1], np.float32),
         "limit": np.array(30, np.float32),
-    }  # fmt: skip
+    }
     return model(nodes, [tensor("x", 3)], outputs, **weights)
 
 
@@ -71,10 +73,17 @@ def scan(steps: int) -> onnx.ModelProto:
     )
     nodes = [
         helper.make_node(
-            "Scan", ["x", "parts"], ["last", "all"], body=body, num_scan_inputs=1, scan_input_axes=[1],
-            scan_input_directions=[1], scan_output_axes=[1], scan_output_directions=[1],
+            "Scan",
+            ["x", "parts"],
+            ["last", "all"],
+            body=body,
+            num_scan_inputs=1,
+            scan_input_axes=[1],
+            scan_input_directions=[1],
+            scan_output_axes=[1],
+            scan_output_directions=[1],
         )
-    ]  # fmt: skip
+    ]
     return model(
         nodes,
         [tensor("x", 3), tensor("parts", 3, steps)],

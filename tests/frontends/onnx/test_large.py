@@ -62,4 +62,3 @@ def test_weights_are_mapped_and_never_copied(rows: int, tmp_path: Path) -> None:
     made = dt.optimize(dt.load_onnx(path))(asked)
     assert memory_of_its_own() - before < rows * WIDTH  # a quarter of the weights
     torch.testing.assert_close(made[:, 0], torch.tensor([WIDTH * (WIDTH - 1) / 2, 0.0]))
-

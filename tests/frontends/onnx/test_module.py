@@ -160,7 +160,7 @@ def test_a_loop_of_known_length_trains():
     torch.testing.assert_close(module.w.grad, 3 * torch.tensor([4.0, 9.0]))
 
 
-def normalised() -> onnx.ModelProto:
+def normalized() -> onnx.ModelProto:
     nodes = [
         helper.make_node("BatchNormalization", ["x", "scale", "shift", "mean", "variance"], ["h"], momentum=0.9),
         helper.make_node("Dropout", ["h", "ratio"], ["y"]),
@@ -178,10 +178,10 @@ def normalised() -> onnx.ModelProto:
 
 def test_inference_graphs_stay_so_unless_asked():
     x = torch.randn(64, 2)
-    plain = load(normalised()).train()
+    plain = load(normalized()).train()
     torch.testing.assert_close(plain(x), x / np.sqrt(1 + 1e-5))
     assert "train_mode=True makes them train" in plain.notes[0]
-    trained = load(normalised(), train_mode=True).train()
+    trained = load(normalized(), train_mode=True).train()
     y = trained(x)
     assert (y == 0).any()
     torch.testing.assert_close(trained.mean, 0.1 * x.mean(0))

@@ -66,8 +66,10 @@ def test_external_data_with_a_second_name_is_refused(tmp_path):
 @pytest.mark.parametrize("repeats", [[1 << 32, 1 << 32], [1 << 40, 1 << 20]])
 def test_a_tile_that_no_memory_holds_is_named(repeats):
     made = model(
-        [helper.make_node("Tile", ["x", "r"], ["y"], name="tiles")], [tensor("x", 2, 3)], [tensor("y", "a", "b")],
-    )  # fmt: skip
+        [helper.make_node("Tile", ["x", "r"], ["y"], name="tiles")],
+        [tensor("x", 2, 3)],
+        [tensor("y", "a", "b")],
+    )
     made.graph.initializer.append(numpy_helper.from_array(np.array(repeats, dtype=np.int64), "r"))
     with pytest.raises(dt.Invalid, match=r"more than can be addressed"):
         load(made)(torch.ones(2, 3))
@@ -123,16 +125,24 @@ def conflict(made):
         (unknown, dt.Unsupported, "no rule for this ONNX operator (at elsewhere:Blur version 3, /Relu)"),
         (circle, dt.Invalid, "no valid ONNX model"),
         (lambda m: m.graph.initializer.pop(), dt.Invalid, "head"),
-        (lambda m: setattr(m.opset_import[0], "version", 999), dt.Unsupported, "operator set 999, the installed onnx knows"),
+        (
+            lambda m: setattr(m.opset_import[0], "version", 999),
+            dt.Unsupported,
+            "operator set 999, the installed onnx knows",
+        ),
         (lambda m: setattr(m.opset_import[0], "version", 3), dt.Unsupported, "the oldest that is read is 7"),
         (lambda m: setattr(m.graph.initializer[0], "raw_data", b"123"), dt.Invalid, "layers.0.weight"),
-        (lambda m: setattr(m.graph.input[0].type.tensor_type, "elem_type", TensorProto.INT64), dt.Invalid, "no valid|conflict"),
+        (
+            lambda m: setattr(m.graph.input[0].type.tensor_type, "elem_type", TensorProto.INT64),
+            dt.Invalid,
+            "no valid|conflict",
+        ),
         (lambda m: m.graph.node[1].attribute.append(helper.make_attribute("slope", 2.0)), dt.Invalid, "slope"),
         (absurd, dt.Invalid, "array of 1152921504606846976 elements"),
         (conflict, dt.Invalid, "conflict"),
         (lambda m: m.ClearField("graph"), dt.Invalid, "holds no graph|no valid"),
     ],
-)  # fmt: skip
+)
 def test_a_broken_model_is_one_clear_error(change, kind, sentence):
     with pytest.raises(kind) as caught:
         load(changed(change).SerializeToString())

@@ -13,13 +13,13 @@ import torch._dynamo
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from daceml_train.analysis.interpret import interpret
+from daceml_train.analysis.sizes import bind
 from daceml_train.autodiff.reverse import differentiate
 from daceml_train.driver.binding import viewed
-from daceml_train.frontends.torch.capture import Captured, InputSource, capture
+from daceml_train.frontends.torch.capture.capture import Captured, InputSource, capture
 from daceml_train.frontends.torch.results import OutputSource
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.interpret import interpret
-from daceml_train.graph.sizes import bind
 from daceml_train.tensor import DType
 
 

@@ -156,8 +156,15 @@ def test_mlp() -> None:
     model, x = mlp()
     captured = check(double(model), x.double())
     assert operators(captured) == [
-        "permute", "matmul", "add", "gelu_erf", "layer_norm", "permute", "matmul", "add",
-    ]  # fmt: skip
+        "permute",
+        "matmul",
+        "add",
+        "gelu_erf",
+        "layer_norm",
+        "permute",
+        "matmul",
+        "add",
+    ]
 
 
 def test_resnet() -> None:

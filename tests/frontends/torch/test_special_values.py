@@ -92,7 +92,11 @@ def test_special_values_in_the_interpreter(name: str) -> None:
     made = torch.compile(lambda v: function(v), backend=backend, fullgraph=True)(x)
     y = function(x)
     y.sum().backward()
-    keep = ~x.isnan() if name in ("hardswish", "elu", "elu of nan", "celu", "selu") else torch.ones_like(x, dtype=torch.bool)
+    keep = (
+        ~x.isnan()
+        if name in ("hardswish", "elu", "elu of nan", "celu", "selu")
+        else torch.ones_like(x, dtype=torch.bool)
+    )
     np.testing.assert_allclose(np.asarray(made.detach()), y.detach().numpy(), rtol=1e-13)
     ours, theirs = torch.as_tensor(backend.gradients[id(x)]), x.grad
     np.testing.assert_allclose(ours[keep].numpy(), theirs[keep].numpy(), rtol=1e-13)

@@ -2,8 +2,8 @@
 
 import pytest
 
+from daceml_train.analysis.traffic import traffic
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.traffic import traffic
 from daceml_train.ops.kernel import Kernel
 from daceml_train.ops.movement import Slice
 from daceml_train.tensor import simplify
@@ -179,7 +179,9 @@ def test_slices_move_in_front_of_elementwise_operators(golden: Golden) -> None:
 
 def test_overlapping_slices_stay_behind() -> None:
     graph = program(
-        "x: f32[6]", "%s = exp(%x)\n%a = slice(%s, dim=0, start=0, stop=4)\n%b = slice(%s, dim=0, start=2, stop=6)", "%a, %b"
+        "x: f32[6]",
+        "%s = exp(%x)\n%a = slice(%s, dim=0, start=0, stop=4)\n%b = slice(%s, dim=0, start=2, stop=6)",
+        "%a, %b",
     )
     refusals = {m.refusal for m in SliceFirst().matches(graph)}
     assert refusals == {"the slices of s overlap, so that elements would be computed twice"}

@@ -2,9 +2,9 @@
 
 import pytest
 
+from daceml_train.analysis.traffic import traffic
+from daceml_train.analysis.verify import verify
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.traffic import traffic
-from daceml_train.graph.verify import verify
 from daceml_train.passes.base import Pass
 from daceml_train.transformations.fusion.duplicate import DuplicateCheapProducers
 from daceml_train.transformations.fusion.grouping import Grouping

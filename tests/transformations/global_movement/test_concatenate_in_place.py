@@ -5,16 +5,16 @@ import torch
 from torch import Tensor, nn
 
 import daceml_train as dt
+from daceml_train.analysis.memory import memory
+from daceml_train.analysis.traffic import traffic
 from daceml_train.errors import Invalid
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.memory import memory
-from daceml_train.graph.traffic import traffic
+from daceml_train.lowering.lower import lower
 from daceml_train.ops.movement import Concat
-from daceml_train.runtime.lowering import lower
 from daceml_train.transformations.global_movement.concatenate_in_place import ConcatenateInPlace
+from tests.analysis.test_memory import check_model
 from tests.driver.conformity import assert_conforms, through_optimize, through_step
 from tests.driver.networks import Problem
-from tests.graph.test_memory import check_model
 from tests.transformations.checking import Golden, check_pass, check_same, program
 
 TWO = "%a = exp(%x)\n%b = sin(%z)\n"
@@ -90,7 +90,9 @@ def test_refused() -> None:
     assert reasons(library)[0][0] == "%a is not made by a kernel, in memory of its own"
     constant = program("x: f32[4]", "%a = full(value=1.0, shape=(2,), dtype=f32)\n%c = concat(%x, %a, dim=0)", "%c")
     assert reasons(constant)[0][1] == "%a is not made by a kernel, in memory of its own"
-    part = program("x: f32[4]", "%a = exp(%x)\n%p = slice(%a, dim=0, start=0, stop=2)\n%c = concat(%p, %p, dim=0)", "%c")
+    part = program(
+        "x: f32[4]", "%a = exp(%x)\n%p = slice(%a, dim=0, start=0, stop=2)\n%c = concat(%p, %p, dim=0)", "%c"
+    )
     assert "in a way that memory does not allow" in reasons(part)[0][0]
     read = program(
         SIGNATURE, TWO + "%c = concat(%a, %b, dim=1)\n%t = permute(%z, dims=(1, 0))\n%m = matmul(%a, %t)", "%c, %m"

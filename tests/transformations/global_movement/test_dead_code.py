@@ -1,7 +1,7 @@
 import numpy as np
 
-from daceml_train.graph.interpret import interpret
-from daceml_train.graph.traffic import traffic
+from daceml_train.analysis.interpret import interpret
+from daceml_train.analysis.traffic import traffic
 from daceml_train.transformations.global_movement.dead_code import DeadCode
 from tests.transformations.checking import Golden, check_pass, program
 

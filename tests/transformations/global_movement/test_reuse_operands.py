@@ -3,15 +3,15 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from daceml_train.analysis.memory import memory
+from daceml_train.analysis.traffic import traffic
+from daceml_train.analysis.verify import verify
 from daceml_train.errors import Invalid
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.memory import memory
-from daceml_train.graph.traffic import traffic
-from daceml_train.graph.verify import verify
 from daceml_train.ops.kernel import Kernel
 from daceml_train.transformations.global_movement.reuse_operands import ReuseOperands
 from daceml_train.transformations.pipelines import TRAINING
-from tests.runtime.test_lowering import check
+from tests.lowering.test_lower import check
 from tests.transformations.checking import program
 from tests.transformations.random_graphs import training_graphs
 
@@ -30,21 +30,60 @@ def updates(graph: Graph) -> dict[str, str]:
 
 CASES: dict[str, tuple[str, str, str, dict[str, str]]] = {
     "a chain": ("x: f32[8]", "%a = exp(%x)\n%b = neg(%a)\n%c = sin(%b)\n%d = cos(%c)", "%d", {"b": "a", "c": "b"}),
-    "one of two operands": ("x: f32[8]", "%a = exp(%x)\n%b = neg(%x)\n%c = mul(%a, %b)\n%d = add(%c, %b)\n%e = sin(%d)", "%e", {"c": "a", "d": "c"}),
-    "read later": ("x: f32[8]", "%a = exp(%x)\n%b = neg(%a)\n%c = mul(%a, %b)\n%d = sin(%c)", "%d", {"c": "a"}),
-    "read later through a view": ("x: f32[8]", "%a = exp(%x)\n%v = view(%a, shape=(2, 4))\n%b = neg(%a)\n%w = sin(%v)\n%s = reduce.sum(%b, dims=(0,))\n%t = reduce.sum(%w, dims=(0, 1))", "%s, %t", {"w": "v"}),
-    "a result of the graph": ("x: f32[8]", "%a = exp(%x)\n%b = neg(%a)\n%c = sin(%b)", "%a, %c", {}),
-    "a broadcast operand": ("x: f32[8]", "%a = exp(%x)\n%v = view(%a, shape=(8, 1))\n%b = add(%v, %x)\n%c = sin(%b)", "%c", {}),
-    "another type": ("x: f32[8]", "%a = exp(%x)\n%b = cast(%a, dtype=f64)\n%c = sin(%b)", "%c", {}),
-    "the order of a transposed operand": ("x: f32[8, 8]", "%a = exp(%x)\n%t = permute(%a, dims=(1, 0))\n%b = neg(%t)\n%c = sin(%b)", "%c", {"b": "t"}),
-    "a view that is a copy of an input": ("x: f32[6, 8]", "%t = permute(%x, dims=(1, 0))\n%v = view(%t, shape=(48,))\n%b = neg(%v)\n%c = sin(%b)", "%c", {}),
-    "a view that is a copy of what is read later": ("x: f32[6, 8]", "%a = exp(%x)\n%t = permute(%a, dims=(1, 0))\n%v = view(%t, shape=(48,))\n%b = neg(%v)\n%c = sin(%b)\n%s = reduce.sum(%a, dims=(0, 1))", "%c, %s", {}),
-    "two readings of one operand": (
-        "x: f32[8, 8]", "%a = exp(%x)\n%t = permute(%a, dims=(1, 0))\n%b = add(%a, %t)\n%c = sin(%b)", "%c", {}
+    "one of two operands": (
+        "x: f32[8]",
+        "%a = exp(%x)\n%b = neg(%x)\n%c = mul(%a, %b)\n%d = add(%c, %b)\n%e = sin(%d)",
+        "%e",
+        {"c": "a", "d": "c"},
     ),
-    "a summand of a product": ("x: f32[4, 4]", "%a = exp(%x)\n%p = matmul_add(%a, %x, %x)\n%b = neg(%p)\n%c = sin(%b)", "%c", {"b": "p"}),
+    "read later": ("x: f32[8]", "%a = exp(%x)\n%b = neg(%a)\n%c = mul(%a, %b)\n%d = sin(%c)", "%d", {"c": "a"}),
+    "read later through a view": (
+        "x: f32[8]",
+        "%a = exp(%x)\n%v = view(%a, shape=(2, 4))\n%b = neg(%a)\n%w = sin(%v)\n%s = reduce.sum(%b, dims=(0,))\n%t = reduce.sum(%w, dims=(0, 1))",
+        "%s, %t",
+        {"w": "v"},
+    ),
+    "a result of the graph": ("x: f32[8]", "%a = exp(%x)\n%b = neg(%a)\n%c = sin(%b)", "%a, %c", {}),
+    "a broadcast operand": (
+        "x: f32[8]",
+        "%a = exp(%x)\n%v = view(%a, shape=(8, 1))\n%b = add(%v, %x)\n%c = sin(%b)",
+        "%c",
+        {},
+    ),
+    "another type": ("x: f32[8]", "%a = exp(%x)\n%b = cast(%a, dtype=f64)\n%c = sin(%b)", "%c", {}),
+    "the order of a transposed operand": (
+        "x: f32[8, 8]",
+        "%a = exp(%x)\n%t = permute(%a, dims=(1, 0))\n%b = neg(%t)\n%c = sin(%b)",
+        "%c",
+        {"b": "t"},
+    ),
+    "a view that is a copy of an input": (
+        "x: f32[6, 8]",
+        "%t = permute(%x, dims=(1, 0))\n%v = view(%t, shape=(48,))\n%b = neg(%v)\n%c = sin(%b)",
+        "%c",
+        {},
+    ),
+    "a view that is a copy of what is read later": (
+        "x: f32[6, 8]",
+        "%a = exp(%x)\n%t = permute(%a, dims=(1, 0))\n%v = view(%t, shape=(48,))\n%b = neg(%v)\n%c = sin(%b)\n%s = reduce.sum(%a, dims=(0, 1))",
+        "%c, %s",
+        {},
+    ),
+    "two readings of one operand": (
+        "x: f32[8, 8]",
+        "%a = exp(%x)\n%t = permute(%a, dims=(1, 0))\n%b = add(%a, %t)\n%c = sin(%b)",
+        "%c",
+        {},
+    ),
+    "a summand of a product": (
+        "x: f32[4, 4]",
+        "%a = exp(%x)\n%p = matmul_add(%a, %x, %x)\n%b = neg(%p)\n%c = sin(%b)",
+        "%c",
+        {"b": "p"},
+    ),
     "softmax": (
-        "x: f32[6, 40]", """%a = exp(%x)
+        "x: f32[6, 40]",
+        """%a = exp(%x)
         %y = kernel(x0=%a) {
           %m = reduce.max(%x0, dims=(1,), keepdim=True)
           %d = sub(%x0, %m)
@@ -53,18 +92,23 @@ CASES: dict[str, tuple[str, str, str, dict[str, str]]] = {
           %q = div(%e, %s)
           yield %q
         }
-        %z = sin(%y)""", "%z", {"y": "a"},
+        %z = sin(%y)""",
+        "%z",
+        {"y": "a"},
     ),
     "columns": (
-        "x: f32[6, 40]", """%a = exp(%x)
+        "x: f32[6, 40]",
+        """%a = exp(%x)
         %y, %t = kernel(x0=%a) {
           %s = reduce.sum(%x0, dims=(0,))
           %q = neg(%x0)
           yield %q, %s
         }
-        %z = sin(%y)""", "%z, %t", {"y": "a"},
+        %z = sin(%y)""",
+        "%z, %t",
+        {"y": "a"},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.compiled

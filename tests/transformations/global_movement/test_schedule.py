@@ -4,9 +4,9 @@ import time
 
 from hypothesis import HealthCheck, given, settings
 
+from daceml_train.analysis.memory import memory
+from daceml_train.analysis.verify import verify
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.memory import memory
-from daceml_train.graph.verify import verify
 from daceml_train.ops.fallback import Aten, Operand
 from daceml_train.tensor import Tensor
 from daceml_train.transformations.global_movement.schedule import Schedule

@@ -1,5 +1,5 @@
+from daceml_train.analysis.traffic import traffic
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.traffic import traffic
 from daceml_train.ops.embedding import AddRows
 from daceml_train.transformations.global_movement.reuse_operands import ReuseOperands
 from daceml_train.transformations.intra_operator.accumulate_rows import AccumulateRows
@@ -43,7 +43,9 @@ def test_a_table_that_is_read_later_stays() -> None:
 
 
 def test_an_input_is_not_written_over() -> None:
-    graph = program("g: f32[2, 4, 64], i: i64[2, 4], c: f32[100, 64]", GRADIENT + "%s = add(%c, %d)\n%y = exp(%s)", "%y")
+    graph = program(
+        "g: f32[2, 4, 64], i: i64[2, 4], c: f32[100, 64]", GRADIENT + "%s = add(%c, %d)\n%y = exp(%s)", "%y"
+    )
     after = ReuseOperands(min_bytes=1).run(AccumulateRows().run(graph))
     (node,) = (n for n in after.nodes if isinstance(n.op, AddRows))
     assert not node.op.in_place

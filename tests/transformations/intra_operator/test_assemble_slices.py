@@ -4,8 +4,8 @@ import operator
 
 import pytest
 
+from daceml_train.analysis.traffic import traffic
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.traffic import traffic
 from daceml_train.ops.movement import Pad
 from daceml_train.ops.operator import Value
 from daceml_train.tensor import Tensor

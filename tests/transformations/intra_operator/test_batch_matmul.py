@@ -1,8 +1,8 @@
 import pytest
 
+from daceml_train.analysis.traffic import traffic
 from daceml_train.autodiff.reverse import differentiate
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.traffic import traffic
 from daceml_train.ops.contraction import Matmul
 from daceml_train.ops.operator import make
 from daceml_train.passes.base import Rewrite

@@ -1,5 +1,5 @@
+from daceml_train.analysis.traffic import traffic
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.traffic import traffic
 from daceml_train.ops.operator import Origin, make
 from daceml_train.tensor import Tensor
 from daceml_train.transformations.intra_operator.decompose import Decompose

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
+from daceml_train.analysis.interpret import interpret
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.interpret import interpret
 from daceml_train.transformations.intra_operator.fold_batch_norm import FoldBatchNorm
 from tests.transformations.checking import Golden, arrays, check_refused, program
 
@@ -66,9 +66,19 @@ def test_product_alone() -> None:
     "signature, body, result, why",
     [
         (IMAGE, CONVOLUTION, "%z, %y", "%y has another reader"),
-        (IMAGE.replace("var: f32[4] buffer", "var: f32[4] input"), CONVOLUTION, "%z", "%var is not made of parameters alone"),
+        (
+            IMAGE.replace("var: f32[4] buffer", "var: f32[4] input"),
+            CONVOLUTION,
+            "%z",
+            "%var is not made of parameters alone",
+        ),
         (IMAGE.replace("parameter", "input", 1), CONVOLUTION, "%z", "%w is not made of parameters alone"),
-        (IMAGE.replace("f32", "bf16"), CONVOLUTION, "%z", "%y is of 16 bits, in which weights would be rounded once more"),
+        (
+            IMAGE.replace("f32", "bf16"),
+            CONVOLUTION,
+            "%z",
+            "%y is of 16 bits, in which weights would be rounded once more",
+        ),
         (
             f"x: f32[2, 4, 5, 5], w: f32[4, 2, 3, 3] parameter, {STATISTICS}",
             f"%y = convolution(%x, %w, transposed=True, groups=2, {WINDOW})\n{NORM}",

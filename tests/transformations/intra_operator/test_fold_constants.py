@@ -1,6 +1,6 @@
 import pytest
 
-from daceml_train.graph.traffic import traffic
+from daceml_train.analysis.traffic import traffic
 from daceml_train.transformations.intra_operator.fold_constants import FoldConstants
 from tests.transformations.checking import check_same, program
 from tests.transformations.intra_operator.test_simplify import one

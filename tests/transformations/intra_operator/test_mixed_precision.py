@@ -8,10 +8,10 @@ from torch import Tensor, nn
 import daceml_train as dt
 from benchmarks.agreement import mixed_agreement
 from benchmarks.networks import TWELVE
+from daceml_train.analysis.interpret import interpret
+from daceml_train.analysis.traffic import traffic
+from daceml_train.analysis.verify import verify
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.interpret import interpret
-from daceml_train.graph.traffic import traffic
-from daceml_train.graph.verify import verify
 from daceml_train.ops.contraction import Matmul
 from daceml_train.tensor import DType
 from daceml_train.transformations.intra_operator.mixed_precision import MixedPrecision

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from daceml_train.graph.interpret import interpret
-from daceml_train.graph.traffic import traffic
+from daceml_train.analysis.interpret import interpret
+from daceml_train.analysis.traffic import traffic
 from daceml_train.tensor import DType
 from daceml_train.transformations.intra_operator.arithmetic import _EXACT_IN, ARITHMETIC
 from daceml_train.transformations.intra_operator.movement import MOVEMENT

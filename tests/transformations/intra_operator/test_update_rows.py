@@ -2,7 +2,7 @@
 
 import pytest
 
-from daceml_train.graph.traffic import traffic
+from daceml_train.analysis.traffic import traffic
 from daceml_train.transformations.global_movement.update_in_place import UpdateInPlace
 from daceml_train.transformations.intra_operator.update_rows import UpdateRows
 from tests.transformations.checking import Golden, check_refused, check_rewrite, check_same, program

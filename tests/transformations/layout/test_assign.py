@@ -2,8 +2,8 @@
 
 import pytest
 
+from daceml_train.analysis.traffic import traffic
 from daceml_train.graph.graph import Graph
-from daceml_train.graph.traffic import traffic
 from daceml_train.ops.movement import Reorder
 from daceml_train.transformations.fusion.producer_consumer import FuseElementwise
 from daceml_train.transformations.layout.assign import AssignLayouts, is_last

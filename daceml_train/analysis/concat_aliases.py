@@ -1,0 +1,70 @@
+"""Pieces: arrays that are written straight into the concatenation that they are part of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from daceml_train.analysis.aliases import view_strides
+from daceml_train.graph.graph import Graph, Node
+from daceml_train.ops.movement import Concat, Permute, View
+from daceml_train.tensor import Dim, simplify
+
+
+@dataclass(frozen=True)
+class ConcatAlias:
+    """Where an array lies in the memory of array `whole`: strides and offset in elements."""
+
+    whole: str
+    strides: tuple[Dim, ...]
+    offset: Dim
+
+
+def concat_aliases(graph: Graph) -> dict[str, ConcatAlias]:
+    """The arrays that concatenations of a graph find at their places, and where; a piece may itself have pieces."""
+    found: dict[str, ConcatAlias] = {}
+    producers = graph.producers()
+    for node in reversed(graph.nodes):  # so that a whole's own place is known
+        if isinstance(node.op, Concat):
+            outer = found.get(node.outputs[0])
+            for position in node.op.placed:
+                made = concat_alias(graph, producers, node, position, outer)
+                assert made is not None, f"{node} cannot have its operand {position} in place"
+                found[made[0]] = made[1]
+    return found
+
+
+def concat_alias(
+    graph: Graph, producers: Mapping[str, Node], node: Node, position: int, outer: ConcatAlias | None = None
+) -> tuple[str, ConcatAlias] | None:
+    """The array behind an operand of a concatenation, and where in the result it would have to lie.
+
+    None if the operand does not show all of that array, or memory does not allow it. `outer` is where the result lies,
+    if that is a piece itself.
+    """
+    op, (whole,) = node.op, node.outputs
+    assert isinstance(op, Concat)
+    tensor = graph.tensors[whole]
+    strides, offset = (outer.strides, outer.offset) if outer is not None else (tensor.strides, 0)
+    for name in node.inputs[:position]:
+        offset = simplify(offset + graph.tensors[name].shape[op.dim] * strides[op.dim])
+    name = node.inputs[position]
+    while (maker := producers.get(name)) is not None and isinstance(maker.op, View | Permute):
+        (source,) = maker.inputs
+        before = behind(maker.op, graph.tensors[name].shape, strides, graph.tensors[source].shape)
+        if before is None:
+            return None
+        name, strides = source, before
+    return name, ConcatAlias(outer.whole if outer is not None else whole, strides, offset)
+
+
+def behind(
+    op: View | Permute, shape: Sequence[Dim], strides: tuple[Dim, ...], source: tuple[Dim, ...]
+) -> tuple[Dim, ...] | None:
+    """The strides of an alias's operand of sizes `source`, given those of its result; None if there are none."""
+    if isinstance(op, Permute):
+        found: list[Dim] = [0] * len(strides)
+        for result, dim in enumerate(op.dims):
+            found[dim] = strides[result]
+        return tuple(found)
+    return view_strides(tuple(shape), strides, source)

@@ -1,0 +1,134 @@
+"""Interpret: the meaning of a graph in NumPy, with floats in float64: the oracle that compiled programs are held to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from daceml_train.analysis.sizes import bind, solve
+from daceml_train.errors import Invalid
+from daceml_train.graph.bodies import bodies
+from daceml_train.graph.graph import Graph, Node
+from daceml_train.graph.leaves import leaves
+from daceml_train.ops.control import Cond, ControlFlow, Scan, While
+from daceml_train.ops.fallback import Aten
+from daceml_train.ops.operator import Array
+from daceml_train.tensor import DType, Tensor
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a graph computes: its outputs in order, the new value of each written input, and every array by name."""
+
+    outputs: tuple[Array, ...]
+    writes: dict[str, Array]
+    values: dict[str, Array]
+    sizes: dict[str, int]
+
+
+def interpret(graph: Graph, inputs: Mapping[str, Any], rounded: bool = False) -> Results:
+    """Run `graph` on arrays; composites run through their lowering, symbols take their values from the shapes.
+
+    Floats become float64, complex numbers complex128; integers and booleans keep their type. If `rounded`, every
+    operator's results are rounded to the element types that they have in memory, which tells how much of them is
+    rounding noise whoever computes them. Raises `Invalid` where
+    an input does not fit, or where an operator's reference contradicts its shape rule.
+    """
+    given = {name: np.asarray(value) for name, value in inputs.items()}
+    sizes = solve(graph.inputs, {name: value.shape for name, value in given.items()})
+    widened = {name: _widen(name, value, graph.inputs[name].tensor) for name, value in given.items()}
+    values = _run(graph, widened, sizes, rounded)
+    outputs = tuple(values[name] for name in graph.outputs)
+    return Results(outputs, {target: values[name] for target, name in graph.writes.items()}, values, sizes)
+
+
+def _run(graph: Graph, scope: dict[str, Array], sizes: Mapping[str, int], rounded: bool = False) -> dict[str, Array]:
+    """Every array of the graph by name."""
+    lowered = leaves(graph)
+    for node in lowered.graph.nodes:
+        op = bind(node.op, sizes)
+        operands = [scope[i] for i in node.inputs]
+        if isinstance(op, ControlFlow):
+            made = _control(lowered.graph, node, op, operands, sizes, rounded)
+        else:
+            made = op.evaluate(*operands)
+        for name, value in zip(node.outputs, made, strict=True):
+            if not isinstance(op, Aten):  # its shapes are PyTorch's claims, wrong for embedding_bag's bookkeeping
+                _check(node, value, bind(lowered.graph.tensors[name], sizes))
+            scope[name] = _round(value, lowered.graph.tensors[name].dtype) if rounded else value
+    return {name: scope[inner] for name, inner in lowered.names.items()}
+
+
+def _control(
+    graph: Graph, node: Node, op: ControlFlow, operands: Sequence[Array], sizes: Mapping[str, int], rounded: bool
+) -> tuple[Array, ...]:
+    """The results of control flow: its bodies run as graphs."""
+    assert isinstance(node.op, ControlFlow)
+    inner = bodies(node.op, [graph.tensors[i] for i in node.inputs])
+
+    def run(body: Graph, arguments: Sequence[Array]) -> list[Array]:
+        values = _run(body, dict(zip(body.inputs, arguments, strict=True)), sizes, rounded)
+        return [values[name] for name in body.outputs]
+
+    match op:
+        case Cond():
+            return tuple(run(inner[0 if operands[0] else 1], operands[1:]))
+        case Scan(carried=carried, sliced=sliced, reverse=reverse):
+            states, slices = list(operands[:carried]), operands[carried : carried + sliced]
+            columns: list[list[Array]] = [[] for _ in node.outputs[carried:]]
+            steps = range(int(bind(op.trips, sizes)))
+            for step in reversed(steps) if reverse else steps:
+                made = run(inner[0], [*states, *(x[step] for x in slices), *operands[carried + sliced :]])
+                states = made[:carried]
+                for column, value in zip(columns, made[carried:], strict=True):
+                    column.append(value)
+            types = [bind(graph.tensors[name], sizes) for name in node.outputs[carried:]]
+            stacks = (
+                np.stack(column[::-1] if reverse else column) if column else np.zeros(t.shape, wide(t.dtype))
+                for column, t in zip(columns, types, strict=True)
+            )
+            return (*states, *stacks)
+        case While(carried=carried):
+            states = list(operands[:carried])
+            while run(inner[0], [*states, *operands[carried:]])[0]:
+                states = run(inner[1], [*states, *operands[carried:]])
+            return tuple(states)
+    raise Invalid(f"{op.label} has no reference", where=str(node.origin))
+
+
+def wide(dtype: DType) -> np.dtype[Any]:
+    """The NumPy type in which values of an element type are computed here."""
+    if not dtype.is_float:
+        return np.dtype(dtype.numpy)
+    return np.dtype("complex128" if dtype.short[0] == "c" else "float64")
+
+
+def _round(value: Array, dtype: DType) -> Array:
+    """Values rounded to an element type, in the type in which they are computed here."""
+    if not dtype.is_float or value.dtype == np.dtype(dtype.numpy):
+        return value
+    narrow = value.astype(dtype.numpy)
+    if dtype is DType.bfloat16:  # the upper half of a float32, to the nearest, ties to even
+        bits = np.atleast_1d(narrow).view(np.uint32).astype(np.uint64)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        nearest = (bits & 0xFFFF0000).astype(np.uint32).view(np.float32).reshape(narrow.shape)
+        narrow = np.where(np.isfinite(narrow), nearest, narrow)
+    return narrow.astype(value.dtype)
+
+
+def _widen(name: str, value: Array, tensor: Tensor) -> Array:
+    kinds = {"b": "b", "i": "biu", "u": "biu", "f": "biuf", "c": "biufc"}[wide(tensor.dtype).kind]
+    if value.dtype.kind not in kinds:
+        raise Invalid(f"input {name!r} expects {tensor}; given an array of {value.dtype}")
+    return value.astype(wide(tensor.dtype))
+
+
+def _check(node: Node, value: Array, tensor: Tensor) -> None:
+    if value.shape != tensor.shape or value.dtype != wide(tensor.dtype):
+        raise Invalid(
+            f"{node}: the reference makes {value.dtype} of {list(value.shape)}, the shape rule says {tensor}",
+            where=str(node.origin),
+        )

@@ -1,1 +1,0 @@
-"""Calls into vendor libraries: one file per library."""

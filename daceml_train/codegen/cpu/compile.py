@@ -1,0 +1,168 @@
+"""Compile: C++ texts to shared libraries in a cache folder, several at a time, each exactly once.
+
+A library is written under a temporary name and renamed: readers never see half of it, and processes that compile the
+same kernel do not disturb one another. Its name holds the kernel's key and a hash of compiler, flags and processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from daceml_train.codegen.compiler import compiler_command, run
+from daceml_train.codegen.cpu.launch import KernelCode
+from daceml_train.errors import CompilerError, Rejected
+from daceml_train.storage.files import sealed, unsealed
+from daceml_train.storage.folders import locked, to_write, usable
+
+FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-march=native",
+    "-fPIC",
+    "-shared",
+    "-fopenmp",
+    "-w",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-signed-zeros",
+    "-freciprocal-math",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fvisibility=hidden",
+    *(["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []),
+)
+"""None of them lets the compiler assume that numbers are finite, and none changes the mode of the processor.
+
+Left to itself gcc takes vectors half as wide on Intel's processors, lest other programs run at a lower clock.
+"""
+HEADERS = Path(__file__).parents[1] / "library" / "native"
+
+
+@functools.cache
+def _machine() -> str:
+    """A hash of the flags and of the processor, as far as `-march=native` looks at it."""
+    processor = ""
+    if (info := Path("/proc/cpuinfo")).exists():
+        wanted = ("flags", "Features", "model name", "cpu family", "model")
+        lines = info.read_text().split("\n\n")[0].splitlines()
+        processor = "\n".join(line for line in lines if line.split("\t")[0].strip() in wanted)
+    return hashlib.sha256("\n".join([*FLAGS, platform.machine(), processor]).encode()).hexdigest()[:12]
+
+
+@functools.cache
+def _toolchain(command: tuple[str, ...]) -> str:
+    """A hash of the compiler and its version. Raises `CompilerError` if it cannot be asked."""
+    try:
+        asked = run([*command, "--version"])
+    except OSError as error:
+        raise CompilerError(
+            f"the C++ compiler {command[0]!r} cannot be started ({error.strerror}); install g++ or set CXX"
+        ) from None
+    if asked.returncode != 0:
+        raise CompilerError(f"{' '.join(command)} --version failed: {asked.stderr.strip()}")
+    return hashlib.sha256("\n".join([*command, asked.stdout]).encode()).hexdigest()[:12]
+
+
+def library_path(key: str, folder: Path, compiler: str | None = None) -> Path:
+    """Where the library of a kernel lies.
+
+    Without a compiler that works it is the newest one that any compiler made for this processor; `CompilerError` if
+    there is none.
+    """
+    stem = f"kernel_{key}-{_machine()}"
+    try:
+        return folder / f"{stem}-{_toolchain(tuple(compiler_command(compiler)))}.so"
+    except CompilerError:
+        made = [path for path in folder.glob(f"{stem}-*.so") if intact(path)]
+        if not made:
+            raise
+        return max(made, key=lambda path: path.stat().st_mtime)
+
+
+def compile_kernels(
+    codes: Sequence[KernelCode],
+    folder: Path,
+    jobs: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    compiler: str | None = None,
+) -> dict[str, Path]:
+    """Key -> library. Only missing libraries are made; `progress(done, total)` counts those.
+
+    Raises `CompilerError` with the compiler's last lines; libraries that succeeded stay in the folder. Where something
+    is raised, an interruption among that, what the compiler is at is finished, and nothing more is begun.
+    """
+    distinct = {code.key: code for code in codes}
+    folder = usable(folder)
+    paths = {key: library_path(key, folder, compiler) for key in distinct}
+    missing = [code for key, code in distinct.items() if not intact(paths[key])]
+    if not missing:
+        return paths
+    target = to_write(folder)
+    paths |= {code.key: target / paths[code.key].name for code in missing}
+    done = 0
+    pool = ThreadPoolExecutor(jobs or os.cpu_count() or 1)
+    try:
+        futures = []
+        for code in missing:  # texts are made here, one after the other, while the compiler runs on the previous ones
+            futures.append(pool.submit(build, code.source, paths[code.key], compiler))
+        for future in futures:
+            future.result()
+            done += 1
+            if progress is not None:
+                progress(done, len(missing))
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return paths
+
+
+def build(source: str, path: Path, compiler: str | None = None) -> None:
+    """Compile one text to the library `path`, atomically."""
+    try:
+        with locked(path.parent) as folder:
+            text, library = folder / "kernel.cpp", folder / "kernel.so"
+            text.write_text(source)
+            _run([*compiler_command(compiler), *FLAGS, f"-I{HEADERS}", str(text), "-o", str(library)], path.stem)
+            install(library, path)
+    except OSError as error:
+        raise CompilerError(f"{path} cannot be written: {error}") from None
+
+
+def _run(command: list[str], stem: str) -> None:
+    try:
+        made = run(command)
+    except OSError as error:
+        raise CompilerError(f"the C++ compiler {command[0]!r} cannot be started ({error.strerror})") from None
+    if made.returncode != 0 or not Path(command[-1]).exists():
+        tail = "\n".join(made.stderr.strip().splitlines()[-20:])
+        raise Rejected(f"{command[0]} failed on {stem} (exit {made.returncode}):\n{tail}")
+
+
+def install(library: Path, path: Path) -> None:
+    """Seal a library that is complete under the name it will have, and move it to its place."""
+    content = library.read_bytes()
+    library.write_bytes(sealed(content, path.name))
+    library.chmod(0o700)
+    os.replace(library, path)
+
+
+def intact(path: Path) -> bool:
+    """Whether a library is there, whole, this kernel's and not another's, and written by nobody else."""
+    return unsealed(path) is not None
+
+
+def load(path: Path, key: str, entry: str = "kernel") -> int:
+    """The address of the kernel's entry point. The library stays loaded for the life of the process."""
+    try:
+        library = ctypes.CDLL(str(path))
+        address = ctypes.cast(getattr(library, f"{entry}_{key}"), ctypes.c_void_p).value
+    except (OSError, AttributeError) as error:
+        raise CompilerError(f"{path} is no library of kernel {key}: {error}") from None
+    assert address is not None
+    return address

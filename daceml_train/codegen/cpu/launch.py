@@ -1,0 +1,116 @@
+"""Launch: a kernel as the runtime sees it: its identity, its C++ source, and what to pass to it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import sympy
+
+from daceml_train.codegen.kernel.domain import analyze
+from daceml_train.codegen.kernel.loops import SQUARE, TILE, Layout
+from daceml_train.codegen.kernel.plan import Plan
+from daceml_train.codegen.kernel.staging import RANDOM_COST
+from daceml_train.ops.elementwise import Elementwise, Full
+from daceml_train.ops.kernel import Kernel
+from daceml_train.ops.random import Uniform
+from daceml_train.tensor import Dim, Tensor, product, simplify, symbol
+
+__all__ = ["KernelCode", "Layout", "block_count", "generate"]
+
+GRAIN = 1 << 15
+"""Element-operations that are worth a thread: some ten microseconds."""
+CHUNK = 1024
+"""Lanes that make one unit of the parallel loop where rows are cut."""
+
+
+@dataclass(frozen=True)
+class KernelCode:
+    """The generated function `kernel_<key>(void** pointers, const int64_t* integers)`.
+
+    `pointers`: inputs, outputs that update no input, scratch arrays. `integers` are the values to pass, `scratch` the
+    bytes of each scratch array; both may contain size symbols and `symbol("blocks")`, the number of parallel blocks,
+    which `block_count(rows, work, threads)` proposes. Kernels of equal structure have equal keys for all sizes.
+    """
+
+    key: str
+    integers: tuple[Dim, ...]
+    scratch: tuple[Dim, ...]
+    rows: Dim
+    work: Dim
+    plan: Plan | None = field(default=None, repr=False, compare=False)
+    text: str = field(default="", repr=False, compare=False)
+    """The C++ text of a kernel that is written by hand, which has no plan."""
+
+    @property
+    def shape(self) -> str:
+        """How the threads of a GPU share out the kernel, in words; empty where there are none."""
+        return ""
+
+    @functools.cached_property
+    def source(self) -> str:
+        """The C++ text. Made when first asked for: a kernel that is compiled already needs none, and no DaCe."""
+        if self.plan is None:
+            return self.text
+        importlib.import_module("daceml_train.sdfg.convert")  # brings DaCe in without what it displays in a notebook
+        from daceml_train.codegen.cpu.source import source
+
+        return source(self.plan, self.key)
+
+
+@functools.cache
+def generator_version() -> str:
+    """A hash of the code generator itself, so that a cache never serves what an older one made."""
+    digest = hashlib.sha256()
+    folder = Path(__file__).parent
+    for path in sorted([*folder.glob("*.py"), *folder.glob("native/*.h")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def generate(kernel: Kernel, operands: Sequence[Layout], results: Sequence[Layout]) -> KernelCode:
+    """The code of a kernel on operands and results that lie in memory like this. Raises `Refused` with a sentence."""
+    plan = Plan(analyze(kernel, [Tensor(o.shape, o.dtype) for o in operands]), operands, results)
+    integers = (symbol("blocks"), *plan.integers().values())
+    scratch = tuple(simplify(array.bytes) for array in plan.arrays.scratch)
+    key = hashlib.sha256(f"{plan.structure()}\n{generator_version()}".encode()).hexdigest()[:20]
+    return KernelCode(key, integers, scratch, _units(plan), work(plan), plan)
+
+
+def _units(plan: Plan) -> Dim:
+    """How many parts the parallel loop could have at most."""
+    rows, lanes = plan.loops.row_axes, plan.loops.lane_axes
+    if plan.loops.mode == "rows" or not lanes:
+        return product(a.size for a in rows)
+    if plan.loops.mode == "tiles":
+        return simplify(product(a.size for a in lanes[:-1]) * groups(lanes[-1].size, TILE))
+    sizes = [a.size for a in rows]
+    if plan.loops.squares:
+        sizes[-1] = groups(sizes[-1], SQUARE)
+    return simplify(product(sizes) * groups(lanes[-1].size, CHUNK))
+
+
+def groups(size: Dim, group: int) -> Dim:
+    """How many groups hold `size` elements."""
+    return -(-size // group) if isinstance(size, int) else sympy.ceiling(size / group)
+
+
+def work(plan: Plan) -> Dim:
+    """Element-operations: every value once per element of its axes, memory accesses included."""
+    loops, total = plan.loops.row_axes + plan.loops.lane_axes, simplify(0)
+    for name, leaf in plan.loops.leaves.items():
+        axes = loops if leaf.reduced else [a for a in loops if a.name in plan.loops.needs[name]]
+        op = leaf.op
+        flops = op.row.flops if isinstance(op, Elementwise) else RANDOM_COST if isinstance(op, Uniform) else 1
+        if not isinstance(op, Full):
+            total = total + flops * product(a.size for a in axes)
+    return simplify(total)
+
+
+def block_count(rows: int, work: int, threads: int) -> int:
+    """How many blocks to run in parallel: at least one, at most `threads`, each with enough to do."""
+    return max(1, min(threads, rows, work // GRAIN))

@@ -1,0 +1,80 @@
+"""Source: the C++ text of a kernel, from its SDFG by DaCe's code generator.
+
+DaCe runs with its lean parts only: no validation (tests do that), no simplification, no files. Its frame for state,
+initialization and shutdown is dropped: a kernel has no state.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+from dace.codegen import codegen
+from dace.codegen.targets import cpu, framecode
+from dace.config import set_temporary
+from dace.sdfg import infer_types
+
+from daceml_train.codegen.cpu.schedule import BlockGenerator, LaneGenerator
+from daceml_train.codegen.cpu.sdfg import build
+from daceml_train.codegen.kernel.loops import SQUARE
+from daceml_train.codegen.kernel.plan import Plan
+
+
+def source(plan: Plan, key: str) -> str:
+    """The C++ text with the entry point `kernel_<key>`."""
+    with warnings.catch_warnings(), set_temporary("compiler", "lineinfo", value="none"):
+        warnings.simplefilter("ignore")
+        sdfg = build(plan, f"body_{key}")
+        text, arguments = code(sdfg)
+    headers = ["kernel.h", *(["random.h"] if "vm::random_key" in text else [])]
+    head = "".join(f'#include "{header}"\n' for header in headers)
+    return f"{head}\n{text}\n{entry(plan, sdfg, arguments, key)}"
+
+
+def code(sdfg: Any) -> tuple[str, list[str]]:
+    """The functions that DaCe generates for an SDFG, without its frame and its marks, and their arguments."""
+    infer_types.infer_connector_types(sdfg)
+    infer_types.set_default_schedule_and_storage_types(sdfg, None)
+    frame = framecode.DaCeCodeGenerator(sdfg)
+    cpu.CPUCodeGen(frame, sdfg)
+    BlockGenerator(frame, sdfg)
+    LaneGenerator(frame, sdfg)
+    codegen._get_codegen_targets(sdfg, frame)
+    frame.dispatcher.instrumentation = dict.fromkeys(frame.dispatcher.instrumentation)
+    with set_temporary("compiler", "unique_functions", value="none"):  # no function occurs twice: no hashes needed
+        functions, body, *_ = frame.generate_code(sdfg, None)
+    text = re.sub(r"[ \t]*////__DACE:[^\n]*", "", str(functions) + str(body))
+    text = re.sub(r"\n\s*/{5,}(?=\n)", "", text)
+    text = text[text.index("};", text.index(f"struct {sdfg.name}_state_t")) + 2 : text.index("DACE_EXPORTED")]
+    text = re.sub(rf"{sdfg.name}_state_t ?\*__state(, )?|__state, ", "", text)
+    return re.sub(r"\n\s*(?=\n)", "", text).strip() + "\n", list(frame.arglist)
+
+
+def entry(plan: Plan, sdfg: Any, passed: list[str], key: str) -> str:
+    """The function that unpacks pointers and integers."""
+    head = f"void kernel_{key}(void** pointers, const int64_t* integers) {{"
+    lines = [f'extern "C" __attribute__((visibility("default"))) {head}', "    int64_t blocks = integers[0];"]
+    arguments: dict[str, str] = {"blocks": "blocks"}
+    for position, (name, _) in enumerate(plan.integers().items(), 1):
+        arguments[name] = f"vm::bits64(integers[{position}])" if name in plan.values.reals else f"integers[{position}]"
+    inputs, outputs = len(plan.loops.operands), sum(r.target is None for r in plan.loops.domain.results)
+    base = {"input": 0, "output": inputs, "scratch": inputs + outputs}
+    for name, array in plan.arrays.named.items():
+        kind, position = array.pointer
+        ctype = sdfg.arrays[name].dtype.ctype
+        offset = f" + {arguments[f'{name}_offset']}" if f"{name}_offset" in arguments else ""
+        arguments[name] = f"({ctype}*)pointers[{base[kind] + position}]{offset}"
+    if plan.loops.mode == "flat":
+        sizes = [arguments[f"{a.name}_size"] for a in plan.loops.row_axes]
+        if plan.loops.squares:
+            sizes[-1] = f"vm_groups({sizes[-1]}, {SQUARE})"
+        rows = " * ".join(sizes) or "1"
+        lines += [
+            f"    const int64_t rows = {rows};",
+            "    const int64_t lane_blocks = rows >= blocks || rows < 1 ? 1 : (blocks + rows - 1) / rows;",
+            "    blocks = blocks / lane_blocks * lane_blocks;",
+        ]
+        arguments["lane_blocks"] = "lane_blocks"
+    texts = ", ".join(arguments[name] for name in passed)
+    return "\n".join([*lines, f"    __program_{sdfg.name}_internal({texts});", "}", ""])

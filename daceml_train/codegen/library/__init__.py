@@ -1,0 +1,1 @@
+"""Hand-written kernels and the launches that run them; their C++ headers lie in `native/`."""

@@ -1,0 +1,77 @@
+"""Looking at what a call does as a graph of operators, without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._dynamo.exc import TorchDynamoException
+
+from daceml_train.driver.binding import input_tensors
+from daceml_train.errors import Unsupported
+from daceml_train.frontends.torch.capture.capture import Captured, capture
+from daceml_train.frontends.torch.capture.rng_draws import Randomness
+from daceml_train.frontends.torch.dynamo.tracing import reason, traced, tracing
+from daceml_train.ops.operator import Origin
+
+
+class CaptureDone(Exception):
+    """Carries what Dynamo would run out of its compiled code, so that nothing runs."""
+
+    def __init__(self, captured: Captured, arguments: Sequence[Any]) -> None:
+        self.captured, self.arguments = captured, arguments
+        super().__init__("captured")
+
+
+@dataclass(frozen=True)
+class CapturedCall:
+    """A captured call: its graph, and the tensor behind each graph input but the seed and random numbers."""
+
+    captured: Captured
+    tensors: Mapping[str, torch.Tensor]
+
+    @staticmethod
+    def of(captured: Captured, arguments: Sequence[Any]) -> CapturedCall:
+        """What the placeholders' values say."""
+        return CapturedCall(captured, input_tensors(captured, arguments))
+
+
+def within(captured: Captured, root: str) -> Captured:
+    """The same, with module paths and names of inputs as they are inside the module that is called `root` there."""
+
+    def inner(path: str) -> str:
+        return path[len(root) + 1 :] if path == root or path.startswith(f"{root}.") else path
+
+    def at(origin: Origin) -> Origin:
+        return replace(origin, module=inner(origin.module)) if origin.module else origin
+
+    graph = captured.graph.copy()
+    graph.nodes = [replace(node, origin=at(node.origin)) for node in graph.nodes]
+    graph.inputs = {name: replace(entry, path=inner(entry.path)) for name, entry in graph.inputs.items()}
+    return replace(captured, graph=graph, fallbacks=tuple((name, at(origin)) for name, origin in captured.fallbacks))
+
+
+def capture_call(model: torch.nn.Module, inputs: Sequence[Any], randomness: Randomness = "seeded") -> CapturedCall:
+    """What `model(*inputs)` computes, as one graph. Raises `Unsupported` where it is none or several."""
+
+    def backend(module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        captured = capture(module, examples, randomness)
+
+        def stop(*arguments: Any) -> Any:
+            raise CaptureDone(captured, arguments)
+
+        return stop
+
+    options = {"dynamic": False, "fullgraph": True}
+    try:
+        with tracing(), torch.enable_grad():
+            traced(type(model).forward, model, backend, **options)(*inputs)
+    except CaptureDone as stop:
+        return CapturedCall.of(stop.captured, stop.arguments)
+    except TorchDynamoException as error:
+        raise Unsupported(
+            f"the model is not one graph: {reason(error)}", advice="`daceml-train explain` lists what breaks it"
+        ) from error
+    raise Unsupported(f"{type(model).__name__}.forward computes nothing that can be captured")

@@ -1,0 +1,57 @@
+"""What compilation notes of a program: passes, launches, seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from daceml_train.driver.rematerialized import Rematerialized
+from daceml_train.lowering.cost import Cost
+from daceml_train.runtime.encoding import storable
+from daceml_train.runtime.executable import Executable
+from daceml_train.tensor import Dim
+
+
+@storable
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did: bytes and operators before and after, and its seconds."""
+
+    level: str
+    name: str
+    bytes_before: Dim
+    bytes_after: Dim
+    operators_before: int
+    operators_after: int
+    seconds: float
+    matches: int = 0
+    position: int = 0
+    """Which of the pipeline's passes it is."""
+    flops: tuple[Dim, Dim] = (0, 0)
+    """Operations before and after."""
+
+
+@storable
+@dataclass
+class Record:
+    """What is known of one compiled program, for the report."""
+
+    name: str
+    bytes_captured: Dim = 0
+    """Bytes with one kernel or call per operator, as an eager framework runs them, gradients and update included."""
+    flops: Dim = 0
+    passes: list[PassRecord] = field(default_factory=list)
+    kernels: int = 0
+    distinct_kernels: int = 0
+    calls: dict[str, int] = field(default_factory=dict)
+    fallbacks: list[tuple[str, str]] = field(default_factory=list)
+    """(operator, the user's line) of operators that run in ATen for want of a lowering."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds per stage of compilation."""
+    warm: bool = False
+    """Whether the program came from the cache."""
+    costs: list[Cost] = field(default_factory=list)
+    """What each launch of the program is and moves."""
+    recomputed: list[Rematerialized] = field(default_factory=list)
+    """Arrays that are computed a second time instead of being kept."""
+    executable: Executable | None = field(default=None, repr=False, compare=False)
+    """What runs it in this process, once it is linked."""

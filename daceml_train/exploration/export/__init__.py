@@ -1,0 +1,1 @@
+"""Sessions and graphs as HTML pages that need nothing else."""

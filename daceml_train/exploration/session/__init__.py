@@ -1,0 +1,1 @@
+"""A session: states, matches, steps, history, measurement, verification. No browser is needed."""

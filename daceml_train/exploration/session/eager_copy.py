@@ -1,0 +1,198 @@
+"""What PyTorch makes of the same: results of one call on copies of model, loss and optimizer, by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from daceml_train.exploration.session.program import DRAWN, accumulated
+from daceml_train.exploration.session.subject import NORM, Subject
+from daceml_train.training.gradients import SCALER
+
+Named = dict[tuple[str, str], torch.Tensor]
+"""(kind, name) -> tensor; kinds are `result`, `gradient`, `update`, `state` and `buffer`."""
+
+
+class EagerCopy:
+    """Copies of a subject's model, loss, optimizer and inputs, in float64 if `wide`, images channels-last if asked.
+
+    A copy is trained by what is run on it; the user's own objects stay as they are.
+    """
+
+    def __init__(self, subject: Subject, wide: bool = False, channels_last: bool = False) -> None:
+        self.subject = subject
+        self._wide, self._last = wide, channels_last
+        memo: dict[int, Any] = {}
+        self.inputs = pytree.tree_map(lambda x: self._input(x, memo), subject.inputs)
+        self.model, self.loss, self.optimizer = copy.deepcopy((subject.model, subject.loss, subject.optimizer), memo)
+        self.scaler = copy.deepcopy(subject.treatment.scaler)
+        self.norm: torch.Tensor | None = None
+        """The norm of the gradients before they were clipped by it."""
+        for module in (self.model, self.loss):
+            if isinstance(module, torch.nn.Module):
+                if wide:
+                    module.double()
+                if channels_last:
+                    module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if wide and self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                wider = {k: v.double() for k, v in state.items() if isinstance(v, torch.Tensor) and k != "step"}
+                state.update(wider)
+        self._memo = memo
+
+    def _input(self, leaf: Any, memo: dict[int, Any]) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return copy.deepcopy(leaf)
+        made = leaf.detach().clone(memory_format=torch.preserve_format)
+        if self._wide and made.is_floating_point():
+            made = made.double()
+        if self._last and made.ndim == 4:
+            made = made.contiguous(memory_format=torch.channels_last)
+        memo[id(leaf)] = made.requires_grad_(leaf.requires_grad)
+        return memo[id(leaf)]
+
+    @property
+    def _held(self) -> dict[str, torch.Tensor]:
+        """The copies' parameters and buffers under the paths that inputs of the graph have."""
+        held: dict[str, torch.Tensor] = {}
+        for prefix, module in (("", self.model), ("loss.", self.loss)):
+            if isinstance(module, torch.nn.Module):
+                named = [
+                    *module.named_parameters(remove_duplicate=False),
+                    *module.named_buffers(remove_duplicate=False),
+                ]
+                held |= {prefix + name: tensor for name, tensor in named}
+        return held
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Captured input -> the copy's tensor, as far as it is known."""
+        held = self._held
+        found = {n: held.get(self.subject.path(n), self._memo.get(id(t))) for n, t in self.subject.seen.tensors.items()}
+        return {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
+
+    def forward(self) -> list[torch.Tensor]:
+        """The loss, or the module's results, flat."""
+        if self.subject.kind == "module":
+            return [leaf for leaf in pytree.tree_leaves(self.model(*self.inputs)) if isinstance(leaf, torch.Tensor)]
+        first, *targets = self.inputs
+        if isinstance(first, Mapping):
+            output = self.model(**first)
+        else:
+            output = self.model(*first) if isinstance(first, tuple | list) else self.model(first)
+        if self.loss is not None:
+            return [self.loss(output, *targets)]
+        return [output["loss"] if isinstance(output, Mapping) else output.loss]
+
+    def step(self, seeds: Mapping[int, torch.Tensor]) -> Callable[[], object]:
+        """One training step as a user writes it, for measuring; `seeds` are cotangents of results."""
+
+        def run() -> None:
+            if self.subject.treatment.micro_batches == 1:
+                for parameter in [p for p in self.model.parameters() if p.grad is not None]:
+                    parameter.grad = None
+            results = self.forward()
+            carrying = [(i, g) for i, g in seeds.items() if results[i].requires_grad]
+            if self.subject.kind == "module":
+                torch.autograd.backward([results[i] for i, _ in carrying], [g for _, g in carrying])
+            else:
+                self._backward(results[0])
+            if self.optimizer is not None:
+                self._update()
+
+        return run
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        """Gradients of the loss, or of its share of a batch in parts, scaled where there is a scaler."""
+        treatment = self.subject.treatment
+        if treatment.micro_batches != 1:
+            loss = loss * treatment.share
+        (self.scaler.scale(loss) if self.scaler is not None else loss).backward()
+
+    def _update(self) -> None:
+        """Unscale, clip, and update as a user's loop does."""
+        self._treat()
+        self._step()
+
+    def _step(self) -> None:
+        assert self.optimizer is not None
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+
+    def _leave(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Give parameters the gradients that earlier parts of the batch left."""
+        if self.subject.treatment.micro_batches != 1:
+            for trained in self.subject.trained:
+                tensor = tensors[trained.parameter]
+                left = accumulated(self.subject.path(trained.parameter), self.subject.seen.tensors[trained.parameter])
+                tensor.grad = left.to(tensor.dtype)
+
+    def _treat(self) -> None:
+        """What is done to the gradients before the update."""
+        assert self.optimizer is not None
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        self.norm = self.subject.treatment.clipping.apply([p for g in self.optimizer.param_groups for p in g["params"]])
+
+    def results(self, seeds: Mapping[int, torch.Tensor], rate: float | None = None) -> Named:
+        """Everything that a session's program is compared in. `rate` stands for all learning rates."""
+        subject = self.subject
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(DRAWN)
+            results = self.forward()
+            places = [s.index for s in subject.seen.captured.outputs if s.kind == "graph" and s.view is None]
+            made = [r for r, s in zip(results, subject.seen.captured.outputs, strict=False) if s.kind == "graph"]
+            if subject.kind != "module":
+                places, made = [0], results
+            elif len(results) != len(subject.seen.captured.outputs) or len(places) != len(made):
+                raise ValueError("the module's results share memory, or are not all tensors")
+            by_place = dict(zip(places, made, strict=True))
+            found: Named = {
+                ("result", subject.labels[i] if subject.kind == "module" else "loss"): value.detach().clone()
+                for i, value in by_place.items()
+            }
+            tensors = self.tensors()
+            wanted = {n: t for n, t in tensors.items() if t.requires_grad and t.is_leaf}
+            if subject.kind == "module":
+                pairs = [(by_place[i], g.to(by_place[i].dtype)) for i, g in seeds.items() if by_place[i].requires_grad]
+                torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+            else:
+                self._leave(tensors)
+                self._backward(results[0])
+            if self.optimizer is not None:
+                self._treat()
+        if self.norm is not None:
+            found["result", NORM] = self.norm.detach().clone()
+        for name, tensor in wanted.items():
+            if tensor.grad is not None:
+                gradient = tensor.grad.to_dense() if tensor.grad.is_sparse else tensor.grad
+                found["gradient", subject.path(name)] = gradient.detach().clone()
+        found |= {("buffer", subject.path(n)): tensors[n].clone() for n in subject.captured.writes if n in tensors}
+        if self.optimizer is not None:
+            found |= self._updated(tensors, rate)
+        return found
+
+    def _updated(self, tensors: Mapping[str, torch.Tensor], rate: float | None) -> Named:
+        """What the optimizer makes of parameters and its state."""
+        assert self.optimizer is not None
+        before = {t.parameter: tensors[t.parameter].detach().clone() for t in self.subject.trained}
+        if rate is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+        self._step()
+        found: Named = {}
+        if self.scaler is not None and self.scaler.is_enabled():
+            found |= {("state", f"{n} of the scaler"): getattr(self.scaler, n).clone() for n in SCALER}
+        for name, old in before.items():
+            path, parameter = self.subject.path(name), tensors[name]
+            found["update", path] = parameter.detach() - old
+            for key, value in self.optimizer.state[parameter].items():
+                if isinstance(value, torch.Tensor):
+                    found["state", f"{key} of {path}"] = value.detach().clone()
+        return found

@@ -1,0 +1,62 @@
+"""The list of matches: of which passes, which of them, in what order."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+from daceml_train.errors import message_of
+from daceml_train.exploration.session.state import State
+from daceml_train.exploration.session.steps import Match, counted
+from daceml_train.passes.base import Pass
+from daceml_train.transformations import catalog
+from daceml_train.transformations.at_place import AtPlace
+
+
+def every_pass() -> Iterator[Pass]:
+    """Every pass there is, plugins' included, with default options; not the one that stands for single matches."""
+    for kind in catalog.passes().values():
+        if kind is not AtPlace:
+            yield kind()
+
+
+def listed(
+    passes: Iterable[Pass],
+    state: State,
+    steps: int,
+    selection: Collection[str] | None,
+    module_path: str | None,
+    refused: bool,
+) -> tuple[list[Match], dict[str, str]]:
+    """Matches, those that save most bytes first and refused ones last; and what passes said that raised."""
+    wanted = frozenset(selection) if selection is not None else None
+    found: list[Match] = []
+    failing: dict[str, str] = {}
+    for transformation in passes:
+        try:
+            candidates = state.matches(transformation)
+        except Exception as error:
+            failing[transformation.name] = message_of(error)
+            continue
+        for candidate in candidates:
+            if wanted is not None and wanted.isdisjoint(candidate.arrays):
+                continue
+            known = counted(len(candidates), len(state.graph.nodes), candidate)
+            match = Match(candidate, state, steps, known)
+            if module_path is not None and not _within(match, module_path):
+                continue
+            if refused or match.refusal is None:
+                found.append(match)
+    return sorted(found, key=_rank), failing
+
+
+def _within(match: Match, module: str) -> bool:
+    """Whether one of a match's operators belongs to a module or to one below it."""
+    return any(_below(node.origin.module, module) for node in match.nodes)
+
+
+def _below(path: str, module: str) -> bool:
+    return not module or path == module or path.startswith(f"{module}.")
+
+
+def _rank(match: Match) -> tuple[bool, bool, int]:
+    return match.refusal is not None, match.bytes is None, match.bytes or 0

@@ -1,0 +1,120 @@
+"""A session's graph as a compiled program, and tensors for its inputs; the user's own are copied."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from daceml_train.driver.binding import SEED
+from daceml_train.driver.compilation import Options, compile_differentiable
+from daceml_train.driver.function import run_with_layout
+from daceml_train.errors import Invalid
+from daceml_train.exploration.session.subject import Subject
+from daceml_train.graph.graph import Graph
+from daceml_train.runtime.executable import Executable, torch_dtype
+from daceml_train.training.gradients import scaler_state
+from daceml_train.training.joint import ACCUMULATED
+from daceml_train.training.optimizers import initial_state
+
+DRAWN = 7
+"""The seed of cotangents and of random numbers."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tensors for the inputs of a training graph, by name; `state` names those that hold an optimizer's state."""
+
+    tensors: Mapping[str, torch.Tensor]
+    state: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Input -> (the parameter's input, the state's name)."""
+
+    @staticmethod
+    def of(subject: Subject, rate: float | None = None) -> Inputs:
+        """Copies of what model, optimizer and batch hold now; `rate` stands for all learning rates."""
+        captured = subject.seen.captured
+        made = {name: _copy(tensor) for name, tensor in subject.seen.tensors.items()}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(DRAWN)
+            made |= {name: draw({}) for name, draw in captured.draws.items()}
+        if SEED in captured.graph.inputs:
+            made[SEED] = torch.tensor(DRAWN, dtype=torch.int64)
+        graph = subject.training_graph(captured.graph)
+        rest = [name for name in graph.inputs if name not in captured.graph.inputs]
+        if subject.kind == "module":
+            generator = torch.Generator().manual_seed(DRAWN)
+            types = {name: graph.inputs[name].tensor for name in rest}
+            sizes = {name: [int(size) for size in t.shape] for name, t in types.items()}
+            drawn = {n: torch.randn(sizes[n], generator=generator).to(torch_dtype(t.dtype)) for n, t in types.items()}
+            return Inputs(made | drawn)
+        joint = subject.joint
+        groups = subject.optimizer.param_groups if subject.optimizer is not None else []
+        rates = rest[: joint.rates]
+        for name, group in zip(rates, groups, strict=False):
+            made[name] = torch.tensor(float(group["lr"] if rate is None else rate), dtype=torch.float64)
+        state = dict(zip(rest[joint.rates :], joint.state, strict=True))
+        made |= {name: _state(subject, *entry) for name, entry in state.items()}
+        return Inputs(made, state)
+
+    def fresh(self) -> dict[str, torch.Tensor]:
+        """Copies, for a run that may write them."""
+        return {name: _copy(tensor) for name, tensor in self.tensors.items()}
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled graph: `run` gives its outputs and leaves what it writes in the tensors it is given."""
+
+    graph: Graph
+    executable: Executable
+    kernels: int
+    distinct_kernels: int
+    calls: int
+
+    @staticmethod
+    def of(graph: Graph, options: Options) -> Program:
+        """Lower and compile a graph as it stands, without any pass. Raises what lowering or the compiler says."""
+        made = compile_differentiable(graph, (), (), options)
+        record = made.records[0]
+        return Program(graph, made.forward, record.kernels, record.distinct_kernels, sum(record.calls.values()))
+
+    def run(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs in the order of the graph."""
+        with torch.no_grad():
+            return run_with_layout(self.executable, [tensors[name] for name in self.graph.inputs])
+
+
+def cotangents(subject: Subject, graph: Graph, inputs: Inputs) -> dict[int, torch.Tensor]:
+    """Captured output -> its cotangent among the inputs of a training graph without loss."""
+    if subject.kind != "module":
+        return {}
+    names = [name for name in graph.inputs if name not in subject.captured.inputs]
+    return {output: inputs.tensors[name] for output, name in zip(subject.cotangents, names, strict=True)}
+
+
+def accumulated(path: str, parameter: torch.Tensor) -> torch.Tensor:
+    """What the parts of a batch before the last one are taken to have left in a parameter's gradient."""
+    generator = torch.Generator().manual_seed(DRAWN + zlib.crc32(path.encode()))
+    drawn = 0.01 * torch.randn(parameter.shape, generator=generator)
+    return drawn.to(parameter.dtype).contiguous(memory_format=torch.preserve_format)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone(memory_format=torch.preserve_format)
+
+
+def _state(subject: Subject, parameter: str, name: str) -> torch.Tensor:
+    assert subject.optimizer is not None
+    if not parameter:
+        assert subject.treatment.scaler is not None
+        return _copy(scaler_state(copy.deepcopy(subject.treatment.scaler), torch.device("cpu"))[name])
+    owner = subject.seen.tensors[parameter]
+    if name == ACCUMULATED:
+        return accumulated(subject.path(parameter), owner)
+    held = subject.optimizer.state.get(owner, {}).get(name)
+    if held is not None and not isinstance(held, torch.Tensor):
+        raise Invalid(f"the optimizer's {name} is no tensor")
+    return _copy(held) if held is not None else initial_state(name, owner.detach(), subject.optimizer)

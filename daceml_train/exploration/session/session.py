@@ -1,0 +1,252 @@
+"""Session: a model's training graph, transformed one match at a time, without a browser.
+
+    session = dt.Session(model, x)                                # forward and backward pass as one graph
+    session = dt.Session(model, x, y, loss=loss)                  # loss and all gradients
+    session = dt.Session(model, x, y, loss=loss, optimizer=adam)  # the whole step
+    session = dt.Session(model, x, pipeline=dt.TRAINING)          # begin with these passes applied; each is a step
+
+Inputs are those of `training_step` (the first may be a tuple or a dict) or, without loss and optimizer, the module's
+own. `clip_norm`, `norm_type`, `clip_value`, `scaler`, `micro_batches` and `reduction` are those of `training_step`;
+with micro-batches, the session is about the program of the last part of a batch, and its pipeline serves for all parts.
+The session begins with the captured and differentiated graph, in front of all passes. Nothing is run before
+`verify` or `measure`, and the model is never changed.
+
+    session.graph                       the `Graph` now; `session.state` has its traffic, memory and totals, too
+    session.matches(...)                places where passes apply, what saves most first (`Match`)
+    session.preview(match, limit=8)     what applying would do (`Preview`), perhaps with other options; changes nothing
+    session.apply(match)                apply it: a `Step`. Also a pass, its name or text, or a whole pipeline
+    session.undo(), session.redo()      a step back, forth; the `Step`
+    session.jump(3)                     to behind the third step; 0 is the start
+    session.history, session.undone     the steps applied, and those that `redo` would apply, in order
+    session.pipeline()                  the same as a `Pipeline`, for `optimize` and `training_step`
+    session.save("mine.json")           write it; also `.txt` and, to read and import, `.py`
+    session.replay("mine.json")         apply what was saved: a `Replay` with what did not match, and why
+    session.verify()                    compile, run, compare with PyTorch and float64 (`Verification`)
+    session.measure(repeats=20)         times of now, start, default pipeline, PyTorch (`Measurement`)
+    dt.compare(session, other)          two sessions, or pipelines on one session, side by side (`Comparison`)
+    session.version                     a number that every change of the graph makes another one
+
+`progress` is called with (kernels done, kernels in all) while `verify` or `measure` compile; both may run in another
+thread while the session goes on.
+
+A match is valid in the state in which it was found. Afterwards, `apply` and `preview` refuse it and name what was done
+in between. Whatever fails leaves the session as it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from daceml_train.driver import options as driver_options
+from daceml_train.driver.compilation import Options
+from daceml_train.driver.micro_batches import Reduction
+from daceml_train.errors import Invalid, message_of
+from daceml_train.exploration.export.page import export_html, session_html
+from daceml_train.exploration.session.comparison import Comparison, compared
+from daceml_train.exploration.session.history import History, alone
+from daceml_train.exploration.session.measurement import Measurement
+from daceml_train.exploration.session.measurement import measure as measure_states
+from daceml_train.exploration.session.saving import write
+from daceml_train.exploration.session.state import State
+from daceml_train.exploration.session.steps import Step
+from daceml_train.exploration.session.subject import GradientSettings, Loss, Subject
+from daceml_train.exploration.session.verification import Verification
+from daceml_train.exploration.session.verification import verify as verify_graph
+from daceml_train.frontends.torch.capture.rng_draws import Randomness
+from daceml_train.graph.graph import Graph
+from daceml_train.passes.base import Pass
+from daceml_train.passes.pipeline import Pipeline
+from daceml_train.training.gradients import Clipping
+from daceml_train.transformations import catalog
+from daceml_train.transformations.at_place import AtPlace
+from daceml_train.transformations.pipelines import TRAINING
+
+
+class Session(History):
+    """See the module's text."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *inputs: Any,
+        loss: Loss | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        pipeline: Pipeline | str | Path | None = None,
+        cache: Path | str | None = None,
+        random: Randomness = "seeded",
+        progress: Callable[[int, int], None] | None = None,
+        micro_batches: int = 1,
+        reduction: Reduction = "mean",
+        clip_norm: float | None = None,
+        norm_type: float = 2.0,
+        clip_value: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        chosen = driver_options(
+            Pipeline() if pipeline is None else pipeline, cache, progress=progress, dynamic=False, random=random
+        )
+        catalog.load()
+        options = dataclasses.replace(chosen, pipeline=Pipeline())
+        treatment = GradientSettings(Clipping(clip_norm, norm_type, clip_value), scaler, micro_batches, reduction)
+        super().__init__(Subject.of(model, inputs, loss, optimizer, options, treatment), options)
+        if len(chosen.pipeline):
+            self.apply(chosen.pipeline)
+
+    # ---- running ------------------------------------------------------------------------------------------------
+    def verify(self) -> Verification:
+        """Compile the graph as it is, run it once on copies, and compare results, all gradients, updates, optimizer
+        state and buffers with PyTorch, in float64 where the model allows it. Learning rates are 1 for that.
+
+        The gradients of a whole step, which need not exist as arrays, come from the same steps on the step with its
+        gradients as outputs.
+        """
+
+        def with_gradients(subject: Subject) -> tuple[Graph, list[str]]:
+            wider = Session.over(subject, self.options)
+            told = wider.replay(steps)
+            return wider.graph, [f"not in the program whose gradients were compared: {p}: {w}" for p, w in told.missed]
+
+        steps, graph = self.pipeline(), self.graph
+        return verify_graph(self.subject, graph, with_gradients, self.options)
+
+    def measure(self, repeats: int = 20, *, default: bool = True, eager: bool = True) -> Measurement:
+        """Run the program of the graph as it is in turn with that of the start, of the default pipeline, and PyTorch.
+
+        Everything runs on copies; `now`, `start`, `default` and `eager` are their names.
+        """
+        states = {"now": self.state, "start": self.start}
+        if default:
+            states["default"] = self.with_pipeline(TRAINING)
+        return measure_states(self.subject, states, self.options, eager, repeats)
+
+    def with_pipeline(self, pipeline: Pipeline | str | Path) -> State:
+        """What a pipeline makes of the start; the session stays as it is."""
+        other = Session.over(self.subject, self.options)
+        chosen = Pipeline.of(pipeline)
+        if len(chosen):
+            other.apply(chosen)
+        return other.state
+
+    @classmethod
+    def over(cls, subject: Subject, options: Options) -> Session:
+        """A session of something that is captured already."""
+        made = object.__new__(cls)
+        History.__init__(made, subject, options)
+        return made
+
+    @alone
+    def save(self, path: Path | str) -> Path:
+        """Write the steps as a pipeline that `replay`, `optimize` and `training_step` read: .json, .txt or .py."""
+        before, after = self.start.bytes, self.state.bytes
+        about = f"{self.subject.name}: {before:,} -> {after:,} bytes moved"
+        return write(Path(path).expanduser(), self.pipeline(), self.history, about)
+
+    @alone
+    def replay(self, path: Pipeline | Path | str) -> Replay:
+        """Apply what was saved, here or on another model, behind the steps that are there.
+
+        What does not match, or fails, is listed with its reason, and the others are applied; a pass that changes
+        nothing is a step without matches, as it may change another model.
+        """
+        state, made = self.state, list[Step]()
+        missed: list[tuple[Pass, str]] = []
+        for level, passes in Pipeline.of(path).passes:
+            for transformation in passes:
+                try:
+                    step = self._step(transformation, level, state, self._at + len(made))
+                except Exception as error:
+                    missed.append((transformation, message_of(error)))
+                    continue
+                if isinstance(transformation, AtPlace) and not step.matches:
+                    seen = state.forward if level == "forward" else state.graph
+                    missed.append((transformation, transformation.missing(seen) or "it changes nothing"))
+                    continue
+                made.append(step)
+                state = step.after
+        if made:
+            self._push(made)
+        return Replay(self, tuple(made), tuple(missed))
+
+    def export_html(self, path: Path | str) -> Path:
+        """Write the session as a page that needs neither kernel nor network."""
+        return export_html(self, path)
+
+    def _repr_html_(self) -> str:
+        return session_html(self)
+
+    def __str__(self) -> str:
+        now, start = self.state, self.start
+        lines = [f"session of {self.subject.name}: {len(now.graph.nodes)} operators, {now.bytes:,} bytes moved"]
+        if self.history:
+            lines[0] += f" ({100 * (1 - now.bytes / start.bytes) if start.bytes else 0:.1f} % saved)"
+        lines += [f"  {step}" for step in self.history]
+        return "\n".join(lines)
+
+
+def compare(
+    a: Session | Pipeline | str | Path,
+    b: Session | Pipeline | str | Path,
+    session: Session | None = None,
+    *,
+    measure: bool = False,
+    repeats: int = 20,
+) -> Comparison:
+    """Two sessions, or pipelines as `session` would run them from its start, side by side; `measure` runs both in turn.
+
+    Sessions that are measured have to be about the same model on the same inputs.
+    """
+    owner = next((s for s in (a, b, session) if isinstance(s, Session)), None)
+    if owner is None:
+        raise Invalid("two pipelines are compared on a session's model", advice="pass session=")
+    states, steps, names = list[State](), list[list[str]](), list[str]()
+    for given, name in ((a, "a"), (b, "b")):
+        if isinstance(given, Session):
+            states.append(given.state)
+            steps.append([str(step.kept) for step in given.history])
+            names.append(name)
+        else:
+            pipeline = Pipeline.of(given)
+            states.append((session or owner).with_pipeline(pipeline))
+            steps.append([str(p) for p in pipeline])
+            names.append(Path(given).stem if isinstance(given, Path) else name)
+    if names[0] == names[1]:
+        names = ["a", "b"]
+    times = None
+    if measure:
+        subjects = {id(s.subject.model) for s in (a, b, session) if isinstance(s, Session)}
+        if len(subjects) > 1:
+            raise Invalid("the sessions are about different models: their times say nothing of the steps")
+        both = dict(zip(names, states, strict=True))
+        times = measure_states(owner.subject, both, owner.options, False, repeats)
+    return compared((names[0], names[1]), (states[0], states[1]), (steps[0], steps[1]), times)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What of a saved pipeline was applied, and what was not, with the reason."""
+
+    session: Session
+    steps: tuple[Step, ...]
+    missed: tuple[tuple[Pass, str], ...]
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.steps)} of {len(self.steps) + len(self.missed)} steps applied", str(self.session)]
+        lines += [f"  not applied: {transformation}\n    {reason}" for transformation, reason in self.missed]
+        return "\n".join(lines)
+
+
+def replay(
+    path: Pipeline | Path | str,
+    model: torch.nn.Module,
+    *inputs: Any,
+    **options: Any,
+) -> Replay:
+    """A session of a model with what was saved applied to it; inputs and options are those of `Session`."""
+    read = Pipeline.of(path)
+    return Session(model, *inputs, **options).replay(read)

@@ -1,0 +1,180 @@
+"""Subject: the model that a session is about, captured, and its training graph before any pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from daceml_train.driver.binding import differentiable_outputs
+from daceml_train.driver.capture_only import CapturedCall, capture_call
+from daceml_train.driver.compilation import Options, WithGradients, with_gradients
+from daceml_train.driver.micro_batches import MicroBatchedStep, Reduction, split
+from daceml_train.driver.module import original
+from daceml_train.driver.step import TrainingStep
+from daceml_train.errors import DacemlError, Invalid, Unsupported
+from daceml_train.frontends.torch.dynamo.tracing import reason
+from daceml_train.graph.graph import Graph
+from daceml_train.training.gradients import Clipping, GradientOptions, scaling_of
+from daceml_train.training.joint import Joint, Trained, joint_graph
+
+Loss = Callable[..., torch.Tensor]
+NORM = "gradient norm"
+
+
+@dataclass(frozen=True)
+class GradientSettings:
+    """What a step does to gradients before the update, as `training_step` has it.
+
+    With `micro_batches` the subject is the program of the last part of a batch, which adds its gradients to those that
+    the parts before it left, and updates.
+    """
+
+    clipping: Clipping = Clipping()
+    scaler: torch.amp.GradScaler | None = None
+    micro_batches: int = 1
+    reduction: Reduction = "mean"
+
+    @property
+    def share(self) -> float:
+        """By which the gradient of a part is multiplied."""
+        return 1 / self.micro_batches if self.reduction == "mean" else 1.0
+
+    @property
+    def options(self) -> GradientOptions:
+        """The same for the joint graph."""
+        return GradientOptions(self.clipping, scaling_of(self.scaler))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with what it is called with. `training_graph` differentiates what was captured, or what passes of level
+    `forward` made of it: with an optimizer it is the whole step, with a loss alone the loss and all gradients, with
+    neither the module's outputs and the gradients by cotangents that are inputs.
+    """
+
+    model: torch.nn.Module
+    inputs: tuple[Any, ...]
+    loss: Loss | None
+    optimizer: torch.optim.Optimizer | None
+    seen: CapturedCall
+    trained: tuple[Trained, ...]
+    wrt: tuple[str, ...]
+    """Captured inputs whose gradients are outputs."""
+    treatment: GradientSettings = GradientSettings()
+
+    @staticmethod
+    def of(
+        model: torch.nn.Module,
+        inputs: Sequence[Any],
+        loss: Loss | None,
+        optimizer: torch.optim.Optimizer | None,
+        options: Options,
+        treatment: GradientSettings = GradientSettings(),
+    ) -> Subject:
+        """Capture a model. Nothing is run or changed. Raises `Unsupported` where it is not one graph."""
+        if not isinstance(model, torch.nn.Module):
+            raise Invalid(f"a session takes a torch.nn.Module, given {type(model).__name__}")
+        model = original(model)
+        if optimizer is None and treatment != GradientSettings():
+            raise Invalid("clipping, a scaler and micro-batches belong to a step with an optimizer")
+        if treatment.reduction == "batch":
+            raise Invalid("a session looks at parts of a batch with reduction='mean' or 'sum', given 'batch'")
+        try:
+            if loss is None and optimizer is None:
+                seen = capture_call(model, inputs, options.randomness)
+                wrt = tuple(name for name, tensor in seen.tensors.items() if tensor.requires_grad)
+                return Subject(model, tuple(inputs), None, None, seen, (), wrt)
+            held = optimizer if optimizer is not None else _any_optimizer(model)
+            if not inputs:
+                raise Invalid("a training step takes inputs and targets, given none")
+            clipping, scaler = treatment.clipping, treatment.scaler
+            step = TrainingStep(model, loss, held, options, optimizer is None, clipping, scaler)
+            if treatment.micro_batches != 1:
+                count, reduction = treatment.micro_batches, treatment.reduction
+                step = MicroBatchedStep(model, loss, held, options, count, reduction, clipping, scaler)
+                first, targets = split(inputs[0], tuple(inputs[1:]), count)[-1]
+                inputs = (first, *targets)
+            seen, trained, kept = step.look(inputs[0], *inputs[1:])
+        except DacemlError:
+            raise
+        except Exception as error:
+            raise Unsupported(f"the model cannot be captured: {reason(error)}") from error
+        updated = tuple(trained) if optimizer else ()
+        return Subject(model, tuple(inputs), loss, optimizer, seen, updated, tuple(kept), treatment)
+
+    @property
+    def kind(self) -> str:
+        """`step`, `loss` or `module`."""
+        if self.optimizer is not None:
+            return "step"
+        return "module" if self.loss is None else "loss"
+
+    @property
+    def name(self) -> str:
+        """What is trained, and by what."""
+        parts = [type(self.model).__name__]
+        parts += [type(self.optimizer).__name__] if self.optimizer is not None else []
+        return ", ".join(parts)
+
+    @property
+    def captured(self) -> Graph:
+        """The forward pass, and the loss if there is one, as captured."""
+        return self.seen.captured.graph
+
+    def training_graph(self, forward: Graph) -> Graph:
+        """The graph that passes behind differentiation see."""
+        if self.kind != "module":
+            return joint_graph(forward, self.trained, self.wrt, self.treatment.options).graph
+        return self._with_gradients(forward).graph
+
+    @cached_property
+    def joint(self) -> Joint:
+        """What the captured graph's step has as inputs and outputs; for sessions with a loss or an optimizer."""
+        return joint_graph(self.captured, self.trained, self.wrt, self.treatment.options)
+
+    @cached_property
+    def cotangents(self) -> tuple[int, ...]:
+        """The captured outputs whose cotangents are inputs, in their order; for sessions with neither."""
+        return self._with_gradients(self.captured).cotangents
+
+    @cached_property
+    def gradients(self) -> tuple[str, ...]:
+        """Captured inputs whose gradients are outputs, in their order."""
+        return self.joint.gradients if self.kind != "module" else self._with_gradients(self.captured).gradients
+
+    @property
+    def results(self) -> int:
+        """How many of the first outputs are results of the forward pass."""
+        return len(self.captured.outputs) if self.kind == "module" else 1
+
+    def path(self, name: str) -> str:
+        """The user's name of a captured input; an empty one stands for the loss scaler."""
+        return self.captured.inputs[name].path or name if name else "the scaler"
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What each output of the training graph is to the user."""
+        forward = ("loss",) if self.kind != "module" else tuple(f"output {i}" for i in range(self.results))
+        made = self.joint.made if self.kind != "module" else []
+        gradients = tuple(f"gradient of {self.path(name)}" for name in self.gradients)
+        norm = (NORM,) if self.kind != "module" and self.joint.norm else ()
+        return (*forward, *gradients, *(f"{state} of {self.path(name)}" for name, state in made), *norm)
+
+    def with_gradients(self) -> Subject:
+        """The same step with the gradients of all that it trains as outputs."""
+        return replace(self, wrt=tuple(t.parameter for t in self.trained)) if self.kind == "step" else self
+
+    def _with_gradients(self, forward: Graph) -> WithGradients:
+        return with_gradients(forward, self.wrt, differentiable_outputs(self.seen.captured))
+
+
+def _any_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """What a step is captured with if there is none: it is left out of the graph."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise Invalid(f"no parameter of {type(model).__name__} requires a gradient: there is nothing to train")
+    return torch.optim.SGD(parameters, lr=0.0)

@@ -1,0 +1,235 @@
+"""Verification: a session's compiled program against PyTorch, tensor by tensor, with float64 as the reference."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from daceml_train.analysis.interpret import interpret
+from daceml_train.driver.compilation import Options
+from daceml_train.exploration.session.eager_copy import EagerCopy, Named
+from daceml_train.exploration.session.program import Inputs, Program, cotangents
+from daceml_train.exploration.session.subject import NORM, Subject
+from daceml_train.graph.graph import Graph
+from daceml_train.tensor import DType
+
+FACTOR, FLOOR = 10.0, 2e-5
+"""An error may be this many times eager execution's error against float64, or this large relative to the exact value:
+sums in another order make that much of a difference. Of eager execution's memory layouts the worse one counts. Where
+PyTorch cannot be asked, the captured graph stands for it, with each operator's results rounded to their types."""
+ALONE = {DType.float64: 1e-9, DType.float16: 2e-2, DType.bfloat16: 1e-1}
+"""What is allowed where no error is known to compare with, by element type; 1e-3 for float32 and the rest."""
+SMALL = 1e-3
+"""A tensor much smaller than the others of its kind is compared with this share of their median."""
+NOISE = 0.05
+"""An error of eager execution above which a tensor is rounding noise there, so that comparing tells nothing."""
+RATE = 1.0
+"""The learning rate of verification: with a small one, rounding of parameters hides what a gradient did to them."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One tensor: how far the program is from the exact value, relative to it, and how far it may be.
+
+    `kind` is `result`, `gradient`, `update` (what a step adds to a parameter), `state` or `buffer`; `eager` is the
+    error of PyTorch in the model's own element types, or of the captured graph with every operator's results rounded
+    to them where PyTorch draws other random numbers; None where neither is known.
+    """
+
+    kind: str
+    name: str
+    error: float
+    allowed: float
+    eager: float | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether it is near enough."""
+        return self.error <= self.allowed
+
+    @property
+    def noise(self) -> bool:
+        """Whether the tensor is rounding noise in eager execution, too, such as Adam's update by a gradient of zero."""
+        return self.eager is not None and self.eager > NOISE
+
+    def __str__(self) -> str:
+        eager = "" if self.eager is None else f", eager {self.eager:.1e}"
+        mark = ("noise" if self.noise else "ok   ") if self.ok else "WRONG"
+        return f"{mark} {self.kind:8} {self.name}: error {self.error:.1e}, allowed {self.allowed:.1e}{eager}"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """All tensors that were compared, and what with; truthy if all are near enough."""
+
+    checks: tuple[Check, ...]
+    reference: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether every tensor is near enough."""
+        return bool(self.checks) and all(check.ok for check in self.checks)
+
+    @property
+    def worst(self) -> Check | None:
+        """The tensor that takes up most of what it is allowed."""
+        telling = [check for check in self.checks if not (check.noise and check.ok)]
+        return max(telling, key=lambda c: c.error / c.allowed if c.allowed else float("inf"), default=None)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        wrong = [check for check in self.checks if not check.ok]
+        counts = {kind: sum(c.kind == kind for c in self.checks) for kind in dict.fromkeys(c.kind for c in self.checks)}
+        told = ", ".join(f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in counts.items())
+        first = f"{len(wrong)} of {len(self.checks)} tensors are wrong" if wrong else f"all right: {told}"
+        shown = wrong or [c for c in (self.worst,) if c is not None]
+        shown += [check for check in self.checks if check.ok and check.noise]
+        return "\n".join([f"{first}; compared with {self.reference}", *map(str, shown), *self.notes])
+
+
+def verify(
+    subject: Subject,
+    graph: Graph,
+    with_gradients: Callable[[Subject], tuple[Graph, Sequence[str]]],
+    options: Options,
+) -> Verification:
+    """Run `graph` as a compiled program and compare. `with_gradients` makes of a step the same with its gradients as
+    outputs, and says what of it is not the same.
+    """
+    inputs = Inputs.of(subject, RATE)
+    found = _program_results(subject, graph, inputs, options)
+    notes: list[str] = []
+    if subject.kind == "step":  # whose gradients need not exist as arrays
+        wider = subject.with_gradients()
+        other, differs = with_gradients(wider)
+        notes += differs
+        made = _program_results(wider, other, Inputs.of(wider, RATE), options)
+        found |= {key: value for key, value in made.items() if key[0] == "gradient"}
+    seeds = cotangents(subject, graph, inputs)
+    eager, exact, reference = _expected(subject, seeds, notes)
+    if exact is None:
+        exact = _meaning(subject)
+    if not eager:  # what rounding alone does to the same graph on the same random numbers
+        eager = [_meaning(subject, rounded=True)]
+    return Verification(tuple(_compared(found, eager, exact)), reference, tuple(notes))
+
+
+def _expected(
+    subject: Subject, seeds: Mapping[int, torch.Tensor], notes: list[str]
+) -> tuple[list[Named], Named | None, str]:
+    """PyTorch's results in the model's own element types, in float64, and what the reference is called."""
+    captured = subject.seen.captured
+    if captured.random and not captured.draws:
+        notes.append("random numbers are drawn otherwise than in PyTorch: random='eager' draws the same")
+        return [], None, "the captured graph's meaning in float64"
+    images = any(t.ndim == 4 for t in subject.seen.tensors.values()) and not captured.draws
+    layouts = (False, True) if images else (False,)
+    eager = [EagerCopy(subject, channels_last=last).results(seeds, RATE) for last in layouts]
+    if captured.draws:
+        return eager, None, "the captured graph's meaning in float64, on PyTorch's random numbers"
+    try:
+        return eager, EagerCopy(subject, wide=True).results(seeds, RATE), "PyTorch in float64"
+    except Exception as error:  # a model may insist on its element types
+        notes.append(f"PyTorch does not run the model in float64: {error}")
+        return eager, None, "the captured graph's meaning in float64"
+
+
+def _program_results(subject: Subject, graph: Graph, inputs: Inputs, options: Options) -> Named:
+    """What the compiled program makes of these inputs."""
+    tensors = inputs.fresh()
+    outputs = Program.of(graph, options).run(tensors)
+    return _named(subject, inputs, outputs, {n: tensors[n] for n in graph.writes}, inputs.tensors)
+
+
+def _meaning(subject: Subject, rounded: bool = False) -> Named:
+    """What the training graph before all passes means, its gradients among it, in float64; or each operator exactly,
+    its results rounded to their own element types.
+    """
+    subject = subject.with_gradients()
+    graph, inputs = subject.training_graph(subject.captured), Inputs.of(subject, RATE)
+    arrays = {name: _wide(tensor).numpy() for name, tensor in inputs.tensors.items()}
+    made = interpret(graph, arrays, rounded)
+    outputs = [torch.from_numpy(np.array(value)) for value in made.outputs]
+    after = {name: torch.from_numpy(np.array(value)) for name, value in made.writes.items()}
+    return _named(subject, inputs, outputs, after, {name: torch.from_numpy(a) for name, a in arrays.items()})
+
+
+def _named(
+    subject: Subject,
+    inputs: Inputs,
+    outputs: Sequence[torch.Tensor],
+    after: Mapping[str, torch.Tensor],
+    before: Mapping[str, torch.Tensor],
+) -> Named:
+    """Outputs and written inputs of a program by what they are to the user."""
+    found: Named = {}
+    for position, value in enumerate(outputs[: subject.results]):
+        found["result", subject.labels[position]] = value
+    ends = subject.results + len(subject.gradients)
+    for name, value in zip(subject.gradients, outputs[subject.results : ends], strict=True):
+        found["gradient", subject.path(name)] = value
+    for label, value in zip(subject.labels[ends:], outputs[ends:], strict=True):
+        found["result" if label == NORM else "state", label] = value
+    trained = {t.parameter for t in subject.trained}
+    for name, value in after.items():
+        if name in trained:
+            found["update", subject.path(name)] = value - before[name]
+        elif name in inputs.state:
+            parameter, state = inputs.state[name]
+            found["state", f"{state} of {subject.path(parameter)}"] = value
+        else:
+            found["buffer", subject.path(name)] = value
+    return found
+
+
+def _compared(found: Named, eager: Sequence[Named], exact: Named) -> list[Check]:
+    """A check per tensor that is there on both sides; a gradient that is nowhere else is zero."""
+    norms: dict[str, list[float]] = {}
+    for (kind, _), value in exact.items():
+        norms.setdefault(kind, []).append(_norm(value))
+    typical = {kind: statistics.median(values) for kind, values in norms.items()}
+    checks = []
+    for key in [*found, *(k for k in exact if k not in found and k[0] != "buffer")]:
+        kind, name = key
+        if key not in found or key not in exact:
+            there = found.get(key, exact.get(key))
+            assert there is not None
+            checks.append(Check(kind, name, float(torch.count_nonzero(there)), 0.0, None))
+            continue
+        ours, value = found[key], exact[key]
+        scale = max(_norm(value), SMALL * typical[kind]) or 1.0
+        theirs = [_off(of[key], value) / scale for of in eager if key in of]
+        allowed = FACTOR * max(theirs) + FLOOR if theirs else ALONE.get(_dtype(ours), 1e-3)
+        checks.append(Check(kind, name, _off(ours, value) / scale, allowed, max(theirs, default=None)))
+    return checks
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    wide = _wide(tensor)
+    return float(wide[wide.isfinite()].norm()) if wide.is_floating_point() else float(wide.double().norm())
+
+
+def _off(ours: torch.Tensor, exact: torch.Tensor) -> float:
+    """The norm of the difference; infinite where shapes, or places of what is not finite, differ."""
+    a, b = _wide(ours).double(), _wide(exact).double()
+    if a.shape != b.shape:
+        return float("inf")
+    odd = ~(a.isfinite() & b.isfinite())
+    if bool(odd.any()) and not torch.equal(a[odd].nan_to_num(nan=1.5), b[odd].nan_to_num(nan=1.5)):
+        return float("inf")
+    return float((a - b)[~odd].norm())
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().double() if tensor.is_floating_point() else tensor.detach()
+
+
+def _dtype(tensor: torch.Tensor) -> DType:
+    return next((d for d in DType if d.name == str(tensor.dtype).removeprefix("torch.")), DType.float32)

@@ -1,0 +1,414 @@
+"""Requests: what a widget asks of a session, as plain data in and plain data out. No browser and no notebook is needed.
+
+A request is a dictionary with a `type`, an `id` that its answer carries, and what it needs. What changes the session
+carries the `version` that was on the screen: a click on a match of an older graph is answered with a sentence, and the
+list is sent again. Whatever fails is an answer with an `error`; the session is then as it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from daceml_train.errors import Invalid, message_of
+from daceml_train.exploration.session.session import Session
+from daceml_train.exploration.session.steps import Match, Step
+from daceml_train.exploration.views.details import Sources, code_of, details
+from daceml_train.exploration.views.saved import AGAIN, crossings
+from daceml_train.exploration.views.sdfg import sdfg_of
+from daceml_train.exploration.views.times import seconds_of
+from daceml_train.exploration.views.view import GraphView, view_of
+from daceml_train.exploration.widget.data import options_data, passes_data, preview_data, step_data
+from daceml_train.exploration.widget.viewer import viewer_source
+from daceml_train.exploration.widget.work import Cancelled, Publish, Send, Work
+from daceml_train.passes import notation
+from daceml_train.passes.base import Pass
+from daceml_train.reporting.numbers import bytes_text, seconds_text
+from daceml_train.transformations.global_movement.rematerialize import Rematerialize
+
+ROWS = 150
+"""Matches that are sent at most; the filters find the others."""
+REPEATS = 20
+"""Runs of a measurement, if nothing else is asked for."""
+KEPT = 100
+"""Kept arrays that are sent at most."""
+LOOKING = frozenset({"viewer", "refresh", "open", "close", "reveal", "filter", "search", "find", "details"})
+"""Requests that only look: they are answered at once, whatever else is under way."""
+
+
+class Requests:
+    """Answers a widget. `send(message, buffers)` takes answers, `publish(state)` what is to be shown.
+
+    Long requests go to `work`, or run at once; `opened` are keys of groups that are open at first, too.
+    """
+
+    def __init__(
+        self, session: Session, send: Send, publish: Publish, work: Work | None = None, opened: Iterable[str] = ()
+    ) -> None:
+        self.session, self.send, self.publish = session, send, publish
+        self.work = work or Work(threads=False)
+        self._lock = threading.RLock()
+        """Held while the view changes and is published: looking and working are two threads."""
+        self.sources = Sources(session.subject.model)
+        self.results = {"module": None, "loss": 1, "step": 1}[session.subject.kind]
+        self.view: GraphView = view_of(session.graph, {}, None, self.results, session.state.traffic)
+        for key in opened:
+            self.view = self.view.opening(key)
+        self.seconds: dict[int, float] = {}
+        """Measured seconds by position of the node, of the graph of version `timed`."""
+        self.timed = -1
+        self.filter: dict[str, Any] = {}
+        self.listed: list[Match] = []
+        self._all: tuple[tuple[int, bool], list[Match]] = ((-1, False), [])
+        """Version and whether refused ones are among them -> all matches."""
+        self.shown = session.version
+        self.notes: dict[str, Any] = {}
+        """Results of verification and measurement, by what they are of."""
+
+    # ---- answering ------------------------------------------------------------------------------------------------
+    def handle(self, request: Mapping[str, Any], buffers: object = None) -> None:
+        """Answer one request, now or behind those that wait."""
+        kind, number = str(request.get("type")), request.get("id")
+        if kind == "cancel":
+            doing = self.work.cancel()
+            self.send({"type": "answer", "id": number, "note": f"cancelling: {doing}" if doing else ""}, [])
+            return
+        method = getattr(self, f"on_{kind}", None) if kind.isidentifier() else None
+        if method is None:
+            self.send({"type": "answer", "id": number, "error": f"unknown request {kind!r}"}, [])
+            return
+        with self._lock:  # the list may be another one when the work begins
+            meant = {**request, "match": self._shown_as(request.get("number"))}
+            if kind in LOOKING:
+                self._answer(method, meant)
+                return
+        self.send({"type": "begun", "id": number}, [])
+        self.work.put(functools.partial(self._answer, method, meant), kind)
+
+    def _answer(self, method: Callable[[dict[str, Any]], Any], request: dict[str, Any]) -> None:
+        number = request.get("id")
+        try:
+            made = method(request)
+            answer, buffers = made if isinstance(made, tuple) else (made, [])
+            self.send({"type": "answer", "id": number, **(answer or {})}, buffers)
+        except Cancelled:
+            self.show()
+            self.send({"type": "answer", "id": number, "error": "cancelled; nothing was changed"}, [])
+        except Exception as error:
+            self.show()
+            self.send({"type": "answer", "id": number, "error": message_of(error)}, [])
+
+    def show(self) -> None:
+        """Publish the state of the session."""
+        with self._lock:
+            self._show()
+
+    def _show(self) -> None:
+        if self.shown != self.session.version or self.view.tree.graph is not self.session.graph:
+            seconds = self.seconds if self.timed == self.session.version else None
+            self.view = self.view.over(self.session.graph, seconds, self.session.state.traffic)
+            self.shown = self.session.version
+        self.publish(self.state())
+        if self._all[0] != self._wanted:
+            self.work.put(self._list, "listing matches")
+
+    def _list(self) -> None:
+        """Look for all matches, which on large graphs takes seconds: the picture stands already."""
+        wanted = self._wanted
+        if self._all[0] == wanted:
+            return
+        self.send({"type": "begun", "id": None, "what": "listing matches"}, [])
+        try:
+            found = self.session.matches(refused=wanted[1])
+            with self._lock:
+                self._all = (wanted, found)
+                self.publish(self.state())
+        except Cancelled:
+            self._all = (wanted, [])
+        except Exception as error:
+            self._all = (wanted, [])
+            self.send({"type": "answer", "id": None, "error": f"matches cannot be listed: {message_of(error)}"}, [])
+        self.send({"type": "answer", "id": None}, [])
+
+    @property
+    def _wanted(self) -> tuple[int, bool]:
+        return self.session.version, bool(self.filter.get("refused"))
+
+    # ---- state ----------------------------------------------------------------------------------------------------
+    def state(self) -> dict[str, Any]:
+        """All that a widget shows."""
+        session = self.session
+        now, start = session.state, session.start
+        return {
+            "version": session.version,
+            "name": session.subject.name,
+            "totals": {
+                "bytes": now.bytes,
+                "start": start.bytes,
+                "peak": now.peak,
+                "start_peak": start.peak,
+                "flops": now.flops,
+                "operators": len(now.graph.nodes),
+                "seconds": self.view.tree.root.seconds,
+            },
+            "sdfg": sdfg_of(self.view),
+            "view": self.view.as_dict(),
+            "history": [step_data(step) for step in (*session.history, *session.undone)],
+            "at": len(session.history),
+            "passes": passes_data(),
+            "kept": self.kept(),
+            "notes": self.notes if self.notes.get("version") == session.version else {},
+            **self.matches(),
+        }
+
+    def matches(self) -> dict[str, Any]:
+        """The matches that the filter leaves, what saves most first."""
+        chosen, found = self.filter, self._all[1] if self._all[0] == self._wanted else []
+        selection = {name for key in chosen.get("keys", ()) for name in self.view.arrays_of(key)}
+        if selection:
+            found = [m for m in found if not selection.isdisjoint(m.arrays)]
+        if chosen.get("pass"):
+            found = [m for m in found if m.name == chosen["pass"]]
+        if wanted := str(chosen.get("text", "")).casefold():
+            found = [m for m in found if wanted in f"{m.name} {m.where} {m.module} {m.operators}".casefold()]
+        self.listed = found[:ROWS]
+        return {
+            "matches": [self._match(number, match) for number, match in enumerate(self.listed)],
+            "found": len(found),
+            "listing": self._all[0] != self._wanted,
+            "filter": chosen,
+        }
+
+    def _match(self, number: int, match: Match) -> dict[str, Any]:
+        return {
+            "number": number,
+            "name": match.name,
+            "level": match.level,
+            "where": match.where,
+            "module": match.module,
+            "operators": match.operators,
+            "source": match.source,
+            "bytes": match.bytes,
+            "refusal": match.refusal,
+            "keys": self.view.keys_of(match.arrays),
+            "options": options_data(match.transformation),
+        }
+
+    def kept(self) -> list[dict[str, Any]]:
+        """What the backward pass reads of the forward pass, with the boxes concerned."""
+        rows = []
+        for found in crossings(self.session.graph, {}, self.results)[:KEPT]:
+            keys = self.view.keys_of((found.array, *found.readers[:20]))
+            rows.append({**dataclasses.asdict(found), "keys": keys, "gradients": list(found.gradients[:8])})
+        return rows
+
+    # ---- the picture ----------------------------------------------------------------------------------------------
+    def on_viewer(self, _: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
+        """DaCe's viewer, compressed."""
+        return {}, [viewer_source()]
+
+    def on_refresh(self, _: dict[str, Any]) -> None:
+        """The state again."""
+        self.show()
+
+    def on_open(self, request: dict[str, Any]) -> None:
+        """Open a group."""
+        self.view = self.view.opening(request["key"])
+        self.show()
+
+    def on_close(self, request: dict[str, Any]) -> None:
+        """Close a group."""
+        self.view = self.view.closing(request["key"])
+        self.show()
+
+    def on_reveal(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Open what hides the arrays of a match or of a kept array."""
+        arrays = self._listed(request).arrays if "number" in request else tuple(request["arrays"])
+        self.view = self.view.revealing(arrays)
+        self.show()
+        return {"keys": self.view.keys_of(arrays)}
+
+    def on_filter(self, request: dict[str, Any]) -> None:
+        """Which matches are listed."""
+        names = ("keys", "pass", "text", "refused")
+        self.filter = {name: request[name] for name in names if request.get(name)}
+        self.show()
+
+    def on_search(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Groups and operators by a text."""
+        found = self.view.search(str(request.get("text", "")))
+        return {"found": [{"key": i.key, "label": i.label, "module": i.module, "phase": i.phase} for i in found]}
+
+    def on_find(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Open the groups around an item."""
+        item = self.view.tree.items[request["key"]]
+        if item.parent is not None and item.parent.parent is not None:
+            self.view = self.view.opening(item.parent.key)
+        self.show()
+        return {"keys": [item.key]}
+
+    def on_details(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What is known of a box."""
+        key = request["key"]
+        if key in self.view.ends:
+            name = self.view.ends[key]
+            text = str(self.session.graph.tensors[name])
+            return {"details": {"key": key, "label": name, "kind": "array", "text": text}}
+        item = self.view.boxes.get(key) or self.view.tree.items.get(key)
+        if item is None:
+            raise Invalid("this box is not in the graph any more", advice="choose another")
+        return {"details": details(self.view.tree, item, {}, self.sources)}
+
+    def on_code(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The C++ of an operator."""
+        item = self.view.boxes.get(request["key"]) or self.view.tree.items[request["key"]]
+        return {"code": code_of(self.session.graph, self.session.graph.nodes[item.nodes[0]])}
+
+    # ---- transformations ------------------------------------------------------------------------------------------
+    def on_preview(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What a match, or a pass everywhere, would do."""
+        target, options = self._target(request)
+        return {"preview": preview_data(self.session.preview(target, **options))}
+
+    def on_apply(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Apply a match, or a pass everywhere."""
+        target, options = self._target(request)
+        step = self.session.apply(target, **options)
+        self.show()
+        return {"note": _said(step)}
+
+    def on_undo(self, _: dict[str, Any]) -> dict[str, Any]:
+        """A step back."""
+        step = self.session.undo()
+        self.show()
+        return {"note": f"undone: {step.name}"}
+
+    def on_redo(self, _: dict[str, Any]) -> dict[str, Any]:
+        """A step forth."""
+        step = self.session.redo()
+        self.show()
+        return {"note": f"again: {step.name}"}
+
+    def on_jump(self, request: dict[str, Any]) -> None:
+        """To behind a step."""
+        self.session.jump(request["number"])
+        self.show()
+
+    def on_recompute(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Make one kept array again in the backward pass."""
+        self._current(request)
+        step = self.session.apply(Rematerialize(recompute=(str(request["array"]),)))
+        self.show()
+        return {"note": f"{_said(step)}; peak {bytes_text(step.peak[0])} to {bytes_text(step.peak[1])}"}
+
+    def on_keep(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Keep an array after all: take back the step that makes it again, and apply those behind it once more."""
+        self._current(request)
+        array = str(request["array"]).split(AGAIN)[0]
+        steps = self.session.history
+        made = [s for s in steps if isinstance(s.transformation, Rematerialize) and array in s.transformation.recompute]
+        if not made:
+            raise Invalid(f"no step of the history makes {array} again by itself", advice="undo the step that does")
+        at, total = made[-1].number, len(steps)
+        self.session.jump(at - 1)
+        lost = []
+        try:
+            for step in steps[at:]:
+                try:
+                    self.session.apply(step.kept)
+                except Exception as error:
+                    lost.append(f"{step.name}: {message_of(error)}")
+        finally:
+            self.show()
+        told = f"; of {total - at} later steps {len(lost)} no longer apply: {'; '.join(lost)}" if lost else ""
+        return {"note": f"{array} is kept{told}"}
+
+    # ---- checking and keeping -------------------------------------------------------------------------------------
+    def on_verify(self, _: dict[str, Any]) -> dict[str, Any]:
+        """Outputs and gradients against PyTorch."""
+        made = self.session.verify()
+        return self._noted("verified", str(made), str(made).splitlines()[0])
+
+    def on_measure(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Time before and now, and the time of each operator as the graph is."""
+        measured = self.session.measure(int(request.get("repeats") or REPEATS))
+        self.seconds, self.timed = seconds_of(self.session), self.session.version
+        self.view = self.view.over(self.session.graph, self.seconds, self.session.state.traffic)
+        times = ", ".join(f"{name} {seconds_text(timed.median)}" for name, timed in measured.timed.items())
+        return self._noted("measured", str(measured), f"measured: {times}")
+
+    def on_save(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Write the history to a file."""
+        path = _path(request)
+        self.session.save(path)
+        return {"note": f"saved: {path}"}
+
+    def on_replay(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Apply what a file holds."""
+        path = _path(request)
+        if not path.exists():
+            raise Invalid(f"there is no file {path}", advice="give the path of what was saved")
+        told = str(self.session.replay(path))
+        self.show()
+        return {"note": f"replayed {path}", "report": told}
+
+    def on_export(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Write a page that needs no kernel."""
+        path = _path(request)
+        self.session.export_html(path)
+        return {"note": f"written: {path}"}
+
+    def _noted(self, name: str, text: str, message_of: str) -> dict[str, Any]:
+        if self.notes.get("version") != self.session.version:
+            self.notes = {"version": self.session.version}
+        self.notes[name] = text
+        self.show()
+        return {"note": message_of}
+
+    # ---- what is meant --------------------------------------------------------------------------------------------
+    def _current(self, request: Mapping[str, Any]) -> None:
+        if request.get("version") != self.session.version:
+            raise Invalid("the graph has changed since this was shown; nothing was done", advice="choose again")
+
+    def _listed(self, request: Mapping[str, Any]) -> Match:
+        self._current(request)
+        found: Match | None = request["match"]
+        if found is None:
+            raise Invalid("this match is not listed any more", advice="choose again")
+        return found
+
+    def _shown_as(self, number: object) -> Match | None:
+        """The match that is listed under a number."""
+        return self.listed[number] if isinstance(number, int) and 0 <= number < len(self.listed) else None
+
+    def _target(self, request: Mapping[str, Any]) -> tuple[Match | Pass, dict[str, Any]]:
+        """A listed match or a pass by name, and options that were edited, given as texts."""
+        self._current(request)
+        given = {str(k): str(v) for k, v in (request.get("options") or {}).items()}
+        if "number" in request:
+            match = self._listed(request)
+            name = match.name
+        else:
+            match, name = None, str(request["pass"])
+        text = ", ".join(f"{option}={value}" for option, value in given.items())
+        edited = notation.parse_pass(f"{name}({text})")
+        if match is None:
+            return edited, {}
+        return match, {option: getattr(edited, option) for option in given}
+
+
+def _path(request: Mapping[str, Any]) -> Path:
+    text = str(request.get("path", "")).strip()
+    if not text:
+        raise Invalid("a file's path is needed", advice="such as steps.json")
+    return Path(text).expanduser()
+
+
+def _said(step: Step) -> str:
+    before, after = step.bytes
+    place = f" at {step.where}" if step.where else ""
+    return f"{step.name}{place}: {bytes_text(before)} to {bytes_text(after)}"

@@ -1,0 +1,92 @@
+"""Cost: what one launch of a program is, and the bytes and operations it takes, as expressions over sizes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from daceml_train.analysis.chunks import update_chains
+from daceml_train.analysis.traffic import Entry, traffic
+from daceml_train.graph.graph import Graph
+from daceml_train.lowering.program import CallLaunch, ControlLaunch, CopyLaunch, KernelLaunch, Launch
+from daceml_train.ops.kernel import described
+from daceml_train.ops.operator import Operator
+from daceml_train.tensor import Dim, Tensor
+
+_KINDS = {KernelLaunch: "kernel", CallLaunch: "call", CopyLaunch: "copy", ControlLaunch: "control"}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One launch: the operators in it, the user's module and line, bytes read and written, operations.
+
+    `kind` is `kernel`, `call`, `copy` or `control`, whose bodies' bytes all count as read.
+    """
+
+    kind: str
+    operators: str
+    module: str
+    source: str
+    read: Dim = 0
+    written: Dim = 0
+    flops: Dim = 0
+    reordered: Dim = 0
+    """Bytes that a library moves between layouts within the call."""
+
+    @property
+    def bytes(self) -> Dim:
+        """Bytes read, written and reordered."""
+        return self.read + self.written + self.reordered
+
+
+def costs(graph: Graph, launches: Sequence[Launch], nodes: Sequence[int]) -> list[Cost]:
+    """The cost of each launch; `nodes` gives the node of the graph that each one computes, -1 for copies at the end.
+
+    Of several launches for one node, the last one computes it; the others bring operands into place. What is made in
+    parts has launches that each take a share.
+    """
+    entries = traffic(graph).entries
+    last = {node: index for index, node in enumerate(nodes) if node >= 0}
+    parted = {p for c in update_chains(graph).values() for p in (c.gradient, c.rows, c.update)}
+    count, done = Counter(nodes), Counter[int]()
+    made = []
+    for index, (launch, node) in enumerate(zip(launches, nodes, strict=True)):
+        if node in parted:
+            whole = _computed(launch, graph.nodes[node].op, entries[node])
+            made.append(_share(whole, done[node], count[node]))
+            done[node] += 1
+        elif node >= 0 and last[node] == index:
+            made.append(_computed(launch, graph.nodes[node].op, entries[node]))
+        else:
+            made.append(_moved(launch))
+    return made
+
+
+def _share(whole: Cost, k: int, parts: int) -> Cost:
+    """The k-th of equal parts of a cost."""
+
+    def part(size: Dim) -> Dim:
+        return size * (k + 1) // parts - size * k // parts if isinstance(size, int) else size / parts
+
+    read, written, flops = part(whole.read), part(whole.written), part(whole.flops)
+    return replace(whole, read=read, written=written, flops=flops, reordered=part(whole.reordered))
+
+
+def _computed(launch: Launch, op: Operator, entry: Entry) -> Cost:
+    read, written = sum(entry.reads.values(), start=entry.inner), sum(entry.writes.values(), start=0)
+    kind = _KINDS[type(launch)]
+    where = entry.origin
+    return Cost(kind, described(op), where.module, where.source, read, written, entry.flops, entry.reorders)
+
+
+def _moved(launch: Launch) -> Cost:
+    """A copy, or an operand that has to lie in memory."""
+    match launch:
+        case CopyLaunch(target=place):
+            size = Tensor(place.shape, place.dtype).bytes
+            return Cost("copy", "copy", "", launch.origin, size, size)
+        case KernelLaunch(places=(*read, place)):
+            size = Tensor(place.shape, place.dtype).bytes
+            return Cost("kernel", "copy" if read else "constant", "", launch.origin, size if read else 0, size)
+    return Cost("call", launch.target if isinstance(launch, CallLaunch) else "", "", launch.origin)

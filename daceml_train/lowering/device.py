@@ -1,0 +1,218 @@
+"""Devices: where a program runs, who makes its kernels, and how memory, streams and recordings are had there.
+
+The processor runs launch lists natively (`runtime.executor`). A GPU runs them through `runtime.gpu.plan`, on one
+allocation of PyTorch's, on PyTorch's current stream, and can record them. What a GPU does is behind `GPU`, so that
+tests put another one in its place: `device_override`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+from daceml_train.codegen.cpu.compile import compile_kernels, load
+from daceml_train.codegen.cpu.launch import KernelCode, Layout, block_count, generate
+from daceml_train.codegen.library.matmul_epilogue import matmul_kernel
+from daceml_train.ops.kernel import Kernel
+from daceml_train.tensor import Dim
+
+Progress = Callable[[int, int], None]
+Target = Literal["cpu", "cuda"]
+
+
+class Toolchain(Protocol):
+    """Makes kernels: their code, and addresses of what was compiled."""
+
+    name: str
+    """Part of the key under which programs are cached."""
+    templates: bool
+    """Whether kernels that are written by hand for the processor can be used."""
+
+    def generate(self, kernel: Kernel, operands: Sequence[Layout], results: Sequence[Layout]) -> KernelCode:
+        """The code of a kernel on operands and results that lie in memory like this."""
+        ...
+
+    def variants(self, code: KernelCode) -> Sequence[KernelCode]:
+        """The same kernel in other shapes, first as it is: they take the same arrays, but for scratch."""
+        ...
+
+    def blocks(self, code: KernelCode, value: Callable[[Dim], int], threads: int) -> int:
+        """The value of the symbol `blocks` in a kernel's integers and scratch sizes; `value` is that of a size."""
+        ...
+
+    def addresses(
+        self, codes: Sequence[KernelCode], folder: Path, jobs: int | None, progress: Progress | None
+    ) -> dict[str, tuple[int, Path]]:
+        """Kernel's key -> entry point and library; only what is missing in the folder is compiled."""
+        ...
+
+
+class ProcessorToolchain:
+    """C++ for the processor."""
+
+    name = "cpu"
+    templates = True
+
+    def generate(self, kernel: Kernel, operands: Sequence[Layout], results: Sequence[Layout]) -> KernelCode:
+        """See `Toolchain`."""
+        return matmul_kernel(kernel, operands, results) or generate(kernel, operands, results)
+
+    def variants(self, code: KernelCode) -> Sequence[KernelCode]:
+        """See `Toolchain`."""
+        return [code]
+
+    def blocks(self, code: KernelCode, value: Callable[[Dim], int], threads: int) -> int:
+        """See `Toolchain`."""
+        return block_count(value(code.rows), value(code.work), threads)
+
+    def addresses(
+        self, codes: Sequence[KernelCode], folder: Path, jobs: int | None, progress: Progress | None
+    ) -> dict[str, tuple[int, Path]]:
+        """See `Toolchain`."""
+        paths = compile_kernels(codes, folder, jobs, progress)
+        return {key: (load(path, key), path) for key, path in paths.items()}
+
+
+@dataclass(frozen=True)
+class Capability:
+    """What decides how long a launch takes: bytes and operations per second, and how many threads run at once."""
+
+    bandwidth: float
+    flops: float
+    threads: int
+    launch_seconds: float = 3e-6
+
+
+class Device(ABC):
+    """Where a program runs."""
+
+    target: Target
+    torch: torch.device
+    toolchain: Toolchain
+    name: str
+    """What users and measurements know it by."""
+
+    @property
+    def key(self) -> str:
+        """What programs depend on, for the cache."""
+        return self.toolchain.name
+
+
+class Processor(Device):
+    """The CPU."""
+
+    target = name = "cpu"
+    torch = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.toolchain = ProcessorToolchain()
+
+
+CPU = Processor()
+
+
+ROUNDS, SECONDS = 4, 2e-3
+"""How `GPU.times` measures: alternating batches of each candidate, the shortest of which counts, and their length."""
+
+
+class GPU(Device):
+    """What the runtime asks of a GPU. Work goes to the current stream; streams and events are opaque."""
+
+    target = "cuda"
+
+    @abstractmethod
+    def kernel(self, address: int, pointers: ctypes.Array[Any], integers: ctypes.Array[Any]) -> None:
+        """Launch a kernel. Raises `RuntimeError` with the driver's word for what went wrong."""
+
+    @abstractmethod
+    def call(self, function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+        """Call a function of PyTorch, which may launch work, and give its results."""
+
+    @abstractmethod
+    def stream(self) -> Hashable:
+        """The current stream."""
+
+    @abstractmethod
+    def new_stream(self) -> Hashable:
+        """A stream beside it."""
+
+    @abstractmethod
+    def on(self, stream: Hashable) -> contextlib.AbstractContextManager[Any]:
+        """Makes it the current one."""
+
+    @abstractmethod
+    def event(self, timed: bool = False) -> Any:
+        """An event, recorded on the current stream."""
+
+    @abstractmethod
+    def wait(self, event: Any) -> None:
+        """What is launched on the current stream from now on waits for the event."""
+
+    @abstractmethod
+    def seconds(self, start: Any, end: Any) -> float:
+        """Seconds between two timed events, once both have happened."""
+
+    def times(self, runs: Sequence[Callable[[int], None]]) -> list[float]:
+        """Seconds of each candidate, the shortest of batches that alternate; each is called with 0, 1, 2, ..."""
+
+        def batch(run: Callable[[int], None], count: int) -> float:
+            start = self.event(timed=True)
+            for turn in range(count):
+                run(turn)
+            return self.seconds(start, self.event(timed=True)) / count
+
+        for run in runs:
+            batch(run, 2)  # loads code, and wakes the device up
+        count = max(2, min(200, int(SECONDS / max(batch(runs[0], 2), 1e-6))))
+        rounds = [[batch(run, count) for run in runs] for _ in range(ROUNDS)]
+        return [min(times) for times in zip(*rounds, strict=True)]
+
+    @abstractmethod
+    def keeps(self, tensor: torch.Tensor, stream: Hashable) -> None:
+        """The tensor's memory is used on that stream, and not to be given away before that is done."""
+
+    def empty(self, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+        """New memory. In a recording it stays the recording's, also when the tensor is gone."""
+        return torch.empty_strided(sizes, strides, dtype=dtype, device=self.torch)
+
+    @abstractmethod
+    def decide(self, tensor: torch.Tensor) -> bool:
+        """The value of a 0-d boolean, for which the CPU waits. Raises `RuntimeError` in a recording."""
+
+    @abstractmethod
+    def new_pool(self) -> Any:
+        """Memory for recordings that do not run at the same time."""
+
+    @abstractmethod
+    def record(self, issue: Callable[[], None], pool: Any) -> Callable[[], None]:
+        """Record what `issue` launches, without running it; the function returned runs it."""
+
+    def capturing(self) -> bool:
+        """Whether somebody else is recording what is launched on the current stream."""
+        return False
+
+    @abstractmethod
+    def capability(self) -> Capability:
+        """How fast it is, about."""
+
+    @abstractmethod
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether kernels can read the tensor where it lies."""
+
+    def settings(self) -> Hashable:
+        """PyTorch's settings that library calls follow: a recording is good for those it was made under."""
+        return None
+
+    def quiet(self) -> contextlib.AbstractContextManager[Any]:
+        """Within it, PyTorch neither records gradients nor casts."""
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.autocast(self.torch.type, enabled=False))
+        return stack

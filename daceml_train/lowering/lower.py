@@ -1,0 +1,462 @@
+"""Lowering: from an operator graph to a `Program`.
+
+Movement operators become strided views where that is possible and copies where it is not; operators of our own become
+kernels; vendor operators become library calls; written inputs are updated in place by the kernel that computes them,
+or by a copy at the end, after the last reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import sympy
+
+from daceml_train.analysis.aliases import is_alias, view_strides
+from daceml_train.analysis.chunks import update_chains
+from daceml_train.analysis.concat_aliases import concat_aliases
+from daceml_train.analysis.memory import bases, overwrites, summands
+from daceml_train.codegen.cpu.launch import KernelCode, Layout
+from daceml_train.codegen.library.templates import has_template, written_kernel
+from daceml_train.errors import Invalid, Refused, Unsupported
+from daceml_train.graph.bodies import bodies
+from daceml_train.graph.graph import Graph, Node
+from daceml_train.lowering.aten import Result, call_for, show
+from daceml_train.lowering.chunks import launch_in_parts
+from daceml_train.lowering.device import CPU, Device
+from daceml_train.lowering.program import (
+    Allocation,
+    Buffer,
+    BufferView,
+    CallLaunch,
+    ControlLaunch,
+    CopyLaunch,
+    KernelLaunch,
+    Program,
+    ProgramInput,
+    touched,
+)
+from daceml_train.ops.control import Cond, ControlFlow, Scan, While
+from daceml_train.ops.elementwise import Cast, Full, Iota
+from daceml_train.ops.fallback import Operand
+from daceml_train.ops.kernel import Kernel, Statement
+from daceml_train.ops.movement import Concat, Expand, Permute, Slice
+from daceml_train.ops.operator import Operator
+from daceml_train.ops.packed import has_product
+from daceml_train.tensor import Dim, DType, Shape, Tensor, same, same_shape, simplify
+
+
+def lower(graph: Graph, results: int | None = None, device: Device = CPU, body: bool = False) -> Program:
+    """The program of a graph of leaves and kernels. Raises `Unsupported` for an operator without lowering.
+
+    The first `results` outputs (all, if None) go to the user, who may change them: no two share memory. Later ones
+    are kept for a backward pass and may share it. A `body` of control flow has dense row-major outputs, and its sizes
+    are given by the program around it.
+    """
+    return _Lowering(graph, device, body).run(len(graph.outputs) if results is None else results)
+
+
+class _Lowering:
+    def __init__(self, graph: Graph, device: Device, body: bool) -> None:
+        self.device = device
+        self.graph, self.body, self.program = graph, body, Program(graph.name)
+        self.places: dict[str, BufferView] = {}
+        self.nodes = graph.producers()
+        self.numbers: dict[tuple[Operator, tuple[Layout, ...], tuple[Layout, ...]], int] = {}
+        """Kernels generated so far, by structure and layouts: networks repeat their blocks."""
+        self.visible = {self.base(name) for name in graph.outputs}
+        aliases = bases(graph)
+        self.overwrites = overwrites(graph, aliases, summands(graph, aliases))
+        self.pieces = concat_aliases(graph)
+        self.chains = update_chains(graph)
+        self.in_parts = {i for c in self.chains.values() for i in (c.gradient, c.rows, *c.views)}
+        self.wholes: dict[str, BufferView] = {}
+        """Concatenations with pieces that are there by now."""
+
+    def base(self, name: str) -> str:
+        """The array whose memory `name` is a view of, if all movement operators on the way can be views."""
+        while (node := self.nodes.get(name)) is not None and is_alias(node.op):
+            name = node.inputs[0]
+        return name
+
+    def run(self, results: int) -> Program:
+        self.inputs()
+        for index, node in enumerate(self.graph.nodes):
+            if index in self.chains:
+                launch_in_parts(self, self.chains[index])
+            elif index not in self.in_parts:
+                self.node(node)
+            self.program.nodes += [index] * (len(self.program.launches) - len(self.program.nodes))
+        for position, name in enumerate(self.graph.outputs):
+            self.program.outputs.append(self.output(name, apart=position < results))
+        sources = {target: self.source(value) for target, value in self.graph.writes.items()}
+        for target, source in sources.items():
+            self.write(target, source)
+        self.program.nodes += [-1] * (len(self.program.launches) - len(self.program.nodes))
+        set_lifetimes(self.program)
+        return self.program
+
+    def inputs(self) -> None:
+        program = self.program
+        for index, (name, entry) in enumerate(self.graph.inputs.items()):
+            t, mutable = entry.tensor, name in self.graph.writes
+            program.inputs.append(ProgramInput(name, entry.role, entry.path, t.dtype, t.shape, t.strides, mutable))
+            self.places[name] = self.new_place(Buffer(Allocation.input, t.dtype, t.shape, t.strides, index, mutable))
+            for dim, size in enumerate(t.shape):
+                if isinstance(size, sympy.Symbol):
+                    program.symbols.setdefault(str(size), (index, dim))
+        if not self.body and (missing := {str(s) for s in self.graph.symbols} - set(program.symbols)):
+            raise Unsupported(f"no input has exactly the size {', '.join(sorted(missing))}")
+
+    # ---- places -------------------------------------------------------------------------------------------------
+    def new_place(self, slot: Buffer) -> BufferView:
+        self.program.slots.append(slot)
+        return BufferView(len(self.program.slots) - 1, slot.dtype, slot.shape, slot.strides)
+
+    def allocate(self, name: str, tensor: Tensor) -> BufferView:
+        """Memory for a value that a kernel or an in-place library call computes; or its place in a concatenation."""
+        if (piece := self.pieces.get(name)) is not None:
+            if piece.whole not in self.wholes:
+                self.wholes[piece.whole] = self.allocate(piece.whole, self.graph.tensors[piece.whole])
+            whole = self.wholes[piece.whole]
+            return replace(whole, shape=tensor.shape, strides=piece.strides, offset=piece.offset)
+        home = Allocation.fresh if name in self.visible else Allocation.arena
+        return self.new_place(Buffer(home, tensor.dtype, tensor.shape, tensor.strides))
+
+    def place(self, name: str) -> BufferView:
+        """Where array `name` lies; constants are materialized when something must read them from memory."""
+        if name not in self.places:
+            node = self.nodes[name]
+            self.places[name] = self.allocate(name, self.graph.tensors[name])
+            self.kernel(node, Kernel((), (Statement(node.op, (), ("v0",)),), ("v0",)), (), [name])
+        return self.places[name]
+
+    def copy_of(self, place: BufferView, shape: Shape, home: Allocation, origin: str) -> BufferView:
+        """A dense row-major copy of `place`, of the same sizes."""
+        tensor = Tensor(shape, place.dtype)
+        target = self.new_place(Buffer(home, place.dtype, shape, tensor.strides))
+        self.copy(place, target, origin)
+        return target
+
+    def copy(self, source: BufferView, target: BufferView, origin: str) -> None:
+        """Copy between layouts: bytes as they are where both are dense alike, else by a kernel."""
+        dense = Tensor(source.shape).strides
+        if source.dtype is target.dtype and source.strides == target.strides == dense:
+            self.program.launches.append(CopyLaunch(target, source, origin))
+            return
+        body = Kernel(("x0",), (Statement(Cast(target.dtype), ("x0",), ("v0",)),), ("v0",))
+        self.launch(body, [source], [target], origin)
+
+    # ---- nodes --------------------------------------------------------------------------------------------------
+    def node(self, node: Node) -> None:
+        op = node.op
+        if isinstance(op, Full | Iota):
+            return  # inlined into the kernels that read them, or materialized by `place`
+        if is_alias(op):
+            self.places[node.outputs[0]] = self.alias(node)
+        elif isinstance(op, Kernel):
+            self.compute(node, op)
+        elif isinstance(op, ControlFlow):
+            self.control(node, op)
+        elif isinstance(op, Concat) and (op.placed or node.outputs[0] in self.pieces):
+            self.join(node, op)
+        elif self.written(node):
+            pass
+        elif op.vendor:
+            self.call(node)
+        elif op.is_composite:
+            raise Invalid(f"composite operator {op.label} reached lowering", where=str(node.origin))
+        else:
+            arguments = tuple(f"x{i}" for i in range(len(node.inputs)))
+            results = tuple(f"v{i}" for i in range(len(node.outputs)))
+            self.compute(node, Kernel(arguments, (Statement(op, arguments, results),), results))
+
+    def alias(self, node: Node) -> BufferView:
+        name = node.outputs[0]
+        home = Allocation.fresh if self.base(name) in self.visible else Allocation.arena
+        return self.moved(node.op, self.place(node.inputs[0]), self.graph.tensors[name].shape, str(node.origin), home)
+
+    def moved(
+        self, op: Operator, x: BufferView, shape: Shape, origin: str, home: Allocation = Allocation.arena
+    ) -> BufferView:
+        """The place of a movement operator's result: a view of its operand, or of a copy in `home`."""
+        match op:
+            case Permute(dims=dims):
+                return replace(x, shape=shape, strides=tuple(x.strides[d] for d in dims))
+            case Expand():
+                lead = len(shape) - len(x.shape)
+                strides: list[Dim] = [0] * lead
+                for d, size in enumerate(x.shape):
+                    strides.append(x.strides[d] if same(size, shape[d + lead]) else 0)
+                return replace(x, shape=shape, strides=tuple(strides))
+            case Slice(dim=dim, start=start, step=step):
+                steps = list(x.strides)
+                steps[dim] = simplify(x.strides[dim] * step)
+                offset = simplify(x.offset + start * x.strides[dim])
+                return replace(x, shape=shape, strides=tuple(steps), offset=offset)
+        viewed = view_strides(x.shape, x.strides, shape)
+        if viewed is not None:
+            return replace(x, shape=shape, strides=viewed)
+        dense = self.copy_of(x, x.shape, home, origin)
+        return replace(dense, shape=shape, strides=Tensor(shape).strides)
+
+    def compute(self, node: Node, kernel: Kernel) -> None:
+        """Launch a kernel, with the constants it reads moved into its body."""
+        names, constants, inputs = list(kernel.arguments), [], []
+        for argument, array in zip(kernel.arguments, node.inputs, strict=True):
+            producer = self.nodes.get(array)
+            if producer is not None and isinstance(producer.op, Full | Iota) and array not in self.places:
+                constants.append(Statement(producer.op, (), (argument,)))
+                names.remove(argument)
+            else:
+                inputs.append(array)
+        if constants:
+            updates = tuple((y, names.index(kernel.arguments[a])) for y, a in kernel.updates)
+            kernel = Kernel(tuple(names), (*constants, *kernel.statements), kernel.yields, updates)
+        self.kernel(node, kernel, tuple(inputs), list(node.outputs))
+
+    def kernel(self, node: Node, kernel: Kernel, inputs: tuple[str, ...], outputs: list[str]) -> None:
+        updates = dict(kernel.updates)
+        operands = [self.place(name) for name in inputs]
+        results = []
+        for position, name in enumerate(outputs):
+            if position in updates:
+                self.places[name] = operands[updates[position]]
+            elif name not in self.places:
+                self.places[name] = self.allocate(name, self.graph.tensors[name])
+            results.append(self.places[name])
+        try:
+            self.launch(kernel, operands, results, str(node.origin))
+        except Refused:
+            if len(kernel.statements) == 1 and not has_product(kernel):
+                raise
+            self.apart(kernel, operands, results, str(node.origin))
+
+    def apart(self, kernel: Kernel, operands: Sequence[BufferView], results: Sequence[BufferView], origin: str) -> None:
+        """Launch a kernel's statements one by one, where together they are no loop nest.
+
+        Fusion joins no such kernel; this is for constants that lowering moves into a body, such as a mask made of two
+        index arrays, and for pipelines that users assemble.
+        """
+        places = dict(zip(kernel.arguments, operands, strict=True))
+        types = kernel.types(*(Tensor(p.shape, p.dtype) for p in operands))
+        scalars = {s.outputs[0]: s for s in kernel.statements if isinstance(s.op, Full) and s.op.shape == ()}
+        for statement in kernel.statements:
+            if statement.outputs[0] in scalars and statement.outputs[0] not in kernel.yields:
+                continue
+            if is_alias(statement.op):
+                tensor = types[statement.outputs[0]]
+                places[statement.outputs[0]] = self.moved(
+                    statement.op, self.scalar_place(places, scalars, statement.inputs[0], origin), tensor.shape, origin
+                )
+                continue
+            made = []
+            for name in statement.outputs:
+                t = types[name]
+                places[name] = self.new_place(Buffer(Allocation.arena, t.dtype, t.shape, t.strides))
+                made.append(places[name])
+            read = [name for name in dict.fromkeys(statement.inputs) if name in places]
+            inlined = [scalars[name] for name in dict.fromkeys(statement.inputs) if name not in places]
+            body = Kernel(tuple(read), (*inlined, statement), statement.outputs)
+            self.launch(body, [places[name] for name in read], made, origin)
+        for name, result in zip(kernel.yields, results, strict=True):
+            self.copy(places[name], result, origin)
+
+    def scalar_place(
+        self, places: dict[str, BufferView], scalars: dict[str, Statement], name: str, origin: str
+    ) -> BufferView:
+        """Where a value lies; a scalar constant is written to memory first."""
+        if name not in places:
+            op = scalars[name].op
+            (tensor,) = op.infer()
+            places[name] = self.new_place(Buffer(Allocation.arena, tensor.dtype, (), ()))
+            self.launch(Kernel((), (Statement(op, (), ("v0",)),), ("v0",)), [], [places[name]], origin)
+        return places[name]
+
+    def launch(
+        self, kernel: Kernel, operands: Sequence[BufferView], results: Sequence[BufferView], origin: str
+    ) -> None:
+        """Generate a kernel for these layouts and add its launch, with memory for its scratch arrays."""
+        layouts = tuple(map(_layout, operands)), tuple(map(_layout, results))
+        if (kernel, *layouts) not in self.numbers:
+            self.numbers[kernel, *layouts] = self.code(self.device.toolchain.generate(kernel, *layouts))
+        updated = {y for y, _ in kernel.updates}
+        written = [p for position, p in enumerate(results) if position not in updated]
+        in_place = tuple(operand for _, operand in kernel.updates)
+        self.start(self.numbers[kernel, *layouts], (*operands, *written), origin, len(operands), in_place)
+
+    def code(self, code: KernelCode) -> int:
+        """The number of a kernel's code in the program."""
+        self.program.codes.append(code)
+        return len(self.program.codes) - 1
+
+    def start(
+        self, number: int, places: Sequence[BufferView], origin: str, operands: int, in_place: tuple[int, ...] = ()
+    ) -> None:
+        """Add the launch of a kernel, with memory for its scratch arrays. The first places are its operands."""
+        scratch = []
+        for bytes_ in self.program.codes[number].scratch:
+            scratch.append(self.new_place(Buffer(Allocation.arena, DType.uint8, (bytes_,), (1,))))
+        all_places = (*places, *scratch)
+        writes = (*in_place, *range(operands, len(all_places)))
+        self.program.launches.append(KernelLaunch(number, all_places, origin, writes))
+
+    def written(self, node: Node) -> bool:
+        """Launch a kernel that is written by hand, where there is one for operands that lie like this."""
+        if not self.device.toolchain.templates:
+            return False
+        operands = [self.place(name) for name in node.inputs] if has_template(node.op) else []
+        tensors = [self.graph.tensors[name] for name in node.outputs]
+        layouts = tuple(map(_layout, operands)), tuple(Layout(t.shape, t.strides, t.dtype) for t in tensors)
+        code = written_kernel(node.op, *layouts)
+        if code is None:
+            return False
+        if (node.op, *layouts) not in self.numbers:
+            self.numbers[node.op, *layouts] = self.code(code)
+        updates = dict(node.op.updates)
+        for k, (name, tensor) in enumerate(zip(node.outputs, tensors, strict=True)):
+            self.places[name] = operands[updates[k]] if k in updates else self.allocate(name, tensor)
+        results = [self.places[name] for k, name in enumerate(node.outputs) if k not in updates]
+        number, in_place = self.numbers[node.op, *layouts], tuple(updates.values())
+        self.start(number, (*operands, *results), str(node.origin), len(operands), in_place)
+        return True
+
+    def call(self, node: Node) -> None:
+        graph = self.graph
+        operands = tuple(graph.tensors[i] for i in node.inputs)
+        results = tuple(graph.tensors[o] for o in node.outputs)
+        call = call_for(node.op, operands, results, self.device.target)
+        places = [self.place(name) for name in node.inputs]
+        for index in call.dense_rows:
+            x = places[index]
+            if not same(x.strides[-1], 1) and not same(x.shape[-1], 1):
+                places[index] = self.copy_of(x, x.shape, Allocation.arena, str(node.origin))
+        made = {index for index in call.returns if index is not None}
+        updates = dict(node.op.updates)
+        for index, name in enumerate(node.outputs):
+            if index in updates:
+                self.places[name] = places[updates[index]]
+            elif index in made:
+                t, shown = results[index], show(results[index], call.seen)
+                made_place = self.new_place(Buffer(Allocation.result, t.dtype, shown.shape, shown.strides))
+                self.places[name] = replace(made_place, shape=t.shape, strides=t.strides)
+            elif name in self.overwrites:
+                shape = results[index].shape
+                self.places[name] = replace(self.place(self.overwrites[name]), shape=shape)
+            else:
+                self.places[name] = self.allocate(name, results[index])
+
+        def resolve(argument: Any) -> Any:
+            match argument:
+                case Operand(index=index):
+                    return _seen(places[index], call.seen)
+                case Result(index=index):
+                    return _seen(self.places[node.outputs[index]], call.seen)
+                case tuple() | list():
+                    return tuple(resolve(a) for a in argument)
+            return argument
+
+        arguments = tuple(resolve(a) for a in call.arguments)
+        returns = tuple(None if i is None else self.places[node.outputs[i]].slot for i in call.returns)
+        filled = [i for i in range(len(results)) if i not in made or i in updates]
+        writes = tuple(dict.fromkeys(self.places[node.outputs[i]].slot for i in filled))
+        self.program.launches.append(
+            CallLaunch(call.target, call.overload, arguments, returns, call.direct, str(node.origin), writes)
+        )
+
+    def join(self, node: Node, op: Concat) -> None:
+        """Copy the operands of a concatenation that are not in place."""
+        (name,) = node.outputs
+        whole = self.wholes.get(name) or self.allocate(name, self.graph.tensors[name])
+        self.places[name] = whole
+        start: Dim = 0
+        for position, operand in enumerate(node.inputs):
+            shape = self.graph.tensors[operand].shape
+            if position not in op.placed and not any(same(size, 0) for size in shape):
+                offset = simplify(whole.offset + start * whole.strides[op.dim])
+                self.copy(self.place(operand), replace(whole, shape=shape, offset=offset), str(node.origin))
+            start = simplify(start + shape[op.dim])
+
+    def control(self, node: Node, op: ControlFlow) -> None:
+        """Lower the bodies to programs of their own, on operands that lie densely, and launch them."""
+        carried, sliced, trips, reverse = 0, 0, 0, False
+        match op:
+            case Scan():
+                carried, sliced, trips, reverse = op.carried, op.sliced, op.trips, op.reverse
+            case While():
+                carried = op.carried
+        origin, names = str(node.origin), node.inputs
+        first = 1 if isinstance(op, Cond) else carried + sliced
+        condition = self.place(names[0]) if isinstance(op, Cond) else None
+        states = tuple(self.dense(name, origin) for name in names[:carried])
+        slices = tuple(self.dense(name, origin, 1) for name in names[carried : carried + sliced])
+        shared = tuple(self.dense(name, origin) for name in names[first:])
+        made = bodies(op, [self.graph.tensors[name] for name in names])
+        programs = tuple(lower(body, device=self.device, body=True) for body in made)
+        returns = []
+        for name in node.outputs:
+            t = self.graph.tensors[name]
+            self.places[name] = self.new_place(Buffer(Allocation.result, t.dtype, t.shape, t.strides))
+            returns.append(self.places[name].slot)
+        self.program.launches.append(
+            ControlLaunch(op.label, programs, condition, states, slices, shared, tuple(returns), trips, reverse, origin)
+        )
+
+    def dense(self, name: str, origin: str, outer: int = 0) -> BufferView:
+        """Where array `name` lies, or a copy if it is not row-major there but for its `outer` first dimensions."""
+        place = self.place(name)
+        if same_shape(place.strides[outer:], Tensor(place.shape).strides[outer:]):
+            return place
+        return self.copy_of(place, place.shape, Allocation.arena, origin)
+
+    # ---- results ------------------------------------------------------------------------------------------------
+    def source(self, value: str) -> BufferView:
+        """Where a written value lies; one that is another written input is copied before any write happens."""
+        place, name = self.place(value), self.base(value)
+        if name in self.graph.writes and self.graph.writes[name] != value:
+            return self.copy_of(place, place.shape, Allocation.arena, f"write of {value}")
+        return place
+
+    def write(self, target: str, source: BufferView) -> None:
+        """Bring a written input to its new value, unless a kernel updated it in place."""
+        destination = self.places[target]
+        if source != destination:
+            self.copy(source, destination, f"write {target}")
+
+    def output(self, name: str, apart: bool) -> BufferView:
+        """A result in memory that is neither an input's nor the arena's nor, if `apart`, an earlier output's."""
+        place = self.place(name)
+        owned = self.program.slots[place.slot].home in (Allocation.fresh, Allocation.result)
+        slot = self.program.slots[place.slot]
+        whole = same_shape(place.strides, Tensor(slot.shape).strides) and same_shape(place.shape, slot.shape)
+        if owned and not (apart and place.slot in {p.slot for p in self.program.outputs}) and (whole or not self.body):
+            return place
+        return self.copy_of(place, place.shape, Allocation.fresh, "output")
+
+
+def _seen(place: BufferView, seen: Sequence[int | None]) -> BufferView:
+    """A place as a library call sees it; see `lowering.aten.Call.seen`."""
+    if not seen or len(place.shape) != sum(d is not None for d in seen):
+        return place
+    shape: list[Dim] = []
+    strides: list[Dim] = []
+    for d in reversed(seen):
+        if d is None:
+            shape, strides = [1, *shape], [simplify(shape[0] * strides[0]), *strides]
+        else:
+            shape, strides = [place.shape[d], *shape], [place.strides[d], *strides]
+    return replace(place, shape=tuple(shape), strides=tuple(strides))
+
+
+def _layout(place: BufferView) -> Layout:
+    return Layout(place.shape, place.strides, place.dtype)
+
+
+def set_lifetimes(program: Program) -> None:
+    """Set each slot's first and last launch."""
+    for index, launch in enumerate(program.launches):
+        for slot in touched(launch):
+            entry = program.slots[slot]
+            entry.first = index if entry.first < 0 else entry.first
+            entry.last = index

@@ -1,0 +1,215 @@
+"""Program: a lowered graph as plain data: where every array lies, and the launches in order.
+
+Sizes are expressions over the size symbols of the inputs; `runtime.executable` evaluates them once per set of sizes.
+A program holds no addresses and no kernels' code, so it can be stored and loaded again.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from daceml_train.codegen.cpu.launch import KernelCode
+from daceml_train.graph.graph import Role
+from daceml_train.tensor import Dim, DType, Shape, Tensor
+
+
+class Allocation(enum.Enum):
+    """Where a slot's memory comes from."""
+
+    input = "input"
+    arena = "arena"
+    fresh = "fresh"
+    """Allocated at each run and handed to the caller."""
+    result = "result"
+    """Made by a library call, which allocates it."""
+
+
+@dataclass
+class Buffer:
+    """A stretch of memory that holds one array in one layout."""
+
+    home: Allocation
+    dtype: DType
+    shape: Shape
+    strides: tuple[Dim, ...]
+    input: int = -1
+    mutable: bool = False
+    opaque: bool = False
+    """An input that a library has laid out for itself; see `Packing`."""
+    first: int = -1
+    """Index of the launch that writes it first."""
+    last: int = -1
+    """Index of the last launch that touches it."""
+
+    @property
+    def bytes(self) -> Dim:
+        """Bytes from the first to behind the last element of a dense array."""
+        return Tensor(self.shape, self.dtype).bytes
+
+
+@dataclass(frozen=True)
+class BufferView:
+    """An array as a strided view of a slot; the offset counts elements."""
+
+    slot: int
+    dtype: DType
+    shape: Shape
+    strides: tuple[Dim, ...]
+    offset: Dim = 0
+
+
+@dataclass(frozen=True)
+class KernelLaunch:
+    """Run kernel `code` on these places (operands, then results, then scratch)."""
+
+    code: int
+    places: tuple[BufferView, ...]
+    origin: str
+    writes: tuple[int, ...] = ()
+    """Positions of the places that it writes."""
+
+
+@dataclass(frozen=True)
+class CallLaunch:
+    """Run a library call; `BufferView`s and `Placeholder`s stand among its arguments. `returns` are slots or None."""
+
+    target: str
+    overload: str
+    arguments: tuple[Any, ...]
+    returns: tuple[int | None, ...]
+    direct: bool
+    origin: str
+    writes: tuple[int, ...] = ()
+    """Slots that it writes in place."""
+
+
+@dataclass(frozen=True)
+class CopyLaunch:
+    """Copy a dense array onto another of the same layout."""
+
+    target: BufferView
+    source: BufferView
+    origin: str
+
+
+@dataclass(frozen=True)
+class ControlLaunch:
+    """Run the bodies of control flow, each a program of its own, whose sizes are those of the program around it.
+
+    `kind` is `cond` (bodies: then, orelse), `scan` (body) or `while` (condition, body). Their inputs are the dense
+    `states`, a slice of each of `slices` along its first dimension, and `shared`. The results go to `returns`: the last
+    states, then stacks; of `cond`, whatever the chosen body makes.
+    """
+
+    kind: str
+    bodies: tuple[Program, ...]
+    condition: BufferView | None
+    states: tuple[BufferView, ...]
+    slices: tuple[BufferView, ...]
+    shared: tuple[BufferView, ...]
+    returns: tuple[int, ...]
+    trips: Dim
+    reverse: bool
+    origin: str
+
+    @property
+    def places(self) -> tuple[BufferView, ...]:
+        """All that is read."""
+        first = () if self.condition is None else (self.condition,)
+        return (*first, *self.states, *self.slices, *self.shared)
+
+
+Launch = KernelLaunch | CallLaunch | CopyLaunch | ControlLaunch
+
+
+def touched(launch: Launch) -> list[int]:
+    """Slots that a launch reads or writes."""
+    match launch:
+        case KernelLaunch(places=places):
+            return [p.slot for p in places]
+        case CopyLaunch(target=target, source=source):
+            return [target.slot, source.slot]
+        case ControlLaunch(places=places, returns=returns):
+            return [*(p.slot for p in places), *returns]
+        case CallLaunch(arguments=arguments, returns=returns):
+            return [p.slot for p in _places(arguments)] + [s for s in returns if s is not None]
+
+
+def _places(argument: Any) -> list[BufferView]:
+    if isinstance(argument, BufferView):
+        return [argument]
+    if isinstance(argument, tuple):
+        return [p for a in argument for p in _places(a)]
+    return []
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a library lays out the weight of a call for itself; see `runtime.prepack`.
+
+    `shape`, `strides` and `offset` are the weight as the call reads it, within the input; `arguments` are those of
+    PyTorch's operator `target` behind the weight.
+    """
+
+    target: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class ProgramInput:
+    """What a caller hands over: name, role, the user's path, and the expected type and layout.
+
+    With a `packing`, it is what that makes of the array of this type and layout.
+    """
+
+    name: str
+    role: Role
+    path: str
+    dtype: DType
+    shape: Shape
+    strides: tuple[Dim, ...]
+    mutable: bool
+    packing: Packing | None = None
+
+
+@dataclass
+class Program:
+    """The lowered graph. `outputs` are views of `fresh` or `result` slots; several may share one."""
+
+    name: str
+    inputs: list[ProgramInput] = field(default_factory=list)
+    slots: list[Buffer] = field(default_factory=list)
+    codes: list[KernelCode] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
+    outputs: list[BufferView] = field(default_factory=list)
+    symbols: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Size symbol -> (input, dimension) that has exactly this size."""
+    nodes: list[int] = field(default_factory=list)
+    """Per launch the position in the lowered graph of what it computes; -1 for copies at the end."""
+
+    @property
+    def all(self) -> Iterator[Program]:
+        """This program and those of the bodies in it, at any depth."""
+        yield self
+        for launch in self.launches:
+            for body in launch.bodies if isinstance(launch, ControlLaunch) else ():
+                yield from body.all
+
+
+def library_results(program: Program) -> frozenset[int]:
+    """Slots that calls of PyTorch's own operators make, but for those handed to the user."""
+    handed = {place.slot for place in program.outputs}
+    made = {
+        slot
+        for launch in program.launches
+        if isinstance(launch, CallLaunch) and launch.target.startswith("aten::")
+        for slot in launch.returns
+        if slot is not None and program.slots[slot].home is Allocation.result
+    }
+    return frozenset(made - handed)

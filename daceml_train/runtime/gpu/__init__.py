@@ -1,0 +1,1 @@
+"""Running a program on a GPU: memory, streams, CUDA graphs, autotuning."""

@@ -1,0 +1,198 @@
+"""The shape of each large kernel on a GPU, found by measuring once per sizes, and remembered on disk.
+
+What sizes suggest is a model of a machine that has been read about; the neighbors of that choice are compiled with it,
+in one library, and timed on memory of the launch's sizes. Kernels that take as long as their launch are left alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from daceml_train.codegen.cpu.launch import KernelCode
+from daceml_train.errors import DacemlError
+from daceml_train.lowering.device import GPU
+from daceml_train.lowering.program import Allocation, Buffer, BufferView, KernelLaunch, Program
+from daceml_train.storage.files import keep
+from daceml_train.tensor import Dim, DType
+
+LEAST_BYTES = 4 << 20
+"""Bytes of a launch's arrays below which there is nothing to find: such a launch takes microseconds."""
+MOST_KERNELS = 24
+"""Kernels of a program that are measured: those that move most."""
+ROTATED = 256 << 20
+"""Bytes over which the arrays of a launch rotate while it is timed, so that no cache holds them; eight sets at most."""
+MARGIN = 0.97
+"""Another shape is taken if it needs at most this share of the time of the one that sizes suggest."""
+
+Value = Callable[..., int]
+"""The number for a size, given `blocks` where it depends on them."""
+
+
+@dataclass
+class Autotuner:
+    """Shapes found so far, by kernel and sizes; `path` is the file that keeps them (None: this process alone)."""
+
+    path: Path | None
+    libraries: Path
+    """Where compiled kernels lie."""
+    jobs: int | None = None
+    chosen: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    """Why a kernel was not measured that should have been."""
+    measured: list[int] = field(default_factory=list)
+    """Kernels of the program that was tuned last of which several shapes are known."""
+
+    def __post_init__(self) -> None:
+        if self.path is not None:
+            self.chosen |= _stored(self.path)
+
+    def tuned(
+        self, program: Program, addresses: Mapping[str, int], value: Value, device: GPU
+    ) -> tuple[Program, dict[str, int]]:
+        """The program with each large kernel in its fastest shape for these sizes, and the addresses of its kernels."""
+        known, self.measured = dict(addresses), []
+        tried = {number: device.toolchain.variants(program.codes[number]) for number in large(program, value)}
+        tried = {number: codes for number, codes in tried.items() if len(codes) > 1}
+        if not tried:
+            return program, known
+        try:
+            every = [code for codes in tried.values() for code in codes[1:]]
+            made = device.toolchain.addresses(every, self.libraries, self.jobs, None)
+        except DacemlError as error:  # the kernels as they are have been compiled
+            self.notes.append(f"no shapes of kernels were compared: {error}")
+            return program, known
+        known |= {key: address for key, (address, _) in made.items()}
+        best: dict[int, KernelCode] = {}
+        for number, codes in tried.items():
+            key = _key(codes[0], value, device)
+            names = [shape(code) for code in codes]
+            if self.chosen.get(key) not in names:
+                try:
+                    self.chosen[key] = names[self.fastest(program, number, codes, known, value, device)]
+                except (RuntimeError, torch.OutOfMemoryError) as error:  # no room, or a launch that is refused
+                    self.notes.append(f"{codes[0].key} keeps the shape that its sizes suggest: {error}")
+                    continue
+                self.save()
+            best[number] = codes[names.index(self.chosen[key])]
+            self.measured.append(number)
+        return reshaped(program, best), known
+
+    def fastest(
+        self,
+        program: Program,
+        number: int,
+        codes: Sequence[KernelCode],
+        addresses: Mapping[str, int],
+        value: Value,
+        device: GPU,
+    ) -> int:
+        """Which of a kernel's codes takes least time on memory of the sizes of its first launch."""
+        launch = next(x for x in program.launches if isinstance(x, KernelLaunch) and x.code == number)
+        places = launch.places[: len(launch.places) - len(codes[0].scratch)]
+        slots = dict.fromkeys(place.slot for place in places)
+        sizes = {slot: max(16, value(program.slots[slot].bytes)) for slot in slots}
+        count = max(1, min(8, -(-ROTATED // sum(sizes.values()))))
+        with device.quiet():
+            sets = [{slot: _zeros(device, size) for slot, size in sizes.items()} for _ in range(count)]
+            runs = [_runner(code, addresses[code.key], places, sets, value, device) for code in codes]
+            times = device.times(runs)
+        best = min(range(len(times)), key=times.__getitem__)
+        return best if times[best] <= MARGIN * times[0] else 0
+
+    def save(self) -> None:
+        """Write what was found, atomically and with what other processes found meanwhile."""
+        if self.path is None:
+            return
+        keep(self.path, json.dumps(_stored(self.path) | self.chosen, indent=0).encode())
+
+
+def large(program: Program, value: Value) -> list[int]:
+    """The kernels of a program that move most, in the order of what all their launches move."""
+    moved: dict[int, int] = {}
+    once: dict[int, int] = {}
+    for launch in program.launches:
+        if isinstance(launch, KernelLaunch):
+            slots = {p.slot for p in launch.places[: len(launch.places) - len(program.codes[launch.code].scratch)]}
+            size = sum(value(program.slots[slot].bytes) for slot in slots)
+            once[launch.code] = max(size, once.get(launch.code, 0))
+            moved[launch.code] = moved.get(launch.code, 0) + size
+    found = [number for number in moved if once[number] >= LEAST_BYTES]
+    return sorted(found, key=lambda number: -moved[number])[:MOST_KERNELS]
+
+
+def reshaped(program: Program, codes: Mapping[int, KernelCode]) -> Program:
+    """The program with other codes for some kernels, whose scratch memory is their own."""
+    codes = {number: code for number, code in codes.items() if code is not program.codes[number]}
+    if not codes:
+        return program
+    slots, launches = list(program.slots), list(program.launches)
+    for index, launch in enumerate(launches):
+        if isinstance(launch, KernelLaunch) and launch.code in codes:
+            kept = len(launch.places) - len(program.codes[launch.code].scratch)
+            for place in launch.places[kept:]:
+                slots[place.slot] = replace(slots[place.slot], first=-1, last=-1)
+            scratch = []
+            for size in codes[launch.code].scratch:
+                slots.append(Buffer(Allocation.arena, DType.uint8, (size,), (1,), first=index, last=index))
+                scratch.append(BufferView(len(slots) - 1, DType.uint8, (size,), (1,)))
+            places, written = (*launch.places[:kept], *scratch), [i for i in launch.writes if i < kept]
+            launches[index] = replace(launch, places=places, writes=(*written, *range(kept, len(places))))
+    made = [codes.get(number, code) for number, code in enumerate(program.codes)]
+    return replace(program, slots=slots, codes=made, launches=launches)
+
+
+def shape(code: KernelCode) -> str:
+    """The name of a code among the variants of its kernel."""
+    return str(getattr(code.plan, "geometry", ""))
+
+
+def _runner(
+    code: KernelCode,
+    address: int,
+    places: Sequence[BufferView],
+    sets: Sequence[Mapping[int, torch.Tensor]],
+    value: Value,
+    device: GPU,
+) -> Callable[[int], None]:
+    """A launch of a kernel on one of some sets of arrays."""
+    blocks = device.toolchain.blocks(code, value, 1)
+    numbers = [value(size, blocks) for size in code.integers]
+    scratch = [_zeros(device, max(16, value(size, blocks))) for size in code.scratch]
+    integers = (ctypes.c_int64 * len(numbers))(*numbers)
+    pointers = []
+    for arrays in sets:
+        addresses = [arrays[p.slot].data_ptr() + value(p.offset) * p.dtype.bytes for p in places]
+        addresses += [array.data_ptr() for array in scratch]
+        pointers.append((ctypes.c_void_p * max(1, len(addresses)))(*addresses))
+
+    def run(turn: int, _keep: Any = (sets, scratch)) -> None:
+        device.kernel(address, pointers[turn % len(pointers)], integers)
+
+    return run
+
+
+def _zeros(device: GPU, size: int) -> torch.Tensor:
+    """Memory that is a valid index wherever one is read."""
+    return torch.zeros(size, dtype=torch.uint8, device=device.torch)
+
+
+def _key(code: KernelCode, value: Callable[[Dim], int], device: GPU) -> str:
+    """A kernel at these sizes on this device; those that vary from call to call count up to the next power of two."""
+    sizes = [size if isinstance(size, int) else 1 << (max(1, value(size)) - 1).bit_length() for size in code.integers]
+    return f"{device.name} {code.key} {' '.join(map(str, sizes[1:]))}"
+
+
+def _stored(path: Path) -> dict[str, str]:
+    """What a file has; nothing where it is damaged."""
+    try:
+        known = json.loads(path.read_text())
+        return {str(key): str(name) for key, name in known.items()}
+    except (OSError, ValueError, AttributeError):
+        return {}

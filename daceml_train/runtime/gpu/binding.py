@@ -1,0 +1,118 @@
+"""A bound plan on a GPU: its inputs brought there, its launches' streams, and what memory ran out for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from daceml_train.errors import DeviceMismatch
+from daceml_train.lowering.device import GPU, Capability
+from daceml_train.lowering.program import (
+    Allocation,
+    CallLaunch,
+    ControlLaunch,
+    CopyLaunch,
+    KernelLaunch,
+    Launch,
+    Program,
+    touched,
+)
+from daceml_train.lowering.streams import Access, Schedule, Work, schedule
+from daceml_train.tensor import Dim, show_shape
+
+ARENA, INNER = -1, -2
+"""The arena, and that of bodies of control flow, as memories that launches touch; others are slots."""
+WORDS_PER_THREAD = 4
+"""What a thread of a kernel moves at once: 16 bytes."""
+FLOPS_PER_THREAD = 1e4
+"""Operations per thread with which a library call fills the device."""
+
+
+class Bound(Protocol):
+    """What this asks of a program for one set of sizes (`executable.BoundPlan`)."""
+
+    program: Program
+    work: Any
+    """Launch -> bytes moved and operations, where they are known."""
+    offsets: dict[int, int]
+    used: list[int]
+    arena_bytes: int
+
+    def bytes_of(self, slot: int) -> int:
+        """Bytes of a slot."""
+        ...
+
+    @property
+    def value(self) -> Callable[[Dim], int]:
+        """The number for a size."""
+        ...
+
+
+def placed(program: Program, device: GPU, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The inputs on the device: 0-d ones are brought there, others must lie there. Raises `Invalid` by name."""
+    made = []
+    for entry, tensor in zip(program.inputs, inputs, strict=True):
+        if not device.holds(tensor):
+            if tensor.ndim or entry.mutable:
+                name = entry.path or entry.name
+                raise DeviceMismatch(f"{name} is on {tensor.device}, the program runs on {device.torch}")
+            tensor = tensor.to(device.torch)
+        made.append(tensor)
+    return made
+
+
+def schedule_of(plan: Bound, capability: Capability) -> Schedule:
+    """The streams on which a plan's launches run in a recording."""
+    return schedule([work(plan, i, launch, capability) for i, launch in enumerate(plan.program.launches)])
+
+
+def work(plan: Bound, index: int, launch: Launch, capability: Capability) -> Work:
+    """What a launch touches, and how long it takes, about."""
+    slots = dict.fromkeys(touched(launch))
+    match launch:
+        case KernelLaunch(places=places, writes=writes):
+            written = {places[i].slot for i in writes}
+        case CallLaunch(returns=returns, writes=writes):
+            written = {*writes, *(slot for slot in returns if slot is not None)}
+        case CopyLaunch(target=target):
+            written = {target.slot}
+        case ControlLaunch(returns=returns):
+            written = set(returns)
+    accesses = {slot: _access(plan, slot) for slot in slots}
+    words = sum(a.stop - a.start for a in accesses.values()) / 4
+    moved, flops = (4 * words, 0) if plan.work is None else plan.work(index, plan.value)
+    seconds = capability.launch_seconds + max(moved / capability.bandwidth, flops / capability.flops)
+    busy = max(words / WORDS_PER_THREAD, flops / FLOPS_PER_THREAD) / capability.threads
+    inner = (Access(INNER, 0, 1),) if isinstance(launch, ControlLaunch) else ()
+    return Work(
+        tuple(a for slot, a in accesses.items() if slot not in written),
+        (*(a for slot, a in accesses.items() if slot in written), *inner),
+        seconds,
+        min(1.0, busy),
+    )
+
+
+def _access(plan: Bound, slot: int) -> Access:
+    """All bytes of a slot."""
+    size = max(1, plan.bytes_of(slot))
+    start = plan.offsets.get(slot)
+    return Access(slot, 0, size) if start is None else Access(ARENA, start, start + size)
+
+
+def biggest(plan: Bound, cause: str, most: int = 5) -> str:
+    """What memory ran out for: the biggest arrays of a plan, and where they are made."""
+    program = plan.program
+    sizes = {i: plan.bytes_of(i) for i in plan.used}
+    lines = [cause.splitlines()[0] if cause else "out of memory"]
+    lines.append(f"the arena of planned arrays takes {plan.arena_bytes / 2**20:.1f} MiB; the biggest arrays:")
+    for index in sorted(sizes, key=lambda i: -sizes[i])[:most]:
+        slot = program.slots[index]
+        if slot.home is Allocation.input:
+            where = f"the input {program.inputs[slot.input].path or program.inputs[slot.input].name}"
+        else:
+            where = f"made at {program.launches[slot.first].origin}"
+        shape = show_shape([plan.value(size) for size in slot.shape])
+        lines.append(f"  {sizes[index] / 2**20:.1f} MiB  {slot.dtype.short}{shape}  {where}")
+    return "\n".join(lines)

@@ -1,0 +1,144 @@
+"""CUDA: the GPU behind `lowering.device`, by PyTorch's streams, events, allocator and graphs."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from daceml_train.lowering.device import GPU, Capability
+from daceml_train.runtime.gpu.toolchain import CudaToolchain
+
+_LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+
+
+class CUDA(GPU):
+    """The CUDA device of this number."""
+
+    def __init__(self, index: int) -> None:
+        self.torch = torch.device("cuda", index)
+        torch.cuda.init()
+        processors = torch.cuda.get_device_properties(index).multi_processor_count
+        self.name = torch.cuda.get_device_name(index)
+        self.toolchain = CudaToolchain(torch.cuda.get_device_capability(index), processors)
+
+    def kernel(self, address: int, pointers: ctypes.Array[Any], integers: ctypes.Array[Any]) -> None:
+        """See `GPU`."""
+        stream = torch.cuda.current_stream(self.torch).cuda_stream
+        status = _entry(address)(ctypes.addressof(pointers), ctypes.addressof(integers), stream)
+        if status:
+            raise RuntimeError(f"a kernel was not launched: {_error(status)}")
+
+    def call(self, function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+        """See `GPU`."""
+        return function(*arguments, **keywords)
+
+    def stream(self) -> Hashable:
+        """See `GPU`."""
+        return torch.cuda.current_stream(self.torch)
+
+    def new_stream(self) -> Hashable:
+        """See `GPU`."""
+        return torch.cuda.Stream(self.torch)
+
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """See `GPU`."""
+        return torch.cuda.stream(stream)
+
+    def event(self, timed: bool = False) -> Any:
+        """See `GPU`."""
+        made = torch.cuda.Event(enable_timing=timed)
+        made.record(torch.cuda.current_stream(self.torch))
+        return made
+
+    def wait(self, event: Any) -> None:
+        """See `GPU`."""
+        torch.cuda.current_stream(self.torch).wait_event(event)
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """See `GPU`."""
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+    def keeps(self, tensor: torch.Tensor, stream: Any) -> None:
+        """See `GPU`."""
+        tensor.record_stream(stream)
+
+    def decide(self, tensor: torch.Tensor) -> bool:
+        """See `GPU`."""
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a branch on data cannot be recorded")
+        return bool(tensor.item())
+
+    def new_pool(self) -> Any:
+        """See `GPU`."""
+        return torch.cuda.graph_pool_handle()
+
+    def record(self, issue: Callable[[], None], pool: Any) -> Callable[[], None]:
+        """See `GPU`. Other threads may go on with what a capture would forbid them."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self.torch), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            issue()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    def capturing(self) -> bool:
+        """See `GPU`."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def capability(self) -> Capability:
+        """See `GPU`."""
+        return _capability(self.torch.index)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """See `GPU`."""
+        return tensor.device == self.torch
+
+    def settings(self) -> Hashable:
+        """See `GPU`."""
+        backends, cudnn = torch.backends.cuda, torch.backends.cudnn
+        return (
+            torch.get_float32_matmul_precision(),
+            backends.matmul.allow_tf32,
+            backends.matmul.allow_fp16_reduced_precision_reduction,
+            backends.matmul.allow_bf16_reduced_precision_reduction,
+            cudnn.allow_tf32,
+            cudnn.enabled,
+            cudnn.benchmark,
+            cudnn.deterministic,
+            torch.are_deterministic_algorithms_enabled(),
+        )
+
+    def quiet(self) -> contextlib.AbstractContextManager[Any]:
+        """See `GPU`; also makes this device the current one."""
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch.cuda.device(self.torch))
+        stack.enter_context(super().quiet())
+        return stack
+
+
+@functools.cache
+def _entry(address: int) -> Any:
+    return _LAUNCH(address)
+
+
+def _error(status: int) -> str:
+    runtime = torch.cuda.cudart()
+    try:
+        text: str = runtime.cudaGetErrorString(runtime.cudaError(status))
+    except Exception:
+        text = "unknown"
+    return f"CUDA error {status} ({text})"
+
+
+@functools.cache
+def _capability(index: int) -> Capability:
+    found = torch.cuda.get_device_properties(index)
+    clock, width = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
+    bandwidth = 2.0 * clock * 1e3 * width / 8 if clock and width else 1e12
+    threads = found.multi_processor_count * getattr(found, "max_threads_per_multi_processor", 2048)
+    return Capability(bandwidth, 1e14, threads)

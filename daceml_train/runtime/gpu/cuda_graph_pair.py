@@ -1,0 +1,148 @@
+"""Recordings of a module's forward and backward program, each one launch, with autograd between them.
+
+What the forward pass leaves for the backward pass stays where it was recorded, and is not copied. It is good until the
+next run of that recording, so that there is none while a backward pass may still come: a call meanwhile (two passes
+before one backward pass, a result that is kept) runs launch by launch, into memory of its own. Results and gradients
+are copied out, since their owner may keep them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from daceml_train.errors import OutOfMemory
+from daceml_train.lowering.device import GPU
+from daceml_train.runtime.executable import BoundPlan
+from daceml_train.runtime.executor import InputMismatch
+from daceml_train.runtime.gpu.binding import placed
+from daceml_train.runtime.gpu.cuda_graph import PLAIN_RUNS, CudaGraph
+from daceml_train.runtime.gpu.plan import DevicePlan
+
+KEPT_PAIRS = 2
+"""Pairs for different sizes that are kept: each holds what its forward pass leaves for the backward pass."""
+
+
+class Ticket:
+    """Held by whoever may still ask for the backward pass of a recorded forward pass."""
+
+    def __init__(self, pair: CudaGraphPair) -> None:
+        self.pair = pair
+
+
+@dataclass
+class CudaGraphPair:
+    """The recordings for one set of sizes, in a pool of memory that no other recording uses."""
+
+    pool: object = None
+    runs: int = 0
+    forward: CudaGraph | None = None
+    backward: CudaGraph | None = None
+    backward_runs: int = 0
+    refused: bool = False
+    open: weakref.ref[Ticket] | None = None
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a backward pass of the last recorded forward pass may still come."""
+        return self.open is not None and self.open() is not None
+
+
+@dataclass
+class CudaGraphPairs:
+    """Records what a compiled graph runs; `reasons` say why something is not recorded."""
+
+    device: GPU
+    results: int
+    """Outputs of the forward program that go to the user; later ones are left for the backward pass."""
+    moving: Sequence[int]
+    """Inputs of the forward program that come from elsewhere at each call."""
+    moving_back: Sequence[int]
+    """The same of the backward program."""
+    reasons: list[str] = field(default_factory=list)
+    pairs: OrderedDict[int, CudaGraphPair] = field(default_factory=OrderedDict)
+    replayed: int = 0
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def forward(
+        self, plan: BoundPlan, inputs: Sequence[torch.Tensor], awaited: bool
+    ) -> tuple[list[torch.Tensor], Ticket | None]:
+        """Outputs of a forward pass. `awaited`: a backward pass may follow, which then is given the ticket."""
+        with self._lock:
+            pair = self._pair(plan)
+            pair.runs += 1
+            if pair.refused or pair.awaited or pair.runs <= PLAIN_RUNS or self._elsewhere(plan):
+                return plan.run(inputs), None
+            inputs = placed(plan.program, self.device, inputs)
+            if pair.forward is None or not pair.forward.valid(inputs):
+                pair.pool = self.device.new_pool()
+                pair.forward, pair.backward = self._record(pair, plan, inputs, self.moving), None
+            if pair.forward is None:
+                return plan.run(inputs), None
+            outputs = pair.forward.replay(inputs, self.results)
+            self.replayed += 1
+            if not awaited:
+                return outputs, None
+            ticket = Ticket(pair)
+            pair.open = weakref.ref(ticket)
+            return outputs, ticket
+
+    def backward(self, plan: BoundPlan, inputs: Sequence[torch.Tensor], ticket: Ticket | None) -> list[torch.Tensor]:
+        """Outputs of the backward pass of the forward pass that gave the ticket."""
+        with self._lock:
+            if ticket is None or ticket.pair.refused or self._elsewhere(plan):
+                return plan.run(inputs)
+            pair, inputs = ticket.pair, placed(plan.program, self.device, inputs)
+            if pair.backward is None or pair.backward.bound is not plan or not pair.backward.valid(inputs):
+                pair.backward_runs += 1
+                if pair.backward_runs <= PLAIN_RUNS:
+                    return plan.run(inputs)
+                pair.backward = self._record(pair, plan, inputs, self.moving_back)
+            if pair.backward is None:
+                return plan.run(inputs)
+            self.replayed += 1
+            return pair.backward.replay(inputs)
+
+    def told(self) -> list[str]:
+        """What is recorded, and what is not, in sentences."""
+        made = [half for pair in self.pairs.values() for half in (pair.forward, pair.backward) if half is not None]
+        return [*(recording.told() for recording in made), *self.reasons]
+
+    def _pair(self, plan: BoundPlan) -> CudaGraphPair:
+        key = id(plan)
+        if key not in self.pairs:
+            self.pairs[key] = CudaGraphPair()
+            weakref.finalize(plan, self.pairs.pop, key, None)
+            held = [pair for pair in self.pairs.values() if pair.forward is not None and not pair.awaited]
+            for pair in held[: max(0, len(held) - KEPT_PAIRS + 1)]:
+                pair.forward = pair.backward = None
+        self.pairs.move_to_end(key)
+        return self.pairs[key]
+
+    def _elsewhere(self, plan: BoundPlan) -> bool:
+        """Whether somebody measures, or records, this run himself."""
+        return plan.timing is not None or self.device.capturing()
+
+    def _record(
+        self, pair: CudaGraphPair, plan: BoundPlan, inputs: Sequence[torch.Tensor], moving: Sequence[int]
+    ) -> CudaGraph | None:
+        reason = ""
+        if isinstance(plan.plan, DevicePlan) and plan.plan.decides:
+            reason = "a branch or loop in it depends on data, which the CPU waits for"
+        elif set(moving) & {i for i, entry in enumerate(plan.program.inputs) if entry.mutable}:
+            reason = "it writes an argument"
+        try:
+            if not reason:
+                return CudaGraph(plan, self.device, inputs, moving, pair.pool)
+        except (OutOfMemory, InputMismatch):
+            raise
+        except Exception as error:
+            reason = str(error)
+        pair.refused = True
+        self.reasons.append(f"a pass runs launch by launch, since it cannot be recorded: {reason}")
+        return None

@@ -1,0 +1,129 @@
+"""Functions: library calls that are several calls of PyTorch, for GPUs, whose launch lists are issued from Python.
+
+Attention on CUDA: PyTorch's flash kernel for 16-bit types, its memory-efficient kernel for others, and plain products
+and a softmax where sizes fit neither. All give y and the logarithm of each row's sum of exponentials [B, H, T].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Mask = torch.Tensor | None
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: Mask, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Y and logsumexp of `softmax(scale * q k^T + mask) v`."""
+    match _kernel(q, k, causal, mask):
+        case "flash":
+            made = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+            return made[0], made[1]
+        case "efficient":
+            made = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+            return made[0], made[1][..., : q.shape[2]]
+    scores = _scores(q, k, causal, mask, scale)
+    level = scores.logsumexp(-1)
+    weights = (scores - _finite(level)[..., None]).exp()
+    return (weights.to(v.dtype) @ v), _finite(level)
+
+
+def attention_grad(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    y: torch.Tensor,
+    level: torch.Tensor,
+    causal: bool,
+    mask: Mask,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients for q, k and v."""
+    match _kernel(q, k, causal, mask):
+        case "flash":
+            unused = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout
+            made = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+                grad,
+                q,
+                k,
+                v,
+                y,
+                level.contiguous(),
+                None,
+                None,
+                q.shape[2],
+                k.shape[2],
+                0.0,
+                causal,
+                unused,
+                unused,
+                scale=scale,
+            )
+            return made[0], made[1], made[2]
+        case "efficient":
+            unused = torch.zeros((), dtype=torch.int64, device=q.device)
+            rows = -(-q.shape[2] // 32) * 32
+            padded = torch.nn.functional.pad(level, (0, rows - q.shape[2]), value=math.inf).contiguous()
+            made = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+                grad, q, k, v, None, y, padded, unused, unused, 0.0, [True, True, True, False], causal, scale=scale
+            )
+            return made[0], made[1], made[2]
+    factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    weights = (_scores(q, k, causal, mask, scale) - level[..., None]).exp()
+    wide = weights.dtype
+    change = (grad @ v.mT).to(wide) - (grad.to(wide) * y.to(wide)).sum(-1, keepdim=True)
+    change = (weights * change * factor).to(q.dtype)
+    return change @ k, change.mT @ q, weights.to(q.dtype).mT @ grad
+
+
+def _kernel(q: torch.Tensor, k: torch.Tensor, causal: bool, mask: Mask) -> str:
+    """Which kernel takes operands of these types and sizes; the same for both directions.
+
+    A causal row behind the last key, and masks, are where PyTorch's kernels differ from one another.
+    """
+    size, half = q.shape[-1], q.dtype in (torch.float16, torch.bfloat16)
+    if q.device.type != "cuda" or mask is not None or (causal and q.shape[2] != k.shape[2]):
+        return "plain"
+    modern = torch.cuda.get_device_capability(q.device) >= (8, 0)
+    if half and modern and size % 8 == 0 and size <= 256:
+        return "flash"
+    if q.dtype is torch.float32 and size % 4 == 0 and size <= 128:
+        return "efficient"
+    return "plain"
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, mask: Mask, scale: float | None) -> torch.Tensor:
+    factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = (q @ k.mT) * factor
+    if scores.dtype in (torch.float16, torch.bfloat16):
+        scores = scores.float()
+    if mask is not None:
+        scores = scores + mask
+    if causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+    return scores
+
+
+def _finite(level: torch.Tensor) -> torch.Tensor:
+    """Zero for rows that see no key, whose weights are then exp(-inf) = 0."""
+    return level.masked_fill(level == -math.inf, 0.0)
+
+
+def require(holds: torch.Tensor, message: str) -> torch.Tensor:
+    """`holds`; where it is false, the device stops with the message when it gets there."""
+    torch.ops.aten._assert_async.msg(holds, message)
+    return holds.clone()
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "daceml::attention": attention,
+    "daceml::attention_grad": attention_grad,
+    "daceml::require": require,
+}
+"""Name in a `Call` -> function."""

@@ -1,0 +1,68 @@
+"""Kernels for CUDA: the code generator's, compiled by nvcc, one library for the kernels of a program, or a few."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from daceml_train.codegen.cpu.launch import KernelCode, Layout
+from daceml_train.codegen.cuda.compile import architecture, compile_program, compiled, load
+from daceml_train.codegen.cuda.launch import CudaCode, generate, variants, version
+from daceml_train.lowering.device import Progress
+from daceml_train.ops.kernel import Kernel
+from daceml_train.tensor import Dim
+
+TOGETHER = 24
+"""Kernels of one file, which takes nvcc some seconds; a model with more is several, compiled at the same time."""
+
+
+class CudaToolchain:
+    """For devices of this compute capability with so many multiprocessors."""
+
+    templates = False
+
+    def __init__(self, capability: tuple[int, int], processors: int) -> None:
+        self.architecture, self.processors = architecture(*capability), processors
+        self.name = f"cuda {self.architecture} {version()}"
+
+    def generate(self, kernel: Kernel, operands: Sequence[Layout], results: Sequence[Layout]) -> KernelCode:
+        """See `Toolchain`."""
+        return generate(kernel, operands, results)
+
+    def variants(self, code: KernelCode) -> Sequence[KernelCode]:
+        """See `Toolchain`."""
+        assert isinstance(code, CudaCode)
+        return variants(code)
+
+    def blocks(self, code: KernelCode, value: Callable[[Dim], int], threads: int) -> int:
+        """See `Toolchain`."""
+        assert isinstance(code, CudaCode)
+        return code.blocks(value, self.processors)
+
+    def addresses(
+        self, codes: Sequence[KernelCode], folder: Path, jobs: int | None, progress: Progress | None
+    ) -> dict[str, tuple[int, Path]]:
+        """See `Toolchain`."""
+        kernels = [code for code in codes if isinstance(code, CudaCode)]
+        if not kernels:
+            return {}
+        distinct = sorted({code.key: code for code in kernels}.values(), key=lambda code: code.key)
+        parts = [distinct[i : i + TOGETHER] for i in range(0, len(distinct), TOGETHER)]
+        made: dict[str, tuple[int, Path]] = {}
+        with ThreadPoolExecutor(max_workers=jobs or os.cpu_count() or 1) as pool:
+            running = []
+            for part in parts:
+                if not compiled(part, folder, self.architecture):
+                    for code in part:
+                        _ = code.source  # made here: DaCe's generator is for one thread
+                running.append(pool.submit(compile_program, part, folder, self.architecture))
+            for part, future in zip(parts, running, strict=True):
+                if progress is not None:
+                    progress(len(made), len(distinct))
+                path = future.result()
+                made |= {code.key: (load(path, code.key), path) for code in part}
+        if progress is not None:
+            progress(len(made), len(distinct))
+        return made

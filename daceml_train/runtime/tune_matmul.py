@@ -1,0 +1,164 @@
+"""Which library multiplies two matrices: measured once per shape, layout and thread count, and remembered on disk.
+
+PyTorch's `mm` calls its BLAS (MKL in the wheels); `mkldnn::_linear_pointwise` runs the same product in oneDNN. Which
+one is faster depends on the processor (oneDNN by a factor of two where MKL does not use the widest vectors) and on
+the layout, since oneDNN copies operands that it cannot read as they lie. Both are measured as the executor runs them,
+with results from its pool: fresh pages cost large results as much as the product.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from daceml_train.runtime.executor import Arena, Plan
+from daceml_train.storage.files import keep
+
+SMALLEST = 1 << 20
+"""Multiplications below which a product takes microseconds and the shorter way of calling `mm` wins."""
+ROUNDS = 5
+"""Most alternating measurements of each candidate; the fastest counts, since noise only adds."""
+ENOUGH = 0.1
+"""Seconds of measuring after which no further round begins: what takes long is little disturbed."""
+MARGIN = 0.95
+"""oneDNN is taken if it needs at most this share of the BLAS's time: the result then is an allocation of its own."""
+
+Added = Literal["nothing", "row", "matrix", "result"]
+Way = Literal["blas", "onednn"]
+
+
+@dataclass(frozen=True)
+class MatmulShape:
+    """A product `a @ b`, or `c + a @ b`, of float32 matrices: sizes, strides in elements, threads.
+
+    `added` says what c is: nothing, one row for all, a matrix, or the matrix that the result is stored over.
+    """
+
+    rows: int
+    inner: int
+    columns: int
+    a: tuple[int, int]
+    b: tuple[int, int]
+    added: Added
+    threads: int
+
+    @property
+    def key(self) -> str:
+        """The text under which the choice is remembered."""
+        return (
+            f"{torch.__version__} {self.rows}x{self.inner}x{self.columns} {self.a} {self.b} {self.added} {self.threads}"
+        )
+
+
+@dataclass
+class MatmulTuner:
+    """Choices made so far; `path` is the file that keeps them between processes (None: this process alone)."""
+
+    path: Path | None = None
+    chosen: dict[str, Way] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.path is not None and self.path.exists():
+            try:
+                known = json.loads(self.path.read_text())
+                self.chosen.update((key, way) for key, way in known.items() if way in get_args(Way))
+            except (OSError, ValueError, AttributeError):  # damaged: measured again
+                self.chosen.clear()
+
+    def way(self, product: MatmulShape) -> Way:
+        """How this product is computed fastest here; measured if it is new."""
+        if product.rows * product.inner * product.columns < SMALLEST or not available():
+            return "blas"
+        if product.key not in self.chosen:
+            self.chosen[product.key] = measure(product)
+            self.save()
+        return self.chosen[product.key]
+
+    def save(self) -> None:
+        """Write the choices, atomically and with those that other processes made meanwhile."""
+        if self.path is None:
+            return
+        known = MatmulTuner(self.path).chosen if self.path.exists() else {}
+        keep(self.path, json.dumps(known | self.chosen, indent=0).encode())
+
+
+def available() -> bool:
+    """Whether PyTorch has the oneDNN product for dense float32 matrices."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def onednn_call(a: Any, b: Any, c: Any, added: Added) -> tuple[str, tuple[Any, ...]]:
+    """`c + a @ b.T` in oneDNN: the overload of `mkldnn::_linear_pointwise`, and its arguments."""
+    if added in ("matrix", "result"):
+        return "binary", (a, c, b, None, "add")
+    return "", (a, b, c, "none", [], "")
+
+
+def measure(product: MatmulShape) -> Way:
+    """Time both ways on matrices of this layout, alternating."""
+    a = _matrix((product.rows, product.inner), product.a)
+    b = _matrix((product.inner, product.columns), product.b)
+    out = torch.empty(product.rows, product.columns)
+    shape = (product.columns,) if product.added == "row" else (product.rows, product.columns)
+    added = None if product.added == "nothing" else torch.zeros(shape)
+
+    def blas() -> None:
+        if added is None:
+            torch.mm(a, b, out=out)
+        else:
+            torch.addmm(added, a, b, out=out)
+
+    onednn = planned(a, b, added, product.added)
+    before = torch.get_num_threads()
+    torch.set_num_threads(product.threads)
+    try:
+        with torch.no_grad():
+            times = _alternate([blas, onednn])
+    finally:
+        torch.set_num_threads(before)
+    return "onednn" if times[1] < MARGIN * times[0] else "blas"
+
+
+def planned(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, added: Added) -> Callable[[], list[torch.Tensor]]:
+    """A function that computes `c + a @ b` in oneDNN as the executor does.
+
+    With `added="result"` the result is stored over c, else returned.
+    """
+    tensors = [a, b.t(), *([] if c is None else [c])]
+    plan = Plan(4, Arena())
+    for slot, tensor in enumerate(tensors):
+        written = added == "result" and slot == 2
+        plan.input_slot(slot, slot, tensor.dtype, tensor.shape, tensor.stride(), written)
+    x, y, *z = (plan.view(slot, 0, t.dtype, t.shape, t.stride()) for slot, t in enumerate(tensors))
+    if added != "result":
+        plan.result_slot(3, a.dtype, (a.shape[0], b.shape[1]), (b.shape[1], 1))
+    overload, arguments = onednn_call(x, y, z[0] if z else None, added)
+    plan.call("mkldnn::_linear_pointwise", overload, arguments, [z[0] if added == "result" else 3])
+    plan.finalize(0, [] if added == "result" else [3])
+    return lambda: plan.run(tensors)
+
+
+def _alternate(candidates: Sequence[Callable[[], object]]) -> list[float]:
+    """The shortest time of each candidate over alternating runs, after one run each to warm up."""
+    for candidate in candidates:
+        candidate()
+    best, begin = [float("inf")] * len(candidates), time.perf_counter()
+    for _ in range(ROUNDS):
+        for number, candidate in enumerate(candidates):
+            start = time.perf_counter()
+            candidate()
+            best[number] = min(best[number], time.perf_counter() - start)
+        if time.perf_counter() - begin > ENOUGH:
+            break
+    return best
+
+
+def _matrix(sizes: tuple[int, int], strides: tuple[int, int]) -> torch.Tensor:
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    return torch.zeros(max(extent, 1)).as_strided(sizes, strides)

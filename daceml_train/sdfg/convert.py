@@ -1,0 +1,274 @@
+"""The graph as an SDFG of library nodes, for viewers and for DaCe's own tools, and back without loss.
+
+One state where there is no control flow, else a chain of states and regions (`sdfg_regions`); one `OperatorNode` per
+node, with the operator's text as a property, so that files keep it; one array per tensor, with symbolic sizes and
+strides. Arrays are in SSA form: a write `p <- q` stays a pair, which the SDFG keeps with its signature as comments in
+its global code. Importing this module imports DaCe, quietly: import DaCe's names from here, so that a notebook does not
+display the viewer's script (`import dace` alone does, and asks the network).
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import heapq
+import json
+import keyword
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import sympy
+
+from daceml_train.analysis.verify import verify
+from daceml_train.errors import Invalid, Refused
+from daceml_train.graph.grammar import Reader, show_type
+from daceml_train.graph.graph import Graph, Node
+from daceml_train.graph.printer import show_frame, show_operator
+from daceml_train.graph.text import parse_frame, parse_operator
+from daceml_train.ops.kernel import Kernel
+from daceml_train.ops.movement import View
+from daceml_train.ops.operator import Operator, Origin
+from daceml_train.sdfg.regions import Found, RegionReader, Writer
+from daceml_train.tensor import Dim, DType, Tensor
+
+
+@contextlib.contextmanager
+def _no_notebook() -> Iterator[None]:
+    """Inside, code that asks whether it runs in a notebook is told that it does not."""
+    shell = builtins.__dict__.pop("get_ipython", None)
+    try:
+        yield
+    finally:
+        if shell is not None:
+            builtins.__dict__["get_ipython"] = shell
+
+
+with _no_notebook(), warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of DaCe's own code, which `python -W error` would make an error of
+    import dace as dace  # others have it from here
+    import dace.library
+    from dace.properties import ListProperty, Property
+    from dace.transformation.transformation import ExpandTransformation
+
+_FRAME, _NAME, _CONTROL = "// frame: ", "// name: ", "// control: "
+"""How comments in the global code begin: a line of the graph's frame, an array's name there and in the graph, or what
+the regions do not tell of control flow.
+"""
+_PLAIN = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_TYPES = {dtype: getattr(dace, "bool_" if dtype is DType.bool else dtype.name) for dtype in DType}
+
+
+@dace.library.expansion
+class ExpandOperatorNode(ExpandTransformation):
+    """Open an operator: composite -> the operators it lowers to, kernel -> its body, as a nested SDFG."""
+
+    environments: ClassVar[list[Any]] = []
+
+    @staticmethod
+    def expansion(node: OperatorNode, state: dace.SDFGState, sdfg: dace.SDFG) -> dace.SDFG:
+        """The nested SDFG. Raises `Refused` for a leaf: leaves are compiled outside of this SDFG."""
+        return to_sdfg(node.opened())
+
+
+@dace.library.node
+class OperatorNode(dace.nodes.LibraryNode):
+    """One operator. Connectors are `_in0, _in1, ...` and `_out0, ...`, in the order of its operands and results."""
+
+    implementations: ClassVar[dict[str, Any]] = {"operators": ExpandOperatorNode}
+    default_implementation = "operators"
+
+    operator = Property(dtype=str, default="", desc="The operator with its attributes, as in graph texts")
+    operands = ListProperty(element_type=str, default=[], desc="Types of the operands")
+    results = ListProperty(element_type=str, default=[], desc="Types of the results")
+    module = Property(dtype=str, default="", desc="Path of the module in the user's model")
+    source = Property(dtype=str, default="", desc="The user's source line")
+
+    @classmethod
+    def of(cls, node: Node, graph: Graph) -> OperatorNode:
+        """The library node for a node of a graph."""
+        label = f"{node.op.label} ({node.origin.module})" if node.origin.module else node.op.label
+        made = cls(
+            re.sub(r"\W", "_", node.op.label),
+            inputs={f"_in{i}": None for i in range(len(node.inputs))},
+            outputs={f"_out{i}": None for i in range(len(node.outputs))},
+        )
+        made.label = label
+        made.operator = show_operator(node.op)
+        made.operands = [show_type(graph.tensors[i]) for i in node.inputs]
+        made.results = [show_type(graph.tensors[o]) for o in node.outputs]
+        made.module, made.source = node.origin.module, node.origin.source
+        file, _, line = node.origin.source.rpartition(":")
+        if file and line.isdigit():
+            made.debuginfo = dace.dtypes.DebugInfo(int(line), filename=file)
+        return made
+
+    @property
+    def op(self) -> Operator:
+        """The operator."""
+        return _operator(self.operator)
+
+    def opened(self) -> Graph:
+        """What the operator stands for, as a graph from `_in0, ...` to `_out0, ...`. Raises `Refused` for a leaf."""
+        op = self.op
+        graph = Graph(re.sub(r"\W", "_", op.label))
+        operands = [graph.input(f"_in{i}", Reader(text).type()) for i, text in enumerate(self.operands)]
+        with graph.at(Origin(self.module, self.source)):
+            if isinstance(op, Kernel):
+                names = dict(zip(op.arguments, (v.name for v in operands), strict=True))
+                for statement in op.statements:
+                    made = graph.append(statement.op, tuple(names[i] for i in statement.inputs))
+                    names.update(zip(statement.outputs, (v.name for v in made), strict=True))
+                results = [names[y] for y in op.yields]
+            elif op.is_composite:
+                results = [v.name for v in op.lower(graph, *operands)]
+            else:
+                raise Refused(
+                    f"{op.label} is a leaf: no nested SDFG stands for it",
+                    where=f"{self.module} {self.source}".strip(),
+                    advice="compile the graph with daceml_train.optimize",
+                )
+            for position, name in enumerate(results):  # a view of the same shape is the identity
+                graph.append(View(graph.tensors[name].shape), (name,), (f"_out{position}",))
+                graph.outputs.append(f"_out{position}")
+        return graph
+
+
+@functools.lru_cache(maxsize=4096)
+def _operator(text: str) -> Operator:
+    return parse_operator(text)
+
+
+def to_sdfg(graph: Graph) -> dace.SDFG:
+    """The SDFG of `graph`. Inputs and results are not transient."""
+    names = _identifiers(graph)
+    sdfg = dace.SDFG(re.sub(r"\W", "_", graph.name, flags=re.ASCII) or "graph")
+    comments = [_FRAME + line for line in show_frame(graph)]
+    comments += [f"{_NAME}{short} {json.dumps(name)}" for name, short in names.items() if short != name]
+    sdfg.append_global_code("\n".join(comments) + "\n")
+    symbols = {s for tensor in graph.tensors.values() for s in tensor.symbols}
+    for symbol in sorted(symbols, key=lambda s: str(s.name)):
+        if not _PLAIN.fullmatch(str(symbol.name)):
+            raise Invalid(f"DaCe accepts no size that is called {symbol.name!r}")
+        sdfg.add_symbol(str(symbol.name), dace.int64)
+    kept = {*graph.inputs, *graph.results}
+    for name, tensor in graph.tensors.items():
+        shape, strides = (_sizes(tensor.shape), _sizes(tensor.strides)) if tensor.rank else ((1,), (1,))
+        sdfg.add_array(names[name], shape, _TYPES[tensor.dtype], strides=strides, transient=name not in kept)
+
+    def put(state: dace.SDFGState, node: Node, graph: Graph, names: Mapping[str, str], access: dict[str, Any]) -> None:
+        made = OperatorNode.of(node, graph)
+        state.add_node(made)
+        for position, name in enumerate(node.inputs):
+            if name not in access:
+                access[name] = _access(state, names[name])
+            state.add_edge(access[name], None, made, f"_in{position}", _whole(sdfg, names[name]))
+        for position, name in enumerate(node.outputs):
+            access[name] = _access(state, names[name])
+            state.add_edge(made, f"_out{position}", access[name], None, _whole(sdfg, names[name]))
+
+    def declare(name: str, tensor: Tensor) -> None:
+        shape, strides = (_sizes(tensor.shape), _sizes(tensor.strides)) if tensor.rank else ((1,), (1,))
+        sdfg.add_array(name, shape, _TYPES[tensor.dtype], strides=strides, transient=True)
+
+    writer = Writer(dace, sdfg, sdfg, put, declare, {*names.values(), *(str(s.name) for s in symbols)})
+    writer.nodes(graph, names)
+    if not graph.nodes:
+        writer.state("operators")
+    if writer.records:
+        sdfg.append_global_code("".join(f"{_CONTROL}{record}\n" for record in writer.records))
+    return sdfg
+
+
+def from_sdfg(sdfg: dace.SDFG) -> Graph:
+    """The graph that `to_sdfg` was given. Raises `Invalid` for an SDFG that holds anything else."""
+    comments = sdfg.global_code["frame"].as_string.splitlines() if "frame" in sdfg.global_code else []
+    frame = [line.removeprefix(_FRAME) for line in comments if line.startswith(_FRAME)]
+    if not frame:
+        raise Invalid(f"SDFG {sdfg.name!r} is not one of operators", advice="to_sdfg makes such SDFGs")
+    pairs = (line.removeprefix(_NAME).split(" ", 1) for line in comments if line.startswith(_NAME))
+    names = {short: str(json.loads(name)) for short, name in pairs}
+    graph = parse_frame(frame)
+    records = [json.loads(line.removeprefix(_CONTROL)) for line in comments if line.startswith(_CONTROL)]
+    reader = RegionReader(dace, lambda state: _found(sdfg, state), {record["label"]: record for record in records})
+    for op, inputs, outputs, origin in reader.operators(sdfg):
+        graph.append(op, tuple(names.get(i, i) for i in inputs), tuple(names.get(o, o) for o in outputs), origin)
+    verify(graph)
+    return graph
+
+
+def _found(sdfg: dace.SDFG, state: dace.SDFGState) -> Iterator[Found]:
+    for node in _in_order(sdfg, state):
+        reads = {e.dst_conn: e.data.data for e in state.in_edges(node)}
+        makes = {e.src_conn: e.data.data for e in state.out_edges(node)}
+        inputs, outputs = ([edges[c] for c in sorted(edges, key=_position)] for edges in (reads, makes))
+        yield node.op, inputs, outputs, Origin(node.module, node.source)
+
+
+def _position(connector: str) -> int:
+    return int(connector.lstrip("_inout"))
+
+
+def _in_order(sdfg: dace.SDFG, state: dace.SDFGState) -> Iterator[OperatorNode]:
+    """The operators in topological order; where that leaves a choice, in the order in which they were added."""
+    nodes = [node for node in state.nodes() if not isinstance(node, dace.nodes.AccessNode)]
+    for node in nodes:
+        if not isinstance(node, OperatorNode):
+            raise Invalid(f"SDFG {sdfg.name!r} holds {node}, which is no operator", advice="it may have been expanded")
+    position = {node: index for index, node in enumerate(nodes)}
+    maker = {e.data.data: node for node in nodes for e in state.out_edges(node)}
+    waits = {node: {maker[e.data.data] for e in state.in_edges(node) if e.data.data in maker} for node in nodes}
+    readers: dict[OperatorNode, list[OperatorNode]] = {node: [] for node in nodes}
+    for node, makers in waits.items():
+        for other in makers:
+            readers[other].append(node)
+    ready = [position[node] for node in nodes if not waits[node]]
+    heapq.heapify(ready)
+    while ready:
+        node = nodes[heapq.heappop(ready)]
+        yield node
+        for reader in readers[node]:
+            waits[reader].discard(node)
+            if not waits[reader]:
+                heapq.heappush(ready, position[reader])
+
+
+def _identifiers(graph: Graph) -> dict[str, str]:
+    """Array name -> a name that DaCe accepts, the same where possible."""
+    taken = {str(s.name) for tensor in graph.tensors.values() for s in tensor.symbols}
+    names: dict[str, str] = {}
+    for name in graph.tensors:
+        if _PLAIN.fullmatch(name) and not keyword.iskeyword(name) and name not in taken:
+            names[name] = name
+    taken |= names.keys()
+    for name in graph.tensors:
+        if name not in names:
+            base = "_" + re.sub(r"\W", "_", name, flags=re.ASCII)
+            count = 0
+            while (short := f"{base}_{count}" if count else base) in taken:
+                count += 1
+            names[name] = short
+            taken.add(short)
+    return names
+
+
+def _sizes(sizes: Sequence[Dim]) -> list[Any]:
+    return [size if isinstance(size, int) else _size(size) for size in sizes]
+
+
+@functools.lru_cache(maxsize=4096)
+def _size(size: sympy.Expr) -> Any:
+    """A size over DaCe's symbols."""
+    return size.xreplace({s: dace.symbol(str(s.name), dace.int64) for s in size.free_symbols})
+
+
+def _access(state: dace.SDFGState, name: str) -> dace.nodes.AccessNode:
+    node = dace.nodes.AccessNode(name)  # `state.add_access` looks up the caller's source line, which is ours
+    state.add_node(node)
+    return node
+
+
+def _whole(sdfg: dace.SDFG, name: str) -> dace.Memlet:
+    return dace.Memlet.from_array(name, sdfg.arrays[name])

@@ -1,0 +1,140 @@
+"""The joint graph of a training step: a captured loss, its gradients, what is done to them, and the update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from daceml_train.autodiff.reverse import differentiate
+from daceml_train.errors import Unsupported
+from daceml_train.graph.graph import Graph, Role
+from daceml_train.ops.elementwise import Full
+from daceml_train.ops.operator import Operator, Origin, Value
+from daceml_train.ops.optimizer import SGDUpdate
+from daceml_train.passes.base import without_dead_code
+from daceml_train.tensor import DType, Tensor
+from daceml_train.training.gradients import PLAIN, SCALER, GradientOptions, clip, next_scale, unscale
+from daceml_train.training.optimizers import Update
+from daceml_train.training.sparse_gradients import refuse_sparse
+
+ACCUMULATED = "accumulated"
+"""The name of the state in which gradients of micro-batches are added up; no optimizer has it."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A parameter that a step updates: its input, its update, and the position of its learning rate."""
+
+    parameter: str
+    update: Update
+    rate: int
+    first: bool = False
+    """Whether the step makes the state, rather than reading it."""
+    accumulates: bool = False
+    """Whether the gradient is only added to what is accumulated, and nothing updated."""
+    accumulated: bool = False
+    """Whether the update uses what is accumulated, with this gradient."""
+    share: float = 1.0
+    """By which the gradient is multiplied."""
+
+
+@dataclass
+class Joint:
+    """A step as one graph, before the passes that see all of it; the fields are those of `WholeStep`."""
+
+    graph: Graph
+    rates: int
+    state: list[tuple[str, str]]
+    trained: list[str]
+    gradients: tuple[str, ...]
+    made: list[tuple[str, str]]
+    norm: bool = False
+
+
+def joint_graph(
+    graph: Graph, trained: Sequence[Trained], keep: Sequence[str], options: GradientOptions = PLAIN
+) -> Joint:
+    """A captured graph whose first output is the loss, with gradients and update appended."""
+    graph = graph.copy()
+    loss = graph.value(graph.outputs[0])
+    rates = max((t.rate for t in trained), default=-1) + 1
+    joint = Joint(graph, rates, [], [], (), [])
+    rate = [graph.input(graph.fresh(f"rate{i}"), Tensor((), DType.float64), Role.state) for i in range(rates)]
+    if options.scaling is None:
+        scaler: list[Value] = []
+        (seed,) = graph.emit(Full(1.0, loss.shape, loss.dtype))
+    else:
+        types = (Tensor(()), Tensor((), DType.int32))
+        scaler = [graph.input(graph.fresh(n[1:]), t, Role.state) for n, t in zip(SCALER, types, strict=True)]
+        joint.state += [("", name) for name in SCALER]
+        seed = scaler[0].cast(loss.dtype).view(loss.shape)
+    wrt = list(dict.fromkeys([*(t.parameter for t in trained), *keep]))
+    found = {name: g for name, g in differentiate(graph, {loss.name: seed}, wrt).items() if g is not None}
+    entries = [t for t in trained if t.parameter in found]
+    joint.trained = [t.parameter for t in entries]
+    found |= {t.parameter: _accumulated(joint, t, found[t.parameter]) for t in entries}
+    updated = [t for t in entries if not t.accumulates]
+    gradients = [found[t.parameter] for t in updated]
+    skip = None
+    if options.scaling is not None and updated:
+        gradients, skip = unscale(gradients, scaler[0])
+        for held, value in zip(scaler, next_scale(options.scaling, scaler[0], scaler[1], skip), strict=True):
+            graph.write(held.name, value)
+    gradients, norm = clip(options.clipping, gradients)
+    found |= {t.parameter: g for t, g in zip(updated, gradients, strict=True)}
+    joint.gradients = tuple(name for name in keep if name in found)
+    graph.outputs = [loss.name, *(found[name].name for name in joint.gradients)]
+    for entry in updated:
+        with graph.at(Origin(graph.inputs[entry.parameter].path.rpartition(".")[0])):
+            _append_update(joint, entry, found[entry.parameter], rate[entry.rate], skip)
+    if norm is not None:
+        joint.norm = True
+        graph.output(norm)
+    joint.graph = without_dead_code(graph)
+    refuse_sparse(joint.graph, joint.graph.outputs, _plain_descent)
+    return joint
+
+
+def _plain_descent(op: Operator) -> bool:
+    """Whether an update gives the same result for a sparse gradient as for a dense one."""
+    return isinstance(op, SGDUpdate) and not op.momentum and not op.weight_decay
+
+
+def _accumulated(joint: Joint, entry: Trained, gradient: Value) -> Value:
+    """A gradient with those of the micro-batches before it."""
+    graph = joint.graph
+    if entry.share != 1:
+        gradient = gradient * entry.share
+    if entry.accumulates or entry.accumulated:
+        label = graph.fresh(f"{entry.parameter}_{ACCUMULATED}")
+        total = graph.input(label, graph.tensors[entry.parameter], Role.state, graph.inputs[entry.parameter].path)
+        joint.state.append((entry.parameter, ACCUMULATED))
+        gradient = total + gradient
+        if entry.accumulates:
+            graph.write(label, gradient)
+    return gradient
+
+
+def _append_update(joint: Joint, entry: Trained, gradient: Value, rate: Value, skip: Value | None) -> None:
+    """The update of a parameter; where `skip` holds, all stays as it is."""
+    graph = joint.graph
+    p = graph.value(graph.writes.get(entry.parameter, entry.parameter))  # as the forward pass left it
+    before = []
+    if not entry.first:
+        for name in entry.update.state:
+            tensor = Tensor((), DType.float32) if name == "step" else p.tensor
+            label = graph.fresh(f"{entry.parameter}_{name}")
+            before.append(graph.input(label, tensor, Role.state, graph.inputs[entry.parameter].path))
+            joint.state.append((entry.parameter, name))
+    elif skip is not None:
+        raise Unsupported(f"a first step of {entry.update.op.label} that a loss scaler may skip")
+    after = entry.update.emit(p, gradient, rate, before)
+    if skip is not None:
+        after = [skip.where(old, new) for old, new in zip((p, *before), after, strict=True)]
+    graph.write(entry.parameter, after[0])
+    if entry.first:
+        joint.made += [(entry.parameter, name) for name in entry.update.state]
+        graph.outputs += [value.name for value in after[1:]]
+    else:
+        for old, new in zip(before, after[1:], strict=True):
+            graph.write(old.name, new)

@@ -1,0 +1,353 @@
+"""Capture: a Dynamo graph and its example inputs become an operator graph, and a description of inputs and outputs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import guard_int
+from torch.utils import _pytree as pytree
+
+from daceml_train.errors import Unsupported
+from daceml_train.frontends.torch import types
+from daceml_train.frontends.torch.capture import graph_leaves
+from daceml_train.frontends.torch.capture.operators import custom_functions
+from daceml_train.frontends.torch.capture.rng_draws import Draw, Randomness
+from daceml_train.frontends.torch.capture.trace import fake, fake_mode, first_line, trace
+from daceml_train.frontends.torch.dynamo import origin
+from daceml_train.frontends.torch.dynamo.polyfills import POLYFILLS
+from daceml_train.frontends.torch.results import OutputSource, example_of, outputs_of, shared_bases, version
+from daceml_train.frontends.torch.rules import fallback, table
+from daceml_train.frontends.torch.rules.translate import Translator, Unproven
+from daceml_train.graph.graph import Graph, Node, Role
+from daceml_train.ops.operator import Origin, Value
+from daceml_train.tensor import Dim, symbol
+
+assert table.RULES  # filled by importing the table
+
+
+@dataclass(frozen=True, eq=False)
+class InputSource:
+    """Where one operand of the captured graph comes from.
+
+    `kind` is `tensor` (graph input `name`), `size` (an integer: `value` is its symbol's name, or its expression),
+    `constant` (`value`, burned in), or `attribute` (graph input `name`, bound to the tensor `value`). `position` is
+    that of the placeholder, None for an attribute. `copy`: the tensor is not dense and has to be made contiguous.
+    """
+
+    kind: str
+    position: int | None
+    name: str = ""
+    source: str = ""
+    value: Any = None
+    copy: bool = False
+    number: bool = False
+    """Whether the tensor is how Dynamo passes a Python float."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """The functional ATen graph, and per node the array of our graph that it became (or a tuple, or a size)."""
+
+    module: fx.GraphModule
+    arrays: dict[fx.Node, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """A captured graph: inputs in the order of the placeholders, then attributes, then `seed` where there is one."""
+
+    graph: Graph
+    inputs: tuple[InputSource, ...]
+    outputs: tuple[OutputSource, ...]
+    out_spec: pytree.TreeSpec
+    detached: tuple[bool, ...]
+    """Per result: whether it requires no gradient in eager execution."""
+    fallbacks: tuple[tuple[str, Origin], ...]
+    """ATen operators without a rule, and where the user's code has them."""
+    trace: Trace | None = None
+    """What was translated, where `capture` was asked to keep it."""
+
+    draws: dict[str, Draw] = field(default_factory=dict)
+    """Graph inputs that hold random numbers as eager execution draws them, in the order in which it does."""
+
+    changes: dict[str, int] = field(default_factory=dict)
+    """Graph inputs that are written, and how many changes in place do that in eager execution."""
+
+    @property
+    def random(self) -> bool:
+        """Whether random numbers are drawn: the graph then has the input `seed`, or inputs that hold them."""
+        return "seed" in self.graph.inputs or bool(self.draws)
+
+
+def capture(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[object],
+    randomness: Randomness = "seeded",
+    *,
+    keep_trace: bool = False,
+) -> Captured:
+    """The operator graph of `gm`. Raises `Unsupported`, naming the user's line, for what cannot be captured."""
+    grad_enabled = torch.is_grad_enabled()
+    mode = fake_mode(example_inputs)
+    operands = [
+        fake(mode, x, node.name, getattr(node, "_dynamo_source", None))
+        for node, x in zip(_placeholders(gm), example_inputs, strict=True)
+    ]
+    _specialize(operands, _told(operands))
+    held = dict(gm.named_parameters(remove_duplicate=False)) | dict(gm.named_buffers(remove_duplicate=False))
+    attributes = {name: fake(mode, t, name) for name, t in held.items()}
+    _annotate(gm, mode, operands)
+    _refuse_gradients_into_inputs(gm, grad_enabled)
+    graph_leaves.refuse_if_seen(gm)
+    try:
+        captured, trace = _translated(gm, example_inputs, operands, held, attributes, grad_enabled, randomness)
+    except Unproven:
+        captured, trace = _with_fewer_symbols(gm, example_inputs, operands, held, attributes, grad_enabled, randomness)
+    return replace(captured, trace=trace) if keep_trace else captured
+
+
+def _with_fewer_symbols(gm: fx.GraphModule, example_inputs: Sequence[object], operands: Any, *more: Any) -> Any:
+    """The translation without those sizes of which PyTorch has noted equations, or else without any symbol."""
+    for kept in (_told(operands) - _tied(operands), set[sympy.Symbol]()):
+        _specialize(operands, kept)
+        try:
+            return _translated(gm, example_inputs, operands, *more)
+        except Unproven:
+            if not kept:
+                raise
+
+
+def _translated(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[object],
+    operands: Sequence[Any],
+    held: dict[str, Tensor],
+    attributes: dict[str, Tensor],
+    grad_enabled: bool,
+    randomness: Randomness,
+) -> tuple[Captured, Trace]:
+    """Trace and translate, on fake operands and attributes."""
+    token = custom_functions.set([])
+    try:
+        examples = [example_of(n) for n in _placeholders(gm)]
+        results = pytree.tree_leaves(_results(gm))
+        bases = shared_bases(gm.graph.nodes, results, examples)
+        traced, signature = trace(
+            gm, attributes, operands, grad_enabled, [*bases, *_unread(gm, randomness)], randomness
+        )
+        traced.graph.eliminate_dead_code()
+        graph = Graph("forward")
+        t = Translator(graph, fallback.emit, randomness)
+        inputs = _inputs(t, gm, example_inputs, operands, grad_enabled)
+        bound = [_attribute(t, name, held[name], example) for name, example in attributes.items()]
+        values = [graph.value(i.name) if i.name else i.value for i in (*bound, *inputs)]
+        made = t.run(traced, values, tokens=signature.input_tokens)
+    finally:
+        custom_functions.reset(token)
+    made = made[len(signature.output_tokens) :]
+    written = _writes(t, traced, signature, made, values)
+    outputs, detached = outputs_of(t, results, examples, made[written:], bases, grad_enabled)
+    graph.nodes = _live(graph)
+    inputs = [_dropped(graph, i) for i in inputs]
+    spec = pytree.tree_structure(_results(gm))
+    bound += [InputSource("attribute", None, name, name, tensor) for name, tensor in t.constants.items()]
+    changes = {
+        origin.name: version(examples[origin.position])
+        for source in inputs
+        if origin.name in graph.writes and origin.position is not None
+    }
+    fallbacks = tuple(t.fallbacks)
+    captured = Captured(graph, (*inputs, *bound), outputs, spec, detached, fallbacks, draws=t.draws, changes=changes)
+    return captured, Trace(traced, t.scope)
+
+
+def _live(graph: Graph) -> list[Node]:
+    """The nodes that outputs or writes depend on; results that are views of inputs leave others behind."""
+    needed = set(graph.results)
+    kept: list[Node] = []
+    for node in reversed(graph.nodes):
+        if not needed.isdisjoint(node.outputs):
+            needed.update(node.inputs)
+            kept.append(node)
+        else:
+            for name in node.outputs:
+                del graph.tensors[name]
+    return kept[::-1]
+
+
+def _dropped(graph: Graph, entry: InputSource) -> InputSource:
+    """A Python float that Dynamo passes as a tensor and the trace has burned in is no input of the graph."""
+    used = {name for node in graph.nodes for name in node.inputs} | {*graph.outputs, *graph.writes}
+    if entry.name in used or not entry.number:
+        return entry
+    del graph.inputs[entry.name], graph.tensors[entry.name]
+    return InputSource("constant", entry.position, "", entry.source)
+
+
+# ---- inputs ------------------------------------------------------------------------------------------------------
+
+
+def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:
+    return list(gm.graph.find_nodes(op="placeholder"))
+
+
+def _output_node(gm: fx.GraphModule) -> fx.Node:
+    output: fx.Node
+    (output,) = gm.graph.find_nodes(op="output")
+    return output
+
+
+def _results(gm: fx.GraphModule) -> Any:
+    """The graph's results in the user's structure, as examples."""
+    return pytree.tree_map_only(fx.Node, example_of, _output_node(gm).args[0])
+
+
+def _annotate(gm: fx.GraphModule, mode: Any, operands: Sequence[Any]) -> None:
+    """Give a graph that does not come from Dynamo the examples that Dynamo's nodes carry."""
+    if all("example_value" in n.meta for n in _placeholders(gm)):
+        return
+
+    class Annotator(fx.Interpreter):
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            return super().call_function(POLYFILLS.get(target, target), args, kwargs)
+
+        def run_node(self, n: fx.Node) -> Any:
+            n.meta["example_value"] = result = super().run_node(n)
+            return result
+
+    flags = [n.meta.get("requires_grad", False) for n in _placeholders(gm)]
+    with mode, torch.enable_grad():
+        fresh = [
+            x.detach().requires_grad_(flag) if isinstance(x, Tensor) else x
+            for x, flag in zip(operands, flags, strict=True)
+        ]
+        try:
+            Annotator(gm, garbage_collect_values=False).run(*fresh)
+        except Exception as error:
+            raise Unsupported(f"a graph that PyTorch cannot run without data: {first_line(error)}") from error
+
+
+def _told(operands: Sequence[Any]) -> set[sympy.Symbol]:
+    """The size symbols that the shapes of the tensors tell."""
+    shapes = [types.sizes(x.shape) for x in operands if isinstance(x, Tensor)]
+    return {s for shape in shapes for size in shape for s in _free(size)}
+
+
+def _tied(operands: Sequence[Any]) -> set[sympy.Symbol]:
+    """The size symbols in equations that hold for the sizes at hand, and that PyTorch compiles again without."""
+    given: list[Any] = [size for x in operands if isinstance(x, Tensor) for size in x.shape]
+    symbolic = next((size for size in given if isinstance(size, torch.SymInt)), None)
+    guards = symbolic.node.shape_env.guards if symbolic is not None else ()
+    equations = [guard.expr for guard in guards if isinstance(guard.expr, sympy.Eq)]
+    return {symbol(s.name) for equation in equations for s in equation.free_symbols}
+
+
+def _specialize(operands: Sequence[Any], symbols: set[sympy.Symbol]) -> None:
+    """Burn in all sizes but those over `symbols`, each with a guard: Dynamo compiles again for others.
+
+    Graphs take their sizes from shapes alone, so integers that no shape tells are always burned in.
+    """
+    for x in operands:
+        for size in x.shape if isinstance(x, Tensor) else (x,):
+            if isinstance(size, torch.SymInt) and not _free(types.size(size)) <= symbols:
+                guard_int(size)
+
+
+def _free(size: Dim) -> set[sympy.Symbol]:
+    return set() if isinstance(size, int) else set(size.free_symbols)
+
+
+def _refuse_gradients_into_inputs(gm: fx.GraphModule, grad_enabled: bool) -> None:
+    """Raise where an input that needs no gradient is overwritten by values that carry one."""
+    for node in _placeholders(gm):
+        example = example_of(node)
+        if grad_enabled and isinstance(example, Tensor) and example._version and example.grad_fn is not None:
+            raise Unsupported(
+                f"an in-place change of the input {_path(node)} by values that carry a gradient",
+                advice="detach the value that is written",
+            )
+
+
+def _source(node: fx.Node) -> str:
+    held = getattr(node, "_dynamo_source", None)
+    if held is None:
+        return ""
+    text = held.name
+    return str(text() if callable(text) else text)
+
+
+def _path(node: fx.Node) -> str:
+    return origin.path(_source(node)) or node.name
+
+
+def _inputs(
+    t: Translator, gm: fx.GraphModule, given: Sequence[object], operands: Sequence[Any], grad_enabled: bool
+) -> list[InputSource]:
+    made: list[InputSource] = []
+    for position, (node, real, example) in enumerate(zip(_placeholders(gm), given, operands, strict=True)):
+        text = _source(node)
+        if isinstance(example, Tensor):
+            name, copy = _declare(t, _path(node), example, _role(real, text))
+            if grad_enabled and isinstance(real, Tensor) and real.requires_grad:
+                t.require_gradient(t.graph.value(name))
+            number = getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False)
+            made.append(InputSource("tensor", position, name, text, None, copy, number))
+        elif isinstance(example, torch.SymInt):
+            made.append(InputSource("size", position, "", text, types.size(example)))
+        elif isinstance(example, int | float | bool | str | None):
+            made.append(InputSource("constant", position, "", text, example))
+        else:
+            raise Unsupported(f"an input of type {type(example).__name__} ({text or node.name})")
+    return made
+
+
+def _attribute(t: Translator, path: str, real: Tensor, example: Tensor) -> InputSource:
+    role = Role.parameter if isinstance(real, nn.Parameter) else Role.buffer
+    name, copy = _declare(t, path, example, role)
+    if real.requires_grad:
+        t.require_gradient(t.graph.value(name))
+    return InputSource("attribute", None, name, path, real, copy)
+
+
+def _declare(t: Translator, path: str, example: Tensor, role: Role) -> tuple[str, bool]:
+    """Declare a graph input; its name, and whether its memory is not dense."""
+    if example.layout is not torch.strided:
+        raise Unsupported(f"the input {path} of layout {example.layout}")
+    name = t.graph.fresh(re.sub(r"\W+", "_", path).strip("_") or "x")
+    t.graph.input(name, types.tensor(example, laid_out=True), role, path)
+    return name, types.order_of(example) is None
+
+
+def _role(real: object, text: str) -> Role:
+    if isinstance(real, nn.Parameter):
+        return Role.parameter
+    return Role.buffer if "_buffers" in text else Role.input
+
+
+# ---- outputs -----------------------------------------------------------------------------------------------------
+
+
+def _writes(t: Translator, traced: fx.GraphModule, signature: Any, made: Sequence[Any], values: Sequence[Any]) -> int:
+    """Declare the changed inputs as writes; how many outputs of the trace they take."""
+    tokens = signature.input_tokens
+    placeholders = [n.name for n in traced.graph.nodes if n.op == "placeholder" and n.name not in tokens]
+    changed = list(signature.user_inputs_to_mutate.values())
+    for value, target in zip(made, changed, strict=False):
+        owner = values[placeholders.index(target)]
+        assert isinstance(value, Value) and isinstance(owner, Value)
+        t.graph.write(owner.name, value)
+    return len(changed)
+
+
+def _unread(gm: fx.GraphModule, randomness: Randomness) -> list[fx.Node]:
+    """Values that nothing reads; where random numbers are eager execution's, a trace must not leave them out."""
+    if randomness != "eager":
+        return []
+    calls = (n for n in gm.graph.nodes if n.op in ("call_function", "call_method") and not n.users)
+    return [n for n in calls if isinstance(example_of(n), Tensor)]

@@ -1,0 +1,84 @@
+"""`x.requires_grad = True` in a forward pass, of a tensor that the pass made: a leaf that nothing outside can see.
+
+TorchDynamo breaks the graph at the assignment. All that it does is to let `x.grad` be filled by the backward pass, and
+to give what is computed from `x` a gradient; where the graph does not return `x`, nobody can read the former, and the
+parameters' gradients are what they are without. Audio models of `transformers` assign it for checkpointing's sake.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.variables import builtin
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.tensor import TensorVariable
+
+from daceml_train.errors import Unsupported
+from daceml_train.frontends.torch.dynamo.origin import origin
+
+MARK = "daceml_train leaf"
+"""Key in `meta` of the node that is made a leaf, and of the call that makes it one."""
+
+_traces = threading.local()
+
+
+def enter() -> None:
+    """This thread's traces hold such assignments until `leave`, for our backend alone."""
+    _install()
+    _traces.depth = getattr(_traces, "depth", 0) + 1
+
+
+def leave() -> None:
+    """The end of what `enter` began."""
+    _traces.depth -= 1
+
+
+@functools.cache
+def _install() -> None:
+    builtins: Any = getattr(builtin, "SetAttrBuiltinVariable", None)  # since PyTorch 2.13; before, the graph breaks
+    if builtins is None:
+        return
+    original = builtins._call_setattr
+
+    def call(self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
+        named = name.is_python_constant() and name.as_python_constant() == "requires_grad"
+        if not (getattr(_traces, "depth", 0) and named and isinstance(obj, TensorVariable) and obj.source is None):
+            return original(self, tx, obj, name, value)
+        node = obj.as_proxy().node
+        example = node.meta.get("example_value")
+        given = value.as_python_constant() if value.is_python_constant() else None
+        if given is not True or not isinstance(example, torch.Tensor) or not example.is_floating_point():
+            return original(self, tx, obj, name, value)
+        if not example.requires_grad:
+            call = tx.output.create_proxy("call_method", "requires_grad_", (obj.as_proxy(),), {})
+            node.meta[MARK] = call.node.meta[MARK] = True
+            example.requires_grad_()
+            obj.requires_grad = True
+        return ConstantVariable.create(None)
+
+    builtins._call_setattr = call
+
+
+def refuse_if_seen(gm: fx.GraphModule) -> None:
+    """Raise where the graph returns a leaf of its own, or a view of it: who gets it can look at its gradient."""
+    made = [node for node in gm.graph.nodes if node.meta.get(MARK) and node.op != "call_method"]
+    if not made:
+        return
+    (output,) = (node for node in gm.graph.nodes if node.op == "output")
+    returned = {_memory(node) for node in output.all_input_nodes}
+    for node in made:
+        if _memory(node) in returned:
+            raise Unsupported(
+                "requires_grad = True of a tensor that the graph returns",
+                where=str(origin(node)),
+                advice="set it outside the model",
+            )
+
+
+def _memory(node: fx.Node) -> Any:
+    example = node.meta.get("example_value")
+    return example.untyped_storage()._cdata if isinstance(example, torch.Tensor) else node

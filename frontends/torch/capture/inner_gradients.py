@@ -1,0 +1,126 @@
+"""`torch.autograd.grad` inside a graph: the operators between inputs and outputs once more, under `torch.func.vjp`.
+
+What is computed twice becomes one again where equal nodes are merged. A derivative through what `torch.func` sees in
+another way than autograd (`.data`, changes in place, random numbers) is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from daceml_train.errors import Unsupported
+from daceml_train.frontends.torch.dynamo.origin import origin
+
+_NAMES = (
+    "outputs",
+    "inputs",
+    "grad_outputs",
+    "retain_graph",
+    "create_graph",
+    "only_inputs",
+    "allow_unused",
+    "is_grads_batched",
+    "materialize_grads",
+)
+
+
+def gradients(
+    node: fx.Node,
+    values: dict[fx.Node, Any],
+    run: Callable[[fx.Node, dict[fx.Node, Any]], Any],
+    refusal: Callable[[fx.Node], str],
+) -> tuple[Tensor | None, ...]:
+    """The result of `node`, a call of `torch.autograd.grad`; `run` evaluates a node where others have these values.
+
+    Raises `Unsupported` for a node in between for which `refusal` has a reason.
+    """
+    given = dict(zip(_NAMES, node.args, strict=False)) | node.kwargs
+    if given.get("is_grads_batched"):
+        raise Unsupported("gradients of a batch at once", where=str(origin(node)))
+    outputs, inputs = _nodes(given["outputs"]), _nodes(given["inputs"])
+    seeds = given.get("grad_outputs")
+    cotangents = [_value(s, values) for s in _listed(seeds, len(outputs))]
+    between = list(_between(node, inputs, outputs))
+    for other in between:
+        if reason := refusal(other):
+            raise Unsupported(f"a gradient inside a graph through {reason}", where=str(origin(other)))
+    reached = _reaching(between, inputs, outputs)
+    used = [n for n in dict.fromkeys(inputs) if n in reached]
+
+    def function(*operands: Tensor) -> tuple[Tensor, ...]:
+        scope = {**values, **dict(zip(used, operands, strict=True))}
+        for other in between:
+            scope[other] = run(other, scope)
+        return tuple(scope[o] for o in outputs)
+
+    found: dict[fx.Node, Tensor] = {}
+    if used:
+        made, pull = torch.func.vjp(function, *(values[n] for n in used))[:2]
+        full = tuple(torch.ones_like(y) if c is None else c for y, c in zip(made, cotangents, strict=True))
+        found = dict(zip(used, pull(full), strict=True))
+    zeros = bool(given.get("materialize_grads"))
+    return tuple(found.get(n, torch.zeros_like(values[n]) if zeros else None) for n in inputs)
+
+
+def _nodes(given: Any) -> list[fx.Node]:
+    leaves = given if isinstance(given, list | tuple) else [given]
+    if not all(isinstance(n, fx.Node) for n in leaves):
+        raise Unsupported("a gradient inside a graph of what the graph does not compute")
+    return list(leaves)
+
+
+def _listed(given: Any, count: int) -> Sequence[Any]:
+    if given is None:
+        return [None] * count
+    return given if isinstance(given, list | tuple) else [given]
+
+
+def _value(given: Any, values: dict[fx.Node, Any]) -> Any:
+    return values[given] if isinstance(given, fx.Node) else given
+
+
+def _between(node: fx.Node, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> Iterator[fx.Node]:
+    """The nodes that depend on an input and that an output depends on, in order."""
+    depends = set(inputs)
+    order: list[fx.Node] = []
+    for other in node.graph.nodes:
+        if other is node:
+            break
+        if other not in depends and any(n in depends for n in other.all_input_nodes):
+            depends.add(other)
+            order.append(other)
+    needed = set(outputs)
+    for other in reversed(order):
+        if other in needed:
+            needed.update(n for n in other.all_input_nodes if n in depends)
+    return (n for n in order if n in needed)
+
+
+def _reaching(between: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> set[fx.Node]:
+    """Inputs that an output depends on."""
+    read = {n for other in between for n in other.all_input_nodes} | set(outputs)
+    return {n for n in inputs if n in read}
+
+
+def written_before(node: fx.Node, changed: Callable[[fx.Node], fx.Node | None]) -> bool:
+    """Whether anything in the graph before `node` is changed in place, so that its operators cannot run again."""
+    for other in node.graph.nodes:
+        if other is node:
+            return False
+        if changed(other) is not None:
+            return True
+    return False
+
+
+def random(target: Any) -> bool:
+    """Whether a function draws random numbers, by its name or its tag."""
+    tags = getattr(target, "tags", ())
+    name = target if isinstance(target, str) else str(getattr(target, "__name__", target))
+    return torch.Tag.nondeterministic_seeded in tags or any(part in name for part in _RANDOM)
+
+
+_RANDOM = ("dropout", "rand", "bernoulli", "normal_", "uniform_", "multinomial", "exponential_", "rrelu")

@@ -1,0 +1,577 @@
+"""The gradient-aware pre-pass: it runs Dynamo's graph so that a trace without autograd keeps what gradients depend on.
+
+Lost without it, each silently: `detach` and `no_grad` regions, the backward of a user's `autograd.Function`,
+`torch.func.grad` (all zeros under `no_grad`), gradients through in-place changes under `no_grad`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.fx import traceback as fx_traceback
+from torch.utils import _pytree as pytree
+
+from daceml_train.errors import DacemlError, Unsupported
+from daceml_train.frontends.torch.capture import graph_leaves, inner_gradients
+from daceml_train.frontends.torch.capture.control import CONTROL, control_of
+from daceml_train.frontends.torch.capture.operators import CustomFunction, custom_functions, result_counts
+from daceml_train.frontends.torch.dynamo.origin import origin
+from daceml_train.frontends.torch.dynamo.polyfills import POLYFILLS
+from daceml_train.frontends.torch.overlap import refuse_lost_writes
+from daceml_train.frontends.torch.rules import linear_algebra
+
+MARK = "daceml_train"
+"""Key of our notes in `meta["custom"]` of traced nodes: `detach` (the user's) or `functorch` (inside `torch.func`)."""
+
+_INLINED = frozenset({"wrap", "invoke_subgraph", "tag_activation_checkpoint", "hints_wrapper"})
+_REFUSED = frozenset({"register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "backward"})
+_SDPA = F.scaled_dot_product_attention
+_ops = torch.ops.daceml_train
+
+
+class GradientAware(nn.Module):
+    """A module whose forward runs the graph of `module` node by node under the rules above."""
+
+    def __init__(self, module: fx.GraphModule, grad_enabled: bool, further: Sequence[fx.Node] = ()) -> None:
+        super().__init__()
+        self._further = tuple(further)
+        self._hidden = (module,)  # not a submodule: `capture` passes its tensors explicitly
+        self._grad_enabled = grad_enabled
+
+    def forward(self, attributes: dict[str, torch.Tensor], *operands: Any) -> tuple[Any, ...]:
+        (module,) = self._hidden
+        state = _State(self._grad_enabled)
+        with fx_traceback.preserve_node_meta(), nn.utils.stateless._reparametrize_module(module, attributes):
+            interpreter = _Interpreter(module, state)
+            result = interpreter.run(*operands)
+        leaves = pytree.tree_leaves(result, is_leaf=lambda leaf: leaf is None)
+        return (*leaves, *(interpreter.env[node] for node in self._further))
+
+
+class _State:
+    """What is common to a graph and the bodies inside it."""
+
+    def __init__(self, grad_enabled: bool) -> None:
+        self.grad_enabled = grad_enabled
+        self.nesting = 0
+
+
+class _Interpreter(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule, state: _State) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.state = state
+        self.node: fx.Node
+        self.carriers: dict[int, list[tuple[fx.Node, torch.Tensor]]] = {}
+        """Memory -> the examples in it that carry a gradient, and the nodes they belong to, in order."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.node = n
+        refuse_lost_writes(n, _changed_in_place(n))
+        try:
+            result = super().run_node(n)
+        except DacemlError:
+            raise
+        except Exception as error:
+            line = str(error).strip().splitlines()
+            message = f"{_name(n.target)} cannot be traced: {line[0] if line else type(error).__name__}"
+            raise Unsupported(message, where=str(origin(n))) from error
+        example = _example(n)
+        if isinstance(example, torch.Tensor) and example.requires_grad:
+            storage = _storage(example)
+            if storage is not None:
+                self.carriers.setdefault(storage, []).append((n, example))
+        return result
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is torch._C._set_grad_enabled:
+            self.state.grad_enabled = bool(args[0])
+            return None
+        name = _name(target)
+        if target is torch.autograd.grad:
+            return self._inner_gradients()
+        if name in _REFUSED:
+            raise Unsupported(f"{name} inside a compiled graph", where=str(origin(self.node)))
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            return self._higher_order(name, args, kwargs)
+        if name == "_grad_increment_nesting" or name == "_vmap_increment_nesting":
+            self.state.nesting += 1
+        rule = _REPLACED.get(target) if not self.state.nesting else _REPLACED_IN_FUNCTORCH.get(target)
+        function: Callable[..., Any] = rule or target
+        result = self._under_grad_mode(lambda: function(*args, **kwargs), args, kwargs)
+        if name == "_grad_decrement_nesting" or name == "_vmap_decrement_nesting":
+            self.state.nesting -= 1
+        return result
+
+    def _inner_gradients(self) -> Any:
+        """`torch.autograd.grad`; without `create_graph` no gradient flows through its result."""
+        if inner_gradients.written_before(self.node, _changed_in_place):
+            raise Unsupported("a gradient inside a graph that changes tensors in place", where=str(origin(self.node)))
+        node, self.state.nesting = self.node, self.state.nesting + 1
+        try:
+            with torch.enable_grad(), fx_traceback.annotate({MARK: "functorch"}):
+                found = inner_gradients.gradients(node, self.env, self._again, _refused_between)
+        finally:
+            self.state.nesting -= 1
+            self.node = node
+        if _creates_graph(node):
+            return found
+        with fx_traceback.annotate({MARK: "detach"}):
+            return tuple(None if g is None else g.detach() for g in found)
+
+    def _again(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+        """The result of a node where others have these values."""
+        if node.target is torch.autograd.grad:
+            return inner_gradients.gradients(node, values, self._again, _refused_between)
+        args, kwargs = pytree.tree_map_only(fx.Node, values.__getitem__, (node.args, node.kwargs))
+        self.node = node
+        result = getattr(self, node.op)(node.target, tuple(args), kwargs)
+        leaves, structure = pytree.tree_flatten(result)
+        examples = pytree.tree_leaves(_example(node))
+        if len(examples) != len(leaves):
+            raise Unsupported(f"a gradient inside a graph through {node.format_node()}", where=str(origin(node)))
+        with fx_traceback.annotate({MARK: "detach"}):
+            made = [
+                leaf.detach() if isinstance(e, torch.Tensor) and e.is_floating_point() and not e.requires_grad else leaf
+                for leaf, e in zip(leaves, examples, strict=True)
+            ]
+        return pytree.tree_unflatten(made, structure)
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.node.meta.get(graph_leaves.MARK):
+            return args[0]
+        if target in _REFUSED:
+            raise Unsupported(f"{target} inside a compiled graph", where=str(origin(self.node)))
+        rule = _REPLACED_METHODS.get(target) if not self.state.nesting else None
+        call: Callable[[], Any] = lambda: super(_Interpreter, self).call_method(target, args, kwargs)  # noqa: E731
+        if rule is not None:
+            function = rule
+            call = lambda: function(*args, **kwargs)  # noqa: E731
+        return self._under_grad_mode(call, args, kwargs)
+
+    def _under_grad_mode(self, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+        if _name(self.node.target) in ("detach", "detach_", "_get_data_attr"):
+            with fx_traceback.annotate({MARK: "detach"}):
+                return call()
+        if self.state.nesting:
+            with torch.enable_grad(), fx_traceback.annotate({MARK: "functorch"}):
+                return call()
+        if self.state.grad_enabled:
+            with self._grafted_where_detached(), self._overwritten():
+                return call()
+        with self._grafted():
+            result = call()
+        if not any(_carries_gradient(operand) for operand in self.node.all_input_nodes):
+            return result
+        with fx_traceback.annotate({MARK: "detach"}):
+            return pytree.tree_map_only(torch.Tensor, lambda t: t.detach(), result)
+
+    @contextlib.contextmanager
+    def _grafted(self) -> Iterator[None]:
+        """A change in place where gradients are off: values change, derivatives do not.
+
+        The owner of the memory keeps its derivative; memory that carries none gets none from what is written to it.
+        """
+        changed = _changed_in_place(self.node)
+        owner = self._gradient_owner(changed) if changed is not None else None
+        if changed is None:
+            yield
+        elif owner is not None:
+            tensor = self.env[owner]
+            before = tensor.clone()
+            yield
+            tensor.copy_(_ops.graft(before, tensor.clone()))
+        else:
+            yield
+            tensor = self.env[changed]
+            if isinstance(tensor, torch.Tensor) and any(_carries_gradient(n) for n in self.node.all_input_nodes):
+                with fx_traceback.annotate({MARK: "detach"}):
+                    tensor.copy_(tensor.detach())
+
+    @contextlib.contextmanager
+    def _grafted_where_detached(self) -> Iterator[None]:
+        """A change in place through `x.detach()` or `x.data`: the values of `x` change, its derivative does not."""
+        changed = _changed_in_place(self.node)
+        example = _example(changed) if changed is not None else None
+        if changed is None or not isinstance(example, torch.Tensor) or not self._is_detached(changed):
+            yield
+            return
+        if example.requires_grad:
+            raise Unsupported(
+                "an in-place change of a detached tensor by values that carry a gradient", where=str(origin(self.node))
+            )
+        with self._grafted():
+            yield
+
+    @contextlib.contextmanager
+    def _overwritten(self) -> Iterator[None]:
+        """Where values are replaced in place, PyTorch gives what was there a gradient of zeros, rather than none."""
+        changed = _changed_in_place(self.node)
+        tensor = self.env[changed] if changed is not None else None
+        if (
+            not isinstance(tensor, torch.Tensor)
+            or not tensor.is_floating_point()
+            or _name(self.node.target) not in _REPLACING
+            or changed is None
+            or not _carries_gradient(changed)
+        ):
+            yield
+            return
+        before = tensor.clone()
+        yield
+        tensor.copy_(_ops.overwrite(before, tensor.clone()))
+
+    def _is_detached(self, changed: fx.Node) -> bool:
+        """Whether memory that carries a gradient is changed through a tensor that autograd does not connect with it."""
+        example = _example(changed)
+        storage = _storage(example)
+        if storage is None or example.is_inference():
+            return False
+        base = example if example._base is None else example._base
+        owners = (x if x._base is None else x._base for _, x in self.carriers.get(storage, ()))
+        return any(owner is not base and owner.requires_grad for owner in owners)
+
+    def _gradient_owner(self, changed: fx.Node) -> fx.Node | None:
+        """The base tensor with a gradient whose memory `changed` shares; None where no such tensor is known."""
+        storage = _storage(_example(changed))
+        owners = self.carriers.get(storage, ()) if storage is not None else ()
+        for node, example in owners:
+            if example._base is None:
+                return node
+        if owners:
+            raise Unsupported(
+                "an in-place change under no_grad of a view that carries a gradient", where=str(origin(self.node))
+            )
+        return None
+
+    def _higher_order(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name == "autograd_function_apply":
+            return self._custom_function(args, kwargs)
+        if name in CONTROL:
+            return self._control(name, args)
+        bodies = [a for a in args if isinstance(a, fx.GraphModule)]
+        if name in _INLINED and len(bodies) == 1:
+            operands = [a for a in args if not isinstance(a, fx.GraphModule | str)]
+            return _Interpreter(bodies[0], self.state).run(*operands)
+        raise Unsupported(f"the higher-order operator {name}", where=str(origin(self.node)))
+
+    def _control(self, name: str, args: tuple[Any, ...]) -> Any:
+        """A branch or loop, as one operator over the tensors among its operands; a known condition is no branch."""
+        where = str(origin(self.node))
+        if self.state.nesting:
+            raise Unsupported(f"{name} inside torch.func", where=where)
+        if name == "cond" and not isinstance(args[0], torch.Tensor):
+            return _Interpreter(args[1] if args[0] else args[2], self.state).run(*args[3])
+        control = control_of(name, args, _example(self.node), self.state.grad_enabled, where)
+        functions = custom_functions.get()
+        functions.append(control)
+        first = [args[0].reshape(())] if name == "cond" else []
+        tensors = [x for x in control.operands if isinstance(x, torch.Tensor)]
+        results: list[torch.Tensor] = _ops.control(len(functions) - 1, [*first, *tensors])
+        if not self.state.grad_enabled:
+            with fx_traceback.annotate({MARK: "detach"}):
+                results = [r.detach() for r in results]
+        return tuple(results)
+
+    def _custom_function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        forward, backward, *operands = args
+        where = str(origin(self.node))
+        if kwargs.get("dirty_idx"):
+            raise Unsupported("an autograd.Function that changes its input in place", where=where)
+        if self.state.nesting:
+            raise Unsupported("an autograd.Function inside torch.func", where=where)
+        if not all(isinstance(a, torch.Tensor) for a in operands):
+            raise Unsupported("an autograd.Function with operands that are not tensors", where=where)
+        function = CustomFunction(forward, backward)
+        count, several = result_counts(function)
+        functions = custom_functions.get()
+        functions.append(function)
+        results = _ops.custom_vjp(len(functions) - 1, operands)[:count]
+        without = kwargs.get("non_differentiable_idx", ())
+        with fx_traceback.annotate({MARK: "detach"}):
+            off = not self.state.grad_enabled
+            results = [r.detach() if off or i in without else r for i, r in enumerate(results)]
+        return tuple(results) if several else results[0]
+
+
+def _refused_between(node: fx.Node) -> str:
+    """Why `torch.func` cannot differentiate a node as autograd does; empty where it can."""
+    if node.op not in ("call_function", "call_method") or isinstance(node.target, torch._ops.HigherOrderOperator):
+        return node.format_node() or node.name
+    name = _name(node.target)
+    if node.target is torch.autograd.grad:
+        return "" if _creates_graph(node) else "a gradient without create_graph"
+    if name == "_get_data_attr":
+        return ".data"
+    return f"{name}, which draws random numbers" if inner_gradients.random(node.target) else ""
+
+
+def _creates_graph(node: fx.Node) -> bool:
+    """Whether gradients flow through the result of `torch.autograd.grad`."""
+    return bool(node.kwargs.get("create_graph", node.args[4] if len(node.args) > 4 else False))
+
+
+def _name(target: Any) -> str:
+    if isinstance(target, str):
+        return target
+    return str(getattr(target, "__name__", "") or getattr(target, "_name", "") or target)
+
+
+def _example(node: fx.Node) -> Any:
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def _carries_gradient(node: fx.Node) -> bool:
+    """Whether Dynamo saw this value require a gradient; true where it does not say."""
+    example = _example(node)
+    leaves = pytree.tree_leaves(example)
+    return example is None or any(isinstance(t, torch.Tensor) and t.requires_grad for t in leaves)
+
+
+def _changed_in_place(node: fx.Node) -> fx.Node | None:
+    """The node of the tensor that `node` changes in place, by PyTorch's naming; None where it changes none."""
+    name = _name(node.target)
+    out = node.kwargs.get("out")
+    if isinstance(out, fx.Node):
+        return out
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
+    if not (in_place or node.kwargs.get("inplace")):
+        return None
+    first = node.args[0] if node.args else None
+    return first if isinstance(first, fx.Node) else None
+
+
+_AUGMENTED = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor imatmul ilshift irshift"
+_IN_PLACE_OPERATORS = frozenset({"setitem", *_AUGMENTED.split()})
+
+
+_OVERWRITING = "zero fill copy uniform normal random bernoulli exponential log_normal cauchy geometric"
+_REPLACING = frozenset(("setitem", *(f"{name}_" for name in _OVERWRITING.split())))
+"""Changes in place after which nothing of the old values is left where they are made."""
+
+
+def _storage(example: Any) -> int | None:
+    """What tells whether two examples share memory; None for what has none, as the tensors inside `torch.func`."""
+    if not isinstance(example, torch.Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(example):
+        return None
+    return int(example.untyped_storage()._cdata)
+
+
+# ---- operators that a trace without autograd would take apart in another way ------------------------------------
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Attention as one operator where a library has it, else composed of operators whose gradients are right."""
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    mask = _additive(attn_mask, query) if attn_mask is not None else None
+    if _has_kernel(query, key, value, attn_mask, dropout_p, is_causal) and isinstance(factor, float):
+        made: torch.Tensor = _ops.attention(query, key, value, mask, is_causal, factor)[0]
+        return made
+    return _composed_attention(query, key, value, attn_mask, dropout_p, is_causal, factor)
+
+
+def _has_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    causal: bool,
+) -> bool:
+    """Whether ATen's flash kernel computes this attention, by the conditions of `use_flash_attention_cpp`."""
+    ranks = {query.dim(), key.dim(), value.dim()}
+    sizes = query.shape[-1] == key.shape[-1] == value.shape[-1] and key.shape[-2] == value.shape[-2]
+    batches = ranks == {4} and query.shape[:2] == key.shape[:2] == value.shape[:2]
+    return (
+        dropout == 0
+        and batches
+        and sizes
+        and query.dtype.is_floating_point
+        and query.device.type in ("cpu", "cuda")
+        and (mask is None or (mask.dim() in (2, 4) and not causal and not mask.requires_grad))
+        and all(not isinstance(s, int) or s > 0 for t in (query, key) for s in t.shape)
+    )
+
+
+def _additive(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """A boolean mask as the numbers that are added to the scores."""
+    if mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), -math.inf)
+
+
+def _composed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float,
+) -> torch.Tensor:
+    scores = query @ key.transpose(-2, -1) * scale
+    if causal:
+        mask = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+    if mask is None:
+        weights = scores.softmax(-1)
+    else:
+        # A row in which everything is masked gives zeros and zero gradients, not NaN.
+        alive = (mask if mask.dtype is torch.bool else mask != -math.inf).any(-1, keepdim=True)
+        if mask.dtype is torch.bool:
+            scores = scores.masked_fill((mask | ~alive).logical_not(), -math.inf)
+        else:
+            scores = scores + mask.where(alive, 0.0)
+        weights = scores.softmax(-1).where(alive, 0.0)
+    return F.dropout(weights, dropout) @ value
+
+
+def _embedding(input: torch.Tensor, weight: torch.Tensor, *options: Any, **more: Any) -> torch.Tensor:
+    """`F.embedding`, whose `max_norm` changes the weight behind autograd's back."""
+    given = dict(zip(("padding_idx", "max_norm", "norm_type"), options, strict=False)) | more
+    given |= dict(zip(("scale_grad_by_freq", "sparse"), options[3:], strict=False))
+    largest, kind = given.pop("max_norm", None), given.pop("norm_type", 2.0)
+    if largest is not None:
+        _renormalize(weight, input, largest, kind)
+    return F.embedding(input, weight, **given)
+
+
+def _embedding_bag(input: torch.Tensor, weight: torch.Tensor, *options: Any, **more: Any) -> torch.Tensor:
+    """`F.embedding_bag`, see `_embedding`."""
+    names = (
+        "offsets max_norm norm_type scale_grad_by_freq mode sparse per_sample_weights include_last_offset padding_idx"
+    )
+    given = dict(zip(names.split(), options, strict=False)) | more
+    largest, kind = given.pop("max_norm", None), given.pop("norm_type", 2.0)
+    if largest is not None:
+        _renormalize(weight, input, largest, kind)
+    return F.embedding_bag(input, weight, **given)
+
+
+def _renormalize(weight: torch.Tensor, indices: torch.Tensor, largest: float, kind: float) -> None:
+    before = weight.clone()
+    torch.embedding_renorm_(weight.detach(), indices.contiguous(), largest, kind)
+    weight.copy_(_ops.graft(before, weight.clone()))
+
+
+def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A product with a matrix as one matrix product, as PyTorch folds it when gradients are needed."""
+    if a.dim() >= 3 and b.dim() == 2 and a.numel() != 0:
+        return (a.reshape(-1, a.shape[-1]) @ b).view(*a.shape[:-1], b.shape[-1])
+    return torch.matmul(a, b)
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if x.dim() >= 2 and weight.dim() == 2:
+        rows = x.reshape(-1, x.shape[-1])
+        y = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
+        return y.view(*x.shape[:-1], weight.shape[0])
+    return F.linear(x, weight, bias)
+
+
+def _layer_by_layer(kind: str) -> Callable[..., Any]:
+    """A recurrent network with dropout between its layers, which PyTorch leaves out where it takes one apart."""
+    function = getattr(torch, kind)
+
+    def run(x: torch.Tensor, hidden: Any, weights: Any, *options: Any) -> Any:
+        if isinstance(weights, torch.Tensor):  # a packed sequence
+            return function(x, hidden, weights, *options)
+        biases, layers, dropout, train, both, batch_first = options
+        if dropout == 0 or not train or layers == 1:
+            return function(x, hidden, weights, *options)
+        states = hidden if kind == "lstm" else (hidden,)
+        held, turns = len(weights) // layers, 2 if both else 1
+        x = x.transpose(0, 1) if batch_first else x
+        last = []
+        for i in range(layers):
+            own = [s[turns * i : turns * (i + 1)] for s in states]
+            part = weights[held * i : held * (i + 1)]
+            x, *following = function(x, own if kind == "lstm" else own[0], part, biases, 1, 0.0, train, both, False)
+            last.append(following)
+            x = F.dropout(x, dropout) if i < layers - 1 else x
+        x = x.transpose(0, 1) if batch_first else x
+        return (x, *(torch.cat(parts) for parts in zip(*last, strict=True)))
+
+    return run
+
+
+def _cosine_similarity(x1: torch.Tensor, x2: torch.Tensor, dim: int = 1, eps: float = 1e-8) -> torch.Tensor:
+    """PyTorch clamps the norms without telling autograd."""
+    x1, x2 = torch.broadcast_tensors(x1, x2)
+
+    def normalized(x: torch.Tensor) -> torch.Tensor:
+        norm = torch.linalg.vector_norm(x, 2, dim, keepdim=True)
+        clamped: torch.Tensor = _ops.graft(norm, norm.clamp_min(eps))
+        return x / clamped
+
+    kind = torch.promote_types(x1.dtype, x2.dtype)
+    return (normalized(x1.to(kind)) * normalized(x2.to(kind))).sum(dim)
+
+
+def _adaptive_average(pool: Callable[..., torch.Tensor], dims: int) -> Callable[..., torch.Tensor]:
+    """Adaptive pooling; to a single element it is the mean, without PyTorch's change of strides afterwards."""
+
+    def pooled(x: torch.Tensor, output_size: Any) -> torch.Tensor:
+        sizes = tuple(output_size) if isinstance(output_size, Sequence) else (output_size,) * dims
+        return x.mean(tuple(range(-dims, 0)), keepdim=True) if sizes == (1,) * dims else pool(x, output_size)
+
+    return pooled
+
+
+_REPLACED: dict[Any, Callable[..., Any]] = {
+    _SDPA: _attention,
+    F.adaptive_avg_pool1d: _adaptive_average(F.adaptive_avg_pool1d, 1),
+    F.adaptive_avg_pool2d: _adaptive_average(F.adaptive_avg_pool2d, 2),
+    F.adaptive_avg_pool3d: _adaptive_average(F.adaptive_avg_pool3d, 3),
+    torch.matmul: _matmul,
+    operator.matmul: _matmul,
+    torch._C._nn.linear: _linear,
+    F.embedding: _embedding,
+    F.embedding_bag: _embedding_bag,
+    **{getattr(torch, kind): _layer_by_layer(kind) for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    F.cosine_similarity: _cosine_similarity,
+    torch.cosine_similarity: _cosine_similarity,
+    **POLYFILLS,
+    **linear_algebra.FUNCTIONS,
+    # Without gradients these leave out the vectors that their derivatives need.
+    torch.linalg.eigvalsh: lambda x, *options, **more: torch.linalg.eigh(x, *options, **more)[0],
+    torch.linalg.svdvals: lambda x, **more: torch.linalg.svd(x, full_matrices=False, **more)[1],
+}
+_REPLACED_METHODS: dict[str, Callable[..., Any]] = {"matmul": _matmul, "__matmul__": _matmul, **linear_algebra.METHODS}
+
+
+def _attention_in_functorch(*operands: Any, **options: Any) -> torch.Tensor:
+    """Attention composed of operators that `torch.func` can transform."""
+    names: Sequence[str] = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = dict(zip(names, operands, strict=False)) | options
+    query = given["query"]
+    scale = given.get("scale") or 1 / math.sqrt(query.shape[-1])
+    return _composed_attention(
+        query,
+        given["key"],
+        given["value"],
+        given.get("attn_mask"),
+        given.get("dropout_p", 0.0),
+        given.get("is_causal", False),
+        scale,
+    )
+
+
+_REPLACED_IN_FUNCTORCH: dict[Any, Callable[..., Any]] = {_SDPA: _attention_in_functorch}

@@ -1,0 +1,93 @@
+"""The trace: a Dynamo graph becomes a functional ATen graph, without autograd but with what gradients depend on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
+from torch._guards import Source, TracingContext, detect_fake_mode
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from daceml_train.errors import DacemlError, Unsupported
+from daceml_train.frontends.torch.capture.aot import GraphSignature, aot_export_module
+from daceml_train.frontends.torch.capture.decompositions import table, table_with_random_operators
+from daceml_train.frontends.torch.capture.prepass import GradientAware
+from daceml_train.frontends.torch.capture.rng_draws import Randomness
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in a line."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def fake_mode(operands: Sequence[object]) -> FakeTensorMode:
+    """The mode of the compilation that is going on, whose shape environment knows the symbols; else a new one."""
+    context = TracingContext.try_get()
+    found = context.fake_mode if context is not None and context.fake_mode is not None else None
+    return found or detect_fake_mode(list(operands)) or FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def fake(mode: FakeTensorMode, operand: Any, name: str, source: Source | None = None) -> Any:
+    """A tensor as the trace sees it: fake, with Dynamo's symbols for its sizes, and without `requires_grad`.
+
+    Nothing of the trace may build an autograd graph of its own; what requires a gradient is `capture`'s business.
+    """
+    if not isinstance(operand, Tensor):
+        return operand
+    if isinstance(operand, FakeTensor) and operand.fake_mode is mode:
+        made: Tensor = operand
+    else:
+        context = TracingContext.try_get()
+        symbolic = context.tensor_to_context.get(operand) if context is not None else None
+        source = symbolic.tensor_source if symbolic is not None else source or ConstantSource(name)
+        made = mode.from_tensor(
+            operand, static_shapes=symbolic is None, symbolic_context=symbolic, source=source, trace=symbolic is None
+        )
+    if not made.requires_grad:
+        return made
+    with mode, torch.no_grad():
+        return made.detach()
+
+
+@contextlib.contextmanager
+def _without_onednn() -> Iterator[None]:
+    """OneDNN's recurrent kernels are inference operators: without them a recurrent layer is traced step by step."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+def trace(
+    module: fx.GraphModule,
+    attributes: dict[str, Tensor],
+    operands: Sequence[Any],
+    grad_enabled: bool,
+    further: Sequence[fx.Node] = (),
+    randomness: Randomness = "seeded",
+) -> tuple[fx.GraphModule, GraphSignature]:
+    """The functional ATen graph of `module` on fake operands: placeholders are `attributes`, then the operands.
+
+    Its outputs are the new values of operands that the module changes, then the flattened results, then the values
+    that the nodes `further` have at the end.
+    """
+    decompositions = table() if randomness == "seeded" else table_with_random_operators()
+    aware = GradientAware(module, grad_enabled, further)
+    try:
+        with _without_onednn():
+            graph, signature = aot_export_module(
+                aware, (attributes, *operands), trace_joint=False, decompositions=decompositions
+            )
+    except DacemlError:
+        raise
+    except Exception as error:
+        raise Unsupported(f"PyTorch cannot trace this graph: {first_line(error)}") from error
+    assert isinstance(graph, fx.GraphModule)
+    return graph, signature

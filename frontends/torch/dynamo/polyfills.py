@@ -1,0 +1,126 @@
+"""Functions of PyTorch that look at data to check them, written so that a graph can hold them: the checks are in it.
+
+TorchDynamo breaks a graph where a branch depends on data, also one that only raises. These functions have no such
+branch. TorchDynamo takes them in place of the originals whatever the backend; eager execution never does.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
+
+
+def gaussian_nll_loss(
+    input: Tensor,
+    target: Tensor,
+    var: Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor:
+    """`F.gaussian_nll_loss`; a negative variance raises when the program runs."""
+    if isinstance(var, float):
+        if var < 0:
+            raise ValueError("var has negative entry/entries")
+        var = var * torch.ones_like(input)
+    else:
+        torch._assert_async((var >= 0).logical_or(var.isnan()).all(), "var has negative entry/entries")
+    if var.size() != input.size():
+        if input.size()[:-1] == var.size():
+            var = torch.unsqueeze(var, -1)
+        elif input.ndim != var.ndim or sum(b for a, b in zip(input.size(), var.size(), strict=True) if a != b) != 1:
+            raise ValueError("var is of incorrect size")
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(reduction + " is not valid")
+    var = var.clone()
+    with torch.no_grad():
+        var.clamp_(min=eps)
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
+def cov(
+    input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
+) -> Tensor:
+    """`torch.cov`; negative weights, or weights that sum to zero, raise when the program runs."""
+    if input.ndim > 2:
+        raise RuntimeError(f"cov(): expected input to have two or fewer dimensions but got {input.ndim} dimensions")
+    if input.dtype == torch.bool:
+        raise RuntimeError("cov(): bool dtype is not supported for input")
+    x = input.view(1, -1) if input.ndim < 2 else input
+    count = x.shape[1]
+    weights = None
+    for name, given in (("fweights", fweights), ("aweights", aweights)):
+        if given is None:
+            continue
+        if given.ndim > 1 or given.numel() != count:
+            raise RuntimeError(f"cov(): expected {name} of as many elements as there are observations")
+        if given.is_floating_point() != (name == "aweights"):
+            raise RuntimeError(f"cov(): {name} of the type {given.dtype}")
+        if count:
+            torch._assert_async((given >= 0).all(), f"cov(): {name} cannot be negative")
+        weights = given if weights is None else weights * given
+    if weights is None:
+        total: Any = count
+        weighted = x
+        freedom: Any = max(count - correction, 0)
+    else:
+        total, weighted = weights.sum(), x * weights
+        torch._assert_async(total != 0, "cov(): weights sum to zero, can't be normalized")
+        if aweights is not None and correction != 0:
+            freedom = total - correction * (weights * aweights).sum() / total
+        else:
+            freedom = total - correction
+        freedom = freedom.clamp_min(0)
+    mean = _divided(weighted.sum(1), total)
+    centered = x - mean.unsqueeze(1)
+    product = torch.mm(centered, (centered if weights is None else centered * weights).t().conj())
+    return _divided(product, freedom).squeeze()
+
+
+def _divided(x: Tensor, by: Any) -> Tensor:
+    """Division by a count that may be 0 and then gives NaN or infinity, as a tensor of it would."""
+    if isinstance(by, Tensor) or by != 0:
+        made: Tensor = x / by
+        return made
+    nothing: Tensor = x.new_zeros((), dtype=torch.get_default_dtype() if not x.is_floating_point() else x.dtype)
+    return x / nothing
+
+
+def corrcoef(input: Tensor) -> Tensor:
+    """`torch.corrcoef`, by `cov`."""
+    c = cov(input)
+    if c.ndim == 0:
+        return c / c
+    d = c.diagonal()
+    deviation = (d.real if d.is_complex() else d).sqrt()
+    c = c / deviation.view(-1, 1) / deviation.view(1, -1)
+    if c.is_complex():
+        return torch.complex(c.real.clip(-1, 1), c.imag.clip(-1, 1))
+    return c.clip(-1, 1)
+
+
+POLYFILLS: dict[Any, Callable[..., Any]] = {
+    F.gaussian_nll_loss: gaussian_nll_loss,
+    torch.cov: cov,
+    torch.corrcoef: corrcoef,
+}
+"""Function of PyTorch -> the one that a graph can hold."""
+
+
+@functools.cache
+def install() -> None:
+    """Make them known to TorchDynamo."""
+    for original, ours in POLYFILLS.items():
+        get_torch_obj_rule_map().pop(original, None)  # else it goes into graphs as it is, and breaks them there
+        torch._dynamo.substitute_in_graph(original, skip_signature_check=True)(ours)

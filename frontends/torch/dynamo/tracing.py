@@ -1,0 +1,139 @@
+"""Dynamo as the driver uses it: code of its own for each compiled function, and what a call's arguments were."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import inspect
+import itertools
+import logging
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.utils._pytree as pytree
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.fx.experimental import _config as symbols
+
+from daceml_train.errors import INTERNAL, DacemlError, internal
+from daceml_train.frontends.torch import absent_gradients
+from daceml_train.frontends.torch.capture import graph_leaves
+from daceml_train.frontends.torch.dynamo import polyfills
+
+RECOMPILATIONS = 64
+"""Programs per module or step before Dynamo gives up: modes, frozen sets of parameters and kinds of arguments."""
+
+_KNOWN = inspect.signature(torch.compile).parameters
+_copies = itertools.count()
+
+
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a function under a code name of its own.
+
+    TorchDynamo keeps per code name what it has learned of sizes, and how often it has compiled: without this, modules
+    of one class would be compiled for varying sizes because they differ from one another.
+    """
+    if not isinstance(function, types.FunctionType):
+        return function
+    code = function.__code__.replace(co_name=f"{function.__code__.co_name}_{next(_copies)}")
+    copy = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def traced(function: Callable[..., Any], owner: object, backend: Callable[..., Any], **options: Any) -> Any:
+    """`torch.compile` of a method of `owner`, apart from those of all other objects of its class."""
+    known = {"recompile_limit": RECOMPILATIONS, "isolate_recompiles": True}
+    options |= {name: value for name, value in known.items() if name in _KNOWN}
+    return torch.compile(types.MethodType(with_own_code(function), owner), backend=backend, **options)
+
+
+class _SaidOnce(set[Any]):
+    """The methods of loggers whose messages are for the first call only: they break no graph, and are left out."""
+
+    def __contains__(self, method: object) -> bool:
+        name = str(getattr(method, "__name__", ""))
+        if name.endswith("_once"):
+            warnings.warn(f"messages by a logger's {name} are left out of what daceml_train compiles", stacklevel=2)
+        return name.endswith("_once") or super().__contains__(method)
+
+
+_ONCE = _SaidOnce()
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """What holds while Dynamo may trace.
+
+    Recurrent modules are taken apart; gradients taken inside a function are a part of its graph; sizes that are equal
+    by chance, as a batch of as many samples as there are features, stay apart; and the tracebacks that PyTorch logs
+    where a trace fails are left out: the error itself reaches the user.
+    """
+    polyfills.install()
+    graph_leaves.enter()
+    absent_gradients.enter()
+    logger, config = logging.getLogger("torch._subclasses.fake_tensor"), torch._dynamo.config
+    before = logger.disabled, config.allow_rnn, symbols.use_duck_shape
+    logger.disabled, config.allow_rnn, symbols.use_duck_shape = True, True, False
+    options: dict[str, Any] = {"trace_autograd_ops": True, "ignore_logging_functions": _ONCE}
+    options = {name: value for name, value in options.items() if hasattr(config, name)}  # not all in every version
+    theirs = {name: getattr(config, name) for name in options}
+    for name, value in options.items():
+        setattr(config, name, value)
+    try:
+        yield
+    finally:
+        graph_leaves.leave()
+        absent_gradients.leave()
+        logger.disabled, config.allow_rnn, symbols.use_duck_shape = before
+        for name, value in theirs.items():
+            setattr(config, name, value)
+
+
+def has_effects(code: types.CodeType) -> bool:
+    """Whether code that Dynamo generated does more, after its one graph has run, than put results together.
+
+    What the user's code assigned, appended or printed stands there; a program cannot repeat it.
+    """
+    instructions = list(dis.get_instructions(code))
+    ran = [i for i, x in enumerate(instructions) if x.opname == "STORE_FAST" and x.argval == "graph_out_0"]
+    acting = ("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_ATTR", "DELETE_SUBSCR", "CALL")
+    return not ran or any(x.opname.startswith(acting) for x in instructions[ran[0] :])
+
+
+def reason(error: BaseException, ours: bool = False) -> str:
+    """What an error of Dynamo or of ours says, in a paragraph, with the user's line.
+
+    `ours`: the error was raised by this package; an error that Dynamo received from its backend was, too.
+    """
+    cause, where = error, ""
+    while True:
+        ours = ours or isinstance(cause, BackendCompilerFailed)
+        stack = getattr(cause, "real_stack", None)
+        if stack and not where:
+            where = f" (at {Path(stack[-1].filename).name}:{stack[-1].lineno})"
+        following = cause.__cause__ or getattr(cause, "inner_exception", None)
+        if following is None or isinstance(cause, DacemlError):
+            break
+        cause = following
+    kind = "" if isinstance(cause, DacemlError) else f"{type(cause).__name__}: "
+    text = kind + str(cause).strip().split("\n\n")[0]
+    text = f"{INTERNAL}, {text}" if ours and internal(cause) else text
+    return text if " (at " in text else text + where
+
+
+def describe(arguments: Sequence[Any]) -> str:
+    """The arguments of a call as an error message names them."""
+    leaves = pytree.tree_leaves(list(arguments))
+    return ", ".join(f"argument {i}: {_describe(leaf)}" for i, leaf in enumerate(leaves)) or "no argument"
+
+
+def _describe(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        place = "" if leaf.device.type == "cpu" else f" on {leaf.device}"
+        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}{place}"
+    return type(leaf).__name__

@@ -1,0 +1,455 @@
+"""ATen's views, copies of parts, and tensors made from nothing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+
+from daceml_train.errors import Unsupported
+from daceml_train.frontends.torch import types
+from daceml_train.frontends.torch.capture.prepass import MARK
+from daceml_train.frontends.torch.rules.translate import RULES, Translator, rule
+from daceml_train.ops.operator import Value
+from daceml_train.tensor import Dim, DType, Shape, product, same, simplify
+
+
+@rule("detach.default", "detach_.default")
+def _detach(t: Translator, x: Value) -> Value:
+    """The user's, or that of a `no_grad` region; `torch.func` makes others of its own, which mean nothing here."""
+    inside = t.node.meta.get("custom", {}).get(MARK) == "functorch"
+    return x if inside or not x.dtype.is_float else t.emit("detach", x)
+
+
+@rule("daceml_train.graft.default")
+def _graft(t: Translator, source: Value, x: Value) -> Value:
+    return t.emit("graft", source, x)
+
+
+@rule("daceml_train.overwrite.default")
+def _overwrite(t: Translator, before: Value, x: Value) -> Value:
+    return t.emit("overwrite", before, x)
+
+
+@rule(
+    "view.default",
+    "reshape.default",
+    "_unsafe_view.default",
+    "squeeze.default",
+    "squeeze.dim",
+    "squeeze.dims",
+    "unsqueeze.default",
+    "flatten.using_ints",
+    "_reshape_alias.default",
+    "prims.collapse_view.default",
+)
+def _view(t: Translator, x: Value, *arguments: Any) -> Value:
+    return x.view(t.type.shape)
+
+
+@rule("expand.default")
+def _expand(t: Translator, x: Value, *arguments: Any, implicit: bool = False) -> Value:
+    return x.expand(t.type.shape)
+
+
+@rule("prims.broadcast_in_dim.default")
+def _broadcast_in_dim(t: Translator, x: Value, shape: Sequence[Dim], dims: Sequence[int]) -> Value:
+    sizes = [x.shape[dims.index(d)] if d in dims else 1 for d in range(len(shape))]
+    return x.view(sizes).expand(t.type.shape)
+
+
+def _axis(dim: int, rank: int) -> int:
+    return dim % max(rank, 1)
+
+
+@rule("permute.default", "prims.transpose.default")
+def _permute(t: Translator, x: Value, dims: Sequence[int]) -> Value:
+    return x.permute([_axis(d, len(x.shape)) for d in dims])
+
+
+@rule("transpose.int")
+def _transpose(t: Translator, x: Value, first: int, second: int) -> Value:
+    dims = list(range(len(x.shape)))
+    if dims:
+        first, second = _axis(first, len(dims)), _axis(second, len(dims))
+        dims[first], dims[second] = second, first
+    return x.permute(dims)
+
+
+@rule("t.default")
+def _t(t: Translator, x: Value) -> Value:
+    return x.permute(tuple(reversed(range(len(x.shape)))))
+
+
+def _bound(position: Dim | None, size: Dim, default: Dim) -> Dim:
+    """A bound of a slice as PyTorch reads it: negative from the end, then clamped to the size."""
+    if position is None:
+        return default
+    if isinstance(position, int):
+        if position < 0:
+            position = simplify(size + position)
+        if isinstance(position, int) and isinstance(size, int):
+            return min(max(position, 0), size)
+        return position
+    return simplify(size + position) if position.is_negative else position
+
+
+@rule("slice.Tensor")
+def _slice(
+    t: Translator, x: Value, dim: int = 0, start: Dim | None = None, end: Dim | None = None, step: int = 1
+) -> Value:
+    dim = _axis(dim, len(x.shape))
+    count = t.type.shape[dim]
+    first = _bound(start, x.shape[dim], 0)
+    if same(count, 0):
+        return t.full(0, t.type.shape, x.dtype)
+    if same(count, x.shape[dim]):
+        return x
+    return x.slice(dim, first, simplify(first + (count - 1) * step + 1), step)
+
+
+@rule("select.int")
+def _select(t: Translator, x: Value, dim: int, index: Dim) -> Value:
+    dim = _axis(dim, len(x.shape))
+    first = _bound(index, x.shape[dim], 0)
+    return x.slice(dim, first, simplify(first + 1)).view(t.type.shape)
+
+
+@rule("narrow.default")
+def _narrow(t: Translator, x: Value, dim: int, start: Dim, length: Dim) -> Value:
+    return _slice(t, x, dim, start)
+
+
+@rule("unbind.int")
+def _unbind(t: Translator, x: Value, dim: int = 0) -> tuple[Value, ...]:
+    dim = _axis(dim, len(x.shape))
+    shape = (*x.shape[:dim], *x.shape[dim + 1 :])
+    return tuple(x.slice(dim, i, i + 1).view(shape) for i in range(len(t.types)))
+
+
+@rule("split.Tensor", "split_with_sizes.default", "unsafe_split.Tensor", "unsafe_split_with_sizes.default")
+def _split(t: Translator, x: Value, sizes: Any, dim: int = 0) -> tuple[Value, ...]:
+    dim = _axis(dim, len(x.shape))
+    parts: list[Value] = []
+    start: Dim = 0
+    for made in t.types:
+        assert made is not None
+        stop = simplify(start + made.shape[dim])
+        parts.append(x if same(made.shape[dim], x.shape[dim]) else x.slice(dim, start, stop))
+        start = stop
+    return tuple(parts)
+
+
+@rule("cat.default")
+def _cat(t: Translator, xs: Sequence[Value], dim: int = 0) -> Value:
+    dtype, rank = t.type.dtype, len(t.type.shape)
+    dim = _axis(dim, rank)
+    parts = [x.cast(dtype) for x in xs if len(x.shape) == rank and not same(x.shape[dim], 0)]
+    if not parts:
+        return t.full(0, t.type.shape, dtype)
+    return parts[0] if len(parts) == 1 else t.emit("concat", *parts, dim=dim)
+
+
+@rule("stack.default")
+def _stack(t: Translator, xs: Sequence[Value], dim: int = 0) -> Value:
+    shape = t.type.shape
+    dim = _axis(dim, len(shape))
+    single = (*shape[:dim], 1, *shape[dim + 1 :])
+    parts = [x.cast(t.type.dtype).view(single) for x in xs]
+    return parts[0] if len(parts) == 1 else t.emit("concat", *parts, dim=dim)
+
+
+@rule("constant_pad_nd.default")
+def _pad(t: Translator, x: Value, amounts: Sequence[Dim], value: float = 0) -> Value:
+    rank = len(x.shape)
+    pads: list[tuple[Dim, Dim]] = [(0, 0)] * rank
+    for i in range(len(amounts) // 2):
+        dim = rank - 1 - i
+        low, high = amounts[2 * i], amounts[2 * i + 1]
+        start, stop = _cut(low), simplify(x.shape[dim] - _cut(high))
+        if not (same(start, 0) and same(stop, x.shape[dim])):
+            x = x.slice(dim, start, stop)
+        pads[dim] = (_cut(-low), _cut(-high))
+    if all(same(p, 0) for pair in pads for p in pair):
+        return x
+    filler = bool(value) if x.dtype is DType.bool else float(value) if x.dtype.is_float else int(value)
+    return t.emit("pad", x, pads=tuple(pads), value=filler)
+
+
+def _cut(amount: Dim) -> Dim:
+    """What a negative amount of padding takes away; 0 for others."""
+    if isinstance(amount, int):
+        return max(-amount, 0)
+    return simplify(-amount) if (-amount).could_extract_minus_sign() is False else 0
+
+
+@rule("flip.default", "prims.rev.default")
+def _flip(t: Translator, x: Value, dims: Sequence[int]) -> Value:
+    axes = tuple(sorted({_axis(d, len(x.shape)) for d in dims})) if x.shape else ()
+    return t.emit("flip", x, dims=axes) if axes else x
+
+
+@rule("repeat.default")
+def _repeat(t: Translator, x: Value, repeats: Sequence[Dim]) -> Value:
+    lead = len(repeats) - len(x.shape)
+    shape = (*(1,) * lead, *x.shape)
+    if any(same(r, 0) for r in repeats):
+        return t.full(0, t.type.shape, x.dtype)
+    apart = tuple(size for s in shape for size in (1, s))
+    wide = tuple(size for r, s in zip(repeats, shape, strict=True) for size in (r, s))
+    return x.view(apart).expand(wide).view(t.type.shape)
+
+
+@rule("slice_scatter.default")
+def _slice_scatter(
+    t: Translator,
+    x: Value,
+    source: Value,
+    dim: int = 0,
+    start: Dim | None = None,
+    end: Dim | None = None,
+    step: int = 1,
+) -> Value | None:
+    dim = _axis(dim, len(x.shape))
+    if step != 1:
+        return None
+    first, size = _bound(start, x.shape[dim], 0), x.shape[dim]
+    stop = simplify(first + source.shape[dim])
+    parts = [x.slice(dim, 0, first)] if not same(first, 0) else []
+    parts += [source.cast(x.dtype)] if not same(source.shape[dim], 0) else []
+    parts += [x.slice(dim, stop, size)] if not same(stop, size) else []
+    return parts[0] if len(parts) == 1 else t.emit("concat", *parts, dim=dim)
+
+
+@rule("select_scatter.default")
+def _select_scatter(t: Translator, x: Value, source: Value, dim: int, index: Dim) -> Value | None:
+    dim = _axis(dim, len(x.shape))
+    return _slice_scatter(t, x, source.view((*x.shape[:dim], 1, *x.shape[dim + 1 :])), dim, index)
+
+
+@rule("as_strided.default")
+def _as_strided(
+    t: Translator, x: Value, size: Sequence[Dim], stride: Sequence[Dim], storage_offset: Dim | None = None
+) -> Value | None:
+    """Through memory: the operand is laid out flat as PyTorch's is, and read in order or by computed places."""
+    example = t.node.all_input_nodes[0].meta["val"]
+    order = types.order_of(example)
+    if order is None or not same(types.size(example.storage_offset()), 0):
+        raise Unsupported("as_strided of a tensor that is not dense")
+    flat = x.permute(order or range(len(x.shape))).view((product(x.shape),))
+    offset = 0 if storage_offset is None else storage_offset
+    result = types.order_of(t.node.meta["val"])
+    if result is not None and same(offset, 0) and same(product(t.type.shape), flat.shape[0]):
+        result = result or tuple(range(len(size)))
+        return flat.view([t.type.shape[d] for d in result]).permute([result.index(d) for d in range(len(size))])
+    places = t.value(offset, DType.int64).view((1,) * len(size))
+    for dim, step in enumerate(stride):
+        shape = tuple(size[dim] if d == dim else 1 for d in range(len(size)))
+        places = places + t.emit("iota", shape=shape, dim=dim, dtype=DType.int64, start=0, step=1) * t.value(
+            step, DType.int64
+        )
+    return t.emit("embedding", flat.view((*flat.shape, 1)), places.expand(t.type.shape)).view(t.type.shape)
+
+
+@rule("roll.default")
+def _roll(t: Translator, x: Value, shifts: Any, dims: Any = ()) -> Value:
+    shifts, dims = ([v] if isinstance(v, int) else list(v) for v in (shifts, dims))
+    y = x if dims else x.view((x.tensor.size,))
+    for shift, dim in zip(shifts, dims or [0], strict=True):
+        y = _rolled(t, y, shift, _axis(dim, len(y.shape))) if y.shape else y
+    return y.view(x.shape)
+
+
+def _rolled(t: Translator, x: Value, shift: Dim, dim: int) -> Value:
+    size = x.shape[dim]
+    if same(size, 0):
+        return x
+    first = simplify(size - shift % size) if isinstance(size, int) else simplify(size - shift if shift > 0 else -shift)
+    if same(first, size) or same(first, 0):
+        return x
+    return t.emit("concat", x.slice(dim, first, size), x.slice(dim, 0, first), dim=dim)
+
+
+def _bordered(t: Translator, x: Value, amounts: Sequence[int], *, kind: str) -> Value | None:
+    """Padding by what the tensor holds at its border, one dimension after the other."""
+    if 0 in x.shape:
+        return None
+    rank = len(x.shape)
+    for i in range(len(amounts) // 2):
+        dim, size = rank - 1 - i, x.shape[rank - 1 - i]
+        low, high = amounts[2 * i], amounts[2 * i + 1]
+        if not all(isinstance(n, int) for n in (low, high)):
+            return None
+        inner = x.slice(dim, max(-low, 0), simplify(size - max(-high, 0))) if min(low, high) < 0 else x
+        before, after = _borders(t, x, dim, max(low, 0), max(high, 0), kind)
+        parts = [part for part in (before, inner, after) if part is not None]
+        x = parts[0] if len(parts) == 1 else t.emit("concat", *parts, dim=dim)
+    return x
+
+
+def _borders(t: Translator, x: Value, dim: int, low: int, high: int, kind: str) -> tuple[Value | None, Value | None]:
+    size = x.shape[dim]
+
+    def repeated(start: Dim, count: int) -> Value:
+        shape = tuple(count if d == dim else n for d, n in enumerate(x.shape))
+        return x.slice(dim, start, simplify(start + 1)).expand(shape)
+
+    def mirrored(start: Dim, count: int) -> Value:
+        return t.emit("flip", x.slice(dim, start, simplify(start + count)), dims=(dim,))
+
+    if kind == "replicate":
+        return repeated(0, low) if low else None, repeated(simplify(size - 1), high) if high else None
+    return mirrored(1, low) if low else None, mirrored(simplify(size - 1 - high), high) if high else None
+
+
+for _dims in (1, 2, 3):
+    RULES[f"aten.reflection_pad{_dims}d.default"] = functools.partial(_bordered, kind="reflect")
+    RULES[f"aten.replication_pad{_dims}d.default"] = functools.partial(_bordered, kind="replicate")
+
+
+@rule("diagonal.default")
+def _diagonal(t: Translator, x: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value | None:
+    rank = len(x.shape)
+    dim1, dim2 = _axis(dim1, rank), _axis(dim2, rank)
+    x = x.permute([*(d for d in range(rank) if d not in (dim1, dim2)), dim1, dim2])
+    *outer, rows, columns = x.shape
+    count = t.type.shape[-1]
+    if not all(isinstance(n, int) for n in (rows, columns, count)):
+        return None
+    if count == 0 or 0 in x.shape:
+        return t.full(0, t.type.shape, x.dtype)
+    start = offset if offset >= 0 else -offset * columns
+    flat = x.view((*outer, rows * columns))
+    return flat.slice(len(outer), start, start + (count - 1) * (columns + 1) + 1, columns + 1)
+
+
+@rule("unfold.default")
+def _unfold(t: Translator, x: Value, dim: int, size: int, step: int) -> Value:
+    if not x.shape:
+        return x.view((1,)).slice(0, 0, size)
+    dim, shape = _axis(dim, len(x.shape)), t.type.shape
+    count = shape[dim]
+    windows = [x.slice(dim, i, simplify(i + (count - 1) * step + 1), step) for i in range(size)]
+    if not windows or 0 in shape:
+        return t.full(0, shape, x.dtype)
+    lying = (*shape[:-1], 1)
+    parts = [w.view(lying) for w in windows]
+    return parts[0] if len(parts) == 1 else t.emit("concat", *parts, dim=len(shape) - 1)
+
+
+# ---- made from nothing -------------------------------------------------------------------------------------------
+
+
+@rule("full.default", "new_full.default", "full_like.default")
+def _full(t: Translator, like: Any, value: Any, *position: Any, **options: Any) -> Value:
+    made = t.type
+    if isinstance(value, Value):
+        return value.cast(made.dtype).expand(made.shape)
+    return t.full(value, made.shape, made.dtype)
+
+
+def _filled(t: Translator, *arguments: Any, value: int, **options: Any) -> Value:
+    return t.full(value, t.type.shape, t.type.dtype)
+
+
+for _name in ("zeros.default", "zeros_like.default", "new_zeros.default", "zero.default"):
+    RULES[f"aten.{_name}"] = functools.partial(_filled, value=0)
+for _name in ("ones.default", "ones_like.default", "new_ones.default"):
+    RULES[f"aten.{_name}"] = functools.partial(_filled, value=1)
+for _name in (
+    "empty.memory_format",
+    "empty_like.default",
+    "new_empty.default",
+    "new_empty_strided.default",
+    "empty_strided.default",
+    "empty_permuted.default",
+):
+    RULES[f"aten.{_name}"] = functools.partial(_filled, value=0)
+
+
+@rule("scalar_tensor.default")
+def _scalar_tensor(t: Translator, value: Any, **options: Any) -> Value:
+    return t.value(value, t.type.dtype)
+
+
+@rule("arange.start_step", "arange.default", "arange.start")
+def _arange(t: Translator, *arguments: Any, **options: Any) -> Value | None:
+    start, step = (0, 1) if len(arguments) == 1 else (arguments[0], arguments[2] if len(arguments) > 2 else 1)
+    return _iota(t, t.type.shape[0], start=start, step=step)
+
+
+@rule("prims.iota.default")
+def _iota(t: Translator, length: Dim, *, start: Any = 0, step: Any = 1, **options: Any) -> Value | None:
+    if isinstance(start, sympy.Expr) or isinstance(step, sympy.Expr):
+        steps = t.emit("iota", shape=(length,), dim=0, dtype=t.type.dtype, start=0, step=1)
+        return steps * t.value(step, t.type.dtype) + t.value(start, t.type.dtype)
+    if not t.type.dtype.is_float:
+        start, step = int(start), int(step)
+    return t.emit("iota", shape=(length,), dim=0, dtype=t.type.dtype, start=start, step=step)
+
+
+# ---- random numbers: functions of the seed input, so that a backward pass makes them again --------------------------
+
+
+@rule("rand.default", "rand_like.default", "new_rand.default")
+def _rand(t: Translator, *arguments: Any, **options: Any) -> Value:
+    return t.uniform(t.type.shape, t.type.dtype)
+
+
+@rule("randn.default", "randn_like.default")
+def _randn(t: Translator, *arguments: Any, **options: Any) -> Value:
+    return _normal(t, t.type.shape, t.type.dtype)
+
+
+def _normal(t: Translator, shape: Shape, dtype: DType) -> Value:
+    """Box and Muller: two uniforms give a normal."""
+    wide = DType.float64 if dtype is DType.float64 else DType.float32
+    radius = ((1.0 - t.uniform(shape, wide)).unary("log") * -2.0).unary("sqrt")
+    return (radius * (t.uniform(shape, wide) * 6.283185307179586).unary("cos")).cast(dtype)
+
+
+@rule("normal_functional.default")
+def _normal_functional(t: Translator, x: Value, mean: float = 0, std: float = 1, **options: Any) -> Value:
+    return _normal(t, x.shape, x.dtype) * std + mean
+
+
+@rule("uniform.default")
+def _uniform(t: Translator, x: Value, low: float = 0, high: float = 1, **options: Any) -> Value:
+    return t.uniform(x.shape, x.dtype) * (high - low) + low
+
+
+@rule("bernoulli.p")
+def _bernoulli(t: Translator, x: Value, p: float = 0.5, **options: Any) -> Value:
+    return t.uniform(x.shape).compare("lt", p).cast(t.type.dtype)
+
+
+@rule("bernoulli.Tensor", "bernoulli.default")
+def _bernoulli_tensor(t: Translator, x: Value, p: Value | None = None, **options: Any) -> Value:
+    chance = x if p is None else p
+    drawn = t.emit("lt", t.uniform(t.type.shape), chance.cast(DType.float32))
+    return drawn.cast(t.type.dtype)
+
+
+@rule("exponential.default")
+def _exponential(t: Translator, x: Value, rate: float = 1, **options: Any) -> Value:
+    return (1.0 - t.uniform(x.shape, x.dtype)).unary("log") * (-1 / rate)
+
+
+@rule("randint.low", "randint.default", "randint_like.low_dtype", "randint_like.default")
+def _randint(t: Translator, *arguments: Any, **options: Any) -> Value | None:
+    name = str(t.node.target)
+    numbers = [a for a in arguments[1 if "like" in name else 0 :] if isinstance(a, int)]
+    low, high = (numbers[0], numbers[1]) if "low" in name else (0, numbers[0])
+    return (t.uniform(t.type.shape, DType.float64) * (high - low) + low).unary("floor").cast(t.type.dtype)
+
+
+_VIEWS = """
+diagonal.default expand.default permute.default select.int slice.Tensor split.Tensor
+split_with_sizes.default squeeze.default squeeze.dim squeeze.dims t.default transpose.int unbind.int unfold.default
+unsqueeze.default view.default
+"""
+for _name in _VIEWS.split():
+    _packet, _overload = _name.split(".")
+    RULES[f"aten.{_packet}_copy.{_overload}"] = RULES[f"aten.{_name}"]

@@ -1,0 +1,17 @@
+"""The name table: ATen overload -> our operators. Importing this module fills `translate.RULES`."""
+
+from daceml_train.frontends.torch.capture import autograd_function, control_flow, requirements
+from daceml_train.frontends.torch.rules import indexing, movement, network, pointwise, reductions
+from daceml_train.frontends.torch.rules.translate import RULES
+
+__all__ = [
+    "RULES",
+    "autograd_function",
+    "control_flow",
+    "indexing",
+    "movement",
+    "network",
+    "pointwise",
+    "reductions",
+    "requirements",
+]

@@ -1,0 +1,373 @@
+"""From a functional ATen graph to operators of ours: walks the nodes and lets `names` emit what each one means."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import sympy
+import torch
+from torch import fx
+
+from daceml_train.errors import DacemlError, Invalid, Unsupported
+from daceml_train.frontends.torch import types
+from daceml_train.frontends.torch.capture.rng_draws import Draw, Randomness, draw_of, is_random
+from daceml_train.frontends.torch.dynamo.origin import origin
+from daceml_train.graph.graph import Graph, Role
+from daceml_train.ops.gradient import Detach
+from daceml_train.ops.operator import Origin, Value, make
+from daceml_train.tensor import Dim, DType, Shape, Tensor, same_shape
+
+Rule = Callable[..., Any]
+"""`rule(translator, *arguments, **keywords)`: emits one ATen operator; a Value, a tuple of them, or None to decline."""
+
+RULES: dict[str, Rule] = {}
+"""ATen overload, such as `aten.add.Tensor`, -> its rule. `names` fills it."""
+
+
+Function = TypeVar("Function", bound=Rule)
+
+
+def rule(*overloads: str) -> Callable[[Function], Function]:
+    """Register a function as the rule of these overloads; `add.Tensor` is short for `aten.add.Tensor`."""
+
+    def register(function: Function) -> Function:
+        for overload in overloads:
+            name = overload if overload.count(".") == 2 else f"aten.{overload}"
+            if name in RULES:
+                raise Invalid(f"two rules for {name}: {RULES[name].__name__} and {function.__name__}")
+            RULES[name] = function
+        return function
+
+    return register
+
+
+_CHECKS = """
+_assert_tensor_metadata _assert_scalar sym_constrain_range sym_constrain_range_for_size _functional_assert_scalar
+_linalg_check_errors
+"""
+IGNORED = frozenset(_CHECKS.split())
+"""Checks: they compute nothing. (A matrix that has no inverse gives infinities in place of an error.)"""
+
+
+_NUMBERS = {
+    "Add": "add",
+    "Mul": "mul",
+    "FloatTrueDiv": "div",
+    "IntTrueDiv": "div",
+    "Pow": "pow",
+    "FloatPow": "pow",
+    "ToFloat": "add",
+    "Max": "maximum",
+    "Min": "minimum",
+}
+"""Functions of symbolic numbers -> elementwise operators; those of one operand are the identity here."""
+
+
+class Unproven(Unsupported):
+    """Sizes that have to be equal are not seen to be, for all values of their symbols; numbers in their place are."""
+
+
+class Translator:
+    """Builds `graph` from ATen graphs. One translator per graph: it hands out seeds and numbers random streams."""
+
+    def __init__(self, graph: Graph, fallback: Callable[..., Any], randomness: Randomness = "seeded") -> None:
+        self.graph = graph
+        self.randomness = randomness
+        self.draws: dict[str, Draw] = {}
+        """Inputs of the graph that hold random numbers drawn before it runs, in their order."""
+        self.fallback = fallback
+        self.fallbacks: list[tuple[str, Origin]] = []
+        self.given: dict[fx.Node, Any] = {}
+        """Nodes whose results are known already: they are not emitted."""
+        self.scope: dict[fx.Node, Any] = {}
+        """What the nodes of the graph that was run last became."""
+        self.node: fx.Node
+        self.constants: dict[str, torch.Tensor] = {}
+        """Inputs of the graph that stand for tensors held by the trace."""
+        self.required: list[Value] = []
+        """What checks without a result of their own gave, on which results have to depend."""
+        self._numbers: dict[str, Value] = {}
+        self._active: set[str] = set()
+        self._looked_at = 0
+        self._streams = 0
+        self._constants: dict[tuple[type, object, DType], Value] = {}
+
+    # ---- what rules use ---------------------------------------------------------------------------------------------
+    @property
+    def type(self) -> Tensor:
+        """The type PyTorch gives to the only result of the current node."""
+        return types.tensor(self.node.meta["val"])
+
+    @property
+    def types(self) -> tuple[Tensor | None, ...]:
+        """The types PyTorch gives to the results of the current node; None for an absent one."""
+        made = self.node.meta["val"]
+        made = made if isinstance(made, tuple | list) else (made,)
+        return tuple(types.tensor(t) if isinstance(t, torch.Tensor) else None for t in made)
+
+    def emit(self, name: str, *operands: Value, **attributes: Any) -> Value:
+        """The first result of the operator `name`."""
+        return self.graph.emit(make(name, **attributes), *operands)[0]
+
+    def emit_all(self, name: str, *operands: Value, **attributes: Any) -> tuple[Value, ...]:
+        """All results of the operator `name`."""
+        return self.graph.emit(make(name, **attributes), *operands)
+
+    def full(self, value: Any, shape: Shape, dtype: DType) -> Value:
+        """A tensor of one constant, given as a Python number or an expression over sizes."""
+        if not isinstance(value, sympy.Expr):
+            value = bool(value) if dtype is DType.bool else value if dtype.is_float else int(value)
+            value = float(value) if dtype.is_float and not isinstance(value, complex) else value
+        return self.emit("full", value=value, shape=tuple(shape), dtype=dtype)
+
+    def value(self, operand: Any, dtype: DType) -> Value:
+        """A tensor operand cast to `dtype`, or a number as a 0-d constant of it."""
+        if isinstance(operand, Value):
+            return operand.cast(dtype)
+        key = (type(operand), str(operand), dtype)
+        if key not in self._constants:
+            self._constants[key] = self.full(operand, (), dtype)
+        return self._constants[key]
+
+    def seed(self) -> Value:
+        """The one seed input of the graph; made at first use."""
+        if "seed" not in self.graph.inputs:
+            return self.graph.input("seed", Tensor((), DType.int64), Role.state, "seed")
+        return self.graph.value("seed")
+
+    def stream(self) -> int:
+        """A number that no other random operator of the graph has."""
+        self._streams += 1
+        return self._streams - 1
+
+    def count_streams_with(self, other: Translator) -> None:
+        """Number random operators behind those that `other` has numbered: they share a seed."""
+        self._streams = max(self._streams, other._streams)
+
+    def drawn(self, draw: Draw, example: Tensor) -> Value:
+        """Random numbers that are drawn before the graph runs."""
+        name = self.graph.fresh(f"draw{len(self.draws)}")
+        self.draws[name] = draw
+        return self.graph.input(name, example, Role.state, name)
+
+    def uniform(self, shape: Shape, dtype: DType = DType.float32) -> Value:
+        """Fresh random numbers in [0, 1)."""
+        made = dtype if dtype is DType.float64 else DType.float32
+        return self.emit("uniform", self.seed(), shape=shape, stream=self.stream(), dtype=made).cast(dtype)
+
+    def dependent(self, value: Value) -> Value:
+        """`value`, which exists only if all checks hold that came before and no other value depends on."""
+        for holds in self.required:
+            value = holds.where(value, 0)
+        self.required = []
+        return value
+
+    def require_gradient(self, value: Value) -> None:
+        """Say that a gradient for this input may be asked for."""
+        self._active.add(value.name)
+
+    def active(self, value: Value) -> bool:
+        """Whether a gradient may have to flow through `value`."""
+        for node in self.graph.nodes[self._looked_at :]:
+            if not self._active.isdisjoint(node.inputs) and not isinstance(node.op, Detach):
+                self._active.update(o for o in node.outputs if self.graph.tensors[o].dtype.is_float)
+        self._looked_at = len(self.graph.nodes)
+        return value.name in self._active
+
+    # ---- walking ----------------------------------------------------------------------------------------------------
+    def run(self, module: fx.GraphModule, operands: Sequence[Any], tokens: Sequence[str] = ()) -> list[Any]:
+        """Emit a traced graph on `operands` (Values, sizes, constants); its outputs, flattened by the trace.
+
+        `tokens` names placeholders that only order checks with effects; nothing is given for them.
+        """
+        scope: dict[fx.Node, Any] = {}
+        self.scope = scope
+        given = iter(operands)
+        for node in module.graph.nodes:
+            match node.op:
+                case "placeholder" if node.name in tokens:
+                    scope[node] = None
+                case "placeholder":
+                    scope[node] = next(given, None)
+                    if scope[node] is None and node.users:
+                        raise Unsupported(f"a traced graph with the unknown operand {node.name}")
+                case "output":
+                    return [scope[o] if isinstance(o, fx.Node) else o for o in node.args[0]]
+                case "get_attr":
+                    scope[node] = self._constant(node, module)
+                case "call_function" if node in self.given:
+                    scope[node] = self.given[node]
+                case "call_function":
+                    with self.graph.at(origin(node)):
+                        scope[node] = self._call(node, scope)
+                case _:
+                    raise Unsupported(f"a traced graph with a node {node.format_node()}", where=str(origin(node)))
+        raise Invalid("a traced graph has no output")
+
+    def _constant(self, node: fx.Node, module: fx.GraphModule) -> Any:
+        """A tensor that the trace holds: operators where it is small, else an input of the graph."""
+        held: Any = module
+        for part in str(node.target).split("."):
+            held = getattr(held, part)
+        if not isinstance(held, torch.Tensor):
+            return held
+        shape, dtype = types.sizes(held.shape), types.element_type(held.dtype)
+        if held.numel() == 1:
+            return self.full(held.item(), shape, dtype)
+        if 0 < held.numel() <= 8 and not held.is_complex():
+            parts = [self.full(number, (1,), dtype) for number in held.flatten().tolist()]
+            return self.emit("concat", *parts, dim=0).view(shape)
+        name = self.graph.fresh(str(node.target).strip("_"))
+        self.constants[name] = held.detach()
+        return self.graph.input(name, types.tensor(held, laid_out=True), Role.buffer, name)
+
+    def _call(self, node: fx.Node, scope: dict[fx.Node, Any]) -> Any:
+        def resolve(argument: Any) -> Any:
+            if isinstance(argument, fx.Node):
+                return scope[argument]
+            if isinstance(argument, tuple | list):
+                return [resolve(a) for a in argument]
+            return argument
+
+        if node.target is operator.getitem:
+            return resolve(node.args[0])[node.args[1]]
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt | int) and not isinstance(value, bool):
+            return types.size(value)
+        if isinstance(value, torch.SymFloat | torch.SymBool | float | bool):
+            return self._number(node, value, resolve)
+        name = str(node.target)
+        if name == "with_effects" and isinstance(node.args[1], torch._ops.OpOverload):
+            if _base_name(str(node.args[1])) in IGNORED:
+                return (None, None)
+            if _base_name(str(node.args[1])) == "_assert_async":
+                self.node = node
+                RULES[f"{node.args[1]}"](self, *(resolve(a) for a in node.args[2:]))
+                return (None, None)
+            raise Unsupported(f"{node.args[1]}, which has effects", where=str(origin(node)))
+        if _base_name(name) in IGNORED:
+            return None
+        if _base_name(name) == "_assert_async":
+            self.node = node
+            RULES[name](self, *(resolve(a) for a in node.args))
+            return None
+        arguments = [resolve(a) for a in node.args]
+        keywords = {key: resolve(a) for key, a in node.kwargs.items()}
+        self.node = node
+        try:
+            return self._emit(name, node, arguments, keywords)
+        except Unsupported as error:
+            raise error if error.where else type(error)(error.message, where=str(origin(node))) from error
+        except Invalid as error:
+            if self.graph.symbols:  # an equality of symbolic sizes that SymPy does not see
+                raise Unproven(f"{name} on symbolic sizes: {error.message}", where=str(origin(node))) from error
+            raise Invalid(f"translating {name}: {error.message}", where=str(origin(node))) from error
+
+    def _number(self, node: fx.Node, value: Any, resolve: Callable[[Any], Any]) -> Any:
+        """A float or truth value: an expression over sizes, or a 0-d tensor where a tensor input holds it."""
+        if not isinstance(value, torch.SymFloat | torch.SymBool):
+            return value
+        expression = value.node.shape_env.replace(value.node.expr)
+        if expression.is_Symbol and isinstance(node.args[0], fx.Node):
+            operand = resolve(node.args[0])
+            if isinstance(operand, Value):
+                self._numbers[expression.name] = operand.view(())
+        try:
+            return self._evaluate(expression)
+        except DacemlError as error:
+            raise Unsupported(error.message, where=str(origin(node))) from error
+
+    def _evaluate(self, expression: Any) -> Any:
+        """An expression in which numbers that tensor inputs hold may occur: 0-d tensors then."""
+        if not any(symbol.name in self._numbers for symbol in expression.free_symbols):
+            return types.expression(expression)
+        if expression.is_Symbol:
+            return self._numbers[expression.name]
+        operands = [self._evaluate(a) for a in expression.args]
+        kind = _NUMBERS.get(type(expression).__name__)
+        if kind is None:
+            raise Unsupported(f"the number {expression}")
+        values = [self.value(o, DType.float64) for o in operands]
+        return functools.reduce(lambda a, b: self.emit(kind, a, b), values)
+
+    def _emit(self, name: str, node: fx.Node, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+        if self.randomness == "eager" and is_random(node.target) and name != "aten.native_dropout.default":
+            numbers = self.drawn(draw_of(node), types.tensor(node.meta["val"]))
+            self._check(name, node, numbers)
+            return numbers
+        known = RULES.get(name) if not _is_complex(node) else None
+        result = known(self, *arguments, **keywords) if known is not None else None
+        if result is None:
+            result = self.fallback(self, node, arguments, keywords)
+        self._check(name, node, result)
+        return result
+
+    def _check(self, name: str, node: fx.Node, result: Any) -> None:
+        """The safety net: what was emitted has the types that PyTorch gave."""
+        made = result if isinstance(result, tuple | list) else (result,)
+        expected = node.meta["val"]
+        expected = expected if isinstance(expected, tuple | list) else (expected,)
+        for position, example in enumerate(expected):
+            if not isinstance(example, torch.Tensor):
+                continue
+            value = made[position] if position < len(made) else None
+            if value is None and _unused(node, position):
+                continue
+            wanted = types.tensor(example)
+            if not isinstance(value, Value):
+                raise Invalid(f"the rule of {name} made no result {position}, which PyTorch gives as {wanted}")
+            if value.dtype is not wanted.dtype or not same_shape(value.shape, wanted.shape):
+                raise Invalid(f"the rule of {name} made {value.tensor}, where PyTorch gives {wanted}")
+
+
+def _base_name(name: str) -> str:
+    return name.split(".")[1] if "." in name else name
+
+
+def _unused(node: fx.Node, position: int) -> bool:
+    return all(user.target is operator.getitem and user.args[1] != position for user in node.users)
+
+
+def _is_complex(node: fx.Node) -> bool:
+    nodes = (*node.all_input_nodes, node)
+    examples = [n.meta.get("val") for n in nodes]
+    return any(isinstance(e, torch.Tensor) and e.is_complex() for e in examples)
+
+
+def promote(*operands: Value | Dim | float | None) -> DType:
+    """The element type in which PyTorch computes an elementwise operator of tensors and numbers."""
+    levels: list[torch.dtype | None] = [None, None, None]
+    for operand in operands:
+        if isinstance(operand, Value):
+            level, dtype = (0 if operand.shape else 1), types.TORCH_DTYPES[operand.dtype]
+        elif operand is None:
+            continue
+        else:
+            level, dtype = 2, _number_type(operand)
+        before = levels[level]
+        levels[level] = dtype if before is None else torch.promote_types(before, dtype)
+    result = _combine(_combine(levels[0], levels[1]), levels[2])
+    assert result is not None
+    return types.element_type(result)
+
+
+def _number_type(number: Any) -> torch.dtype:
+    if isinstance(number, sympy.Expr):
+        return torch.int64 if number.is_integer else torch.get_default_dtype()
+    if isinstance(number, bool):
+        return torch.bool
+    return torch.int64 if isinstance(number, int) else torch.get_default_dtype()
+
+
+def _combine(higher: torch.dtype | None, lower: torch.dtype | None) -> torch.dtype | None:
+    """`combine_categories` of ATen's TypeProperties.cpp, for real types."""
+    if higher is None or lower is None:
+        return higher or lower
+    if higher.is_floating_point or higher.is_complex:
+        return higher
+    if higher is torch.bool or lower.is_floating_point or lower.is_complex:
+        return torch.promote_types(higher, lower)
+    return higher

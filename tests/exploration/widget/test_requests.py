@@ -1,0 +1,252 @@
+"""What a widget asks and is answered, without a browser: stale clicks, failures, filters, files."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import daceml_train as dt
+from daceml_train.exploration.widget.requests import ROWS, Requests
+from daceml_train.exploration.widget.viewer import viewer_source
+from daceml_train.exploration.widget.work import Cancelled, Work
+from daceml_train.graph.text import show
+
+
+class Screen:
+    """A widget that only listens."""
+
+    def __init__(self, session: dt.Session) -> None:
+        self.answers: list[dict[str, Any]] = []
+        self.state: dict[str, Any] = {}
+        self.requests = Requests(session, lambda message, _: self.answers.append(message), self._see)
+        self.requests.show()
+
+    def _see(self, state: dict[str, Any]) -> None:
+        self.state = json.loads(json.dumps(state))  # what is sent is plain data
+
+    def ask(self, kind: str, **what: Any) -> dict[str, Any]:
+        self.requests.handle({"type": kind, "id": "1", "version": self.state["version"], **what})
+        return next(a for a in reversed(self.answers) if a["type"] == "answer" and a.get("id") == "1")
+
+
+@pytest.fixture(scope="module")
+def captured() -> dt.Session:
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 3))
+    optimizer = torch.optim.Adam(model.parameters())
+    x, y = torch.randn(4, 8), torch.randint(0, 3, (4,))
+    return dt.Session(model, x, y, loss=nn.functional.cross_entropy, optimizer=optimizer)
+
+
+@pytest.fixture
+def session(captured: dt.Session) -> dt.Session:
+    captured.jump(0)
+    return captured
+
+
+@pytest.fixture
+def screen(session: dt.Session) -> Screen:
+    return Screen(session)
+
+
+def test_matches_are_ranked_and_highlight_boxes(screen: Screen) -> None:
+    matches = screen.state["matches"]
+    assert matches and len(matches) <= ROWS and not screen.state["listing"]
+    known = [m["bytes"] for m in matches if m["bytes"] is not None]
+    assert known == sorted(known)
+    boxes = {box["key"] for box in screen.state["view"]["boxes"]}
+    assert all(set(m["keys"]) <= boxes for m in matches)
+    assert any(m["keys"] for m in matches)
+
+
+def test_apply_undo_redo_jump(screen: Screen, session: dt.Session) -> None:
+    first = screen.state["matches"][0]
+    before = screen.state["totals"]["bytes"]
+    told = screen.ask("preview", number=0)["preview"]
+    assert session.history == ()
+    assert "error" not in screen.ask("apply", number=0)
+    assert screen.state["totals"]["bytes"] == before + first["bytes"] == told["rows"][0][2]
+    assert screen.state["history"][0]["name"] == first["name"] and screen.state["at"] == 1
+    screen.ask("undo")
+    assert screen.state["totals"]["bytes"] == before and screen.state["at"] == 0
+    screen.ask("redo")
+    screen.ask("jump", number=0)
+    assert screen.state["at"] == 0 and len(screen.state["history"]) == 1
+    assert "nothing to undo" in screen.ask("undo")["error"]
+
+
+def test_a_stale_click_changes_nothing(screen: Screen, session: dt.Session) -> None:
+    old = screen.state["version"]
+    screen.ask("apply", number=0)
+    graph = show(session.graph)
+    answer = screen.ask("apply", number=0, version=old)
+    assert "the graph has changed" in answer["error"]
+    assert show(session.graph) == graph and screen.state["at"] == 1
+
+
+def test_what_a_cell_did_is_shown(screen: Screen, session: dt.Session) -> None:
+    session.apply("fuse_elementwise")
+    answer = screen.ask("apply", number=0)
+    assert "the graph has changed" in answer["error"]
+    assert screen.state["version"] == session.version and screen.state["at"] == 1
+
+
+@pytest.mark.parametrize(
+    "request_, sentence",
+    [
+        ({"type": "apply", "number": 10**6}, "not listed any more"),
+        ({"type": "apply", "pass": "no_such_pass"}, "no_such_pass"),
+        ({"type": "apply", "pass": "recompute", "options": {"budget": "__import__('os')"}}, "budget"),
+        ({"type": "preview", "pass": "recompute", "options": {"nonsense": "1"}}, "nonsense"),
+        ({"type": "details", "key": "no such box"}, "not in the graph"),
+        ({"type": "replay", "path": "no/such.json"}, "there is no file"),
+        ({"type": "save", "path": " "}, "a file's path is needed"),
+        ({"type": "__init__"}, "unknown request"),
+        ({"type": "keep", "array": "x"}, "no step of the history"),
+    ],
+)
+def test_what_is_refused_says_why(screen: Screen, session: dt.Session, request_: dict[str, Any], sentence: str) -> None:
+    graph = show(session.graph)
+    kind = request_.pop("type")
+    assert sentence in screen.ask(kind, **request_)["error"]
+    assert show(session.graph) == graph and session.history == ()
+
+
+def test_a_pass_that_raises_loses_nothing(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("inside a pass")
+
+    screen.ask("apply", number=0)
+    monkeypatch.setattr(screen.requests.session, "apply", broken)
+    assert "ZeroDivisionError: inside a pass" in screen.ask("apply", number=0)["error"]
+    assert screen.state["at"] == 1 and screen.state["matches"]
+
+
+def test_filters(screen: Screen) -> None:
+    screen.ask("filter", **{"pass": "fuse_elementwise"})
+    assert {m["name"] for m in screen.state["matches"]} == {"fuse_elementwise"}
+    screen.ask("filter", refused=True)
+    assert any(m["refusal"] for m in screen.state["matches"])
+    match = next(m for m in screen.state["matches"] if m["keys"])
+    screen.ask("filter", keys=match["keys"][:1])
+    assert screen.state["found"] > 0
+    screen.ask("filter", text="layer_norm")
+    assert screen.state["filter"] == {"text": "layer_norm"}
+
+
+def test_open_close_search_details(screen: Screen) -> None:
+    screen.ask("open", key="update")
+    assert "update" in screen.state["view"]["open"]
+    screen.ask("close", key="update")
+    assert "update" not in screen.state["view"]["open"]
+    found = screen.ask("search", text="gelu")["found"]
+    assert screen.ask("find", key=found[0]["key"])["keys"] == [found[0]["key"]]
+    told = screen.ask("details", key=found[0]["key"])["details"]
+    assert told["label"] == found[0]["label"] and told["code"]
+    end = screen.state["view"]["ends"][0]["key"]
+    assert screen.ask("details", key=end)["details"]["kind"] == "array"
+
+
+def test_looking_does_not_wait_for_work(session: dt.Session) -> None:
+    answers: list[dict[str, Any]] = []
+    states: list[dict[str, Any]] = []
+    work, go, begun = Work(), threading.Event(), threading.Event()
+    requests = Requests(session, lambda message, _: answers.append(message), states.append, work)
+    requests.show()
+    end = time.monotonic() + 60
+    while (not states or states[-1]["listing"]) and time.monotonic() < end:
+        time.sleep(0.01)
+    wanted = states[-1]["matches"][0]
+    other = next(m["name"] for m in states[-1]["matches"] if m["name"] != wanted["name"])
+    work.put(lambda: (begun.set(), go.wait(20)), "long")  # type: ignore[arg-type, return-value]
+    assert begun.wait(5)
+    requests.handle({"type": "open", "id": "look", "key": "update"})
+    requests.handle({"type": "apply", "id": "work", "number": 0, "version": session.version})
+    requests.handle({"type": "filter", "id": "other", "pass": other})  # another match is number 0 from here on
+    assert [a["id"] for a in answers if a["type"] == "answer" and a["id"]] == ["look", "other"]
+    assert "update" in states[-1]["view"]["open"] and states[-1]["matches"][0]["name"] == other
+    go.set()
+    while not any(a["type"] == "answer" and a["id"] == "work" for a in answers) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert session.history[0].where == wanted["where"] and session.history[0].name == wanted["name"]
+
+
+def test_recompute_and_keep(screen: Screen, session: dt.Session) -> None:
+    kept = [k for k in screen.state["kept"] if not k["again"]]
+    answers = [screen.ask("recompute", array=k["array"]) for k in kept[:6]]
+    done = [k for k, answer in zip(kept, answers, strict=False) if "error" not in answer]
+    assert done, answers
+    assert any(k["again"] for k in screen.state["kept"])
+    steps = len(session.history)
+    assert "is kept" in screen.ask("keep", array=done[0]["array"])["note"]
+    assert len(session.history) < steps
+
+
+def test_save_replay_export(screen: Screen, session: dt.Session, tmp_path: Path) -> None:
+    screen.ask("apply", number=0)
+    graph = show(session.graph)
+    assert "saved" in screen.ask("save", path=str(tmp_path / "steps.json"))["note"]
+    screen.ask("jump", number=0)
+    assert "error" not in screen.ask("replay", path=str(tmp_path / "steps.json"))
+    assert show(session.graph) == graph
+    (tmp_path / "bad.json").write_text("{]")
+    assert "error" in screen.ask("replay", path=str(tmp_path / "bad.json"))
+    assert show(session.graph) == graph
+    screen.ask("export", path=str(tmp_path / "page.html"))
+    assert len((tmp_path / "page.html").read_text()) < 300_000
+
+
+@pytest.mark.compiled
+def test_verify_and_measure() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.GELU())
+    screen = Screen(dt.Session(model, torch.randn(4, 4), torch.randn(4, 3), loss=nn.functional.mse_loss))
+    screen.ask("apply", **{"pass": "fuse_elementwise"})
+    assert screen.ask("verify")["note"].startswith("all right")
+    assert "now" in screen.ask("measure", repeats=2)["note"]
+    timed = [box["seconds"] for box in screen.state["view"]["boxes"] if "seconds" in box]
+    assert timed and min(timed) > 0 and screen.state["totals"]["seconds"] > 0
+    assert set(screen.state["notes"]) == {"version", "verified", "measured"}
+    screen.ask("undo")
+    assert screen.state["notes"] == {} and screen.state["totals"]["seconds"] is None
+
+
+def test_the_viewer_is_the_one_that_dace_brings() -> None:
+    assert viewer_source()[:2] == b"\x1f\x8b" and len(viewer_source()) < 3_000_000
+
+
+def test_work_is_cancelled_and_goes_on() -> None:
+    work, said = Work(), list[str]()
+    started, ended = threading.Event(), threading.Event()
+
+    def long() -> None:
+        started.set()
+        try:
+            while True:
+                time.sleep(0.005)
+        except Cancelled:
+            said.append("cancelled")
+
+    work.put(long, "verify")
+    assert started.wait(5)
+    assert work.cancel() == "verify"
+    work.put(lambda: (said.append("next"), ended.set()), "next")  # type: ignore[arg-type, return-value]
+    assert ended.wait(5) and said == ["cancelled", "next"]
+    time.sleep(0.05)
+    assert work.cancel() == ""
+
+
+def test_the_widget_is_a_widget(session: dt.Session) -> None:
+    pytest.importorskip("anywidget")
+    made = dt.explore(session)
+    assert made.state["name"] == "Sequential, Adam"
+    bundle = made._repr_mimebundle_()
+    data = bundle[0] if isinstance(bundle, tuple) else bundle
+    assert "application/vnd.jupyter.widget-view+json" in data and len(data["text/html"]) < 300_000
+    with pytest.raises(dt.Invalid, match="has its model and inputs already"):
+        dt.explore(session, torch.randn(4, 8))

@@ -1,0 +1,139 @@
+"""Streams against brute force: every dependence is kept, independent launches stay apart, events are fewest."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+
+import pytest
+
+from daceml_train.lowering.streams import Access, Schedule, Work, assign, dependences, reduced, schedule
+
+
+def closure(edges: list[list[int]]) -> list[set[int]]:
+    """Per launch all that come before it."""
+    before: list[set[int]] = []
+    for predecessors in edges:
+        before.append(set(predecessors).union(*(before[p] for p in predecessors)))
+    return before
+
+
+def ordered(made: Schedule) -> list[set[int]]:
+    """Per launch what the streams and events of a schedule put before it."""
+    last: dict[int, int] = {}
+    edges: list[list[int]] = []
+    for launch, (stream, waits) in enumerate(zip(made.stream, made.waits, strict=True)):
+        edges.append([*waits, *([last[stream]] if stream in last else [])])
+        last[stream] = launch
+    return closure(edges)
+
+
+def partitions(items: list[int]) -> list[list[list[int]]]:
+    if not items:
+        return [[]]
+    made = []
+    for rest in partitions(items[1:]):
+        made.append([[items[0]], *rest])
+        made += [[*rest[:i], [items[0], *rest[i]], *rest[i + 1 :]] for i in range(len(rest))]
+    return made
+
+
+def fewest_events(edges: list[list[int]]) -> int:
+    """Over all ways to lay the launches into chains of an order that allows all concurrency."""
+    before, minimal = closure(edges), reduced(edges)
+    best = sum(map(len, minimal))
+    for parts in partitions(list(range(len(edges)))):
+        steps = {pair for part in parts for pair in itertools.pairwise(sorted(part))}
+        if all(a in before[b] for a, b in steps):
+            best = min(best, sum((p, n) not in steps for n, ps in enumerate(minimal) for p in ps))
+    return best
+
+
+def random_edges(draw: random.Random, most: int) -> list[list[int]]:
+    count, density = draw.randint(1, most), draw.random()
+    return [[p for p in range(n) if draw.random() < density] for n in range(count)]
+
+
+def test_random_orders_against_brute_force() -> None:
+    draw = random.Random(1)
+    for _ in range(150):
+        edges = random_edges(draw, 7)
+        made = assign(len(edges), edges, most=100)
+        assert closure(reduced(edges)) == closure(edges)
+        assert ordered(made) == closure(edges)  # nothing less, and nothing more
+        assert sum(map(len, made.waits)) == fewest_events(edges), edges
+
+
+def test_chains_that_share_a_stream_keep_every_dependence() -> None:
+    draw = random.Random(2)
+    for _ in range(100):
+        edges = random_edges(draw, 12)
+        made = assign(len(edges), edges, most=2)
+        assert made.streams <= 2 and set(made.stream) == set(range(made.streams))
+        assert all(a <= b for a, b in zip(closure(edges), ordered(made), strict=True))
+
+
+def test_dependences_by_memory() -> None:
+    """Against all pairs: a launch depends on earlier ones with which it shares bytes that one of them writes."""
+    draw = random.Random(3)
+
+    def accesses() -> tuple[Access, ...]:
+        made = []
+        for _ in range(draw.randint(0, 2)):
+            start = draw.randint(0, 20)
+            made.append(Access(draw.randint(0, 1), start, start + draw.randint(0, 8)))
+        return tuple(made)
+
+    def overlap(a: tuple[Access, ...], b: tuple[Access, ...]) -> bool:
+        return any(
+            x.space == y.space and max(x.start, y.start) < min(x.stop, y.stop) for x, y in itertools.product(a, b)
+        )
+
+    for _ in range(300):
+        works = [Work(accesses(), accesses()) for _ in range(draw.randint(1, 9))]
+        expected = [
+            [
+                i
+                for i, a in enumerate(works[:k])
+                if overlap(a.writes, b.reads) or overlap(a.writes, b.writes) or overlap(a.reads, b.writes)
+            ]
+            for k, b in enumerate(works)
+        ]
+        assert closure(dependences(works)) == closure(expected)
+
+
+def branches(seconds: float, share: float, width: int = 4, depth: int = 6) -> list[Work]:
+    """`width` independent chains that are joined at the end."""
+    works = []
+    for branch in range(width):
+        for step in range(depth):
+            reads = (Access(branch, step, step + 1),)
+            works.append(Work(reads, (Access(branch, step + 1, step + 2),), seconds, share))
+    works.append(Work(tuple(Access(b, depth, depth + 1) for b in range(width)), (Access(99, 0, 1),), seconds, share))
+    return works
+
+
+def test_several_streams_only_where_a_gain_is_expected() -> None:
+    small = schedule(branches(10e-6, 0.2))
+    assert small.streams == 4 and sum(map(len, small.waits)) == 3
+    full = schedule(branches(10e-6, 1.0))
+    assert full.streams == 1 and "faster" in full.reason
+    tiny = schedule(branches(0.2e-6, 0.2, depth=1))
+    assert tiny.streams == 1 and "events" in tiny.reason
+    assert schedule([]).streams == 1
+
+
+@pytest.mark.parametrize("count", [3000])
+def test_thousands_of_launches(count: int) -> None:
+    draw = random.Random(4)
+    works = []
+    for index in range(count):
+        reads = tuple(Access(0, p, p + 1) for p in (draw.randint(max(0, index - 40), index) for _ in range(3)))
+        works.append(Work(reads, (Access(0, index, index + 1),), 1e-5, 0.1))
+    start = time.perf_counter()
+    made = schedule(works)
+    assert time.perf_counter() - start < 5  # a tenth of that on an idle core
+    assert made.streams > 1
+    edges = dependences(works)
+    assert all(p in before for before, ps in zip(ordered(made), edges, strict=True) for p in ps)

@@ -1,0 +1,66 @@
+"""The choice of library for a matrix product: both ways agree, the choice is remembered, damage is survived."""
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+
+from daceml_train.runtime import tune_matmul
+from daceml_train.runtime.tune_matmul import Added, MatmulShape, MatmulTuner, planned
+
+
+def product(rows: int = 128, inner: int = 128, columns: int = 128, added: Added = "nothing") -> MatmulShape:
+    return MatmulShape(rows, inner, columns, (inner, 1), (1, inner), added, torch.get_num_threads())
+
+
+def test_small_products_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_matmul, "measure", lambda product: pytest.fail("measured"))
+    assert MatmulTuner().way(product(8, 8, 8)) == "blas"
+
+
+def test_a_choice_is_made_once_and_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[MatmulShape] = []
+    monkeypatch.setattr(tune_matmul, "available", lambda: True)
+    monkeypatch.setattr(tune_matmul, "measure", lambda p: measured.append(p) or "onednn")
+    path = tmp_path / "products.json"
+    first = MatmulTuner(path)
+    assert first.way(product()) == first.way(product()) == "onednn"
+    assert MatmulTuner(path).way(product()) == "onednn"
+    assert len(measured) == 1
+    MatmulTuner(path).way(product(added="row"))
+    assert set(MatmulTuner(path).chosen) == {product().key, product(added="row").key}
+
+
+@pytest.mark.parametrize("damage", ['{"half', "[1]", '{"key": true}'])
+def test_a_damaged_file_is_replaced(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "products.json"
+    path.write_text(damage)
+    monkeypatch.setattr(tune_matmul, "measure", lambda p: "blas")
+    monkeypatch.setattr(tune_matmul, "available", lambda: True)
+    assert MatmulTuner(path).way(product()) == "blas"
+    assert MatmulTuner(path).chosen == {product().key: "blas"}
+
+
+@pytest.mark.skipif(not tune_matmul.available(), reason="this PyTorch has no oneDNN product")
+@pytest.mark.parametrize("added", ["nothing", "row", "matrix", "result"])
+@pytest.mark.parametrize("layout", ["plain", "a transposed", "b transposed"])
+def test_onednn_computes_the_same(layout: str, added: Added) -> None:
+    a = torch.randn(70, 50).t() if layout == "a transposed" else torch.randn(50, 70)
+    b = torch.randn(60, 70).t() if layout == "b transposed" else torch.randn(70, 60)
+    c = {"nothing": None, "row": torch.randn(60)}.get(added, torch.randn(50, 60))
+    expected = a @ b + (0 if c is None else c)
+    made = planned(a, b, c, added)()
+    torch.testing.assert_close(c if added == "result" else made[0], expected)
+
+
+@pytest.mark.skipif(not tune_matmul.available(), reason="this PyTorch has no oneDNN product")
+@pytest.mark.parametrize("added", ["nothing", "row", "matrix", "result"])
+def test_both_ways_are_measured(added: Added) -> None:
+    assert tune_matmul.measure(MatmulShape(64, 64, 64, (1, 64), (64, 1), added, 1)) in get_args(tune_matmul.Way)
+
+
+def test_measuring_leaves_the_thread_count() -> None:
+    before = torch.get_num_threads()
+    tune_matmul.measure(product(16, 16, 16))
+    assert torch.get_num_threads() == before

@@ -1,0 +1,1 @@
+"""The level before differentiation: what is easier to see, or to save, in the forward pass alone."""

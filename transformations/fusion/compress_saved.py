@@ -1,0 +1,172 @@
+"""CompressSaved: arrays wait for the backward pass in a smaller type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from daceml_train.analysis.aliases import is_alias
+from daceml_train.codegen.kernel.loops import hint
+from daceml_train.errors import Invalid
+from daceml_train.graph.graph import Graph, Node, Role
+from daceml_train.ops.elementwise import Cast, Full, Iota
+from daceml_train.ops.kernel import Kernel, Statement, canonical
+from daceml_train.ops.operator import Value
+from daceml_train.passes.base import Pass, without_dead_code
+from daceml_train.tensor import DType
+from daceml_train.transformations.global_movement.update_in_place import as_kernel
+
+STORED = {"bfloat16": DType.bfloat16, "float16": DType.float16}
+"""Types in which arrays can wait."""
+
+
+@dataclass(frozen=True)
+class CompressSaved(Pass):
+    """Keep arrays for the backward pass in a type of 16 bits, and bring them back where it reads them.
+
+        x -> [f] -> a -> [g] -> y, ..., a, dy -> [h] -> da
+            =>     x -> [f] -> a -> [g] -> y, a -> [cast] -> k, ..., k -> [cast] -> a', a', dy -> [h] -> da
+
+    In no pipeline of ours: gradients change. The forward pass, and so the loss of a step, stays as it is, to the bit.
+    A kept number is off by at most 2^-8 of itself in `bfloat16`, whose range is that of float32; in `float16` by at
+    most 2^-11, but numbers above 65504 become infinite and those below 6e-5 lose digits. So a gradient that is linear
+    in what is kept, as that of a weight is, is off by at most that share of the sum of its terms' magnitudes.
+    Arrays of float32 of at least `min_bytes` are stored so. It stands behind the level of fusion, whose kernels take up
+    the casts; library calls read float32, for which the array is brought back whole, for a short time. It works on
+    whole training steps: under `optimize`, what is kept is chosen before there are kernels.
+    """
+
+    level = "fusion"
+    dtype: str = "bfloat16"
+    min_bytes: int = 1 << 16
+
+    def __post_init__(self) -> None:
+        if self.dtype not in STORED:
+            raise Invalid(f"compress_saved stores in {' or '.join(STORED)}, given {self.dtype!r}")
+
+    def run(self, graph: Graph) -> Graph:
+        roles = {graph.inputs[name].role for name in graph.writes if name in graph.inputs}
+        if Role.parameter not in roles or graph.kept or not graph.outputs:
+            return graph  # no whole step
+        early = of_loss(graph)
+        kept = self.kept(graph, early)
+        return _Stored(graph, early, kept, STORED[self.dtype]).run() if kept else graph
+
+    def kept(self, graph: Graph, early: set[str]) -> set[str]:
+        """The arrays that the forward pass makes and the backward pass reads, through aliases too."""
+        source: dict[str, str] = {}
+        found: set[str] = set()
+        for node in graph.nodes:
+            if early.isdisjoint(node.outputs):
+                found.update(source.get(name, "") for name in node.inputs)
+            elif is_alias(node.op):
+                source[node.outputs[0]] = source.get(node.inputs[0], "")
+            else:
+                source.update((name, self.fitting(graph, node, name)) for name in node.outputs)
+        return found - {""}
+
+    def fitting(self, graph: Graph, node: Node, name: str) -> str:
+        """The array, if it is one to be stored in another type, else nothing."""
+        tensor = graph.tensors[name]
+        constant = isinstance(node.op, Full | Iota)
+        return name if tensor.dtype is DType.float32 and hint(tensor.bytes) >= self.min_bytes and not constant else ""
+
+
+def of_loss(graph: Graph) -> set[str]:
+    """What the loss, the first output, is computed from, and what is made along with it: the forward pass."""
+    needed = set(graph.outputs[:1])
+    for node in reversed(graph.nodes):
+        if not needed.isdisjoint(node.outputs):
+            needed.update((*node.inputs, *node.outputs))
+    return needed
+
+
+def plain(node: Node) -> Kernel | None:
+    """The node as a kernel whose arguments are all different, if it is one or a single elementwise operator."""
+    kernel = as_kernel(node)
+    return kernel if kernel is not None and len(set(kernel.arguments)) == len(kernel.arguments) else None
+
+
+class _Stored:
+    """The graph in which nodes that are not `early` read `kept` arrays by way of another type."""
+
+    def __init__(self, graph: Graph, early: set[str], kept: set[str], dtype: DType) -> None:
+        self.graph, self.early, self.kept, self.dtype = graph, early, kept, dtype
+        self.producers = graph.producers()
+        self.other = graph.empty()
+        self.now = {name: self.other.value(name) for name in graph.inputs}
+        self.small: dict[str, Value] = {}
+        """Array, or alias of one, that the backward pass reads -> the same in the type in which it waits."""
+        self.wide: dict[str, Value] = {}
+        """... -> the same brought back."""
+
+    def run(self) -> Graph:
+        """The graph."""
+        for node in self.graph.nodes:
+            with self.other.at(node.origin):
+                if self.early.isdisjoint(node.outputs):
+                    self.late(node)
+                else:
+                    self.forward(node)
+        self.other.applied = self.graph.applied + len(self.kept)
+        return without_dead_code(self.graph.finish(self.other, {old: v.name for old, v in self.now.items()}))
+
+    def forward(self, node: Node) -> None:
+        """A node of the forward pass, which also makes what is to wait."""
+        inputs = tuple(self.now[i].name for i in node.inputs)
+        stored = [name for name in node.outputs if name in self.kept]
+        kernel = plain(node) if stored else None
+        if kernel is None:
+            self.append(node, node.op, inputs)
+            self.small.update((name, self.now[name].cast(self.dtype)) for name in stored)
+            return
+        made = [kernel.yields[node.outputs.index(name)] for name in stored]
+        casts = [Statement(Cast(self.dtype), (value,), (f"stored{k}",)) for k, value in enumerate(made)]
+        yields = (*kernel.yields, *(cast.outputs[0] for cast in casts))
+        op, _ = canonical(kernel.arguments, (*kernel.statements, *casts), yields)
+        self.append(node, replace(op, updates=kernel.updates), inputs, stored)
+
+    def append(self, node: Node, op: object, inputs: tuple[str, ...], stored: list[str] | None = None) -> None:
+        """Add a node under its old names, and `stored` results in the other type behind them."""
+        names = [name if name not in self.other.tensors else self.other.fresh(name) for name in node.outputs]
+        more = [self.other.fresh(f"{name}_stored") for name in stored or ()]
+        made = self.other.append(op, inputs, [*names, *more], node.origin)  # type: ignore[arg-type]
+        self.now.update(zip(node.outputs, made, strict=False))
+        self.small.update(zip(stored or (), made[len(node.outputs) :], strict=True))
+
+    def late(self, node: Node) -> None:
+        """A node of the backward pass: a kernel brings back what it reads, for others it is brought back before."""
+        small = [self.waiting(name) for name in node.inputs]
+        if is_alias(node.op) and small[0] is not None:  # made again in the other type where it is read
+            if node.outputs[0] in self.graph.results:
+                self.now[node.outputs[0]] = self.brought(node.outputs[0])
+            return
+        kernel = plain(node) if any(small) else None
+        if kernel is None:
+            inputs = tuple(self.brought(name).name for name in node.inputs)
+            self.append(node, node.op, inputs)
+            return
+        widened = {a: f"{a}_wide" for a, value in zip(kernel.arguments, small, strict=True) if value is not None}
+        casts = [Statement(Cast(DType.float32), (a,), (wide,)) for a, wide in widened.items()]
+        body = [replace(s, inputs=tuple(widened.get(i, i) for i in s.inputs)) for s in kernel.statements]
+        yields = tuple(widened.get(y, y) for y in kernel.yields)
+        op, _ = canonical(kernel.arguments, (*casts, *body), yields)
+        given = (value or self.now[name] for name, value in zip(node.inputs, small, strict=True))
+        self.append(node, replace(op, updates=kernel.updates), tuple(value.name for value in given))
+
+    def waiting(self, name: str) -> Value | None:
+        """An array in the type in which it waits, if it does."""
+        node = self.producers.get(name)
+        if name not in self.small and node is not None and is_alias(node.op):
+            source = self.waiting(node.inputs[0])
+            if source is not None:
+                self.small[name] = source.apply(node.op)
+        return self.small.get(name)
+
+    def brought(self, name: str) -> Value:
+        """An array in its own type, as the backward pass reads it."""
+        if name not in self.wide:
+            small = self.waiting(name)
+            if small is None:
+                return self.now[name]
+            self.wide[name] = small.cast(DType.float32)
+        return self.wide[name]

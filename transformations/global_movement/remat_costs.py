@@ -1,0 +1,121 @@
+"""Runs: the operators of a step in the order in which they will run, and what it takes to run each of them again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from daceml_train.analysis.chunks import chunk_rows, update_chains
+from daceml_train.analysis.memory import Blocks, memory, number
+from daceml_train.analysis.traffic import traffic
+from daceml_train.graph.graph import Graph
+from daceml_train.ops.control import draws
+from daceml_train.ops.kernel import Kernel
+from daceml_train.transformations.global_movement.chunk_updates import ChunkUpdates
+from daceml_train.transformations.global_movement.concatenate_in_place import ConcatenateInPlace
+from daceml_train.transformations.global_movement.dead_code import DeadCode
+from daceml_train.transformations.global_movement.liveness import Liveness, liveness_of, reordered
+from daceml_train.transformations.global_movement.reuse_operands import ReuseOperands, candidates
+from daceml_train.transformations.global_movement.schedule import Schedule
+from daceml_train.transformations.global_movement.update_in_place import UpdateInPlace
+
+
+@dataclass(frozen=True)
+class RematCosts:
+    """A step in the order that it has behind the passes of TRAINING that follow; item i is the i-th to run."""
+
+    graph: Graph
+    """The operators in that order, without updates in place."""
+    items: Liveness
+    """What is written in place takes no memory, and gradients that updates use up in parts take that of a part."""
+    costs: tuple[float, ...]
+    """Per item: bytes that it moves, and its operations at so many per byte."""
+    pure: tuple[bool, ...]
+    """Per item: whether it belongs to the forward pass and gives the same again."""
+    light: tuple[bool, ...]
+    """Per item: whether it is pure and its bytes cost more than its operations."""
+    peak: int
+    """Bytes of arena and pool at the fullest, behind the passes that follow."""
+
+    @property
+    def makers(self) -> dict[int, int]:
+        """Block -> the item that makes it."""
+        found: dict[int, int] = {}
+        for item, touched in enumerate(self.items.touches):
+            for block in touched:
+                found.setdefault(block, item)
+        return found
+
+
+def remat_costs_of(graph: Graph, intensity: float) -> RematCosts:
+    """The items of a graph that stands in front of `UpdateInPlace`; an operation costs 1/`intensity` of a byte."""
+    plain = graph.copy()
+    plain.nodes = [
+        replace(n, op=replace(n.op, updates=())) if isinstance(n.op, Kernel) and n.op.updates else n
+        for n in graph.nodes
+    ]
+    scheduled = _scheduled(plain)
+    final = _stored(scheduled)
+    position = {node.outputs[0]: p for p, node in enumerate(scheduled.nodes)}
+    live = [node for node in plain.nodes if node.outputs[0] in position]  # without dead code
+    ordered = reordered(plain, sorted(live, key=lambda n: position[n.outputs[0]]))
+    items = liveness_of(ordered, _overwritable(ordered))
+    written = set(ordered.writes.values())
+    parts = _parts(final)
+    sizes = [0 if name in written else parts.get(name, items.bytes[b]) for b, name in enumerate(items.names)]
+    entries = {node.outputs[0]: e for node, e in zip(ordered.nodes, traffic(ordered).entries, strict=True)}
+    forward = ancestors(ordered, ordered.outputs[:1])
+    costs, pure, light = [], [], []
+    for node in items.nodes:
+        entry = entries[node.outputs[0]]
+        moved, computed = number(entry.bytes), number(entry.flops) / intensity
+        costs.append(moved + computed)
+        pure.append(node.outputs[0] in forward and not draws(node.op))
+        light.append(pure[-1] and moved >= computed)
+    sized = replace(items, bytes=tuple(sizes))
+    return RematCosts(ordered, sized, tuple(costs), tuple(pure), tuple(light), memory(final).peak)
+
+
+def finished(graph: Graph) -> Graph:
+    """The graph as the passes of TRAINING from `UpdateInPlace` on leave it."""
+    return _stored(_scheduled(graph))
+
+
+def _scheduled(graph: Graph) -> Graph:
+    return Schedule().run(UpdateInPlace().run(DeadCode().run(graph)))
+
+
+def _stored(graph: Graph) -> Graph:
+    return ChunkUpdates().run(ReuseOperands().run(ConcatenateInPlace().run(graph)))
+
+
+def _overwritable(graph: Graph) -> dict[str, list[str]]:
+    """Result of a kernel -> the operands over which it may be stored."""
+    blocks = Blocks(graph, len(graph.outputs), add_in_place=False)
+    return {
+        graph.nodes[position].outputs[result]: [graph.nodes[position].inputs[a] for a in arguments]
+        for position, found in candidates(graph, blocks, ReuseOperands().min_bytes).items()
+        for result, arguments in found.items()
+    }
+
+
+def _parts(graph: Graph) -> dict[str, int]:
+    """Gradient that is made in parts -> bytes of a part."""
+    sizes: dict[str, int] = {}
+    for chain in update_chains(graph).values():
+        tensor = graph.tensors[graph.nodes[chain.gradient].outputs[0]]
+        for position in (chain.gradient, chain.rows):
+            if position is not None:
+                name = graph.nodes[position].outputs[0]
+                sizes[name] = chunk_rows(graph, chain) * number(tensor.shape[1]) * tensor.dtype.bytes
+    return sizes
+
+
+def ancestors(graph: Graph, names: Sequence[str]) -> set[str]:
+    """The arrays from which `names` are computed, and all that is made along with them."""
+    found = set(names)
+    for node in reversed(graph.nodes):
+        if not found.isdisjoint(node.outputs):
+            found.update(node.inputs)
+            found.update(node.outputs)
+    return found

@@ -1,0 +1,226 @@
+"""Rematerialize: arrays that the backward pass needs are kept or made again, so that the step fits a memory budget."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from daceml_train.analysis.memory import memory
+from daceml_train.errors import BudgetInfeasible, Invalid
+from daceml_train.graph.graph import Graph, Node
+from daceml_train.ops.control import draws
+from daceml_train.passes.base import Candidate, Measured, Pass
+from daceml_train.transformations.global_movement.dead_code import DeadCode
+from daceml_train.transformations.global_movement.remat_costs import finished, remat_costs_of
+from daceml_train.transformations.global_movement.remat_plan import RematPlan, RematStages
+from daceml_train.transformations.global_movement.rematerialized_graph import rebuilt
+
+UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+@dataclass(frozen=True)
+class Rematerialize(Pass):
+    """Make arrays again for their late readers instead of keeping them, where the memory budget asks for it.
+
+        x -> [f] -> a -> [g] -> y, ..., a, dy -> [h] -> da
+            =>     x -> [f] -> a -> [g] -> y, ..., x -> [f] -> a', a', dy -> [h] -> da
+
+    `budget` bounds the bytes of arena and pool (parameters, optimizer state and the batch are the user's and not in
+    it): a number of bytes, a text such as "2 GiB", or a share of what the step takes without this pass (0.7). What to
+    make again is chosen so that it takes the least time: bytes moved, and operations at `intensity` per byte. `keep`
+    and `recompute` fix the choice for arrays by name or for modules by path (`*` stands for anything): the ones are
+    kept whatever the budget, the others made again in any case. Operators that draw from PyTorch's generator are never
+    run again; our own random numbers are a function of seed and index, so they come out the same. What a step writes
+    (running statistics, parameters) it writes once. Raises `BudgetInfeasible` for a budget below the minimum, which it
+    names.
+
+    Stands in front of `UpdateInPlace`; the peak is that behind the passes of TRAINING that follow it there.
+    """
+
+    level = "global_movement"
+    budget: str | int | float | None = None
+    keep: tuple[str, ...] = ()
+    recompute: tuple[str, ...] = ()
+    intensity: float = 16.0
+    stages: int = 8
+
+    def run(self, graph: Graph) -> Graph:
+        if (self.budget is None and not self.recompute) or graph.kept or not graph.nodes:
+            return graph  # a forward graph whose backward pass is another graph has nothing to make again
+        search = _Search(self, graph)
+        limit = None if self.budget is None else budget_bytes(self.budget, search.default)
+        if not self.recompute and limit is not None and search.default <= limit:
+            return graph
+        return search.best(limit)
+
+    def matches(self, graph: Graph) -> Sequence[Candidate]:
+        """One per array that the backward pass reads late and that can be made again, the largest first."""
+        if graph.kept or not graph.outputs:
+            return []
+        stages = (search := _Search(self, graph)).program()
+        late = [b for b in stages.big if stages.movable(b)]
+        found = []
+        for block in sorted(late, key=lambda b: (-stages.items.bytes[b], b)):
+            name = stages.items.names[block]
+            alone = Rematerialize(recompute=(name,), intensity=self.intensity, stages=self.stages)
+            where = f"%{name}, {show_bytes(stages.items.bytes[block])}"
+            found.append(Measured(self, search.given, where, (name,), functools.partial(alone.run, graph), slow=True))
+        return found
+
+
+def budget_bytes(budget: str | int | float, default: int) -> int:
+    """A budget in bytes; a float up to 1 is a share of `default`. Raises `Invalid` for anything else."""
+    if isinstance(budget, str):
+        found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", budget)
+        unit = found and found[2].lower()
+        if found is None or unit not in UNITS:
+            raise Invalid(f"a budget is a number of bytes such as '2 GiB', given {budget!r}")
+        return int(float(found[1]) * UNITS[unit])
+    if isinstance(budget, float) and 0 < budget <= 1:
+        return int(budget * default)
+    if budget <= 0 or (isinstance(budget, float) and budget != int(budget)):
+        raise Invalid(f"a budget is a positive number of bytes or a share up to 1, given {budget}")
+    return int(budget)
+
+
+def show_bytes(size: int) -> str:
+    """Bytes as a reader says them."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}" if size / factor < 1000 else f"{size / factor:.0f} {unit}"
+    return f"{size} bytes"
+
+
+TRIES = 6
+"""How many programs are solved in search of the cheapest choice within the budget."""
+
+
+class _Search:
+    """Solves programs whose estimate of the bytes is loosened or tightened by what the memory model says exactly."""
+
+    def __init__(self, options: Rematerialize, graph: Graph) -> None:
+        self.options, self.given = options, graph
+        self.runs = remat_costs_of(graph, options.intensity)
+        self.items, self.default = self.runs.items, self.runs.peak
+
+    def program(self, finer: int = 1) -> RematStages:
+        """The integer program over the order in which the step runs without this pass, of so many times the stages."""
+        runs, items = self.runs, self.items
+        possible = frozenset(b for b, item in runs.makers.items() if runs.pure[item]) - items.kept
+        kept = self._chosen(self.options.keep, "keep", frozenset(range(len(items.bytes))))
+        dropped = self._chosen(self.options.recompute, "recompute", possible)
+        if both := kept & dropped:
+            raise BudgetInfeasible(f"{items.names[min(both)]} is named in keep and in recompute")
+        count = finer * self.options.stages
+        order = range(len(items.nodes))
+        return RematStages(items, order, runs.pure, runs.costs, frozenset(kept), frozenset(dropped), count)
+
+    def _chosen(self, patterns: Sequence[str], option: str, possible: frozenset[int]) -> set[int]:
+        """The blocks that patterns name: by the array or by the path of the module that made it."""
+        found: set[int] = set()
+        makers = self.runs.makers
+        for pattern in patterns:
+            matched = set()
+            for block, name in enumerate(self.items.names):
+                path = self.items.nodes[makers[block]].origin.module
+                if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(path, pattern) or _under(path, pattern):
+                    matched.add(block)
+            if not matched:
+                raise BudgetInfeasible(
+                    f"option {option} of recompute names {pattern!r}, which is no array and no module's path"
+                )
+            if matched.isdisjoint(possible):
+                raise BudgetInfeasible(self._impossible(min(matched)))
+            found |= matched & possible
+        return found
+
+    def _impossible(self, block: int) -> str:
+        """Why an array is never made again."""
+        maker = self.items.nodes[self.runs.makers[block]]
+        name = f"{self.items.names[block]} cannot be made again"
+        if draws(maker.op):
+            return f"{name}: {maker.op.label} draws from PyTorch's generator"
+        if block in self.items.kept:
+            return f"{name}: it is a result of the step"
+        return f"{name}: it does not belong to the forward pass"
+
+    # ---- search -------------------------------------------------------------------------------------------------
+    def best(self, limit: int | None) -> Graph:
+        """The graph of the cheapest choice found whose peak is within `limit`.
+
+        Where no choice over the stages as they are fits, finer ones are tried. Raises `BudgetInfeasible`, naming the
+        least bytes that were found, where none fits there either.
+        """
+        if limit is None:
+            choice = self.program().solve(float("1e30"))
+            assert choice is not None
+            return self.graph_of(choice)
+        self.lowest = self.default
+        for finer in (1, 2):
+            stages = self.program(finer)
+            if (found := self._within(stages, limit) or self._least(stages, limit)) is not None:
+                return found
+        raise BudgetInfeasible(
+            f"a budget of {show_bytes(limit)} is below the minimum of {show_bytes(self.lowest)} for {self.given.name}",
+            advice=f"it takes {show_bytes(self.default)} without recomputation; parameters and optimizer state are not "
+            "counted",
+        )
+
+    def _tried(self, choice: RematPlan) -> tuple[Graph, int]:
+        """The graph of a choice and its peak."""
+        graph = self.graph_of(choice)
+        peak = memory(finished(graph)).peak
+        self.lowest = min(self.lowest, peak)
+        return graph, peak
+
+    def _within(self, stages: RematStages, limit: int) -> Graph | None:
+        """The cheapest choice within the limit: the program's own limit is moved until the peak is right below it."""
+        found: tuple[float, Graph] | None = None
+        target = float(limit)
+        tight, loose = 0.0, 2.0 * self.default  # estimates that gave a peak within the budget, and beyond it
+        for _ in range(TRIES):
+            choice = stages.solve(target)
+            if choice is None:  # no such estimate: a looser one may still give a peak within the budget
+                tight = max(tight, target)
+                target = (target + min(loose, 1.2 * target)) / 2
+                continue
+            graph, peak = self._tried(choice)
+            if peak <= limit:
+                found = min(found or (choice.cost, graph), (choice.cost, graph), key=lambda pair: pair[0])
+                if peak > 0.98 * limit:
+                    break
+                tight, target = target, min(target + (limit - peak), (target + loose) / 2)
+            else:
+                loose = target
+                target = max(target - max(1.2 * (peak - limit), 0.01 * limit), (tight + target) / 2)
+            if loose - tight < 0.002 * limit:
+                break
+        return found and found[1]
+
+    def _least(self, stages: RematStages, limit: int) -> Graph | None:
+        """The first choice within the limit on the way to the fewest bytes, which `lowest` then holds."""
+        targets = [None, *(share * self.lowest for share in (0.95, 0.9, 0.85, 0.8, 0.75))]
+        for target in targets:
+            choice = stages.solve(target)
+            if choice is None:
+                break
+            graph, peak = self._tried(choice)
+            if peak <= limit:
+                return graph
+        return None
+
+    def graph_of(self, choice: RematPlan) -> Graph:
+        """The graph of a choice, without what nobody reads."""
+        return DeadCode().run(rebuilt(self.runs.graph, self.items, choice))
+
+
+def _under(path: str, pattern: str) -> bool:
+    return bool(path) and (path == pattern or path.startswith(f"{pattern}."))
+
+
+def rematerialized(graph: Graph) -> list[Node]:
+    """The operators that run again in a graph that `Rematerialize` made."""
+    return [node for node in graph.nodes if any("_again" in name for name in node.outputs)]
