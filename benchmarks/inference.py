@@ -59,12 +59,12 @@ own, `INFERENCE`, on the CPU:
 - `fold_batch_norm` makes normalization by known statistics part of the weights and bias of the convolution or product
   in front of it. This is exact algebra; results differ by rounding.
 - What depends on parameters and buffers alone (folded weights, their layouts, position embeddings) is a program of its
-  own, which runs at the first call and again when one of them has changed (`analysis.weights_only`, `driver.prepacked`).
-  Parameters stay the module's own. What it makes is kept beside them and takes memory: their size again,
-  1.8 times that for filters of 3x3 in tiles.
+  own, which runs at the first call and again when one of them has changed (`analysis.weights_only`,
+  `driver.prepacked`). Parameters stay the module's own. What it makes is kept beside them and takes memory: their
+  size again, 1.8 times that for filters of 3x3 in tiles.
 - Products and convolutions of images with weights that stay run in kernels of our own (`pack_weights`,
-  `codegen/library/native/matmul.h`): 12 rows times 32 columns are summed in registers, the weight lies in panels of 32 columns
-  that were laid out once, and the next panel is asked for while this one is in use, so that weights stream from
+  `codegen/library/native/matmul.h`): 12 rows times 32 columns are summed in registers, the weight lies in panels of 32
+  columns that were laid out once, and the next panel is asked for while this one is in use, so that weights stream from
   memory. Windows of convolutions are addresses of pixels; nothing is copied. Depthwise convolutions have a kernel, too.
 - What is elementwise on a result (bias, activation, residual) is generated into the kernel and happens while its rows
   are in cache (`fuse_matmul_epilogue`). NaN stays NaN in a ReLU, which it does not in oneDNN's.

@@ -7,6 +7,8 @@ importing it would bind it as an attribute here, where it would hide the functio
 import importlib
 from typing import Any
 
+from daceml_train import renamed as _renamed
+
 __version__ = "0.1.0"
 
 _HOME = {
@@ -37,6 +39,9 @@ _MODULES = ("debug",)
 """Public modules, imported at first use as well."""
 
 __all__ = ["__version__", *_HOME]
+
+
+_renamed.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -113,6 +113,11 @@ def product(sizes: Iterable[Dim]) -> Dim:
     return simplify(result)
 
 
+def hint(size: Dim) -> float:
+    """A number for a size, for decisions that may be wrong without harm: every symbol counts as 64."""
+    return float(size) if isinstance(size, int) else float(size.subs(dict.fromkeys(size.free_symbols, 64)))
+
+
 def same(a: Dim, b: Dim) -> bool:
     """Whether two sizes are equal for all values of their symbols."""
     if isinstance(a, int) and isinstance(b, int):

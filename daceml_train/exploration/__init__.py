@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = "steps" if name in ("Match", "Preview", "Step") else "session"
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    return getattr(importlib.import_module(f"{__name__}.session.{home}"), name)
 
 
 show_graphs()

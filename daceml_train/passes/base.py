@@ -28,6 +28,7 @@ from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.operator import Value
 from daceml_train.passes.options import check_names, checked_option, option_types, show_annotation, show_option
 from daceml_train.passes.registry import name_of, register
+from daceml_train.renamed import warn
 from daceml_train.tensor import Dim, simplify
 
 LEVELS = ("forward", "intra_operator", "fusion", "layout", "global_movement")
@@ -191,6 +192,18 @@ class Match:
     """What `match` recognized, by the names used in the rewrite's picture."""
 
     @property
+    def parts(self) -> Mapping[str, Any]:
+        """The old name of `bindings`."""
+        warn("Match.parts", "Match.bindings")
+        return self.bindings
+
+    @property
+    def view(self) -> Uses:
+        """The old name of `uses`."""
+        warn("Match.view", "Match.uses")
+        return self.uses
+
+    @property
     def refusal(self) -> str | None:
         """Why this match must not be rewritten, or None."""
         return next((why for holds, why in self.rewrite.legality(self) if not holds), None)
@@ -225,6 +238,12 @@ class Match:
 @dataclass(frozen=True)
 class Rewrite(Pass):
     """A pass that replaces matched operators; see the module's text."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        if "find" in vars(cls) and "match" not in vars(cls):
+            warn(f"the method find of {cls.__name__}", "match")
+            cls.match = vars(cls)["find"]  # type: ignore[method-assign]
+        super().__init_subclass__(**options)
 
     @abstractmethod
     def match(self, uses: Uses, node: Node) -> Mapping[str, Any] | None:

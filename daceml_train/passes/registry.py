@@ -8,6 +8,7 @@ from typing import Any
 from daceml_train.errors import Duplicate, Invalid
 from daceml_train.passes.options import nearest
 from daceml_train.plugins import PASSES, load_plugins
+from daceml_train.renamed import pass_name
 
 _KNOWN: dict[str, type[Any]] = {}
 
@@ -49,6 +50,7 @@ def registered() -> dict[str, type[Any]]:
 
 def find(name: str, where: str = "") -> type[Any]:
     """The pass called `name`. Raises `Invalid`, with the nearest name or all of them, where there is none."""
+    name = pass_name(name)
     if name not in _KNOWN:
         known = registered()
         if name not in known:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from daceml_train.analysis.aliases import is_alias
-from daceml_train.codegen.kernel.loops import hint
 from daceml_train.errors import Invalid
 from daceml_train.graph.graph import Graph, Node, Role
 from daceml_train.ops.elementwise import Cast, Full, Iota
 from daceml_train.ops.kernel import Kernel, Statement, canonical
 from daceml_train.ops.operator import Value
 from daceml_train.passes.base import Pass, without_dead_code
-from daceml_train.tensor import DType
+from daceml_train.tensor import DType, hint
 from daceml_train.transformations.global_movement.update_in_place import as_kernel
 
 STORED = {"bfloat16": DType.bfloat16, "float16": DType.float16}

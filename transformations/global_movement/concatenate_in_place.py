@@ -8,7 +8,6 @@ from functools import cached_property
 
 from daceml_train.analysis.aliases import is_alias, roots
 from daceml_train.analysis.concat_aliases import ConcatAlias, concat_alias, concat_aliases
-from daceml_train.codegen.kernel.loops import hint
 from daceml_train.errors import Refused
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.control import ControlFlow
@@ -16,7 +15,7 @@ from daceml_train.ops.elementwise import Full, Iota
 from daceml_train.ops.movement import Concat
 from daceml_train.ops.packed import has_product
 from daceml_train.passes.base import Pass
-from daceml_train.tensor import Dim, same, same_shape, simplify
+from daceml_train.tensor import Dim, hint, same, same_shape, simplify
 
 
 @dataclass(frozen=True)

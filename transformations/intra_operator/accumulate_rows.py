@@ -6,14 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from daceml_train.codegen.kernel.loops import hint
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.contraction import Matmul
 from daceml_train.ops.elementwise import Elementwise
 from daceml_train.ops.embedding import AddRows, EmbeddingGrad
 from daceml_train.ops.operator import Value
 from daceml_train.passes.base import Match, Rewrite, Uses
-from daceml_train.tensor import Dim, same_shape
+from daceml_train.tensor import Dim, hint, same_shape
 from daceml_train.transformations.intra_operator.accumulate_matmuls import pointwise
 
 

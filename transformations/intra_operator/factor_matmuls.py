@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from daceml_train.analysis.aliases import is_alias
-from daceml_train.codegen.kernel.loops import hint
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.contraction import Matmul, MatmulAdd
 from daceml_train.ops.operator import Value
 from daceml_train.passes.base import Match, Rewrite, Uses
-from daceml_train.tensor import Dim, simplify
+from daceml_train.tensor import Dim, hint, simplify
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from daceml_train.analysis.aliases import is_alias
-from daceml_train.codegen.kernel.loops import hint
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.contraction import Matmul, MatmulAdd
 from daceml_train.ops.convolution import Geometry
 from daceml_train.ops.elementwise import Cast
 from daceml_train.ops.operator import Value
 from daceml_train.passes.base import Measured, Pass, without_dead_code
-from daceml_train.tensor import DType
+from daceml_train.tensor import DType, hint
 
 NARROW, WIDE = DType.bfloat16, DType.float32
 

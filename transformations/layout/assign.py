@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from daceml_train.analysis.aliases import is_alias
 from daceml_train.analysis.traffic import traffic
 from daceml_train.analysis.weights_only import HELD
-from daceml_train.codegen.kernel.loops import hint
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.convolution import LIBRARY_TYPES, Geometry
 from daceml_train.ops.elementwise import Full, Iota
@@ -17,7 +16,7 @@ from daceml_train.ops.movement import Concat, Expand, Flip, Pad, Reorder, Slice,
 from daceml_train.ops.operator import Operator
 from daceml_train.ops.pooling import AvgPool2d, AvgPool2dGrad, MaxPool2d, MaxPool2dGrad
 from daceml_train.passes.base import Pass, without_dead_code
-from daceml_train.tensor import Tensor, channels_last, same_memory
+from daceml_train.tensor import Tensor, channels_last, hint, same_memory
 from daceml_train.transformations.layout.min_cut import Assignment
 
 EITHER = (MaxPool2d, MaxPool2dGrad, AvgPool2d, AvgPool2dGrad, Pad, Concat, Flip)

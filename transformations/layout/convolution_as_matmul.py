@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from daceml_train.codegen.kernel.loops import hint
 from daceml_train.codegen.library.im2col import LARGEST
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.contraction import MatmulAdd
@@ -16,7 +15,7 @@ from daceml_train.ops.movement import View as ViewOp
 from daceml_train.ops.operator import Value
 from daceml_train.ops.resample import Col2Im, Im2Col
 from daceml_train.passes.base import Match, Rewrite, Uses
-from daceml_train.tensor import Dim, DType, Tensor, channels_last, product, same, same_memory, simplify
+from daceml_train.tensor import Dim, DType, Tensor, channels_last, hint, product, same, same_memory, simplify
 
 LAST, ROWS = channels_last(4), (0, 1, 2, 3)
 

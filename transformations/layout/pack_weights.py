@@ -8,7 +8,6 @@ from typing import Any
 
 from daceml_train.analysis.aliases import is_alias
 from daceml_train.analysis.traffic import traffic
-from daceml_train.codegen.kernel.loops import hint
 from daceml_train.codegen.library.matmul_epilogue import WIDEST
 from daceml_train.graph.graph import Graph, Node, Role
 from daceml_train.ops.contraction import Matmul, MatmulAdd
@@ -25,7 +24,18 @@ from daceml_train.ops.packed import (
     transformed_filter,
 )
 from daceml_train.passes.base import Match, Rewrite, Uses
-from daceml_train.tensor import Dim, DType, Tensor, channels_last, product, same, same_memory, same_shape, simplify
+from daceml_train.tensor import (
+    Dim,
+    DType,
+    Tensor,
+    channels_last,
+    hint,
+    product,
+    same,
+    same_memory,
+    same_shape,
+    simplify,
+)
 
 WIDE = 7
 """Columns of a depthwise filter up to which its row is in registers."""

@@ -35,10 +35,10 @@ from daceml_train.codegen.cpu.emitter import (
     sym,
 )
 from daceml_train.codegen.cpu.schedule import BLOCKS
-from daceml_train.codegen.kernel.loops import SQUARE, SQUARE_LANES, TILE, hint
+from daceml_train.codegen.kernel.loops import SQUARE, SQUARE_LANES, TILE
 from daceml_train.codegen.kernel.plan import Plan
 from daceml_train.codegen.kernel.staging import Columns, Rows, Stage
-from daceml_train.tensor import product
+from daceml_train.tensor import hint, product
 
 FLUSH = 16
 """Most rows that are accumulated in the narrow type. The error of a mean grows with it, and a normalization multiplies

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from daceml_train.codegen.kernel.loops import Loops, hint
+from daceml_train.codegen.kernel.loops import Loops
 from daceml_train.codegen.kernel.staging import Staging
-from daceml_train.tensor import product, same
+from daceml_train.tensor import hint, product, same
 
 REGISTERS = 48
 """Values per thread that are kept in registers at most, beside those of the computation itself."""

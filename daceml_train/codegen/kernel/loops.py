@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from daceml_train.codegen.kernel.domain import Domain, Leaf, Split
 from daceml_train.ops.reduction import Reduce
-from daceml_train.tensor import Dim, DType, product, same, simplify
+from daceml_train.tensor import Dim, DType, hint, product, same, simplify
 
 TILE = 1024
 """Lanes per tile where tiles of lanes are what runs in parallel."""
@@ -37,11 +37,6 @@ class Axis:
 
     name: str
     size: Dim
-
-
-def hint(size: Dim) -> float:
-    """A number for a size, for decisions that may be wrong without harm: symbols count as 64."""
-    return float(size) if isinstance(size, int) else float(size.subs(dict.fromkeys(size.free_symbols, 64)))
 
 
 class Loops:
