@@ -64,11 +64,12 @@ LIMITS: dict[str, str] = {
     "lstm": "The peak memory is PyTorch, TorchDynamo and what they import; the step's own arrays are 9 MiB.",
 }
 """Network -> what limits it now."""
-MEMORY = """Peak memory of a warm ResNet-50 step, 813 MiB, is PyTorch (219), the parameters (97), modules that
-TorchDynamo and the optimizer import in eager execution, too (79), what capturing imports and leaves (57), momentum
-(97), what the step was planned to take (213), and what libraries keep (51). It was 996 MiB before cheap arrays were
-rematerialized (`RematerializeCheap`, 384 MiB of arrays), library calls wrote their results into the arena, and capturing
-left out NetworkX and setuptools (16). Networks whose arrays are few against what is imported or trained (LSTM, DLRM) can
+MEMORY = """Peak memory of a warm ResNet-50 step, 813 MiB, is PyTorch (219), the parameters (97), modules
+that TorchDynamo and
+the optimizer import in eager execution, too (79), what capturing imports and leaves (57), momentum (97), what the
+step was planned to take (213), and what libraries keep (51). It was 996 MiB before cheap arrays were rematerialized
+(`RematerializeCheap`, 384 MiB of arrays), library calls wrote their results into the arena, and capturing left out
+NetworkX and setuptools (16). Networks whose arrays are few against what is imported or trained (LSTM, DLRM) can
 hardly get below what every variant has."""
 """Why peak memory is what it is."""
 

@@ -23,10 +23,10 @@ Generated; do not edit. To count again:
     .venv/bin/python -m benchmarks.traffic_page > docs/traffic.md
 
 The bytes of one training step, float32, as `analysis.traffic` and `frontends.torch.capture.eager_traffic` count them:
-every kernel and every library call reads each distinct operand once and writes its results, and moves what its library reorders. Eager
-is PyTorch as it runs: one ATen kernel after another, the optimizer's included; views cost nothing. *Captured* is our
-graph with one kernel per leaf operator, which is more, since a softmax or an Adam update consists of several leaves.
-"""
+every kernel and every library call reads each distinct operand once and writes its results, and moves what its
+library reorders. Eager is PyTorch as it runs: one ATen kernel after another, the optimizer's included; views cost
+nothing. *Captured* is our graph with one kernel per leaf operator, which is more, since a softmax or an Adam update
+consists of several leaves."""
 
 
 def main() -> int:

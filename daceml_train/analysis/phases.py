@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from daceml_train.analysis.reachability import descendants, required
 from daceml_train.graph.graph import Graph, Role
 
 PHASES = ("forward", "backward", "update")
@@ -18,22 +19,15 @@ def phases(graph: Graph, results: int | None = None) -> list[str]:
     if not cotangents and not updated and results is None:
         return ["forward"] * len(graph.nodes)
     if cotangents:
-        late = set(cotangents)
-        for node in graph.nodes:
-            if not late.isdisjoint(node.inputs):
-                late.update(node.outputs)
+        late = descendants(graph.nodes, cotangents)
         early = [late.isdisjoint(node.outputs) for node in graph.nodes]
     else:
         wanted = {
             *graph.outputs[: results or 1],
             *(value for target, value in graph.writes.items() if target not in updated),
         }
-        early = [False] * len(graph.nodes)
-        for position in range(len(graph.nodes) - 1, -1, -1):
-            node = graph.nodes[position]
-            if not wanted.isdisjoint(node.outputs):
-                early[position] = True
-                wanted.update(node.inputs)
+        first = {id(node) for node in required(graph.nodes, wanted)[0]}
+        early = [id(node) in first for node in graph.nodes]
     written = {graph.writes[target] for target in updated} - set(graph.outputs[: results or 1])
     return [
         "forward" if first else "backward" if written.isdisjoint(node.outputs) else "update"

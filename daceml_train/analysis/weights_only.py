@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from daceml_train.analysis.aliases import is_alias, roots
+from daceml_train.analysis.reachability import required
 from daceml_train.analysis.sizes import symbols_of
 from daceml_train.graph.graph import Graph, Node, Role
 from daceml_train.ops.control import ControlFlow
@@ -117,12 +118,8 @@ def _read(node: Node, makers: dict[str, Node], moved: set[str]) -> list[str]:
 
 def _part(graph: Graph, title: str, wanted: Iterable[str], given: tuple[str, ...] = ()) -> Graph:
     """The nodes that make `wanted` from inputs of the graph and from the arrays `given`."""
-    needed = {*wanted, *(graph.writes if given else ())}
-    nodes: list[Node] = []
-    for node in reversed(graph.nodes):
-        if not needed.isdisjoint(node.outputs) and not set(given).issuperset(node.outputs):
-            nodes.append(node)
-            needed.update(node.inputs)
+    computed = [node for node in graph.nodes if not set(given).issuperset(node.outputs)]
+    nodes, needed = required(computed, (*wanted, *(graph.writes if given else ())))
     made = [name for node in nodes for name in node.outputs if name not in given]
     symbols = {s for node in nodes for s in symbols_of((node.op, *(graph.tensors[name] for name in node.outputs)))}
     part = Graph(title)
@@ -131,6 +128,6 @@ def _part(graph: Graph, title: str, wanted: Iterable[str], given: tuple[str, ...
             part.input(name, entry.tensor, entry.role, entry.path)
     for name in given:
         part.input(name, graph.tensors[name], Role.saved)
-    part.nodes = nodes[::-1]
+    part.nodes = nodes
     part.tensors.update({name: graph.tensors[name] for name in made})
     return part

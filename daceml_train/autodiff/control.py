@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from daceml_train.analysis.reachability import required
 from daceml_train.errors import Unsupported
 from daceml_train.graph.bodies import bodies, body_of
 from daceml_train.graph.graph import Graph, Node
@@ -82,18 +83,14 @@ def _pruned(graph: Graph, keep: Sequence[str]) -> Graph:
 
     Raises `Unsupported` where random numbers would have to be drawn a second time.
     """
-    needed, nodes = {*graph.outputs}, []
-    for node in reversed(graph.nodes):
-        if not needed.isdisjoint(node.outputs):
-            needed.update(node.inputs)
-            nodes.append(node)
+    nodes, _ = required(graph.nodes, graph.outputs)
     for node in nodes:
         if draws(node.op):
             raise Unsupported(f"a derivative that needs the numbers of {node.op.label} again")
     other = Graph(graph.name)
     for name in keep:
         other.input(name, graph.tensors[name])
-    other.nodes = nodes[::-1]
+    other.nodes = nodes
     other.tensors.update({name: graph.tensors[name] for node in nodes for name in node.outputs})
     other.outputs = list(graph.outputs)
     return other
@@ -101,11 +98,8 @@ def _pruned(graph: Graph, keep: Sequence[str]) -> Graph:
 
 def _read(graph: Graph) -> set[str]:
     """The inputs that outputs depend on."""
-    needed = {*graph.outputs}
-    for node in reversed(graph.nodes):
-        if not needed.isdisjoint(node.outputs):
-            needed.update(node.inputs)
-    return needed.intersection(graph.inputs)
+    _, read = required(graph.nodes, graph.outputs)
+    return read.intersection(graph.inputs)
 
 
 # ---- branches -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from daceml_train.analysis.reachability import ancestors
 from daceml_train.analysis.sizes import derivation, symbols_of
 from daceml_train.graph.graph import Graph, Input, Node, Role
 from daceml_train.ops.elementwise import Cast, Elementwise, Full, Iota
@@ -38,7 +39,7 @@ def partition(joint: Graph, results: int) -> Halves:
     """Cut `joint`, whose outputs are `results` forward results followed by gradients."""
     makers = joint.producers()
     cotangents = [name for name, entry in joint.inputs.items() if entry.role is Role.cotangent]
-    forward_names = _needed(joint, [*joint.outputs[:results], *joint.writes.values()])
+    forward_names = ancestors(joint.nodes, [*joint.outputs[:results], *joint.writes.values()])
     written = set(joint.writes)
     backward: list[Node] = []
     placed: set[str] = set()
@@ -75,7 +76,7 @@ def partition(joint: Graph, results: int) -> Halves:
             stack.pop()
 
     tainted = _dependent(joint, cotangents)
-    wanted = tainted & _needed(joint, joint.outputs[results:])
+    wanted = tainted & ancestors(joint.nodes, joint.outputs[results:])
     for node in joint.nodes:  # in their order, so that what is computed again stands before its first use
         if not wanted.isdisjoint(node.outputs) and not forward_names.issuperset(node.outputs):
             place(node.outputs[0])
@@ -135,15 +136,6 @@ def _recomputable(joint: Graph, forward: set[str]) -> set[str]:
 def _add(graph: Graph, joint: Graph, nodes: Sequence[Node]) -> None:
     graph.nodes = list(nodes)
     graph.tensors.update({name: joint.tensors[name] for node in nodes for name in node.outputs})
-
-
-def _needed(graph: Graph, names: Sequence[str]) -> set[str]:
-    needed = set(names)
-    for node in reversed(graph.nodes):
-        if not needed.isdisjoint(node.outputs):
-            needed.update(node.inputs)
-            needed.update(node.outputs)
-    return needed
 
 
 def _dependent(graph: Graph, names: Sequence[str]) -> set[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from daceml_train.analysis.reachability import required
 from daceml_train.autodiff.control import control_cotangents
 from daceml_train.autodiff.pads import Pads
 from daceml_train.errors import Invalid, Unsupported
@@ -190,13 +191,8 @@ def derived_cotangents(
             of[result.name] = of[result.name] + seed if result.name in of else seed
     names = [x.name for x, asked in zip(xs, wanted, strict=True) if asked]
     gradients = differentiate(inner, of, names)
-    needed = {value.name for value in gradients.values() if value is not None}
-    kept: list[Node] = []
-    for node in reversed(inner.nodes):
-        if not needed.isdisjoint(node.outputs):
-            needed.update(node.inputs)
-            kept.append(node)
-    for node in reversed(kept):
+    kept, _ = required(inner.nodes, [value.name for value in gradients.values() if value is not None])
+    for node in kept:
         made = graph.append(node.op, tuple(now[i] for i in node.inputs))
         now.update((name, value.name) for name, value in zip(node.outputs, made, strict=True))
     found = (gradients.get(x.name) for x in xs)

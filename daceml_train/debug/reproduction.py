@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from daceml_train.analysis.interpret import interpret
+from daceml_train.analysis.reachability import required
 from daceml_train.graph.graph import Graph, Node, Role
 from daceml_train.graph.text import show
 from daceml_train.ops.elementwise import Full, Iota
@@ -37,7 +38,7 @@ def smallest(graph: Graph, arrays: Mapping[str, Array], fails: Fails) -> tuple[G
     best = None
     nodes, results = list(graph.nodes), list(dict.fromkeys(graph.results))
     for name in results:  # one result
-        kept = _reaching(nodes, [name])
+        kept = required(nodes, [name])[0]
         if left > 0 and (best := holds(kept, [name])) is not None:
             nodes, results = kept, [name]
             break
@@ -47,7 +48,7 @@ def smallest(graph: Graph, arrays: Mapping[str, Array], fails: Fails) -> tuple[G
         if step < len(nodes) and (part := holds(nodes[step:], results)) is not None:
             best, nodes, changed = part, nodes[step:], True
         for node in nodes[:-step][-1:] if step < len(nodes) and len(results) == 1 else ():
-            kept = _reaching(nodes, [node.outputs[0]])
+            kept = required(nodes, [node.outputs[0]])[0]
             if (part := holds(kept, [node.outputs[0]])) is not None:
                 best, nodes, results, changed = part, kept, [node.outputs[0]], True
         if not changed:
@@ -57,15 +58,6 @@ def smallest(graph: Graph, arrays: Mapping[str, Array], fails: Fails) -> tuple[G
     if best is None:
         return graph, dict(arrays)
     return best, {name: np.asarray(values[name]) for name in best.inputs}
-
-
-def _reaching(nodes: list[Node], results: list[str]) -> list[Node]:
-    needed, kept = set(results), []
-    for node in reversed(nodes):
-        if not needed.isdisjoint(node.outputs):
-            needed.update(node.inputs)
-            kept.append(node)
-    return kept[::-1]
 
 
 def excerpt(graph: Graph, nodes: list[Node], results: list[str]) -> Graph:

@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 from daceml_train.analysis.chunks import mended
+from daceml_train.analysis.reachability import required
 from daceml_train.analysis.traffic import traffic
 from daceml_train.analysis.verify import verify
 from daceml_train.analysis.weights_only import held
@@ -328,14 +329,9 @@ def applied(before: Graph, after: Graph) -> int:
 
 def without_dead_code(graph: Graph) -> Graph:
     """The graph without operators whose results nobody sees."""
-    needed = set(graph.results)
-    kept: list[Node] = []
-    for node in reversed(graph.nodes):
-        if not needed.isdisjoint(node.outputs):
-            needed.update(node.inputs)
-            kept.append(node)
+    kept, _ = required(graph.nodes, graph.results)
     other = graph.copy()
-    other.nodes = kept[::-1]
+    other.nodes = kept
     made = {name for node in kept for name in node.outputs}
     other.tensors = {n: t for n, t in graph.tensors.items() if n in made or n in graph.inputs}
     return other

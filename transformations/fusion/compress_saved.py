@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from daceml_train.analysis.aliases import is_alias
+from daceml_train.analysis.reachability import ancestors
 from daceml_train.errors import Invalid
 from daceml_train.graph.graph import Graph, Node, Role
 from daceml_train.ops.elementwise import Cast, Full, Iota
@@ -72,11 +73,7 @@ class CompressSaved(Pass):
 
 def of_loss(graph: Graph) -> set[str]:
     """What the loss, the first output, is computed from, and what is made along with it: the forward pass."""
-    needed = set(graph.outputs[:1])
-    for node in reversed(graph.nodes):
-        if not needed.isdisjoint(node.outputs):
-            needed.update((*node.inputs, *node.outputs))
-    return needed
+    return ancestors(graph.nodes, graph.outputs[:1])
 
 
 def plain(node: Node) -> Kernel | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from daceml_train.analysis.reachability import required
 from daceml_train.codegen.kernel.domain import analyze
 from daceml_train.errors import Refused
 from daceml_train.graph.graph import Graph
@@ -251,13 +252,9 @@ class Grouping:
     ) -> tuple[Kernel, tuple[str, ...], list[str]]:
         """The groups as one canonical kernel without dead statements, the arrays it reads, and those it makes."""
         arguments, statements, yields = self.body(*groups, copies=copies)
-        needed, kept = set(yields), []
-        for statement in reversed(statements):
-            if not needed.isdisjoint(statement.outputs):
-                needed.update(statement.inputs)
-                kept.append(statement)
-        arguments = tuple(a for a in arguments if a in needed)
-        kernel, _ = canonical(arguments, kept[::-1], yields)
+        kept, read = required(statements, yields)
+        arguments = tuple(a for a in arguments if a in read)
+        kernel, _ = canonical(arguments, kept, yields)
         return kernel, arguments, yields
 
     def bytes(self, names: Iterable[str]) -> Dim:

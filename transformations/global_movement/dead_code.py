@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from daceml_train.analysis.reachability import required
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.control import ControlFlow
-from daceml_train.ops.kernel import Kernel, Statement
+from daceml_train.ops.kernel import Kernel
 from daceml_train.passes.base import Pass, without_dead_code
 from daceml_train.transformations.global_movement.region_dead_code import without_dead_regions
 
@@ -50,11 +51,7 @@ def trimmed(node: Node, kernel: Kernel, seen: Collection[str]) -> Node:
     """The kernel without results outside `seen`, and without the statements and arguments that only those need."""
     results = [i for i, name in enumerate(node.outputs) if name in seen]
     yields = tuple(kernel.yields[i] for i in results)
-    needed, statements = set(yields), list[Statement]()
-    for statement in reversed(kernel.statements):
-        if not needed.isdisjoint(statement.outputs):
-            needed.update(statement.inputs)
-            statements.append(statement)
+    statements, needed = required(kernel.statements, yields)
     updates = [(result, argument) for result, argument in kernel.updates if result in results]
     needed.update(kernel.arguments[argument] for _, argument in updates)
     arguments = [i for i, name in enumerate(kernel.arguments) if name in needed]
@@ -64,7 +61,7 @@ def trimmed(node: Node, kernel: Kernel, seen: Collection[str]) -> Node:
         return node
     body = Kernel(
         tuple(kernel.arguments[i] for i in arguments),
-        tuple(statements[::-1]),
+        tuple(statements),
         yields,
         tuple((results.index(result), arguments.index(argument)) for result, argument in updates),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 
+from daceml_train.analysis.reachability import required
 from daceml_train.graph.graph import Node
 from daceml_train.ops.control import Cond, ControlFlow, Scan
 from daceml_train.ops.fallback import Body
@@ -26,13 +27,8 @@ def without_dead_regions(node: Node, op: ControlFlow, seen: Collection[str]) -> 
 
 def _live(body: Body, yields: Sequence[str | None]) -> tuple[tuple[Statement, ...], set[str]]:
     """The statements that `yields` need, and the values that these and `yields` read."""
-    needed = {name for name in yields if name is not None}
-    kept: list[Statement] = []
-    for statement in reversed(body.statements):
-        if not needed.isdisjoint(statement.outputs):
-            needed.update(statement.inputs)
-            kept.append(statement)
-    return tuple(kept[::-1]), needed
+    statements, read = required(body.statements, yields)
+    return tuple(statements), read
 
 
 def _cond(node: Node, op: Cond, results: Sequence[int]) -> Node:

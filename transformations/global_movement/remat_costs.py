@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from daceml_train.analysis.chunks import chunk_rows, update_chains
 from daceml_train.analysis.memory import Blocks, memory, number
+from daceml_train.analysis.reachability import ancestors
 from daceml_train.analysis.traffic import traffic
 from daceml_train.graph.graph import Graph
 from daceml_train.ops.control import draws
@@ -64,7 +64,7 @@ def remat_costs_of(graph: Graph, intensity: float) -> RematCosts:
     parts = _parts(final)
     sizes = [0 if name in written else parts.get(name, items.bytes[b]) for b, name in enumerate(items.names)]
     entries = {node.outputs[0]: e for node, e in zip(ordered.nodes, traffic(ordered).entries, strict=True)}
-    forward = ancestors(ordered, ordered.outputs[:1])
+    forward = ancestors(ordered.nodes, ordered.outputs[:1])
     costs, pure, light = [], [], []
     for node in items.nodes:
         entry = entries[node.outputs[0]]
@@ -109,13 +109,3 @@ def _parts(graph: Graph) -> dict[str, int]:
                 name = graph.nodes[position].outputs[0]
                 sizes[name] = chunk_rows(graph, chain) * number(tensor.shape[1]) * tensor.dtype.bytes
     return sizes
-
-
-def ancestors(graph: Graph, names: Sequence[str]) -> set[str]:
-    """The arrays from which `names` are computed, and all that is made along with them."""
-    found = set(names)
-    for node in reversed(graph.nodes):
-        if not found.isdisjoint(node.outputs):
-            found.update(node.inputs)
-            found.update(node.outputs)
-    return found

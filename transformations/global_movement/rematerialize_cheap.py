@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from daceml_train.analysis.memory import memory
+from daceml_train.analysis.reachability import ancestors
 from daceml_train.graph.graph import Graph
 from daceml_train.passes.base import Pass
 from daceml_train.transformations.fusion.siblings import FuseSiblings
 from daceml_train.transformations.global_movement.dead_code import DeadCode
 from daceml_train.transformations.global_movement.live_ranges import LiveRanges
-from daceml_train.transformations.global_movement.remat_costs import ancestors, finished, remat_costs_of
+from daceml_train.transformations.global_movement.remat_costs import finished, remat_costs_of
 from daceml_train.transformations.global_movement.rematerialized_graph import rebuilt
 
 NEAR = 8
@@ -51,5 +52,5 @@ class RematerializeCheap(Pass):
             return graph
         made = DeadCode().run(rebuilt(runs.graph, runs.items, spans.choice))
         again = {name for node in made.nodes for name in node.outputs}.difference(graph.tensors)
-        made = FuseSiblings(window=NEAR).joined(made, again, ancestors(made, made.outputs[:1]))
+        made = FuseSiblings(window=NEAR).joined(made, again, ancestors(made.nodes, made.outputs[:1]))
         return made if memory(finished(made)).peak < runs.peak else graph

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import guard_int
 from torch.utils import _pytree as pytree
 
+from daceml_train.analysis.reachability import required
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch import types
 from daceml_train.frontends.torch.capture import graph_leaves
@@ -169,16 +170,11 @@ def _translated(
 
 def _live(graph: Graph) -> list[Node]:
     """The nodes that outputs or writes depend on; results that are views of inputs leave others behind."""
-    needed = set(graph.results)
-    kept: list[Node] = []
-    for node in reversed(graph.nodes):
-        if not needed.isdisjoint(node.outputs):
-            needed.update(node.inputs)
-            kept.append(node)
-        else:
-            for name in node.outputs:
-                del graph.tensors[name]
-    return kept[::-1]
+    kept, _ = required(graph.nodes, graph.results)
+    produced = {name for node in kept for name in node.outputs}
+    for name in {name for node in graph.nodes for name in node.outputs} - produced:
+        del graph.tensors[name]
+    return kept
 
 
 def _dropped(graph: Graph, entry: InputSource) -> InputSource:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from daceml_train.analysis.reachability import required
 from daceml_train.errors import DacemlError, Unsupported
 from daceml_train.frontends.torch import types
 from daceml_train.frontends.torch.capture.aot import aot_export_joint_simple
@@ -231,14 +232,6 @@ def _gradient_positions(made: Sequence[Any], wanted: Sequence[int], count: int) 
 
 def body_of(graph: Graph, yields: Sequence[str | None]) -> Body:
     """A graph as a body that yields these arrays, without the nodes that do not contribute."""
-    return Body(tuple(graph.inputs), tuple(_live(graph, yields)), tuple(yields))
-
-
-def _live(graph: Graph, yields: Sequence[str | None]) -> Iterator[Statement]:
-    needed = {name for name in yields if name is not None}
-    kept = []
-    for node in reversed(graph.nodes):
-        if not needed.isdisjoint(node.outputs):
-            needed.update(node.inputs)
-            kept.append(Statement(node.op, node.inputs, node.outputs))
-    return reversed(kept)
+    nodes, _ = required(graph.nodes, yields)
+    statements = tuple(Statement(node.op, node.inputs, node.outputs) for node in nodes)
+    return Body(tuple(graph.inputs), statements, tuple(yields))
