@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """A random model as text, with all that decides how it is trained."""
 
 from __future__ import annotations
