@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from daceml_train.analysis.interpret import interpret
-from daceml_train.driver import compilation, inference
+from daceml_train.driver import compile as road
 from daceml_train.graph.graph import Graph
 from daceml_train.lowering.device import CPU
 from daceml_train.lowering.lower import lower
@@ -90,9 +90,8 @@ def interpreting() -> Iterator[None]:
     """Within it, what is compiled is interpreted."""
     _graphs.clear()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(compilation, "lower", _lower))
-        for module in (compilation, inference):
-            stack.enter_context(mock.patch.object(module, "cached", _uncached))
-            stack.enter_context(mock.patch.object(module, "addresses_of", lambda *_: {}))
-            stack.enter_context(mock.patch.object(module, "Executable", Interpreted))
+        stack.enter_context(mock.patch.object(road, "lower", _lower))
+        stack.enter_context(mock.patch.object(road, "cached", _uncached))
+        stack.enter_context(mock.patch.object(road, "generate", lambda *_: {}))
+        stack.enter_context(mock.patch.object(road, "Executable", Interpreted))
         yield

@@ -1,4 +1,4 @@
-"""cache, passes: what is on disk, and which transformations there are."""
+"""cache, passes, stages: what is on disk, which transformations there are, and the road that programs take."""
 
 from __future__ import annotations
 
@@ -25,6 +25,13 @@ def add(commands: Any) -> None:
     )
     passes.add_argument("name", nargs="?", metavar="PASS", help="the pass to explain")
     passes.set_defaults(run=_passes)
+
+    stages = commands.add_parser(
+        "stages",
+        help="the stages of compilation",
+        description="List the stages from a captured graph to a running program: name, what each sees, what it does.",
+    )
+    stages.set_defaults(run=_stages)
 
 
 def _cache(options: argparse.Namespace) -> int:
@@ -61,4 +68,11 @@ def _passes(options: argparse.Namespace) -> int:
         for name, kind in known.items():
             if kind.level == level:
                 print(f"  {name:28} {' '.join(kind.describe().summary.split())}")
+    return 0
+
+
+def _stages(options: argparse.Namespace) -> int:
+    from daceml_train.driver.compile import STAGES
+
+    print(STAGES)
     return 0

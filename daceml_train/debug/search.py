@@ -21,8 +21,9 @@ from daceml_train.autodiff.partition import partition
 from daceml_train.autodiff.reverse import differentiate
 from daceml_train.debug.case import Case, array, cases, departs, eager, first_departing_node
 from daceml_train.debug.reproduction import excerpt, smallest, write
-from daceml_train.driver.compilation import Options, compile_differentiable
 from daceml_train.driver.function import run_with_layout
+from daceml_train.driver.goals import compile_differentiable
+from daceml_train.driver.options import Options
 from daceml_train.graph.graph import Graph, Node, Role
 from daceml_train.ops.kernel import Kernel
 from daceml_train.ops.operator import Array

@@ -13,10 +13,10 @@ from typing import Any, get_args
 
 import torch
 
-from daceml_train.driver.compilation import Options
 from daceml_train.driver.dump import Dump
 from daceml_train.driver.micro_batches import MicroBatchedStep, Reduction
 from daceml_train.driver.module import Backend, optimized
+from daceml_train.driver.options import Options
 from daceml_train.driver.step import Loss, ScheduleKind, TrainingStep
 from daceml_train.errors import Invalid
 from daceml_train.frontends.torch.capture.rng_draws import Randomness

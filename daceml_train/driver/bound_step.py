@@ -18,8 +18,8 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from daceml_train.driver.binding import SEED, memory_span, sizes_of
-from daceml_train.driver.compilation import WholeStep
 from daceml_train.driver.denominators import Denominators
+from daceml_train.driver.goals import WholeStep
 from daceml_train.errors import DeviceMismatch, ExecutionError, Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.frontends.torch.capture.rng_draws import Draw

@@ -1,4 +1,4 @@
-"""What of a captured graph and of its pipeline depends on the device: some kernels are written for the CPU alone."""
+"""What of a captured graph depends on the device: some kernels are written for the CPU alone."""
 
 from __future__ import annotations
 
@@ -8,23 +8,7 @@ from daceml_train.lowering.device import Device
 from daceml_train.ops.fused_attention import FusedAttention
 from daceml_train.ops.operator import Value, make
 from daceml_train.ops.random import Uniform
-from daceml_train.passes.pipeline import Pipeline
 from daceml_train.tensor import simplify
-from daceml_train.transformations.forward.blocked_attention import BlockedAttention
-from daceml_train.transformations.global_movement.chunk_updates import ChunkUpdates
-from daceml_train.transformations.layout.convolution_as_matmul import ConvolutionAsMatmul
-from daceml_train.transformations.layout.fuse_matmul_epilogue import FuseMatmulEpilogue
-from daceml_train.transformations.layout.pack_weights import PackWeights
-
-BY_HAND = (BlockedAttention, ConvolutionAsMatmul, FuseMatmulEpilogue, PackWeights, ChunkUpdates)
-"""Passes that need kernels written by hand, or the caches, of the processor."""
-
-
-def pipeline_for(pipeline: Pipeline, device: Device) -> Pipeline:
-    """The pipeline without passes that are of no use on this device."""
-    if device.toolchain.templates:
-        return pipeline
-    return pipeline.without(*(kind for kind in BY_HAND if any(isinstance(p, kind) for p in pipeline)))
 
 
 def for_device(graph: Graph, device: Device) -> Graph:

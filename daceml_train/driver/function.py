@@ -17,7 +17,7 @@ from daceml_train.driver.binding import (
     results_of,
     sizes_of,
 )
-from daceml_train.driver.compilation import Differentiable
+from daceml_train.driver.goals import Differentiable
 from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.frontends.torch.results import OutputSource
 from daceml_train.graph.graph import Role

@@ -19,7 +19,7 @@ import torch.utils._pytree as pytree
 
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks
 from daceml_train.driver.capture_only import CapturedCall
-from daceml_train.driver.compilation import Options
+from daceml_train.driver.options import Options
 from daceml_train.driver.step import Loss, ScheduleKind, TrainingStep
 from daceml_train.driver.whole import Wholes
 from daceml_train.errors import Invalid, Unsupported

@@ -13,9 +13,10 @@ import torch._dynamo
 from torch._dynamo.exc import TorchDynamoException
 
 from daceml_train.driver.binding import differentiable_outputs, input_tensors
-from daceml_train.driver.compilation import Options, compile_differentiable
 from daceml_train.driver.function import CompiledGraph
+from daceml_train.driver.goals import compile_differentiable
 from daceml_train.driver.inference import compile_inference
+from daceml_train.driver.options import Options
 from daceml_train.driver.records import Record
 from daceml_train.errors import Invalid, why
 from daceml_train.frontends.torch import absent_gradients

@@ -6,28 +6,10 @@ from dataclasses import dataclass, field
 
 from daceml_train.driver.rematerialized import Rematerialized
 from daceml_train.lowering.cost import Cost
-from daceml_train.runtime.encoding import storable
+from daceml_train.passes.pipeline import PassRecord
 from daceml_train.runtime.executable import Executable
+from daceml_train.storage.storable import storable
 from daceml_train.tensor import Dim
-
-
-@storable
-@dataclass(frozen=True)
-class PassRecord:
-    """What one pass did: bytes and operators before and after, and its seconds."""
-
-    level: str
-    name: str
-    bytes_before: Dim
-    bytes_after: Dim
-    operators_before: int
-    operators_after: int
-    seconds: float
-    matches: int = 0
-    position: int = 0
-    """Which of the pipeline's passes it is."""
-    flops: tuple[Dim, Dim] = (0, 0)
-    """Operations before and after."""
 
 
 @storable
@@ -51,6 +33,8 @@ class Record:
     """Whether the program came from the cache."""
     costs: list[Cost] = field(default_factory=list)
     """What each launch of the program is and moves."""
+    left_out: list[str] = field(default_factory=list)
+    """Names of the pipeline's passes that are not for the device."""
     recomputed: list[Rematerialized] = field(default_factory=list)
     """Arrays that are computed a second time instead of being kept."""
     executable: Executable | None = field(default=None, repr=False, compare=False)

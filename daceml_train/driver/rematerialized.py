@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from daceml_train.autodiff.partition import FREE
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.kernel import described
-from daceml_train.runtime.encoding import storable
+from daceml_train.storage.storable import storable
 from daceml_train.tensor import Tensor
 from daceml_train.transformations.global_movement.common_subexpressions import identity
 

@@ -19,8 +19,9 @@ from daceml_train.driver.binding import input_tensors
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks, hook_tables, step_hooks
 from daceml_train.driver.capture_only import CapturedCall, CaptureDone, within
 from daceml_train.driver.checking import check, check_tensors, loss_of
-from daceml_train.driver.compilation import Options, WholeStep, compile_step
+from daceml_train.driver.goals import WholeStep, compile_step
 from daceml_train.driver.module import optimized, state_of
+from daceml_train.driver.options import Options
 from daceml_train.driver.records import Record
 from daceml_train.errors import BudgetInfeasible, DeviceMismatch, Invalid, Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured, capture

@@ -13,8 +13,9 @@ from daceml_train.analysis.sizes import bind
 from daceml_train.autodiff.whole_batch import ADVICE, Batch, Split, split_loss
 from daceml_train.driver.binding import SEED, sizes_of
 from daceml_train.driver.capture_only import CapturedCall
-from daceml_train.driver.compilation import Options, compile_differentiable
 from daceml_train.driver.denominators import Denominators
+from daceml_train.driver.goals import compile_differentiable
+from daceml_train.driver.options import Options
 from daceml_train.driver.step import TrainingStep
 from daceml_train.errors import BudgetInfeasible
 from daceml_train.frontends.torch.capture.capture import Captured, InputSource

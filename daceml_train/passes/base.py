@@ -105,6 +105,8 @@ class Pass(metaclass=_PassClass):
     """
 
     level: ClassVar[str]
+    targets: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    """The kinds of devices that the pass is for; a pipeline for another one leaves it out, and the report says so."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -113,6 +115,10 @@ class Pass(metaclass=_PassClass):
     @abstractmethod
     def run(self, graph: Graph) -> Graph:
         """The transformed graph; `graph` itself is left alone."""
+
+    def run_before(self, graph: Graph, rest: Sequence[Pass]) -> Graph:
+        """The transformed graph, for a pass whose choice depends on the passes `rest` that follow in the pipeline."""
+        return self.run(graph)
 
     def matches(self, graph: Graph) -> Sequence[Candidate]:
         """Every place where the pass applies or is refused; here one, the whole graph, if the pass changes it."""
@@ -337,9 +343,13 @@ def without_dead_code(graph: Graph) -> Graph:
     return other
 
 
-def checked(transformation: Pass, graph: Graph) -> Graph:
-    """Run a pass, inside of branches and loops too, and verify; an invalid graph is an error that names the pass."""
-    result = within(transformation.run(graph), lambda body: checked(transformation, body))
+def checked(transformation: Pass, graph: Graph, rest: Sequence[Pass] = ()) -> Graph:
+    """Run a pass, inside of branches and loops too, and verify; an invalid graph is an error that names the pass.
+
+    `rest` are the passes that follow; a pass that is run by itself is told of none.
+    """
+    result = transformation.run_before(graph, rest) if rest else transformation.run(graph)
+    result = within(result, lambda body: checked(transformation, body, rest))
     if result is graph:
         return graph
     result = mended(result)

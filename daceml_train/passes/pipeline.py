@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -21,15 +21,17 @@ from daceml_train.passes import files, notation
 from daceml_train.passes.base import LEVELS, Pass, applied, checked
 from daceml_train.passes.options import check_names, nearest
 from daceml_train.passes.registry import name_of, registered
+from daceml_train.storage.storable import storable
 from daceml_train.tensor import Dim
 
 
+@storable
 @dataclass(frozen=True)
-class Step:
-    """What a watcher hears of one pass: where it stands, what it did to the bytes, and how long it took."""
+class PassRecord:
+    """What one pass did: bytes and operators before and after, and its seconds."""
 
     level: str
-    transformation: Pass
+    name: str
     bytes_before: Dim
     bytes_after: Dim
     operators_before: int
@@ -39,12 +41,29 @@ class Step:
     """Matches applied; 1 for a change by a pass that does not count them."""
     position: int = 0
     """Which of the pipeline's passes it is, from 0."""
-    passes: int = 0
+    flops: tuple[Dim, Dim] = (0, 0)
+    """Operations before and after."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step(PassRecord):
+    """What a watcher hears of one pass: its record, the pass, and its result."""
+
+    transformation: Pass
+    passes: int
     """How many passes the pipeline has."""
     graph: Graph | None = field(default=None, repr=False, compare=False)
     """The pass's result; None where the program came from the cache."""
-    flops: tuple[Dim, Dim] = (0, 0)
-    """Operations before and after."""
+
+    @staticmethod
+    def of(record: PassRecord, passes: Sequence[Pass], graph: Graph | None = None) -> Step:
+        """The step that a record of these passes is about."""
+        return Step(**vars(record), transformation=passes[record.position], passes=len(passes), graph=graph)
+
+    @property
+    def record(self) -> PassRecord:
+        """The step without pass and graph, which is what is stored."""
+        return PassRecord(**{f.name: getattr(self, f.name) for f in dataclasses.fields(PassRecord)})
 
 
 Watcher = Callable[[Step], None]
@@ -115,6 +134,11 @@ class Pipeline:
 
     def __bool__(self) -> bool:
         return True
+
+    def for_target(self, target: str) -> Pipeline:
+        """The pipeline without passes that are not for devices of this kind."""
+        left = {name: tuple(p for p in passes if target in p.targets) for name, passes in self.passes}
+        return self if left == dict(self.passes) else Pipeline(**left)
 
     # ---- edits --------------------------------------------------------------------------------------------------
     def after(self, place: Place, *added: Pass) -> Pipeline:
@@ -191,32 +215,29 @@ class Pipeline:
         before = traffic(graph) if watch is not None else None
         for level in levels:
             notation.known_level(level)
-        first = 0
+        first, every = 0, list(self)
         for level, passes in self.passes:
             for place, transformation in enumerate(passes, first):
                 if level not in levels:
                     continue
                 start = time.perf_counter()
-                result = checked(transformation, graph)
+                result = checked(transformation, graph, every[place + 1 :])
                 if watch is not None and before is not None:
                     seconds = time.perf_counter() - start
                     after = before if result is graph else traffic(result)
-                    watch(
-                        Step(
-                            level,
-                            transformation,
-                            before.bytes,
-                            after.bytes,
-                            len(graph.nodes),
-                            len(result.nodes),
-                            seconds,
-                            applied(graph, result),
-                            place,
-                            len(self),
-                            result,
-                            (before.flops, after.flops),
-                        )
+                    record = PassRecord(
+                        level=level,
+                        name=transformation.name,
+                        bytes_before=before.bytes,
+                        bytes_after=after.bytes,
+                        operators_before=len(graph.nodes),
+                        operators_after=len(result.nodes),
+                        seconds=seconds,
+                        matches=applied(graph, result),
+                        position=place,
+                        flops=(before.flops, after.flops),
                     )
+                    watch(Step.of(record, every, result))
                     before = after
                 graph = result
             first += len(passes)

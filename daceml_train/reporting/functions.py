@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from daceml_train.driver.records import PassRecord, Record
+from daceml_train.driver.records import Record
 from daceml_train.passes.base import LEVELS
+from daceml_train.passes.pipeline import PassRecord
 from daceml_train.reporting.model import Change, Compiled, Kept
 from daceml_train.reporting.numbers import number
 from daceml_train.reporting.schedule import Schedule

@@ -15,7 +15,7 @@ import enum
 import json
 from collections.abc import Callable, Mapping
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any
 
 import sympy
 import torch
@@ -51,10 +51,9 @@ from daceml_train.ops.elementwise import Cast, Elementwise, Full, Iota
 from daceml_train.ops.operator import Origin
 from daceml_train.ops.random import Uniform
 from daceml_train.ops.reduction import Reduce
+from daceml_train.storage.storable import CLASSES, storable
 from daceml_train.tensor import DType, Tensor, symbol
 
-_CLASSES: dict[str, type] = {}
-"""Name -> class whose objects may stand in a text."""
 _FUNCTIONS: dict[str, Any] = {
     f.__name__: f
     for f in (sympy.Add, sympy.Mul, sympy.Pow, sympy.Min, sympy.Max, sympy.floor, sympy.ceiling, sympy.Mod, sympy.Abs)
@@ -66,17 +65,9 @@ _TORCH: dict[type, tuple[str, ...]] = {
 }
 """Kinds of PyTorch's constants, which are its attributes by name."""
 
-Kind = TypeVar("Kind", bound=type)
-
 
 class Unencodable(DacemlError):
     """A value that is no plain data, or a text that is none of ours."""
-
-
-def storable(kind: Kind) -> Kind:
-    """Allow objects of a class, or members of an enumeration, in texts; usable as a decorator."""
-    _CLASSES[f"{kind.__module__}:{kind.__qualname__}"] = kind
-    return kind
 
 
 for _kind in (
@@ -205,7 +196,7 @@ class _Encoder:
         if kind is MethodType:
             return ["m", each(value.__self__), value.__func__.__name__]
         name = f"{kind.__module__}:{kind.__qualname__}"
-        if _CLASSES.get(name) is not kind:
+        if CLASSES.get(name) is not kind:
             raise Unencodable(f"objects of {name} are no plain data")
         if isinstance(value, enum.Enum):
             return ["e", name, value.name]
@@ -235,9 +226,9 @@ class _Encoder:
 def _decoded(classes: list[list[str]], nodes: list[list[Any]], whole: Any) -> Any:
     known = []
     for name, *fields in classes:
-        if name not in _CLASSES:
+        if name not in CLASSES:
             raise Unencodable(f"a stored program names {name}, whose objects are no plain data")
-        known.append((_CLASSES[name], fields))
+        known.append((CLASSES[name], fields))
     made: list[Any] = []
 
     def each(value: Any) -> Any:
@@ -278,13 +269,13 @@ def _dictionary(rest: list[Any], each: Each) -> dict[Any, Any]:
 def _method(rest: list[Any], each: Each) -> Any:
     owner, name = each(rest[0]), rest[1]
     found = getattr(type(owner), name)
-    if f"{type(owner).__module__}:{type(owner).__qualname__}" not in _CLASSES or not callable(found):
+    if f"{type(owner).__module__}:{type(owner).__qualname__}" not in CLASSES or not callable(found):
         raise Unencodable(f"a stored program names {type(owner).__qualname__}.{name}")
     return MethodType(found, owner)
 
 
 def _member(rest: list[Any], each: Each) -> Any:
-    kind = _CLASSES[rest[0]]
+    kind = CLASSES[rest[0]]
     if not issubclass(kind, enum.Enum):
         raise Unencodable(f"{rest[0]} is no enumeration")
     return kind[rest[1]]

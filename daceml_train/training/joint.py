@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
 from daceml_train.autodiff.reverse import differentiate
 from daceml_train.errors import Unsupported
@@ -12,6 +12,7 @@ from daceml_train.ops.elementwise import Full
 from daceml_train.ops.operator import Operator, Origin, Value
 from daceml_train.ops.optimizer import SGDUpdate
 from daceml_train.passes.base import without_dead_code
+from daceml_train.storage.storable import storable
 from daceml_train.tensor import DType, Tensor
 from daceml_train.training.gradients import PLAIN, SCALER, GradientOptions, clip, next_scale, unscale
 from daceml_train.training.optimizers import Update
@@ -38,17 +39,34 @@ class Trained:
     """By which the gradient is multiplied."""
 
 
-@dataclass
-class Joint:
-    """A step as one graph, before the passes that see all of it; the fields are those of `WholeStep`."""
+@storable
+@dataclass(kw_only=True)
+class StepInterface:
+    """How a step is called: the positions and names of what follows the captured inputs and the loss.
+
+    `rates` counts learning rates, one float64 per group; `state` names further inputs as (parameter, state name), those
+    of no parameter being the loss scaler's; `gradients` and `made`, which is the state that first steps make, are
+    further outputs, and the last one the `norm` of the gradients if they are clipped by it.
+    """
+
+    rates: int
+    state: list[tuple[str, str]] = field(default_factory=list)
+    trained: list[str] = field(default_factory=list)
+    gradients: tuple[str, ...] = ()
+    made: list[tuple[str, str]] = field(default_factory=list)
+    norm: bool = False
+
+
+@dataclass(kw_only=True)
+class Joint(StepInterface):
+    """A step as one graph, before the passes that see all of it."""
 
     graph: Graph
-    rates: int
-    state: list[tuple[str, str]]
-    trained: list[str]
-    gradients: tuple[str, ...]
-    made: list[tuple[str, str]]
-    norm: bool = False
+
+    @property
+    def interface(self) -> StepInterface:
+        """How it is called, without the graph."""
+        return StepInterface(**{f.name: getattr(self, f.name) for f in fields(StepInterface)})
 
 
 def joint_graph(
@@ -58,7 +76,7 @@ def joint_graph(
     graph = graph.copy()
     loss = graph.value(graph.outputs[0])
     rates = max((t.rate for t in trained), default=-1) + 1
-    joint = Joint(graph, rates, [], [], (), [])
+    joint = Joint(graph=graph, rates=rates)
     rate = [graph.input(graph.fresh(f"rate{i}"), Tensor((), DType.float64), Role.state) for i in range(rates)]
     if options.scaling is None:
         scaler: list[Value] = []

@@ -12,7 +12,7 @@ from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.elementwise import Elementwise
 from daceml_train.ops.embedding import EmbeddingGrad
 from daceml_train.ops.operator import Operator
-from daceml_train.runtime.encoding import storable
+from daceml_train.storage.storable import storable
 
 
 @storable

@@ -13,7 +13,7 @@ from benchmarks.fuzz import Case, Layer, check, shrink
 from benchmarks.fuzz.checking import Verdict, wrong_in
 from benchmarks.fuzz.generate import random_case, shapes_of
 from benchmarks.fuzz.sweep import Outcome, Run, read, write
-from daceml_train.driver import compilation
+from daceml_train.driver import compile as road
 from daceml_train.errors import Invalid
 
 
@@ -60,7 +60,7 @@ def test_an_internal_error_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None
     def fails(*_: object) -> None:
         raise Invalid("%b updates %a")
 
-    monkeypatch.setattr(compilation, "lower", fails)
+    monkeypatch.setattr(road, "lower", fails)
     layer = Layer("h = self.l(h)", ("self.l = nn.Linear(4, 3)",))
     assert "falls back: internal error, %b updates %a" in check(Case(0, (layer,), (4,))).wrong
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import daceml_train as dt
-from daceml_train.driver import compilation
+from daceml_train.driver import compile as road
 from daceml_train.driver.module import state_of
 from daceml_train.errors import CompilerError, Invalid, Refused, Rejected, Unsupported
 from daceml_train.storage.folders import cache_folder
@@ -129,7 +129,7 @@ def test_an_internal_error_does_not_end_training(
     def fails(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(compilation, "lower", fails)
+    monkeypatch.setattr(road, "lower", fails)
     model, x = nn.Sequential(nn.Linear(7, 5), nn.Sigmoid()), torch.randn(3, 7)
     optimized = dt.optimize(model, cache=tmp_path)
     with pytest.warns(UserWarning, match=said):

@@ -79,7 +79,7 @@ EXTRA = {
         '%t = permute(%x, dims=(0, 2, 1))\n%p = matmul(%t, %g)\n%y = reduce(%p, kind="sum", dims=(0,))',
         "%y",
     ),
-    "recompute": program(
+    "rematerialize": program(
         "x: f32[64]",
         '%a = exp(%x)\n%b = sin(%a)\n%c = cos(%b)\n%l = reduce(%c, kind="sum", dims=(0,))\n'
         "%d = mul(%c, %l)\n%e = mul(%d, %b)\n%f = mul(%e, %a)",

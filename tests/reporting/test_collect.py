@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 import daceml_train as dt
-from daceml_train.driver.records import PassRecord, Record
+from daceml_train.driver.records import Record
 from daceml_train.errors import Invalid
+from daceml_train.passes.pipeline import PassRecord
 from daceml_train.reporting import Report, bytes_text, number, share
 from daceml_train.reporting.collect import reasons
 from daceml_train.reporting.functions import functions_of

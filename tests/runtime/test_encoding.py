@@ -21,7 +21,8 @@ import daceml_train as dt
 from daceml_train.codegen.kernel.loops import Layout
 from daceml_train.lowering.program import Allocation, BufferView
 from daceml_train.runtime.cache import Cache
-from daceml_train.runtime.encoding import Unencodable, decode, encode, storable
+from daceml_train.runtime.encoding import Unencodable, decode, encode
+from daceml_train.storage.storable import storable
 from daceml_train.tensor import DType, symbol
 
 n, m = symbol("n"), symbol("m")

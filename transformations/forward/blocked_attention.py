@@ -30,6 +30,7 @@ class BlockedAttention(Rewrite):
     """
 
     level = "forward"
+    targets = ("cpu",)
     keys: int = 512
 
     def match(self, uses: Uses, node: Node) -> Mapping[str, Any] | None:

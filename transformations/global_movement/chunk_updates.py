@@ -35,6 +35,7 @@ class ChunkUpdates(Pass):
     """
 
     level = "global_movement"
+    targets = ("cpu",)
     part: int = 1 << 23
     min_bytes: int = 1 << 24
 

@@ -1,7 +1,8 @@
-"""Runs: the operators of a step in the order in which they will run, and what it takes to run each of them again."""
+"""Costs of rematerialization: the operators of a step in the order in which they will run, and what each takes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from daceml_train.analysis.chunks import chunk_rows, update_chains
@@ -11,6 +12,7 @@ from daceml_train.analysis.traffic import traffic
 from daceml_train.graph.graph import Graph
 from daceml_train.ops.control import draws
 from daceml_train.ops.kernel import Kernel
+from daceml_train.passes.base import Pass
 from daceml_train.transformations.global_movement.chunk_updates import ChunkUpdates
 from daceml_train.transformations.global_movement.concatenate_in_place import ConcatenateInPlace
 from daceml_train.transformations.global_movement.dead_code import DeadCode
@@ -19,10 +21,20 @@ from daceml_train.transformations.global_movement.reuse_operands import ReuseOpe
 from daceml_train.transformations.global_movement.schedule import Schedule
 from daceml_train.transformations.global_movement.update_in_place import UpdateInPlace
 
+FOLLOWING: tuple[Pass, ...] = (
+    DeadCode(),
+    UpdateInPlace(),
+    Schedule(),
+    ConcatenateInPlace(),
+    ReuseOperands(),
+    ChunkUpdates(),
+)
+"""What is taken to follow a pass that is run by itself rather than by a pipeline."""
+
 
 @dataclass(frozen=True)
 class RematCosts:
-    """A step in the order that it has behind the passes of TRAINING that follow; item i is the i-th to run."""
+    """A step in the order that it has after the passes that follow; item i is the i-th to run."""
 
     graph: Graph
     """The operators in that order, without updates in place."""
@@ -35,7 +47,7 @@ class RematCosts:
     light: tuple[bool, ...]
     """Per item: whether it is pure and its bytes cost more than its operations."""
     peak: int
-    """Bytes of arena and pool at the fullest, behind the passes that follow."""
+    """Bytes of arena and pool at the fullest, after the passes that follow."""
 
     @property
     def makers(self) -> dict[int, int]:
@@ -47,19 +59,20 @@ class RematCosts:
         return found
 
 
-def remat_costs_of(graph: Graph, intensity: float) -> RematCosts:
-    """The items of a graph that stands in front of `UpdateInPlace`; an operation costs 1/`intensity` of a byte."""
+def remat_costs_of(graph: Graph, intensity: float, rest: Sequence[Pass] = FOLLOWING) -> RematCosts:
+    """The items of a graph that the passes `rest` follow; an operation costs 1/`intensity` of a byte."""
     plain = graph.copy()
     plain.nodes = [
         replace(n, op=replace(n.op, updates=())) if isinstance(n.op, Kernel) and n.op.updates else n
         for n in graph.nodes
     ]
-    scheduled = _scheduled(plain)
-    final = _stored(scheduled)
+    order, storage = _divided(rest)
+    scheduled = _run(order, plain)
+    final = _run(storage, scheduled)
     position = {node.outputs[0]: p for p, node in enumerate(scheduled.nodes)}
     live = [node for node in plain.nodes if node.outputs[0] in position]  # without dead code
     ordered = reordered(plain, sorted(live, key=lambda n: position[n.outputs[0]]))
-    items = liveness_of(ordered, _overwritable(ordered))
+    items = liveness_of(ordered, _overwritable(ordered, rest))
     written = set(ordered.writes.values())
     parts = _parts(final)
     sizes = [0 if name in written else parts.get(name, items.bytes[b]) for b, name in enumerate(items.names)]
@@ -76,25 +89,33 @@ def remat_costs_of(graph: Graph, intensity: float) -> RematCosts:
     return RematCosts(ordered, sized, tuple(costs), tuple(pure), tuple(light), memory(final).peak)
 
 
-def finished(graph: Graph) -> Graph:
-    """The graph as the passes of TRAINING from `UpdateInPlace` on leave it."""
-    return _stored(_scheduled(graph))
+def finished(graph: Graph, rest: Sequence[Pass] = FOLLOWING) -> Graph:
+    """The graph as the passes `rest` leave it."""
+    order, storage = _divided(rest)
+    return _run(storage, _run(order, graph))
 
 
-def _scheduled(graph: Graph) -> Graph:
-    return Schedule().run(UpdateInPlace().run(DeadCode().run(graph)))
+def _divided(rest: Sequence[Pass]) -> tuple[Sequence[Pass], Sequence[Pass]]:
+    """The passes up to the last one that orders operators, and those that choose where arrays lie."""
+    last = max((i for i, p in enumerate(rest) if isinstance(p, UpdateInPlace | Schedule)), default=-1)
+    return rest[: last + 1], rest[last + 1 :]
 
 
-def _stored(graph: Graph) -> Graph:
-    return ChunkUpdates().run(ReuseOperands().run(ConcatenateInPlace().run(graph)))
+def _run(passes: Sequence[Pass], graph: Graph) -> Graph:
+    for transformation in passes:
+        graph = transformation.run(graph)
+    return graph
 
 
-def _overwritable(graph: Graph) -> dict[str, list[str]]:
+def _overwritable(graph: Graph, rest: Sequence[Pass]) -> dict[str, list[str]]:
     """Result of a kernel -> the operands over which it may be stored."""
+    least = [p.min_bytes for p in rest if isinstance(p, ReuseOperands)]
+    if not least:
+        return {}
     blocks = Blocks(graph, len(graph.outputs), add_in_place=False)
     return {
         graph.nodes[position].outputs[result]: [graph.nodes[position].inputs[a] for a in arguments]
-        for position, found in candidates(graph, blocks, ReuseOperands().min_bytes).items()
+        for position, found in candidates(graph, blocks, min(least)).items()
         for result, arguments in found.items()
     }
 

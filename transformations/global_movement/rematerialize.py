@@ -14,7 +14,7 @@ from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.control import draws
 from daceml_train.passes.base import Candidate, Measured, Pass
 from daceml_train.transformations.global_movement.dead_code import DeadCode
-from daceml_train.transformations.global_movement.remat_costs import finished, remat_costs_of
+from daceml_train.transformations.global_movement.remat_costs import FOLLOWING, finished, remat_costs_of
 from daceml_train.transformations.global_movement.remat_plan import RematPlan, RematStages
 from daceml_train.transformations.global_movement.rematerialized_graph import rebuilt
 
@@ -37,7 +37,7 @@ class Rematerialize(Pass):
     (running statistics, parameters) it writes once. Raises `BudgetInfeasible` for a budget below the minimum, which it
     names.
 
-    Stands in front of `UpdateInPlace`; the peak is that behind the passes of TRAINING that follow it there.
+    The peak is that after the passes that follow in the pipeline.
     """
 
     level = "global_movement"
@@ -48,9 +48,12 @@ class Rematerialize(Pass):
     stages: int = 8
 
     def run(self, graph: Graph) -> Graph:
+        return self.run_before(graph, FOLLOWING)
+
+    def run_before(self, graph: Graph, rest: Sequence[Pass]) -> Graph:
         if (self.budget is None and not self.recompute) or graph.kept or not graph.nodes:
             return graph  # a forward graph whose backward pass is another graph has nothing to make again
-        search = _Search(self, graph)
+        search = _Search(self, graph, rest)
         limit = None if self.budget is None else budget_bytes(self.budget, search.default)
         if not self.recompute and limit is not None and search.default <= limit:
             return graph
@@ -60,7 +63,7 @@ class Rematerialize(Pass):
         """One per array that the backward pass reads late and that can be made again, the largest first."""
         if graph.kept or not graph.outputs:
             return []
-        stages = (search := _Search(self, graph)).program()
+        stages = (search := _Search(self, graph, FOLLOWING)).program()
         late = [b for b in stages.big if stages.movable(b)]
         found = []
         for block in sorted(late, key=lambda b: (-stages.items.bytes[b], b)):
@@ -101,9 +104,9 @@ TRIES = 6
 class _Search:
     """Solves programs whose estimate of the bytes is loosened or tightened by what the memory model says exactly."""
 
-    def __init__(self, options: Rematerialize, graph: Graph) -> None:
-        self.options, self.given = options, graph
-        self.runs = remat_costs_of(graph, options.intensity)
+    def __init__(self, options: Rematerialize, graph: Graph, rest: Sequence[Pass]) -> None:
+        self.options, self.given, self.rest = options, graph, rest
+        self.runs = remat_costs_of(graph, options.intensity, rest)
         self.items, self.default = self.runs.items, self.runs.peak
 
     def program(self, finer: int = 1) -> RematStages:
@@ -172,7 +175,7 @@ class _Search:
     def _tried(self, choice: RematPlan) -> tuple[Graph, int]:
         """The graph of a choice and its peak."""
         graph = self.graph_of(choice)
-        peak = memory(finished(graph)).peak
+        peak = memory(finished(graph, self.rest)).peak
         self.lowest = min(self.lowest, peak)
         return graph, peak
 

@@ -37,6 +37,7 @@ class ConvolutionAsMatmul(Rewrite):
     """
 
     level = "layout"
+    targets = ("cpu",)
     share: float = 0.1
     row: int = 2 << 20
 

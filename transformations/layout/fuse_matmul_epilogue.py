@@ -29,6 +29,7 @@ class FuseMatmulEpilogue(Rewrite):
     """
 
     level = "layout"
+    targets = ("cpu",)
 
     def run(self, graph: Graph) -> Graph:
         while (after := super().run(graph)) is not graph:  # what follows may be followed

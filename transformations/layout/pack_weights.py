@@ -58,6 +58,7 @@ class PackWeights(Rewrite):
     """
 
     level = "layout"
+    targets = ("cpu",)
     fewest: int = 8
     tiled: int = 96
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from daceml_train.analysis.chunks import mended
 from daceml_train.analysis.verify import verify as verify_structure
-from daceml_train.driver.compilation import Options
+from daceml_train.driver.options import Options
 from daceml_train.errors import DacemlError, Invalid, Refused, message_of
 from daceml_train.exploration.session.listing import every_pass, listed
 from daceml_train.exploration.session.state import State

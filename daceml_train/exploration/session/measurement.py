@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from daceml_train.driver.compilation import Options
+from daceml_train.driver.options import Options
 from daceml_train.errors import Invalid
 from daceml_train.exploration.session.eager_copy import EagerCopy
 from daceml_train.exploration.session.program import Inputs, Program, cotangents

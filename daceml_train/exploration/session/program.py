@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import torch
 
 from daceml_train.driver.binding import SEED
-from daceml_train.driver.compilation import Options, compile_differentiable
 from daceml_train.driver.function import run_with_layout
+from daceml_train.driver.goals import compile_differentiable
+from daceml_train.driver.options import Options
 from daceml_train.errors import Invalid
 from daceml_train.exploration.session.subject import Subject
 from daceml_train.graph.graph import Graph

@@ -44,8 +44,8 @@ from typing import Any
 import torch
 
 from daceml_train.driver import options as driver_options
-from daceml_train.driver.compilation import Options
 from daceml_train.driver.micro_batches import Reduction
+from daceml_train.driver.options import Options
 from daceml_train.errors import Invalid, message_of
 from daceml_train.exploration.export.page import export_html, session_html
 from daceml_train.exploration.session.comparison import Comparison, compared

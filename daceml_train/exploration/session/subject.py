@@ -11,9 +11,10 @@ import torch
 
 from daceml_train.driver.binding import differentiable_outputs
 from daceml_train.driver.capture_only import CapturedCall, capture_call
-from daceml_train.driver.compilation import Options, WithGradients, with_gradients
+from daceml_train.driver.goals import WithGradients, with_gradients
 from daceml_train.driver.micro_batches import MicroBatchedStep, Reduction, split
 from daceml_train.driver.module import original
+from daceml_train.driver.options import Options
 from daceml_train.driver.step import TrainingStep
 from daceml_train.errors import DacemlError, Invalid, Unsupported
 from daceml_train.frontends.torch.dynamo.tracing import reason

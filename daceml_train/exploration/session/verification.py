@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from daceml_train.analysis.interpret import interpret
-from daceml_train.driver.compilation import Options
+from daceml_train.driver.options import Options
 from daceml_train.exploration.session.eager_copy import EagerCopy, Named
 from daceml_train.exploration.session.program import Inputs, Program, cotangents
 from daceml_train.exploration.session.subject import NORM, Subject

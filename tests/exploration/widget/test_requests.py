@@ -102,8 +102,8 @@ def test_what_a_cell_did_is_shown(screen: Screen, session: dt.Session) -> None:
     [
         ({"type": "apply", "number": 10**6}, "not listed any more"),
         ({"type": "apply", "pass": "no_such_pass"}, "no_such_pass"),
-        ({"type": "apply", "pass": "recompute", "options": {"budget": "__import__('os')"}}, "budget"),
-        ({"type": "preview", "pass": "recompute", "options": {"nonsense": "1"}}, "nonsense"),
+        ({"type": "apply", "pass": "rematerialize", "options": {"budget": "__import__('os')"}}, "budget"),
+        ({"type": "preview", "pass": "rematerialize", "options": {"nonsense": "1"}}, "nonsense"),
         ({"type": "details", "key": "no such box"}, "not in the graph"),
         ({"type": "replay", "path": "no/such.json"}, "there is no file"),
         ({"type": "save", "path": " "}, "a file's path is needed"),

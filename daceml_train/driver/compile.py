@@ -1,0 +1,308 @@
+"""The road from a captured graph to a program that runs: `STAGES`, which prints itself.
+
+Everything that is compiled takes it, whatever it is for. A `Goal` says what differs: what is appended to the captured
+graph (derivatives, an update), into which programs it is divided, and what a caller must know to run them. What the
+stages up to `lower` make is plain data and stored; `generate` and `link` bring it into this process.
+
+    captured graph -> forward -> adapt -> extend -> intra_operator -> divide -> [transform -> lower] -> generate -> link
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from daceml_train.analysis.traffic import total, traffic
+from daceml_train.codegen.cpu.launch import KernelCode
+from daceml_train.driver.devices import for_device
+from daceml_train.driver.options import Options
+from daceml_train.driver.records import Record
+from daceml_train.driver.rematerialized import within
+from daceml_train.driver.store import cached
+from daceml_train.graph.graph import Graph
+from daceml_train.lowering.cost import costs
+from daceml_train.lowering.device import CPU, Device
+from daceml_train.lowering.lower import lower
+from daceml_train.lowering.program import CallLaunch, KernelLaunch, Program
+from daceml_train.ops.fallback import Aten
+from daceml_train.passes.pipeline import Step, Watcher
+from daceml_train.runtime.executable import AnyArena, Executable, new_arena
+from daceml_train.runtime.gpu.autotune import Autotuner
+from daceml_train.runtime.tune_matmul import MatmulTuner
+from daceml_train.storage.storable import storable
+from daceml_train.tensor import Dim
+from daceml_train.transformations.intra_operator.decompose import Decompose
+
+LATE = ("fusion", "layout", "global_movement")
+"""The levels that each program of a compilation sees by itself."""
+
+
+@dataclass
+class Part:
+    """One program of a compilation, on its way: a graph, and once it is lowered a program.
+
+    The first `results` outputs (None: all) go to the user; `levels` are those that are still to be applied.
+    """
+
+    graph: Graph
+    record: Record
+    results: int | None = None
+    levels: tuple[str, ...] = LATE
+    lowered: Program | None = None
+
+    @property
+    def program(self) -> Program:
+        """What the graph was lowered to."""
+        assert self.lowered is not None, f"{self.record.name} is not lowered yet"
+        return self.lowered
+
+
+class Goal(ABC):
+    """What a captured graph is compiled for."""
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """All that this goal adds to the key under which the programs are stored."""
+
+    def extend(self, graph: Graph) -> Graph:
+        """The captured graph with what the goal appends to it, after the level `forward`."""
+        return graph
+
+    @abstractmethod
+    def divide(self, compilation: Compilation) -> Iterator[Part]:
+        """The programs. A part that was yielded is lowered when the next one is asked for."""
+
+    @abstractmethod
+    def interface(self) -> Any:
+        """What a caller must know of the programs, as plain data; asked for after the last part."""
+
+
+@dataclass
+class Compilation:
+    """A captured graph on the road to its goal."""
+
+    graph: Graph
+    goal: Goal
+    options: Options
+    device: Device = CPU
+    record: Record = field(init=False)
+    """Notes of the stages before the graph is divided; the first part's, too."""
+    watch: Watcher = field(init=False)
+    parts: list[Part] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.record = Record(self.graph.name)
+        self.watch = watcher(self.record, self.options)
+
+    def passes(self, graph: Graph, levels: tuple[str, ...], watch: Watcher | None = None) -> Graph:
+        """The graph after these levels of the pipeline."""
+        return self.options.pipeline.run(graph, levels, watch or self.watch)
+
+    def compiled(self) -> Compiled:
+        """The graph through the stages up to lowering."""
+        for stage in STAGES:
+            if stage.scope == "graph":
+                stage.run(self)
+        interface = self.goal.interface()
+        return Compiled(interface, [part.program for part in self.parts], [part.record for part in self.parts])
+
+
+@storable
+@dataclass
+class Compiled:
+    """The programs of a compilation, as they are stored."""
+
+    interface: Any
+    programs: list[Program]
+    records: list[Record]
+
+
+@dataclass
+class Linked:
+    """The programs of a compilation in this process."""
+
+    interface: Any
+    executables: list[Executable]
+    records: list[Record]
+
+
+# ---- stages ---
+def forward(compilation: Compilation) -> None:
+    """Apply the passes that see the forward graph alone."""
+    compilation.graph = compilation.passes(compilation.graph, ("forward",))
+
+
+def adapt(compilation: Compilation) -> None:
+    """Write out operators that the device has no kernel for."""
+    compilation.graph = for_device(compilation.graph, compilation.device)
+
+
+def extend(compilation: Compilation) -> None:
+    """Append derivatives, clipping and the update, as the goal asks; count what that moves operator by operator."""
+    compilation.graph = compilation.goal.extend(compilation.graph)
+    compilation.record.bytes_captured = traffic(compilation.graph).bytes
+
+
+def intra_operator(compilation: Compilation) -> None:
+    """Apply the passes on single operators, on the whole graph."""
+    compilation.graph = compilation.passes(compilation.graph, ("intra_operator",))
+
+
+def divide(compilation: Compilation) -> None:
+    """Divide the graph into programs, and take each through its stages before the next one."""
+    for part in compilation.goal.divide(compilation):
+        compilation.parts.append(part)
+        for stage in STAGES:
+            if stage.scope == "program":
+                stage.run(compilation, part)
+
+
+def transform(compilation: Compilation, part: Part) -> None:
+    """Apply fusion, layout and global movement, to each program by itself."""
+    watch = compilation.watch if part.record is compilation.record else watcher(part.record, compilation.options)
+    graph = compilation.passes(part.graph, part.levels, watch)
+    if any(node.op.is_composite for node in graph.nodes):  # which a pipeline of a user's may leave as they are
+        graph = Decompose().run(graph)
+    part.graph = graph
+
+
+def lower_part(compilation: Compilation, part: Part) -> None:
+    """Choose buffers and launches: the graph becomes a program."""
+    part.lowered = lower(part.graph, part.results, compilation.device)
+    note_program(part.record, part.graph, part.lowered)
+    if compilation.options.observe:
+        compilation.options.observe.program(part.record.name, part.graph, part.lowered)
+
+
+def generate(codes: list[KernelCode], options: Options, record: Record, device: Device) -> dict[str, int]:
+    """Generate and compile the kernels that are not on disk; the entry point of each by its key."""
+    start = time.perf_counter()
+    distinct = list({code.key: code for code in codes}.values())
+    made = device.toolchain.addresses(distinct, options.cache.kernels, options.jobs, options.progress)
+    for _, path in made.values():
+        with contextlib.suppress(OSError):  # so that eviction knows it is used; a cache may be read-only
+            os.utime(path)
+    record.seconds["kernels"] = time.perf_counter() - start
+    return {key: address for key, (address, _) in made.items()}
+
+
+def link(compiled: Compiled, options: Options, device: Device = CPU, arena: AnyArena | None = None) -> Linked:
+    """Bind the programs to kernels, memory and tuners: what runs them."""
+    codes = [code for program in compiled.programs for each in program.all for code in each.codes]
+    addresses = generate(codes, options, compiled.records[0], device)
+    arena = arena or new_arena(device)
+    products = MatmulTuner(options.cache.products)
+    search = None
+    if options.search and device.target == "cuda":
+        search = Autotuner(options.cache.shapes, options.cache.kernels, options.jobs)
+    for program, record in zip(compiled.programs, compiled.records, strict=True):
+        record.executable = Executable(program, addresses, arena, products, device, _work(record), search)
+    executables = [record.executable for record in compiled.records if record.executable is not None]
+    return Linked(compiled.interface, executables, compiled.records)
+
+
+def _work(record: Record) -> Callable[[int, Callable[[Dim], int]], tuple[int, int]]:
+    """Bytes and operations of a launch, for the choice of streams."""
+
+    def work(index: int, value: Callable[[Dim], int]) -> tuple[int, int]:
+        return value(record.costs[index].bytes), value(record.costs[index].flops)
+
+    return work
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: `scope` says what it sees: the whole graph, one program of it, or what is stored, in this process."""
+
+    name: str
+    run: Callable[..., Any]
+    scope: str = "graph"
+
+    def __str__(self) -> str:
+        summary = (self.run.__doc__ or "").split("\n")[0]
+        return f"{self.name:<15} {self.scope:<8} {summary}"
+
+
+class Stages(tuple[Stage, ...]):
+    """Stages in their order; as text, a line each."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
+
+
+STAGES = Stages(
+    (
+        Stage("forward", forward),
+        Stage("adapt", adapt),
+        Stage("extend", extend),
+        Stage("intra_operator", intra_operator),
+        Stage("divide", divide),
+        Stage("transform", transform, "program"),
+        Stage("lower", lower_part, "program"),
+        Stage("generate", generate, "process"),
+        Stage("link", link, "process"),
+    )
+)
+"""The road; `daceml-train stages` prints it."""
+
+
+# ---- the whole road ---
+def compile_graph(
+    graph: Graph, goal: Goal, options: Options, device: Device = CPU, arena: AnyArena | None = None
+) -> Linked:
+    """Take a captured graph to its goal, from the cache where that is there.
+
+    Programs with the same `arena` must not run at the same time.
+    """
+    pipeline = options.pipeline.for_target(device.target)
+    left_out = [p.name for p in options.pipeline if device.target not in p.targets]
+    options = replace(options, pipeline=pipeline)
+    compilation = Compilation(graph, goal, options, device)
+    compilation.record.left_out = list(dict.fromkeys(left_out))
+    compiled = cached(graph, goal.description, options, device, compilation.compiled)
+    if not compilation.parts:
+        for record in compiled.records:
+            _replay(record, options)
+    return link(compiled, options, device, arena)
+
+
+# ---- notes ---
+def note_program(record: Record, graph: Graph, program: Program) -> None:
+    """Note what a program launches and moves."""
+    record.recomputed += within(graph)
+    record.costs = costs(graph, program.launches, program.nodes)
+    record.flops = record.flops + total(cost.flops for cost in record.costs)
+    for launch in (launch for each in program.all for launch in each.launches):
+        if isinstance(launch, KernelLaunch):
+            record.kernels += 1
+        elif isinstance(launch, CallLaunch):
+            record.calls[launch.target] = record.calls.get(launch.target, 0) + 1
+    record.distinct_kernels = len({code.key for each in program.all for code in each.codes})
+    record.fallbacks += [(n.op.label, str(n.origin)) for n in graph.nodes if isinstance(n.op, Aten)]
+
+
+def watcher(record: Record, options: Options) -> Watcher:
+    """Notes passes in `record` and tells who else listens."""
+
+    def watch(step: Step) -> None:
+        record.passes.append(step.record)
+        if options.observe and step.graph is not None:
+            options.observe.graph(record.name, step.level, step.transformation.name, step.graph)
+        if options.watch is not None:
+            options.watch(step)
+
+    return watch
+
+
+def _replay(record: Record, options: Options) -> None:
+    """Tell who watches what the passes did when the program was made."""
+    if options.watch is not None:
+        passes = list(options.pipeline)
+        for entry in record.passes:
+            options.watch(Step.of(entry, passes))

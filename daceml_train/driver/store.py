@@ -1,0 +1,78 @@
+"""The store of compiled programs: what a program depends on is its key, and equal ones are compiled once."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import hashlib
+import platform
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Protocol, TypeVar, cast
+
+import daceml_train.frontends
+import daceml_train.transformations
+from daceml_train.driver.options import Options
+from daceml_train.driver.records import Record
+from daceml_train.graph.graph import Graph
+from daceml_train.graph.text import canonical_text
+from daceml_train.lowering.device import Device
+from daceml_train.ops.operator import REGISTRY
+from daceml_train.plugins import source_key
+
+
+class _Recorded(Protocol):
+    records: list[Record]
+
+
+Entry = TypeVar("Entry", bound=_Recorded)
+
+
+def cached(graph: Graph, description: str, options: Options, device: Device, build: Callable[[], Entry]) -> Entry:
+    """The result of `build`, or from the cache where it is there: its records then are `warm`."""
+    start = time.perf_counter()
+    foreign = source_key([*map(type, options.pipeline), *REGISTRY.values()])
+    text = "\n".join([canonical_text(graph), description, str(options.pipeline), environment(), device.key, foreign])
+    key = hashlib.sha256(text.encode()).hexdigest()
+    entry = None if options.observe else options.cache.load(key)
+    if entry is None:
+        with _without_collection():
+            entry = build()
+        entry.records[0].seconds["passes and lowering"] = time.perf_counter() - start
+        options.cache.store(key, entry)
+    else:
+        for record in entry.records:
+            record.warm, record.seconds = True, {"load": time.perf_counter() - start}
+    return cast(Entry, entry)
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Passes make millions of small objects that live until the end; looking through them for cycles takes a third of
+    their time.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@functools.cache
+def environment() -> str:
+    """What a program depends on besides its graph: our own source, versions, processor."""
+    own = hashlib.sha256()
+    for package in (daceml_train, daceml_train.transformations, daceml_train.frontends):
+        for path in sorted(Path(package.__path__[0]).resolve().rglob("*")):
+            if path.suffix in (".py", ".h", ".cpp"):
+                own.update(path.read_bytes())
+    flags = ""
+    if (info := Path("/proc/cpuinfo")).exists():
+        flags = next((line for line in info.read_text().splitlines() if line.startswith("flags")), "")
+    versions = [f"{name} {version(name)}" for name in ("torch", "dace", "sympy")]
+    return "\n".join([own.hexdigest(), *versions, platform.machine(), flags])
