@@ -159,9 +159,9 @@ def _translated(
     spec = pytree.tree_structure(_results(gm))
     bound += [InputSource("attribute", None, name, name, tensor) for name, tensor in t.constants.items()]
     changes = {
-        origin.name: version(examples[origin.position])
-        for source in inputs
-        if origin.name in graph.writes and origin.position is not None
+        entry.name: version(examples[entry.position])
+        for entry in inputs
+        if entry.name in graph.writes and entry.position is not None
     }
     fallbacks = tuple(t.fallbacks)
     captured = Captured(graph, (*inputs, *bound), outputs, spec, detached, fallbacks, draws=t.draws, changes=changes)
