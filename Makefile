@@ -8,7 +8,7 @@ ARGS ?=             # passed on: make test ARGS="-k softmax"
 VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-browser lint bench traffic conformance-ops conformance-models conformance-onnx fuzz orders recipes gpu-bundle test-gpu bench-gpu clean conformance-cuda faults endurance
+.PHONY: help setup demo test test-browser lint bench traffic conformance-ops conformance-special conformance-models conformance-onnx fuzz orders recipes gpu-bundle test-gpu bench-gpu clean conformance-cuda faults endurance
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ conformance-cuda: setup ## CUDA kernels, all there are, in the emulator and thro
 
 conformance-ops: setup ## PyTorch's own operator samples through the compiler (ARGS=)
 	@$(VENV_PYTHON) -m benchmarks.conformance $(ARGS)
+
+conformance-special: setup ## NaN, infinities and the ends of each type through the compiler (ARGS=)
+	@$(VENV_PYTHON) -m benchmarks.conformance_special $(ARGS)
 
 conformance-models: setup ## whole models, through three training steps (ARGS="bert --timeout 300")
 	@$(VENV_PYTHON) -m benchmarks.conformance_models $(ARGS)

@@ -291,9 +291,9 @@ def _elu(t: Translator, x: Value, alpha: float = 1, scale: float = 1, input_scal
         return None
     if scale == input_scale == 1 and alpha == 1:
         return x.unary("elu")
-    positive = x.compare("gt", 0)
-    below = positive.where(0.0, x * input_scale).unary("elu") * positive.where(0.0, t.value(alpha * scale, x.dtype))
-    return positive.where(x * scale, below)
+    negative = x.compare("le", 0)
+    below = negative.where(x * input_scale, 0.0).unary("elu") * negative.where(t.value(alpha * scale, x.dtype), 0.0)
+    return negative.where(below, x * scale)
 
 
 @rule("celu.default")
