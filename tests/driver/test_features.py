@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.driver import features_autograd, features_models  # noqa: F401 - they fill the table
 from tests.driver.features import FEATURES, Feature
 from tests.driver.holding import hold_module, hold_step
 
