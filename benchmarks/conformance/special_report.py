@@ -21,7 +21,7 @@ attributes hold NaN, infinities, zeros of both signs, subnormal numbers and the 
 execution in three memory layouts: PyTorch's vectorized and plain loops differ at such values, and any is right.
 Integers are equal; NaN and infinities stand where eager has them; other numbers are within {ULPS} units in the last
 place of the number or of 1, and within {SUM} of the largest where elements are added up, in an order that is nobody's.
-Signs of zeros are counted, not compared: kernels are compiled with `-fno-signed-zeros`. A stage that the table lacks,
+Signs of zeros are counted, not compared. A stage that the table lacks,
 or that has fewer entries than the database, has not been run to its end.
 """
 

@@ -100,3 +100,35 @@ def test_special_values_in_the_interpreter(name: str) -> None:
     np.testing.assert_allclose(np.asarray(made.detach()), y.detach().numpy(), rtol=1e-13)
     ours, theirs = torch.as_tensor(backend.gradients[id(x)]), x.grad
     np.testing.assert_allclose(ours[keep].numpy(), theirs[keep].numpy(), rtol=1e-13)
+
+
+SELECTED: dict[str, Any] = {
+    "mask": lambda x: x * (x > 0).float(),
+    "where": lambda x: x * torch.where(x > 0, 1.0, 0.0),
+    "zero": lambda x: x * 0.0,
+    "sum with zero": lambda x: x + 0.0,
+    "difference of itself": lambda x: x - x,
+    "quotient of itself": lambda x: x / x,
+}
+
+
+class Selected(torch.nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return SELECTED[self.name](x)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("name", SELECTED)
+def test_compilers_keep_what_arithmetic_does_with_special_values(name: str, tmp_path: Path) -> None:
+    """No flag lets the compiler turn `x * (condition ? 1 : 0)` into a choice: NaN and infinity times zero are NaN."""
+    x = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -2.0, 3e-39] * 8, requires_grad=True)
+    y = SELECTED[name](x)
+    made = dt.optimize(Selected(name), cache=str(tmp_path))(x)
+    torch.testing.assert_close(made, y, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(torch.signbit(made[~made.isnan()]), torch.signbit(y[~y.isnan()]))
+    (ours,), (theirs,) = (torch.autograd.grad(v.nansum(), x) for v in (made, y))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
