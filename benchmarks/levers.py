@@ -69,8 +69,9 @@ that TorchDynamo and
 the optimizer import in eager execution, too (79), what capturing imports and leaves (57), momentum (97), what the
 step was planned to take (213), and what libraries keep (51). It was 996 MiB before cheap arrays were rematerialized
 (`RematerializeCheap`, 384 MiB of arrays), library calls wrote their results into the arena, and capturing left out
-NetworkX and setuptools (16). Networks whose arrays are few against what is imported or trained (LSTM, DLRM) can
-hardly get below what every variant has."""
+setuptools (4). NetworkX, which PyTorch's tracing imports, is in the process again since these were measured (12).
+Networks whose arrays are few against what is imported or trained (LSTM, DLRM) can hardly get below what every variant
+has."""
 """Why peak memory is what it is."""
 
 

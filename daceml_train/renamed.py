@@ -95,7 +95,6 @@ MODULES = {
     "exploration.widget_requests": "exploration.widget.requests",
     "exploration.widget_viewer": "exploration.widget.viewer",
     "exploration.widget_work": "exploration.widget.work",
-    "frontends.torch.aot": "frontends.torch.capture.aot",
     "frontends.torch.autograd_function": "frontends.torch.capture.autograd_function",
     "frontends.torch.capture": "frontends.torch.capture.capture",
     "frontends.torch.control": "frontends.torch.capture.control",

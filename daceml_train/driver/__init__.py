@@ -163,7 +163,7 @@ def load_onnx(
 ) -> torch.nn.Module:
     """A module from an ONNX model; see `daceml_train.frontends.onnx.load` for the options.
 
-    Raises `Invalid` for a damaged model, and where the package `onnx` is not installed.
+    Raises `Invalid` for a damaged model.
     """
     module: torch.nn.Module = _onnx().load(model, trainable=trainable, train_mode=train_mode)
     return module
@@ -176,10 +176,7 @@ def save_onnx(model: torch.nn.Module, path: Path | str, *, external: bool | None
 
 
 def _onnx() -> Any:
-    try:
-        return importlib.import_module("daceml_train.frontends.onnx")
-    except ImportError as error:
-        raise Invalid(f"ONNX models need a package: {error}", advice="pip install 'daceml_train[onnx]'") from None
+    return importlib.import_module("daceml_train.frontends.onnx")  # at first use: `onnx` takes a while to import
 
 
 def _is_onnx(model: Any) -> bool:

@@ -11,9 +11,11 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import networkx as nx
 import sympy
 
 from daceml_train.errors import Invalid
+from daceml_train.graph.networkx import to_networkx
 from daceml_train.graph.node import Input, Node, Role
 from daceml_train.graph.printer import show
 from daceml_train.ops.operator import Operator, Origin, Value
@@ -128,6 +130,13 @@ class Graph:
     def symbols(self) -> set[sympy.Symbol]:
         """The size symbols of the inputs."""
         return {s for i in self.inputs.values() for s in i.tensor.symbols}
+
+    def to_networkx(self) -> nx.DiGraph:
+        """The graph as NetworkX's: a node per operator and per input, an edge per pair of which one reads the other.
+
+        An operator's node is called by its first result, an input's by its name; see `graph.networkx` for attributes.
+        """
+        return to_networkx(self)
 
     # ---- rebuilding ---------------------------------------------------------------------------------------------
     def empty(self, name: str = "") -> Graph:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
-import heapq
 import json
 import keyword
 import re
@@ -20,6 +19,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+import networkx as nx
 import sympy
 
 from daceml_train.analysis.verify import verify
@@ -219,20 +219,16 @@ def _in_order(sdfg: dace.SDFG, state: dace.SDFGState) -> Iterator[OperatorNode]:
             raise Invalid(f"SDFG {sdfg.name!r} holds {node}, which is no operator", advice="it may have been expanded")
     position = {node: index for index, node in enumerate(nodes)}
     maker = {e.data.data: node for node in nodes for e in state.out_edges(node)}
-    waits = {node: {maker[e.data.data] for e in state.in_edges(node) if e.data.data in maker} for node in nodes}
-    readers: dict[OperatorNode, list[OperatorNode]] = {node: [] for node in nodes}
-    for node, makers in waits.items():
-        for other in makers:
-            readers[other].append(node)
-    ready = [position[node] for node in nodes if not waits[node]]
-    heapq.heapify(ready)
-    while ready:
-        node = nodes[heapq.heappop(ready)]
-        yield node
-        for reader in readers[node]:
-            waits[reader].discard(node)
-            if not waits[reader]:
-                heapq.heappush(ready, position[reader])
+    order = nx.DiGraph()
+    order.add_nodes_from(nodes)
+    order.add_edges_from(
+        (maker[e.data.data], node) for node in nodes for e in state.in_edges(node) if e.data.data in maker
+    )
+    try:
+        yield from nx.lexicographical_topological_sort(order, key=position.__getitem__)
+    except nx.NetworkXUnfeasible:
+        cycle = " -> ".join(node.label for node, _ in nx.find_cycle(order))
+        raise Invalid(f"operators of SDFG {sdfg.name!r} read each other's results: {cycle}") from None
 
 
 def _identifiers(graph: Graph) -> dict[str, str]:

@@ -6,6 +6,7 @@ import itertools
 import random
 import time
 
+import networkx as nx
 import pytest
 
 from daceml_train.lowering.streams import Access, Schedule, Work, assign, dependences, reduced, schedule
@@ -63,6 +64,22 @@ def test_random_orders_against_brute_force() -> None:
         assert closure(reduced(edges)) == closure(edges)
         assert ordered(made) == closure(edges)  # nothing less, and nothing more
         assert sum(map(len, made.waits)) == fewest_events(edges), edges
+
+
+def test_reduction_and_matching_are_networkx_s() -> None:
+    draw = random.Random(5)
+    for _ in range(60):
+        edges = random_edges(draw, 30)
+        order = nx.DiGraph()
+        order.add_nodes_from(range(len(edges)))
+        order.add_edges_from((p, n) for n, before in enumerate(edges) for p in before)
+        minimal = nx.transitive_reduction(order)
+        assert {(p, n) for n, before in enumerate(reduced(edges)) for p in before} == set(minimal.edges)
+        sides = nx.Graph()
+        sides.add_nodes_from(top := [("from", n) for n in minimal])
+        sides.add_edges_from((("from", a), ("to", b)) for a, b in minimal.edges)
+        pairs = len(nx.bipartite.hopcroft_karp_matching(sides, top)) // 2
+        assert assign(len(edges), edges, most=100).streams == len(edges) - pairs
 
 
 def test_chains_that_share_a_stream_keep_every_dependence() -> None:

@@ -115,6 +115,18 @@ def test_nodes_added_in_another_order_come_back_in_topological_order() -> None:
     assert show(from_sdfg(sdfg)) == show(programs.mlp())
 
 
+def test_a_cycle_is_refused_by_name() -> None:
+    sdfg = to_sdfg(parse("graph g(x: f32[4] input) { %a = neg(%x) %b = exp(%a) %c = relu(%b) return %c }"))
+    (state,) = sdfg.nodes()
+    first, last = (n for n in state.nodes() if isinstance(n, OperatorNode) and n.label in ("neg", "exp"))
+    (edge,) = state.in_edges(first)
+    (result,) = state.out_edges(last)
+    state.remove_edge(edge)
+    state.add_edge(result.dst, None, first, "_in0", dace.Memlet.from_array(result.dst.data, sdfg.arrays["b"]))
+    with pytest.raises(Invalid, match="operators of SDFG 'g' read each other's results: neg -> exp"):
+        from_sdfg(sdfg)
+
+
 def test_dace_is_imported_on_demand_and_quietly() -> None:
     code = """
 import builtins, sys

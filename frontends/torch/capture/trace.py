@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
+from torch._functorch._aot_autograd.schemas import GraphSignature
+from torch._functorch.aot_autograd import aot_export_module
 from torch._guards import Source, TracingContext, detect_fake_mode
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from daceml_train.errors import DacemlError, Unsupported
-from daceml_train.frontends.torch.capture.aot import GraphSignature, aot_export_module
 from daceml_train.frontends.torch.capture.decompositions import table, table_with_random_operators
 from daceml_train.frontends.torch.capture.prepass import GradientAware
 from daceml_train.frontends.torch.capture.rng_draws import Randomness

@@ -9,12 +9,12 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
+from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch.utils import _pytree as pytree
 
 from daceml_train.analysis.reachability import required
 from daceml_train.errors import DacemlError, Unsupported
 from daceml_train.frontends.torch import types
-from daceml_train.frontends.torch.capture.aot import aot_export_joint_simple
 from daceml_train.frontends.torch.capture.decompositions import derivative_table
 from daceml_train.frontends.torch.rules.translate import Translator
 from daceml_train.graph.graph import Graph
