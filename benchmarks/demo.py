@@ -188,7 +188,7 @@ def both(
             model,
             loss,
             own_optimizer,
-            watch=lambda one: progress.update(task, description=one.transformation.name),
+            pass_callback=lambda one: progress.update(task, description=one.transformation.name),
             progress=lambda done, total: progress.update(task, description=f"kernel {done} of {total}"),
         )
         for number, (x, y) in enumerate(batches):

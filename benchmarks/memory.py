@@ -50,7 +50,7 @@ def step_graph(network: Network, small: bool = False) -> Graph:
             raise _Enough
 
     with tempfile.TemporaryDirectory() as folder:
-        step = dt.training_step(problem.model, problem.loss, problem.optimizer, cache=folder, watch=watch)
+        step = dt.training_step(problem.model, problem.loss, problem.optimizer, cache=folder, pass_callback=watch)
         try:
             step(problem.inputs, problem.targets)
         except _Enough:

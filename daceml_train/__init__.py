@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 _HOME = {
     "optimize": "daceml_train.driver",
     "training_step": "daceml_train.driver",
+    "Options": "daceml_train.driver",
     "load_onnx": "daceml_train.driver",
     "save_onnx": "daceml_train.driver",
     "report": "daceml_train.reporting",

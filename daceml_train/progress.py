@@ -1,4 +1,4 @@
-"""A progress bar for compilation, fed by `watch=` and `progress=`."""
+"""A progress bar for compilation, fed by `pass_callback=` and `progress=`."""
 
 from __future__ import annotations
 
@@ -29,4 +29,4 @@ def compilation_bar(console: Console | None = None) -> Iterator[dict[str, Any]]:
         def progress(done: int, total: int) -> None:
             bar.update(task, description="compiling kernels", total=total, completed=done)
 
-        yield {"watch": watch, "progress": progress}
+        yield {"pass_callback": watch, "progress": progress}

@@ -14,6 +14,6 @@ def test_what_is_shown_and_where() -> None:
     for terminal in (True, False):
         text = io.StringIO()
         with compilation_bar(Console(file=text, force_terminal=terminal, width=100)) as shown:
-            pipeline.run(graph, watch=shown["watch"])
+            pipeline.run(graph, watch=shown["pass_callback"])
             shown["progress"](2, 3)
         assert ("compiling kernels" in text.getvalue()) is terminal

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import daceml_train as dt
 from benchmarks.fuzz.case import Case
 from benchmarks.noise import LOST, RUNS, Rounding
-from daceml_train.driver import options
 from daceml_train.driver.module import Backend, state_of
+from daceml_train.driver.options import Options
 from daceml_train.errors import INTERNAL
 
 FACTOR, FLOOR = 3.0, 1e-5
@@ -122,7 +122,7 @@ def _called(case: Case, targets: Sequence[Tensor], dtype: torch.dtype, pipeline:
 def _compiled(case: Case, model: nn.Module, pipeline: Any) -> tuple[Callable[..., Any], list[str]]:
     """The model as `optimize` or `torch.compile` gives it, and the list in which it keeps what falls back."""
     if case.backend:
-        backend = Backend(options(pipeline, jobs=2))
+        backend = Backend(Options(pipeline, jobs=2).settings())
         return torch.compile(model, backend=backend, dynamic=case.dynamic), backend.breaks
     called = dt.optimize(model, pipeline=pipeline, jobs=2, dynamic=case.dynamic)
     state = state_of(called)

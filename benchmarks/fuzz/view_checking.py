@@ -17,8 +17,8 @@ import daceml_train as dt
 from benchmarks.fuzz.checking import Rejected
 from benchmarks.fuzz.interpreted import interpreting
 from benchmarks.fuzz.view_programs import ViewProgram
-from daceml_train.driver import options
 from daceml_train.driver.module import Backend, state_of
+from daceml_train.driver.options import Options
 from daceml_train.errors import DacemlError
 
 WAYS = ("interpreted", "compiled", "optimize")
@@ -79,7 +79,7 @@ def _compiled(module: Any, program: ViewProgram) -> Callable[..., Any]:
     given = [*program.inputs(), module.w, module.b]
     for node, tensor in zip(traced.graph.find_nodes(op="placeholder"), given, strict=True):
         node.meta["requires_grad"] = tensor.requires_grad
-    called = Backend(options()).compile(traced, given)
+    called = Backend(Options().settings()).compile(traced, given)
     return lambda x, y: called(x, y, module.w, module.b)
 
 

@@ -23,7 +23,7 @@ from daceml_train.debug.case import Case, array, cases, departs, eager, first_de
 from daceml_train.debug.reproduction import excerpt, smallest, write
 from daceml_train.driver.function import run_with_layout
 from daceml_train.driver.goals import compile_differentiable
-from daceml_train.driver.options import Options
+from daceml_train.driver.settings import Settings
 from daceml_train.graph.graph import Graph, Node, Role
 from daceml_train.ops.kernel import Kernel
 from daceml_train.ops.operator import Array
@@ -353,7 +353,7 @@ def code_difference(graph: Graph, arrays: Mapping[str, Array], cache: str) -> fl
     tensors = [_tensor(np.asarray(arrays[n]), entry.tensor) for n, entry in graph.inputs.items()]
     rounded = {name: array(t) for name, t in zip(graph.inputs, tensors, strict=True)}
     expected = interpret(graph, rounded)
-    compiled = compile_differentiable(graph, (), (), Options(Pipeline(), Cache(Path(cache))))
+    compiled = compile_differentiable(graph, (), (), Settings(Pipeline(), Cache(Path(cache))))
     made = run_with_layout(compiled.forward, tensors)[: len(graph.outputs)]
     after = {name: array(t) for name, t in zip(graph.inputs, tensors, strict=True) if name in graph.writes}
     pairs = [

@@ -20,9 +20,9 @@ from typing import Any
 from daceml_train.analysis.traffic import total, traffic
 from daceml_train.codegen.cpu.launch import KernelCode
 from daceml_train.driver.devices import for_device
-from daceml_train.driver.options import Options
 from daceml_train.driver.records import Record
 from daceml_train.driver.rematerialized import within
+from daceml_train.driver.settings import Settings
 from daceml_train.driver.store import cached
 from daceml_train.graph.graph import Graph
 from daceml_train.lowering.cost import costs
@@ -89,7 +89,7 @@ class Compilation:
 
     graph: Graph
     goal: Goal
-    options: Options
+    options: Settings
     device: Device = CPU
     record: Record = field(init=False)
     """Notes of the stages before the graph is divided; the first part's, too."""
@@ -176,11 +176,11 @@ def lower_part(compilation: Compilation, part: Part) -> None:
     """Choose buffers and launches: the graph becomes a program."""
     part.lowered = lower(part.graph, part.results, compilation.device)
     note_program(part.record, part.graph, part.lowered)
-    if compilation.options.observe:
-        compilation.options.observe.program(part.record.name, part.graph, part.lowered)
+    if compilation.options.dump:
+        compilation.options.dump.program(part.record.name, part.graph, part.lowered)
 
 
-def generate(codes: list[KernelCode], options: Options, record: Record, device: Device) -> dict[str, int]:
+def generate(codes: list[KernelCode], options: Settings, record: Record, device: Device) -> dict[str, int]:
     """Generate and compile the kernels that are not on disk; the entry point of each by its key."""
     start = time.perf_counter()
     distinct = list({code.key: code for code in codes}.values())
@@ -192,14 +192,14 @@ def generate(codes: list[KernelCode], options: Options, record: Record, device: 
     return {key: address for key, (address, _) in made.items()}
 
 
-def link(compiled: Compiled, options: Options, device: Device = CPU, arena: AnyArena | None = None) -> Linked:
+def link(compiled: Compiled, options: Settings, device: Device = CPU, arena: AnyArena | None = None) -> Linked:
     """Bind the programs to kernels, memory and tuners: what runs them."""
     codes = [code for program in compiled.programs for each in program.all for code in each.codes]
     addresses = generate(codes, options, compiled.records[0], device)
     arena = arena or new_arena(device)
     products = MatmulTuner(options.cache.products)
     search = None
-    if options.search and device.target == "cuda":
+    if options.autotune and device.target == "cuda":
         search = Autotuner(options.cache.shapes, options.cache.kernels, options.jobs)
     for program, record in zip(compiled.programs, compiled.records, strict=True):
         record.executable = Executable(program, addresses, arena, products, device, _work(record), search)
@@ -254,7 +254,7 @@ STAGES = Stages(
 
 # ---- the whole road ---
 def compile_graph(
-    graph: Graph, goal: Goal, options: Options, device: Device = CPU, arena: AnyArena | None = None
+    graph: Graph, goal: Goal, options: Settings, device: Device = CPU, arena: AnyArena | None = None
 ) -> Linked:
     """Take a captured graph to its goal, from the cache where that is there.
 
@@ -287,22 +287,22 @@ def note_program(record: Record, graph: Graph, program: Program) -> None:
     record.fallbacks += [(n.op.label, str(n.origin)) for n in graph.nodes if isinstance(n.op, Aten)]
 
 
-def watcher(record: Record, options: Options) -> Watcher:
+def watcher(record: Record, options: Settings) -> Watcher:
     """Notes passes in `record` and tells who else listens."""
 
     def watch(step: Step) -> None:
         record.passes.append(step.record)
-        if options.observe and step.graph is not None:
-            options.observe.graph(record.name, step.level, step.transformation.name, step.graph)
-        if options.watch is not None:
-            options.watch(step)
+        if options.dump and step.graph is not None:
+            options.dump.graph(record.name, step.level, step.transformation.name, step.graph)
+        if options.pass_callback is not None:
+            options.pass_callback(step)
 
     return watch
 
 
-def _replay(record: Record, options: Options) -> None:
+def _replay(record: Record, options: Settings) -> None:
     """Tell who watches what the passes did when the program was made."""
-    if options.watch is not None:
+    if options.pass_callback is not None:
         passes = list(options.pipeline)
         for entry in record.passes:
-            options.watch(Step.of(entry, passes))
+            options.pass_callback(Step.of(entry, passes))

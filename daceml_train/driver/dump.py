@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from daceml_train.errors import Invalid
 from daceml_train.graph.graph import Graph
 from daceml_train.graph.text import show
 from daceml_train.lowering.program import Program
@@ -18,6 +21,15 @@ class Dump:
 
     folder: Path
     count: int = field(default=0, init=False)
+
+    @staticmethod
+    def of(given: Dump | Path | str | None) -> Dump | None:
+        """The dump into a folder. Raises `Invalid` where no file can be written there."""
+        if given is None or isinstance(given, Dump):
+            return given
+        if not isinstance(given, str | os.PathLike):
+            raise Invalid(f"dump is a folder's path or a Dump, given {given!r}")
+        return Dump(writable(Path(given).expanduser().absolute()))
 
     def graph(self, name: str, level: str, transformation: str, graph: Graph) -> None:
         """Write a graph's text after a pass."""
@@ -35,3 +47,13 @@ class Dump:
         to_sdfg(graph).save(str(self.folder / f"{label}.sdfg"))
         for number, code in enumerate(code for each in program.all for code in each.codes):
             (self.folder / f"{label}_kernel{number:03}_{code.key}.cpp").write_text(code.source)
+
+
+def writable(folder: Path, origin: str = "") -> Path:
+    """The folder, which is made if need be. Raises `Invalid` where no file can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise Invalid(f"nothing can be dumped into {folder}{origin}: {error.strerror or error}") from None

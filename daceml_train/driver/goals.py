@@ -9,10 +9,10 @@ from typing import Any
 from daceml_train.autodiff.partition import partition
 from daceml_train.autodiff.reverse import differentiate, reached_arrays, reaching
 from daceml_train.driver.compile import Compilation, Goal, Part, compile_graph
-from daceml_train.driver.options import Options
 from daceml_train.driver.prepacked import PrepackedWeights
 from daceml_train.driver.records import Record
 from daceml_train.driver.rematerialized import across
+from daceml_train.driver.settings import Settings
 from daceml_train.graph.graph import Graph, Input, Role
 from daceml_train.lowering.device import CPU, Device
 from daceml_train.lowering.program import BufferView
@@ -130,7 +130,7 @@ class Gradients(Goal):
 
 
 def compile_differentiable(
-    graph: Graph, wrt: Sequence[str], outputs: Sequence[int], options: Options, device: Device = CPU
+    graph: Graph, wrt: Sequence[str], outputs: Sequence[int], options: Settings, device: Device = CPU
 ) -> Differentiable:
     """Compile a captured graph for forward calls and for gradients by the inputs `wrt` of the outputs `outputs`."""
     made = compile_graph(graph, Gradients(wrt, outputs), options, device)
@@ -197,7 +197,7 @@ def compile_step(
     graph: Graph,
     trained: Sequence[Trained],
     keep_gradients: Sequence[str],
-    options: Options,
+    options: Settings,
     arena: AnyArena | None = None,
     gradients: GradientOptions = PLAIN,
     device: Device = CPU,

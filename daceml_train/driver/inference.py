@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from daceml_train.analysis.weights_only import HELD, again, split
 from daceml_train.driver.compile import Compilation, Goal, Part, compile_graph
 from daceml_train.driver.goals import Differentiable, GradientInterface
-from daceml_train.driver.options import Options
 from daceml_train.driver.prepacked import PrepackedWeights
 from daceml_train.driver.records import Record
+from daceml_train.driver.settings import Settings
 from daceml_train.graph.graph import Graph
 from daceml_train.ops.gradient import Detach
 from daceml_train.passes.base import without_dead_code
@@ -46,7 +46,7 @@ class Inference(Goal):
         return self.made
 
 
-def compile_inference(graph: Graph, options: Options) -> Differentiable:
+def compile_inference(graph: Graph, options: Settings) -> Differentiable:
     """Compile a captured graph for calls without gradients, on the CPU, by the pipeline for inference."""
     options = replace(options, pipeline=options.inference or options.pipeline)
     made = compile_graph(without_detach(graph), Inference(), options)

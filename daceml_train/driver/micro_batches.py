@@ -19,8 +19,9 @@ import torch.utils._pytree as pytree
 
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks
 from daceml_train.driver.capture_only import CapturedCall
-from daceml_train.driver.options import Options
-from daceml_train.driver.step import Loss, ScheduleKind, TrainingStep
+from daceml_train.driver.options import ScheduleKind
+from daceml_train.driver.settings import Settings
+from daceml_train.driver.step import Loss, TrainingStep
 from daceml_train.driver.whole import Wholes
 from daceml_train.errors import Invalid, Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured
@@ -86,7 +87,7 @@ class MicroBatchedStep(_Part):
         model: torch.nn.Module,
         loss: Loss | None,
         optimizer: torch.optim.Optimizer,
-        options: Options,
+        options: Settings,
         count: int,
         reduction: Reduction = "batch",
         clipping: Clipping | None = None,

@@ -16,8 +16,8 @@ from daceml_train.driver.binding import differentiable_outputs, input_tensors
 from daceml_train.driver.function import CompiledGraph
 from daceml_train.driver.goals import compile_differentiable
 from daceml_train.driver.inference import compile_inference
-from daceml_train.driver.options import Options
 from daceml_train.driver.records import Record
+from daceml_train.driver.settings import Settings
 from daceml_train.errors import Invalid, why
 from daceml_train.frontends.torch import absent_gradients
 from daceml_train.frontends.torch.capture.capture import capture
@@ -38,7 +38,7 @@ METHODS = ("forward", "training_step", "validation_step", "test_step", "predict_
 class ModuleState:
     """What `optimize` keeps on the module it returns."""
 
-    options: Options
+    options: Settings
     source: type[torch.nn.Module]
     backend: Backend
     compiled: dict[str, Callable[..., Any]]
@@ -54,7 +54,7 @@ class Backend:
     A graph that cannot be compiled runs as PyTorch runs it: a warning says so once, and `breaks` keeps the reason.
     """
 
-    options: Options
+    options: Settings
     records: list[Record] = field(default_factory=list)
     breaks: list[str] = field(default_factory=list)
     graphs: int = 0
@@ -100,7 +100,7 @@ class Backend:
         return made
 
 
-def optimized(module: torch.nn.Module, options: Options) -> torch.nn.Module:
+def optimized(module: torch.nn.Module, options: Settings) -> torch.nn.Module:
     """A second face of `module`: an object of a subclass of its class over the same attributes, modes and parameters.
 
     Names in `state_dict` are unchanged; the original stays usable. Nothing is compiled before the first call.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -21,8 +21,9 @@ from daceml_train.driver.capture_only import CapturedCall, CaptureDone, within
 from daceml_train.driver.checking import check, check_tensors, loss_of
 from daceml_train.driver.goals import WholeStep, compile_step
 from daceml_train.driver.module import optimized, state_of
-from daceml_train.driver.options import Options
+from daceml_train.driver.options import ScheduleKind
 from daceml_train.driver.records import Record
+from daceml_train.driver.settings import Settings
 from daceml_train.errors import BudgetInfeasible, DeviceMismatch, Invalid, Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured, capture
 from daceml_train.frontends.torch.dynamo.tracing import (
@@ -44,9 +45,6 @@ from daceml_train.training.joint import ACCUMULATED, Trained, joint_graph
 from daceml_train.training.optimizers import initial_state, makes_its_state, ready, update_of
 
 Loss = Callable[..., torch.Tensor]
-ScheduleKind = Literal["ahead_of_time", "plain"]
-"""On a GPU: the step is recorded after its first call and then runs as one launch, or launch by launch. A CPU's launch
-list is a recording in itself."""
 
 KEPT_BINDINGS = 64
 """Kinds of arguments whose bound step is kept."""
@@ -69,7 +67,7 @@ class TrainingStep:
         model: torch.nn.Module,
         loss: Loss | None,
         optimizer: torch.optim.Optimizer,
-        options: Options,
+        options: Settings,
         keep_gradients: bool = False,
         clipping: Clipping | None = None,
         scaler: torch.amp.GradScaler | None = None,

@@ -15,8 +15,8 @@ from typing import Protocol, TypeVar, cast
 
 import daceml_train.frontends
 import daceml_train.transformations
-from daceml_train.driver.options import Options
 from daceml_train.driver.records import Record
+from daceml_train.driver.settings import Settings
 from daceml_train.graph.graph import Graph
 from daceml_train.graph.text import canonical_text
 from daceml_train.lowering.device import Device
@@ -31,13 +31,13 @@ class _Recorded(Protocol):
 Entry = TypeVar("Entry", bound=_Recorded)
 
 
-def cached(graph: Graph, description: str, options: Options, device: Device, build: Callable[[], Entry]) -> Entry:
+def cached(graph: Graph, description: str, options: Settings, device: Device, build: Callable[[], Entry]) -> Entry:
     """The result of `build`, or from the cache where it is there: its records then are `warm`."""
     start = time.perf_counter()
     foreign = source_key([*map(type, options.pipeline), *REGISTRY.values()])
     text = "\n".join([canonical_text(graph), description, str(options.pipeline), environment(), device.key, foreign])
     key = hashlib.sha256(text.encode()).hexdigest()
-    entry = None if options.observe else options.cache.load(key)
+    entry = None if options.dump else options.cache.load(key)
     if entry is None:
         with _without_collection():
             entry = build()

@@ -15,7 +15,7 @@ from daceml_train.driver.binding import SEED, sizes_of
 from daceml_train.driver.capture_only import CapturedCall
 from daceml_train.driver.denominators import Denominators
 from daceml_train.driver.goals import compile_differentiable
-from daceml_train.driver.options import Options
+from daceml_train.driver.settings import Settings
 from daceml_train.driver.step import TrainingStep
 from daceml_train.errors import BudgetInfeasible
 from daceml_train.frontends.torch.capture.capture import Captured, InputSource
@@ -32,7 +32,7 @@ class Wholes:
 
     looking: TrainingStep
     """Captures whole batches, and never runs."""
-    options: Options
+    options: Settings
     count: int
     known: dict[Any, tuple[Split, Captured, Any, Denominators | None]] = field(default_factory=dict)
 

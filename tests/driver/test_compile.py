@@ -66,7 +66,9 @@ def test_records_of_warm_programs_are_those_of_cold_ones(tmp_path: Path) -> None
     for _ in range(2):
         torch.manual_seed(0)
         names: list[str] = []
-        module = dt.optimize(nn.Linear(3, 4), cache=tmp_path, watch=lambda step, names=names: names.append(step.name))
+        module = dt.optimize(
+            nn.Linear(3, 4), cache=tmp_path, pass_callback=lambda step, names=names: names.append(step.name)
+        )
         module(torch.ones(2, 3)).sum().backward()
         heard.append(names)
         records = state_of(module).backend.records  # type: ignore[union-attr]

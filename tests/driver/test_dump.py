@@ -1,4 +1,4 @@
-"""`observe=`: texts after each pass, an SDFG, and the kernels' C++."""
+"""`dump=`: texts after each pass, an SDFG, and the kernels' C++."""
 
 from pathlib import Path
 
@@ -16,9 +16,7 @@ pytestmark = pytest.mark.compiled
 
 def test_a_folder_receives_all_that_happens(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.LayerNorm(16))
-    step = dt.training_step(
-        model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), observe=tmp_path
-    )
+    step = dt.training_step(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), dump=tmp_path)
     step(torch.randn(4, 8), torch.randn(4, 16))
     texts = sorted(tmp_path.glob("*.txt"))
     names = [path.stem.split("_", 1)[1] for path in texts]

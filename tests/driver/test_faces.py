@@ -71,13 +71,13 @@ def test_options_and_mode_of_torch_compile_are_honored() -> None:
     seen: list[Any] = []
     x = torch.randn(3, 4)
     model = nn.Sequential(nn.Linear(4, 2), nn.ReLU())
-    made = torch.compile(model, backend="daceml_train", options={"watch": seen.append})
+    made = torch.compile(model, backend="daceml_train", options={"pass_callback": seen.append})
     torch.testing.assert_close(made(x), model(x))
     assert seen
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(model, backend="daceml_train", mode="reduce-overhead")(x), model(x))
     for options, sentence in (
-        ({"options": {"pipelin": "x"}}, "no 'pipelin', did you mean 'pipeline'"),
+        ({"options": {"pipelin": "x"}}, "no option 'pipelin', did you mean 'pipeline'"),
         ({"options": {"random": "never"}}, "random is one of"),
     ):
         torch._dynamo.reset()

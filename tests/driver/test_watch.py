@@ -1,4 +1,4 @@
-"""`watch=` and `progress=`, and pipelines given as text and files."""
+"""`pass_callback=` and `progress=`, and pipelines given as text and files."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def test_a_watcher_hears_every_pass_also_of_a_cached_program(tmp_path: Path) -> 
             optimizer,
             pipeline=TEXT,
             cache=tmp_path,
-            watch=steps.append,
+            pass_callback=steps.append,
             progress=lambda done, total: kernels.append((done, total)),
         )
         step(torch.ones(2, 4), torch.ones(2, 4))

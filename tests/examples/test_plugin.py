@@ -36,7 +36,7 @@ class Model(torch.nn.Module):
 steps = []
 model = Model()
 step = dt.training_step(model, lambda y: y.square().sum(), torch.optim.SGD(model.parameters(), lr=0.1),
-                        keep_gradients=True, pipeline=pipeline, watch=steps.append)
+                        keep_gradients=True, pipeline=pipeline, pass_callback=steps.append)
 x = torch.randn(5, 8)
 expected = (3 * torch.tanh((x * model.linear(x).sum()) / 3)).square().sum()
 gradient, = torch.autograd.grad(expected, [model.linear.weight])

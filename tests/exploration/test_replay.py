@@ -136,7 +136,7 @@ def test_a_saved_session_is_a_pipeline_for_compilation(tmp_path: Path) -> None:
     x, y = batch()
     steps: list[Step] = []
     theirs, ours = (torch.optim.SGD(m.parameters(), lr=1e-2) for m in (eager, model))
-    step = dt.training_step(model, F.cross_entropy, ours, pipeline=path, watch=steps.append)
+    step = dt.training_step(model, F.cross_entropy, ours, pipeline=path, pass_callback=steps.append)
     for _ in range(2):
         theirs.zero_grad()
         loss = F.cross_entropy(eager(x), y)

@@ -161,7 +161,7 @@ def test_shapes_of_kernels_are_compared() -> None:
     for search in (True, False):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 1024), nn.LayerNorm(1024), nn.GELU(), nn.Linear(1024, 4)).cuda()
-        step = dt.training_step(model, F.mse_loss, sgd(model.parameters()), search=search)
+        step = dt.training_step(model, F.mse_loss, sgd(model.parameters()), autotune=search)
         x, y = torch.randn(8192, 8, device="cuda"), torch.randn(8192, 4, device="cuda")
         found[search] = [float(step(x, y)) for _ in range(4)]
         measured, _ = step.records[0].executable.searched()  # type: ignore[union-attr]

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from daceml_train.analysis.chunks import mended
 from daceml_train.analysis.verify import verify as verify_structure
-from daceml_train.driver.options import Options
+from daceml_train.driver.settings import Settings
 from daceml_train.errors import DacemlError, Invalid, Refused, message_of
 from daceml_train.exploration.session.listing import every_pass, listed
 from daceml_train.exploration.session.state import State
@@ -44,7 +44,7 @@ def alone(method: Callable[..., Result]) -> Callable[..., Result]:
 class History:
     """The graphs of a subject, the steps between them, and where in their order the session stands."""
 
-    def __init__(self, subject: Subject, options: Options) -> None:
+    def __init__(self, subject: Subject, options: Settings) -> None:
         self.subject, self.options = subject, options
         captured = self.subject.captured
         self._states = [State(captured, self.subject.training_graph(captured))]

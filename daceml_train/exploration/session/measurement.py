@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from daceml_train.driver.options import Options
+from daceml_train.driver.settings import Settings
 from daceml_train.errors import Invalid
 from daceml_train.exploration.session.eager_copy import EagerCopy
 from daceml_train.exploration.session.program import Inputs, Program, cotangents
@@ -74,7 +74,7 @@ class Measurement:
         return "\n".join(lines)
 
 
-def measure(subject: Subject, states: Mapping[str, State], options: Options, eager: bool, repeats: int) -> Measurement:
+def measure(subject: Subject, states: Mapping[str, State], options: Settings, eager: bool, repeats: int) -> Measurement:
     """Compile the graphs of `states`, and run each `repeats` times in turn; `eager` adds PyTorch.
 
     Each program trains copies of its own; compiled ones are given a module's cotangents, as PyTorch is.

@@ -12,7 +12,7 @@ import torch
 from daceml_train.driver.binding import SEED
 from daceml_train.driver.function import run_with_layout
 from daceml_train.driver.goals import compile_differentiable
-from daceml_train.driver.options import Options
+from daceml_train.driver.settings import Settings
 from daceml_train.errors import Invalid
 from daceml_train.exploration.session.subject import Subject
 from daceml_train.graph.graph import Graph
@@ -76,7 +76,7 @@ class Program:
     calls: int
 
     @staticmethod
-    def of(graph: Graph, options: Options) -> Program:
+    def of(graph: Graph, options: Settings) -> Program:
         """Lower and compile a graph as it stands, without any pass. Raises what lowering or the compiler says."""
         made = compile_differentiable(graph, (), (), options)
         record = made.records[0]

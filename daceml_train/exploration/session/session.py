@@ -43,9 +43,9 @@ from typing import Any
 
 import torch
 
-from daceml_train.driver import options as driver_options
 from daceml_train.driver.micro_batches import Reduction
 from daceml_train.driver.options import Options
+from daceml_train.driver.settings import Settings
 from daceml_train.errors import Invalid, message_of
 from daceml_train.exploration.export.page import export_html, session_html
 from daceml_train.exploration.session.comparison import Comparison, compared
@@ -88,9 +88,8 @@ class Session(History):
         clip_value: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        chosen = driver_options(
-            Pipeline() if pipeline is None else pipeline, cache, progress=progress, dynamic=False, random=random
-        )
+        first = Pipeline() if pipeline is None else pipeline
+        chosen = Options(first, cache, progress=progress, dynamic=False, random=random).settings()
         catalog.load()
         options = dataclasses.replace(chosen, pipeline=Pipeline())
         treatment = GradientSettings(Clipping(clip_norm, norm_type, clip_value), scaler, micro_batches, reduction)
@@ -134,7 +133,7 @@ class Session(History):
         return other.state
 
     @classmethod
-    def over(cls, subject: Subject, options: Options) -> Session:
+    def over(cls, subject: Subject, options: Settings) -> Session:
         """A session of something that is captured already."""
         made = object.__new__(cls)
         History.__init__(made, subject, options)

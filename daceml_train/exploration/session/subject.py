@@ -14,7 +14,7 @@ from daceml_train.driver.capture_only import CapturedCall, capture_call
 from daceml_train.driver.goals import WithGradients, with_gradients
 from daceml_train.driver.micro_batches import MicroBatchedStep, Reduction, split
 from daceml_train.driver.module import original
-from daceml_train.driver.options import Options
+from daceml_train.driver.settings import Settings
 from daceml_train.driver.step import TrainingStep
 from daceml_train.errors import DacemlError, Invalid, Unsupported
 from daceml_train.frontends.torch.dynamo.tracing import reason
@@ -73,7 +73,7 @@ class Subject:
         inputs: Sequence[Any],
         loss: Loss | None,
         optimizer: torch.optim.Optimizer | None,
-        options: Options,
+        options: Settings,
         treatment: GradientSettings = GradientSettings(),
     ) -> Subject:
         """Capture a model. Nothing is run or changed. Raises `Unsupported` where it is not one graph."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from daceml_train.analysis.interpret import interpret
-from daceml_train.driver.options import Options
+from daceml_train.driver.settings import Settings
 from daceml_train.exploration.session.eager_copy import EagerCopy, Named
 from daceml_train.exploration.session.program import Inputs, Program, cotangents
 from daceml_train.exploration.session.subject import NORM, Subject
@@ -98,7 +98,7 @@ def verify(
     subject: Subject,
     graph: Graph,
     with_gradients: Callable[[Subject], tuple[Graph, Sequence[str]]],
-    options: Options,
+    options: Settings,
 ) -> Verification:
     """Run `graph` as a compiled program and compare. `with_gradients` makes of a step the same with its gradients as
     outputs, and says what of it is not the same.
@@ -141,7 +141,7 @@ def _expected(
         return eager, None, "the captured graph's meaning in float64"
 
 
-def _program_results(subject: Subject, graph: Graph, inputs: Inputs, options: Options) -> Named:
+def _program_results(subject: Subject, graph: Graph, inputs: Inputs, options: Settings) -> Named:
     """What the compiled program makes of these inputs."""
     tensors = inputs.fresh()
     outputs = Program.of(graph, options).run(tensors)

@@ -176,7 +176,7 @@ def test_small_kernels_are_left_alone(tmp_path, plans) -> None:
 @pytest.mark.usefixtures("all_are_large")
 def test_no_search_where_none_is_wanted(tmp_path, plans) -> None:
     device = Timed()
-    train(device, tmp_path, search=False)
+    train(device, tmp_path, autotune=False)
     assert not device.measured and plans[0].program is plans[0].base
 
 

@@ -238,7 +238,7 @@ def test_training(optimizer) -> None:
 
     pipeline = dt.TRAINING.replace(ChunkUpdates, ChunkUpdates(part=640, min_bytes=0))
     pipeline = pipeline.replace(ReuseOperands, ReuseOperands(min_bytes=0))
-    step = dt.training_step(ours, F.cross_entropy, made[0], pipeline=pipeline, watch=watch)
+    step = dt.training_step(ours, F.cross_entropy, made[0], pipeline=pipeline, pass_callback=watch)
     for _ in range(4):
         loss = step(tokens, targets)
         made[1].zero_grad()

@@ -1,0 +1,136 @@
+"""`Options`, keyword arguments, old names, and what is said about options that do not exist or do not fit."""
+
+import ast
+import dataclasses
+import inspect
+import pickle
+import re
+import typing
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import daceml_train as dt
+from daceml_train.driver.dump import Dump
+from daceml_train.driver.module import state_of
+from daceml_train.driver.options import RENAMED, OptionKeywords, current
+from daceml_train.driver.settings import Settings
+
+
+def step(**keywords: Any) -> dt.driver.TrainingStep:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return dt.training_step(model, nn.functional.mse_loss, optimizer, **keywords)
+
+
+def module_settings(**keywords: Any) -> Settings:
+    state = state_of(dt.optimize(nn.Linear(3, 2), **keywords))
+    assert state is not None
+    return state.options
+
+
+FACES: list[Callable[..., Settings]] = [module_settings, lambda **keywords: step(**keywords).options]
+
+
+@pytest.mark.parametrize("made", FACES, ids=["optimize", "training_step"])
+def test_a_value_says_the_same_as_keywords(made: Callable[..., Settings], tmp_path: Path) -> None:
+    given: dict[str, Any] = {"pipeline": "fusion: fuse_elementwise()", "cache": tmp_path, "jobs": 1, "dynamic": False}
+    given |= {"random": "eager", "autotune": False}
+    assert made(options=dt.Options(**given)) == made(**given)
+    assert made(options=dt.Options(**given), jobs=2) == made(**{**given, "jobs": 2})
+    assert made(**given) != made()
+
+
+def test_the_schedule_is_that_of_the_function_unless_one_is_given() -> None:
+    assert step().schedule == step(options=dt.Options()).schedule == "ahead_of_time"
+    assert step(options=dt.Options(schedule="plain")).schedule == "plain"
+    assert not module_settings().recorded
+    assert module_settings(options=dt.Options(schedule="ahead_of_time")).recorded
+
+
+@pytest.mark.parametrize("made", FACES, ids=["optimize", "training_step"])
+def test_old_names_are_understood(made: Callable[..., Settings], tmp_path: Path) -> None:
+    heard: list[Any] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = made(observe=tmp_path, watch=heard.append, search=False)
+    assert found == made(dump=tmp_path, pass_callback=heard.append, autotune=False)
+    told = [w for w in caught if w.category is DeprecationWarning]
+    assert len(told) == 3
+    for warning, (old, new) in zip(told, RENAMED.items(), strict=True):
+        assert f"the option {old} is called {new} now" in str(warning.message)
+        assert warning.filename == __file__
+    with pytest.raises(dt.Invalid, match="dump and observe, which are the same option"):
+        made(observe=tmp_path, dump=tmp_path)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"pipelines": ""}, "has no option 'pipelines', did you mean 'pipeline'?"),
+    ({"autotun": True}, "has no option 'autotun', did you mean 'autotune'?"),
+    ({"fast": True}, "has no option 'fast'; there are pipeline, cache, jobs"),
+    ({"random": "eagre"}, "random is one of seeded, eager, given 'eagre', did you mean 'eager'?"),
+    ({"schedule": "plane"}, "schedule is one of ahead_of_time, plain, given 'plane', did you mean 'plain'?"),
+    ({"jobs": 0}, "jobs is a positive whole number or None, given 0"),
+    ({"dynamic": "yes"}, "dynamic is True or False or None, given 'yes'"),
+    ({"autotune": None}, "autotune is True or False, given None"),
+    ({"progress": True}, "progress is called while compiling, given True"),
+    ({"dump": 3}, "dump is a folder's path or a Dump, given 3"),
+    ({"options": {"jobs": 1}}, "are daceml_train.Options, given {'jobs': 1}"),
+]
+
+
+@pytest.mark.parametrize("made", FACES, ids=["optimize", "training_step"])
+@pytest.mark.parametrize(("given", "sentence"), WRONG, ids=[next(iter(w[0])) for w in WRONG])
+def test_what_does_not_exist_or_fit_is_said_at_once(
+    made: Callable[..., Settings], given: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(dt.Invalid, match=re.escape(sentence)):
+        made(**given)
+
+
+def test_suggestions_know_what_the_function_takes_besides() -> None:
+    with pytest.raises(dt.Invalid, match="training_step has no option 'clip_nrom', did you mean 'clip_norm'"):
+        step(clip_nrom=1.0)
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(dt.Invalid, match="nothing can be dumped into .*file"):
+        dt.optimize(nn.Linear(3, 2), dump=tmp_path / "file")
+    assert Dump.of(tmp_path / "new" / "folder") == Dump(tmp_path / "new" / "folder")
+    assert (tmp_path / "new" / "folder").is_dir()
+
+
+@pytest.mark.parametrize("function", [dt.optimize, dt.training_step])
+def test_help_lists_every_option(function: Callable[..., Any]) -> None:
+    parameters = inspect.signature(function).parameters
+    text = inspect.getdoc(function) or ""
+    for field in dataclasses.fields(dt.Options):
+        assert parameters[field.name].default == field.default
+        assert f"    {field.name}: {field.type} = {field.default!r}\n        " in text
+    for name, parameter in parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY and name != "options":
+            assert f"    {name}: {parameter.annotation} = {parameter.default!r}\n        " in text
+
+
+def test_type_checkers_know_the_same_keywords() -> None:
+    fields = {field.name: field.type for field in dataclasses.fields(dt.Options)}
+    tree = ast.parse(inspect.getsource(OptionKeywords))
+    listed = {
+        str(ast.unparse(n.target)): ast.unparse(n.annotation) for n in ast.walk(tree) if isinstance(n, ast.AnnAssign)
+    }
+    assert listed == fields
+    assert not typing.get_type_hints(OptionKeywords).keys() - fields.keys()
+
+
+def test_options_are_values() -> None:
+    chosen = dt.Options(jobs=2, pipeline="fusion: fuse_elementwise()")
+    assert pickle.loads(pickle.dumps(dataclasses.replace(chosen, progress=print))) == chosen
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        chosen.jobs = 3  # type: ignore[misc]
+    assert current("f", {"jobs": 2}) == {"jobs": 2}
