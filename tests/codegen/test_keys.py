@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import sympy
 import torch
 
 from daceml_train.codegen.cpu.compile import compile_kernels, load
-from daceml_train.codegen.cpu.launch import Layout, block_count, generate
+from daceml_train.codegen.cpu.launch import Layout, block_count, generate, generator_files
 from daceml_train.tensor import DType, Tensor, contiguous_strides, symbol
 from tests.codegen import groups
 from tests.codegen.running import FOLDER, describe, kernel_of, run, wide
@@ -25,6 +26,12 @@ def code_of(body, *tensors: Tensor):
 
 def key(body, *shapes, dtype=DType.float32) -> str:
     return code_of(body, *(Tensor(s, dtype) for s in shapes))[1].key
+
+
+def test_every_source_of_the_generator_is_part_of_the_key():
+    folder = Path(__file__).parents[2] / "daceml_train" / "codegen"
+    sources = {path for suffix in ("py", "h") for path in folder.glob(f"*/**/*.{suffix}")}
+    assert {p for p in sources if p.relative_to(folder).parts[0] != "cuda"} == set(generator_files())
 
 
 def test_sizes_and_large_constants_are_not_part_of_the_key():
@@ -102,8 +109,6 @@ def test_nothing_is_printed_or_left_behind(tmp_path):
 from tests.codegen.test_keys import code_of, groups, Tensor
 code_of(groups.layer_norm, Tensor((8, 32)), Tensor((32,)), Tensor((32,)))[1].source
 """
-    from pathlib import Path
-
     root = Path(__file__).parents[2]
     made = subprocess.run(
         [sys.executable, "-c", program],

@@ -62,12 +62,18 @@ class KernelCode:
         return source(self.plan, self.key)
 
 
+def generator_files() -> list[Path]:
+    """The sources of the code generator, apart from those for a GPU."""
+    codegen = Path(__file__).parents[1]
+    folders = [codegen / name for name in ("kernel", "cpu", "library", "library/native")]
+    return sorted(path for folder in folders for path in (*folder.glob("*.py"), *folder.glob("*.h")))
+
+
 @functools.cache
 def generator_version() -> str:
-    """A hash of the code generator itself, so that a cache never serves what an older one made."""
+    """A hash of the code generator itself, so that a cache never returns what an older one generated."""
     digest = hashlib.sha256()
-    folder = Path(__file__).parent
-    for path in sorted([*folder.glob("*.py"), *folder.glob("native/*.h")]):
+    for path in generator_files():
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
