@@ -5,8 +5,8 @@
 Each model trains in a process of its own, three times: eagerly, through `optimize`, and through `training_step`.
 Dropout is off in all of them. What may differ is said in `benchmarks.models.training`. Without names: the models that
 the project promises (`--all`: every one there is), and the results go to `benchmarks/results/` and into
-`docs/models.md`. Exits with 1 if a model is wrong, raises or takes too long, or if less than 95 % of its operators run
-inside graphs although its control flow does not depend on data.
+`docs/results/models.md`. Exits with 1 if a model is wrong, raises or takes too long, or if less than 95 % of its
+operators run inside graphs although its control flow does not depend on data.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rich.table import Table
 from benchmarks.models.outcome import Outcome
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS, PAGE = ROOT / "benchmarks" / "results" / "models.json", ROOT / "docs" / "models.md"
+RESULTS, PAGE = ROOT / "benchmarks" / "results" / "models.json", ROOT / "docs" / "results" / "models.md"
 ENOUGH = 0.95
 _MARKS = "<!-- figures: begin -->", "<!-- figures: end -->"
 

@@ -3,7 +3,7 @@
     python -m benchmarks.inference                   # all twelve, batches of 1 and 16; what is measured already is kept
     python -m benchmarks.inference resnet50 --batch 1
     python -m benchmarks.inference --again           # measure anew
-    python -m benchmarks.inference --page            # docs/inference.md from the results alone
+    python -m benchmarks.inference --page            # docs/results/inference.md from the results alone
 
 Each network and batch runs in a process of its own, which compares outputs with eager execution first and then visits
 the variants in turn; see `benchmarks.measure`. Results are written after each, so that a run may be broken off and
@@ -41,7 +41,7 @@ from benchmarks.onnx.speed import cut
 from benchmarks.train import ROOT, surroundings
 
 RESULTS = ROOT / "benchmarks" / "results" / "inference.json"
-PAGE = ROOT / "docs" / "inference.md"
+PAGE = ROOT / "docs" / "results" / "inference.md"
 BATCHES = (1, 16)
 TOLERANCE = 2e-3
 """Of outputs, relative to the greatest element: networks of full depth with random weights."""

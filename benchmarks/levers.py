@@ -45,7 +45,7 @@ LEVERS = (
     ("large gradients made in parts and used up (`ChunkUpdates`)", "GPT-2 1 %, BERT and FCN-8s up to 2 % less time"),
     (
         "cheap arrays made again in front of late readers (`RematerializeCheap`), for peak memory",
-        "up to half of the planned memory for 0 to 5 % of the time ([docs/memory.md](memory.md))",
+        "up to half of the planned memory for 0 to 5 % of the time ([docs/guide/memory.md](../guide/memory.md))",
     ),
     (
         "activations within the library's calls (post-ops)",

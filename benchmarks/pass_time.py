@@ -31,7 +31,7 @@ from daceml_train.graph.graph import Graph
 from daceml_train.passes.base import LEVELS
 
 RESULTS = ROOT / "benchmarks" / "results" / "pass_time.json"
-PICTURE = ROOT / "docs" / "pass_time.png"
+PICTURE = ROOT / "docs" / "results" / "pass_time.png"
 LIMIT = 10.0
 
 

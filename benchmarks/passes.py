@@ -1,4 +1,4 @@
-"""All passes as a page, from their docstrings: `python -m benchmarks.passes > docs/passes.md`."""
+"""All passes as a page, from their docstrings: `python -m benchmarks.passes > docs/results/passes.md`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HEAD = """# Passes
 
 Generated from the passes' docstrings; do not edit. To make it again:
 
-    .venv/bin/python -m benchmarks.passes > docs/passes.md
+    .venv/bin/python -m benchmarks.passes > docs/results/passes.md
 
 The picture of a pass draws what it looks for, an arrow, and what it makes of that. "Runs in" says which of the
 pipelines that come with the package hold it."""

@@ -14,7 +14,7 @@ from benchmarks.variants import VARIANTS
 from daceml_train.reporting import bytes_text
 
 RESULTS = ROOT / "benchmarks" / "results" / "train.json"
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "results" / "performance.md"
 FLOOR = {
     "resnet50": 1.30,
     "wide_resnet50_2": 1.58,

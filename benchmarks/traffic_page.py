@@ -1,4 +1,4 @@
-"""Figures of traffic, pass time and prediction as a page: `python -m benchmarks.traffic_page > docs/traffic.md`."""
+"""Figures of traffic, pass time and prediction: `python -m benchmarks.traffic_page > docs/results/traffic.md`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ HEAD = """# Bytes
 Generated; do not edit. To count again:
 
     .venv/bin/python -m benchmarks.traffic --json benchmarks/results/traffic.json
-    .venv/bin/python -m benchmarks.pass_time --json benchmarks/results/pass_time.json --picture docs/pass_time.png
+    .venv/bin/python -m benchmarks.pass_time --json benchmarks/results/pass_time.json \\
+        --picture docs/results/pass_time.png
     .venv/bin/python -m benchmarks.predicted --json benchmarks/results/predicted.json
-    .venv/bin/python -m benchmarks.traffic_page > docs/traffic.md
+    .venv/bin/python -m benchmarks.traffic_page > docs/results/traffic.md
 
 The bytes of one training step, float32, as `analysis.traffic` and `frontends.torch.capture.eager_traffic` count them:
 every kernel and every library call reads each distinct operand once and writes its results, and moves what its

@@ -83,7 +83,7 @@ class OutOfMemory(DacemlError):
         super().__init__(
             message,
             advice="make the batch smaller, cut it (micro_batches=...), or keep less for the backward pass: "
-            'pipeline=TRAINING.after(..., Rematerialize(budget="...")), see docs/memory.md',
+            'pipeline=TRAINING.after(..., Rematerialize(budget="...")), see docs/guide/memory.md',
         )
 
 

@@ -6,7 +6,8 @@
     python -m benchmarks.conformance --only exp --stage compiled
 
 What a run finds goes to a file as it goes on, and a run that is started again skips what is there; a complete sweep
-(or the last of its shards) also writes the page docs/conformance.md. Exits with 1 if a sample is wrong or raises.
+(or the last of its shards) also writes the page docs/results/conformance.md. Exits with 1 if a sample is wrong or
+raises.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The table of ATen operators in docs/operators.md: what each becomes, its derivative, its element types, its tests.
+"""The table in docs/results/operators.md: what each ATen operator becomes, its derivative, element types and tests.
 
     python -m benchmarks.conformance.operators
 
@@ -31,7 +31,7 @@ from daceml_train.ops.elementwise import Cast, Full
 from daceml_train.ops.fallback import Aten, Body
 from daceml_train.ops.movement import Expand, View
 
-PAGE = Path(__file__).parents[2] / "docs" / "operators.md"
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "operators.md"
 TESTS = Path(__file__).parents[2] / "tests" / "ops"
 TYPES = (
     torch.float32,

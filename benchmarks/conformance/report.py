@@ -16,7 +16,7 @@ from benchmarks.conformance.samples import LEFT_OUT
 from benchmarks.conformance.stages import STAGES
 
 RESULTS = Path(__file__).parents[1] / "results" / "conformance.jsonl"
-PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "conformance.md"
 
 
 def read(paths: Iterable[Path]) -> list[Row]:

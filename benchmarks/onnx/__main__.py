@@ -6,7 +6,7 @@
     python -m benchmarks.onnx mutations --count 20000
     python -m benchmarks.onnx speed [NETWORK...]     # inference against ONNX Runtime, one and sixteen examples
     python -m benchmarks.onnx import                 # how long importing takes
-    python -m benchmarks.onnx page                   # docs/onnx-conformance.md from the results
+    python -m benchmarks.onnx page                   # docs/results/onnx-conformance.md from the results
 
 Each writes its results to benchmarks/results/onnx-*.json if it ran whole, and exits with 1 if anything is wrong.
 """

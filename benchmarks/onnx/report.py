@@ -13,7 +13,7 @@ MODELS = ROOT / "benchmarks/results/onnx-models.json"
 SPEEDS = ROOT / "benchmarks/results/onnx-speed.json"
 IMPORTS = ROOT / "benchmarks/results/onnx-import.json"
 MUTATIONS = ROOT / "benchmarks/results/onnx-mutations.json"
-PAGE = ROOT / "docs/onnx-conformance.md"
+PAGE = ROOT / "docs/results/onnx-conformance.md"
 
 
 def page() -> str:

@@ -3,8 +3,8 @@
 Each recipe trains about five steps in eager execution, through `optimize` and through `training_step`. Losses,
 parameters, buffers, gradients, the optimizer's state, learning rates and flags must be the same. Models are float64, so
 that rounding is far below any defect. Without names all of them run, and the results go to `benchmarks/results/` and
-into `docs/recipes.md`. Exits with 1 where one is wrong: a value differs, an error is raised that eager execution does
-not raise, or something falls back to PyTorch because of an internal error.
+into `docs/results/recipes.md`. Exits with 1 where one is wrong: a value differs, an error is raised that eager
+execution does not raise, or something falls back to PyTorch because of an internal error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.recipes.way import WAYS, Way
 from daceml_train.errors import INTERNAL, Invalid
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS, PAGE = ROOT / "benchmarks" / "results" / "recipes.json", ROOT / "docs" / "recipes.md"
+RESULTS, PAGE = ROOT / "benchmarks" / "results" / "recipes.json", ROOT / "docs" / "results" / "recipes.md"
 MARKS = "<!-- figures: begin -->", "<!-- figures: end -->"
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 """In units of the largest element: rounding of five steps in another order of additions. Gradients below the floor are

@@ -47,7 +47,7 @@ _ADVICE = (
 _OTHERWISE = "move this call out of forward, or let it run in PyTorch: the rest is compiled around it"
 _FALLBACK = (
     "it runs in PyTorch, forward and backward, and does not fuse; an operator of your own would: "
-    "docs/writing-an-operator.md"
+    "docs/guide/writing-an-operator.md"
 )
 
 

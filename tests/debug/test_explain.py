@@ -52,7 +52,7 @@ def test_what_breaks_and_falls_back() -> None:
     (fallback,) = told.of("fallback")
     assert (fallback.what, fallback.count) == ("aten.special_bessel_j0.default", 2)
     assert "test_explain.py:" in fallback.where
-    assert "docs/writing-an-operator.md" in fallback.advice
+    assert "docs/guide/writing-an-operator.md" in fallback.advice
     text = str(told)
     assert text.startswith(f"Breaks: {sum(told.graphs)} operators in 2 graphs")
     assert "special_bessel_j0" in text

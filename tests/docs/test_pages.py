@@ -12,16 +12,16 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    "accounting",
-    "debugging",
-    "explore",
-    "interactive",
-    "layouts",
-    "mixed-precision",
-    "pipelines",
-    "vscode",
-    "writing-a-pass",
-    "writing-an-operator",
+    "docs/guide/accounting.md",
+    "docs/guide/debugging.md",
+    "docs/guide/explore.md",
+    "docs/guide/interactive.md",
+    "docs/guide/mixed-precision.md",
+    "docs/guide/pipelines.md",
+    "docs/guide/vscode.md",
+    "docs/guide/writing-a-pass.md",
+    "docs/guide/writing-an-operator.md",
+    "docs/internals/layouts.md",
 ]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"<!-- file: (\S+) -->\n$")
@@ -35,24 +35,23 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.compiled
 @pytest.mark.parametrize("page", PAGES)
 def test_blocks(page: str, plugin: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    text = (ROOT / page).read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {"__name__": f"docs_{page.replace('-', '_')}"}
-    module = type(sys)(str(names["__name__"]))
+    module = type(sys)(re.sub(r"\W", "_", page.removesuffix(".md")))
     monkeypatch.setitem(sys.modules, module.__name__, module)  # for dataclasses defined in a block
     names = module.__dict__
     printed, ran = "", 0
     for block in BLOCK.finditer(text):
         language, body = block.groups()
         if quoted := FILE.search(text[: block.start()]):
-            assert body == (ROOT / quoted[1]).read_text(encoding="utf-8"), f"{quoted[1]} differs from {page}.md"
+            assert body == (ROOT / quoted[1]).read_text(encoding="utf-8"), f"{quoted[1]} differs from {page}"
         elif language == "python":
             out, line = io.StringIO(), text[: block.start()].count("\n") + 1
-            code = compile("\n" * line + body, f"docs/{page}.md", "exec")
+            code = compile("\n" * line + body, page, "exec")
             with contextlib.redirect_stdout(out):
                 exec(code, names)
             printed, ran = out.getvalue(), ran + 1
         elif language == "" and printed:
-            assert body.rstrip() == printed.rstrip(), f"docs/{page}.md shows something else than is printed"
+            assert body.rstrip() == printed.rstrip(), f"{page} shows something else than is printed"
             printed = ""
     assert ran
