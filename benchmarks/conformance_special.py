@@ -5,7 +5,8 @@
 
 The operators are those of PyTorch's database that compute element by element, reduce, pool, sort, normalize or move.
 Values and gradients have to be eager's, bit for bit, except for the operators that `LIMITS` names. A complete sweep
-writes docs/conformance-special.md and benchmarks/results/conformance_special.jsonl. Exits with 1 if anything is wrong.
+writes docs/results/conformance-special.md and benchmarks/results/conformance_special.jsonl. Exits with 1 if anything is
+wrong.
 """
 
 from __future__ import annotations

@@ -177,8 +177,8 @@ def _called(entries: dict[str, Entry]) -> Iterator[str]:
 
 
 def rule_names() -> list[str]:
-    """The operators that have a rule, without this project's own."""
-    return sorted({base_name(overload) for overload in RULES if not overload.startswith("daceml_train.")})
+    """PyTorch's operators that have a rule; this project's own and those of plugins are not among them."""
+    return sorted({base_name(overload) for overload in RULES if overload.startswith(("aten.", "prims."))})
 
 
 def _few(labels: Iterator[str]) -> str:

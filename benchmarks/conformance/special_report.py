@@ -12,7 +12,7 @@ from benchmarks.conformance.special_run import Found
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/conformance_special.jsonl"
-PAGE = ROOT / "docs/conformance-special.md"
+PAGE = ROOT / "docs/results/conformance-special.md"
 
 
 _HEAD = f"""\

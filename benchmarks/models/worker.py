@@ -111,6 +111,7 @@ def _through_optimize(row: Model, cache: Path, made: Outcome) -> Run:
     compiled = dt.optimize(model, cache=cache)
     state = state_of(compiled)
     assert state is not None
+    torch._dynamo.utils.counters["graph_break"].clear()  # of what ran in this process before
     with _stages() as inside:
         start = time.perf_counter()
         run = train(row, model, compiled, batch)
