@@ -66,7 +66,7 @@ class Options:
         schedule: ScheduleKind | None = None
             On a GPU, `'ahead_of_time'` records programs as CUDA graphs, which then are one launch each; `'plain'`
             launches kernel by kernel. None: `'ahead_of_time'` for `training_step`, `'plain'` for `optimize`; see
-            `docs/gpu.md`.
+            `docs/internals/gpu.md`.
     """
 
     pipeline: Pipeline | str | Path | None = None
