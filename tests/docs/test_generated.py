@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,9 @@ import pytest
 
 from benchmarks import render, traffic_page
 
-RESULTS = Path(__file__).parents[2] / "docs" / "results"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs" / "results"
+FIGURE = re.compile(r"\| \*\*([\d.]+)\*\* \|.*\]\((docs/results/\w+\.md)\)")
 
 
 def _performance() -> Iterator[str]:
@@ -30,3 +33,11 @@ def _performance() -> Iterator[str]:
 def test_page_is_generated(page: str, lines: Callable[[], Iterator[str]], command: str) -> None:
     expected = "\n".join(lines()) + "\n"
     assert (RESULTS / page).read_text(encoding="utf-8") == expected, f"run .venv/bin/python -m {command}"
+
+
+def test_figures_of_the_readme_are_those_of_the_results() -> None:
+    figures = FIGURE.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(figures) == 4
+    for figure, page in figures:
+        means = [line for line in (ROOT / page).read_text(encoding="utf-8").splitlines() if "eometric mean" in line]
+        assert any(re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", line) for line in means), f"{page}: {figure}"

@@ -12,12 +12,19 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!\w+:)([^)\s#]*)(?:#([^)\s]*))?\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+PACKAGE = ROOT / "daceml_train"
+ROOMS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
 NAMED = re.compile(r"\bdocs/[\w/-]+\.(?:md|png)\b")
 SOURCES = [
     path
     for folder in ("daceml_train", "transformations", "frontends", "benchmarks", "tests", "examples", "scripts")
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
+
+
+FILE = re.compile(r"`([\w/]+\.(?:py|h|cpp|cuh|toml))`")
+MODULE = re.compile(rf"`({'|'.join(ROOMS)})\.(\w+)[\w.]*(?:\([^`]*\))?`")
+CLASS = re.compile(r"^\| `(\w+)` \| `([\w/]+\.py)` \|", re.MULTILINE)
 
 
 def _prose(page: Path) -> str:
@@ -58,6 +65,29 @@ def test_pages_named_in_sources_exist() -> None:
     named = {(path, name) for path in SOURCES for name in NAMED.findall(path.read_text(encoding="utf-8"))}
     assert named
     assert not [f"{path.relative_to(ROOT)}: {name}" for path, name in named if not (ROOT / name).exists()]
+
+
+def _exists(name: str) -> bool:
+    """Whether a file is named by its path from the root, the package, or the folder of kernels written by hand."""
+    library = PACKAGE / "codegen" / "library"
+    return any((folder / name).exists() for folder in (ROOT, PACKAGE, library, PACKAGE / "runtime"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_sources_named_in_pages_exist(page: Path) -> None:
+    text = _prose(page)
+    assert not [name for name in FILE.findall(text) if not _exists(name)]
+    for room, name in MODULE.findall(text):
+        inside = PACKAGE / room
+        defined = re.search(rf"\b{name}\b", (inside / "__init__.py").read_text(encoding="utf-8"))
+        assert (inside / name).is_dir() or (inside / f"{name}.py").exists() or defined, f"{room}.{name}"
+
+
+def test_classes_of_the_architecture_exist() -> None:
+    listed = CLASS.findall(_prose(ROOT / "docs" / "architecture.md"))
+    assert 20 <= len(listed) <= 25
+    missing = [name for name, file in listed if f"\nclass {name}" not in (PACKAGE / file).read_text(encoding="utf-8")]
+    assert not missing
 
 
 def test_every_page_is_in_the_index() -> None:

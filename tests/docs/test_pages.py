@@ -12,6 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
+    "README.md",
+    "docs/architecture.md",
     "docs/guide/accounting.md",
     "docs/guide/debugging.md",
     "docs/guide/explore.md",
