@@ -1,9 +1,9 @@
-"""Plugins: packages that bring passes and operators, found through entry points.
+"""Plugins: packages that provide passes and operators, found through entry points.
 
 An entry point of group `daceml_train.passes`, `daceml_train.operators` or `daceml_train.onnx_operators` names a module
 (or something in one) whose import defines passes, operators or ONNX rules, which register themselves. A plugin that
-fails to load is skipped, with a warning that says so once; `daceml-train doctor` shows it. A name that is taken already
-is an error that names both owners, for what would run would depend on which came first.
+fails to load is skipped, with one warning; `daceml-train doctor` shows it. A name that is already taken is an error
+that names both owners, since otherwise the result would depend on the order of loading.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PASSES, OPERATORS, ONNX_OPERATORS = GROUPS
 
 @dataclass(frozen=True)
 class Plugin:
-    """An entry point and how loading it went; `failure` is empty where it went well."""
+    """An entry point and the outcome of loading it; `failure` is empty on success."""
 
     group: str
     name: str
@@ -42,11 +42,11 @@ _loading = threading.RLock()
 
 
 def load_plugins(*groups: str) -> tuple[Plugin, ...]:
-    """Load the plugins of these groups, each once per process; all of them, failed ones with the reason."""
+    """Load the plugins of these groups, each once per process; return all of them, failed ones with the reason."""
     with _loading:
         for group in groups:
             if group not in _loaded:
-                _loaded[group] = ()  # a plugin that asks for what is known, while it loads, sees what is there
+                _loaded[group] = ()  # a plugin that queries the registry while it loads sees what is there
                 try:
                     _loaded[group] = tuple(map(_load, _entry_points(group)))
                 except Duplicate:
@@ -67,7 +67,7 @@ def _load(entry: importlib.metadata.EntryPoint) -> Plugin:
     except Duplicate as error:
         error.add_note(f"while loading plugin {entry.name!r} ({entry.value}) of package {package or 'unknown'}")
         raise
-    except Exception as error:  # whatever is wrong in a plugin, everything else works without it
+    except Exception as error:  # everything else works without a broken plugin
         failure = f"{type(error).__name__}: {error}"
         warnings.warn(f"plugin {entry.name!r} ({entry.value}) of {package} is skipped: {failure}", stacklevel=2)
         return Plugin(entry.group, entry.name, entry.value, package, failure)
@@ -77,7 +77,7 @@ def _load(entry: importlib.metadata.EntryPoint) -> Plugin:
 def source_key(makers: Iterable[Callable[..., Any]]) -> str:
     """A hash of the source that defines classes and functions from outside this package: part of cache keys.
 
-    The whole folder of a module that lies in a package counts, for helpers are likely to lie there.
+    For a module in a package, the whole folder counts, since helpers are likely to be there.
     """
     own = __name__.partition(".")[0] + "."
     whole = (m.func if isinstance(m, functools.partial) else m for m in makers)
@@ -97,14 +97,14 @@ def source_key(makers: Iterable[Callable[..., Any]]) -> str:
 
 
 def _parts(maker: Callable[..., Any]) -> Iterator[str]:
-    """The source of a function or class of a notebook's cell; that of a class is found method by method."""
+    """The source of a function or class in a notebook's cell; the source of a class is found method by method."""
     if not isinstance(maker, type):
         yield inspect.getsource(maker)
         return
     for name, value in vars(maker).items():
         function = inspect.unwrap(getattr(value, "__func__", value))
         code = getattr(function, "__code__", None)
-        if code is not None and not code.co_filename.startswith("<"):  # what a dataclass generates has no file
+        if code is not None and not code.co_filename.startswith("<"):  # methods that a dataclass generates have no file
             yield inspect.getsource(function)
         elif code is None and not name.startswith("__"):
             yield f"{name} = {value!r}"

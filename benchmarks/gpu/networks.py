@@ -219,9 +219,9 @@ def ours(problem: Any, precision: str, made: Row) -> Callable[[], object]:
     for _ in range(3):
         call()
     made.notes += step.breaks
-    for recorder in step.recorders.values():
-        made.notes += recorder.reasons
-        made.streams = max([made.streams, *(r.schedule.streams for r in recorder.recordings.values())])
+    for graphs in step.cuda_graphs.values():
+        made.notes += graphs.reasons
+        made.streams = max([made.streams, *(r.schedule.streams for r in graphs.graphs.values())])
     return call
 
 

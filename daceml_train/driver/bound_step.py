@@ -112,9 +112,9 @@ class BoundStep:
         effects: bool,
         accumulated: Mapping[int, torch.Tensor],
         scaler: torch.amp.GradScaler | None = None,
-        recorder: CudaGraphs | None = None,
+        cuda_graphs: CudaGraphs | None = None,
     ) -> None:
-        self.recorder, self.device = recorder, step.executable.device
+        self.cuda_graphs, self.device = cuda_graphs, step.executable.device
         self.accumulated, self.scaler, self.scaling = accumulated, scaler, scaling_of(scaler)
         self.norm: torch.Tensor | None = None
         """The norm of the last call's gradients before they were clipped by it."""
@@ -314,10 +314,10 @@ class BoundStep:
         for rate, tensor in device_rates:
             if rate in of_group:
                 self.inputs[of_group[rate]].copy_(tensor)
-        if self.recorder is None or self.first:
+        if self.cuda_graphs is None or self.first:
             return self.plan.run(self.inputs)
         moving = [*(a.position for a in self.arguments), *(place for place, _, _ in self.draws.values())]
-        return self.recorder.run(self, self.plan, self.inputs, moving)
+        return self.cuda_graphs.run(self, self.plan, self.inputs, moving)
 
 
 _NOTHING = torch.empty(0)

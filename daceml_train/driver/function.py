@@ -81,9 +81,9 @@ class CompiledGraph:
         self.changes = [(names.index(name), count) for name, count in captured.changes.items()]
         self.wanted = {names.index(name): k for k, name in enumerate(compiled.gradients)}
         self.differentiable = frozenset(differentiable_outputs(captured))
-        self.recorder = self._recorder() if recorded else None
+        self.cuda_graphs = self._new_cuda_graphs() if recorded else None
 
-    def _recorder(self) -> CudaGraphPairs | None:
+    def _new_cuda_graphs(self) -> CudaGraphPairs | None:
         """What records both programs: parameters and buffers lie where they lie, all else comes from elsewhere."""
         device, inputs = self.compiled.forward.device, self.compiled.forward.program.inputs
         if not isinstance(device, GPU):
@@ -107,10 +107,10 @@ class CompiledGraph:
 
     def _run(self, tensors: Sequence[torch.Tensor], awaited: bool) -> tuple[list[torch.Tensor], Ticket | None]:
         executable = self.compiled.forward
-        if self.recorder is not None:
+        if self.cuda_graphs is not None:
             plan = executable.plan(executable.sizes_of(tensors))
             try:
-                return self.recorder.forward(plan, tensors, awaited)
+                return self.cuda_graphs.forward(plan, tensors, awaited)
             except InputMismatch:
                 pass
         if self.compiled.preparation is not None:
@@ -143,10 +143,10 @@ class CompiledGraph:
         """Run the backward program."""
         executable = self.compiled.backward
         assert executable is not None
-        if self.recorder is not None and ticket is not None:
+        if self.cuda_graphs is not None and ticket is not None:
             plan = executable.plan(executable.sizes_of(tensors))
             try:
-                return self.recorder.backward(plan, tensors, ticket)
+                return self.cuda_graphs.backward(plan, tensors, ticket)
             except InputMismatch:
                 pass
         return run_with_layout(executable, tensors)

@@ -105,7 +105,7 @@ class MicroBatchedStep(_Part):
         self.accumulating = _Accumulating(model, loss, optimizer, options, scaler=scaler, schedule=schedule)
         self.accumulating.share, self.accumulating.counts = self.share, self.counts
         self.accumulating.arenas, self.accumulating.accumulated = self.arenas, self.accumulated
-        self.accumulating.records, self.accumulating.recorders = self.records, self.recorders
+        self.accumulating.records, self.accumulating.cuda_graphs = self.records, self.cuda_graphs
         looking = TrainingStep(model, loss, optimizer, options)
         self.wholes = self.accumulating.wholes = Wholes(looking, options, count)
 

@@ -58,7 +58,7 @@ class Backend:
     records: list[Record] = field(default_factory=list)
     breaks: list[str] = field(default_factory=list)
     graphs: int = 0
-    recorders: list[CudaGraphPairs] = field(default_factory=list)
+    cuda_graphs: list[CudaGraphPairs] = field(default_factory=list)
     """What records forward and backward passes on a GPU, one for each graph."""
     __name__ = "daceml_train"
 
@@ -96,7 +96,7 @@ class Backend:
         compiled.records[0].fallbacks = [(target, str(origin)) for target, origin in captured.fallbacks]
         self.records += compiled.records
         made = CompiledGraph(captured, compiled, module, self.options.recorded, self.note)
-        self.recorders += [made.recorder] if made.recorder is not None else []
+        self.cuda_graphs += [made.cuda_graphs] if made.cuda_graphs is not None else []
         return made
 
 

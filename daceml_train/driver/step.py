@@ -96,7 +96,7 @@ class TrainingStep:
         self._hooks: list[int] | None = None
         self.arenas: dict[Device, AnyArena] = {}
         """Per device the arena in which all programs of the step run, one after the other, once there is a program."""
-        self.recorders: dict[Device, CudaGraphs] = {}
+        self.cuda_graphs: dict[Device, CudaGraphs] = {}
         """Per GPU what records the step, unless its schedule is plain."""
         self.accumulated: dict[int, torch.Tensor] = {}
         """Gradients of micro-batches by the parameter's identity; see `driver.micro_batches`."""
@@ -308,7 +308,7 @@ class TrainingStep:
             effects,
             self.accumulated,
             self.scaler,
-            self._recorder(step.executable.device),
+            self._new_cuda_graphs(step.executable.device),
         )
 
     def _wanted(self, by_name: Mapping[str, torch.Tensor], given: set[int]) -> tuple[list[Trained], list[str]]:
@@ -352,10 +352,10 @@ class TrainingStep:
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         common_device(named | {f"argument {i}": t for i, t in enumerate(flat) if isinstance(t, torch.Tensor)})
 
-    def _recorder(self, device: Device) -> CudaGraphs | None:
+    def _new_cuda_graphs(self, device: Device) -> CudaGraphs | None:
         if self.schedule == "plain" or not isinstance(device, GPU):
             return None
-        return self.recorders.setdefault(device, CudaGraphs(device))
+        return self.cuda_graphs.setdefault(device, CudaGraphs(device))
 
     def _compiled(
         self, captured: Captured, trained: Sequence[Trained], kept: Sequence[str], device: Device

@@ -105,11 +105,11 @@ def report(
     found = machine(cache_folder()) if run is not None and here else None
     own = compiled.breaks if isinstance(compiled, TrainingStep) else []
     breaks = [*own, *(pieces.backend.breaks if pieces else ())]
-    recorders = list(compiled.recorders.values()) if isinstance(compiled, TrainingStep) else []
-    told = [recorder.told() for recorder in recorders]
-    told += [recorder.told() for recorder in (pieces.backend.recorders if pieces else ())]
-    recordings = tuple(dict.fromkeys(line for lines in told for line in lines))
-    return Report(kind, name, functions, reasons(breaks), theirs, found, recordings)
+    captured = list(compiled.cuda_graphs.values()) if isinstance(compiled, TrainingStep) else []
+    messages = [graphs.messages() for graphs in captured]
+    messages += [graphs.messages() for graphs in (pieces.backend.cuda_graphs if pieces else ())]
+    cuda_graphs = tuple(dict.fromkeys(line for lines in messages for line in lines))
+    return Report(kind, name, functions, reasons(breaks), theirs, found, cuda_graphs)
 
 
 @contextmanager

@@ -73,11 +73,11 @@ def _compiled(group: Sequence[Record]) -> Compiled:
         kept=tuple(kept),
         recomputed=tuple(_recomputed(group, sizes)),
         device=linked[0].device.name if linked else "cpu",
-        searched=_searched(executable.searched() for executable in linked),
+        autotuned=_autotuned(executable.autotuned() for executable in linked),
     )
 
 
-def _searched(counts: Iterable[tuple[int, int]]) -> tuple[int, int]:
+def _autotuned(counts: Iterable[tuple[int, int]]) -> tuple[int, int]:
     """The counts of both halves."""
     pairs = list(counts)
     return sum(measured for measured, _ in pairs), sum(changed for _, changed in pairs)

@@ -95,7 +95,7 @@ class Compiled:
     recomputed: tuple[Kept, ...] = ()
     """Arrays that are computed a second time instead of being kept; their bytes are those that keeping would take."""
     device: str = "cpu"
-    searched: tuple[int, int] = (0, 0)
+    autotuned: tuple[int, int] = (0, 0)
     """Kernels of which several shapes were measured on a GPU, and how many of them are not as sizes suggest."""
 
     @property
@@ -138,7 +138,7 @@ class Contents:
     breaks: tuple[str, ...]
     eager: Eager | None = None
     machine: Machine | None = None
-    recordings: tuple[str, ...] = ()
+    cuda_graphs: tuple[str, ...] = ()
     """What runs as one launch on a GPU, on how many streams, or why it does not."""
 
     @property

@@ -67,8 +67,8 @@ def _parts(made: Contents) -> Iterator[str]:
         if len(made.functions) > 1:
             yield f"<h1>[{place}] {escape(function.name)}</h1>"
         yield from _function(made, function)
-    if made.recordings:
-        yield f"<h2>Recorded</h2><ul>{_items(made.recordings)}</ul>"
+    if made.cuda_graphs:
+        yield f"<h2>CUDA graphs</h2><ul>{_items(made.cuda_graphs)}</ul>"
     if made.breaks:
         yield f"<h2>Runs in PyTorch, because</h2><ul>{_items(made.breaks)}</ul>"
     elif not made.empty and not any(function.fallbacks for function in made.functions):

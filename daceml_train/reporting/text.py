@@ -23,7 +23,7 @@ def lines(made: Contents) -> Iterator[str]:
         yield f"PyTorch's own kernels move {bytes_text(made.eager.bytes)} for the same"
         if len(moved) == 1 and made.eager.bytes:
             yield f"what is moved here is {100 * ours / made.eager.bytes:.1f} % of that"
-    yield from made.recordings
+    yield from made.cuda_graphs
     if made.breaks:
         yield "\nruns in PyTorch, because"
         yield from (f"  {reason}" for reason in made.breaks)
@@ -85,14 +85,14 @@ def facts(function: Compiled) -> Iterator[str]:
 
 
 def on_device(function: Compiled) -> Iterator[str]:
-    """The device, and how its threads share out the kernels."""
+    """The device, and the launch configurations of the kernels."""
     yield f"on {function.device}"
     blocks = sorted({int(x.shape.split()[0]) for x in function.launches if x.shape})
     if blocks:
         yield f"blocks of {' and '.join(map(str, blocks))} threads"
-    measured, changed = function.searched
+    measured, changed = function.autotuned
     if measured:
-        yield f"shapes of {counted(measured, 'kernel')} compared, {changed} changed by that"
+        yield f"{counted(measured, 'kernel')} autotuned, {changed} changed"
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

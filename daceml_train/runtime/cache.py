@@ -32,17 +32,17 @@ class Cache:
 
     @property
     def kernels(self) -> Path:
-        """Where compiled kernels lie."""
+        """The folder of compiled kernels."""
         return self.folder / "kernels"
 
     @property
     def products(self) -> Path:
-        """The file that remembers which library computes a matrix product."""
+        """The file that stores which library computes each matmul."""
         return self.folder / "products.json"
 
     @property
     def shapes(self) -> Path:
-        """The file that remembers the shapes of kernels on GPUs."""
+        """The file that stores the launch configurations of GPU kernels."""
         return self.folder / "shapes.json"
 
     def _path(self, key: str) -> Path:
@@ -55,7 +55,7 @@ class Cache:
             return None
         try:
             entry = decode(content)
-        except Unencodable:  # made anew
+        except Unencodable:  # rebuilt
             return None
         with contextlib.suppress(OSError):  # a cache may be read-only
             os.utime(path)
@@ -75,7 +75,7 @@ class Cache:
         self.evict()
 
     def evict(self) -> None:
-        """Remove what killed processes left, and the least recently used files until the cache is within its limit."""
+        """Remove what killed processes left, and the least recently used files until the cache fits its limit."""
         self.clear_left()
         files = [f for kind in ("programs", "kernels") for f in (self.folder / kind).glob("*") if f.is_file()]
         status = []
@@ -93,12 +93,12 @@ class Cache:
                 total -= info.st_size
 
     def clear_left(self) -> int:
-        """Remove what processes were building or writing when they were killed; the bytes that were freed."""
+        """Remove what processes were building or writing when they were killed; return the bytes that were freed."""
         places = [self.folder, *(self.folder / kind for kind in ("programs", "kernels", "native"))]
         return sum(clear_dead(place) + clear_partial(place) for place in places)
 
     def clear(self) -> int:
-        """Remove what this package wrote, and nothing else that may lie in the folder; the bytes that were freed."""
+        """Remove what this package wrote and no other file in the folder; return the bytes that were freed."""
         left = clear_partial(self.folder, age=0)
         own = [self.folder / name for name in ("programs", "kernels", "native")]
         files = [f for folder in own if folder.exists() for f in folder.rglob("*") if f.is_file()]

@@ -1,11 +1,11 @@
-"""Encoding: programs as plain data, and back, without running anything that the data name.
+"""Encoding: programs as plain data, and back, without running anything that the data names.
 
-Pickle calls whatever its text says. Here a text holds JSON values and objects of classes that are listed below or
-declared by `storable`; an object is made without its constructor and given its fields. All else is refused.
+Pickle calls whatever its text says. Here a text contains JSON values and objects of classes that are listed below or
+declared by `storable`; an object is created without its constructor, and its fields are set. All else is refused.
 
 A text is `[classes, nodes]`: `classes` are rows `[name, field, ...]`, `nodes` are rows `[tag, ...]` in which `[i]` is
-node i and every other value is itself. A node refers to earlier ones only, the last one is the whole. What was one
-object is one object.
+node i and every other value is itself. A node refers to earlier ones only; the last one is the root. Sharing is
+preserved: one object stays one object.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _TORCH: dict[type, tuple[str, ...]] = {
 
 
 class Unencodable(DacemlError):
-    """A value that is no plain data, or a text that is none of ours."""
+    """A value that is not plain data, or a text that `encode` did not write."""
 
 
 for _kind in (
@@ -128,7 +128,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(text: bytes) -> Any:
-    """What `encode` was given. Raises `Unencodable` for a text that it did not make."""
+    """The value that `encode` was given. Raises `Unencodable` for a text that it did not write."""
     try:
         classes, nodes, whole = json.loads(text)
         return _decoded(classes, nodes, whole)
@@ -139,7 +139,7 @@ def decode(text: bytes) -> Any:
 
 
 def _state(value: Any) -> dict[str, Any]:
-    """The fields of an object, whatever its class keeps them in."""
+    """The fields of an object, wherever its class stores them."""
     found = dict(getattr(value, "__dict__", {}))
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
@@ -197,7 +197,7 @@ class _Encoder:
             return ["m", each(value.__self__), value.__func__.__name__]
         name = f"{kind.__module__}:{kind.__qualname__}"
         if CLASSES.get(name) is not kind:
-            raise Unencodable(f"objects of {name} are no plain data")
+            raise Unencodable(f"objects of {name} are not plain data")
         if isinstance(value, enum.Enum):
             return ["e", name, value.name]
         state = _state(value)
@@ -219,7 +219,7 @@ class _Encoder:
             return ["y", value.name] if plain else ["y", value.name, self.value(dict(value._assumptions_orig))]
         function = value.func.__name__
         if _FUNCTIONS.get(function) is not value.func:
-            raise Unencodable(f"the function {function} of {value} is none that sizes are made of")
+            raise Unencodable(f"the function {function} of {value} does not occur in sizes")
         return ["x", function, *map(self.value, value.args)]
 
 
@@ -227,7 +227,7 @@ def _decoded(classes: list[list[str]], nodes: list[list[Any]], whole: Any) -> An
     known = []
     for name, *fields in classes:
         if name not in CLASSES:
-            raise Unencodable(f"a stored program names {name}, whose objects are no plain data")
+            raise Unencodable(f"a stored program names {name}, whose objects are not plain data")
         known.append((CLASSES[name], fields))
     made: list[Any] = []
 
@@ -277,14 +277,14 @@ def _method(rest: list[Any], each: Each) -> Any:
 def _member(rest: list[Any], each: Each) -> Any:
     kind = CLASSES[rest[0]]
     if not issubclass(kind, enum.Enum):
-        raise Unencodable(f"{rest[0]} is no enumeration")
+        raise Unencodable(f"{rest[0]} is not an enumeration")
     return kind[rest[1]]
 
 
 def _constant(rest: list[Any], each: Each) -> Any:
     value = getattr(torch, rest[0])
     if type(value) not in _TORCH:
-        raise Unencodable(f"torch.{rest[0]} is no constant")
+        raise Unencodable(f"torch.{rest[0]} is not a constant")
     return value
 
 

@@ -44,7 +44,7 @@ from daceml_train.tensor import Dim, DType, Tensor, evaluate, same_shape
 AnyArena = Arena | DeviceArena
 
 KEPT_PLANS = 8
-"""Plans per executable that are kept for sizes seen before."""
+"""Plans that an executable keeps for sizes seen before."""
 
 
 def new_arena(device: Device) -> AnyArena:
@@ -61,8 +61,8 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 class Executable:
     """A compiled program.
 
-    `addresses` gives the entry point of each of the program's kernels by its key, `products` the library for each
-    matrix product, `search` the shape of each large kernel on a GPU.
+    `addresses` maps each kernel's key to its entry point; `products` chooses the library for each matmul, `search` the
+    launch configuration of each large kernel on a GPU.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Executable:
         self._lock = threading.Lock()
         self._symbols = list(program.symbols.items())
         self.timing: Timing | None = None
-        """Where the seconds of each launch go while somebody measures; see `runtime.timing`."""
+        """Receives the seconds of each launch during a measurement; see `runtime.timing`."""
 
     def plan(self, sizes: Sequence[int]) -> BoundPlan:
         """The plan for these values of the program's size symbols, in the order of `program.symbols`."""
@@ -111,7 +111,7 @@ class Executable:
             return plan
 
     def time(self, timing: Timing | None) -> None:
-        """From now on, measure each launch of each run and add it to `timing`; None ends that."""
+        """Measure each launch of each run from here on and add it to `timing`; None ends that."""
         with self._lock:
             self.timing = timing
             for plan in self._plans.values():
@@ -119,18 +119,18 @@ class Executable:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The values of the size symbols that were used last; empty before the first run."""
+        """The most recent values of the size symbols; empty before the first run."""
         with self._lock:
             last = next(reversed(self._plans), ())
         return dict(zip((name for name, _ in self._symbols), last[1:], strict=False))
 
     def shapes(self) -> list[str]:
-        """Per launch of the plan used last, how threads share out its kernel; empty for other launches, and on CPUs."""
+        """Per launch of the last plan, its kernel's launch configuration; empty for other launches, and on CPUs."""
         plan = self._last()
         return [] if plan is None else [plan.shape(launch) for launch in plan.program.launches]
 
-    def searched(self) -> tuple[int, int]:
-        """Kernels of the plan used last whose shapes were compared, and how many of them changed by that."""
+    def autotuned(self) -> tuple[int, int]:
+        """How many kernels of the last plan were autotuned, and how many of them changed."""
         plan = self._last()
         return (0, 0) if plan is None else plan.compared
 
@@ -145,8 +145,8 @@ class Executable:
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run on `inputs`, in the program's order; the outputs are new tensors.
 
-        Raises `Invalid` (before anything runs) for an input of another type or layout than the program was made for,
-        `ExecutionError` naming the user's line where a launch fails.
+        Raises `Invalid` (before anything runs) for an input whose type or layout is not the program's, and
+        `ExecutionError`, which names the user's line, where a launch fails.
         """
         if len(inputs) != len(self.program.inputs):
             raise Invalid(f"{self.program.name} takes {len(self.program.inputs)} tensors, given {len(inputs)}")
@@ -155,8 +155,8 @@ class Executable:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A product in oneDNN: what is added, and the slot that holds what it returns (None: that is copied over the matrix
-    that is added).
+    """A matmul in oneDNN: what is added, and the slot of its result (None: the result is copied over the matrix that
+    is added).
     """
 
     added: Added
@@ -164,8 +164,8 @@ class Chosen:
 
 
 class BoundPlan:
-    """A program for one set of sizes and one thread count. `base` is the program that was given: `program` may have
-    other shapes of kernels.
+    """A program for one set of sizes and one thread count. `base` is the original program: `program` may have other
+    launch configurations.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class BoundPlan:
     ) -> None:
         self.value, self.base = _evaluator(sizes), program
         self.compared = (0, 0)
-        """Kernels whose shapes were compared, and how many of them changed by that."""
+        """How many kernels were autotuned, and how many of them changed."""
         if search is not None and isinstance(device, GPU):
             program, addresses = search.tuned(program, addresses, self.value, device)
             changed = sum(a is not b for a, b in zip(program.codes, self.base.codes, strict=True))
@@ -190,14 +190,14 @@ class BoundPlan:
         self.program, self.threads, self.sizes, self.products = program, threads, sizes, products
         self.device, self.work = device, work
         self.onednn = self._choose_products(products) if device is CPU else {}
-        """Launches of products that run in oneDNN."""
+        """Matmul launches that run in oneDNN."""
         self.stand_in = len(program.slots)
-        """A further slot, at the arena's start, under arrays whose elements no call reads."""
+        """An extra slot, at the arena's start, for arrays whose elements no call reads."""
         self.plan: Plan | DevicePlan = (
             DevicePlan(self.stand_in + 1, arena) if isinstance(arena, DeviceArena) else Plan(self.stand_in + 1, arena)
         )
         self.offsets: dict[int, int] = {}
-        """Where slots lie in the arena."""
+        """The offsets of slots in the arena."""
         self.plan.arena_slot(self.stand_in, 0)
         self.used = [i for i, s in enumerate(program.slots) if s.first >= 0 or s.home is Allocation.input]
         self._views: dict[tuple[Any, ...], PlanView] = {}
@@ -245,7 +245,7 @@ class BoundPlan:
 
     # ---- slots --------------------------------------------------------------------------------------------------
     def _home(self, slot: int) -> Allocation:
-        """Where a slot's memory comes from; what oneDNN computes, it allocates."""
+        """Declare where a slot's memory comes from; oneDNN allocates what it computes."""
         return Allocation.result if slot in self._returned else self.program.slots[slot].home
 
     @functools.cached_property
@@ -283,7 +283,7 @@ class BoundPlan:
         return size
 
     def _offered(self) -> frozenset[int]:
-        """Results for which library calls take memory of the arena: those of PyTorch's own operators, on CPUs.
+        """Results that library calls place in the arena: those of PyTorch's own operators, on CPUs.
 
         Others may keep what they allocate.
         """
@@ -346,7 +346,7 @@ class BoundPlan:
         )
 
     def _onednn(self, index: int, arguments: tuple[BufferView, ...]) -> None:
-        """Launch a product in oneDNN, which takes the second operand transposed."""
+        """Launch a matmul in oneDNN, which takes the second operand transposed."""
         chosen = self.onednn[index]
         out, *c, a, b = arguments
         transposed = replace(b, shape=b.shape[::-1], strides=b.strides[::-1])
@@ -372,7 +372,7 @@ class BoundPlan:
 
     def _view(self, place: BufferView) -> PlanView:
         layout = (torch_dtype(place.dtype), tuple(self._ints(place.shape)), tuple(self._ints(place.strides)))
-        empty = 0 in layout[1]  # a slice without elements may begin behind the end
+        empty = 0 in layout[1]  # an empty slice may begin past the end
         offset = 0 if empty else self.value(place.offset) * place.dtype.bytes
         key = (place.slot, offset, *layout)
         if key not in self._views:
@@ -388,11 +388,11 @@ class BoundPlan:
         return (position, *layout)
 
     def bytes_of(self, slot: int) -> int:
-        """Bytes of a slot; scratch memory depends on the blocks of the kernel that it belongs to."""
+        """Bytes of a slot; the size of scratch memory depends on the blocks of its kernel."""
         return self.value(self.program.slots[slot].bytes, self._scratch_blocks.get(slot, self.threads))
 
     def shape(self, launch: Launch) -> str:
-        """How threads share out the kernel of a launch; empty for other launches, and on CPUs."""
+        """The launch configuration of a launch's kernel; empty for other launches, and on CPUs."""
         if not isinstance(launch, KernelLaunch) or not isinstance(self.device, GPU):
             return ""
         code = self.program.codes[launch.code]
@@ -412,7 +412,7 @@ class BoundPlan:
         return found
 
     def owners_of(self, outputs: int | None) -> frozenset[int]:
-        """The positions among the plan's outputs that hold the program's first `outputs` ones; all, if None."""
+        """The positions of the program's first `outputs` outputs among the plan's; all of them, if None."""
         return frozenset(shape if isinstance(shape, int) else shape[0] for shape in self._shapes[:outputs])
 
     # ---- running ------------------------------------------------------------------------------------------------

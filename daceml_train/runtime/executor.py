@@ -1,6 +1,6 @@
-"""Runs a launch list natively: kernels, matrix products and any operator of PyTorch, on planned and pooled memory.
+"""Runs a launch list natively: kernels, matmuls and any operator of PyTorch, on planned and pooled memory.
 
-The work is done by `native/executor.cpp`; this is its typed face. A `Plan` is built once and run many times.
+`native/executor.cpp` does the work; this is its typed interface. A `Plan` is built once and run many times.
 """
 
 from __future__ import annotations
@@ -145,9 +145,9 @@ class PoolStatistics(NamedTuple):
 
 @functools.cache
 def library(directory: Path | None = None) -> ctypes.CDLL:
-    """The executor, built if need be, loaded, and its pool put in front of PyTorch's CPU allocator.
+    """The executor, built if necessary and loaded, with its pool in front of PyTorch's CPU allocator.
 
-    Raises CompilerError. A process that wants its own directory asks for it before it makes a plan.
+    Raises CompilerError. A process that wants its own directory asks for it before it creates a plan.
     """
     if directory is None and _loaded:
         return _loaded[0]
@@ -164,20 +164,20 @@ _loaded: list[ctypes.CDLL] = []
 
 
 def pool_statistics() -> PoolStatistics:
-    """What the process-wide pool holds now."""
+    """The present state of the process-wide pool."""
     three = (c_int64 * 3)()
     library().pool_statistics(three)
     return PoolStatistics(*three)
 
 
 def pool_trim() -> int:
-    """Gives the pool's free blocks back to the system; returns how many bytes."""
+    """Returns the pool's free blocks to the system, and their size in bytes to the caller."""
     return int(library().pool_trim())
 
 
 @contextlib.contextmanager
 def pooled() -> Iterator[None]:
-    """Within it, this thread's CPU tensors of 4 KiB and more come from the pool."""
+    """Within this context, CPU tensors of 4 KiB and more that this thread allocates come from the pool."""
     before = library().pool_gate(1)
     try:
         yield
@@ -194,16 +194,17 @@ class Leaves:
         self._attached = library().tensors_attached
 
     def attached(self) -> tuple[bool, bool]:
-        """Whether one of them has a gradient, and whether a hook is or was registered on one of them."""
+        """Whether any of them has a gradient, and whether a hook is or was registered on any of them."""
         found = self._attached(self._addresses, len(self._addresses))
         return bool(found & 1), bool(found & 2)
 
 
 def fingerprint(tensors: Sequence[torch.Tensor]) -> int | None:
-    """A number that is another one when a tensor lies elsewhere, has another version, or holds other numbers.
+    """A number that changes when a tensor's address, version or contents change.
 
-    Small tensors are looked at as a whole, large ones in a few places: what moves no version (`tensor.data.mul_(2)`) is
-    noticed if it changes one of them. None if a tensor has no version, as those made in inference mode.
+    Small tensors are hashed entirely, large ones at a few places: a write that increments no version
+    (`tensor.data.mul_(2)`) is noticed if it changes one of them. None if a tensor has no version, as tensors created in
+    inference mode.
     """
     state = c_uint64(len(tensors))
     addresses = (c_void_p * len(tensors))(*[t._cdata for t in tensors])
@@ -211,9 +212,9 @@ def fingerprint(tensors: Sequence[torch.Tensor]) -> int | None:
 
 
 class Arena:
-    """A buffer for planned values, shared by the plans that are given it; it grows and never shrinks.
+    """A buffer for planned values, shared by the plans that use it; it grows and never shrinks.
 
-    Plans of one arena exclude each other. Growing keeps the contents, so a plan may read what another one left.
+    Plans of one arena exclude each other. Growth preserves the contents, so a plan may read what another one left.
     """
 
     def __init__(self) -> None:
@@ -223,7 +224,7 @@ class Arena:
 
     @functools.cached_property
     def inner(self) -> Arena:
-        """The arena for programs that run inside those of this one: bodies of control flow."""
+        """The arena for bodies of control flow, which run inside programs of this one."""
         return Arena()
 
     @property
@@ -232,7 +233,7 @@ class Arena:
         return int(self._native.arena_capacity(self._handle))
 
     def grow(self, nbytes: int) -> None:
-        """Makes room for `nbytes` ahead of the first run."""
+        """Reserves `nbytes` ahead of the first run."""
         if self._native.arena_grow(self._handle, nbytes) < 0:
             raise ExecutionError(_last_error(self._native), -1)
 
@@ -271,7 +272,7 @@ class Plan:
     ) -> None:
         """The slot is the memory of input `index`, which every run compares with this layout.
 
-        A mutable input's version counter moves with every run.
+        Every run increments a mutable input's version counter.
         """
         layout = _layout(dtype, sizes, strides)
         self._checked(self._native.plan_input_slot(self._handle, slot, index, *layout, mutable))
@@ -280,9 +281,9 @@ class Plan:
     def opaque_slot(
         self, slot: int, index: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]
     ) -> None:
-        """The slot is input `index` in a layout that only a library knows; a `call` takes it as it is given.
+        """The slot is input `index` in a layout that only a library knows; a `call` takes it unchanged.
 
-        Sizes and strides are those of the dense array that it stands for; a view of it must be all of it.
+        Sizes and strides are those of the dense array that it represents; a view of it must cover all of it.
         """
         self._checked(self._native.plan_opaque_slot(self._handle, slot, index, *_layout(dtype, sizes, strides)))
         self._inputs = max(self._inputs, index + 1)
@@ -292,13 +293,13 @@ class Plan:
         self._checked(self._native.plan_owned_slot(self._handle, slot, True, *_layout(dtype, sizes, strides)))
 
     def result_slot(self, slot: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]) -> None:
-        """The slot holds what a `call` returns; other strides are brought to these, other sizes are an error."""
+        """The slot holds what a `call` returns; other strides are converted to these, other sizes are an error."""
         self._checked(self._native.plan_owned_slot(self._handle, slot, False, *_layout(dtype, sizes, strides)))
 
     def offer(self, slot: int, offset: int) -> None:
-        """The call that makes the slot may take the arena's memory from `offset` on for it, and only for so long.
+        """The call that produces the slot may place it in the arena at `offset`, for the slot's lifetime only.
 
-        An operator must not keep its results, nor anything of their size that it allocates, beyond the slot's life.
+        An operator must not keep its results, or anything of their size that it allocates, beyond the slot's lifetime.
         """
         self._checked(self._native.plan_offer(self._handle, slot, offset))
 
@@ -371,7 +372,7 @@ class Plan:
     ) -> int:
         """Calls any registered operator, for instance `call("aten::relu", "", [x], [slot])`.
 
-        Arguments are positional; those left out at the end take their defaults. A result goes to a result slot, is
+        Arguments are positional; trailing arguments may be omitted. A result goes to a result slot, is
         copied through a view, or (None) is dropped; results that are lists count element by element. A result that
         shares memory with an argument is copied, so that values stay independent.
         """
@@ -398,10 +399,10 @@ class Plan:
         *,
         tag: int = -1,
     ) -> int:
-        """Runs plans as the bodies of control flow; see `lowering.program.ControlLaunch` for what is which.
+        """Runs plans as the bodies of control flow; see `lowering.program.ControlLaunch` for the arguments.
 
-        Slices are given by the first one and the bytes to the next. Bodies are finalised, have an arena of their own,
-        and hand out dense row-major tensors; `results` are result slots.
+        A slice is the view of the first one and the bytes to the next. Bodies are finalized, have an arena of their
+        own, and return dense row-major tensors; `results` are result slots.
         """
         self._bodies += bodies
         handles = (c_void_p * len(bodies))(*[body._handle for body in bodies])
@@ -434,7 +435,7 @@ class Plan:
         return self._added(self._native.plan_release(self._handle, slot, tag))
 
     def copy(self, to: tuple[int, int], source: tuple[int, int], nbytes: int, *, tag: int = -1) -> int:
-        """Copies bytes between (slot, offset) places that do not overlap."""
+        """Copies bytes between (slot, offset) locations that do not overlap."""
         return self._added(self._native.plan_copy(self._handle, *to, *source, nbytes, tag))
 
     def finalize(self, arena_bytes: int, outputs: Sequence[int]) -> None:
@@ -456,7 +457,7 @@ class Plan:
         return self.run_addresses(self._input_array(*[tensor._cdata for tensor in inputs]), profile=profile)
 
     def run_addresses(self, inputs: ctypes.Array[c_void_p], *, profile: bool = False) -> list[torch.Tensor]:
-        """`run` on an array of `tensor._cdata`, which the caller keeps; the tensors must stay alive meanwhile."""
+        """`run` on an array of `tensor._cdata`, which the caller owns; the tensors must stay alive during the run."""
         outputs = self._output_array()
         status = self._native.plan_run(self._handle, inputs, len(inputs), outputs, profile)
         if status:
@@ -497,7 +498,7 @@ class Plan:
             added = native.call_none(handle)
         elif isinstance(value, PlanView):
             added = native.call_tensor(handle, value.number)
-        elif isinstance(value, bool):  # before int, which it is
+        elif isinstance(value, bool):  # before int, its base class
             added = native.call_boolean(handle, value)
         elif isinstance(value, int):
             added = native.call_integer(handle, value)

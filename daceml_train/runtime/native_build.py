@@ -1,4 +1,4 @@
-"""Compiles our C++ sources against the installed PyTorch, once per version, compiler and source text."""
+"""Compiles the C++ sources of this package against the installed PyTorch, once per version, compiler and source text."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from daceml_train.storage.folders import cache_folder, locked, to_write, usable
 
 
 def build(source: Path, directory: Path, *, compiler: str | None = None) -> Path:
-    """The shared library made from `source` and the files beside it, taken from `directory` if it is there and intact.
+    """The shared library built from `source` and the files beside it, from `directory` if it is there and intact.
 
-    `compiler` is a program, with arguments or without; by default `$CXX`, or g++. Any number of processes may build
-    into one directory at once. If the compiler is missing or fails, a library that another one made of the same sources
-    is taken, else CompilerError is raised; `directory` then holds no new library.
+    `compiler` is a program, with or without arguments; by default `$CXX`, or g++. Any number of processes may build
+    into one directory at once. If the compiler is missing or fails, a library that another compiler built from the same
+    sources is used; if there is none, CompilerError is raised, and `directory` contains no new library.
     """
     command = compiler_command(compiler)
     directory = usable(directory)
@@ -39,7 +39,7 @@ def build(source: Path, directory: Path, *, compiler: str | None = None) -> Path
 
 
 def is_intact(path: Path) -> bool:
-    """Whether a library is there, whole, under its own name, and written by nobody else."""
+    """Whether a library exists, is complete, has its own name, and was written by nobody else."""
     return unsealed(path) is not None
 
 
@@ -58,7 +58,7 @@ def _link_flags() -> list[str]:
 
 
 def _key(source: Path) -> str:
-    """A hash of all that decides the library besides the compiler: sources, flags, PyTorch's version."""
+    """A hash of what determines the library besides the compiler: sources, flags, PyTorch's version."""
     parts = [torch.__version__, *_compile_flags(), *_link_flags()]
     for file in [*sorted(source.parent.glob("*.h")), source]:
         parts += [file.name, file.read_text(encoding="utf-8")]
@@ -66,7 +66,7 @@ def _key(source: Path) -> str:
 
 
 def _compile(source: Path, compiler: list[str], path: Path) -> None:
-    """Compiles next to `path` under a name of its own, and renames: a reader never sees half a library."""
+    """Compiles next to `path` under a temporary name, and renames: a reader never sees a partial library."""
     try:
         with locked(path.parent) as folder:
             library = folder / path.name
@@ -77,7 +77,7 @@ def _compile(source: Path, compiler: list[str], path: Path) -> None:
 
 
 def _output(command: list[str]) -> str:
-    """What a compiler command prints. Raises CompilerError with its diagnostics."""
+    """The output of a compiler command. Raises CompilerError with its diagnostics."""
     try:
         finished = run(command)
     except OSError as error:
@@ -91,7 +91,7 @@ def _output(command: list[str]) -> str:
 
 
 def executor(directory: Path | None = None) -> Path:
-    """The executor's library, built if need be; by default among what the cache holds. Raises CompilerError."""
+    """The executor's library, built if necessary; by default in the cache. Raises CompilerError."""
     return build(Path(__file__).parent / "native" / "executor.cpp", directory or cache_folder() / "native")
 
 

@@ -1,4 +1,4 @@
-"""Placement: which device the tensors of a program lie on."""
+"""Placement: the device of a program's tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _standing_in: ContextVar[Callable[[torch.device], Device | None] | None] = Conte
 
 @contextlib.contextmanager
 def device_override(choose: Callable[[torch.device], Device | None]) -> Iterator[None]:
-    """Within it, `choose` says which device tensors lie on, or None for the one that they say themselves."""
+    """Within this context, `choose` returns the device of tensors, or None for the one that they report themselves."""
     token = _standing_in.set(choose)
     try:
         yield
@@ -27,7 +27,7 @@ def device_override(choose: Callable[[torch.device], Device | None]) -> Iterator
 
 
 def device_of(device: torch.device) -> Device:
-    """The device that PyTorch calls so. Raises `Unsupported` for a kind that programs do not run on."""
+    """The device for a `torch.device`. Raises `Unsupported` for a kind that programs do not run on."""
     choose = _standing_in.get()
     if choose is not None and (chosen := choose(device)) is not None:
         return chosen
@@ -44,9 +44,9 @@ def _cuda(index: int) -> Device:
 
 
 def common_device(tensors: Mapping[str, torch.Tensor]) -> Device:
-    """The device of a program's inputs, by name. 0-d tensors on the CPU may stand beside those on a GPU, as in PyTorch.
+    """The device of a program's inputs, by name. As in PyTorch, 0-d CPU tensors may accompany tensors on a GPU.
 
-    Raises `Invalid` that names two inputs on different devices.
+    Raises `Invalid`, which names two inputs on different devices.
     """
     first: tuple[str, torch.device] | None = None
     lone: torch.device | None = None

@@ -1,9 +1,9 @@
-"""Weights that oneDNN lays out for itself, once instead of at every call.
+"""Prepacked weights: oneDNN lays out weights once instead of at every call.
 
-Its convolutions and products read weights in a blocked order that depends on the shapes and the processor
+Its convolutions and matmuls read weights in a blocked order that depends on the shapes and the processor
 (https://uxlfoundation.github.io/oneDNN/dev_guide_inference.html, "weights packing"); given a plain array, they copy it
-into that order first, which for few images takes as long as the convolution. Where a weight stays from call to call,
-the copy is made once, as an opaque tensor of PyTorch's, and the call becomes `mkldnn::_convolution_pointwise` or
+into that order first, which for few images takes as long as the convolution. Where a weight stays the same between
+calls, it is copied once, into an opaque PyTorch tensor, and the call becomes `mkldnn::_convolution_pointwise` or
 `mkldnn::_linear_pointwise`.
 """
 
@@ -20,13 +20,13 @@ from daceml_train.runtime.tune_matmul import SMALLEST, available, onednn_call
 from daceml_train.tensor import Dim, DType, Tensor, same_shape
 
 FEWEST_ROWS = 8
-"""A product of fewer rows reads its weight once whatever it lies like, and the BLAS has a way of its own for it."""
+"""A matmul with fewer rows reads its weight once in any layout, and the BLAS has a special case for it."""
 
 
 def pack(program: Program, held: Collection[str]) -> Program:
-    """The program with calls that take weights in oneDNN's layout, where these are the inputs `held`.
+    """The program with calls that take weights in oneDNN's layout, where the weights are the inputs `held`.
 
-    An input is packed if one call alone reads it, as its weight, in float32. The program is changed in place.
+    An input is packed if a single call reads it, as its weight, in float32. The program is changed in place.
     """
     if not available() or not hasattr(torch.ops.mkldnn, "_reorder_convolution_weight"):
         return program
@@ -57,7 +57,7 @@ def pack(program: Program, held: Collection[str]) -> Program:
 
 
 def packed(entry: ProgramInput, tensor: torch.Tensor) -> torch.Tensor:
-    """What a program takes for its input `entry`: `tensor`, laid out as that says."""
+    """What a program takes for its input `entry`: `tensor` in the layout of the entry."""
     packing = entry.packing
     if packing is None:
         return tensor
@@ -70,7 +70,7 @@ def packed(entry: ProgramInput, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _convolution(program: Program, launch: CallLaunch) -> tuple[BufferView, Packing, CallLaunch] | None:
-    """A convolution's weight, how it is packed, and the call that takes it so."""
+    """A convolution's weight, its packing, and the call that takes the packed weight."""
     if launch.target != "aten::convolution" or launch.returns == (None,):
         return None
     x, weight, bias, stride, padding, dilation, transposed, _, groups = launch.arguments
@@ -86,7 +86,7 @@ def _convolution(program: Program, launch: CallLaunch) -> tuple[BufferView, Pack
 
 
 def _product(program: Program, launch: CallLaunch) -> tuple[BufferView, Packing, CallLaunch] | None:
-    """The right factor of a product of matrices, how it is packed, and the call that takes it so."""
+    """The right operand of a matmul, its packing, and the call that takes the packed operand."""
     if not launch.direct or launch.target not in ("mm", "addmm"):
         return None
     out, *added, a, weight = launch.arguments
@@ -118,12 +118,12 @@ def _tuple(value: Any) -> Any:
 
 
 def _integers(*dims: Sequence[Dim]) -> list[tuple[int, ...]] | None:
-    """The sizes as numbers; None if one of them is symbolic."""
+    """The sizes as numbers; None if any of them is symbolic."""
     if not all(isinstance(d, int) for group in dims for d in group):
         return None
     return [tuple(int(d) for d in group) for group in dims]
 
 
 def _count(arguments: Sequence[Any], slot: int) -> int:
-    """How many of a call's arguments lie in a slot."""
+    """How many of a call's arguments are in a slot."""
     return sum(isinstance(a, BufferView) and a.slot == slot for a in arguments)

@@ -1,4 +1,4 @@
-"""Roofline: how fast this machine copies memory and multiplies matrices, measured once and kept in the cache.
+"""Roofline: how fast this machine copies memory and multiplies matrices, measured once and stored in the cache.
 
 Williams et al., Roofline: An Insightful Visual Performance Model for Multicore Architectures, 2009.
 """
@@ -25,7 +25,7 @@ REPEATS = 7
 
 @dataclass(frozen=True)
 class Machine:
-    """Bytes per second that a copy reads and writes, and floating-point operations per second of a float32 product."""
+    """Bytes per second that a copy reads and writes, and floating-point operations per second of a float32 matmul."""
 
     processor: str
     threads: int
@@ -34,7 +34,7 @@ class Machine:
 
     @property
     def balance(self) -> float:
-        """Operations per byte above which arithmetic, not memory, is the bound."""
+        """Operations per byte above which a program is bound by arithmetic, not memory."""
         return self.peak / self.bandwidth
 
     def seconds(self, moved: float, flops: float) -> float:
@@ -43,7 +43,7 @@ class Machine:
 
 
 def machine(folder: Path | None = None, again: bool = False) -> Machine:
-    """The figures for the present number of threads, from `folder` where they are there, else measured (a second)."""
+    """The figures for the present number of threads, read from `folder` or measured (which takes a second)."""
     name, threads = processor(), torch.get_num_threads()
     path = folder / f"roofline-{threads}.json" if folder is not None else None
     if path is not None and not again:
@@ -67,14 +67,14 @@ def processor() -> str:
 
 
 def bandwidth(copied: int = COPIED) -> float:
-    """Bytes per second read and written by the quickest of some copies."""
+    """Bytes per second read and written by the fastest of several copies."""
     source = torch.ones(copied // 4)
     target = torch.zeros_like(source)
     return 2 * copied / best(lambda: target.copy_(source))
 
 
 def peak(size: int = MATRIX) -> float:
-    """Operations per second of the quickest product, by either of PyTorch's libraries."""
+    """Operations per second of the fastest matmul, by either of PyTorch's libraries."""
     a, b, out = torch.randn(size, size), torch.randn(size, size), torch.empty(size, size)
     calls: list[Callable[[], object]] = [lambda: torch.mm(a, b, out=out)]
     if torch.backends.mkldnn.is_available():
@@ -84,7 +84,7 @@ def peak(size: int = MATRIX) -> float:
 
 
 def best(call: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Seconds of the quickest of some calls."""
+    """Seconds of the fastest of several calls."""
     call()
     times = []
     for _ in range(repeats):

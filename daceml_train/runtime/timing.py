@@ -1,4 +1,4 @@
-"""Timing: the seconds that each launch of a program takes, over several runs."""
+"""Timing: the seconds of each launch of a program, over several runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Timing:
         self._lock = threading.Lock()
 
     def add(self, launches: Sequence[int], seconds: Sequence[float]) -> None:
-        """One run: `seconds[i]` belongs to launch `launches[i]`; those of equal launches are added up."""
+        """Add one run: `seconds[i]` belongs to launch `launches[i]`; those of equal launches are added up."""
         per_launch = [0.0] * (launches[-1] + 1 if launches else 0)
         for launch, spent in zip(launches, seconds, strict=True):
             per_launch[launch] += spent

@@ -1,9 +1,9 @@
-"""Which library multiplies two matrices: measured once per shape, layout and thread count, and remembered on disk.
+"""Which library computes a matmul: measured once per shape, layout and thread count, and stored on disk.
 
-PyTorch's `mm` calls its BLAS (MKL in the wheels); `mkldnn::_linear_pointwise` runs the same product in oneDNN. Which
+PyTorch's `mm` calls its BLAS (MKL in the wheels); `mkldnn::_linear_pointwise` runs the same matmul in oneDNN. Which
 one is faster depends on the processor (oneDNN by a factor of two where MKL does not use the widest vectors) and on
-the layout, since oneDNN copies operands that it cannot read as they lie. Both are measured as the executor runs them,
-with results from its pool: fresh pages cost large results as much as the product.
+the layout, since oneDNN copies operands whose layout it cannot read. Both are measured as the executor runs them, with
+results from its pool: fresh pages cost large results as much as the matmul.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from daceml_train.runtime.executor import Arena, Plan
 from daceml_train.storage.files import keep
 
 SMALLEST = 1 << 20
-"""Multiplications below which a product takes microseconds and the shorter way of calling `mm` wins."""
+"""Multiplications below which a matmul takes microseconds and the cheaper call of `mm` wins."""
 ROUNDS = 5
-"""Most alternating measurements of each candidate; the fastest counts, since noise only adds."""
+"""The maximum number of alternating measurements per candidate; the fastest counts, since noise only adds."""
 ENOUGH = 0.1
-"""Seconds of measuring after which no further round begins: what takes long is little disturbed."""
+"""Seconds of measuring after which no further round begins: noise matters little to long runs."""
 MARGIN = 0.95
-"""oneDNN is taken if it needs at most this share of the BLAS's time: the result then is an allocation of its own."""
+"""oneDNN is chosen if it takes at most this share of the BLAS's time: its result is an allocation of its own."""
 
 Added = Literal["nothing", "row", "matrix", "result"]
 Way = Literal["blas", "onednn"]
@@ -35,9 +35,9 @@ Way = Literal["blas", "onednn"]
 
 @dataclass(frozen=True)
 class MatmulShape:
-    """A product `a @ b`, or `c + a @ b`, of float32 matrices: sizes, strides in elements, threads.
+    """A matmul `a @ b`, or `c + a @ b`, of float32 matrices: sizes, strides in elements, threads.
 
-    `added` says what c is: nothing, one row for all, a matrix, or the matrix that the result is stored over.
+    `added` says what c is: nothing, one row for all rows, a matrix, or the matrix that the result overwrites.
     """
 
     rows: int
@@ -50,7 +50,7 @@ class MatmulShape:
 
     @property
     def key(self) -> str:
-        """The text under which the choice is remembered."""
+        """The key under which the choice is stored."""
         return (
             f"{torch.__version__} {self.rows}x{self.inner}x{self.columns} {self.a} {self.b} {self.added} {self.threads}"
         )
@@ -58,7 +58,7 @@ class MatmulShape:
 
 @dataclass
 class MatmulTuner:
-    """Choices made so far; `path` is the file that keeps them between processes (None: this process alone)."""
+    """Choices so far; `path` is the file that stores them between processes (None: in memory only)."""
 
     path: Path | None = None
     chosen: dict[str, Way] = field(default_factory=dict)
@@ -68,11 +68,11 @@ class MatmulTuner:
             try:
                 known = json.loads(self.path.read_text())
                 self.chosen.update((key, way) for key, way in known.items() if way in get_args(Way))
-            except (OSError, ValueError, AttributeError):  # damaged: measured again
+            except (OSError, ValueError, AttributeError):  # damaged: measured anew
                 self.chosen.clear()
 
     def way(self, product: MatmulShape) -> Way:
-        """How this product is computed fastest here; measured if it is new."""
+        """The fastest library for this matmul here; measured if it is new."""
         if product.rows * product.inner * product.columns < SMALLEST or not available():
             return "blas"
         if product.key not in self.chosen:
@@ -81,7 +81,7 @@ class MatmulTuner:
         return self.chosen[product.key]
 
     def save(self) -> None:
-        """Write the choices, atomically and with those that other processes made meanwhile."""
+        """Write the choices atomically, merged with those that other processes stored in the meantime."""
         if self.path is None:
             return
         known = MatmulTuner(self.path).chosen if self.path.exists() else {}
@@ -89,7 +89,7 @@ class MatmulTuner:
 
 
 def available() -> bool:
-    """Whether PyTorch has the oneDNN product for dense float32 matrices."""
+    """Whether PyTorch has the oneDNN matmul for dense float32 matrices."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -101,7 +101,7 @@ def onednn_call(a: Any, b: Any, c: Any, added: Added) -> tuple[str, tuple[Any, .
 
 
 def measure(product: MatmulShape) -> Way:
-    """Time both ways on matrices of this layout, alternating."""
+    """Time both libraries on matrices of this layout, alternating."""
     a = _matrix((product.rows, product.inner), product.a)
     b = _matrix((product.inner, product.columns), product.b)
     out = torch.empty(product.rows, product.columns)
@@ -128,7 +128,7 @@ def measure(product: MatmulShape) -> Way:
 def planned(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, added: Added) -> Callable[[], list[torch.Tensor]]:
     """A function that computes `c + a @ b` in oneDNN as the executor does.
 
-    With `added="result"` the result is stored over c, else returned.
+    With `added="result"` the result overwrites c, else it is returned.
     """
     tensors = [a, b.t(), *([] if c is None else [c])]
     plan = Plan(4, Arena())

@@ -1,4 +1,4 @@
-"""Control flow through the GPU's launch path, on an emulated one: as on the CPU, and recorded where nothing decides."""
+"""Control flow through the GPU's launch path, on an emulated one: as on the CPU, and captured where nothing decides."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def two_loops(m: Any, x: Tensor) -> Tensor:
     "function", [each_row, two_loops, shared_parameters, branch_in_a_loop], ids=lambda f: f.__name__
 )
 def test_training_steps(function: Callable[[Any, Tensor], Tensor]) -> None:
-    """A loop of known length is recorded; where data decides, the step runs launch by launch, and says so."""
+    """A loop of known length is captured; where data decides, the step runs launch by launch, and says so."""
     own = Two(function)
     other = copy.deepcopy(own)
     theirs, ours = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (own, other))
@@ -56,12 +56,12 @@ def test_training_steps(function: Callable[[Any, Tensor], Tensor]) -> None:
         for p, q in zip(own.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(q, p, rtol=1e-3, atol=1e-4)
     assert not step.breaks
-    (recorder,) = step.recorders.values()
+    (graphs,) = step.cuda_graphs.values()
     if function in (each_row, two_loops):
-        assert device.replays == 5 and not recorder.reasons
+        assert device.replays == 5 and not graphs.reasons
     else:
-        assert device.replays == 0 and len(recorder.reasons) == 1
-        assert "depends on data, which the CPU waits for" in recorder.reasons[0]
+        assert device.replays == 0 and len(graphs.reasons) == 1
+        assert "depends on data, which the CPU waits for" in graphs.reasons[0]
 
 
 def test_a_failure_inside_names_the_line() -> None:

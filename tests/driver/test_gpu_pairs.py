@@ -1,4 +1,4 @@
-"""Modules whose forward and backward pass are recorded on an emulated GPU: whatever order they run in, eager's numbers."""
+"""Modules whose forward and backward pass are captured on an emulated GPU: whatever order they run in, eager's numbers."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Normed(nn.Module):
         return self.b(h), h
 
 
-def recorded(module: nn.Module) -> tuple[nn.Module, Callable[[], CudaGraphPairs]]:
+def captured(module: nn.Module) -> tuple[nn.Module, Callable[[], CudaGraphPairs]]:
     made = dt.optimize(module, schedule="ahead_of_time")
     state = state_of(made)
     assert state is not None
-    return made, lambda: state.backend.recorders[0]
+    return made, lambda: state.backend.cuda_graphs[0]
 
 
 def equal(ours: Any, theirs: Any, tolerance: float = 1e-5) -> None:
@@ -53,13 +53,13 @@ def grads(module: nn.Module) -> list[Tensor | None]:
 
 
 def test_a_users_loop() -> None:
-    """Results and gradients are new tensors; buffers advance; sizes are recorded apart."""
+    """Results and gradients are new tensors; buffers advance; sizes are captured apart."""
     theirs = Normed()
     mine = copy.deepcopy(theirs)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (mine, theirs)]
     held: list[tuple[Tensor, Tensor]] = []
     with emulated() as device:
-        ours, _ = recorded(mine)
+        ours, _ = captured(mine)
         for turn, size in enumerate((6, 6, 6, 6, 6, 3, 3, 3, 6)):
             x, y = torch.randn(size, 8), torch.randn(size, 4)
             for module, optimizer in zip((ours, theirs), optimizers, strict=True):
@@ -73,8 +73,8 @@ def test_a_users_loop() -> None:
             for optimizer in optimizers:
                 optimizer.step()
         state = state_of(ours)
-        assert state is not None and not any(r.reasons for r in state.backend.recorders)
-        assert device.replays == sum(r.replayed for r in state.backend.recorders) >= 8
+        assert state is not None and not any(r.reasons for r in state.backend.cuda_graphs)
+        assert device.replays == sum(r.replayed for r in state.backend.cuda_graphs) >= 8
     for now, then in held:
         assert torch.equal(now, then)
 
@@ -84,7 +84,7 @@ def test_passes_that_overlap() -> None:
     theirs = mlp()
     mine = copy.deepcopy(theirs)
     with emulated() as device:
-        ours, recorder = recorded(mine)
+        ours, graphs = captured(mine)
         for turn in range(6):
             inputs = [torch.randn(6, 8, requires_grad=True) for _ in range(3)]
             found: list[list[Tensor | None]] = []
@@ -100,16 +100,16 @@ def test_passes_that_overlap() -> None:
                 for x in inputs:
                     x.grad = None
             equal(*found)
-        assert device.replays >= 5 and recorder().reasons == []
+        assert device.replays >= 5 and graphs().reasons == []
 
 
 def test_a_result_that_is_kept_keeps_its_backward_pass() -> None:
     theirs = mlp()
     mine = copy.deepcopy(theirs)
     with emulated() as device:
-        ours, _ = recorded(mine)
+        ours, _ = captured(mine)
         xs = [torch.randn(6, 8) for _ in range(5)]
-        made = [(ours(x), theirs(x)) for x in xs]  # the second one is recorded, and waits
+        made = [(ours(x), theirs(x)) for x in xs]  # the second one is captured, and pending
         for _ in range(3):
             with torch.no_grad():
                 for x in xs:
@@ -127,7 +127,7 @@ def test_a_result_that_is_kept_keeps_its_backward_pass() -> None:
 def test_without_gradients() -> None:
     theirs = mlp().eval()
     with emulated() as device, torch.no_grad():
-        ours, _ = recorded(copy.deepcopy(theirs))
+        ours, _ = captured(copy.deepcopy(theirs))
         results = []
         for _ in range(5):
             x = torch.randn(6, 8)
@@ -141,7 +141,7 @@ def test_dropout_advances_and_its_mask_is_that_of_its_forward_pass() -> None:
     model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5))
     x = torch.ones(5, 8)
     with emulated() as device:
-        ours, _ = recorded(model)
+        ours, _ = captured(model)
         seen = []
         for _ in range(5):
             model.zero_grad()
@@ -153,11 +153,11 @@ def test_dropout_advances_and_its_mask_is_that_of_its_forward_pass() -> None:
         assert device.replays >= 6 and not torch.equal(seen[-1], seen[-2])
 
 
-def test_parameters_that_moved_are_recorded_again() -> None:
+def test_parameters_that_moved_are_captured_anew() -> None:
     theirs = mlp()
     mine = copy.deepcopy(theirs)
     with emulated():
-        ours, _ = recorded(mine)
+        ours, _ = captured(mine)
         for turn in range(6):
             if turn == 3:
                 for p in mine.parameters():
@@ -179,13 +179,13 @@ class Writes(nn.Module):
         return x * total
 
 
-@pytest.mark.parametrize("fault", ["argument", "recording"])
-def test_what_cannot_be_recorded_says_why(fault: str) -> None:
+@pytest.mark.parametrize("fault", ["argument", "capture"])
+def test_what_cannot_be_captured_says_why(fault: str) -> None:
     device = Emulated()
-    if fault == "recording":
+    if fault == "capture":
         device.refuses = "operation not permitted when stream is capturing"
     with emulated(device):
-        ours, recorder = recorded(Writes() if fault == "argument" else mlp())
+        ours, graphs = captured(Writes() if fault == "argument" else mlp())
         totals = torch.zeros(6, 8), torch.zeros(6, 8)
         for _ in range(4):
             x = torch.randn(6, 8)
@@ -196,7 +196,7 @@ def test_what_cannot_be_recorded_says_why(fault: str) -> None:
                 ours(x).sum().backward()
         assert device.replays == 0
         expected = "it writes an argument" if fault == "argument" else device.refuses
-        assert recorder().reasons == [f"a pass runs launch by launch, since it cannot be recorded: {expected}"]
+        assert graphs().reasons == [f"a pass runs launch by launch, since it cannot be captured: {expected}"]
 
 
 def test_a_schedule_of_another_name() -> None:

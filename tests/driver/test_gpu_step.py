@@ -89,9 +89,9 @@ class Both:
         return found
 
     @property
-    def recorder(self) -> Any:
-        (recorder,) = self.step.recorders.values()
-        return recorder
+    def graphs(self) -> Any:
+        (graphs,) = self.step.cuda_graphs.values()
+        return graphs
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
@@ -119,9 +119,9 @@ def test_steps_equal_pytorch(network: str, schedule: str) -> None:
     assert both.step.breaks == []
     assert len({t.data_ptr() for t in losses}) == 4  # a loss is a new tensor
     if schedule == "plain":
-        assert device.replays == 0 and not both.step.recorders
+        assert device.replays == 0 and not both.step.cuda_graphs
     else:
-        assert device.replays == 3 and both.recorder.recorded == 1 and both.recorder.reasons == []
+        assert device.replays == 3 and both.graphs.captured == 1 and both.graphs.reasons == []
 
 
 @pytest.mark.parametrize("network", ["mlp", "attention", pytest.param("branches", marks=pytest.mark.wide)])
@@ -141,8 +141,8 @@ def test_several_streams() -> None:
         both = Both(Branches(), F.cross_entropy, sgd)
         for _ in range(8):
             both.run(*images())
-        (recording,) = both.recorder.recordings.values()
-    assert recording.schedule.streams > 1 and device.replays == 7
+        (graph,) = both.graphs.graphs.values()
+    assert graph.schedule.streams > 1 and device.replays == 7
 
 
 def test_one_stream_where_nothing_is_gained() -> None:
@@ -152,20 +152,20 @@ def test_one_stream_where_nothing_is_gained() -> None:
         both = Both(Branches(), F.cross_entropy, sgd)
         for _ in range(3):
             both.run(*images())
-        (recording,) = both.recorder.recordings.values()
-    assert recording.schedule.streams == 1 and "faster" in recording.schedule.reason
+        (graph,) = both.graphs.graphs.values()
+    assert graph.schedule.streams == 1 and "faster" in graph.schedule.reason
 
 
-def test_new_sizes_are_recorded_and_few_are_kept() -> None:
+def test_new_sizes_are_captured_and_few_are_kept() -> None:
     with emulated():
         both = Both(mlp(), F.mse_loss, adam)
         for size in (6, 6, 6, 4, 4, 4, 6, 3, 3, 5, 5, 7, 7, 7, 6, 6):
             both.run(*numbers(size))
         assert both.step.breaks == []
-        assert len(both.recorder.recordings) <= 4 and both.recorder.recorded >= 5
+        assert len(both.graphs.graphs) <= 4 and both.graphs.captured >= 5
 
 
-def test_rates_reach_the_recording() -> None:
+def test_rates_reach_the_graph() -> None:
     with emulated():
         both = Both(mlp(), F.mse_loss, adam)
         schedulers = [
@@ -175,26 +175,26 @@ def test_rates_reach_the_recording() -> None:
             both.run(*numbers())
             for scheduler in schedulers:
                 scheduler.step()
-        assert both.recorder.recorded == 1 and both.recorder.replayed == 4
+        assert both.graphs.captured == 1 and both.graphs.replayed == 4
 
 
-def test_other_options_are_recorded_again() -> None:
+def test_other_options_are_captured_anew() -> None:
     with emulated():
         both = Both(mlp(), F.mse_loss, adam)
         for decay in (0.0, 0.0, 0.0, 0.1, 0.1, 0.1):
             for optimizer in (both.their_optimizer, both.our_optimizer):
                 optimizer.param_groups[0]["weight_decay"] = decay
             both.run(*numbers())
-        assert both.recorder.recorded == 2
+        assert both.graphs.captured == 2
 
 
-def test_other_settings_of_libraries_are_recorded_again() -> None:
+def test_other_settings_of_libraries_are_captured_anew() -> None:
     with emulated() as device:
         both = Both(mlp(), F.mse_loss, adam)
         for flags in ("tf32", "tf32", "tf32", "ieee", "ieee", "ieee"):
             device.flags = flags
             both.run(*numbers())
-        assert both.recorder.recorded == 2
+        assert both.graphs.captured == 2
 
 
 def test_parameters_that_moved() -> None:
@@ -208,7 +208,7 @@ def test_parameters_that_moved() -> None:
         assert both.step.breaks == []
 
 
-def test_a_recording_that_fails() -> None:
+def test_a_capture_that_fails() -> None:
     device = Emulated()
     device.refuses = "operation not permitted when stream is capturing"
     with emulated(device):
@@ -216,11 +216,11 @@ def test_a_recording_that_fails() -> None:
         for _ in range(4):
             both.run(*numbers())
         assert device.replays == 0 and both.step.breaks == []
-        assert both.recorder.reasons == [f"a step runs launch by launch, since it cannot be recorded: {device.refuses}"]
+        assert both.graphs.reasons == [f"a step runs launch by launch, since it cannot be captured: {device.refuses}"]
 
 
 def test_random_numbers_advance() -> None:
-    """Dropout draws anew in every run of a recording, and the same after the same seed."""
+    """Dropout draws anew in every replay of a graph, and the same after the same seed."""
     model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 4))
     x, y = numbers()
     found = []
@@ -248,7 +248,7 @@ def test_numbers_drawn_by_pytorch() -> None:
 
 
 def test_clipping_and_loss_scaling() -> None:
-    """An update that is skipped is skipped in a recording, too."""
+    """An update that is skipped is skipped in a replay, too."""
     theirs = mlp()
     ours = copy.deepcopy(theirs)
     scalers = [torch.amp.GradScaler("cpu", init_scale=1e38, backoff_factor=0.01, growth_interval=2) for _ in range(2)]

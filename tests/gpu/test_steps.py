@@ -1,4 +1,4 @@
-"""Training steps on a CUDA device: numbers, recordings, streams, memory, mixed precision."""
+"""Training steps on a CUDA device: numbers, CUDA graphs, streams, memory, mixed precision."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ class Both:
         return found
 
     @property
-    def recorder(self) -> Any:
-        (recorder,) = self.step.recorders.values()
-        return recorder
+    def graphs(self) -> Any:
+        (graphs,) = self.step.cuda_graphs.values()
+        return graphs
 
 
 def batch(size: int = 6) -> tuple[Tensor, Tensor]:
@@ -92,17 +92,17 @@ def test_small_networks(network: str, schedule: str) -> None:
         both.run(*map(moved, draw()))
     assert both.step.breaks == []
     if schedule == "ahead_of_time":
-        assert both.recorder.reasons == [] and both.recorder.replayed == 4
+        assert both.graphs.reasons == [] and both.graphs.replayed == 4
 
 
 @pytest.mark.parametrize("name", list(NETWORKS))
 def test_networks(name: str) -> None:
-    """Every network of the benchmarks in its small size, three steps: two of them from a recording."""
+    """Every network of the benchmarks in its small size, three steps: two of them replayed."""
     problem = NETWORKS[name].build(small=True, dropout=False)
     both = Both(problem.model, problem.loss, lambda parameters: torch.optim.SGD(parameters, lr=0.01))
     for _ in range(3):
         both.run(moved(problem.inputs), moved(problem.targets), tolerance=1e-2)
-    assert both.step.breaks == [] and both.recorder.reasons == []
+    assert both.step.breaks == [] and both.graphs.reasons == []
 
 
 def test_one_launch_per_step() -> None:
@@ -131,7 +131,7 @@ def test_a_modules_forward_and_backward() -> None:
             assert p.grad is not None and q.grad is not None and distance(p.grad.cpu(), q.grad.cpu()) < 1e-4
 
 
-def test_a_modules_passes_are_recorded() -> None:
+def test_a_modules_passes_are_captured() -> None:
     """Each is one launch; passes that overlap, and results that are kept, have memory of their own."""
     theirs = nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 4)).cuda()
     mine = copy.deepcopy(theirs)
@@ -151,8 +151,8 @@ def test_a_modules_passes_are_recorded() -> None:
             assert float((p.grad - q.grad).abs().max()) < 1e-4 * max(float(q.grad.abs().max()), 1.0)
     state = state_of(ours)
     assert state is not None and not state.backend.breaks
-    recorders = state.backend.recorders
-    assert sum(r.replayed for r in recorders) >= 4 and not any(r.reasons for r in recorders)
+    graphs = state.backend.cuda_graphs
+    assert sum(r.replayed for r in graphs) >= 4 and not any(r.reasons for r in graphs)
 
 
 def test_shapes_of_kernels_are_compared() -> None:
@@ -164,7 +164,7 @@ def test_shapes_of_kernels_are_compared() -> None:
         step = dt.training_step(model, F.mse_loss, sgd(model.parameters()), autotune=search)
         x, y = torch.randn(8192, 8, device="cuda"), torch.randn(8192, 4, device="cuda")
         found[search] = [float(step(x, y)) for _ in range(4)]
-        measured, _ = step.records[0].executable.searched()  # type: ignore[union-attr]
+        measured, _ = step.records[0].executable.autotuned()  # type: ignore[union-attr]
         assert (measured > 0) is search
         print(dt.report(step))
     assert found[True] == pytest.approx(found[False], rel=1e-4)
@@ -182,8 +182,8 @@ def test_control_flow(function: Callable[[Any, Tensor], Tensor]) -> None:
         loss.backward()
         theirs.step()
         assert distance(step(x, x.cos()).cpu(), loss.detach().cpu()) < 1e-4
-    (recorder,) = step.recorders.values()
-    assert not step.breaks and bool(recorder.reasons) is (function is not each_row)
+    (graphs,) = step.cuda_graphs.values()
+    assert not step.breaks and bool(graphs.reasons) is (function is not each_row)
 
 
 @pytest.mark.parametrize("schedule", ["ahead_of_time", "plain"])

@@ -98,17 +98,17 @@ def test_without_times() -> None:
     assert made.trace()["traceEvents"] == [made.trace()["traceEvents"][0]]
 
 
-def test_a_device_and_its_recordings() -> None:
+def test_a_device_and_its_cuda_graphs() -> None:
     shape = "256 threads, teams of 32, 2 x 4 lanes each, 528 blocks"
     launches = [
         launched(n, shape=shape if n else "128 threads, teams of 1, 1 x 4 lanes each, 9 blocks") for n in range(3)
     ]
-    function = dataclasses.replace(compiled(launches), device=EVIL, searched=(2, 1))
-    made = Report("training step", "net", (function,), (), None, None, ("9 launches recorded as one, on one stream",))
-    line = f"on {EVIL}, blocks of 128 and 256 threads, shapes of 2 kernels compared, 1 changed by that"
-    assert line in str(made) and "9 launches recorded as one" in str(made)
+    function = dataclasses.replace(compiled(launches), device=EVIL, autotuned=(2, 1))
+    made = Report("training step", "net", (function,), (), None, None, ("9 launches in one CUDA graph, on one stream",))
+    line = f"on {EVIL}, blocks of 128 and 256 threads, 2 kernels autotuned, 1 changed"
+    assert line in str(made) and "9 launches in one CUDA graph" in str(made)
     page = made.to_html()
-    assert html.escape(line) in page and shape in page and "9 launches recorded as one" in page and EVIL not in page
+    assert html.escape(line) in page and shape in page and "9 launches in one CUDA graph" in page and EVIL not in page
 
 
 def test_groups() -> None:

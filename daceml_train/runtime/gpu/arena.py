@@ -1,4 +1,4 @@
-"""The memory of planned values on a GPU, and who used it last."""
+"""The memory of planned values on a GPU, and the stream that used it last."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from daceml_train.lowering.device import GPU
 
 
 class DeviceArena:
-    """A buffer for planned values, shared by the plans that are given it; it grows and never shrinks."""
+    """A buffer for planned values, shared by the plans that use it; it grows and never shrinks."""
 
     def __init__(self, device: GPU) -> None:
         self.device = device
@@ -23,7 +23,7 @@ class DeviceArena:
 
     @functools.cached_property
     def inner(self) -> DeviceArena:
-        """The arena for programs that run inside those of this one: bodies of control flow."""
+        """The arena for bodies of control flow, which run inside programs of this one."""
         return DeviceArena(self.device)
 
     @property
@@ -32,19 +32,19 @@ class DeviceArena:
         return self.buffer.numel()
 
     def grow(self, nbytes: int) -> None:
-        """Makes room; recordings over the old buffer keep it, and are not used any more."""
+        """Grows the buffer; CUDA graphs over the old buffer keep it and are no longer replayed."""
         if nbytes > self.capacity:
             old, self.buffer = self.buffer, torch.empty(0, dtype=torch.uint8, device=self.device.torch)
             del old
             self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device.torch)
 
     def enter(self) -> None:
-        """Before a run: wait for the last one, if it was on another stream."""
+        """Call before a run: waits for the last run if it was on another stream."""
         stream = self.device.stream()
         if self._last is not None and self._last[0] != stream:
             self.device.wait(self._last[1])
             self.device.keeps(self.buffer, stream)
 
     def leave(self) -> None:
-        """After a run."""
+        """Call after a run."""
         self._last = self.device.stream(), self.device.event()

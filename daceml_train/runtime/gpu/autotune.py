@@ -1,7 +1,7 @@
-"""The shape of each large kernel on a GPU, found by measuring once per sizes, and remembered on disk.
+"""The launch configuration of each large kernel on a GPU, measured once per set of sizes and stored on disk.
 
-What sizes suggest is a model of a machine that has been read about; the neighbors of that choice are compiled with it,
-in one library, and timed on memory of the launch's sizes. Kernels that take as long as their launch are left alone.
+The default configuration comes from a machine model. Its neighbors are compiled with it, in one library, and timed on
+memory of the launch's sizes. Kernels that take no longer than their launch are not tuned.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from daceml_train.storage.files import keep
 from daceml_train.tensor import Dim, DType
 
 LEAST_BYTES = 4 << 20
-"""Bytes of a launch's arrays below which there is nothing to find: such a launch takes microseconds."""
+"""Bytes of a launch's arrays below which tuning cannot pay: such a launch takes microseconds."""
 MOST_KERNELS = 24
-"""Kernels of a program that are measured: those that move most."""
+"""Kernels of a program that are measured: those that move the most bytes."""
 ROTATED = 256 << 20
-"""Bytes over which the arrays of a launch rotate while it is timed, so that no cache holds them; eight sets at most."""
+"""Bytes over which a timed launch rotates its arrays, so that no cache holds them; eight sets at most."""
 MARGIN = 0.97
-"""Another shape is taken if it needs at most this share of the time of the one that sizes suggest."""
+"""Another configuration is chosen if it takes at most this share of the default's time."""
 
 Value = Callable[..., int]
-"""The number for a size, given `blocks` where it depends on them."""
+"""The value of a size, which may depend on `blocks`."""
 
 
 @dataclass
 class Autotuner:
-    """Shapes found so far, by kernel and sizes; `path` is the file that keeps them (None: this process alone)."""
+    """Configurations found so far, by kernel and sizes; `path` is the file that stores them (None: in memory only)."""
 
     path: Path | None
     libraries: Path
-    """Where compiled kernels lie."""
+    """The folder of compiled kernels."""
     jobs: int | None = None
     chosen: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    """Why a kernel was not measured that should have been."""
+    """Why kernels could not be measured."""
     measured: list[int] = field(default_factory=list)
-    """Kernels of the program that was tuned last of which several shapes are known."""
+    """Kernels of the last tuned program that have several configurations."""
 
     def __post_init__(self) -> None:
         if self.path is not None:
@@ -56,7 +56,7 @@ class Autotuner:
     def tuned(
         self, program: Program, addresses: Mapping[str, int], value: Value, device: GPU
     ) -> tuple[Program, dict[str, int]]:
-        """The program with each large kernel in its fastest shape for these sizes, and the addresses of its kernels."""
+        """The program with the fastest configuration of each large kernel for these sizes, and its kernels' addresses."""
         known, self.measured = dict(addresses), []
         tried = {number: device.toolchain.variants(program.codes[number]) for number in large(program, value)}
         tried = {number: codes for number, codes in tried.items() if len(codes) > 1}
@@ -65,8 +65,8 @@ class Autotuner:
         try:
             every = [code for codes in tried.values() for code in codes[1:]]
             made = device.toolchain.addresses(every, self.libraries, self.jobs, None)
-        except DacemlError as error:  # the kernels as they are have been compiled
-            self.notes.append(f"no shapes of kernels were compared: {error}")
+        except DacemlError as error:  # the default kernels are compiled
+            self.notes.append(f"no kernels were autotuned: {error}")
             return program, known
         known |= {key: address for key, (address, _) in made.items()}
         best: dict[int, KernelCode] = {}
@@ -77,7 +77,7 @@ class Autotuner:
                 try:
                     self.chosen[key] = names[self.fastest(program, number, codes, known, value, device)]
                 except (RuntimeError, torch.OutOfMemoryError) as error:  # no room, or a launch that is refused
-                    self.notes.append(f"{codes[0].key} keeps the shape that its sizes suggest: {error}")
+                    self.notes.append(f"{codes[0].key} keeps its default launch configuration: {error}")
                     continue
                 self.save()
             best[number] = codes[names.index(self.chosen[key])]
@@ -93,7 +93,7 @@ class Autotuner:
         value: Value,
         device: GPU,
     ) -> int:
-        """Which of a kernel's codes takes least time on memory of the sizes of its first launch."""
+        """The fastest of a kernel's variants on memory of the sizes of its first launch."""
         launch = next(x for x in program.launches if isinstance(x, KernelLaunch) and x.code == number)
         places = launch.places[: len(launch.places) - len(codes[0].scratch)]
         slots = dict.fromkeys(place.slot for place in places)
@@ -107,14 +107,14 @@ class Autotuner:
         return best if times[best] <= MARGIN * times[0] else 0
 
     def save(self) -> None:
-        """Write what was found, atomically and with what other processes found meanwhile."""
+        """Write the results atomically, merged with those that other processes stored in the meantime."""
         if self.path is None:
             return
         keep(self.path, json.dumps(_stored(self.path) | self.chosen, indent=0).encode())
 
 
 def large(program: Program, value: Value) -> list[int]:
-    """The kernels of a program that move most, in the order of what all their launches move."""
+    """The kernels of a program that move the most bytes, in the order of the bytes of all their launches."""
     moved: dict[int, int] = {}
     once: dict[int, int] = {}
     for launch in program.launches:
@@ -128,7 +128,7 @@ def large(program: Program, value: Value) -> list[int]:
 
 
 def reshaped(program: Program, codes: Mapping[int, KernelCode]) -> Program:
-    """The program with other codes for some kernels, whose scratch memory is their own."""
+    """The program with other variants of some kernels, which have scratch memory of their own."""
     codes = {number: code for number, code in codes.items() if code is not program.codes[number]}
     if not codes:
         return program
@@ -161,7 +161,7 @@ def _runner(
     value: Value,
     device: GPU,
 ) -> Callable[[int], None]:
-    """A launch of a kernel on one of some sets of arrays."""
+    """A launch of a kernel on one of several sets of arrays."""
     blocks = device.toolchain.blocks(code, value, 1)
     numbers = [value(size, blocks) for size in code.integers]
     scratch = [_zeros(device, max(16, value(size, blocks))) for size in code.scratch]
@@ -184,13 +184,13 @@ def _zeros(device: GPU, size: int) -> torch.Tensor:
 
 
 def _key(code: KernelCode, value: Callable[[Dim], int], device: GPU) -> str:
-    """A kernel at these sizes on this device; those that vary from call to call count up to the next power of two."""
+    """A kernel at these sizes on this device; sizes that vary from call to call are rounded up to powers of two."""
     sizes = [size if isinstance(size, int) else 1 << (max(1, value(size)) - 1).bit_length() for size in code.integers]
     return f"{device.name} {code.key} {' '.join(map(str, sizes[1:]))}"
 
 
 def _stored(path: Path) -> dict[str, str]:
-    """What a file has; nothing where it is damaged."""
+    """The entries of a file; none if it is damaged."""
     try:
         known = json.loads(path.read_text())
         return {str(key): str(name) for key, name in known.items()}

@@ -1,4 +1,4 @@
-"""A bound plan on a GPU: its inputs brought there, its launches' streams, and what memory ran out for."""
+"""A bound plan on a GPU: its inputs on the device, its launches' streams, and out-of-memory messages."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from daceml_train.lowering.streams import Access, Schedule, Work, schedule
 from daceml_train.tensor import Dim, show_shape
 
 ARENA, INNER = -1, -2
-"""The arena, and that of bodies of control flow, as memories that launches touch; others are slots."""
+"""The arena, and that of bodies of control flow, as memory that launches access; the others are slots."""
 WORDS_PER_THREAD = 4
-"""What a thread of a kernel moves at once: 16 bytes."""
+"""Bytes that a thread of a kernel moves at once."""
 FLOPS_PER_THREAD = 1e4
-"""Operations per thread with which a library call fills the device."""
+"""Operations per thread at which a library call saturates the device."""
 
 
 class Bound(Protocol):
-    """What this asks of a program for one set of sizes (`executable.BoundPlan`)."""
+    """What this module requires of a program for one set of sizes (`executable.BoundPlan`)."""
 
     program: Program
     work: Any
@@ -46,12 +46,12 @@ class Bound(Protocol):
 
     @property
     def value(self) -> Callable[[Dim], int]:
-        """The number for a size."""
+        """The value of a size."""
         ...
 
 
 def placed(program: Program, device: GPU, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The inputs on the device: 0-d ones are brought there, others must lie there. Raises `Invalid` by name."""
+    """The inputs on the device: 0-d ones are copied there, others must be there. Raises `Invalid` by name."""
     made = []
     for entry, tensor in zip(program.inputs, inputs, strict=True):
         if not device.holds(tensor):
@@ -64,12 +64,12 @@ def placed(program: Program, device: GPU, inputs: Sequence[torch.Tensor]) -> lis
 
 
 def schedule_of(plan: Bound, capability: Capability) -> Schedule:
-    """The streams on which a plan's launches run in a recording."""
+    """The streams on which a plan's launches run in a CUDA graph."""
     return schedule([work(plan, i, launch, capability) for i, launch in enumerate(plan.program.launches)])
 
 
 def work(plan: Bound, index: int, launch: Launch, capability: Capability) -> Work:
-    """What a launch touches, and how long it takes, about."""
+    """What a launch accesses, and an estimate of its time."""
     slots = dict.fromkeys(touched(launch))
     match launch:
         case KernelLaunch(places=places, writes=writes):
@@ -102,7 +102,7 @@ def _access(plan: Bound, slot: int) -> Access:
 
 
 def biggest(plan: Bound, cause: str, most: int = 5) -> str:
-    """What memory ran out for: the biggest arrays of a plan, and where they are made."""
+    """An out-of-memory message: the biggest arrays of a plan, and where they are produced."""
     program = plan.program
     sizes = {i: plan.bytes_of(i) for i in plan.used}
     lines = [cause.splitlines()[0] if cause else "out of memory"]
@@ -112,7 +112,7 @@ def biggest(plan: Bound, cause: str, most: int = 5) -> str:
         if slot.home is Allocation.input:
             where = f"the input {program.inputs[slot.input].path or program.inputs[slot.input].name}"
         else:
-            where = f"made at {program.launches[slot.first].origin}"
+            where = f"produced at {program.launches[slot.first].origin}"
         shape = show_shape([plan.value(size) for size in slot.shape])
         lines.append(f"  {sizes[index] / 2**20:.1f} MiB  {slot.dtype.short}{shape}  {where}")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """Control flow on a GPU: the bodies are plans whose launches follow one another, as in `native/control.h` on the CPU.
 
-A loop over slices is issued step by step, and can be recorded. What a branch or a loop on a condition does next the
-CPU must know: it waits for the value, so that such a plan runs launch by launch.
+A loop over slices is issued step by step and can be captured in a CUDA graph. A branch or a loop on a condition makes
+the CPU wait for the value, so such a plan runs launch by launch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from daceml_train.errors import Invalid
 from daceml_train.lowering.device import GPU
 
 Issue = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
-"""Issues a body's launches on its inputs; its outputs are dense and nobody else's."""
+"""Issues a body's launches on its inputs; its outputs are dense and share memory with nothing."""
 
 
 class Layouts(Protocol):
-    """What this asks of a run: memory for the results."""
+    """What this module requires of a run: memory for the results."""
 
     def empty(self, slot: int) -> torch.Tensor:
-        """Memory in the layout of a slot."""
+        """Allocate memory in the layout of a slot."""
         ...
 
 
@@ -48,7 +48,7 @@ class Control:
         slices: Sequence[torch.Tensor],
         shared: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """The last states, then stacks; of a branch, what the chosen body makes. `slices` are the first of each."""
+        """The last states, then stacks; of a branch, the results of its body. `slices` are the first of each."""
         if self.kind == "cond":
             assert condition is not None
             made = self.bodies[0 if device.decide(condition) else 1](shared)
@@ -59,11 +59,11 @@ class Control:
             while device.decide(self.bodies[0]([*made, *shared])[0]):
                 made = self.bodies[1]([*made, *shared])
         if len(made) != len(self.results):
-            raise Invalid(f"control flow makes {len(made)} results, {len(self.results)} were expected")
+            raise Invalid(f"control flow produces {len(made)} results, {len(self.results)} were expected")
         return made
 
     def _first(self, device: GPU, memory: Layouts, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies: a loop of no steps hands them out, and what it hands out is nobody else's."""
+        """Copies: a loop of no steps returns them, and what it returns must share memory with nothing."""
         made = [memory.empty(slot) for slot, _ in zip(self.results, states, strict=False)]
         for copy, state in zip(made, states, strict=True):
             device.call(torch.ops.aten.copy_.default, (copy, state), {})
@@ -89,5 +89,5 @@ class Control:
 
 
 def _moved(first: torch.Tensor, offset: int) -> torch.Tensor:
-    """The tensor that lies so many bytes further on."""
+    """The tensor that begins so many bytes further on."""
     return first.as_strided(first.shape, first.stride(), first.storage_offset() + offset // first.element_size())

@@ -1,4 +1,4 @@
-"""CUDA: the GPU behind `lowering.device`, by PyTorch's streams, events, allocator and graphs."""
+"""CUDA: the GPU interface of `lowering.device` by PyTorch's streams, events, allocator and graphs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class CUDA(GPU):
     def decide(self, tensor: torch.Tensor) -> bool:
         """See `GPU`."""
         if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("a branch on data cannot be recorded")
+            raise RuntimeError("a branch on data cannot be captured")
         return bool(tensor.item())
 
     def new_pool(self) -> Any:
@@ -79,7 +79,7 @@ class CUDA(GPU):
         return torch.cuda.graph_pool_handle()
 
     def record(self, issue: Callable[[], None], pool: Any) -> Callable[[], None]:
-        """See `GPU`. Other threads may go on with what a capture would forbid them."""
+        """See `GPU`. Other threads may do what a capture forbids."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self.torch), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             issue()
@@ -114,7 +114,7 @@ class CUDA(GPU):
         )
 
     def quiet(self) -> contextlib.AbstractContextManager[Any]:
-        """See `GPU`; also makes this device the current one."""
+        """See `GPU`; also sets the current device."""
         stack = contextlib.ExitStack()
         stack.enter_context(torch.cuda.device(self.torch))
         stack.enter_context(super().quiet())

@@ -1,7 +1,7 @@
-"""Recordings: a plan's launches recorded once on a GPU, for memory that stays where it is, and run as one launch.
+"""CUDA graphs: a plan's launches captured once on a GPU, over memory with fixed addresses, and replayed as one launch.
 
-Inputs that come from elsewhere at each call are copied into buffers of the recording. All recordings of a recorder
-share one pool of memory: none of them leaves anything there that a later run needs.
+Inputs whose address changes from call to call are copied into buffers of the graph. All graphs of one `CudaGraphs`
+share one memory pool: none of them leaves anything there that a later run needs.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from daceml_train.runtime.executable import BoundPlan
 from daceml_train.runtime.gpu.binding import placed, schedule_of
 from daceml_train.runtime.gpu.plan import DevicePlan
 
-KEPT_RECORDINGS = 4
-"""Recordings of different sizes that are kept; each holds the buffers of its inputs."""
+KEPT_GRAPHS = 4
+"""Graphs of different sizes that are kept; each owns buffers for its inputs."""
 PLAIN_RUNS = 1
-"""Runs before a recording: libraries choose algorithms and load code then, which a recording cannot contain."""
+"""Runs before a capture: libraries then choose algorithms and load code, which a graph cannot contain."""
 
 
 class HostScalars:
-    """0-d tensors of the CPU with a copy on a GPU, brought up to date by one transfer if one of them has changed."""
+    """0-d CPU tensors with copies on a GPU, which one transfer updates if any of them has changed."""
 
     def __init__(self, device: GPU, sources: Sequence[torch.Tensor]) -> None:
         self._order = sorted(range(len(sources)), key=lambda i: -sources[i].element_size())  # aligned without gaps
         self._parts = [sources[i].view(1).view(torch.uint8) for i in self._order]
         self._last = torch.cat(self._parts) if sources else torch.empty(0, dtype=torch.uint8)
         self._buffer = self._last.to(device.torch, copy=True)
-        made, start = {}, 0
+        copies, start = {}, 0
         for i in self._order:
             size = sources[i].element_size()
-            made[i] = self._buffer[start : start + size].view(sources[i].dtype)[0]
+            copies[i] = self._buffer[start : start + size].view(sources[i].dtype)[0]
             start += size
-        self.copies = [made[i] for i in range(len(sources))]
+        self.copies = [copies[i] for i in range(len(sources))]
 
     def refresh(self) -> None:
-        """Bring the copies up to date."""
+        """Update the copies."""
         if not self._parts:
             return
-        now = torch.cat(self._parts)
-        if not torch.equal(now, self._last):
-            self._buffer.copy_(now, non_blocking=True)  # of memory that is not pinned: it has left when this returns
-            self._last = now
+        current = torch.cat(self._parts)
+        if not torch.equal(current, self._last):
+            self._buffer.copy_(current, non_blocking=True)  # from pageable memory: it is read before this returns
+            self._last = current
 
 
 class CudaGraph:
-    """One recording of a plan. `moving` are the inputs that come from elsewhere at each call."""
+    """A captured plan. `moving` are the inputs whose address changes from call to call."""
 
     def __init__(
         self, plan: BoundPlan, device: GPU, inputs: Sequence[torch.Tensor], moving: Sequence[int], pool: object
@@ -73,14 +73,14 @@ class CudaGraph:
         self._outputs = self.plan.issue(self.inputs, self.schedule)
 
     def valid(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether memory and settings are those that were recorded: a parameter may have been given other memory."""
+        """Whether memory and settings are those of the capture: a parameter may have moved to other memory."""
         same = all(a is b for a, b in zip(self._buffers, self.plan.buffers, strict=True))
         if not same or self._settings != self.device.settings():
             return False
         return [inputs[i].data_ptr() for i in self._fixed] == self._addresses
 
     def replay(self, inputs: Sequence[torch.Tensor], own: int | None = None) -> list[torch.Tensor]:
-        """Run. The first `own` outputs (all, if None) are new tensors; later ones are good until the next run."""
+        """Run. The first `own` outputs (all, if None) are new tensors; the others are valid until the next run."""
         copied = self.bound.owners_of(own)
 
         def run() -> list[torch.Tensor]:
@@ -90,37 +90,37 @@ class CudaGraph:
                 for i in self.moving:
                     self.inputs[i].copy_(inputs[i])
                 self._run()
-                made = [
+                outputs = [
                     t.clone(memory_format=torch.preserve_format) if i in copied else t
                     for i, t in enumerate(self._outputs)
                 ]
                 arena.leave()
                 self.plan.touch(self.inputs)
-            return made
+            return outputs
 
         outputs = self.bound.collect(run)
         if own is None:
             return outputs
         return [*outputs[:own], *self.bound.collect(lambda: list(self._outputs))[own:]]
 
-    def told(self) -> str:
-        """How many launches it is, on how many streams."""
-        made = self.schedule
-        how = f"one stream: {made.reason}"
-        if made.streams > 1:
-            how = f"{made.streams} streams with {sum(map(len, made.waits))} events"
-        return f"{len(made.stream)} launches recorded as one, on {how}"
+    def summary(self) -> str:
+        """The numbers of launches and streams, as a sentence."""
+        schedule = self.schedule
+        streams = f"one stream: {schedule.reason}"
+        if schedule.streams > 1:
+            streams = f"{schedule.streams} streams with {sum(map(len, schedule.waits))} events"
+        return f"{len(schedule.stream)} launches in one CUDA graph, on {streams}"
 
 
 class CudaGraphs:
-    """Records a training step's plans once they have run, and replays them; `reasons` say why one is not recorded."""
+    """Captures a training step's plans after their first run, and replays them; `reasons` say why one is not captured."""
 
     def __init__(self, device: GPU) -> None:
         self.device = device
         self.reasons: list[str] = []
-        self.recordings: OrderedDict[int, CudaGraph] = OrderedDict()
-        self.recorded = self.replayed = 0
-        """How often something was recorded, and run from a recording."""
+        self.graphs: OrderedDict[int, CudaGraph] = OrderedDict()
+        self.captured = self.replayed = 0
+        """The numbers of captures and of replays."""
         self._pool: object = None
         self._runs: dict[int, int] = {}
         self._refused: set[int] = set()
@@ -128,7 +128,7 @@ class CudaGraphs:
     def run(
         self, owner: object, plan: BoundPlan, inputs: Sequence[torch.Tensor], moving: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Run the plan for `owner`, whose inputs lie at the same places at each call except those in `moving`."""
+        """Run the plan for `owner`, whose inputs have the same addresses at each call except those in `moving`."""
         key = id(owner)
         if key not in self._runs:
             self._runs[key] = 0
@@ -136,51 +136,51 @@ class CudaGraphs:
         if plan.timing is not None or key in self._refused or self.device.capturing():
             return plan.run(inputs)
         inputs = placed(plan.program, self.device, inputs)
-        recording = self.recordings.get(key)
-        if recording is not None and not recording.valid(inputs):
-            self.recordings.pop(key)
-            recording, self._runs[key] = None, 0
-        if recording is None:
+        graph = self.graphs.get(key)
+        if graph is not None and not graph.valid(inputs):
+            self.graphs.pop(key)
+            graph, self._runs[key] = None, 0
+        if graph is None:
             self._runs[key] += 1
             if self._runs[key] <= PLAIN_RUNS:
                 return plan.run(inputs)
-            recording = self._record(key, plan, inputs, moving)
-            if recording is None:
+            graph = self._capture(key, plan, inputs, moving)
+            if graph is None:
                 return plan.run(inputs)
-        self.recordings.move_to_end(key)
+        self.graphs.move_to_end(key)
         self.replayed += 1
-        return recording.replay(inputs)
+        return graph.replay(inputs)
 
-    def _record(
+    def _capture(
         self, key: int, plan: BoundPlan, inputs: Sequence[torch.Tensor], moving: Sequence[int]
     ) -> CudaGraph | None:
-        while len(self.recordings) >= KEPT_RECORDINGS:
-            self.recordings.popitem(last=False)
+        while len(self.graphs) >= KEPT_GRAPHS:
+            self.graphs.popitem(last=False)
         if isinstance(plan.plan, DevicePlan) and plan.plan.decides:
             self._refuse(key, "a branch or loop in it depends on data, which the CPU waits for")
             return None
         try:
             self._pool = self._pool or self.device.new_pool()
-            made = CudaGraph(plan, self.device, inputs, moving, self._pool)
+            graph = CudaGraph(plan, self.device, inputs, moving, self._pool)
         except OutOfMemory:
             raise
         except Exception as error:
             self._refuse(key, str(error))
             return None
-        self.recorded += 1
-        self.recordings[key] = made
-        return made
+        self.captured += 1
+        self.graphs[key] = graph
+        return graph
 
-    def told(self) -> list[str]:
-        """What is recorded, on how many streams, and what is not, in sentences."""
-        return [*(recording.told() for recording in self.recordings.values()), *self.reasons]
+    def messages(self) -> list[str]:
+        """What is captured, on how many streams, and what is not, in sentences."""
+        return [*(graph.summary() for graph in self.graphs.values()), *self.reasons]
 
     def _refuse(self, key: int, reason: str) -> None:
         self._refused.add(key)
-        self.reasons.append(f"a step runs launch by launch, since it cannot be recorded: {reason}")
+        self.reasons.append(f"a step runs launch by launch, since it cannot be captured: {reason}")
 
     def forget(self, key: int) -> None:
-        """Drop what is kept of an owner."""
-        self.recordings.pop(key, None)
+        """Drop the state kept for an owner."""
+        self.graphs.pop(key, None)
         self._runs.pop(key, None)
         self._refused.discard(key)

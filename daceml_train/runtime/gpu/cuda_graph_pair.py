@@ -1,9 +1,9 @@
-"""Recordings of a module's forward and backward program, each one launch, with autograd between them.
+"""CUDA graphs of a module's forward and backward program, each one launch, with autograd between them.
 
-What the forward pass leaves for the backward pass stays where it was recorded, and is not copied. It is good until the
-next run of that recording, so that there is none while a backward pass may still come: a call meanwhile (two passes
-before one backward pass, a result that is kept) runs launch by launch, into memory of its own. Results and gradients
-are copied out, since their owner may keep them.
+What the forward pass saves for the backward pass stays in the graph's memory and is not copied. It is valid until the
+next replay of that graph, so the graph is not replayed while a backward pass is pending: a call in the meantime (two
+forward passes before one backward pass, a result that is kept) runs launch by launch, into memory of its own. Results
+and gradients are copied out, since their owner may keep them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from daceml_train.runtime.gpu.cuda_graph import PLAIN_RUNS, CudaGraph
 from daceml_train.runtime.gpu.plan import DevicePlan
 
 KEPT_PAIRS = 2
-"""Pairs for different sizes that are kept: each holds what its forward pass leaves for the backward pass."""
+"""Pairs for different sizes that are kept: each owns what its forward pass saves for the backward pass."""
 
 
 class Ticket:
-    """Held by whoever may still ask for the backward pass of a recorded forward pass."""
+    """Owned by whoever may still request the backward pass of a replayed forward pass."""
 
     def __init__(self, pair: CudaGraphPair) -> None:
         self.pair = pair
@@ -37,7 +37,7 @@ class Ticket:
 
 @dataclass
 class CudaGraphPair:
-    """The recordings for one set of sizes, in a pool of memory that no other recording uses."""
+    """The graphs for one set of sizes, in a memory pool that no other graph uses."""
 
     pool: object = None
     runs: int = 0
@@ -49,21 +49,21 @@ class CudaGraphPair:
 
     @property
     def awaited(self) -> bool:
-        """Whether a backward pass of the last recorded forward pass may still come."""
+        """Whether the backward pass of the last replayed forward pass is pending."""
         return self.open is not None and self.open() is not None
 
 
 @dataclass
 class CudaGraphPairs:
-    """Records what a compiled graph runs; `reasons` say why something is not recorded."""
+    """Captures the programs of a compiled graph; `reasons` say why one is not captured."""
 
     device: GPU
     results: int
-    """Outputs of the forward program that go to the user; later ones are left for the backward pass."""
+    """The number of outputs that go to the user; later ones are saved for the backward pass."""
     moving: Sequence[int]
-    """Inputs of the forward program that come from elsewhere at each call."""
+    """Inputs of the forward program whose address changes from call to call."""
     moving_back: Sequence[int]
-    """The same of the backward program."""
+    """The same for the backward program."""
     reasons: list[str] = field(default_factory=list)
     pairs: OrderedDict[int, CudaGraphPair] = field(default_factory=OrderedDict)
     replayed: int = 0
@@ -72,16 +72,16 @@ class CudaGraphPairs:
     def forward(
         self, plan: BoundPlan, inputs: Sequence[torch.Tensor], awaited: bool
     ) -> tuple[list[torch.Tensor], Ticket | None]:
-        """Outputs of a forward pass. `awaited`: a backward pass may follow, which then is given the ticket."""
+        """Outputs of a forward pass. `awaited`: a backward pass may follow, which takes the ticket."""
         with self._lock:
             pair = self._pair(plan)
             pair.runs += 1
-            if pair.refused or pair.awaited or pair.runs <= PLAIN_RUNS or self._elsewhere(plan):
+            if pair.refused or pair.awaited or pair.runs <= PLAIN_RUNS or self._observed(plan):
                 return plan.run(inputs), None
             inputs = placed(plan.program, self.device, inputs)
             if pair.forward is None or not pair.forward.valid(inputs):
                 pair.pool = self.device.new_pool()
-                pair.forward, pair.backward = self._record(pair, plan, inputs, self.moving), None
+                pair.forward, pair.backward = self._capture(pair, plan, inputs, self.moving), None
             if pair.forward is None:
                 return plan.run(inputs), None
             outputs = pair.forward.replay(inputs, self.results)
@@ -93,42 +93,42 @@ class CudaGraphPairs:
             return outputs, ticket
 
     def backward(self, plan: BoundPlan, inputs: Sequence[torch.Tensor], ticket: Ticket | None) -> list[torch.Tensor]:
-        """Outputs of the backward pass of the forward pass that gave the ticket."""
+        """Outputs of the backward pass of the forward pass that returned the ticket."""
         with self._lock:
-            if ticket is None or ticket.pair.refused or self._elsewhere(plan):
+            if ticket is None or ticket.pair.refused or self._observed(plan):
                 return plan.run(inputs)
             pair, inputs = ticket.pair, placed(plan.program, self.device, inputs)
             if pair.backward is None or pair.backward.bound is not plan or not pair.backward.valid(inputs):
                 pair.backward_runs += 1
                 if pair.backward_runs <= PLAIN_RUNS:
                     return plan.run(inputs)
-                pair.backward = self._record(pair, plan, inputs, self.moving_back)
+                pair.backward = self._capture(pair, plan, inputs, self.moving_back)
             if pair.backward is None:
                 return plan.run(inputs)
             self.replayed += 1
             return pair.backward.replay(inputs)
 
-    def told(self) -> list[str]:
-        """What is recorded, and what is not, in sentences."""
-        made = [half for pair in self.pairs.values() for half in (pair.forward, pair.backward) if half is not None]
-        return [*(recording.told() for recording in made), *self.reasons]
+    def messages(self) -> list[str]:
+        """What is captured, and what is not, in sentences."""
+        graphs = [half for pair in self.pairs.values() for half in (pair.forward, pair.backward) if half is not None]
+        return [*(graph.summary() for graph in graphs), *self.reasons]
 
     def _pair(self, plan: BoundPlan) -> CudaGraphPair:
         key = id(plan)
         if key not in self.pairs:
             self.pairs[key] = CudaGraphPair()
             weakref.finalize(plan, self.pairs.pop, key, None)
-            held = [pair for pair in self.pairs.values() if pair.forward is not None and not pair.awaited]
-            for pair in held[: max(0, len(held) - KEPT_PAIRS + 1)]:
+            idle = [pair for pair in self.pairs.values() if pair.forward is not None and not pair.awaited]
+            for pair in idle[: max(0, len(idle) - KEPT_PAIRS + 1)]:
                 pair.forward = pair.backward = None
         self.pairs.move_to_end(key)
         return self.pairs[key]
 
-    def _elsewhere(self, plan: BoundPlan) -> bool:
-        """Whether somebody measures, or records, this run himself."""
+    def _observed(self, plan: BoundPlan) -> bool:
+        """Whether a measurement or an outer capture is in progress."""
         return plan.timing is not None or self.device.capturing()
 
-    def _record(
+    def _capture(
         self, pair: CudaGraphPair, plan: BoundPlan, inputs: Sequence[torch.Tensor], moving: Sequence[int]
     ) -> CudaGraph | None:
         reason = ""
@@ -144,5 +144,5 @@ class CudaGraphPairs:
         except Exception as error:
             reason = str(error)
         pair.refused = True
-        self.reasons.append(f"a pass runs launch by launch, since it cannot be recorded: {reason}")
+        self.reasons.append(f"a pass runs launch by launch, since it cannot be captured: {reason}")
         return None

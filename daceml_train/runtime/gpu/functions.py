@@ -1,7 +1,7 @@
-"""Functions: library calls that are several calls of PyTorch, for GPUs, whose launch lists are issued from Python.
+"""Functions: library calls that take several calls of PyTorch, for GPUs, whose launch lists are issued from Python.
 
-Attention on CUDA: PyTorch's flash kernel for 16-bit types, its memory-efficient kernel for others, and plain products
-and a softmax where sizes fit neither. All give y and the logarithm of each row's sum of exponentials [B, H, T].
+Attention on CUDA: PyTorch's flash kernel for 16-bit types, its memory-efficient kernel for others, and plain matmuls
+and a softmax where sizes fit neither. All return y and the logarithm of each row's sum of exponentials [B, H, T].
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Mask = torch.Tensor | None
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: Mask, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Y and logsumexp of `softmax(scale * q k^T + mask) v`."""
+    """The y and logsumexp of `softmax(scale * q k^T + mask) v`."""
     match _kernel(q, k, causal, mask):
         case "flash":
             made = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
@@ -82,9 +82,9 @@ def attention_grad(
 
 
 def _kernel(q: torch.Tensor, k: torch.Tensor, causal: bool, mask: Mask) -> str:
-    """Which kernel takes operands of these types and sizes; the same for both directions.
+    """The kernel for operands of these types and sizes; the same in both directions.
 
-    A causal row behind the last key, and masks, are where PyTorch's kernels differ from one another.
+    PyTorch's kernels differ in causal rows past the last key, and in masks.
     """
     size, half = q.shape[-1], q.dtype in (torch.float16, torch.bfloat16)
     if q.device.type != "cuda" or mask is not None or (causal and q.shape[2] != k.shape[2]):
@@ -111,12 +111,12 @@ def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, mask: Mask, scale: f
 
 
 def _finite(level: torch.Tensor) -> torch.Tensor:
-    """Zero for rows that see no key, whose weights are then exp(-inf) = 0."""
+    """Zero for rows that attend to no key, whose weights are then exp(-inf) = 0."""
     return level.masked_fill(level == -math.inf, 0.0)
 
 
 def require(holds: torch.Tensor, message: str) -> torch.Tensor:
-    """`holds`; where it is false, the device stops with the message when it gets there."""
+    """Assert `holds`; where it is false, the device stops with the message when it gets there."""
     torch.ops.aten._assert_async.msg(holds, message)
     return holds.clone()
 

@@ -1,7 +1,7 @@
-"""A launch list on a GPU: the same list that `runtime.executor` runs on the CPU, over PyTorch's allocator and streams.
+"""A launch list on a GPU: the list that `runtime.executor` runs on the CPU, over PyTorch's allocator and streams.
 
-Kernels are launched by address, everything else is called as operators of PyTorch, on views of one arena. In a
-recording all of it runs as one launch, so what issuing costs is paid once.
+Kernels are launched by address; everything else is called as operators of PyTorch, on views of one arena. A CUDA graph
+runs all of it as one launch, so the cost of issuing is paid once.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class _Run:
     """Owned slots whose memory stays until the end, since several streams use it."""
 
     def base(self, slot: int) -> tuple[torch.Tensor, int]:
-        """The tensor that holds a slot, and where in its storage the slot begins, in bytes."""
+        """The tensor that contains a slot, and where in its storage the slot begins, in bytes."""
         entry = self.plan.slots[slot]
         if entry is None:
-            raise Invalid(f"slot {slot} has no home")
+            raise Invalid(f"slot {slot} has no memory")
         if entry.home is Allocation.arena:
             return self.plan.arena.buffer, entry.offset
         if entry.home is Allocation.input:
@@ -64,7 +64,7 @@ class _Run:
         return tensor, int(tensor.storage_offset()) * tensor.element_size()
 
     def empty(self, slot: int) -> torch.Tensor:
-        """New memory in the layout of a slot."""
+        """Allocate memory in the layout of a slot."""
         entry = self.plan.slots[slot]
         assert entry is not None
         return self.plan.device.empty(*entry.layout)
@@ -96,7 +96,7 @@ class _Run:
         return made.set_(tensor.untyped_storage(), (start + offset) // dtype.itemsize, sizes, strides)
 
     def own(self, slot: int, made: torch.Tensor, arguments: Sequence[Any]) -> None:
-        """Take over what a call returned, in the layout of its slot."""
+        """Store what a call returned, in the layout of its slot."""
         entry = self.plan.slots[slot]
         assert entry is not None
         dtype, sizes, strides = entry.layout
@@ -110,7 +110,7 @@ class _Run:
         self.owned[slot] = made
 
     def release(self, slot: int) -> None:
-        """Give an owned slot's memory back."""
+        """Release an owned slot's memory."""
         if slot not in self.deferred:
             self.owned.pop(slot, None)
             for number in self.plan.views_of.get(slot, ()):
@@ -131,7 +131,7 @@ class DevicePlan:
         self.arena_bytes = 0
         self.bodies: list[DevicePlan] = []
         self.decides = False
-        """Whether the CPU must know what was computed before it can launch more: that cannot be recorded."""
+        """Whether the CPU must read results before it can launch more: such a plan cannot be captured."""
         self._steps: list[tuple[Step, int]] = []
         self._uses: set[tuple[int, int]] = set()
         """(slot, tag of a launch that uses it)."""
@@ -307,7 +307,7 @@ class DevicePlan:
         return outputs
 
     def grow(self) -> None:
-        """Room for what is planned, also for the bodies of control flow."""
+        """Reserve memory for planned values, also for the bodies of control flow."""
         self.arena.grow(self.arena_bytes)
         for body in self.bodies:
             body.grow()
@@ -318,7 +318,7 @@ class DevicePlan:
         return [self.arena.buffer, *(buffer for body in self.bodies for buffer in body.buffers)]
 
     def check(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Raise `InputMismatch` for an input of another layout than the plan's."""
+        """Raise `InputMismatch` for an input whose layout is not the plan's."""
         if len(inputs) != max(self._inputs, default=-1) + 1:
             raise Invalid(f"the plan takes {max(self._inputs, default=-1) + 1} inputs, given {len(inputs)}")
         for index, slot in self._inputs.items():
@@ -330,7 +330,7 @@ class DevicePlan:
                 )
 
     def touch(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Move the version counters of what a run has written."""
+        """Increment the version counters of what a run has written."""
         for index, slot in self._inputs.items():
             if slot.mutable and not inputs[index].is_inference():
                 torch.autograd.graph.increment_version(inputs[index])
@@ -338,7 +338,7 @@ class DevicePlan:
     def issue(
         self, inputs: Sequence[torch.Tensor], schedule: Schedule | None = None, *, profile: bool = False
     ) -> list[torch.Tensor]:
-        """Issue the launches, on the streams of a schedule over tags if one is given, which end in the current one."""
+        """Issue the launches, on the streams of a schedule over tags, if any, which join the current one."""
         several = schedule is not None and schedule.streams > 1
         run = _Run(self, inputs, deferred=self._shared(schedule) if several and schedule is not None else frozenset())
         streams = _Streams(self.device, schedule) if several and schedule is not None else None
@@ -365,7 +365,7 @@ class DevicePlan:
         return [self._output(run, slot) for slot in self._outputs]
 
     def _shared(self, schedule: Schedule) -> frozenset[int]:
-        """Slots that launches on different streams use."""
+        """Slots used by launches on different streams."""
         streams: dict[int, set[int]] = {}
         for slot, tag in self._uses:
             streams.setdefault(slot, set()).add(schedule.stream[tag])
@@ -385,7 +385,7 @@ class DevicePlan:
 
 
 class _Streams:
-    """The streams of one issue: they begin behind what the current one does, and end before what it does next."""
+    """The streams of one issue: they start after the current stream's work, which resumes after theirs."""
 
     def __init__(self, device: GPU, schedule: Schedule) -> None:
         self.device, self.schedule = device, schedule
@@ -418,14 +418,14 @@ class _Streams:
 
 
 def same_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
-    """Whether the elements lie as these strides say: dimensions of size 1 may have any."""
+    """Whether a tensor has these strides: dimensions of size 1 may have any."""
     pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
     return tensor.numel() < 2 or all(size == 1 or a == b for size, a, b in pairs)
 
 
 @functools.cache
 def _function(name: str, overload: str) -> tuple[Callable[..., Any], list[str | None] | None]:
-    """What to call, and per argument its name if it is passed by name."""
+    """The function to call, and per argument its name if it is passed by name."""
     if name in FUNCTIONS:
         return FUNCTIONS[name], None
     namespace, plain = name.split("::")

@@ -1,4 +1,4 @@
-"""Kernels for CUDA: the code generator's, compiled by nvcc, one library for the kernels of a program, or a few."""
+"""Generated CUDA kernels, compiled by nvcc into one library per program, or a few."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from daceml_train.ops.kernel import Kernel
 from daceml_train.tensor import Dim
 
 TOGETHER = 24
-"""Kernels of one file, which takes nvcc some seconds; a model with more is several, compiled at the same time."""
+"""Kernels per file, which takes nvcc a few seconds; a model with more kernels has several files, built in parallel."""
 
 
 class CudaToolchain:
@@ -56,7 +56,7 @@ class CudaToolchain:
             for part in parts:
                 if not compiled(part, folder, self.architecture):
                     for code in part:
-                        _ = code.source  # made here: DaCe's generator is for one thread
+                        _ = code.source  # generated here: DaCe's generator is not thread-safe
                 running.append(pool.submit(compile_program, part, folder, self.architecture))
             for part, future in zip(parts, running, strict=True):
                 if progress is not None:

@@ -162,7 +162,7 @@ def test_a_report_says_where_and_how_it_runs(tmp_path) -> None:
     text = str(dt.report(train(device, tmp_path)))
     found = re.search(r"on emulated, blocks of (.*) threads, shapes of (\d+) kernels? compared, (\d+) changed", text)
     assert found and int(found[2]) == int(found[3]) == len(device.measured)
-    assert re.search(r"\d+ launches recorded as one, on (one stream: |\d streams with \d+ events)", text)
+    assert re.search(r"\d+ launches in one CUDA graph, on (one stream: |\d streams with \d+ events)", text)
     shapes = [launch.shape for launch in dt.report(train(Timed(0), tmp_path / "other")).functions[0].launches]
     assert any(re.fullmatch(r"\d+ threads, teams of \d+, \d+ x \d+ lanes each, \d+ blocks", s) for s in shapes)
 
