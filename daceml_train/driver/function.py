@@ -59,7 +59,7 @@ def run_with_layout(executable: Executable, inputs: Sequence[torch.Tensor]) -> l
 class CompiledGraph:
     """A captured graph as a function of its placeholders' values.
 
-    `eager` is the same graph as PyTorch runs it, for the gradient of a gradient. `recorded`: on a GPU, each of its
+    `eager` is the same graph as PyTorch runs it, for the gradient of a gradient. `cuda_graphs`: on a GPU, each of its
     programs becomes one launch. `note` is told why a call is PyTorch's instead.
     """
 
@@ -68,7 +68,7 @@ class CompiledGraph:
         captured: Captured,
         compiled: Differentiable,
         eager: Callable[..., Any],
-        recorded: bool = False,
+        cuda_graphs: bool = False,
         note: Callable[[str], None] | None = None,
     ) -> None:
         self.note = note
@@ -81,7 +81,7 @@ class CompiledGraph:
         self.changes = [(names.index(name), count) for name, count in captured.changes.items()]
         self.wanted = {names.index(name): k for k, name in enumerate(compiled.gradients)}
         self.differentiable = frozenset(differentiable_outputs(captured))
-        self.cuda_graphs = self._new_cuda_graphs() if recorded else None
+        self.cuda_graphs = self._new_cuda_graphs() if cuda_graphs else None
 
     def _new_cuda_graphs(self) -> CudaGraphPairs | None:
         """What records both programs: parameters and buffers lie where they lie, all else comes from elsewhere."""

@@ -95,7 +95,7 @@ class Backend:
             compiled = compile_inference(captured.graph, self.options)
         compiled.records[0].fallbacks = [(target, str(origin)) for target, origin in captured.fallbacks]
         self.records += compiled.records
-        made = CompiledGraph(captured, compiled, module, self.options.recorded, self.note)
+        made = CompiledGraph(captured, compiled, module, self.options.cuda_graphs, self.note)
         self.cuda_graphs += [made.cuda_graphs] if made.cuda_graphs is not None else []
         return made
 

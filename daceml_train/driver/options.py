@@ -23,8 +23,8 @@ from daceml_train.transformations.pipelines import INFERENCE, TRAINING
 
 Progress = Callable[[int, int], None]
 ScheduleKind = Literal["ahead_of_time", "plain"]
-"""On a GPU: the program is recorded as a CUDA graph and then runs as one launch, or launch by launch. A CPU's launch
-list is a recording in itself."""
+"""On a GPU: the program is captured as a CUDA graph and replayed as one launch, or runs launch by launch. On a CPU, both
+run the same launch list."""
 
 RENAMED = {"observe": "dump", "watch": "pass_callback", "search": "autotune"}
 """Old keyword -> the option that it is now."""
@@ -64,7 +64,7 @@ class Options:
             On a GPU, compile kernels that move megabytes with a few launch configurations and measure them at the
             first call of each size. What was found is kept in the cache.
         schedule: ScheduleKind | None = None
-            On a GPU, `'ahead_of_time'` records programs as CUDA graphs, which then are one launch each; `'plain'`
+            On a GPU, `'ahead_of_time'` captures programs as CUDA graphs, one launch each; `'plain'`
             launches kernel by kernel. None: `'ahead_of_time'` for `training_step`, `'plain'` for `optimize`; see
             `docs/internals/gpu.md`.
     """
@@ -113,7 +113,7 @@ class Options:
             dynamic=self.dynamic,
             randomness=self.random,
             autotune=self.autotune,
-            recorded=self.schedule == "ahead_of_time",
+            cuda_graphs=self.schedule == "ahead_of_time",
             inference=inference,
         )
 

@@ -21,7 +21,7 @@ class Settings:
     `jobs` compiler processes run at once (None: one per core); `dump` receives the graph after each pass and what is
     generated, and keeps the cache out; `pass_callback` hears of each pass, also of those whose result came from the
     cache; `progress` is told (kernels done, kernels in all) while kernels compile; `dynamic` is that of
-    `torch.compile`; `recorded` says whether a module's calls become CUDA graphs.
+    `torch.compile`; `cuda_graphs` says whether a module's calls become CUDA graphs.
     """
 
     pipeline: Pipeline = TRAINING
@@ -33,7 +33,7 @@ class Settings:
     dynamic: bool | None = None
     randomness: Randomness = "seeded"
     autotune: bool = True
-    recorded: bool = False
+    cuda_graphs: bool = False
     inference: Pipeline | None = None
     """For calls without gradients; None: `pipeline` for them, too."""
 

@@ -1,4 +1,4 @@
-"""Compiles the C++ sources of this package against the installed PyTorch, once per version, compiler and source text."""
+"""Compiles this package's C++ sources against the installed PyTorch, once per version, compiler and source text."""
 
 from __future__ import annotations
 

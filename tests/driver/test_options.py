@@ -49,8 +49,8 @@ def test_a_value_says_the_same_as_keywords(made: Callable[..., Settings], tmp_pa
 def test_the_schedule_is_that_of_the_function_unless_one_is_given() -> None:
     assert step().schedule == step(options=dt.Options()).schedule == "ahead_of_time"
     assert step(options=dt.Options(schedule="plain")).schedule == "plain"
-    assert not module_settings().recorded
-    assert module_settings(options=dt.Options(schedule="ahead_of_time")).recorded
+    assert not module_settings().cuda_graphs
+    assert module_settings(options=dt.Options(schedule="ahead_of_time")).cuda_graphs
 
 
 @pytest.mark.parametrize("made", FACES, ids=["optimize", "training_step"])

@@ -56,7 +56,7 @@ class Autotuner:
     def tuned(
         self, program: Program, addresses: Mapping[str, int], value: Value, device: GPU
     ) -> tuple[Program, dict[str, int]]:
-        """The program with the fastest configuration of each large kernel for these sizes, and its kernels' addresses."""
+        """The program with the fastest configuration of each large kernel for these sizes, and kernel addresses."""
         known, self.measured = dict(addresses), []
         tried = {number: device.toolchain.variants(program.codes[number]) for number in large(program, value)}
         tried = {number: codes for number, codes in tried.items() if len(codes) > 1}

@@ -113,7 +113,7 @@ class CudaGraph:
 
 
 class CudaGraphs:
-    """Captures a training step's plans after their first run, and replays them; `reasons` say why one is not captured."""
+    """Captures a training step's plans after their first run and replays them; `reasons` say why one is not."""
 
     def __init__(self, device: GPU) -> None:
         self.device = device
