@@ -16,7 +16,7 @@ from daceml_train.runtime.gpu.plan import same_strides
 from daceml_train.tensor import evaluate
 
 SEED = "seed"
-"""The graph input that holds the seed of a call's random numbers."""
+"""The graph input for the seed of a call's random numbers."""
 
 
 def input_tensors(captured: Captured, arguments: Sequence[Any]) -> dict[str, torch.Tensor]:
@@ -50,15 +50,15 @@ def sizes_of(captured: Captured, tensors: Mapping[str, torch.Tensor]) -> dict[st
 
 
 def memory_span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first byte and behind its last one."""
+    """The addresses of a tensor's first byte and of the byte after its last one."""
     reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size() * bool(tensor.numel())
 
 
 def laid_out(captured: Captured, outputs: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> list[torch.Tensor]:
-    """The graph's outputs as eager execution makes them: in its strides, apart from one another, of its version.
+    """The graph's outputs as eager execution returns them: in its strides, disjoint in memory, of its version.
 
-    What a program leaves otherwise is copied: its layouts, and its arrays that stand for several results, are its own.
+    Other results of a program are copied: its layouts, and arrays that serve as several results, are its own.
     """
     made = list(outputs)
     owners: set[int] = set()
@@ -115,7 +115,7 @@ def _result(
 
 
 def viewed(owner: torch.Tensor, source: OutputSource, sizes: Mapping[str, int]) -> torch.Tensor:
-    """The view of `owner` that a result is. Raises `Invalid` where its elements do not lie as at capture."""
+    """A result that is a view of `owner`. Raises `Invalid` where the layout is not that of the capture."""
     view, expected = source.view, source.strides
     assert view is not None and expected is not None
     if not same_strides(owner, [evaluate(s, sizes) for s in expected]):
@@ -133,7 +133,7 @@ def viewed(owner: torch.Tensor, source: OutputSource, sizes: Mapping[str, int]) 
 
 
 def _reinterpreted(owner: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """All elements of a tensor's memory behind its first one, as elements of another type."""
+    """All elements of a tensor's memory from its first one on, as elements of another type."""
     start = owner.storage_offset()
     count = owner.untyped_storage().nbytes() // owner.element_size() - start
     if dtype.is_complex and not owner.is_complex():

@@ -1,7 +1,7 @@
-"""A compiled step bound to the tensors of one moment: what a call compares before it runs, and the run itself.
+"""A compiled step bound to particular tensors: what a call compares before it runs, and the run itself.
 
-Dynamo's guards say whether the captured code is still right; what they leave to the code that Dynamo generates, which
-does not run here, is compared here: which tensor objects stand in the modules and in the optimizer, and hooks.
+Dynamo's guards say whether the captured code is still right. What they leave to the code that Dynamo generates, which
+does not run here, is compared here: the tensor objects of the modules and of the optimizer, and hooks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 
 
 class IdentityGuard:
-    """The values of some dictionaries, compared by identity."""
+    """Identity guard: the values of some dictionaries, compared by identity."""
 
     def __init__(self, dictionaries: Iterable[Mapping[Any, Any]]) -> None:
         self.dictionaries = [d for d in dictionaries if d]
@@ -47,25 +47,25 @@ class IdentityGuard:
         return itertools.chain.from_iterable(map(dict.values, self.dictionaries))  # type: ignore[arg-type]
 
     def holds(self) -> bool:
-        """Whether each dictionary still holds the same objects in the same order."""
+        """Whether each dictionary still contains the same objects in the same order."""
         return all(map(operator.is_, itertools.chain(self._now(), (_END,)), self.values))
 
 
 def hook_tables(modules: Iterable[torch.nn.Module]) -> list[Mapping[int, Any]]:
-    """Where hooks of these modules, and of all modules, are registered."""
+    """The dictionaries of the hooks of these modules, and of global module hooks."""
     everywhere = [getattr(torch.nn.modules.module, name) for name in _GLOBAL_HOOKS]
     return [*everywhere, *(getattr(module, name) for module in modules for name in _HOOKS)]
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Mapping[int, Any]]:
-    """Where hooks around an optimizer's step are registered."""
+    """The dictionaries of the hooks of an optimizer's step."""
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     return [*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]
 
 
 @dataclass(frozen=True)
 class Argument:
-    """An input of the program that a call's arguments hold, and the strides it is copied to if it has others."""
+    """An input of the program that is part of a call's arguments, and the strides to which it is copied if need be."""
 
     position: int
     index: int
@@ -74,7 +74,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class SourceGuard:
-    """A tensor, or a number held in one, that the captured code finds by an expression of its own."""
+    """Source guard: a tensor, or a number in one, that the captured code finds by an expression of its own."""
 
     code: types.CodeType
     globals: dict[str, Any]
@@ -82,7 +82,7 @@ class SourceGuard:
     number: bool
 
     def holds(self, scope: dict[str, Any]) -> bool:
-        """Whether the tensor is still there; a number is taken over."""
+        """Whether the tensor is still there; a number is updated."""
         found = eval(self.code, {"G": self.globals, "L": scope})
         if not self.number:
             return found is self.tensor
@@ -94,9 +94,9 @@ class BoundStep:
     """See the module. `valid` and `run` are what every call costs."""
 
     share = 1.0
-    """What the loss counts, of a part of a batch."""
+    """The weight of the loss, for a part of a batch."""
     denominators: Denominators | None = None
-    """What has to be computed on the whole batch before its parts run."""
+    """Computed on the whole batch before its parts run."""
 
     def __init__(
         self,
@@ -117,10 +117,10 @@ class BoundStep:
         self.cuda_graphs, self.device = cuda_graphs, step.executable.device
         self.accumulated, self.scaler, self.scaling = accumulated, scaler, scaling_of(scaler)
         self.norm: torch.Tensor | None = None
-        """The norm of the last call's gradients before they were clipped by it."""
+        """The norm of the last call's gradients before clipping."""
         self.step, self.guard, self.optimizer = step, guard, optimizer
         self.effects = effects
-        """Whether the code that Dynamo made does more than compute the loss."""
+        """Whether the code that Dynamo generated does more than compute the loss."""
         program = step.executable.program
         tensors = list(by_name.values())
         self.plan: BoundPlan = step.executable.plan([tensors[i].shape[d] for i, d in program.symbols.values()])
@@ -217,7 +217,7 @@ class BoundStep:
         self.inputs[position] = tensor
 
     def _mirror_host_scalars(self) -> None:
-        """On a GPU, give numbers that the CPU holds (rates, seed) a copy there, which each call brings up to date."""
+        """On a GPU, copy numbers that are on the CPU (rates, seed) to the device; each call updates the copies."""
         self.host: HostScalars | None = None
         if not isinstance(self.device, GPU):
             return
@@ -243,7 +243,7 @@ class BoundStep:
 
     # ---- every call ---------------------------------------------------------------------------------------------
     def valid(self, scope: dict[str, Any]) -> bool:
-        """Whether all that was bound is still what the model, the loss and the optimizer hold."""
+        """Whether the model, the loss and the optimizer still contain all that was bound."""
         optimizer = self.optimizer
         if optimizer.state is not self.state_object or not self.same.holds() or any(self.empty_hooks):
             return False
@@ -263,7 +263,7 @@ class BoundStep:
         return self.guard(scope) and all(followed.holds(scope) for followed in self.followed)
 
     def run(self, flat: Sequence[Any], keep_gradients: bool) -> torch.Tensor | None:
-        """Run on the call's arguments; None, and nothing has run, if one of them lies in a buffer that is written."""
+        """Run on the call's arguments; return None without running if one of them shares a buffer that is written."""
         alive = []
         for argument in self.arguments:
             tensor = flat[argument.index]
@@ -325,7 +325,7 @@ _NOTHING = torch.empty(0)
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Whether someone wants to see or change this parameter's gradient."""
+    """Whether a hook reads or changes this parameter's gradient."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
@@ -362,10 +362,10 @@ def _follow(source: str, scope: dict[str, Any], code_globals: dict[str, Any], te
         code = compile(source, "<captured>", "eval")
         found = eval(code, {"G": code_globals, "L": scope})
     except Exception as error:
-        raise Unsupported(f"a tensor that cannot be found again at the next call ({source})") from error
+        raise Unsupported(f"a tensor that cannot be found at the next call ({source})") from error
     number = isinstance(found, float) and tensor.ndim == 0
     if not number and found is not tensor:
-        raise Unsupported(f"a tensor that is made anew at each call ({source})")
+        raise Unsupported(f"a tensor that each call creates anew ({source})")
     return SourceGuard(code, code_globals, tensor, number)
 
 

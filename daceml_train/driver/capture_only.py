@@ -1,4 +1,4 @@
-"""Looking at what a call does as a graph of operators, without running it."""
+"""Capture-only trace: what a call does as a graph of operators, without running it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from daceml_train.ops.operator import Origin
 
 
 class CaptureDone(Exception):
-    """Carries what Dynamo would run out of its compiled code, so that nothing runs."""
+    """Carries what Dynamo captured out of its compiled code, so that nothing runs."""
 
     def __init__(self, captured: Captured, arguments: Sequence[Any]) -> None:
         self.captured, self.arguments = captured, arguments
@@ -27,14 +27,14 @@ class CaptureDone(Exception):
 
 @dataclass(frozen=True)
 class CapturedCall:
-    """A captured call: its graph, and the tensor behind each graph input but the seed and random numbers."""
+    """A captured call: its graph, and the tensor for each graph input but the seed and random numbers."""
 
     captured: Captured
     tensors: Mapping[str, torch.Tensor]
 
     @staticmethod
     def of(captured: Captured, arguments: Sequence[Any]) -> CapturedCall:
-        """What the placeholders' values say."""
+        """The metadata of the placeholders' values."""
         return CapturedCall(captured, input_tensors(captured, arguments))
 
 
@@ -54,7 +54,7 @@ def within(captured: Captured, root: str) -> Captured:
 
 
 def capture_call(model: torch.nn.Module, inputs: Sequence[Any], randomness: Randomness = "seeded") -> CapturedCall:
-    """What `model(*inputs)` computes, as one graph. Raises `Unsupported` where it is none or several."""
+    """What `model(*inputs)` computes, as one graph. Raises `Unsupported` where it is not exactly one graph."""
 
     def backend(module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         captured = capture(module, examples, randomness)

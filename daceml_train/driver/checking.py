@@ -1,4 +1,4 @@
-"""Checks of what a training step is made of and called with, whose messages say what to do."""
+"""Checks of a training step's model, loss, optimizer and arguments, whose messages say what to do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from daceml_train.errors import Invalid
 
 
 def check_tensors(flat: Sequence[Any]) -> None:
-    """Raise `Invalid` for a tensor that no program takes."""
+    """Raise `Invalid` for a tensor that programs do not take."""
     for position, leaf in enumerate(flat):
         if isinstance(leaf, torch.Tensor) and leaf.device.type not in ("cpu", "cuda"):
             raise Invalid(f"argument {position} is on device {leaf.device}, expected cpu or cuda")
@@ -22,7 +22,7 @@ def check_tensors(flat: Sequence[Any]) -> None:
 
 
 def check(model: Any, loss: Any, optimizer: Any) -> None:
-    """Raise `Invalid` for what no step is made of, and warn where several processes train."""
+    """Raise `Invalid` for arguments of another type, and warn where several processes train."""
     if not isinstance(model, torch.nn.Module):
         raise Invalid(f"model must be a torch.nn.Module, given {type(model).__name__}")
     if loss is not None and not callable(loss):
@@ -44,7 +44,7 @@ def check(model: Any, loss: Any, optimizer: Any) -> None:
 
 
 def loss_of(output: Any) -> Any:
-    """The loss that a model's result holds. Raises `Invalid` for a tensor, which holds none."""
+    """The loss in a model's result. Raises `Invalid` for a tensor, which has none."""
     if isinstance(output, torch.Tensor):
         advice = "pass loss=lambda output: output if it is the loss itself" if not output.ndim else "pass a loss"
         shape = list(output.shape)

@@ -1,8 +1,8 @@
 """The road from a captured graph to a program that runs: `STAGES`, which prints itself.
 
-Everything that is compiled takes it, whatever it is for. A `Goal` says what differs: what is appended to the captured
-graph (derivatives, an update), into which programs it is divided, and what a caller must know to run them. What the
-stages up to `lower` make is plain data and stored; `generate` and `link` bring it into this process.
+Everything that is compiled takes this road. A `Goal` says what differs: what is appended to the captured graph
+(derivatives, an update), the programs into which it is divided, and what a caller must know to run them. The stages up
+to `lower` produce plain data, which is stored; `generate` and `link` load it into this process.
 
     captured graph -> forward -> adapt -> extend -> intra_operator -> divide -> [transform -> lower] -> generate -> link
 """
@@ -39,12 +39,12 @@ from daceml_train.tensor import Dim
 from daceml_train.transformations.intra_operator.decompose import Decompose
 
 LATE = ("fusion", "layout", "global_movement")
-"""The levels that each program of a compilation sees by itself."""
+"""The levels that are applied to each program of a compilation by itself."""
 
 
 @dataclass
 class Part:
-    """One program of a compilation, on its way: a graph, and once it is lowered a program.
+    """One program of a compilation: a graph, and once it is lowered a program.
 
     The first `results` outputs (None: all) go to the user; `levels` are those that are still to be applied.
     """
@@ -68,7 +68,7 @@ class Goal(ABC):
     @property
     @abstractmethod
     def description(self) -> str:
-        """All that this goal adds to the key under which the programs are stored."""
+        """What this goal adds to the key under which the programs are stored."""
 
     def extend(self, graph: Graph) -> Graph:
         """The captured graph with what the goal appends to it, after the level `forward`."""
@@ -76,11 +76,11 @@ class Goal(ABC):
 
     @abstractmethod
     def divide(self, compilation: Compilation) -> Iterator[Part]:
-        """The programs. A part that was yielded is lowered when the next one is asked for."""
+        """The programs. A part that was yielded is lowered when the next one is requested."""
 
     @abstractmethod
     def interface(self) -> Any:
-        """What a caller must know of the programs, as plain data; asked for after the last part."""
+        """What a caller must know of the programs, as plain data; requested after the last part."""
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Compilation:
     options: Settings
     device: Device = CPU
     record: Record = field(init=False)
-    """Notes of the stages before the graph is divided; the first part's, too."""
+    """The record of the stages before the graph is divided; also that of the first part."""
     watch: Watcher = field(init=False)
     parts: list[Part] = field(default_factory=list)
 
@@ -116,7 +116,7 @@ class Compilation:
 @storable
 @dataclass
 class Compiled:
-    """The programs of a compilation, as they are stored."""
+    """The programs of a compilation in stored form."""
 
     interface: Any
     programs: list[Program]
@@ -256,7 +256,7 @@ STAGES = Stages(
 def compile_graph(
     graph: Graph, goal: Goal, options: Settings, device: Device = CPU, arena: AnyArena | None = None
 ) -> Linked:
-    """Take a captured graph to its goal, from the cache where that is there.
+    """Take a captured graph to its goal, or load the result from the cache.
 
     Programs with the same `arena` must not run at the same time.
     """
@@ -274,7 +274,7 @@ def compile_graph(
 
 # ---- notes ---
 def note_program(record: Record, graph: Graph, program: Program) -> None:
-    """Note what a program launches and moves."""
+    """Record what a program launches and moves."""
     record.recomputed += within(graph)
     record.costs = costs(graph, program.launches, program.nodes)
     record.flops = record.flops + total(cost.flops for cost in record.costs)
@@ -288,7 +288,7 @@ def note_program(record: Record, graph: Graph, program: Program) -> None:
 
 
 def watcher(record: Record, options: Settings) -> Watcher:
-    """Notes passes in `record` and tells who else listens."""
+    """Records passes in `record` and calls the other callback."""
 
     def watch(step: Step) -> None:
         record.passes.append(step.record)
@@ -301,7 +301,7 @@ def watcher(record: Record, options: Settings) -> Watcher:
 
 
 def _replay(record: Record, options: Settings) -> None:
-    """Tell who watches what the passes did when the program was made."""
+    """Call the pass callback with what the passes did when the program was compiled."""
     if options.pass_callback is not None:
         passes = list(options.pipeline)
         for entry in record.passes:

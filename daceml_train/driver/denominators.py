@@ -1,4 +1,4 @@
-"""Denominators: what the losses of a batch's parts are divided by, computed on the whole batch before they run."""
+"""Denominators: the divisors of the losses of a batch's parts, computed on the whole batch before the parts run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from daceml_train.runtime.executable import Executable
 
 @dataclass
 class Denominators:
-    """What parts' losses are divided by: computed on a whole batch into `held`, which the parts' programs read."""
+    """The divisors of the parts' losses: computed on a whole batch into `held`, which the parts' programs read."""
 
     executable: Executable
     inputs: list[tuple[int | None, torch.Tensor]]

@@ -1,4 +1,4 @@
-"""What of a captured graph depends on the device: some kernels are written for the CPU alone."""
+"""Device-dependent parts of a captured graph: some hand-written kernels exist for the CPU only."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def for_device(graph: Graph, device: Device) -> Graph:
 
 
 def _written_out(op: FusedAttention, operands: list[Value]) -> tuple[Value, ...]:
-    """Y and logsumexp, by products, masks and a softmax."""
+    """The y and logsumexp, by matmuls, masks and a softmax."""
     q, k, v, *rest = operands
     flat = {
         name: t.view((simplify(t.shape[0] * t.shape[1]), *t.shape[2:]))

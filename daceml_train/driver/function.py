@@ -1,4 +1,4 @@
-"""What a compiled graph is at run time: a callable that TorchDynamo's code calls, differentiable by autograd."""
+"""A compiled graph at run time: a callable that TorchDynamo's code calls, differentiable by autograd."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def draw_seed() -> torch.Tensor:
 
 
 def run_with_layout(executable: Executable, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Run; an input in another memory layout than the program's is copied into that one, and back if it is written."""
+    """Run; an input whose memory layout is not the program's is copied into that one, and back if it is written."""
     try:
         return executable(inputs)
     except InputMismatch:
@@ -60,7 +60,7 @@ class CompiledGraph:
     """A captured graph as a function of its placeholders' values.
 
     `eager` is the same graph as PyTorch runs it, for the gradient of a gradient. `cuda_graphs`: on a GPU, each of its
-    programs becomes one launch. `note` is told why a call is PyTorch's instead.
+    programs becomes one launch. `note` is called with the reason why PyTorch runs a call instead.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class CompiledGraph:
         self.cuda_graphs = self._new_cuda_graphs() if cuda_graphs else None
 
     def _new_cuda_graphs(self) -> CudaGraphPairs | None:
-        """What records both programs: parameters and buffers lie where they lie, all else comes from elsewhere."""
+        """The CUDA graphs of both programs: parameters and buffers have fixed addresses, all other inputs move."""
         device, inputs = self.compiled.forward.device, self.compiled.forward.program.inputs
         if not isinstance(device, GPU):
             return None
@@ -113,8 +113,8 @@ class CompiledGraph:
                 return self.cuda_graphs.forward(plan, tensors, awaited)
             except InputMismatch:
                 pass
-        if self.compiled.preparation is not None:
-            tensors = self.compiled.preparation(tensors, run_with_layout)
+        if self.compiled.prepacked is not None:
+            tensors = self.compiled.prepacked(tensors, run_with_layout)
         return run_with_layout(executable, tensors), None
 
     def laid_out(self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -123,7 +123,7 @@ class CompiledGraph:
         return laid_out(self.captured, outputs, sizes)
 
     def owners(self, results: Any, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Graph output -> what it is in a call of `eager`, for those through which gradients flow."""
+        """Graph output -> its value in a call of `eager`, for outputs through which gradients flow."""
         sizes = sizes_of(self.captured, dict(zip(self.names, tensors, strict=True)))
         found: dict[int, torch.Tensor] = {}
         for source, leaf in zip(self.captured.outputs, pytree.tree_leaves(results), strict=True):
@@ -132,7 +132,7 @@ class CompiledGraph:
         return found
 
     def _owner(self, source: OutputSource, leaf: torch.Tensor, sizes: Mapping[str, int]) -> torch.Tensor:
-        """The whole of the memory of which a result is a view."""
+        """All of the memory of which a result is a view."""
         graph = self.captured.graph
         assert source.strides is not None
         shape = [evaluate(n, sizes) for n in graph.tensors[graph.outputs[source.index]].shape]
@@ -155,7 +155,7 @@ class CompiledGraph:
         by_name = input_tensors(self.captured, arguments)
         tensors = list(by_name.values())
         if self.written and (shares_memory(tensors, self.written) or self._forbidden(tensors)):
-            return self.eager(*arguments)  # kernels assume that what they write is nothing else, and may be written
+            return self.eager(*arguments)  # kernels assume that what they write is writable and aliases nothing else
         if self.captured.random:
             sizes = sizes_of(self.captured, by_name) if self.captured.draws else {}
             drawn = {name: draw(sizes) for name, draw in self.captured.draws.items()}
@@ -168,7 +168,7 @@ class CompiledGraph:
         return results_of(self.captured, results, arguments)
 
     def _forbidden(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether PyTorch raises an error where one of these is written."""
+        """Whether PyTorch raises an error if one of these is written."""
         return not torch.is_inference_mode_enabled() and any(tensors[i].is_inference() for i in self.written)
 
 
@@ -185,7 +185,7 @@ def shares_memory(tensors: Sequence[torch.Tensor], written: Sequence[int]) -> bo
 
 
 class _Function(torch.autograd.Function):
-    """Forward and backward programs as one autograd node."""
+    """The forward and backward programs as one autograd node."""
 
     @staticmethod
     def forward(ctx: Any, graph: CompiledGraph, arguments: Sequence[Any], *tensors: torch.Tensor) -> Any:
@@ -229,7 +229,7 @@ class _Function(torch.autograd.Function):
 
 
 def _plain(cotangent: torch.Tensor) -> torch.Tensor:
-    """A cotangent whose elements all lie in memory, as those that PyTorch makes lazily do not."""
+    """A cotangent with all of its elements in memory; those that PyTorch creates lazily have none."""
     if torch._is_zerotensor(cotangent):
         return torch.zeros(cotangent.shape, dtype=cotangent.dtype, device=cotangent.device)
     cotangent = cotangent.resolve_conj().resolve_neg()
@@ -237,7 +237,7 @@ def _plain(cotangent: torch.Tensor) -> torch.Tensor:
 
 
 def _batched(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for one of a batch, inside `torch.func.vmap` or what `is_grads_batched` uses."""
+    """Whether a tensor represents a batch, inside `torch.func.vmap` or what `is_grads_batched` uses."""
     functorch = torch._C._functorch
     return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
 
@@ -249,7 +249,7 @@ def _version(tensor: torch.Tensor) -> int:
 def _filled(
     graph: CompiledGraph, number: int, cotangent: torch.Tensor | None, inputs: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """A cotangent, zeros for an output that the loss does not use."""
+    """A cotangent; zeros for an output that the loss does not use."""
     if cotangent is not None:
         return cotangent
     captured = graph.captured.graph
@@ -261,12 +261,12 @@ def _filled(
 
 
 def _eager_gradients(ctx: Any, graph: CompiledGraph, cotangents: Sequence[torch.Tensor | None]) -> Any:
-    """Gradients with a graph of their own (`create_graph=True`): the captured graph runs again as PyTorch runs it."""
+    """Gradients with a graph of their own (`create_graph=True`): PyTorch runs the captured graph."""
     if graph.captured.random:
         raise RuntimeError(
             "a gradient of a gradient, or of a batch of cotangents, "
             "through dropout or other random operators is not available from a compiled "
-            "graph: their numbers cannot be drawn again by PyTorch; run this module without daceml_train"
+            "graph: PyTorch cannot reproduce their numbers; run this module without daceml_train"
         )
     if graph.written:
         raise RuntimeError(

@@ -31,9 +31,9 @@ from daceml_train.training.sparse_gradients import SparseGradients, as_rows, ref
 class GradientInterface:
     """How a forward and a backward program are called; see `autodiff.partition.Halves`.
 
-    `gradients[i]` says to which captured input the backward program's i-th output belongs, and `sources[i]` on which
-    cotangents it depends; `cotangents` lists the captured outputs whose cotangents it takes. Gradients that are
-    `sparse` have further outputs after those of all gradients.
+    `gradients[i]` is the captured input to which the backward program's i-th output belongs, and `sources[i]` the
+    cotangents on which it depends; `cotangents` lists the captured outputs whose cotangents it takes. Gradients that
+    are `sparse` have further outputs after those of all gradients.
     """
 
     results: int
@@ -46,18 +46,18 @@ class GradientInterface:
 
 @dataclass(kw_only=True)
 class Differentiable(GradientInterface):
-    """A forward program and, if gradients can be asked for, its backward program."""
+    """A forward program and, if gradients can be requested, its backward program."""
 
     forward: Executable
     backward: Executable | None = None
     records: list[Record]
-    preparation: PrepackedWeights | None = None
-    """What makes further inputs of the forward program from parameters; see `driver.inference`."""
+    prepacked: PrepackedWeights | None = None
+    """Computes further inputs of the forward program from parameters; see `driver.inference`."""
 
 
 @dataclass(frozen=True)
 class WithGradients:
-    """A captured graph with gradients after its outputs; see `GradientInterface` for the other fields."""
+    """A captured graph with gradients as further outputs; see `GradientInterface` for the other fields."""
 
     graph: Graph
     cotangents: tuple[int, ...]
@@ -65,9 +65,9 @@ class WithGradients:
 
 
 def with_gradients(graph: Graph, wrt: Sequence[str], outputs: Sequence[int]) -> WithGradients:
-    """The graph with gradients by the inputs `wrt` of its outputs `outputs`, whose cotangents are further inputs.
+    """The graph with gradients of its outputs `outputs` by the inputs `wrt`; cotangents are further inputs.
 
-    Sparse gradients are there as dense arrays.
+    Sparse gradients appear as dense arrays.
     """
     felt = reached_arrays(graph, wrt)
     cotangents = tuple(i for i in outputs if graph.outputs[i] in felt)
@@ -88,7 +88,7 @@ def with_gradients(graph: Graph, wrt: Sequence[str], outputs: Sequence[int]) -> 
 
 @dataclass
 class Gradients(Goal):
-    """Forward calls, and gradients by the inputs `wrt` of the outputs `outputs`."""
+    """Forward calls, and gradients of the outputs `outputs` by the inputs `wrt`."""
 
     wrt: Sequence[str]
     outputs: Sequence[int]
@@ -132,7 +132,7 @@ class Gradients(Goal):
 def compile_differentiable(
     graph: Graph, wrt: Sequence[str], outputs: Sequence[int], options: Settings, device: Device = CPU
 ) -> Differentiable:
-    """Compile a captured graph for forward calls and for gradients by the inputs `wrt` of the outputs `outputs`."""
+    """Compile a captured graph for forward calls and for gradients of the outputs `outputs` by the inputs `wrt`."""
     made = compile_graph(graph, Gradients(wrt, outputs), options, device)
     forward, *backward = made.executables
     return Differentiable(
@@ -141,7 +141,7 @@ def compile_differentiable(
 
 
 def laid_out(backward: Graph, places: Mapping[str, BufferView]) -> Graph:
-    """The backward graph, which takes saved arrays in the memory order in which the forward program leaves them."""
+    """The backward graph, which takes saved arrays in the memory order in which the forward program saves them."""
     changed: dict[str, Input] = {}
     for name, place in places.items():
         entry, last = backward.inputs[name], channels_last(len(place.shape))
@@ -158,8 +158,8 @@ class WholeStep(StepInterface):
     """A training step as one program.
 
     Its inputs are the captured ones, then one float64 learning rate per group (`rates`), then the state of each
-    trained parameter. Outputs: the loss, then gradients of `gradients`, then for first steps the state they make, in
-    the order of `made`, then, if gradients are clipped by their norm, that norm.
+    trained parameter. Outputs: the loss, then gradients of `gradients`, then for first steps the state that they
+    create, in the order of `made`, then, if gradients are clipped by their norm, that norm.
     """
 
     executable: Executable

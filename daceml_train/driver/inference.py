@@ -1,4 +1,4 @@
-"""Inference: the forward pass alone, with what depends on parameters alone made once and kept, packed for libraries."""
+"""Inference: the forward pass alone; what depends on parameters only is computed once and packed for libraries."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from daceml_train.runtime.prepack import pack
 
 @dataclass
 class Inference(Goal):
-    """Calls without gradients: a main program, and one that makes from parameters alone what it takes after its inputs.
+    """Calls without gradients: a weights-only program, and a main program that takes its results as further inputs.
 
-    The captured graph is divided twice: before fusion, which would compute arithmetic of parameters within kernels, and
+    The captured graph is divided twice: before fusion, which would compute parameter arithmetic within kernels, and
     after layouts, which lay weights out anew.
     """
 
@@ -51,18 +51,18 @@ def compile_inference(graph: Graph, options: Settings) -> Differentiable:
     options = replace(options, pipeline=options.inference or options.pipeline)
     made = compile_graph(without_detach(graph), Inference(), options)
     main, *rest = made.executables
-    prologue = rest[0] if rest else None
-    preparation = None
-    if prologue is not None or any(entry.packing is not None for entry in main.program.inputs):
+    weights_only = rest[0] if rest else None
+    prepacked = None
+    if weights_only is not None or any(entry.packing is not None for entry in main.program.inputs):
         names = {name: position for position, name in enumerate(graph.inputs)}
-        read = [names[entry.name] for entry in prologue.program.inputs] if prologue else []
+        read = [names[entry.name] for entry in weights_only.program.inputs] if weights_only else []
         taken = [names[entry.name] for entry in main.program.inputs if entry.name in names]
-        preparation = PrepackedWeights(prologue, read, taken, main.program.inputs)
-    return Differentiable(forward=main, records=made.records, preparation=preparation, **vars(made.interface))
+        prepacked = PrepackedWeights(weights_only, read, taken, main.program.inputs)
+    return Differentiable(forward=main, records=made.records, prepacked=prepacked, **vars(made.interface))
 
 
 def without_detach(graph: Graph) -> Graph:
-    """The graph without operators that only say where gradients end."""
+    """The graph without operators that only stop gradients."""
     if not any(isinstance(node.op, Detach) for node in graph.nodes):
         return graph
     other = graph.empty()

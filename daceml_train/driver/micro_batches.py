@@ -1,9 +1,9 @@
 """Micro-batches: a training step over a batch in parts, whose gradients are added up before one update.
 
-A step is two programs that share parameters and arena: one adds the gradients of a part to what is accumulated, the
+A step is two programs that share parameters and arena: one adds the gradients of a part to the accumulated ones, the
 other does so for the last part and updates. With `reduction="batch"` the loss is that of the whole batch, whatever it
 is a mean over; with "mean" and "sum" it equals as many forward and backward passes and one update in PyTorch. In each
-case normalizations take the statistics of a part, their running statistics move once per part, and dropout draws per
+case normalizations use the statistics of a part, running statistics are updated once per part, and dropout draws per
 part.
 """
 
@@ -34,21 +34,21 @@ _NO_UPDATE = Update(SGDUpdate(), ())
 """Of a part whose gradients are only added up."""
 
 Reduction = Literal["batch", "mean", "sum"]
-"""What the losses of parts are to that of the batch: with "mean" each of n parts counts 1/n, with "sum" each counts
-whole; "batch" finds out from the loss itself, see `autodiff.whole_batch`.
+"""How the losses of parts form that of the batch: with "mean" each of n parts has weight 1/n, with "sum" weight 1;
+"batch" derives the weights from the loss itself, see `autodiff.whole_batch`.
 """
 
 
 class _Part(TrainingStep):
-    """A step on the parts of a batch."""
+    """A training step on the parts of a batch."""
 
     share: float | None = 1.0
-    """What each part counts; None: found out for each kind of batch."""
+    """The weight of each part; None: derived for each kind of batch."""
     counts = 1.0
-    """What each part counts of the batch that is bound now."""
+    """The weight of each part of the batch that is bound."""
     wholes: Wholes
     batch: tuple[Any, tuple[Any, ...]] = ((), ())
-    """Inputs and targets of the batch that is cut."""
+    """Inputs and targets of the batch that is split."""
 
     def _bind_captured(
         self, captured: Captured, arguments: Sequence[Any], flat: Sequence[Any], scope: dict[str, Any]
@@ -65,7 +65,7 @@ class _Part(TrainingStep):
 
 
 class _Accumulating(_Part):
-    """Adds the gradients of a part to `accumulated`, and updates nothing."""
+    """Adds the gradients of a part to `accumulated` and updates nothing."""
 
     def _wanted(self, by_name: Mapping[str, torch.Tensor], given: set[int]) -> tuple[list[Trained], list[str]]:
         of_tensor = {id(t): name for name, t in by_name.items() if t.requires_grad and id(t) not in given}
@@ -78,7 +78,7 @@ class _Accumulating(_Part):
 class MicroBatchedStep(_Part):
     """`step(inputs, *targets)` as `TrainingStep`, over `count` parts of the batch.
 
-    Every tensor among inputs and targets is cut along its first dimension, which must be the same for all and a
+    Every tensor among inputs and targets is split along its first dimension, which must be the same for all and a
     multiple of `count`. The loss returned is that of the batch, or the mean, or the sum, of the parts' losses.
     """
 
@@ -150,7 +150,7 @@ class MicroBatchedStep(_Part):
         return torch.stack(losses).sum() * share
 
     def _update_accumulated(self, trained: Sequence[torch.Tensor]) -> None:
-        """Update with the accumulated gradients by PyTorch, where the last part's program cannot do so."""
+        """Let PyTorch update with the accumulated gradients where the last part's program cannot do so."""
         for why in (why for why in self.breaks if why not in self._warned):
             self._warned.add(why)
             warnings.warn(f"daceml_train runs the update of a training step as PyTorch does: {why}", stacklevel=5)

@@ -27,7 +27,7 @@ from daceml_train.runtime.gpu.cuda_graph_pair import CudaGraphPairs
 from daceml_train.runtime.placement import common_device
 
 torch._dynamo.config.skip_nnmodule_hook_guards = False
-"""PyTorch's default lets compiled code go on when a hook is added to a module; a hook must never be ignored."""
+"""PyTorch's default keeps compiled code valid when a hook is added to a module; a hook must never be ignored."""
 
 
 METHODS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
@@ -36,13 +36,13 @@ METHODS = ("forward", "training_step", "validation_step", "test_step", "predict_
 
 @dataclass
 class ModuleState:
-    """What `optimize` keeps on the module it returns."""
+    """The state that `optimize` stores on the module it returns."""
 
     options: Settings
     source: type[torch.nn.Module]
     backend: Backend
     compiled: dict[str, Callable[..., Any]]
-    """Per method of `METHODS` that the class has."""
+    """The compiled form of each method of `METHODS` that the class has."""
     worked: str = ""
     """The arguments of the first call, for messages about later ones."""
 
@@ -51,7 +51,7 @@ class ModuleState:
 class Backend:
     """A TorchDynamo backend: captures, differentiates and compiles each graph Dynamo hands over.
 
-    A graph that cannot be compiled runs as PyTorch runs it: a warning says so once, and `breaks` keeps the reason.
+    A graph that cannot be compiled runs in PyTorch: a warning says so once, and `breaks` stores the reason.
     """
 
     options: Settings
@@ -59,30 +59,30 @@ class Backend:
     breaks: list[str] = field(default_factory=list)
     graphs: int = 0
     cuda_graphs: list[CudaGraphPairs] = field(default_factory=list)
-    """What records forward and backward passes on a GPU, one for each graph."""
+    """The CUDA graphs of forward and backward passes, per captured graph."""
     __name__ = "daceml_train"
 
     def __call__(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         self.graphs += 1
         try:
             return self.compile(module, examples)
-        except Exception as error:  # whatever is wrong in here, training goes on
+        except Exception as error:  # training continues whatever fails in here
             self.break_off(why(error))
         return module.forward
 
     def break_off(self, reason: str) -> None:
-        """Note, and say once, why something runs as PyTorch runs it."""
+        """Record, and warn once, why something runs in PyTorch."""
         if reason not in self.breaks:
             warnings.warn(f"daceml_train runs a graph as PyTorch does: {reason}", stacklevel=3)
         self.breaks.append(reason)
 
     def note(self, reason: str) -> None:
-        """Note, and say, why a call is PyTorch's, the first time that it is."""
+        """Record why PyTorch runs a call, and warn the first time."""
         if reason not in self.breaks:
             self.break_off(reason)
 
     def compile(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        """The compiled form of one Dynamo graph. Raises `DacemlError` where there is none."""
+        """The compiled form of one Dynamo graph. Raises `DacemlError` where it cannot be compiled."""
         captured = capture(module, examples, self.options.randomness)
         given = input_tensors(captured, examples)
         device = common_device({captured.graph.inputs[name].path or name: t for name, t in given.items()})
@@ -101,7 +101,7 @@ class Backend:
 
 
 def optimized(module: torch.nn.Module, options: Settings) -> torch.nn.Module:
-    """A second face of `module`: an object of a subclass of its class over the same attributes, modes and parameters.
+    """A compiled twin of `module`: an object of a subclass of its class over the same attributes, modes and parameters.
 
     Names in `state_dict` are unchanged; the original stays usable. Nothing is compiled before the first call.
     """
@@ -127,7 +127,7 @@ def optimized(module: torch.nn.Module, options: Settings) -> torch.nn.Module:
 
 
 def state_of(module: Any) -> ModuleState | None:
-    """What `optimize` keeps on a module it returned; None for another object."""
+    """The state that `optimize` stored on a module it returned; None for another object."""
     return getattr(module, "_daceml_train", None) if isinstance(module, _Optimized) else None
 
 
@@ -190,7 +190,7 @@ class _Optimized(torch.nn.Module):
 
 
 def _transform() -> str:
-    """What transforms the call that goes on in a way that compiled code does not know; empty for nothing."""
+    """The active transform that compiled code does not know; empty for none."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a transform of torch.func, which PyTorch runs"
     if torch.autograd.forward_ad._current_level >= 0:

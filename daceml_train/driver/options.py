@@ -23,8 +23,8 @@ from daceml_train.transformations.pipelines import INFERENCE, TRAINING
 
 Progress = Callable[[int, int], None]
 ScheduleKind = Literal["ahead_of_time", "plain"]
-"""On a GPU: the program is captured as a CUDA graph and replayed as one launch, or runs launch by launch. On a CPU, both
-run the same launch list."""
+"""On a GPU: the program is captured as a CUDA graph and replayed as one launch, or runs launch by launch. On a CPU,
+both run the same launch list."""
 
 RENAMED = {"observe": "dump", "watch": "pass_callback", "search": "autotune"}
 """Old keyword -> the option that it is now."""

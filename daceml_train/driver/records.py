@@ -1,4 +1,4 @@
-"""What compilation notes of a program: passes, launches, seconds."""
+"""Records of compilation: passes, launches, seconds."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Record:
     distinct_kernels: int = 0
     calls: dict[str, int] = field(default_factory=dict)
     fallbacks: list[tuple[str, str]] = field(default_factory=list)
-    """(operator, the user's line) of operators that run in ATen for want of a lowering."""
+    """(operator, the user's line) of operators that run in ATen for lack of a lowering."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds per stage of compilation."""
     warm: bool = False
     """Whether the program came from the cache."""
     costs: list[Cost] = field(default_factory=list)
-    """What each launch of the program is and moves."""
+    """The kind of each launch of the program, and the bytes that it moves."""
     left_out: list[str] = field(default_factory=list)
     """Names of the pipeline's passes that are not for the device."""
     recomputed: list[Rematerialized] = field(default_factory=list)
-    """Arrays that are computed a second time instead of being kept."""
+    """Arrays that are rematerialized instead of being kept."""
     executable: Executable | None = field(default=None, repr=False, compare=False)
-    """What runs it in this process, once it is linked."""
+    """The executable in this process, once the program is linked."""

@@ -1,5 +1,5 @@
-"""Arrays that a step makes twice rather than keep: in both halves of a cut, or by `Rematerialize` within one
-program.
+"""Arrays that a step rematerializes rather than keeps: in both halves of a partition, or by `Rematerialize` within
+one program.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from daceml_train.transformations.global_movement.common_subexpressions import i
 @storable
 @dataclass(frozen=True)
 class Rematerialized:
-    """An array that is computed a second time, what makes it, and the user's module."""
+    """A rematerialized array, its producer, and the user's module."""
 
     tensor: Tensor
     operators: str
@@ -26,7 +26,7 @@ class Rematerialized:
 
 
 def across(forward: Graph, backward: Graph) -> list[Rematerialized]:
-    """Arrays of a forward graph that the backward graph computes again; what costs nothing is left out."""
+    """Arrays of a forward graph that the backward graph recomputes; those that cost nothing are left out."""
     made = {name for node in forward.nodes for name in node.outputs}
     return [
         _again(backward, n) for n in backward.nodes if not made.isdisjoint(n.outputs) and not isinstance(n.op, FREE)
@@ -34,7 +34,7 @@ def across(forward: Graph, backward: Graph) -> list[Rematerialized]:
 
 
 def within(graph: Graph) -> list[Rematerialized]:
-    """Arrays that equal operators make a second time from equal operands."""
+    """Arrays that equal operators compute a second time from equal operands."""
     return [_again(graph, node) for node in _repeated(graph)]
 
 

@@ -1,4 +1,4 @@
-"""A training step as one program: forward, loss, backward and update, on the user's own parameters and optimizer.
+"""A training step as one program: forward, loss, backward and update, on the user's parameters and optimizer.
 
 TorchDynamo captures the step; from then on a call costs its guards, a few comparisons and one native call. What
 cannot be one program runs in pieces: PyTorch's autograd and optimizer around the compiled model.
@@ -47,7 +47,7 @@ from daceml_train.training.optimizers import initial_state, makes_its_state, rea
 Loss = Callable[..., torch.Tensor]
 
 KEPT_BINDINGS = 64
-"""Kinds of arguments whose bound step is kept."""
+"""The number of kinds of arguments whose bound steps are kept."""
 
 ALLOWED_CHANGES = 3
 """How often a step may assign something that its own capture depends on, before it runs in pieces."""
@@ -57,7 +57,7 @@ class TrainingStep:
     """`step(inputs, *targets)` trains `model` once and returns the loss as a detached 0-d tensor.
 
     It computes `loss(model(inputs), *targets)`; a tuple, list or dict of inputs is unpacked into `model`; `loss=None`
-    uses the output's `loss`. Gradients are not accumulated: what `.grad` held is dropped, and after the step it is
+    uses the output's `loss`. Gradients are not accumulated: the old `.grad` is dropped, and after the step it is
     None unless `keep_gradients`. Where the step cannot be one program, `breaks` says why, and PyTorch's autograd and
     optimizer run around the compiled model.
     """
@@ -77,12 +77,12 @@ class TrainingStep:
         check(model, loss, optimizer)
         self.clipping, self.scaler = clipping or Clipping(), scaler
         self.gradient_norm: torch.Tensor | None = None
-        """The norm of the last step's gradients before they were clipped by it."""
+        """The norm of the last step's gradients before clipping."""
         self.model, self.loss, self.optimizer = model, loss, optimizer
         self.options, self.keep_gradients = options, keep_gradients
         self.records: list[Record] = []
         self.breaks: list[str] = []
-        """Why a kind of arguments runs in pieces."""
+        """The reasons why kinds of arguments run in pieces."""
         self.pieces: torch.nn.Module | None = None
         """The compiled model of steps in pieces."""
         self._bound: dict[Any, BoundStep] = {}
@@ -95,9 +95,9 @@ class TrainingStep:
         self._lock = threading.Lock()
         self._hooks: list[int] | None = None
         self.arenas: dict[Device, AnyArena] = {}
-        """Per device the arena in which all programs of the step run, one after the other, once there is a program."""
+        """The arena per device, shared by all programs of the step, which run one after the other."""
         self.cuda_graphs: dict[Device, CudaGraphs] = {}
-        """Per GPU what records the step, unless its schedule is plain."""
+        """The CUDA graphs per GPU, unless the schedule is plain."""
         self.accumulated: dict[int, torch.Tensor] = {}
         """Gradients of micro-batches by the parameter's identity; see `driver.micro_batches`."""
 
@@ -128,7 +128,7 @@ class TrainingStep:
         return self._run_in_pieces(key, inputs, targets) if loss is None else loss
 
     def _find(self, inputs: Any, targets: tuple[Any, ...]) -> tuple[Any, Sequence[Any], BoundStep | None]:
-        """The kind of these arguments, their leaves, and the step that is bound for them, if it is one program."""
+        """The kind of these arguments, their leaves, and the step bound for them, if it is one program."""
         flat: Sequence[Any] = (inputs, *targets)
         if not all(isinstance(a, torch.Tensor) for a in flat):
             flat = pytree.tree_leaves(flat)
@@ -151,8 +151,8 @@ class TrainingStep:
         return loss
 
     def graph(self, inputs: Any, *targets: Any, forward: Pipeline | None = None) -> Graph:
-        """The step on these arguments as operators: forward pass, gradients and update, before all passes but those of
-        level `forward` of the pipeline given. Nothing is compiled, run or changed. Raises what keeps it from being one
+        """The step on these arguments as operators: forward pass, gradients and update, after only the passes of level
+        `forward` of the given pipeline. Nothing is compiled, run or changed. Raises what keeps the step from being one
         program.
         """
         seen, trained, kept = self.look(inputs, *targets)
@@ -193,7 +193,7 @@ class TrainingStep:
         return found
 
     def _bind(self, key: Any, inputs: Any, targets: tuple[Any, ...], flat: Sequence[Any]) -> BoundStep | None:
-        """The step for these arguments, captured and compiled as far as that is new; None if it runs in pieces."""
+        """The step for these arguments, captured and compiled if it is new; None if it runs in pieces."""
         check_tensors(flat)
         self._watch_hooks()
         if key in self._in_pieces or any(step_hooks(self.optimizer)):
@@ -224,7 +224,7 @@ class TrainingStep:
         return bound
 
     def _watch_hooks(self) -> None:
-        """Begin anew if hooks have come or gone: Dynamo does not look for hooks that were not there before."""
+        """Start over if hooks were added or removed: Dynamo does not guard against new hooks."""
         if (hooks := self._hooked()) != self._hooks:
             self._hooks = hooks
             self._bound.clear()
@@ -239,7 +239,7 @@ class TrainingStep:
             self._traced(self, inputs, *targets)
 
     def _collect(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        """A Dynamo backend that captures, and stops instead of running, unless the loss is known already."""
+        """A Dynamo backend that captures, and stops instead of running, unless the loss is already known."""
         captured = within(capture(module, examples, self.options.randomness), "model")
 
         def stop(*arguments: Any) -> Any:
@@ -252,7 +252,7 @@ class TrainingStep:
     def _repeat_effects(
         self, bound: BoundStep, key: Any, loss: torch.Tensor, inputs: Any, targets: tuple[Any, ...]
     ) -> None:
-        """What model and loss assign to Python objects, by the code that Dynamo made for it."""
+        """Execute what model and loss assign to Python objects, by the code that Dynamo generated for it."""
         self._known = loss
         try:
             self._call_traced(inputs, targets)
@@ -265,12 +265,12 @@ class TrainingStep:
                 self._break(key, Unsupported("the model or the loss changes Python objects that it depends on"))
 
     def _hooked(self) -> list[int]:
-        """Identities of what has hooks now."""
+        """The identities of objects with hooks."""
         tables = hook_tables(self._modules())
         return [id(x) for x in tables if x] + [id(p) for p in self._parameters() if has_gradient_hooks(p)]
 
     def _break(self, key: Any, error: BaseException, ours: bool = False) -> None:
-        """Remember that arguments of this kind run in pieces, and why."""
+        """Record that arguments of this kind run in pieces, and why."""
         self._in_pieces[key] = reason(error, ours)
         self.breaks.append(self._in_pieces[key])
 
@@ -348,7 +348,7 @@ class TrainingStep:
         return common_device({names[id(t)]: t for t in by_name.values()})
 
     def _refuse_mixed_devices(self, flat: Sequence[Any]) -> None:
-        """Raise `DeviceMismatch` if that is why the step cannot be captured."""
+        """Raise `DeviceMismatch` if devices are why the step cannot be captured."""
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         common_device(named | {f"argument {i}": t for i, t in enumerate(flat) if isinstance(t, torch.Tensor)})
 
@@ -392,7 +392,7 @@ class TrainingStep:
         scaled.backward()
 
     def _update_in_pieces(self) -> None:
-        """Unscale, clip, update and adapt the scale, by PyTorch."""
+        """Unscale, clip, update and adapt the scale in PyTorch."""
         clipped = [p for group in self.optimizer.param_groups for p in group["params"]]
         if self.scaler is None:
             self.gradient_norm = self.clipping.apply(clipped)
@@ -420,7 +420,7 @@ class TrainingStep:
             else:
                 loss = loss_of(output)
         except Exception as error:
-            if self._in_pieces.pop(key, None) is not None:  # the arguments were at fault, not what breaks the step
+            if self._in_pieces.pop(key, None) is not None:  # the arguments were at fault, not a break of the step
                 del self.breaks[-1]
             worked = f"; a step that worked took {self._worked}" if self._worked else ""
             error.add_note(f"daceml_train: the step was given {describe([inputs, *targets])}{worked}")
@@ -428,7 +428,7 @@ class TrainingStep:
         return loss
 
     def _warn(self, key: Any) -> None:
-        """Say once that and why steps run in pieces, unless the compiled model has said so."""
+        """Warn once that and why steps run in pieces, unless the compiled model has done so."""
         why, state = self._in_pieces.get(key), state_of(self.pieces)
         if why is not None and why not in self._warned and state is not None and not state.backend.breaks:
             self._warned.add(why)
@@ -447,7 +447,7 @@ class TrainingStep:
 
 
 def _kind(leaf: Any) -> Any:
-    """What of an argument decides which bound step is tried; Dynamo's guards compare the rest."""
+    """The properties of an argument that select a bound step; Dynamo's guards compare the rest."""
     return (leaf.shape, leaf.dtype, leaf.stride(), leaf.device) if isinstance(leaf, torch.Tensor) else type(leaf)
 
 

@@ -32,7 +32,7 @@ Entry = TypeVar("Entry", bound=_Recorded)
 
 
 def cached(graph: Graph, description: str, options: Settings, device: Device, build: Callable[[], Entry]) -> Entry:
-    """The result of `build`, or from the cache where it is there: its records then are `warm`."""
+    """The result of `build`, or of the cache: its records are then `warm`."""
     start = time.perf_counter()
     foreign = source_key([*map(type, options.pipeline), *REGISTRY.values()])
     text = "\n".join([canonical_text(graph), description, str(options.pipeline), environment(), device.key, foreign])
@@ -51,8 +51,8 @@ def cached(graph: Graph, description: str, options: Settings, device: Device, bu
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """Passes make millions of small objects that live until the end; looking through them for cycles takes a third of
-    their time.
+    """Passes create millions of small objects that live until the end; searching them for cycles takes a third of their
+    time.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -65,7 +65,7 @@ def _without_collection() -> Iterator[None]:
 
 @functools.cache
 def environment() -> str:
-    """What a program depends on besides its graph: our own source, versions, processor."""
+    """What a program depends on besides its graph: this package's source, versions, processor."""
     own = hashlib.sha256()
     for package in (daceml_train, daceml_train.transformations, daceml_train.frontends):
         for path in sorted(Path(package.__path__[0]).resolve().rglob("*")):

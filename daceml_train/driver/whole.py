@@ -1,4 +1,4 @@
-"""The whole batch behind micro-batches: what each part's loss counts, and what all of them are divided by."""
+"""The whole batch of micro-batches: the weight of each part's loss, and the common divisors."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Wholes:
     def split(
         self, part: CapturedCall, inputs: Any, targets: tuple[Any, ...], device: Device
     ) -> tuple[float, Captured, Denominators | None]:
-        """What each part's loss counts, the graph of a part, and what has to be computed for a batch first.
+        """The weight of each part's loss, the graph of a part, and what has to be computed for a batch first.
 
-        Raises `BudgetInfeasible` where the loss of a batch cannot be told from those of its parts.
+        Raises `BudgetInfeasible` where the loss of a batch cannot be derived from those of its parts.
         """
         whole, flat = self._seen(inputs, targets), pytree.tree_leaves((inputs, targets))
         own = [(name, id(tensor)) for name, tensor in whole.tensors.items() if not _cut(name, part, whole)]
@@ -60,13 +60,13 @@ class Wholes:
         return 1.0 if found.share is None else found.share, captured, made
 
     def share(self, part: tuple[Any, tuple[Any, ...]], batch: tuple[Any, tuple[Any, ...]]) -> float:
-        """What each part's loss counts where steps run in pieces. Raises `BudgetInfeasible` where no number does."""
+        """The weight of each part's loss where steps run in pieces. Raises `BudgetInfeasible` where it has none."""
         found = split_loss(batch_of(self._seen(*part), self._seen(*batch), self.count))
         if found.share is None:
             names = ", ".join(found.denominators.values())
-            why = f"the loss divides by what only the whole batch tells ({names}), and this step runs in pieces"
+            why = f"the loss divides by values of the whole batch ({names}), and this step runs in pieces"
             raise BudgetInfeasible(
-                f"micro-batches cannot tell the loss of a whole batch from its parts: {why}", advice=ADVICE
+                f"micro-batches cannot derive the loss of a whole batch from its parts: {why}", advice=ADVICE
             )
         return found.share
 
@@ -76,7 +76,7 @@ class Wholes:
         except Exception as error:
             why = f"model and loss are not one graph: {reason(error)}"
             raise BudgetInfeasible(
-                f"micro-batches cannot tell the loss of a whole batch from its parts: {why}", advice=ADVICE
+                f"micro-batches cannot derive the loss of a whole batch from its parts: {why}", advice=ADVICE
             ) from error
 
     def _denominators(self, found: Split, whole: CapturedCall, flat: Sequence[Any], device: Device) -> Denominators:
@@ -95,7 +95,7 @@ class Wholes:
 
 
 def _cut(name: str, part: CapturedCall, whole: CapturedCall) -> bool:
-    """Whether an input is a batch's."""
+    """Whether an input belongs to a batch."""
     return name not in part.tensors or part.tensors[name].shape != whole.tensors[name].shape
 
 
@@ -109,7 +109,7 @@ def batch_of(part: CapturedCall, whole: CapturedCall, count: int) -> Batch:
 
 
 def _needed(graph: Graph, whole: CapturedCall) -> Graph:
-    """The graph without inputs that tell it nothing."""
+    """The graph without unused inputs."""
     read = {name for node in graph.nodes for name in node.inputs}
     inputs = {n: e for n, e in graph.inputs.items() if n in read or (e.tensor.symbols and n in whole.tensors)}
     other = graph.copy()

@@ -76,11 +76,11 @@ def test_prepared_once(pair: tuple[nn.Module, nn.Module], monkeypatch: pytest.Mo
     monkeypatch.setattr(PrepackedWeights, "__call__", noted)
     model, optimized = pair
     agree(model, optimized, torch.randn(2, 3, 16, 16))
-    before = [preparation.made for preparation in seen]
+    before = [weights.computed for weights in seen]
     for _ in range(3):
         agree(model, optimized, torch.randn(2, 3, 16, 16))
     assert len(seen) == 8
-    assert [preparation.made for preparation in seen[:2]] == before
+    assert [weights.computed for weights in seen[:2]] == before
 
 
 def test_against_float64(pair: tuple[nn.Module, nn.Module]) -> None:

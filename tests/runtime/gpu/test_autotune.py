@@ -1,4 +1,4 @@
-"""The search for shapes of kernels: it takes what a clock says is fastest, keeps it, and never changes numbers."""
+"""The autotuner: it chooses what a clock says is fastest, stores the choice, and never changes numbers."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_the_suggested_shape_stays_unless_another_one_gains(tmp_path, plans) -> 
 def test_a_report_says_where_and_how_it_runs(tmp_path) -> None:
     device = Timed()
     text = str(dt.report(train(device, tmp_path)))
-    found = re.search(r"on emulated, blocks of (.*) threads, shapes of (\d+) kernels? compared, (\d+) changed", text)
+    found = re.search(r"on emulated, blocks of (.*) threads, (\d+) kernels? autotuned, (\d+) changed", text)
     assert found and int(found[2]) == int(found[3]) == len(device.measured)
     assert re.search(r"\d+ launches in one CUDA graph, on (one stream: |\d streams with \d+ events)", text)
     shapes = [launch.shape for launch in dt.report(train(Timed(0), tmp_path / "other")).functions[0].launches]
