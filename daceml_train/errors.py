@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class DacemlError(Exception):
     """Base of every error this package raises on purpose.
@@ -109,3 +112,9 @@ def why(error: BaseException) -> str:
 def message_of(error: Exception) -> str:
     """What an error says in a sentence."""
     return str(error) if isinstance(error, DacemlError) else f"{type(error).__name__}: {error}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`, did you mean 'x'?` where a known name is like `name`, else nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f", did you mean {close[0]!r}?" if close else ""

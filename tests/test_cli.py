@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,18 @@ def test_pages_and_traces(model: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "--runs must be at least 1" in capsys.readouterr().err
     assert main(["roofline"]) == 0
     assert "copy bandwidth" in capsys.readouterr().out
+
+
+@pytest.mark.compiled
+def test_dumps_and_paths_that_cannot_be_written(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "dump"
+    assert main(["report", f"{model}:step", "--no-eager", "--runs", "1", "--dump", str(folder)]) == 0
+    assert {".txt", ".sdfg", ".plan", ".cpp"} <= {path.suffix for path in folder.iterdir()}
+    assert "DACEML_TRAIN_DUMP" not in os.environ
+    capsys.readouterr()
+    for option, path in (("--dump", f"{model}/dump"), ("-o", str(tmp_path)), ("--json", "/nowhere/report.json")):
+        assert main(["report", "never_read.py:step", option, path]) == 2
+        assert path in capsys.readouterr().err
 
 
 def saved(model: str, path: Path) -> Path:

@@ -7,23 +7,48 @@ the same, 1 different, 2 anything else.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 
 from daceml_train.cli import catalogue, debugging, doctor, reports, sessions
 from daceml_train.cli.failing import Failure
+from daceml_train.storage.folders import DUMP, writable_folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit status."""
     options = _parser().parse_args(arguments)
     try:
-        status: int = options.run(options)
+        with _written(options):
+            status: int = options.run(options)
     except Failure as failure:
         print(f"daceml-train: {failure}", file=sys.stderr)
         return failure.status
     return status
+
+
+@contextlib.contextmanager
+def _written(options: argparse.Namespace) -> Iterator[None]:
+    """Check where the command writes before it works, and dump what it compiles if that is asked for."""
+    for path in (getattr(options, name, None) for name in ("output", "json")):
+        if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK | os.X_OK)):
+            raise Failure(f"{path} cannot be written", 2)
+    if getattr(options, "dump", None) is None:
+        yield
+        return
+    try:
+        writable_folder(options.dump)
+    except OSError as error:
+        raise Failure(f"nothing can be dumped into {options.dump}: {error.strerror or error}", 2) from None
+    before = os.environ.get(DUMP)
+    os.environ[DUMP] = str(options.dump)
+    try:
+        yield
+    finally:
+        os.environ.pop(DUMP) if before is None else os.environ.update({DUMP: before})
 
 
 def _parser() -> argparse.ArgumentParser:

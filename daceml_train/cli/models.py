@@ -36,6 +36,12 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--size", action="append", default=[], metavar="NAME=N", help="a symbolic extent of an ONNX model (default 1)"
     )
+    parser.add_argument(
+        "--dump",
+        type=Path,
+        metavar="FOLDER",
+        help="write every stage there: the graph after each pass, SDFG, plan and C++",
+    )
 
 
 def made_by(place: str, options: argparse.Namespace | None = None) -> tuple[Any, ...]:

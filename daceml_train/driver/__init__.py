@@ -16,8 +16,7 @@ from daceml_train.driver.micro_batches import MicroBatchedStep, Reduction
 from daceml_train.driver.module import Backend, optimized
 from daceml_train.driver.options import OptionKeywords, Options, chosen, current, takes_options
 from daceml_train.driver.step import Loss, TrainingStep
-from daceml_train.errors import Invalid
-from daceml_train.passes.options import nearest
+from daceml_train.errors import Invalid, nearest
 from daceml_train.training.gradients import Clipping
 
 OnnxModel = Any

@@ -262,6 +262,21 @@ class BoundStep:
             return False
         return self.guard(scope) and all(followed.holds(scope) for followed in self.followed)
 
+    def changed(self, scope: dict[str, Any]) -> str:
+        """What is not as it was bound, for messages; the first call of a new kind of state is not asked about."""
+        optimizer = self.optimizer
+        if not self.guard(scope):
+            return "a guard of the captured code does not hold"
+        if any(self.empty_hooks):
+            return "a hook was added"
+        if optimizer.state is not self.state_object or not self.same.holds():
+            return "a parameter, a buffer, a submodule or the optimizer's state is another object"
+        if scaling_of(self.scaler) != self.scaling:
+            return "the scaler has other settings"
+        if [_options(g) for g in optimizer.param_groups] != [options for _, options, _ in self.groups]:
+            return "the optimizer has other options"
+        return "the optimizer has other parameters, or a tensor that the step follows was replaced"
+
     def run(self, flat: Sequence[Any], keep_gradients: bool) -> torch.Tensor | None:
         """Run on the call's arguments; return None without running if one of them shares a buffer that is written."""
         alive = []

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from daceml_train.analysis.traffic import total, traffic
-from daceml_train.codegen.cpu.launch import KernelCode
 from daceml_train.driver.devices import for_device
+from daceml_train.driver.events import log_kernels, watcher
 from daceml_train.driver.records import Record
 from daceml_train.driver.rematerialized import within
 from daceml_train.driver.settings import Settings
@@ -98,7 +98,7 @@ class Compilation:
 
     def __post_init__(self) -> None:
         self.record = Record(self.graph.name)
-        self.watch = watcher(self.record, self.options)
+        self.watch = watcher(self.record, self.options, self.graph)
 
     def passes(self, graph: Graph, levels: tuple[str, ...], watch: Watcher | None = None) -> Graph:
         """The graph after these levels of the pipeline."""
@@ -165,7 +165,8 @@ def divide(compilation: Compilation) -> None:
 
 def transform(compilation: Compilation, part: Part) -> None:
     """Apply fusion, layout and global movement, to each program by itself."""
-    watch = compilation.watch if part.record is compilation.record else watcher(part.record, compilation.options)
+    own = part.record is compilation.record
+    watch = compilation.watch if own else watcher(part.record, compilation.options, part.graph)
     graph = compilation.passes(part.graph, part.levels, watch)
     if any(node.op.is_composite for node in graph.nodes):  # which a pipeline of a user's may leave as they are
         graph = Decompose().run(graph)
@@ -177,25 +178,27 @@ def lower_part(compilation: Compilation, part: Part) -> None:
     part.lowered = lower(part.graph, part.results, compilation.device)
     note_program(part.record, part.graph, part.lowered)
     if compilation.options.dump:
-        compilation.options.dump.program(part.record.name, part.graph, part.lowered)
+        compilation.options.dump.program(part.record.name, part.graph, part.lowered, part.record.costs)
 
 
-def generate(codes: list[KernelCode], options: Settings, record: Record, device: Device) -> dict[str, int]:
+def generate(compiled: Compiled, options: Settings, device: Device) -> dict[str, int]:
     """Generate and compile the kernels that are not on disk; the entry point of each by its key."""
-    start = time.perf_counter()
+    start, began = time.perf_counter(), time.time()
+    programs, records = compiled.programs, compiled.records
+    codes = [code for program in programs for each in program.all for code in each.codes]
     distinct = list({code.key: code for code in codes}.values())
     made = device.toolchain.addresses(distinct, options.cache.kernels, options.jobs, options.progress)
+    log_kernels(programs, records, {key: path for key, (_, path) in made.items()}, began)
     for _, path in made.values():
         with contextlib.suppress(OSError):  # so that eviction knows it is used; a cache may be read-only
             os.utime(path)
-    record.seconds["kernels"] = time.perf_counter() - start
+    records[0].seconds["kernels"] = time.perf_counter() - start
     return {key: address for key, (address, _) in made.items()}
 
 
 def link(compiled: Compiled, options: Settings, device: Device = CPU, arena: AnyArena | None = None) -> Linked:
     """Bind the programs to kernels, memory and tuners: what runs them."""
-    codes = [code for program in compiled.programs for each in program.all for code in each.codes]
-    addresses = generate(codes, options, compiled.records[0], device)
+    addresses = generate(compiled, options, device)
     arena = arena or new_arena(device)
     products = MatmulTuner(options.cache.products)
     search = None
@@ -285,19 +288,6 @@ def note_program(record: Record, graph: Graph, program: Program) -> None:
             record.calls[launch.target] = record.calls.get(launch.target, 0) + 1
     record.distinct_kernels = len({code.key for each in program.all for code in each.codes})
     record.fallbacks += [(n.op.label, str(n.origin)) for n in graph.nodes if isinstance(n.op, Aten)]
-
-
-def watcher(record: Record, options: Settings) -> Watcher:
-    """Records passes in `record` and calls the other callback."""
-
-    def watch(step: Step) -> None:
-        record.passes.append(step.record)
-        if options.dump and step.graph is not None:
-            options.dump.graph(record.name, step.level, step.transformation.name, step.graph)
-        if options.pass_callback is not None:
-            options.pass_callback(step)
-
-    return watch
 
 
 def _replay(record: Record, options: Settings) -> None:

@@ -2,58 +2,90 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import tempfile
+import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from daceml_train.errors import Invalid
 from daceml_train.graph.graph import Graph
 from daceml_train.graph.text import show
+from daceml_train.lowering.cost import Cost
+from daceml_train.lowering.listing import listing
 from daceml_train.lowering.program import Program
+from daceml_train.storage.folders import DUMP, writable_folder
 
 
 @dataclass
 class Dump:
-    """Writes into `folder`: `001_forward_fusion_fuse_elementwise.txt` and so on in the order of the passes, then per
-    program an SDFG of its operators (`forward.sdfg`, for DaCe's viewers) and the C++ of each distinct kernel.
+    """Writes into `folder`: `001_training_step_fusion_fuse_elementwise.txt` and so on in the order of the passes, then
+    per program an SDFG of its operators (`training_step.sdfg`, for DaCe's viewers), the plan of buffers and launches
+    (`training_step.plan`), and the source of each distinct kernel.
+
+    Several programs of one name are numbered: `forward`, `forward_2`.
     """
 
     folder: Path
-    count: int = field(default=0, init=False)
+    count: int = field(default=0, init=False, compare=False)
+    programs: Counter[str] = field(default_factory=Counter, init=False, compare=False, repr=False)
 
     @staticmethod
     def of(given: Dump | Path | str | None) -> Dump | None:
-        """The dump into a folder. Raises `Invalid` where no file can be written there."""
-        if given is None or isinstance(given, Dump):
+        """The dump into a folder, into `$DACEML_TRAIN_DUMP` for None, if that is set.
+
+        Raises `Invalid` where no file can be written there.
+        """
+        if isinstance(given, Dump):
+            writable(given.folder)
             return given
+        if given is None:
+            named = os.environ.get(DUMP)
+            return _shared(writable(_path(named), f" (from ${DUMP})")) if named else None
         if not isinstance(given, str | os.PathLike):
             raise Invalid(f"dump is a folder's path or a Dump, given {given!r}")
-        return Dump(writable(Path(given).expanduser().absolute()))
+        return Dump(writable(_path(given)))
 
     def graph(self, name: str, level: str, transformation: str, graph: Graph) -> None:
         """Write a graph's text after a pass."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         self.count += 1
-        path = self.folder / f"{self.count:03}_{name}_{level}_{transformation}.txt"
-        path.write_text(show(graph))
+        path = self.folder / f"{self.count:03}_{_file(name)}_{level}_{transformation}.txt"
+        path.write_text(show(graph), encoding="utf-8")
 
-    def program(self, name: str, graph: Graph, program: Program) -> None:
-        """Write what was lowered, as an SDFG of operators, and its kernels."""
+    def program(self, name: str, graph: Graph, program: Program, launches: Sequence[Cost]) -> None:
+        """Write what was lowered, as an SDFG of operators, the plan, and the kernels."""
         from daceml_train.sdfg.convert import to_sdfg  # brings DaCe in, which nobody else needs on a warm start
 
-        label = name.replace(" ", "_")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        label = _file(name)
+        self.programs[label] += 1
+        if self.programs[label] > 1:
+            label = f"{label}_{self.programs[label]}"
         to_sdfg(graph).save(str(self.folder / f"{label}.sdfg"))
-        for number, code in enumerate(code for each in program.all for code in each.codes):
-            (self.folder / f"{label}_kernel{number:03}_{code.key}.cpp").write_text(code.source)
+        (self.folder / f"{label}.plan").write_text(listing(program, launches), encoding="utf-8")
+        distinct = {code.key: code for each in program.all for code in each.codes}
+        for number, code in enumerate(distinct.values()):
+            (self.folder / f"{label}_kernel{number:03}_{code.key}.cpp").write_text(code.source, encoding="utf-8")
+
+
+def _file(name: str) -> str:
+    return re.sub(r"\W+", "_", name)
+
+
+def _path(given: str | os.PathLike[str]) -> Path:
+    return Path(given).expanduser().absolute()
+
+
+@functools.cache
+def _shared(folder: Path) -> Dump:
+    """The one dump of a process into the folder of the environment, so that several models are numbered through."""
+    return Dump(folder)
 
 
 def writable(folder: Path, origin: str = "") -> Path:
     """The folder, which is made if need be. Raises `Invalid` where no file can be written there."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
+        return writable_folder(folder)
     except OSError as error:
         raise Invalid(f"nothing can be dumped into {folder}{origin}: {error.strerror or error}") from None

@@ -12,7 +12,9 @@ import torch
 import torch._dynamo
 from torch._dynamo.exc import TorchDynamoException
 
+from daceml_train import logs
 from daceml_train.driver.binding import differentiable_outputs, input_tensors
+from daceml_train.driver.events import first_line
 from daceml_train.driver.function import CompiledGraph
 from daceml_train.driver.goals import compile_differentiable
 from daceml_train.driver.inference import compile_inference
@@ -21,7 +23,7 @@ from daceml_train.driver.settings import Settings
 from daceml_train.errors import Invalid, why
 from daceml_train.frontends.torch import absent_gradients
 from daceml_train.frontends.torch.capture.capture import capture
-from daceml_train.frontends.torch.dynamo.tracing import describe, reason, traced, tracing
+from daceml_train.frontends.torch.dynamo.tracing import describe, guards, reason, recompilation, traced, tracing
 from daceml_train.lowering.device import CPU
 from daceml_train.runtime.gpu.cuda_graph_pair import CudaGraphPairs
 from daceml_train.runtime.placement import common_device
@@ -74,6 +76,7 @@ class Backend:
         """Record, and warn once, why something runs in PyTorch."""
         if reason not in self.breaks:
             warnings.warn(f"daceml_train runs a graph as PyTorch does: {reason}", stacklevel=3)
+            logs.event(logs.BREAKS, reason)
         self.breaks.append(reason)
 
     def note(self, reason: str) -> None:
@@ -85,6 +88,8 @@ class Backend:
         """The compiled form of one Dynamo graph. Raises `DacemlError` where it cannot be compiled."""
         captured = capture(module, examples, self.options.randomness)
         given = input_tensors(captured, examples)
+        if logs.speaks(logs.RECOMPILES) and (changed := recompilation()):
+            logs.event(logs.RECOMPILES, f"{first_line(captured.graph)}: {changed}")
         device = common_device({captured.graph.inputs[name].path or name: t for name, t in given.items()})
         tensors = given if torch.is_grad_enabled() else {}
         wrt = [name for name, tensor in tensors.items() if tensor.requires_grad]
@@ -157,6 +162,7 @@ def _call(
     module: Any, source: Callable[..., Any], name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]
 ) -> Any:
     state: ModuleState = module._daceml_train
+    graphs = state.backend.graphs
     if transform := _transform():
         state.backend.note(f"a call inside {transform}")
         return source(module, *arguments, **keywords)
@@ -170,6 +176,8 @@ def _call(
             _note_arguments(error, state, arguments, keywords)
             raise
         result = _as_pytorch(module, state, source, error, arguments, keywords)  # TorchDynamo stumbled over user code
+    if state.backend.graphs != graphs and logs.speaks(logs.GUARDS):
+        _log_guards(state, name)
     for said in absent_gradients.noted():
         state.backend.note(said)
     if not state.worked:
@@ -178,6 +186,13 @@ def _call(
             where = f"{state.source.__name__}.{name}"
             state.backend.break_off(f"TorchDynamo found nothing that it can compile in {where}")
     return result
+
+
+def _log_guards(state: ModuleState, name: str) -> None:
+    """Say what is compared before the graph that was compiled last."""
+    function = getattr(state.compiled[name], "_torchdynamo_orig_callable", None)
+    for condition in guards(function.__code__) if function is not None else ():
+        logs.event(logs.GUARDS, f"{state.source.__name__}.{name}: {condition}")
 
 
 class _Optimized(torch.nn.Module):

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
+from daceml_train import logs
 from daceml_train.driver.dump import Dump
 from daceml_train.driver.settings import Settings
-from daceml_train.errors import Invalid
+from daceml_train.errors import Invalid, nearest
 from daceml_train.frontends.torch.capture.rng_draws import Randomness
-from daceml_train.passes.options import nearest
 from daceml_train.passes.pipeline import Pipeline, Watcher
 from daceml_train.plugins import OPERATORS, PASSES, load_plugins
 from daceml_train.renamed import warn
@@ -47,8 +47,9 @@ class Options:
         jobs: int | None = None
             The most compiler processes at once. None: one per core.
         dump: Dump | Path | str | None = None
-            A folder that receives the graph's text after each pass, an SDFG for DaCe's viewers, and the kernels' C++
-            or CUDA. Programs are compiled anew for that.
+            A folder that receives the graph's text after each pass, an SDFG for DaCe's viewers, the plan of buffers
+            and launches, and the kernels' C++ or CUDA. Programs are compiled anew for that. None:
+            `$DACEML_TRAIN_DUMP`, else nothing is written.
         pass_callback: Watcher | None = None
             A function that is called with a `Step` after each pass, also for a program that comes from the cache.
         progress: Progress | None = None
@@ -101,6 +102,7 @@ class Options:
 
     def settings(self) -> Settings:
         """What these options stand for here: plugins are loaded, files read, and folders checked, before any work."""
+        logs.install()
         load_plugins(PASSES, OPERATORS)
         chosen, inference = (TRAINING, INFERENCE) if self.pipeline is None else (Pipeline.of(self.pipeline), None)
         return Settings(

@@ -15,10 +15,12 @@ import torch
 import torch._dynamo
 import torch.utils._pytree as pytree
 
+from daceml_train import logs
 from daceml_train.driver.binding import input_tensors
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks, hook_tables, step_hooks
 from daceml_train.driver.capture_only import CapturedCall, CaptureDone, within
 from daceml_train.driver.checking import check, check_tensors, loss_of
+from daceml_train.driver.events import first_line
 from daceml_train.driver.goals import WholeStep, compile_step
 from daceml_train.driver.module import optimized, state_of
 from daceml_train.driver.options import ScheduleKind
@@ -29,8 +31,10 @@ from daceml_train.frontends.torch.capture.capture import Captured, capture
 from daceml_train.frontends.torch.dynamo.tracing import (
     RECOMPILATIONS,
     describe,
+    guards,
     has_effects,
     reason,
+    recompilation,
     tracing,
     with_own_code,
 )
@@ -135,6 +139,9 @@ class TrainingStep:
         key = (torch.get_num_threads(), len(targets), *map(_kind, flat))
         bound = self._bound.get(key)
         if bound is None or not bound.valid({"self": self, "inputs": inputs, "targets": targets}):
+            if bound is not None and logs.speaks(logs.RECOMPILES):
+                changed = bound.changed({"self": self, "inputs": inputs, "targets": targets})
+                logs.event(logs.RECOMPILES, f"training step of {type(self.model).__name__} is bound anew: {changed}")
             bound = self._bind(key, inputs, targets, flat)
         return key, flat, bound
 
@@ -217,6 +224,9 @@ class TrainingStep:
         except Exception as error:
             self._break(key, error, ours=True)
             return None
+        if logs.speaks(logs.GUARDS):
+            for condition in guards(self._code.__code__):
+                logs.event(logs.GUARDS, f"training step of {type(self.model).__name__}: {condition}")
         while len(self._bound) >= KEPT_BINDINGS:
             del self._bound[next(iter(self._bound))]
         self._bound[key] = bound
@@ -241,6 +251,9 @@ class TrainingStep:
     def _collect(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """A Dynamo backend that captures, and stops instead of running, unless the loss is already known."""
         captured = within(capture(module, examples, self.options.randomness), "model")
+        captured.graph.name = "training_step"
+        if self._known is None and logs.speaks(logs.RECOMPILES) and (changed := recompilation()):
+            logs.event(logs.RECOMPILES, f"{first_line(captured.graph)}: {changed}")
 
         def stop(*arguments: Any) -> Any:
             if self._known is None:
@@ -273,6 +286,7 @@ class TrainingStep:
         """Record that arguments of this kind run in pieces, and why."""
         self._in_pieces[key] = reason(error, ours)
         self.breaks.append(self._in_pieces[key])
+        logs.event(logs.BREAKS, self._in_pieces[key])
 
     def _bind_captured(
         self, captured: Captured, arguments: Sequence[Any], flat: Sequence[Any], scope: dict[str, Any]

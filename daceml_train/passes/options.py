@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import enum
 import math
 import types
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from daceml_train.errors import Invalid
+from daceml_train.errors import Invalid, nearest
 
 
 def option_types(kind: type[Any]) -> Mapping[str, Any]:
@@ -36,12 +35,6 @@ def check_names(name: str, kind: type, given: Iterable[str]) -> None:
 
 def _listed(known: Mapping[str, Any]) -> str:
     return ", ".join(f"{option}: {show_annotation(kind)}" for option, kind in known.items()) or "none"
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`, did you mean 'x'?` where a known name is like `name`, else nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f", did you mean {close[0]!r}?" if close else ""
 
 
 def checked_option(name: str, option: str, annotation: Any, value: Any) -> Any:

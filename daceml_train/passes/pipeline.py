@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TypeAlias
 
 from daceml_train.analysis.traffic import traffic
-from daceml_train.errors import Invalid
+from daceml_train.errors import Invalid, nearest
 from daceml_train.graph.graph import Graph
 from daceml_train.passes import files, notation
 from daceml_train.passes.base import LEVELS, Pass, applied, checked
-from daceml_train.passes.options import check_names, nearest
+from daceml_train.passes.options import check_names
 from daceml_train.passes.registry import name_of, registered
 from daceml_train.storage.storable import storable
 from daceml_train.tensor import Dim

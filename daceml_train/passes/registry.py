@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from daceml_train.errors import Duplicate, Invalid
-from daceml_train.passes.options import nearest
+from daceml_train.errors import Duplicate, Invalid, nearest
 from daceml_train.plugins import PASSES, load_plugins
 from daceml_train.renamed import pass_name
 

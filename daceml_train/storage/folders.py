@@ -17,6 +17,8 @@ from daceml_train.errors import Invalid
 from daceml_train.storage.trust import distrust, warn_once
 
 CACHE = "DACEML_TRAIN_CACHE"
+DUMP = "DACEML_TRAIN_DUMP"
+"""Names the folder that receives every stage of what is compiled; see `driver.dump`."""
 BUILDING = ".building-"
 """Begins the names of folders in which something is built; each holds a file that its builder keeps locked."""
 PRIVATE = "daceml_train-private-"
@@ -144,3 +146,10 @@ def _dead(folder: Path) -> bool:
         return time.time() - folder.stat().st_mtime > _YOUNG
     except OSError:
         return False
+
+
+def writable_folder(folder: Path) -> Path:
+    """The folder, made if need be, in which files can be written. Raises `OSError` where they cannot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        return folder

@@ -20,9 +20,10 @@ from daceml_train.driver.dump import Dump
 from daceml_train.driver.module import state_of
 from daceml_train.driver.options import RENAMED, OptionKeywords, current
 from daceml_train.driver.settings import Settings
+from daceml_train.driver.step import TrainingStep
 
 
-def step(**keywords: Any) -> dt.driver.TrainingStep:
+def step(**keywords: Any) -> TrainingStep:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return dt.training_step(model, nn.functional.mse_loss, optimizer, **keywords)

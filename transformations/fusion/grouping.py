@@ -58,8 +58,9 @@ class Group:
 
     @property
     def origin(self) -> Origin:
-        """The origin of the last operator that has one."""
-        return next((i.origin for i in reversed(self.items) if str(i.origin)), Origin())
+        """The origin of the last operator that has one, with the user's line if any operator has that."""
+        known = [i.origin for i in reversed(self.items) if str(i.origin)]
+        return next((origin for origin in known if origin.source), known[0] if known else Origin())
 
 
 class Grouping:

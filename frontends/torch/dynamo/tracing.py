@@ -17,6 +17,8 @@ import torch
 import torch._dynamo
 import torch.utils._pytree as pytree
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.utils import get_metrics_context
+from torch._guards import CompileContext
 from torch.fx.experimental import _config as symbols
 
 from daceml_train.errors import INTERNAL, DacemlError, internal
@@ -92,6 +94,33 @@ def tracing() -> Iterator[None]:
         logger.disabled, config.allow_rnn, symbols.use_duck_shape = before
         for name, value in theirs.items():
             setattr(config, name, value)
+
+
+def recompilation() -> str:
+    """Why Dynamo compiles what it compiles now once more, as it says it; empty for the first time."""
+    current = CompileContext.current_compile_id()
+    if current is None or not current.frame_compile_id:
+        return ""
+    noted = get_metrics_context()._metrics.get("recompile_reason")
+    first = str(noted or "").split("\nUser stack trace")[0].split(" (HINT")[0]
+    return " ".join(first.partition(": ")[2].split()) or "its guards do not hold"
+
+
+def guards(code: types.CodeType) -> list[str]:
+    """The conditions that Dynamo compares before it runs what was compiled last from this code, with the user's line
+    where it knows that.
+    """
+    entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(code)
+    if not entries:
+        return []
+    found: dict[str, None] = {}  # in order, each once
+    waiting: list[Any] = [entries[0].guard_manager.root]  # the newest entry comes first
+    while waiting:
+        manager = waiting.pop()
+        for guard in manager.get_leaf_guards():
+            found |= dict.fromkeys(" ".join(str(part).split()) for part in guard.verbose_code_parts())
+        waiting += reversed(manager.get_child_managers())
+    return list(found)
 
 
 def has_effects(code: types.CodeType) -> bool:
