@@ -23,6 +23,7 @@ from daceml_train.driver.settings import Settings
 from daceml_train.errors import Invalid, why
 from daceml_train.frontends.torch import absent_gradients
 from daceml_train.frontends.torch.capture.capture import capture
+from daceml_train.frontends.torch.capture.checkpointed import as_eager
 from daceml_train.frontends.torch.dynamo.tracing import describe, guards, reason, recompilation, traced, tracing
 from daceml_train.lowering.device import CPU
 from daceml_train.runtime.gpu.cuda_graph_pair import CudaGraphPairs
@@ -70,7 +71,7 @@ class Backend:
             return self.compile(module, examples)
         except Exception as error:  # training continues whatever fails in here
             self.break_off(why(error))
-        return module.forward
+        return as_eager(module).forward
 
     def break_off(self, reason: str) -> None:
         """Record, and warn once, why something runs in PyTorch."""
@@ -100,7 +101,7 @@ class Backend:
             compiled = compile_inference(captured.graph, self.options)
         compiled.records[0].fallbacks = [(target, str(origin)) for target, origin in captured.fallbacks]
         self.records += compiled.records
-        made = CompiledGraph(captured, compiled, module, self.options.cuda_graphs, self.note)
+        made = CompiledGraph(captured, compiled, as_eager(module), self.options.cuda_graphs, self.note)
         self.cuda_graphs += [made.cuda_graphs] if made.cuda_graphs is not None else []
         return made
 

@@ -1,0 +1,88 @@
+"""Regions under activation checkpointing that change memory from outside them, as a batch norm does in training.
+
+Eager execution runs such a region a second time in the backward pass, and so changes the memory a second time, then. A
+captured graph keeps what it needs in its own way and would change it once: PyTorch runs such a graph instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import checkpoint
+
+from daceml_train.errors import Unsupported
+from daceml_train.frontends.torch.dynamo.origin import origin
+from daceml_train.frontends.torch.results import example_of, version
+
+Changed = Callable[[fx.Node], fx.Node | None]
+"""The node of the tensor that a node changes in place; None where it changes none."""
+
+
+def refuse_repeated_changes(region: fx.GraphModule, changed: Changed) -> None:
+    """Raise where eager execution changes memory from outside the region once more as it runs the region again."""
+    nodes = list(region.graph.nodes)
+    if not any(_requires_gradient(node) for node in nodes):
+        return  # nothing is kept for a backward pass, so nothing is run again
+    for node in _changing(region, changed):
+        raise Unsupported(
+            "a checkpointed region that changes a buffer or an argument, which PyTorch does a second time in the "
+            "backward pass",
+            where=str(origin(node)),
+            advice="checkpoint the layers between the batch norms, or leave checkpointing to `optimize`",
+        )
+
+
+def _changing(region: fx.GraphModule, changed: Changed) -> Iterator[fx.Node]:
+    """The nodes of a region, and of regions inside it, that change what the region is given."""
+    given = {_storage(n) for n in region.graph.nodes if n.op in ("placeholder", "get_attr")} - {None}
+    for node in region.graph.nodes:
+        target = changed(node)
+        written = [target] if target is not None else _statistics(node)
+        if any(_storage(n) in given for n in written):
+            yield node
+        for inner in node.all_input_nodes:
+            body = getattr(region, str(inner.target), None) if inner.op == "get_attr" else None
+            if isinstance(body, fx.GraphModule):
+                yield from _changing(body, changed)
+
+
+def _statistics(node: fx.Node) -> list[fx.Node]:
+    """The running statistics that a normalization changes."""
+    if "norm" not in str(getattr(node.target, "__name__", node.target)):
+        return []
+    return [n for n in node.all_input_nodes if isinstance(e := example_of(n), torch.Tensor) and version(e) > 0]
+
+
+def _requires_gradient(node: fx.Node) -> bool:
+    return node.op not in ("placeholder", "get_attr") and bool(getattr(example_of(node), "requires_grad", False))
+
+
+def _storage(node: fx.Node) -> Any:
+    example = example_of(node)
+    return example.untyped_storage()._cdata if isinstance(example, torch.Tensor) else None
+
+
+# ---- in place of the operator that Dynamo puts into graphs --------------------------------------------------------
+def as_eager(module: fx.GraphModule) -> fx.GraphModule:
+    """The graph with its regions run by `torch.utils.checkpoint`, as outside of compilers.
+
+    Dynamo's operator keeps the tensors that a region is given as they are, and so fails where the region changes one.
+    """
+    for inner in module.modules():
+        if not isinstance(inner, fx.GraphModule):
+            continue
+        found = inner.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint)
+        for node in found:
+            if "_checkpoint_context_fn" not in getattr(inner, node.args[0].target).meta:
+                node.target = _checkpointed
+        if found:
+            inner.recompile()
+    return module
+
+
+def _checkpointed(region: fx.GraphModule, *operands: Any, **options: Any) -> Any:
+    run = fx.Interpreter(region).run
+    return checkpoint(lambda: run(*operands), **options | {"use_reentrant": False})
