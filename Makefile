@@ -1,9 +1,9 @@
-# Everything runs in .venv. `make setup` makes it; the other targets call it first, which takes no time once it is done.
+# Everything runs in .venv. `make setup` creates it; the other targets call it first, which is instant once it is done.
 
-PYTHON ?= python3   # makes .venv; any of 3.11, 3.12
-TORCH_INDEX ?=      # where PyTorch comes from; empty: its CPU index if reachable
+PYTHON ?= python3   # creates .venv; any of 3.11, 3.12
+TORCH_INDEX ?=      # index for PyTorch; empty: its CPU index if reachable
 JOBS ?= 2           # test workers
-ARGS ?=             # passed on: make test ARGS="-k softmax"
+ARGS ?=             # passed through: make test ARGS="-k softmax"
 
 VENV_PYTHON := .venv/bin/python
 
@@ -13,7 +13,7 @@ VENV_PYTHON := .venv/bin/python
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: ## make .venv, install everything, build the native runtime (PYTHON=, TORCH_INDEX=)
+setup: ## create .venv, install everything, build the native runtime (PYTHON=, TORCH_INDEX=)
 	@TORCH_INDEX="$(strip $(TORCH_INDEX))" $(PYTHON) scripts/setup.py
 
 demo: setup ## the demonstration (ARGS=)
@@ -36,13 +36,13 @@ bench: setup ## time training steps against PyTorch (ARGS=)
 traffic: setup ## count the bytes of training steps against eager PyTorch (ARGS=)
 	@$(VENV_PYTHON) -m benchmarks.traffic $(ARGS)
 
-conformance-cuda: setup ## CUDA kernels, all there are, in the emulator and through nvcc
+conformance-cuda: setup ## all CUDA kernels, in the emulator and through nvcc
 	@OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -q --wide tests/codegen/cuda $(ARGS)
 
 conformance-ops: setup ## PyTorch's own operator samples through the compiler (ARGS=)
 	@$(VENV_PYTHON) -m benchmarks.conformance $(ARGS)
 
-conformance-special: setup ## NaN, infinities and the ends of each type through the compiler (ARGS=)
+conformance-special: setup ## NaN, infinities and the extremes of each type through the compiler (ARGS=)
 	@$(VENV_PYTHON) -m benchmarks.conformance_special $(ARGS)
 
 conformance-models: setup ## whole models, through three training steps (ARGS="bert --timeout 300")
@@ -68,7 +68,7 @@ endurance: setup ## many steps, models, shapes and threads in one process: memor
 
 GPU_PYTHON ?= $(if $(wildcard $(VENV_PYTHON)),$(VENV_PYTHON),$(PYTHON))
 
-gpu-bundle: ## wheels to carry to a machine with a GPU and no network, into gpu_bundle/
+gpu-bundle: ## wheels to take to a machine with a GPU and no network, into gpu_bundle/
 	@$(GPU_PYTHON) scripts/gpu.py bundle $(ARGS)
 
 test-gpu: ## tests on a CUDA device (GPU_PYTHON=, a Python with PyTorch; ARGS=)
@@ -77,6 +77,6 @@ test-gpu: ## tests on a CUDA device (GPU_PYTHON=, a Python with PyTorch; ARGS=)
 bench-gpu: ## measurements on a CUDA device (GPU_PYTHON=, ARGS="--only kernels")
 	@$(GPU_PYTHON) scripts/gpu.py bench $(ARGS)
 
-clean: ## remove what builds and tests leave behind; .venv stays
+clean: ## remove build and test artifacts; .venv stays
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .dacecache _dacegraphs
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

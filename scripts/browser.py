@@ -1,6 +1,6 @@
 """`make test-browser`: the tests that need a browser, in a Chromium that is there or that apt can install.
 
-Where there is none, the last line begins with SKIPPED and says how to get one; the exit code is then 0, unless
+If there is none, the last line begins with SKIPPED and says how to get one; the exit code is then 0, unless
 `BROWSER=required` is set. `CHROMIUM` names an executable.
 """
 
@@ -22,7 +22,7 @@ def main() -> None:
         print("[browser] installing JupyterLab and Playwright", flush=True)
         wanted = pins("browser") + pins("notebook")
         if subprocess.call([sys.executable, "-m", "pip", "install", "--quiet", *wanted], cwd=ROOT) != 0:
-            skip("JupyterLab and Playwright could not be installed; pip's message stands above")
+            skip("JupyterLab and Playwright could not be installed; see pip's message above")
     chromium = found() or installed()
     if chromium is None:
         skip(f"there is no Chromium, and it could not be installed. {HOW}")
@@ -43,7 +43,7 @@ def pins(extra: str) -> list[str]:
 
 
 def found() -> str | None:
-    """The Chromium that is there."""
+    """The installed Chromium."""
     given = os.environ.get("CHROMIUM")
     if given:
         return shutil.which(given)
@@ -66,7 +66,7 @@ def installed() -> str | None:
 
 
 def starts(chromium: str) -> bool:
-    """Whether it runs at all here: it may miss a library."""
+    """Whether it starts here: a library may be missing."""
     command = [chromium, "--headless", "--no-sandbox", "--dump-dom", "about:blank"]
     try:
         return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
@@ -75,7 +75,7 @@ def starts(chromium: str) -> bool:
 
 
 def skip(why: str) -> None:
-    """End: nothing was tested, and that is said."""
+    """Exit with a message that nothing was tested."""
     print(f"SKIPPED the browser tests: {why}", flush=True)
     sys.exit(1 if os.environ.get("BROWSER") == "required" else 0)
 

@@ -1,10 +1,10 @@
 """`make gpu-bundle`, `make test-gpu`, `make bench-gpu`: carry the project to a machine with a GPU, test and measure it.
 
-    python scripts/gpu.py bundle [--folder gpu_bundle]   where there is a network: wheels that PyTorch does not bring
+    python scripts/gpu.py bundle [--folder gpu_bundle]   with a network: wheels that PyTorch does not include
     python scripts/gpu.py test | bench [arguments]       on the machine with the GPU; needs no network
 
-The last two run under the Python that is called, which has PyTorch; what it lacks is installed from the bundle into a
-folder beside it, and nothing else is changed. Without a CUDA device they say so and end with code 3.
+The last two run under the calling Python, which has PyTorch; missing packages are installed from the bundle into a
+folder beside it, and nothing else is changed. Without a CUDA device they say so and exit with code 3.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NO_DEVICE = 3
 WANTED = ("dace>=2.0.0b1,<2.1", "rich>=13.7,<16", "pytest>=8.3,<10", "expecttest>=0.3,<0.4", "pytest-xdist>=3.6,<4")
 """What tests and measurements need beside PyTorch, NumPy, SciPy and SymPy."""
 SECONDS, WORKERS = 470, 6
-"""Within which the tests end, and how many run at the same time: compiling is most of what they do."""
+"""The time limit of the tests, and the number of parallel tests: they mostly compile."""
 NOT_CARRIED = {"torch", "numpy", "scipy", "sympy"}
 
 
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def bundle(folder: Path) -> int:
-    """Build or download wheels: pure-Python ones of the closure of what is wanted."""
+    """Build or download wheels: the pure-Python ones among the dependencies."""
     folder.mkdir(parents=True, exist_ok=True)
     wheels = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(folder)]
     pending, seen = list(WANTED), set(NOT_CARRIED)

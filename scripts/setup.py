@@ -26,7 +26,7 @@ OLDEST_COMPILER = 10  # complete enough in C++20
 
 
 def main() -> None:
-    """Bring .venv up to date; each step says what it does, and is skipped when it is done already."""
+    """Bring .venv up to date; each step prints what it does, and is skipped if it is already done."""
     use_supported_python()
     files = [ROOT / "pyproject.toml", Path(__file__)]
     if not done("setup", files):
@@ -39,7 +39,7 @@ def main() -> None:
             install_torch()
         say("installing daceml_train (editable) and what it needs; the first time this takes minutes")
         if not pip("--editable", ".[demo,notebook,dev]"):
-            fail("pip could not install the project; its message stands above")
+            fail("pip could not install the project; see its message above")
         if not pip("--editable", ".[gpu]"):
             say("without nvidia-cuda-nvdisasm: tests that read the machine code of CUDA kernels are skipped")
         mark_done("setup", files)
@@ -48,13 +48,13 @@ def main() -> None:
         if not done("native", files):
             say("building the native runtime")
             if subprocess.call([PYTHON, "-m", "daceml_train.runtime.native_build"], cwd=ROOT) != 0:
-                fail("the native runtime did not build; the compiler's message stands above")
+                fail("the native runtime did not build; see the compiler's message above")
             mark_done("native", files)
     say("ready")
 
 
 def use_supported_python() -> None:
-    """Continue under a Python that the project supports, or say which one is missing."""
+    """Continue under a supported Python, or say which one is missing."""
     if sys.version_info[:2] in PYTHONS:
         return
     for major, minor in PYTHONS:
@@ -74,8 +74,8 @@ def create_venv() -> None:
 
 
 def check_compiler() -> None:
-    """Fail unless a C++ compiler is there and recent enough: models are compiled when they first run."""
-    command = shlex.split(os.environ.get("CXX") or "g++")  # it may bring arguments: CXX="ccache g++"
+    """Fail unless there is a recent C++ compiler: models are compiled when they first run."""
+    command = shlex.split(os.environ.get("CXX") or "g++")  # it may have arguments: CXX="ccache g++"
     compiler = command[0]
     how = "install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++) or name one with CXX=/path/to/g++"
     if not shutil.which(compiler):
@@ -87,7 +87,7 @@ def check_compiler() -> None:
 
 
 def install_torch() -> None:
-    """PyTorch by itself and first: on Linux the ordinary index brings the CUDA build, gigabytes of it."""
+    """Install PyTorch first and alone: on Linux the default index has the CUDA build, which takes gigabytes."""
     pins = re.findall(r'^\s*"(torch[<>=][^"]*)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
     index = os.environ.get("TORCH_INDEX")
     if index:
@@ -99,7 +99,7 @@ def install_torch() -> None:
         say(f"installing PyTorch from {CPU_INDEX}; choose another index with TORCH_INDEX=")
         if pip(*pins, "--index-url", CPU_INDEX):
             return
-    say("installing PyTorch from pip's ordinary index")
+    say("installing PyTorch from pip's default index")
     if not pip(*pins):
         fail(f"pip could not install {pins[0]}")
 
@@ -111,7 +111,7 @@ def pip(*arguments: str) -> bool:
 
 
 def installed(package: str) -> bool:
-    """Whether .venv holds a package, of whatever version: pip does the rest."""
+    """Whether .venv has a package, of any version: pip does the rest."""
     return any(VENV.glob(f"lib/python*/site-packages/{package}-*.dist-info"))
 
 
@@ -135,13 +135,13 @@ def key(files: list[Path]) -> str:
 
 
 def done(step: str, files: list[Path]) -> bool:
-    """Whether a step ended well before, on these files."""
+    """Whether a step has succeeded before, on these files."""
     stamp = VENV / f".{step}"
     return PYTHON.exists() and stamp.exists() and stamp.read_text(encoding="utf-8") == key(files)
 
 
 def mark_done(step: str, files: list[Path]) -> None:
-    """Remember that a step ended well."""
+    """Record the success of a step."""
     (VENV / f".{step}").write_text(key(files), encoding="utf-8")
 
 
@@ -151,7 +151,7 @@ def say(line: str) -> None:
 
 
 def fail(reason: str) -> NoReturn:
-    """End with a sentence that says what to do."""
+    """Exit with a message that says what to do."""
     sys.exit(f"[setup] {reason}")
 
 

@@ -157,7 +157,7 @@ def test_diff_of_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     other["functions"][0]["launches"][0]["seconds"] = 9.0
     paths[1].write_text(json.dumps(other))
     assert main(["diff", *map(str, paths)]) == 0  # times are no difference
-    assert "the reports say the same" in capsys.readouterr().out
+    assert "the reports agree" in capsys.readouterr().out
     other["functions"][0] |= {"moved": 500, "fallbacks": [["aten.sort", "net.py:3"]], "memory": [10, 20]}
     other["functions"][0]["launches"][0]["bytes"] = 300
     paths[1].write_text(json.dumps(other))

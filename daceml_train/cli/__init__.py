@@ -1,7 +1,7 @@
-"""The command `daceml-train`: report on a model, apply and compare pipelines, look after cache and installation.
+"""The command `daceml-train`: report on a model, apply and compare pipelines, manage cache and installation.
 
-Exit status: 0 well, 1 something is wrong with the model or the installation, 2 wrong use of the command. Of `diff`: 0
-the same, 1 different, 2 anything else.
+Exit status: 0 success, 1 something is wrong with the model or the installation, 2 wrong use of the command. For `diff`:
+0 the same, 1 different, 2 anything else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from daceml_train.storage.folders import DUMP, writable_folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status."""
+    """Run the command; return the exit status."""
     options = _parser().parse_args(arguments)
     try:
         with _written(options):

@@ -1,4 +1,4 @@
-"""cache, passes, stages: what is on disk, which transformations there are, and the road that programs take."""
+"""cache, passes, stages: compiled programs on disk, the transformations, and the stages of compilation."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from daceml_train.cli.failing import Failure
 
 
 def add(commands: Any) -> None:
-    """Make the commands known."""
+    """Register the commands."""
     cache = commands.add_parser(
-        "cache", help="compiled programs on disk", description="Show or remove what was compiled."
+        "cache", help="compiled programs on disk", description="Show or remove compiled programs."
     )
     cache.add_argument("action", choices=("show", "clear"), help="show: folder and sizes; clear: remove everything")
     cache.add_argument("--folder", type=Path, help="default: $DACEML_TRAIN_CACHE or the user's cache folder")
@@ -20,7 +20,7 @@ def add(commands: Any) -> None:
 
     passes = commands.add_parser(
         "passes",
-        help="the transformations there are",
+        help="the available transformations",
         description="List all passes by level, or explain one: its picture, its bytes, its options.",
     )
     passes.add_argument("name", nargs="?", metavar="PASS", help="the pass to explain")
@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
     stages = commands.add_parser(
         "stages",
         help="the stages of compilation",
-        description="List the stages from a captured graph to a running program: name, what each sees, what it does.",
+        description="List the stages from a captured graph to a running program: name, scope, action.",
     )
     stages.set_defaults(run=_stages)
 

@@ -1,4 +1,4 @@
-"""explain, bisect: what is not compiled, what becomes of an operator, and what departs."""
+"""explain, bisect: what is not compiled, what becomes of an operator, and which stage deviates."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from daceml_train.cli.sessions import pipeline_named, session_of
 
 
 def add(commands: Any) -> None:
-    """Make the commands known."""
+    """Register the commands."""
     explain = commands.add_parser(
         "explain",
         help="what of a model is not compiled, and what to change; or what becomes of one operator",
         description="List the graphs of a model, what breaks them and what falls back, with the line in your source. "
         "With --node: an operator of its training graph, with its module and source line, what it reads and writes, "
-        "the passes that change it, the bytes that it moves behind each level, and the kernels that run it.",
+        "the passes that change it, the bytes that it moves after each level, and the kernels that run it.",
     )
     explain.add_argument("model", metavar="FILE.py:FACTORY|FILE.onnx", help="as for report; ONNX with --node only")
     add_inputs(explain)
     explain.add_argument(
-        "--node", metavar="NAME", help="an operator: an array that it makes, or its kind, module or line if that is one"
+        "--node",
+        metavar="NAME",
+        help="an operator: an array that it produces, or its kind, module or line if that is unique",
     )
     explain.add_argument(
         "--pipeline",
@@ -36,7 +38,7 @@ def add(commands: Any) -> None:
 
     bisect = commands.add_parser(
         "bisect",
-        help="which operator or pass makes a wrong number",
+        help="which operator or pass produces a wrong number",
         description="Compare every stage of compilation with PyTorch in float64; write a script that shows the first "
         "difference. Exit status 1 if there is one.",
     )

@@ -17,7 +17,7 @@ TOLERANCE = 1e-5
 
 
 def add(commands: Any) -> None:
-    """Make the command known."""
+    """Register the command."""
     doctor = commands.add_parser(
         "doctor",
         help="check the installation",
@@ -27,13 +27,13 @@ def add(commands: Any) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    """Run all checks, also behind one that fails."""
+    """Run all checks, also after one that fails."""
     well = True
     for check in (_python, _versions, _compiler, _folder, _executor, plugins, _training):
         try:
             for line in check():
                 print(f"ok    {line}")
-        except Exception as error:  # a check may fail in any way; the next ones still tell something
+        except Exception as error:  # a check may fail in any way; the next ones are still informative
             well = False
             print(f"WRONG {error}")
     return 0 if well else 1
@@ -87,7 +87,7 @@ def _executor() -> Iterator[str]:
 
 
 def plugins() -> Iterator[str]:
-    """The plugins that are installed. Raises `Failure` for one that does not load."""
+    """The installed plugins. Raises `Failure` for one that does not load."""
     from daceml_train.plugins import GROUPS, load_plugins
     from daceml_train.transformations import catalog
 
@@ -125,7 +125,7 @@ def _training() -> Iterator[str]:
         theirs.step()
         own = step(x, y)
         if not abs(float(own) - float(loss.detach())) <= TOLERANCE:
-            raise Failure(f"a compiled step gives loss {float(own)}, eager execution {float(loss.detach())}")
+            raise Failure(f"a compiled step returns loss {float(own)}, eager execution {float(loss.detach())}")
     if step.breaks:
         raise Failure(f"two layers do not compile to one program: {step.breaks[0]}")
     yield "two layers trained for three steps: the losses are eager execution's"

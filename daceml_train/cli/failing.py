@@ -1,4 +1,4 @@
-"""How a command says that it goes on, and that it cannot."""
+"""Progress and failure of a command."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 class Failure(Exception):
-    """Ends the command with this sentence and a status: 1, or what the command says of itself."""
+    """Ends the command with this message and a status: 1, or one that the command chooses."""
 
     def __init__(self, sentence: str, status: int = 1) -> None:
         super().__init__(sentence)

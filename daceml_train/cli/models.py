@@ -1,4 +1,4 @@
-"""The model that a command is about: what a factory makes, or an ONNX file."""
+"""The model of a command: the result of a factory, or an ONNX file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from daceml_train.cli.failing import Failure
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """The argument that names a model, its inputs, and how often it is run."""
+    """Arguments that name a model and the number of its runs."""
     parser.add_argument(
         "model",
         metavar="FILE.py:FACTORY|FILE.onnx",
@@ -53,7 +53,7 @@ def made_by(place: str, options: argparse.Namespace | None = None) -> tuple[Any,
         raise Failure(f"{place!r} names no file and function; expected FILE.py:FACTORY")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None:
-        raise Failure(f"{path} is no Python file")
+        raise Failure(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     sys.path.insert(0, str(Path(path).resolve().parent))
@@ -87,11 +87,11 @@ def onnx_model(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
 
 
 def called_with(place: str) -> tuple[Any, tuple[Any, ...]]:
-    """The model that a factory makes, and what it is called with: of a training step, its first input."""
+    """The model of a factory and its arguments: of a training step, its first input."""
     model, inputs, *training = made_by(place)
     return model, as_tuple(as_tuple(inputs)[0] if training else inputs)
 
 
 def as_tuple(inputs: Any) -> tuple[Any, ...]:
-    """What a factory gives as inputs, which may be one tensor."""
+    """The inputs of a factory, which may be one tensor."""
     return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)

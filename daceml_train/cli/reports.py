@@ -1,4 +1,4 @@
-"""report, trace, roofline, run: what a compiled model does."""
+"""report, trace, roofline, run: the behavior of a compiled model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from daceml_train.cli.models import add_inputs, add_model, as_tuple, made_by, on
 
 
 def add(commands: Any) -> None:
-    """Make the commands known."""
+    """Register the commands."""
     report = commands.add_parser(
         "report",
         help="what compilation does to a model",
@@ -50,7 +50,7 @@ def add(commands: Any) -> None:
     roofline = commands.add_parser(
         "roofline",
         help="this machine's bandwidth and peak",
-        description="Copy bandwidth and peak rate of float32 products, measured once per machine and thread count.",
+        description="Copy bandwidth and peak rate of float32 matmuls, measured once per machine and thread count.",
     )
     roofline.add_argument("--again", action="store_true", help="measure anew")
     roofline.set_defaults(run=_roofline)

@@ -1,4 +1,4 @@
-"""replay, diff: what was kept by hand, applied to a model, and what one pipeline does otherwise than another."""
+"""replay, diff: a saved session applied to a model, and the differences of two pipelines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MODEL = (
 
 
 def add(commands: Any) -> None:
-    """Make the commands known."""
+    """Register the commands."""
     replay = commands.add_parser(
         "replay",
         help="apply a saved session or pipeline to a model, and check it",
@@ -37,10 +37,10 @@ def add(commands: Any) -> None:
         help="two pipelines or sessions on one model, or two reports, side by side",
         description="Of two pipelines or saved sessions: bytes, memory, operations, kernels and, if measured, time of "
         "a model under both, the passes that only one of them has, and the modules where the bytes differ. Of two "
-        "reports: what they say differently but for time. Exit status 0 if they are the same, 1 if they differ, 2 if "
+        "reports: their differences except for times. Exit status 0 if they are the same, 1 if they differ, 2 if "
         "they cannot be compared.",
     )
-    pipeline = "a file that holds a pipeline, saved session, or report as JSON; or the name of a pipeline: "
+    pipeline = "a file with a pipeline, saved session, or report as JSON; or the name of a pipeline: "
     pipeline += "training, inference, mixed_precision, none"
     diff.add_argument("a", help=pipeline)
     diff.add_argument("b", help="the same")
@@ -73,7 +73,7 @@ def _replay(options: argparse.Namespace) -> int:
 
     try:
         catalog.load()
-        pipeline = Pipeline.of(options.file)  # an unreadable file is said before a model is captured
+        pipeline = Pipeline.of(options.file)  # report an unreadable file before a model is captured
         session = session_of(options)
         say(f"applying {len(pipeline)} passes")
         told = session.replay(pipeline)

@@ -1,4 +1,4 @@
-"""For users who are stuck: what of a model is compiled and why not, and which operator or pass makes a wrong number."""
+"""For users who are stuck: what of a model is not compiled and why, and which operator or pass is wrong."""
 
 from daceml_train.debug.explanation import Explanation, Note, explain
 from daceml_train.debug.search import Bisection, Finding, bisect

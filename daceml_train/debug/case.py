@@ -1,4 +1,4 @@
-"""A captured graph with the numbers of one call, and what PyTorch makes of them in float64."""
+"""A captured graph with the numbers of one call, and PyTorch's results in float64."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.operator import Array, Value
 
 TOLERANCE = 1e-5
-"""Difference in float64, relative to an array's largest element, from which a result departs: casts to float32 inside a
-model are exact in one of the two computations only."""
+"""The least deviation in float64, relative to an array's largest element: casts to float32 inside a model are exact in
+only one of the two computations."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Case:
 
 
 def cases(model: torch.nn.Module, inputs: Sequence[Any]) -> tuple[list[Case], list[str]]:
-    """The graphs of a copy of `model` on these inputs, and why others are not there."""
+    """The graphs of a copy of `model` on these inputs, and why others are missing."""
     model = copy.deepcopy(original(model))
     found: list[Case] = []
     missing: list[str] = []
@@ -96,7 +96,7 @@ def array(tensor: torch.Tensor) -> Array:
 
 
 def departs(given: Array, expected: Array, tolerance: float = TOLERANCE) -> float | None:
-    """By how much `given` departs from `expected`, relative to its largest element; None if it does not."""
+    """The deviation of `given` from `expected`, relative to its largest element; None if there is none."""
     if given.shape != expected.shape:
         return float("inf")
     if given.dtype.kind in "biu" or not given.size:
@@ -113,7 +113,7 @@ def departs(given: Array, expected: Array, tolerance: float = TOLERANCE) -> floa
 
 @dataclass
 class Eager:
-    """What PyTorch makes of a case in float64: graph outputs, new values of written inputs, gradients, by name."""
+    """PyTorch's results of a case in float64: graph outputs, new values of written inputs, gradients, by name."""
 
     outputs: dict[str, Array]
     writes: dict[str, Array]
@@ -161,7 +161,7 @@ def _gradients(
 
 
 def first_departing_node(case: Case) -> tuple[Node, float] | None:
-    """The first operator of the captured graph whose result is not what PyTorch makes of the traced one."""
+    """The first operator of the captured graph whose result is not PyTorch's result of the traced one."""
     trace = case.captured.trace
     assert trace is not None
     ours = interpret(case.graph, case.arrays).values

@@ -33,7 +33,7 @@ _ADVICE = (
     ),
     (
         ("print", "logging", "warnings.warn"),
-        "move the message out of forward, or behind `if not torch.compiler.is_compiling()`",
+        "move the message out of forward, or guard it by `if not torch.compiler.is_compiling()`",
     ),
     (("numpy", "from_numpy"), "compute with torch instead of NumPy inside forward"),
     (("generator", "yield"), "return a list or tuple instead of yielding"),
@@ -43,7 +43,7 @@ _ADVICE = (
         "the result's size depends on values: use a mask and a fixed size where that is possible",
     ),
 )
-"""What occurs in a reason -> what to change."""
+"""A phrase in a reason -> what to change."""
 _OTHERWISE = "move this call out of forward, or let it run in PyTorch: the rest is compiled around it"
 _FALLBACK = (
     "it runs in PyTorch, forward and backward, and does not fuse; an operator of your own would: "
@@ -64,7 +64,7 @@ class Note:
 
 @dataclass
 class Explanation:
-    """What TorchDynamo and the frontend make of a model; `str()` is a table."""
+    """The result of TorchDynamo and the frontend for a model; `str()` is a table."""
 
     name: str
     graphs: list[int] = field(default_factory=list)

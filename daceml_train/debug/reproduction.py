@@ -1,4 +1,4 @@
-"""Making a failing graph small, and writing it as a script that runs by itself."""
+"""Reduce a failing graph, and write it as a stand-alone script."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from daceml_train.ops.elementwise import Full, Iota
 from daceml_train.ops.operator import Array
 
 TRIES = 120
-"""Graphs that are tried while one is made small."""
+"""The maximum number of graphs that are tried in a reduction."""
 
 Fails = Callable[[Graph, Mapping[str, Array]], bool]
 
@@ -32,7 +32,7 @@ def smallest(graph: Graph, arrays: Mapping[str, Array], fails: Fails) -> tuple[G
         part = excerpt(graph, nodes, results)
         try:
             return part if nodes and fails(part, {name: values[name] for name in part.inputs}) else None
-        except Exception:  # the part is no graph that the pass or operator accepts
+        except Exception:  # the pass or operator does not accept the part
             return None
 
     best = None
@@ -61,7 +61,7 @@ def smallest(graph: Graph, arrays: Mapping[str, Array], fails: Fails) -> tuple[G
 
 
 def excerpt(graph: Graph, nodes: list[Node], results: list[str]) -> Graph:
-    """`nodes` alone: what they read from elsewhere is an input, constants come along."""
+    """`nodes` alone: arrays from elsewhere become inputs, constants are included."""
     makers = graph.producers()
     part = Graph(graph.name)
     own = {name for node in nodes for name in node.outputs}
@@ -79,7 +79,7 @@ def excerpt(graph: Graph, nodes: list[Node], results: list[str]) -> Graph:
 
 
 def write(path: Path, title: str, graph: Graph, arrays: Mapping[str, Array], imports: str, check: str) -> Path:
-    """A script that builds `graph` and its inputs and runs `check`, which prints and exits with 1 if it departs."""
+    """A script that builds `graph` and its inputs and runs `check`, which prints and exits with 1 on a deviation."""
     path.parent.mkdir(parents=True, exist_ok=True)
     numbers = path.with_suffix(".npz")
     stored: dict[str, Any] = {f"input{i}": value for i, value in enumerate(arrays.values())}

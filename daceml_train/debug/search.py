@@ -1,8 +1,8 @@
-"""bisect: the first operator or pass whose result departs from eager execution in float64, and a script that shows it.
+"""bisect: the first operator or pass that deviates from eager execution in float64, and a script that shows it.
 
 The stages are those of compilation: capture (each captured graph against PyTorch), derivatives (against PyTorch's, then
-operator by operator against finite differences), every pass of every level, the cut into forward and backward, and the
-generated code (against the graph's own meaning, kernel by kernel). The search ends at the first stage that departs.
+operator by operator against finite differences), every pass of every level, the partition into forward and backward,
+and the generated code (against the graph's own meaning, kernel by kernel). The search ends at the first deviation.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FLOAT32 = 1e-3
 
 @dataclass(frozen=True)
 class Finding:
-    """What departs: the stage (`capture`, `derivative`, `pass`, `partition`, `code`), operator or pass, and where."""
+    """A deviation: the stage (`capture`, `derivative`, `pass`, `partition`, `code`), operator or pass, and where."""
 
     stage: str
     culprit: str
@@ -53,12 +53,12 @@ class Finding:
     def __str__(self) -> str:
         place = f" (at {self.where})" if self.where else ""
         shown = f"\nreproduction: {self.script}" if self.script else ""
-        return f"{self.stage}: {self.culprit}{place} departs by {self.error:.1e} of the largest element{shown}"
+        return f"{self.stage}: {self.culprit}{place} deviates by {self.error:.1e} of the largest element{shown}"
 
 
 @dataclass
 class Bisection:
-    """What the search has compared, and what it found; truthy if something departs."""
+    """What the search has compared, and what it found; truthy if it found a deviation."""
 
     finding: Finding | None = None
     compared: list[str] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Bisection:
         return self.finding is not None
 
     def __str__(self) -> str:
-        result = str(self.finding) if self.finding else "nothing departs from eager execution"
+        result = str(self.finding) if self.finding else "nothing deviates from eager execution"
         return "\n".join([result, *(f"compared: {c}" for c in self.compared), *(f"note: {n}" for n in self.notes)])
 
 
@@ -79,10 +79,10 @@ def bisect(
     folder: Path | str = "bisect",
     code: bool = True,
 ) -> Bisection:
-    """Find the first operator or pass whose result departs from eager execution of `model` on `inputs` in float64.
+    """Find the first operator or pass whose result deviates from eager execution of `model` on `inputs` in float64.
 
-    The model runs on a copy. A reproduction is written into `folder`. `code=False` leaves out generated code, which has
-    to be compiled.
+    A copy of the model runs. A reproduction is written into `folder`. `code=False` skips generated code, which has to
+    be compiled.
     """
     search = _Search(Pipeline.of(pipeline), Path(folder), code)
     found, missing = cases(model, inputs)
@@ -104,7 +104,7 @@ class _Search:
 
     # ---- a captured graph ---------------------------------------------------------------------------------------
     def case(self, case: Case) -> bool:
-        """All stages of one captured graph; whether one departs."""
+        """Run all stages of one captured graph; return whether one deviates."""
         reference = None
         if case.captured.random:
             self.result.notes.append("the graph draws random numbers: it is compared with itself, not with PyTorch")
@@ -187,7 +187,7 @@ class _Search:
 
     # ---- passes -------------------------------------------------------------------------------------------------
     def run(self, transformation: Pass, graph: Graph, arrays: Mapping[str, Array]) -> Graph | None:
-        """The graph after a pass; None, with a finding, if results depart."""
+        """The graph after a pass; None, with a finding, if results deviate."""
         try:
             after = checked(transformation, graph)
         except Exception as raised:
@@ -212,7 +212,7 @@ class _Search:
     def halves(
         self, joint: Graph, graph: Graph, differentiated: bool, arrays: Mapping[str, Array]
     ) -> Iterator[tuple[Graph, dict[str, Array]]]:
-        """The graphs that go through the later levels, with their inputs, as the driver makes them."""
+        """The graphs that go through the later levels, with their inputs, as in the driver."""
         if not differentiated:
             yield without_dead_code(joint), dict(arrays)
             return
@@ -227,12 +227,12 @@ class _Search:
         errors = [departs(a, b) for a, b in zip(both, whole.outputs, strict=True)]
         worst = next((e for e in errors if e is not None), None)
         if worst is not None:
-            self.found("partition", "the cut into forward and backward", "", worst)
+            self.found("partition", "the partition into forward and backward", "", worst)
             return
         yield cut.backward, second
 
     def half(self, graph: Graph, arrays: dict[str, Array]) -> bool:
-        """The levels behind the cut, and the generated code, of one graph."""
+        """The levels after the partition, and the generated code, of one graph."""
         for level in ("fusion", "layout", "global_movement"):
             for transformation in self.pipeline.level(level):
                 after = self.run(transformation, graph, arrays)
@@ -243,7 +243,7 @@ class _Search:
 
     # ---- generated code -----------------------------------------------------------------------------------------
     def generated(self, graph: Graph, arrays: Mapping[str, Array]) -> bool:
-        """Run the compiled graph, then, if it departs, each distinct operator by itself."""
+        """Run the compiled graph, then, if it deviates, each distinct operator by itself."""
         with tempfile.TemporaryDirectory() as cache:
             self.result.compared.append(f"the generated code of {len(graph.nodes)} kernels and calls")
             if code_difference(graph, arrays, cache) is None:
@@ -260,7 +260,7 @@ class _Search:
                 if error is not None:
                     script = self.operator_script("code", node, part, values)
                     return self.found("code", str(node), str(node.origin), error, script)
-            whole = write(self.folder / "code.py", "Generated code departs", graph, arrays, _IMPORTS["code"], _CODE)
+            whole = write(self.folder / "code.py", "Generated code deviates", graph, arrays, _IMPORTS["code"], _CODE)
         return self.found("code", "the program as a whole, though no kernel alone", "", float("inf"), whole)
 
     # ---- scripts ------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ class _Search:
         text = f"(transformation,) = dt.Pipeline.parse({f'{level}: {transformation}'!r})\n{_PASS}"
         imports = _import(type(transformation)) + _operators(graph) + _IMPORTS["pass"]
         path = self.folder / f"{transformation.name}.py"
-        return write(path, f"{transformation} departs", graph, arrays, imports, text)
+        return write(path, f"{transformation} deviates", graph, arrays, imports, text)
 
     def operator_script(self, stage: str, node: Node, graph: Graph, values: Mapping[str, Array]) -> Path:
         arrays = {name: np.asarray(values[name]) for name in graph.inputs}
@@ -277,11 +277,11 @@ class _Search:
         name = "".join(c if c.isalnum() else "_" for c in node.op.label)
         imports = _operators(graph) + _IMPORTS[stage]
         path = self.folder / f"{stage}_{name}.py"
-        return write(path, f"The {stage} of {node} departs", graph, arrays, imports, check)
+        return write(path, f"The {stage} of {node} deviates", graph, arrays, imports, check)
 
 
 def joint_graph(graph: Graph, case: Case) -> tuple[Graph, list[str]]:
-    """The graph with gradients behind its outputs, and whose they are."""
+    """The graph with gradients as further outputs, and their inputs."""
     joint = graph.copy()
     # forward passes keep the order of outputs, not their names
     renamed = dict(zip(case.graph.outputs, graph.outputs, strict=True))
@@ -299,7 +299,7 @@ def joint_graph(graph: Graph, case: Case) -> tuple[Graph, list[str]]:
 
 
 def difference(before: Graph, after: Graph, arrays: Mapping[str, Array]) -> float | None:
-    """By how much the results of two graphs differ on the same inputs; None if they do not."""
+    """The difference of the results of two graphs on the same inputs; None if there is none."""
     expected, given = interpret(before, arrays), interpret(after, arrays)
     pairs = [*zip(given.outputs, expected.outputs, strict=True)]
     pairs += [(given.writes.get(n, np.asarray(arrays[n])), value) for n, value in expected.writes.items()]
@@ -307,7 +307,7 @@ def difference(before: Graph, after: Graph, arrays: Mapping[str, Array]) -> floa
 
 
 def derivative_error(graph: Graph, node: Node, values: Mapping[str, Array]) -> float | None:
-    """By how much an operator's derivative departs from finite differences at these values; None if it does not.
+    """The deviation of an operator's derivative from finite differences at these values; None if there is none.
 
     Along a random direction, at two widths: where these differ, the operator is not smooth there, and nothing is said.
     """
@@ -348,7 +348,7 @@ def derivative_error(graph: Graph, node: Node, values: Mapping[str, Array]) -> f
 
 
 def code_difference(graph: Graph, arrays: Mapping[str, Array], cache: str) -> float | None:
-    """By how much the compiled graph departs from its meaning on these inputs; None if it does not."""
+    """The deviation of the compiled graph from its meaning on these inputs; None if there is none."""
     graph = graph.copy()
     tensors = [_tensor(np.asarray(arrays[n]), entry.tensor) for n, entry in graph.inputs.items()]
     rounded = {name: array(t) for name, t in zip(graph.inputs, tensors, strict=True)}
@@ -398,7 +398,7 @@ _IMPORTS = {
     "code": "import tempfile\n\nfrom daceml_train.debug.search import code_difference\n",
     "capture": "",
 }
-_REPORT = """print("departs by", error)
+_REPORT = """print("deviates by", error)
 sys.exit(error is not None)
 """
 _PASS = f"""after = transformation.run(graph)

@@ -192,7 +192,7 @@ class _Function(torch.autograd.Function):
         outputs, ctx.ticket = graph.forward(tensors, awaited=graph.compiled.backward is not None)
         results, saved = outputs[: graph.compiled.results], outputs[graph.compiled.results :]
         results = graph.laid_out(results, tensors)
-        ctx.graph, ctx.again = graph, (arguments, tensors, [_version(t) for t in tensors])
+        ctx.graph, ctx.call = graph, (arguments, tensors, [_version(t) for t in tensors])
         ctx.save_for_backward(*(tensors[i] for i in graph.kept), *saved)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(r for i, r in enumerate(results) if i not in graph.differentiable))
@@ -202,10 +202,10 @@ class _Function(torch.autograd.Function):
     @torch._dynamo.disable  # type: ignore[untyped-decorator]  # it may be called where TorchDynamo is at work, by a gradient inside the user's code
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         graph: CompiledGraph = ctx.graph
-        if ctx.again is None:
+        if ctx.call is None:
             raise RuntimeError("a second backward pass through a compiled graph; the first needs retain_graph=True")
         if graph.compiled.backward is None:  # no result depends on an input, though autograd sees them connected
-            return (None, None, *(None for _ in ctx.again[1]))
+            return (None, None, *(None for _ in ctx.call[1]))
         given = [cotangents[i] for i in graph.compiled.cotangents]
         given = [g if g is None else _plain(g) for g in given]
         if torch.is_grad_enabled():
@@ -215,16 +215,16 @@ class _Function(torch.autograd.Function):
                 graph.note("gradients of a batch of cotangents at once (is_grads_batched, vectorize)")
             with torch.enable_grad():
                 return (None, None, *_eager_gradients(ctx, graph, given))
-        tensors = [*ctx.saved_tensors, *(_filled(graph, k, c, ctx.again[1]) for k, c in enumerate(given))]
+        tensors = [*ctx.saved_tensors, *(_filled(graph, k, c, ctx.call[1]) for k, c in enumerate(given))]
         found = graph.backward(tensors, ctx.ticket)
-        gradients: list[torch.Tensor | None] = [None] * len(ctx.again[1])
+        gradients: list[torch.Tensor | None] = [None] * len(ctx.call[1])
         absent = {k for k, cotangent in enumerate(given) if cotangent is None}
         for position, index in graph.wanted.items():
             if not graph.compiled.sources[index] <= absent:
                 parts = graph.compiled.sparse.get(index)
-                gradients[position] = found[index] if parts is None else assembled(parts, found, ctx.again[1][position])
+                gradients[position] = found[index] if parts is None else assembled(parts, found, ctx.call[1][position])
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            ctx.again = ctx.ticket = None  # as saved tensors are freed
+            ctx.call = ctx.ticket = None  # as saved tensors are freed
         return (None, None, *gradients)
 
 
@@ -274,7 +274,7 @@ def _eager_gradients(ctx: Any, graph: CompiledGraph, cotangents: Sequence[torch.
             "through a graph that updates buffers (such as BatchNorm in training mode) is not "
             "available from a compiled graph; call eval(), or run this module without daceml_train"
         )
-    arguments, inputs, versions = ctx.again
+    arguments, inputs, versions = ctx.call
     if any(_version(t) != v for t, v in zip(inputs, versions, strict=True)):
         raise RuntimeError("an input of a compiled graph was modified in place before a gradient of its gradient")
     results = graph.owners(graph.eager(*arguments), inputs)

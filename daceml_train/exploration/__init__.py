@@ -1,7 +1,7 @@
 """Exploration: transform a training graph by hand, one match at a time, and keep what is worth keeping.
 
-The package is not called like the public function `daceml_train.explore`: a submodule of that name would hide it.
-`session` is all there is to it without a browser; see there.
+The package does not have the name of the public function `daceml_train.explore`: a submodule of that name would shadow
+it. `session` is all of it that works without a browser; see there.
 """
 
 import importlib
@@ -17,7 +17,7 @@ __all__ = ["Match", "Preview", "Replay", "Session", "Step", "compare", "replay"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import sessions when they are asked for: a widget is on the screen before all of the compiler is loaded."""
+    """Import sessions on demand, so that a widget is on the screen before all of the compiler is loaded."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = "steps" if name in ("Match", "Preview", "Step") else "session"

@@ -1,7 +1,7 @@
 """Report: what compilation did to a module or a training step, as text, HTML, JSON and a trace.
 
 A compiled function is one program (a training step) or two (a forward pass and its backward pass), which are shown
-together. Sizes that vary between calls are shown at the values they had last.
+together. Sizes that vary between calls are shown at their most recent values.
 """
 
 import importlib
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what collects reports when it is asked for: it needs all of the compiler, and numbers do not."""
+    """Import the collection of reports on demand: it needs all of the compiler, and numbers do not."""
     if name in ("Report", "report"):
         return getattr(importlib.import_module("daceml_train.reporting.collect"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""report: everything known of what was compiled, put together."""
+"""report: everything known about compiled programs, in one place."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from daceml_train.runtime.timing import Timing
 from daceml_train.storage.folders import cache_folder
 
 RUNS = 10
-"""How often a report runs what it measures."""
+"""The default number of measured runs."""
 
 
 @dataclass(frozen=True)
 class Report(Contents):
-    """What `report` returns. Printed, it is a table; a notebook shows it as HTML."""
+    """The result of `report`. Printed, it is a table; a notebook shows it as HTML."""
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain data."""
@@ -69,11 +69,11 @@ def report(
     eager: Callable[[], object] | None = None,
     runs: int = RUNS,
 ) -> Report:
-    """What was compiled for a module from `optimize` or a step from `training_step`.
+    """A report on the programs of a module from `optimize` or a step from `training_step`.
 
     `run`, which calls `compiled`, is called `runs` times and once before, to measure each launch; `eager` does the
-    same in PyTorch and is called once, to count what PyTorch moves (state that is made once should exist by then).
-    Raises `Invalid` for other objects. Before the first call there is nothing to tell, and the report says so.
+    same in PyTorch and is called once, to count what PyTorch moves (state that is created once should exist by then).
+    Raises `Invalid` for other objects. Before the first call there is nothing to report, and the report says so.
     """
     if isinstance(compiled, TrainingStep):
         kind, name = "training step", f"{type(compiled.model).__name__}, {type(compiled.optimizer).__name__}"
@@ -114,7 +114,7 @@ def report(
 
 @contextmanager
 def _timed(records: Sequence[Record]) -> Iterator[None]:
-    """Within it, the launches of these programs are measured."""
+    """Within this context, the launches of these programs are measured."""
     executables = [r.executable for r in records if r.executable is not None]
     for executable in executables:
         executable.time(Timing())

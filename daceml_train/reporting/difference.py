@@ -16,7 +16,7 @@ ROWS = 12
 
 @dataclass(frozen=True)
 class Difference:
-    """What two reports say differently. Measured times are shown, but are no difference: no two runs take the same.
+    """The differences of two reports. Measured times are shown but do not count: no two runs take the same time.
 
     `numbers` are (function, what, before, after), `operators` (launched operators, count and bytes in both), `lines`
     what only one of them has, with `-` or `+`.
@@ -29,7 +29,7 @@ class Difference:
 
     @property
     def same(self) -> bool:
-        """Whether the reports say the same of everything but time."""
+        """Whether the reports agree in everything but time."""
         return not (self.numbers or self.operators or self.lines)
 
     def as_dict(self) -> dict[str, Any]:
@@ -51,10 +51,10 @@ class Difference:
             told += [f"  and {len(self.operators) - ROWS} more"] if len(self.operators) > ROWS else []
         told += self.lines
         if self.same:
-            told.append("the reports say the same")
+            told.append("the reports agree")
         a, b = self.seconds
         if a is not None and b is not None:
-            told.append(f"measured: {1e3 * a:.3f} ms and {1e3 * b:.3f} ms; a single measurement of each tells little")
+            told.append(f"measured: {1e3 * a:.3f} ms and {1e3 * b:.3f} ms; a single measurement of each says little")
         return "\n".join(told)
 
 
@@ -68,7 +68,7 @@ def is_report(path: Path) -> bool:
 
 
 def difference(a: Path, b: Path) -> Difference:
-    """What two report files say differently. Raises `Invalid` for a file that is none."""
+    """The differences of two report files. Raises `Invalid` for a file that is not a report."""
     first, second = _read(a), _read(b)
     numbers: list[tuple[str, str, Any, Any]] = []
     lines: list[str] = []
@@ -121,7 +121,7 @@ def _only(a: Sequence[str], b: Sequence[str], what: str) -> list[str]:
 
 def _read(path: Path) -> Any:
     if not is_report(path):
-        raise Invalid(f"{path} is no report as JSON", advice="`daceml-train report MODEL --json FILE` writes one")
+        raise Invalid(f"{path} is not a report as JSON", advice="`daceml-train report MODEL --json FILE` writes one")
     return json.loads(path.read_text(encoding="utf-8"))
 
 

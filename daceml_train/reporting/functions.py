@@ -1,4 +1,4 @@
-"""From what compilation noted to what a report shows of each compiled function."""
+"""From the records of compilation to what a report shows of each compiled function."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _autotuned(counts: Iterable[tuple[int, int]]) -> tuple[int, int]:
 
 
 def _recomputed(group: Sequence[Record], sizes: Mapping[str, int]) -> list[Kept]:
-    """What is computed again, the largest first."""
+    """Rematerialized arrays, the largest first."""
     found = []
     for again in (a for record in group for a in record.recomputed):
         size = number(again.tensor.bytes, sizes)
@@ -95,7 +95,7 @@ def _recomputed(group: Sequence[Record], sizes: Mapping[str, int]) -> list[Kept]
 
 
 def _passes(group: Sequence[Record], sizes: Mapping[str, int]) -> Iterator[tuple[str, Change]]:
-    """Level and change of each pass; forward and backward pass go through the same ones and are added up."""
+    """Level and change of each pass; forward and backward pass have the same ones and are added up."""
     for level in LEVELS:
         of_level = [[p for p in record.passes if p.level == level] for record in group]
         for same in zip(*(ps for ps in of_level if ps), strict=True):
@@ -103,7 +103,7 @@ def _passes(group: Sequence[Record], sizes: Mapping[str, int]) -> Iterator[tuple
 
 
 def _levels(group: Sequence[Record], sizes: Mapping[str, int]) -> Iterator[Change]:
-    """One change per level; of the levels behind the cut, forward and backward pass are added up."""
+    """One change per level; for levels after the partition, forward and backward pass are added up."""
     before: Sequence[PassRecord] = ()
     for level in _BEHIND:
         of_level = [[p for p in record.passes if p.level == level] for record in group]
@@ -121,7 +121,7 @@ def _cut(joint: PassRecord, halves: Sequence[PassRecord], sizes: Mapping[str, in
     after = number(_sum(p.bytes_before for p in halves), sizes)
     operators = joint.operators_after, sum(p.operators_before for p in halves)
     flops = number(_sum(p.flops[0] for p in halves), sizes)
-    return Change("cut into forward and backward", number(joint.bytes_after, sizes), after, operators, 0.0, flops)
+    return Change("partition into forward and backward", number(joint.bytes_after, sizes), after, operators, 0.0, flops)
 
 
 def _change(name: str, starts: Sequence[PassRecord], ends: Sequence[PassRecord], sizes: Mapping[str, int]) -> Change:
@@ -143,6 +143,6 @@ def _sum(sizes: Iterator[Dim] | Sequence[Dim]) -> Dim:
 
 
 def _seconds(record: Record) -> list[float]:
-    """Per launch what was measured; empty where nothing was."""
+    """The measured seconds per launch; empty if nothing was measured."""
     timing = record.executable.timing if record.executable is not None else None
     return timing.median() if timing is not None else []

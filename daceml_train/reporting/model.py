@@ -1,4 +1,4 @@
-"""What a report holds, as plain frozen data."""
+"""The contents of a report, as plain frozen data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from daceml_train.runtime.roofline import Machine
 
 @dataclass(frozen=True)
 class Change:
-    """Bytes and operators before and after a pass, a level, or the cut into forward and backward pass.
+    """Bytes and operators before and after a pass, a level, or the partition into forward and backward pass.
 
     Bytes are numbers, or texts of expressions where a size is not known yet.
     """
@@ -22,7 +22,7 @@ class Change:
     operators: tuple[int, int]
     seconds: float
     flops: int | str = 0
-    """Operations behind it."""
+    """Operations after it."""
 
     @property
     def saved(self) -> float | None:
@@ -35,7 +35,7 @@ class Launched:
     """One launch of a program: a kernel, a library call or a copy.
 
     `kernel` tells equal kernels apart from others, `phase` is forward, backward or update; `seconds` were measured.
-    `shape` says how threads share out a kernel on a GPU.
+    `shape` is the launch configuration of a kernel on a GPU.
     """
 
     program: int
@@ -53,7 +53,7 @@ class Launched:
 
 @dataclass(frozen=True)
 class Kept:
-    """An array that the forward pass leaves for the backward pass, and the operators that made it."""
+    """An array that the forward pass saves for the backward pass, and the operators that produced it."""
 
     array: str
     bytes: int
@@ -67,7 +67,7 @@ class Compiled:
 
     `captured` are the bytes with one kernel or library call per operator, gradients and update included; `moved` those
     of what runs. `levels` begin there; `passes` has all passes, by level. `fallbacks` are operators that PyTorch runs
-    for want of a rule, with the user's line. `stages` are seconds of compilation.
+    for lack of a rule, with the user's line. `stages` are seconds of compilation.
     """
 
     name: str
@@ -91,16 +91,16 @@ class Compiled:
     inputs: int = 0
     """Bytes of inputs: parameters, buffers, optimizer state, the batch."""
     kept: tuple[Kept, ...] = ()
-    """Arrays that the forward pass leaves for the backward pass."""
+    """Arrays that the forward pass saves for the backward pass."""
     recomputed: tuple[Kept, ...] = ()
-    """Arrays that are computed a second time instead of being kept; their bytes are those that keeping would take."""
+    """Arrays that are rematerialized instead of being kept; their bytes are those that keeping would take."""
     device: str = "cpu"
     autotuned: tuple[int, int] = (0, 0)
-    """Kernels of which several shapes were measured on a GPU, and how many of them are not as sizes suggest."""
+    """The number of autotuned kernels on a GPU, and how many of them do not have the default configuration."""
 
     @property
     def saved(self) -> float | None:
-        """The share of the captured bytes that is not moved any more."""
+        """The share of the captured bytes that is no longer moved."""
         return share(self.captured, self.moved)
 
     @property
@@ -139,7 +139,7 @@ class Contents:
     eager: Eager | None = None
     machine: Machine | None = None
     cuda_graphs: tuple[str, ...] = ()
-    """What runs as one launch on a GPU, on how many streams, or why it does not."""
+    """The programs that run as one launch on a GPU, on how many streams, or why they do not."""
 
     @property
     def empty(self) -> bool:
@@ -158,14 +158,14 @@ class Group:
     seconds: float | None
 
     def roofline(self, machine: Machine | None) -> float | None:
-        """The share of the measured time that the machine needs at least."""
+        """The machine's least time as a share of the measured time."""
         if machine is None or not self.seconds:
             return None
         return machine.seconds(self.bytes, self.flops) / self.seconds
 
 
 def grouped(launches: Iterable[Launched], key: Callable[[Launched], str]) -> list[Group]:
-    """Launches by what `key` says of them; those that move most come first."""
+    """Launches grouped by `key`; those that move the most bytes come first."""
     groups: dict[str, list[Launched]] = {}
     for launch in launches:
         groups.setdefault(key(launch), []).append(launch)

@@ -39,7 +39,7 @@ def percent(saved: float | None) -> str:
 
 
 def counted(count: int, thing: str) -> str:
-    """How many of a thing: `1 kernel`, `2 kernels`."""
+    """A count with its noun: `1 kernel`, `2 kernels`."""
     return f"{count} {thing}{'' if count == 1 else 's'}"
 
 

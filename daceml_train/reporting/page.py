@@ -11,9 +11,9 @@ from daceml_train.reporting.numbers import bytes_text, counted, flops_text, perc
 from daceml_train.runtime.roofline import Machine
 
 ROWS = 20
-"""Rows of a table at most; the JSON has them all."""
+"""The maximum number of rows of a table; the JSON has them all."""
 NAME = 90
-"""Characters of an operator's description at most."""
+"""The maximum number of characters of an operator's description."""
 
 STYLE = """
 .daceml-report{--ink:#1d2327;--soft:#5b656d;--line:#e3e7ea;--paper:#fff;--card:#f6f8f9;--blue:#0072b2;--grey:#b9c2c9;
@@ -55,7 +55,7 @@ def document(made: Contents) -> str:
 
 
 def fragment(made: Contents) -> str:
-    """What goes into a page or a notebook."""
+    """The contents of a page or a notebook."""
     return f'<style>{STYLE}</style><div class="daceml-report">{"".join(_parts(made))}</div>'
 
 
@@ -72,7 +72,7 @@ def _parts(made: Contents) -> Iterator[str]:
     if made.breaks:
         yield f"<h2>Runs in PyTorch, because</h2><ul>{_items(made.breaks)}</ul>"
     elif not made.empty and not any(function.fallbacks for function in made.functions):
-        yield "<p>No graph breaks, and no operator runs in PyTorch for want of a rule.</p>"
+        yield "<p>No graph breaks, and no operator runs in PyTorch for lack of a rule.</p>"
     if made.eager is not None:
         largest = list(made.eager.by_operator.items())[:ROWS]
         rows = [(escape(name), bytes_text(size), _bar(size, made.eager.bytes)) for name, size in largest]
@@ -85,11 +85,11 @@ def _function(made: Contents, function: Compiled) -> Iterator[str]:
         yield f"<p>at the sizes last used, {escape(', '.join(f'{n} = {v}' for n, v in function.sizes.items()))}</p>"
     cards = "".join(f"<div><b>{escape(v)}</b>{escape(k)}</div>" for k, v in _cards(made, function))
     yield f'<div class="cards">{cards}</div>'
-    yield "<h2>Bytes that are moved</h2>"
+    yield "<h2>Bytes moved</h2>"
     yield picture.bars(function, made.eager if len(made.functions) == 1 else None)
     groups = grouped(function.launches, lambda x: x.operators)
     if groups:
-        yield "<h2>What moves most</h2>"
+        yield "<h2>Largest movers</h2>"
         yield _groups("operators of a kernel or call", groups, function, made.machine)
     if made.machine is not None and (drawn := picture.roofline(groups, made.machine)):
         yield "<h2>Roofline</h2>"
@@ -107,11 +107,11 @@ def _function(made: Contents, function: Compiled) -> Iterator[str]:
     if function.memory:
         yield f"<h2>Memory over the step</h2>{picture.memory(function)}"
     if function.kept:
-        yield "<h2>Kept for the backward pass</h2>"
+        yield "<h2>Saved for the backward pass</h2>"
         total = sum(kept.bytes for kept in function.kept)
         yield f"<p>{counted(len(function.kept), 'array')}, {bytes_text(total)}</p>{_arrays(function.kept)}"
     if function.recomputed:
-        yield "<h2>Computed again for the backward pass</h2>"
+        yield "<h2>Rematerialized in the backward pass</h2>"
         total = sum(again.bytes for again in function.recomputed)
         told = f"{counted(len(function.recomputed), 'array')}, {bytes_text(total)} that need not be kept"
         yield f"<p>{told}</p>{_arrays(function.recomputed)}"
@@ -171,7 +171,7 @@ def _passes(function: Compiled) -> str:
                 name = f"&ensp;{escape(change.name)}"
                 seconds = f"{change.seconds:.2f} s"
                 rows.append((name, bytes_text(change.after), percent(change.saved), _flops(change), seconds))
-    return _table(("level and pass", "bytes behind it", "saved", "arithmetic behind it", "time"), rows)
+    return _table(("level and pass", "bytes after it", "saved", "arithmetic after it", "time"), rows)
 
 
 def _flops(change: Change) -> str:
@@ -180,14 +180,14 @@ def _flops(change: Change) -> str:
 
 def _arrays(arrays: Sequence[Kept]) -> str:
     rows = [(k.array, bytes_text(k.bytes), _short(k.operators), k.module) for k in arrays[:ROWS]]
-    return _table(("array", "bytes", "made by", "module"), [tuple(map(escape, row)) for row in rows]) + _more(
+    return _table(("array", "bytes", "produced by", "module"), [tuple(map(escape, row)) for row in rows]) + _more(
         len(arrays)
     )
 
 
 def _compilation(function: Compiled) -> Iterator[str]:
     if function.fallbacks:
-        yield "<h2>Without a rule of ours, run by PyTorch</h2>"
+        yield "<h2>Run by PyTorch for lack of a rule</h2>"
         yield f"<ul>{_items([f'{operator} {line}'.strip() for operator, line in function.fallbacks])}</ul>"
     stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in function.stages.items())
     yield f"<p>{'found in the cache' if function.warm else 'compiled'}: {escape(stages)}</p>"

@@ -12,13 +12,13 @@ from daceml_train.runtime.roofline import Machine
 
 WIDTH = 720
 POINTS = 300
-"""Points of a curve at most."""
+"""The maximum number of points of a curve."""
 DECADES = 6.0
-"""Powers of ten that a roofline shows at most; slower kernels stand at its lower edge."""
+"""The maximum number of powers of ten in a roofline; slower kernels are at its lower edge."""
 
 
 def bars(function: Compiled, eager: Eager | None) -> str:
-    """A bar per level, below what PyTorch moves where that is known."""
+    """A bar per level, below PyTorch's bytes if they are known."""
     rows: list[tuple[str, int | str, str]] = [("PyTorch eager", eager.bytes, "before")] if eager is not None else []
     rows.append(("one kernel or call per operator", function.captured, "before"))
     rows += [(f"after {level.name.replace('_', ' ')}", level.after, "after") for level in function.levels]
@@ -36,7 +36,7 @@ def bars(function: Compiled, eager: Eager | None) -> str:
 def roofline(groups: Sequence[Group], machine: Machine, count: int = 80) -> str:
     """Measured kernels under the machine's roof: operations per byte against operations per second, both logarithmic.
 
-    The area of a point is its share of the time. Kernels that do no arithmetic stand at the left edge.
+    The area of a point is its share of the time. Kernels that do no arithmetic are at the left edge.
     """
     shown = [g for g in groups if g.seconds and g.bytes][:count]
     if not shown:

@@ -1,4 +1,4 @@
-"""Schedule: the launches of one program, what they move, and which arrays are alive meanwhile."""
+"""Schedule: the launches of one program, what they move, and which arrays are alive during each."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class Schedule:
         return [alive + scratch for alive, scratch in zip(planned.live, planned.scratch, strict=True)]
 
     def inputs(self) -> int:
-        """Bytes of what is handed over."""
+        """Bytes of inputs and constants."""
         return self._footprint.inputs
 
     def kept(self, apart: bool) -> list[Kept]:
-        """Arrays made before the turn from forward to backward pass and read behind it; the largest first.
+        """Arrays produced by the forward pass and read after it; the largest first.
 
-        `apart` says that the backward pass is another program: what it reads are outputs of this one.
+        `apart` says that the backward pass is another program, which reads outputs of this one.
         """
         turn = len(self.program.launches) - 1 if apart else self._turn
         results = {place.slot for place in self.program.outputs}
@@ -69,7 +69,7 @@ class Schedule:
         return sorted(made, key=lambda k: -k.bytes)
 
     def _boundary(self) -> int:
-        """The launch that makes the first output, in a step the loss; what follows is the backward pass."""
+        """The launch that produces the first output, in a step the loss; the backward pass follows."""
         if not any(entry.role in _UPDATED and entry.mutable for entry in self.program.inputs):
             return len(self.program.launches) - 1
         return max((self.program.slots[p.slot].first for p in self.program.outputs[:1]), default=-1)

@@ -38,18 +38,18 @@ def _function_lines(function: Compiled) -> Iterator[str]:
         rows.append((f"after {level.name}", bytes_text(level.after), *_columns(level)))
         passes = [change for of, change in function.passes if of == level.name and _matters(change)]
         rows += [(f"  {change.name}", "", *_columns(change)) for change in passes]
-    rows.append(("in all", bytes_text(function.moved), percent(function.saved), "", ""))
+    rows.append(("total", bytes_text(function.moved), percent(function.saved), "", ""))
     yield from _aligned(rows)
     yield ", ".join(facts(function))
     if function.device != "cpu":
         yield ", ".join(on_device(function))
     if function.launches:
-        yield "what moves most:"
+        yield "largest movers:"
         yield from _aligned([*_movers(function)])
     if function.calls:
         yield "library calls: " + ", ".join(f"{name} x {count}" for name, count in function.calls.items())
     for operator, line in function.fallbacks:
-        yield f"without a rule of ours, run by PyTorch: {operator}{f' at {line}' if line else ''}"
+        yield f"run by PyTorch for lack of a rule: {operator}{f' at {line}' if line else ''}"
     stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in function.stages.items())
     yield f"{'found in the cache' if function.warm else 'compiled'}: {stages}"
 

@@ -42,7 +42,7 @@ def run(script: Path, capsys: pytest.CaptureFixture[str]) -> tuple[object, str]:
 def test_a_sound_model(tmp_path: Path) -> None:
     found = bisect(Net(), torch.randn(4, 6), folder=tmp_path, code=False)
     assert not found, str(found)
-    assert str(found).startswith("nothing departs from eager execution\ncompared: 1 results of a captured graph of")
+    assert str(found).startswith("nothing deviates from eager execution\ncompared: 1 results of a captured graph of")
     compared = "\n".join(found.compared)
     assert "6 gradients" in compared
     assert all(str(p) in compared for p in dt.TRAINING)
@@ -63,7 +63,7 @@ def test_a_wrong_pass(tmp_path: Path) -> None:
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=variables)
     assert done.returncode == 1, done.stderr
-    assert "departs by" in done.stdout
+    assert "deviates by" in done.stdout
     assert "sub(" in done.stdout
 
 
@@ -88,7 +88,7 @@ def test_a_wrong_derivative_of_an_operator(tmp_path: Path, capsys: pytest.Captur
     assert found.finding.script is not None
     status, said = run(found.finding.script, capsys)
     assert status == 1
-    assert float(said.removeprefix("departs by ")) > 0.1
+    assert float(said.removeprefix("deviates by ")) > 0.1
 
 
 def test_a_wrong_derivative_against_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

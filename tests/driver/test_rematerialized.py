@@ -35,5 +35,5 @@ def test_the_report_shows_both() -> None:
     assert all(array.bytes for array in function.recomputed)
     assert all(isinstance(level.flops, int) and level.flops for level in function.levels)
     page = told.to_html()
-    assert "Computed again for the backward pass" in page
-    assert "arithmetic behind it" in page
+    assert "Rematerialized in the backward pass" in page
+    assert "arithmetic after it" in page

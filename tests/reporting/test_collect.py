@@ -35,7 +35,7 @@ def test_forward_and_backward_are_shown_together() -> None:
     assert (function.programs, function.kernels, dict(function.calls)) == (2, 3, {"mm": 3})
     assert [(level.name, level.before, level.after) for level in function.levels] == [
         ("intra_operator", 2000, 1000),
-        ("cut into forward and backward", 1000, 900),
+        ("partition into forward and backward", 1000, 900),
         ("fusion", 900, 450),
     ]
     assert (function.captured, function.moved, function.saved) == (2000, 450, 1 - 450 / 2000)

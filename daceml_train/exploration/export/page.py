@@ -1,7 +1,7 @@
 """A session or a graph as HTML that needs no kernel, no script and nothing from elsewhere; every text is escaped.
 
-The picture shows the modules as they open, the tree all modules with their operators folded away. Whatever the size of
-the graph, a fragment stays below 300 kB: the operators that move most are listed, the others counted.
+The picture shows the initial view of the modules, the tree all modules with their operators folded. A fragment stays
+below 300 kB for graphs of any size: the operators that move the most bytes are listed, the others counted.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from daceml_train.exploration.session.history import History
 
 OPERATORS = 900
-"""Operators that are listed at most, those that move most."""
+"""The maximum number of listed operators, those that move the most bytes."""
 ROWS = 30
 NAME = 80
-"""Characters of a text at most."""
+"""The maximum number of characters of a text."""
 
 STYLE = """
 .daceml-graph{--ink:#1d2327;--soft:#5b656d;--line:#d9dee2;--paper:#fff;--card:#f6f8f9;--blue:#0072b2;--orange:#d98200;
@@ -76,14 +76,14 @@ def export_html(session: History, path: Path | str) -> Path:
 
 
 def session_html(session: History) -> str:
-    """A session for a notebook or a page: totals, history, picture, tree, what gradients read."""
+    """A session for a notebook or a page: totals, history, picture, tree, saved arrays."""
     results = None if session.subject.kind == "module" else 1
     view = view_of(session.graph, {}, None, results, session.state.traffic)
     return _wrapped("".join(_session_parts(session, view, results)))
 
 
 def modules_html(model: torch.nn.Module) -> str:
-    """A model that is not captured: its modules, and what their parameters take."""
+    """A model that is not captured: its modules, and the bytes of their parameters."""
     rows = [
         (escape(_short(path or type(model).__name__)), escape(type(module).__name__), bytes_text(size))
         for path, module in itertools.islice(model.named_modules(), OPERATORS)
@@ -121,23 +121,23 @@ def _session_parts(session: History, view: GraphView, results: int | None) -> It
             rows.append(
                 (f"{step.number}. {escape(_short(str(step.transformation)))}{place}", change, bytes_text(after))
             )
-        yield _table(("step", "bytes", "moved behind it"), rows)
+        yield _table(("step", "bytes", "moved after it"), rows)
         if len(session.history) > ROWS:
             yield f"<p>the last {ROWS} of {len(session.history)} steps</p>"
     yield from _graph_parts(view)
-    kept = [c for c in crossings(session.graph, {}, results) if not c.again]
+    kept = [c for c in crossings(session.graph, {}, results) if not c.rematerialized]
     if kept:
         yield "<h2>What gradients read</h2>"
         yield f"<p>{counted(len(kept), 'array')} of the forward pass, {bytes_text(sum(c.bytes for c in kept))}</p>"
         rows = [
             (
-                f'{escape(_short(f"{c.module} {c.maker}".strip()))} <span class="s">{escape(_short(c.type))}</span>',
+                f'{escape(_short(f"{c.module} {c.producer}".strip()))} <span class="s">{escape(_short(c.type))}</span>',
                 escape(_short("; ".join(c.gradients))),
                 bytes_text(c.bytes),
             )
             for c in kept[:ROWS]
         ]
-        yield _table(("made by", "read by", "bytes"), rows)
+        yield _table(("produced by", "read by", "bytes"), rows)
 
 
 def _graph_cards(view: GraphView) -> list[tuple[str, str]]:
@@ -155,7 +155,7 @@ def _graph_parts(view: GraphView) -> Iterator[str]:
     items = sorted(view.tree.of_node.values(), key=lambda i: -i.bytes)
     shown = {item.key for item in items[:OPERATORS]}
     if len(items) > OPERATORS:
-        yield f"<p>of {len(items)} operators, the {OPERATORS} that move most are listed</p>"
+        yield f"<p>of {len(items)} operators, the {OPERATORS} that move the most bytes are listed</p>"
     yield from (part for child in view.tree.root.children for part in _tree(child, shown))
 
 
@@ -191,7 +191,7 @@ def _short(text: str) -> str:
 
 
 def show_graphs() -> None:
-    """Let notebooks show graphs as `graph_html` has them; without a notebook nothing happens."""
+    """Let notebooks show graphs as `graph_html` does; without a notebook nothing happens."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if shell is not None and shell.display_formatter is not None:
         shell.display_formatter.formatters["text/html"].for_type(Graph, graph_html)

@@ -44,7 +44,7 @@ def picture(view: GraphView) -> str:
 
 
 def _layers(keys: Sequence[str], edges: Sequence[Edge]) -> list[list[str]]:
-    """Each key one layer below the lowest of what it reads; edges that close a circle of groups do not count."""
+    """Each key one layer below the lowest of what it reads; edges that close a cycle of groups do not count."""
     after: dict[str, list[str]] = {key: [] for key in keys}
     waiting = dict.fromkeys(keys, 0)
     for edge in edges:
@@ -72,7 +72,7 @@ def _layers(keys: Sequence[str], edges: Sequence[Edge]) -> list[list[str]]:
 
 
 def _ordered(layers: list[list[str]], edges: Sequence[Edge]) -> list[list[str]]:
-    """Within each layer by the mean place of the neighbors, so that few edges cross."""
+    """Each layer sorted by the mean position of the neighbors, so that few edges cross."""
     around: dict[str, list[str]] = {}
     for edge in edges:
         around.setdefault(edge.source, []).append(edge.target)

@@ -14,7 +14,7 @@ from daceml_train.exploration.session.state import State, Totals
 
 @dataclass(frozen=True)
 class Comparison:
-    """`totals` of both; `steps` that only one has, with `-` or `+`; bytes per module of the user; times if measured."""
+    """`totals` of both; `steps` that only one has, with `-` or `+`; bytes per user module; times if measured."""
 
     names: tuple[str, str]
     totals: tuple[Totals, Totals]
@@ -25,7 +25,7 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether both do the same: equal costs in every module, by equal steps."""
+        """Whether both are the same: equal costs in every module, by equal steps."""
         return self.totals[0] == self.totals[1] and not self.modules and not self.steps
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What PyTorch makes of the same: results of one call on copies of model, loss and optimizer, by name."""
+"""PyTorch's results of one call on copies of model, loss and optimizer, by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Named = dict[tuple[str, str], torch.Tensor]
 class EagerCopy:
     """Copies of a subject's model, loss, optimizer and inputs, in float64 if `wide`, images channels-last if asked.
 
-    A copy is trained by what is run on it; the user's own objects stay as they are.
+    A run trains the copy; the user's own objects stay as they are.
     """
 
     def __init__(self, subject: Subject, wide: bool = False, channels_last: bool = False) -> None:
@@ -31,7 +31,7 @@ class EagerCopy:
         self.model, self.loss, self.optimizer = copy.deepcopy((subject.model, subject.loss, subject.optimizer), memo)
         self.scaler = copy.deepcopy(subject.treatment.scaler)
         self.norm: torch.Tensor | None = None
-        """The norm of the gradients before they were clipped by it."""
+        """The norm of the gradients before clipping."""
         for module in (self.model, self.loss):
             if isinstance(module, torch.nn.Module):
                 if wide:
@@ -69,7 +69,7 @@ class EagerCopy:
         return held
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Captured input -> the copy's tensor, as far as it is known."""
+        """Captured input -> the copy's tensor, if known."""
         held = self._held
         found = {n: held.get(self.subject.path(n), self._memo.get(id(t))) for n, t in self.subject.seen.tensors.items()}
         return {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
@@ -88,7 +88,7 @@ class EagerCopy:
         return [output["loss"] if isinstance(output, Mapping) else output.loss]
 
     def step(self, seeds: Mapping[int, torch.Tensor]) -> Callable[[], object]:
-        """One training step as a user writes it, for measuring; `seeds` are cotangents of results."""
+        """One training step as a user writes it, for measurement; `seeds` are cotangents of results."""
 
         def run() -> None:
             if self.subject.treatment.micro_batches == 1:
@@ -126,7 +126,7 @@ class EagerCopy:
             self.optimizer.step()
 
     def _leave(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Give parameters the gradients that earlier parts of the batch left."""
+        """Set the gradients that earlier parts of the batch left."""
         if self.subject.treatment.micro_batches != 1:
             for trained in self.subject.trained:
                 tensor = tensors[trained.parameter]
@@ -134,14 +134,14 @@ class EagerCopy:
                 tensor.grad = left.to(tensor.dtype)
 
     def _treat(self) -> None:
-        """What is done to the gradients before the update."""
+        """Apply the gradient settings before the update."""
         assert self.optimizer is not None
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         self.norm = self.subject.treatment.clipping.apply([p for g in self.optimizer.param_groups for p in g["params"]])
 
     def results(self, seeds: Mapping[int, torch.Tensor], rate: float | None = None) -> Named:
-        """Everything that a session's program is compared in. `rate` stands for all learning rates."""
+        """All tensors in which a session's program is compared. `rate` replaces all learning rates."""
         subject = self.subject
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(DRAWN)
@@ -179,7 +179,7 @@ class EagerCopy:
         return found
 
     def _updated(self, tensors: Mapping[str, torch.Tensor], rate: float | None) -> Named:
-        """What the optimizer makes of parameters and its state."""
+        """The parameters and the optimizer state after the update."""
         assert self.optimizer is not None
         before = {t.parameter: tensors[t.parameter].detach().clone() for t in self.subject.trained}
         if rate is not None:

@@ -1,4 +1,4 @@
-"""History: the states that a session goes through, and how one leads to the next; what fails changes nothing."""
+"""History: the states of a session and the steps between them; a failure changes nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def alone(method: Callable[..., Result]) -> Callable[..., Result]:
 
 
 class History:
-    """The graphs of a subject, the steps between them, and where in their order the session stands."""
+    """The graphs of a subject, the steps between them, and the session's position among them."""
 
     def __init__(self, subject: Subject, options: Settings) -> None:
         self.subject, self.options = subject, options
@@ -52,14 +52,14 @@ class History:
         self._at = 0
         self._lock = threading.RLock()
         self.version = 0
-        """Another number after every change."""
+        """Changes with every change of the graph."""
         self.failing: dict[str, str] = {}
-        """Passes that raised when they were asked for their matches, and what they said."""
+        """Passes that raised while listing matches, and their messages."""
 
     # ---- reading ------------------------------------------------------------------------------------------------
     @property
     def state(self) -> State:
-        """The graphs now, with their traffic and memory."""
+        """The present graphs, with their traffic and memory."""
         return self._states[self._at]
 
     @property
@@ -69,17 +69,17 @@ class History:
 
     @property
     def graph(self) -> Graph:
-        """The training graph now."""
+        """The present training graph."""
         return self.state.graph
 
     @property
     def history(self) -> tuple[Step, ...]:
-        """The steps that led here."""
+        """The applied steps."""
         return tuple(self._steps[: self._at])
 
     @property
     def undone(self) -> tuple[Step, ...]:
-        """The steps that `redo` applies again, in order."""
+        """The undone steps, which `redo` reapplies, in order."""
         return tuple(self._steps[self._at :])
 
     @alone
@@ -91,17 +91,17 @@ class History:
         *,
         refused: bool = False,
     ) -> list[Match]:
-        """Places where passes apply, those that save most bytes first.
+        """Places where passes apply, those that save the most bytes first.
 
-        `selection`: places that concern one of these arrays. `pass_`: of one pass, by object, class, name or text;
-        else of all. `module_path`: places in this module of the user and below. With `refused`, those that are
-        refused, with `refusal` saying why, follow. Bytes that are known only once a pass is applied are None on large
-        graphs and stand behind the others: `preview` tells.
+        `selection`: places that involve one of these arrays. `pass_`: places of one pass, by object, class, name or
+        text; by default of all. `module_path`: places in this user module and below. With `refused`, refused places
+        follow, with the reason in `refusal`. On large graphs, bytes that are known only after a pass is applied are
+        None, and these places come last: use `preview`.
         """
         if pass_ is not None:
             passes = [self._pass(pass_)]
-        else:  # passes of which nothing can apply any more say so when they are asked for by name
-            passes = [p for p in every_pass() if not (p.level == "forward" and self.state.behind)]
+        else:  # passes that cannot apply any more say so when they are requested by name
+            passes = [p for p in every_pass() if not (p.level == "forward" and self.state.differentiated)]
         found, self.failing = listed(passes, self.state, self._at, selection, module_path, refused)
         if pass_ is not None and self.failing:
             raise Refused(f"{passes[0]} fails: {self.failing[passes[0].name]}")
@@ -110,7 +110,7 @@ class History:
     # ---- previews -----------------------------------------------------------------------------------------------
     @alone
     def preview(self, match: Applicable, **options: Any) -> Preview:
-        """What `apply` would do, the session unchanged. What would raise is a `Preview` with the `reason`."""
+        """What `apply` would do, without changing the session. Where it would raise, a `Preview` has the `reason`."""
         place = match if isinstance(match, Match) else None
         transformation = place.transformation if place is not None else None
         try:
@@ -125,16 +125,16 @@ class History:
         return Preview(target if isinstance(target, Match) else None, transformation, self.state, after)
 
     def _shown(self, given: Any) -> Pass:
-        """The pass to name where a preview fails before there is one."""
+        """The pass to name where a preview fails before it is known."""
         return given if isinstance(given, Pass) else AtPlace()
 
     # ---- changes ------------------------------------------------------------------------------------------------
     @alone
     def apply(self, match: Applicable, **options: Any) -> Step:
-        """Apply one match, or a pass everywhere; of a pipeline all passes, each as a step: the last one.
+        """Apply one match, a pass everywhere, or a pipeline, whose passes become a step each; return the last step.
 
-        `options` are the pass's, other than the match has them. What was undone is dropped. Raises `Refused` where it
-        is not legal or changes nothing, `Invalid` for a match found before another change; all is then as it was.
+        `options` override the options of the match's pass. Undone steps are dropped. Raises `Refused` where it is not
+        legal or changes nothing, `Invalid` for a match found before another change; nothing is then changed.
         """
         if isinstance(match, Pipeline):
             if options:
@@ -149,7 +149,7 @@ class History:
         return step
 
     def _apply_pipeline(self, pipeline: Pipeline) -> Step:
-        """All passes of a pipeline, those too that change nothing: the pipeline is what the user wants to keep."""
+        """All passes of a pipeline, also those that change nothing, so that it is kept as the user wrote it."""
         if not len(pipeline):
             raise Invalid("the pipeline has no pass")
         state, made = self.state, list[Step]()
@@ -163,7 +163,7 @@ class History:
 
     @alone
     def undo(self) -> Step:
-        """Take the last step back."""
+        """Undo the last step."""
         if not self._at:
             raise Invalid("there is nothing to undo")
         self._move(self._at - 1)
@@ -171,7 +171,7 @@ class History:
 
     @alone
     def redo(self) -> Step:
-        """Apply the step that was undone last."""
+        """Reapply the step that was undone last."""
         if self._at == len(self._steps):
             raise Invalid("there is nothing to redo")
         self._move(self._at + 1)
@@ -179,7 +179,7 @@ class History:
 
     @alone
     def jump(self, number: int) -> None:
-        """To behind step `number`, undone steps included; 0 is the start."""
+        """Go to the state after step `number`, undone steps included; 0 is the start."""
         if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= len(self._steps):
             raise Invalid(f"there is no step {number!r}", advice=f"steps are 0 (the start) to {len(self._steps)}")
         if number != self._at:
@@ -190,15 +190,15 @@ class History:
         self.version += 1
 
     def _push(self, steps: Sequence[Step]) -> None:
-        """Append steps whose states are complete; from here on nothing fails."""
+        """Append steps whose states are complete; nothing fails from here on."""
         del self._steps[self._at :], self._states[self._at + 1 :]
         self._steps += steps
         self._states += [step.after for step in steps]
         self._move(len(self._steps))
 
-    # ---- how a pass is applied ----------------------------------------------------------------------------------
+    # ---- applying a pass ----------------------------------------------------------------------------------------
     def _target(self, given: Applicable, options: dict[str, Any]) -> Match | Pass:
-        """The match or pass that is meant, with options changed."""
+        """The requested match or pass, with changed options."""
         if not isinstance(given, Match):
             transformation = self._pass(given)
             check_names(transformation.name, type(transformation), options)
@@ -206,7 +206,7 @@ class History:
         if given.state is not self.state:
             raise Invalid(
                 f"the match {given.name} at {given.where} is out of date: {self._since(given)}",
-                advice="ask for matches again",
+                advice="call matches() again",
             )
         if not options:
             return given
@@ -228,7 +228,7 @@ class History:
         return f"it was found after step {match.steps}, and the session is now at step {self._at}"
 
     def _pass(self, given: Any) -> Pass:
-        """The pass behind an object, a class, a name or a text."""
+        """The pass given as an object, a class, a name or a text."""
         if isinstance(given, Pass):
             return given
         if isinstance(given, type) and issubclass(given, Pass):
@@ -238,9 +238,9 @@ class History:
         raise Invalid(f"expected a match, a pass or its name, given {type(given).__name__}")
 
     def _after(self, target: Match | Pass, level: str, state: State | None = None) -> State:
-        """The state with a match or a pass applied, verified. Raises what makes that impossible."""
+        """The verified state after a match or a pass. Raises what makes it impossible."""
         state = self.state if state is None else state
-        if level == "forward" and state.behind:
+        if level == "forward" and state.differentiated:
             raise Refused(
                 f"{target.name} runs before differentiation, and a later pass was applied already",
                 advice="undo that first",
@@ -264,7 +264,7 @@ class History:
             raise
         except Exception as error:
             raise Refused(f"{name} raised {type(error).__name__}: {error}") from error
-        return State(state.forward, after, behind=True)
+        return State(state.forward, after, differentiated=True)
 
     def _step(self, target: Match | Pass, level: str, state: State | None = None, number: int | None = None) -> Step:
         state, number = self.state if state is None else state, self._at if number is None else number
@@ -308,10 +308,10 @@ class History:
     # ---- the same as a pipeline ---------------------------------------------------------------------------------
     @alone
     def pipeline(self) -> Pipeline:
-        """The steps as a pipeline, in their order: no pass stands at an earlier level than one before it.
+        """The steps as a pipeline, in their order: no pass has an earlier level than one before it.
 
-        One match that was applied by hand is the pass `at_place`, which finds it again by module and operators.
-        `optimize` compiles forward and backward pass apart, and runs the levels from `fusion` on each by itself.
+        A match that was applied by hand becomes the pass `at_place`, which finds it by module and operators.
+        `optimize` compiles the forward and the backward pass separately, and runs the levels from `fusion` on each.
         """
         levels: dict[str, list[Pass]] = {level: [] for level in LEVELS}
         reached = 0

@@ -1,7 +1,7 @@
-"""Lineage: an operator through the passes of a session: what becomes of it, by which pass, what it moves, what runs it.
+"""Lineage: an operator through the passes of a session: its replacements, the passes, its bytes, and its kernels.
 
-Operators are followed by the arrays that they make. One whose array is gone went into those that read it; what a pass
-puts in its place and comes from the same line of the user's stands for it, too.
+Operators are identified by the arrays that they produce. An operator whose array is gone was merged into the readers of
+that array; new operators from the same user line also represent it.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ MOST = 12
 
 @dataclass(frozen=True)
 class Launch:
-    """What runs an operator in the end: a kernel with its key and C++, or a library call."""
+    """What finally runs an operator: a kernel with its key and C++, or a library call."""
 
     name: str
     source: str
     library: Path | None
-    """The compiled kernel, where the cache has it."""
+    """The compiled kernel, if it is in the cache."""
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """An operator's way through the steps of a session. `str()` is for people."""
+    """An operator's path through the steps of a session. `str()` is for people."""
 
     session: Session
     first: State
     nodes: tuple[Node, ...]
-    """The operator as it begins; several for one that a pass takes apart."""
+    """The operator at the start; several for one that a pass decomposes."""
     touched: tuple[tuple[Step, tuple[Node, ...]], ...]
-    """The steps that changed it, and what stood for it then."""
+    """The steps that changed it, and the operators that represented it afterwards."""
     levels: tuple[tuple[str, int], ...]
-    """Bytes that what stands for it moves: at first, and behind each level."""
+    """Bytes moved by the operators that represent it: at the start, and after each level."""
     last: tuple[Node, ...]
     launches: tuple[Launch, ...]
     reason: str = ""
-    """Why what runs it is not known."""
+    """Why it is not known what runs it."""
 
     def __str__(self) -> str:
         (node, *_), graph = self.nodes, self.first.graph
@@ -65,7 +65,7 @@ class Lineage:
         lines += [f"  module  {node.origin.module or '(none)'}", f"  source  {f'{source}  {text}'.strip() or '(none)'}"]
         made, readers = graph.producers(), graph.readers()
         for name in dict.fromkeys(node.inputs):
-            by = f"made by {described(made[name].op)}" if name in made else _given(graph, name)
+            by = f"produced by {described(made[name].op)}" if name in made else _given(graph, name)
             lines.append(f"  reads   %{name}: {graph.tensors[name]}, {_bytes(graph, name)}, {by}")
         for name in node.outputs:
             by = ", ".join(dict.fromkeys(described(reader.op) for reader in readers[name])) or "nothing"
@@ -84,7 +84,7 @@ class Lineage:
         return "\n".join(lines)
 
     def write(self, folder: Path) -> list[Path]:
-        """Write the C++ of the kernels into a folder; the files."""
+        """Write the C++ of the kernels into a folder; return the files."""
         folder.mkdir(parents=True, exist_ok=True)
         written = []
         for launch in self.launches:
@@ -96,9 +96,9 @@ class Lineage:
 
 
 def lineage(session: Session, name: str) -> Lineage:
-    """The way of the operator that `name` names: an array that it makes, or its module or kind where that is one.
+    """The lineage of the operator `name`: an array that it produces, or its module or kind if that is unique.
 
-    Raises `Invalid`, with what there is, where it names none or several.
+    Raises `Invalid`, which lists the candidates, where it names none or several.
     """
     states = [session.start, *(step.after for step in session.history)]
     at, node = next(
@@ -130,7 +130,7 @@ def lineage(session: Session, name: str) -> Lineage:
 
 
 def descend(before: Graph, after: Graph, names: Iterable[str]) -> tuple[str, ...]:
-    """The arrays of `after` whose operators stand for those that make `names` in `before`."""
+    """The arrays of `after` whose operators represent the producers of `names` in `before`."""
     makers, made, readers = before.producers(), after.producers(), before.readers()
     found: dict[str, None] = {}
     seen: set[str] = set()
@@ -155,7 +155,7 @@ def descend(before: Graph, after: Graph, names: Iterable[str]) -> tuple[str, ...
 
 
 def _named(graph: Graph, name: str) -> Node | None:
-    """The operator that is meant; None for none, `Invalid` for several."""
+    """The requested operator; None for none, `Invalid` for several."""
     wanted = name.removeprefix("%")
     if (made := graph.producers().get(wanted)) is not None:
         return made
@@ -180,7 +180,7 @@ def _near(graph: Graph, name: str) -> str:
 
 
 def _makers(graph: Graph, names: Iterable[str]) -> tuple[Node, ...]:
-    """The operators that make these arrays, in the order of the graph."""
+    """The producers of these arrays, in the order of the graph."""
     wanted = set(names)
     return tuple(node for node in graph.nodes if not wanted.isdisjoint(node.outputs))
 
@@ -190,7 +190,7 @@ def _what(nodes: Sequence[Node]) -> list[object]:
 
 
 def _moved(state: State, names: Iterable[str]) -> int:
-    """Bytes that the operators of these arrays move."""
+    """Bytes moved by the producers of these arrays."""
     wanted = set(names)
     entries = zip(state.graph.nodes, state.traffic.entries, strict=True)
     return sum(number(entry.bytes) for node, entry in entries if not wanted.isdisjoint(node.outputs))

@@ -1,4 +1,4 @@
-"""The list of matches: of which passes, which of them, in what order."""
+"""The list of matches: its passes, its filter, its order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from daceml_train.transformations.at_place import AtPlace
 
 
 def every_pass() -> Iterator[Pass]:
-    """Every pass there is, plugins' included, with default options; not the one that stands for single matches."""
+    """Every pass, plugins included, with default options; without the one that represents single matches."""
     for kind in catalog.passes().values():
         if kind is not AtPlace:
             yield kind()
@@ -27,7 +27,7 @@ def listed(
     module_path: str | None,
     refused: bool,
 ) -> tuple[list[Match], dict[str, str]]:
-    """Matches, those that save most bytes first and refused ones last; and what passes said that raised."""
+    """Matches, those that save the most bytes first and refused ones last; and the messages of passes that raised."""
     wanted = frozenset(selection) if selection is not None else None
     found: list[Match] = []
     failing: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Measurement: how long programs take, run in turn so that a slow moment of the machine meets all of them alike."""
+"""Measurement: times of programs that are run in turn, so that a slow moment of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from daceml_train.exploration.session.state import State
 from daceml_train.exploration.session.subject import Subject
 
 WARMUP = 2
-"""Runs of each before those that count."""
+"""Warm-up runs of each program."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Measurement:
         return self.timed[name]
 
     def faster(self, name: str, than: str) -> float | None:
-        """How many times as fast one is as another; None where their quartiles overlap, so that nobody can tell."""
+        """How many times as fast one is as another; None where their quartiles overlap, which is inconclusive."""
         (a, b), (c, d) = self[name].spread, self[than].spread
         return None if a <= d and c <= b else self[than].median / self[name].median
 
@@ -77,7 +77,7 @@ class Measurement:
 def measure(subject: Subject, states: Mapping[str, State], options: Settings, eager: bool, repeats: int) -> Measurement:
     """Compile the graphs of `states`, and run each `repeats` times in turn; `eager` adds PyTorch.
 
-    Each program trains copies of its own; compiled ones are given a module's cotangents, as PyTorch is.
+    Each program trains copies of its own; compiled programs receive a module's cotangents, as PyTorch does.
     """
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
         raise Invalid(f"repeats is a number of runs of at least 1, given {repeats!r}")

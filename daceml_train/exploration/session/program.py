@@ -27,7 +27,7 @@ DRAWN = 7
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors for the inputs of a training graph, by name; `state` names those that hold an optimizer's state."""
+    """Tensors for the inputs of a training graph, by name; `state` names those of the optimizer's state."""
 
     tensors: Mapping[str, torch.Tensor]
     state: Mapping[str, tuple[str, str]] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Inputs:
 
     @staticmethod
     def of(subject: Subject, rate: float | None = None) -> Inputs:
-        """Copies of what model, optimizer and batch hold now; `rate` stands for all learning rates."""
+        """Copies of the present tensors of model, optimizer and batch; `rate` replaces all learning rates."""
         captured = subject.seen.captured
         made = {name: _copy(tensor) for name, tensor in subject.seen.tensors.items()}
         with torch.random.fork_rng(devices=[]):
@@ -67,7 +67,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled graph: `run` gives its outputs and leaves what it writes in the tensors it is given."""
+    """A compiled graph: `run` returns its outputs and writes into the tensors it is given."""
 
     graph: Graph
     executable: Executable
@@ -77,7 +77,7 @@ class Program:
 
     @staticmethod
     def of(graph: Graph, options: Settings) -> Program:
-        """Lower and compile a graph as it stands, without any pass. Raises what lowering or the compiler says."""
+        """Lower and compile a graph as it is, without any pass. Raises the errors of lowering and of the compiler."""
         made = compile_differentiable(graph, (), (), options)
         record = made.records[0]
         return Program(graph, made.forward, record.kernels, record.distinct_kernels, sum(record.calls.values()))
@@ -97,7 +97,7 @@ def cotangents(subject: Subject, graph: Graph, inputs: Inputs) -> dict[int, torc
 
 
 def accumulated(path: str, parameter: torch.Tensor) -> torch.Tensor:
-    """What the parts of a batch before the last one are taken to have left in a parameter's gradient."""
+    """The assumed gradient of a parameter after all parts of a batch but the last."""
     generator = torch.Generator().manual_seed(DRAWN + zlib.crc32(path.encode()))
     drawn = 0.01 * torch.randn(parameter.shape, generator=generator)
     return drawn.to(parameter.dtype).contiguous(memory_format=torch.preserve_format)
@@ -117,5 +117,5 @@ def _state(subject: Subject, parameter: str, name: str) -> torch.Tensor:
         return accumulated(subject.path(parameter), owner)
     held = subject.optimizer.state.get(owner, {}).get(name)
     if held is not None and not isinstance(held, torch.Tensor):
-        raise Invalid(f"the optimizer's {name} is no tensor")
+        raise Invalid(f"the optimizer's {name} is not a tensor")
     return _copy(held) if held is not None else initial_state(name, owner.detach(), subject.optimizer)

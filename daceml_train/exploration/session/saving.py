@@ -12,7 +12,7 @@ from daceml_train.passes.pipeline import Pipeline
 
 
 def write(path: Path, pipeline: Pipeline, steps: Sequence[Step], about: str) -> Path:
-    """Write a pipeline whose passes are the steps, in their order, in the form that the path's ending says."""
+    """Write a pipeline whose passes are the steps, in their order, in the format of the path's suffix."""
     levels = dict(pipeline.passes)
     remarks = {place: _remark(step) for place, step in enumerate(steps)}
     if path.suffix == ".json":

@@ -8,29 +8,29 @@
 Inputs are those of `training_step` (the first may be a tuple or a dict) or, without loss and optimizer, the module's
 own. `clip_norm`, `norm_type`, `clip_value`, `scaler`, `micro_batches` and `reduction` are those of `training_step`;
 with micro-batches, the session is about the program of the last part of a batch, and its pipeline serves for all parts.
-The session begins with the captured and differentiated graph, in front of all passes. Nothing is run before
+The session begins with the captured and differentiated graph, before all passes. Nothing is run before
 `verify` or `measure`, and the model is never changed.
 
-    session.graph                       the `Graph` now; `session.state` has its traffic, memory and totals, too
-    session.matches(...)                places where passes apply, what saves most first (`Match`)
+    session.graph                       the present `Graph`; `session.state` also has its traffic, memory and totals
+    session.matches(...)                places where passes apply, the largest savings first (`Match`)
     session.preview(match, limit=8)     what applying would do (`Preview`), perhaps with other options; changes nothing
     session.apply(match)                apply it: a `Step`. Also a pass, its name or text, or a whole pipeline
-    session.undo(), session.redo()      a step back, forth; the `Step`
-    session.jump(3)                     to behind the third step; 0 is the start
+    session.undo(), session.redo()      one step back, or forward; the `Step`
+    session.jump(3)                     go to the state after the third step; 0 is the start
     session.history, session.undone     the steps applied, and those that `redo` would apply, in order
     session.pipeline()                  the same as a `Pipeline`, for `optimize` and `training_step`
     session.save("mine.json")           write it; also `.txt` and, to read and import, `.py`
     session.replay("mine.json")         apply what was saved: a `Replay` with what did not match, and why
     session.verify()                    compile, run, compare with PyTorch and float64 (`Verification`)
-    session.measure(repeats=20)         times of now, start, default pipeline, PyTorch (`Measurement`)
+    session.measure(repeats=20)         times of the present graph, start, default pipeline, PyTorch (`Measurement`)
     dt.compare(session, other)          two sessions, or pipelines on one session, side by side (`Comparison`)
-    session.version                     a number that every change of the graph makes another one
+    session.version                     a number that changes with every change of the graph
 
 `progress` is called with (kernels done, kernels in all) while `verify` or `measure` compile; both may run in another
 thread while the session goes on.
 
-A match is valid in the state in which it was found. Afterwards, `apply` and `preview` refuse it and name what was done
-in between. Whatever fails leaves the session as it was.
+A match is valid in the state in which it was found. Later, `apply` and `preview` refuse it and name the changes in
+between. A failure leaves the session unchanged.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from daceml_train.transformations.pipelines import TRAINING
 
 
 class Session(History):
-    """See the module's text."""
+    """See the module's docstring."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Session(History):
 
     # ---- running ------------------------------------------------------------------------------------------------
     def verify(self) -> Verification:
-        """Compile the graph as it is, run it once on copies, and compare results, all gradients, updates, optimizer
+        """Compile the present graph, run it once on copies, and compare results, all gradients, updates, optimizer
         state and buffers with PyTorch, in float64 where the model allows it. Learning rates are 1 for that.
 
         The gradients of a whole step, which need not exist as arrays, come from the same steps on the step with its
@@ -115,7 +115,7 @@ class Session(History):
         return verify_graph(self.subject, graph, with_gradients, self.options)
 
     def measure(self, repeats: int = 20, *, default: bool = True, eager: bool = True) -> Measurement:
-        """Run the program of the graph as it is in turn with that of the start, of the default pipeline, and PyTorch.
+        """Run the present graph's program in turn with that of the start, that of the default pipeline, and PyTorch.
 
         Everything runs on copies; `now`, `start`, `default` and `eager` are their names.
         """
@@ -125,7 +125,7 @@ class Session(History):
         return measure_states(self.subject, states, self.options, eager, repeats)
 
     def with_pipeline(self, pipeline: Pipeline | str | Path) -> State:
-        """What a pipeline makes of the start; the session stays as it is."""
+        """The state of a pipeline applied to the start; the session stays as it is."""
         other = Session.over(self.subject, self.options)
         chosen = Pipeline.of(pipeline)
         if len(chosen):
@@ -134,7 +134,7 @@ class Session(History):
 
     @classmethod
     def over(cls, subject: Subject, options: Settings) -> Session:
-        """A session of something that is captured already."""
+        """A session of a captured subject."""
         made = object.__new__(cls)
         History.__init__(made, subject, options)
         return made
@@ -148,10 +148,10 @@ class Session(History):
 
     @alone
     def replay(self, path: Pipeline | Path | str) -> Replay:
-        """Apply what was saved, here or on another model, behind the steps that are there.
+        """Apply what was saved, here or on another model, after the present steps.
 
-        What does not match, or fails, is listed with its reason, and the others are applied; a pass that changes
-        nothing is a step without matches, as it may change another model.
+        Steps that do not match, or fail, are listed with their reasons, and the others are applied; a pass that changes
+        nothing is a step without matches, since it may change another model.
         """
         state, made = self.state, list[Step]()
         missed: list[tuple[Pass, str]] = []
@@ -220,7 +220,7 @@ def compare(
     if measure:
         subjects = {id(s.subject.model) for s in (a, b, session) if isinstance(s, Session)}
         if len(subjects) > 1:
-            raise Invalid("the sessions are about different models: their times say nothing of the steps")
+            raise Invalid("the sessions have different models: their times say nothing about the steps")
         both = dict(zip(names, states, strict=True))
         times = measure_states(owner.subject, both, owner.options, False, repeats)
     return compared((names[0], names[1]), (states[0], states[1]), (steps[0], steps[1]), times)
@@ -228,7 +228,7 @@ def compare(
 
 @dataclass(frozen=True)
 class Replay:
-    """What of a saved pipeline was applied, and what was not, with the reason."""
+    """The steps of a saved pipeline that were applied, and those that were not, with the reasons."""
 
     session: Session
     steps: tuple[Step, ...]

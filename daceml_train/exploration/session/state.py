@@ -1,4 +1,4 @@
-"""State: the graphs at one point of a session's history, with what is known of them, each computed when asked for."""
+"""State: the graphs at one point of a session's history and their properties, each computed on demand."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from daceml_train.passes.base import Candidate, Pass
 
 @dataclass(frozen=True)
 class Totals:
-    """What a graph costs: bytes moved, the most bytes that live at one time, operations, and what would run."""
+    """The costs of a graph: bytes moved, the peak of live bytes, operations, and launches."""
 
     bytes: int
     peak: int
-    """Of arrays that the program makes; parameters, state and the batch come on top."""
+    """Of arrays that the program produces; parameters, state and the batch come on top."""
     flops: int
     operators: int
     kernels: int
@@ -30,16 +30,16 @@ class Totals:
 
 @dataclass(eq=False)
 class State:
-    """`forward` is the captured graph after passes of level `forward`, `graph` the training graph made of it.
+    """`forward` is the captured graph after passes of level `forward`, `graph` the training graph derived from it.
 
-    `behind` says that a pass has run behind differentiation, so that `forward` must not change any more.
+    `differentiated` says that a pass has run after differentiation, so that `forward` must not change any more.
     """
 
     forward: Graph
     graph: Graph
-    behind: bool = False
+    differentiated: bool = False
     found: dict[Pass, Sequence[Candidate]] = field(default_factory=dict, repr=False)
-    """Matches by pass, as far as they were asked for."""
+    """Matches by pass, as far as they were requested."""
 
     @cached_property
     def traffic(self) -> Traffic:
@@ -48,17 +48,17 @@ class State:
 
     @cached_property
     def memory(self) -> Memory:
-        """What lives when."""
+        """The liveness of arrays."""
         return memory(self.graph)
 
     @cached_property
     def producers(self) -> dict[str, Node]:
-        """Array name -> the node of the training graph that makes it."""
+        """Array name -> its producer in the training graph."""
         return self.graph.producers()
 
     @cached_property
     def forward_producers(self) -> dict[str, Node]:
-        """Array name -> the node of the forward graph that makes it."""
+        """Array name -> its producer in the forward graph."""
         return self.forward.producers()
 
     @property
@@ -68,7 +68,7 @@ class State:
 
     @property
     def peak(self) -> int:
-        """The most bytes of its own arrays that live at one time."""
+        """The peak of live bytes of its own arrays."""
         return self.memory.peak
 
     @property
@@ -78,7 +78,7 @@ class State:
 
     @cached_property
     def launches(self) -> tuple[int, int]:
-        """Kernels and library calls that would run: operators of the graph, composites taken apart, that move bytes."""
+        """Kernels and library calls that would run: operators that move bytes, with composites decomposed."""
         graph = leaves(self.graph).graph
         moving = zip(graph.nodes, traffic(graph, {}).entries, strict=True)
         run = [n for n, entry in moving if entry.bytes and not is_alias(n.op) and not isinstance(n.op, Full | Iota)]
@@ -87,7 +87,7 @@ class State:
 
     @property
     def totals(self) -> Totals:
-        """All of it."""
+        """All totals."""
         return Totals(self.bytes, self.peak, self.flops, len(self.graph.nodes), *self.launches)
 
     def matches(self, transformation: Pass) -> Sequence[Candidate]:

@@ -14,15 +14,15 @@ from daceml_train.passes.base import Candidate, Measured, Pass
 from daceml_train.transformations.at_place import AtPlace, place_of
 
 COUNTED = 5_000
-"""Matches times operators up to which bytes are counted although a pass has to be applied for each of them."""
+"""Matches times operators up to which bytes are counted, although each count has to apply a pass."""
 
 
 SHOWN = 8
-"""Operators that a preview's text shows of those that are gone and of those that are new."""
+"""Removed and added operators that a preview's text shows, each."""
 
 
 class _Told:
-    """Shows itself in a notebook as it prints."""
+    """A notebook shows it as it prints."""
 
     def __repr__(self) -> str:
         return str(self)
@@ -35,7 +35,7 @@ class Match(_Told):
     candidate: Candidate
     state: State = field(repr=False)
     steps: int
-    """How many steps were applied when it was found."""
+    """The number of applied steps when it was found."""
     counted: bool = True
     """Whether its bytes are known without a preview."""
 
@@ -61,17 +61,17 @@ class Match(_Told):
 
     @property
     def where(self) -> str:
-        """The place, by the names of the arrays made there."""
+        """The place, by the names of the arrays produced there."""
         return self.candidate.where
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        """Arrays that the operators concerned make; none for a match that is the whole graph."""
+        """Arrays that the matched operators produce; none for a match of the whole graph."""
         return self.candidate.arrays
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """The operators concerned."""
+        """The matched operators."""
         makers = self._makers
         return tuple({id(n): n for name in self.arrays if (n := makers.get(name)) is not None}.values())
 
@@ -90,7 +90,7 @@ class Match(_Told):
 
     @property
     def operators(self) -> str:
-        """The operators concerned, in the order of the graph."""
+        """The matched operators, in the order of the graph."""
         return self._place[1]
 
     @property
@@ -105,13 +105,13 @@ class Match(_Told):
 
     @property
     def bytes(self) -> int | None:
-        """Bytes that applying adds (negative: saves) in the graph that the pass sees; None: a preview tells."""
+        """Bytes that applying adds (negative: saves) in the graph that the pass sees; None: only a preview knows."""
         return self._judged[1]
 
     @cached_property
     def _judged(self) -> tuple[str | None, int | None]:
-        """Refusal and bytes. A pass that fails where it is asked is refused, so that the others can be listed."""
-        if self.level == "forward" and self.state.behind:
+        """Refusal and bytes. A pass that fails here counts as refused, so that the others can be listed."""
+        if self.level == "forward" and self.state.differentiated:
             return "it runs before differentiation, and a later pass was applied already: undo that first", None
         try:
             return self.candidate.refusal, number(self.candidate.traffic) if self.counted else None
@@ -131,7 +131,7 @@ class Match(_Told):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Preview(_Told):
-    """What applying would do. `reason` says why it cannot be; then there is no state after."""
+    """What applying would do. `reason` says why it is impossible; then there is no state after."""
 
     match: Match | None
     transformation: Pass
@@ -146,7 +146,7 @@ class Preview(_Told):
 
     @property
     def peak(self) -> tuple[int, int]:
-        """The most bytes of arrays that live at one time, before and after."""
+        """The peak of live bytes, before and after."""
         return self.before.peak, self._after.peak
 
     @property
@@ -161,12 +161,12 @@ class Preview(_Told):
 
     @cached_property
     def removed(self) -> tuple[Node, ...]:
-        """Operators that are gone or changed, as they were."""
+        """Removed or changed operators, before the change."""
         return _missing(self.before.graph, self._after.graph)
 
     @cached_property
     def added(self) -> tuple[Node, ...]:
-        """Operators that are new or changed, as they are."""
+        """Added or changed operators, after the change."""
         return _missing(self._after.graph, self.before.graph)
 
     @property
@@ -191,15 +191,15 @@ class Step(_Told):
     """A pass that was applied, at one place or everywhere."""
 
     number: int
-    """Its place in the history, from 1."""
+    """Its position in the history, from 1."""
     transformation: Pass
     kept: Pass
-    """What stands for it in a pipeline: the pass, or `at_place` with module and operators."""
+    """Its representation in a pipeline: the pass, or `at_place` with module and operators."""
     level: str
     where: str
     """The place; empty for a pass that was applied everywhere."""
     matches: int
-    """How many matches were applied."""
+    """The number of applied matches."""
     seconds: float
     before: State = field(repr=False)
     after: State = field(repr=False)
@@ -219,7 +219,7 @@ class Step(_Told):
 
     @property
     def peak(self) -> tuple[int, int]:
-        """The most bytes of arrays that live at one time, before and after."""
+        """The peak of live bytes, before and after."""
         return self.before.peak, self.after.peak
 
     @property
@@ -234,7 +234,7 @@ class Step(_Told):
 
 
 def counted(candidates: int, operators: int, candidate: Candidate) -> bool:
-    """Whether the bytes of one of so many matches are worth counting before somebody asks for a preview."""
+    """Whether it pays to count the bytes of one of so many matches before a preview is requested."""
     if not isinstance(candidate, Measured):
         return True
     return not candidate.slow and candidates * operators <= COUNTED

@@ -1,4 +1,4 @@
-"""Subject: the model that a session is about, captured, and its training graph before any pass."""
+"""Subject: the captured model of a session, and its training graph before any pass."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ NORM = "gradient norm"
 
 @dataclass(frozen=True)
 class GradientSettings:
-    """What a step does to gradients before the update, as `training_step` has it.
+    """What a step does to gradients before the update, as in `training_step`.
 
-    With `micro_batches` the subject is the program of the last part of a batch, which adds its gradients to those that
-    the parts before it left, and updates.
+    With `micro_batches` the subject is the program of the last part of a batch, which adds its gradients to those of
+    the earlier parts, and updates.
     """
 
     clipping: Clipping = Clipping()
@@ -41,7 +41,7 @@ class GradientSettings:
 
     @property
     def share(self) -> float:
-        """By which the gradient of a part is multiplied."""
+        """The factor of the gradient of a part."""
         return 1 / self.micro_batches if self.reduction == "mean" else 1.0
 
     @property
@@ -52,9 +52,9 @@ class GradientSettings:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with what it is called with. `training_graph` differentiates what was captured, or what passes of level
-    `forward` made of it: with an optimizer it is the whole step, with a loss alone the loss and all gradients, with
-    neither the module's outputs and the gradients by cotangents that are inputs.
+    """A model and its arguments. `training_graph` differentiates the captured graph, or the result of passes of level
+    `forward`: with an optimizer it is the whole step, with a loss alone the loss and all gradients, with neither the
+    module's outputs and the gradients by cotangents that are inputs.
     """
 
     model: torch.nn.Module
@@ -76,7 +76,7 @@ class Subject:
         options: Settings,
         treatment: GradientSettings = GradientSettings(),
     ) -> Subject:
-        """Capture a model. Nothing is run or changed. Raises `Unsupported` where it is not one graph."""
+        """Capture a model. Nothing is run or changed. Raises `Unsupported` if it is not one graph."""
         if not isinstance(model, torch.nn.Module):
             raise Invalid(f"a session takes a torch.nn.Module, given {type(model).__name__}")
         model = original(model)
@@ -116,25 +116,25 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """What is trained, and by what."""
+        """The model, the loss and the optimizer."""
         parts = [type(self.model).__name__]
         parts += [type(self.optimizer).__name__] if self.optimizer is not None else []
         return ", ".join(parts)
 
     @property
     def captured(self) -> Graph:
-        """The forward pass, and the loss if there is one, as captured."""
+        """The captured forward pass, with the loss if there is one."""
         return self.seen.captured.graph
 
     def training_graph(self, forward: Graph) -> Graph:
-        """The graph that passes behind differentiation see."""
+        """The graph that passes after differentiation see."""
         if self.kind != "module":
             return joint_graph(forward, self.trained, self.wrt, self.treatment.options).graph
         return self._with_gradients(forward).graph
 
     @cached_property
     def joint(self) -> Joint:
-        """What the captured graph's step has as inputs and outputs; for sessions with a loss or an optimizer."""
+        """The inputs and outputs of the captured graph's step; for sessions with a loss or an optimizer."""
         return joint_graph(self.captured, self.trained, self.wrt, self.treatment.options)
 
     @cached_property
@@ -153,12 +153,12 @@ class Subject:
         return len(self.captured.outputs) if self.kind == "module" else 1
 
     def path(self, name: str) -> str:
-        """The user's name of a captured input; an empty one stands for the loss scaler."""
+        """The user's name of a captured input; an empty name means the loss scaler."""
         return self.captured.inputs[name].path or name if name else "the scaler"
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """What each output of the training graph is to the user."""
+        """The user's description of each output of the training graph."""
         forward = ("loss",) if self.kind != "module" else tuple(f"output {i}" for i in range(self.results))
         made = self.joint.made if self.kind != "module" else []
         gradients = tuple(f"gradient of {self.path(name)}" for name in self.gradients)
@@ -166,7 +166,7 @@ class Subject:
         return (*forward, *gradients, *(f"{state} of {self.path(name)}" for name, state in made), *norm)
 
     def with_gradients(self) -> Subject:
-        """The same step with the gradients of all that it trains as outputs."""
+        """The same step with the gradients of all trained parameters as outputs."""
         return replace(self, wrt=tuple(t.parameter for t in self.trained)) if self.kind == "step" else self
 
     def _with_gradients(self, forward: Graph) -> WithGradients:
@@ -174,7 +174,7 @@ class Subject:
 
 
 def _any_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """What a step is captured with if there is none: it is left out of the graph."""
+    """The optimizer for capturing a step without one: it is left out of the graph."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise Invalid(f"no parameter of {type(model).__name__} requires a gradient: there is nothing to train")

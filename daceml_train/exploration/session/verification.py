@@ -19,21 +19,21 @@ from daceml_train.tensor import DType
 
 FACTOR, FLOOR = 10.0, 2e-5
 """An error may be this many times eager execution's error against float64, or this large relative to the exact value:
-sums in another order make that much of a difference. Of eager execution's memory layouts the worse one counts. Where
-PyTorch cannot be asked, the captured graph stands for it, with each operator's results rounded to their types."""
+sums in another order differ that much. Of eager execution's memory layouts the worse one counts. Where PyTorch cannot
+be the reference, the captured graph is, with each operator's results rounded to their types."""
 ALONE = {DType.float64: 1e-9, DType.float16: 2e-2, DType.bfloat16: 1e-1}
-"""What is allowed where no error is known to compare with, by element type; 1e-3 for float32 and the rest."""
+"""The allowed error, by element type, where no eager error is known; 1e-3 for float32 and the rest."""
 SMALL = 1e-3
 """A tensor much smaller than the others of its kind is compared with this share of their median."""
 NOISE = 0.05
-"""An error of eager execution above which a tensor is rounding noise there, so that comparing tells nothing."""
+"""An eager error above which a tensor is rounding noise, so that a comparison says nothing."""
 RATE = 1.0
 """The learning rate of verification: with a small one, rounding of parameters hides what a gradient did to them."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One tensor: how far the program is from the exact value, relative to it, and how far it may be.
+    """One tensor: the program's relative error against the exact value, and the allowed error.
 
     `kind` is `result`, `gradient`, `update` (what a step adds to a parameter), `state` or `buffer`; `eager` is the
     error of PyTorch in the model's own element types, or of the captured graph with every operator's results rounded
@@ -48,12 +48,12 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Whether it is near enough."""
+        """Whether the error is allowed."""
         return self.error <= self.allowed
 
     @property
     def noise(self) -> bool:
-        """Whether the tensor is rounding noise in eager execution, too, such as Adam's update by a gradient of zero."""
+        """Whether the tensor is rounding noise also in eager execution, such as Adam's update by a gradient of zero."""
         return self.eager is not None and self.eager > NOISE
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Verification:
-    """All tensors that were compared, and what with; truthy if all are near enough."""
+    """All tensors that were compared, and the reference; truthy if all errors are allowed."""
 
     checks: tuple[Check, ...]
     reference: str
@@ -72,12 +72,12 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether every tensor is near enough."""
+        """Whether all errors are allowed."""
         return bool(self.checks) and all(check.ok for check in self.checks)
 
     @property
     def worst(self) -> Check | None:
-        """The tensor that takes up most of what it is allowed."""
+        """The tensor with the largest share of its allowed error."""
         telling = [check for check in self.checks if not (check.noise and check.ok)]
         return max(telling, key=lambda c: c.error / c.allowed if c.allowed else float("inf"), default=None)
 
@@ -100,8 +100,8 @@ def verify(
     with_gradients: Callable[[Subject], tuple[Graph, Sequence[str]]],
     options: Settings,
 ) -> Verification:
-    """Run `graph` as a compiled program and compare. `with_gradients` makes of a step the same with its gradients as
-    outputs, and says what of it is not the same.
+    """Run `graph` as a compiled program and compare. `with_gradients` turns a step into one with its gradients as
+    outputs, and returns what differs between the two.
     """
     inputs = Inputs.of(subject, RATE)
     found = _program_results(subject, graph, inputs, options)
@@ -124,7 +124,7 @@ def verify(
 def _expected(
     subject: Subject, seeds: Mapping[int, torch.Tensor], notes: list[str]
 ) -> tuple[list[Named], Named | None, str]:
-    """PyTorch's results in the model's own element types, in float64, and what the reference is called."""
+    """PyTorch's results in the model's own element types, in float64, and the name of the reference."""
     captured = subject.seen.captured
     if captured.random and not captured.draws:
         notes.append("random numbers are drawn otherwise than in PyTorch: random='eager' draws the same")
@@ -142,15 +142,15 @@ def _expected(
 
 
 def _program_results(subject: Subject, graph: Graph, inputs: Inputs, options: Settings) -> Named:
-    """What the compiled program makes of these inputs."""
+    """The compiled program's results on these inputs."""
     tensors = inputs.fresh()
     outputs = Program.of(graph, options).run(tensors)
     return _named(subject, inputs, outputs, {n: tensors[n] for n in graph.writes}, inputs.tensors)
 
 
 def _meaning(subject: Subject, rounded: bool = False) -> Named:
-    """What the training graph before all passes means, its gradients among it, in float64; or each operator exactly,
-    its results rounded to their own element types.
+    """The meaning of the training graph before all passes, gradients included, in float64; or with the exact results of
+    each operator rounded to their own element types.
     """
     subject = subject.with_gradients()
     graph, inputs = subject.training_graph(subject.captured), Inputs.of(subject, RATE)
@@ -168,7 +168,7 @@ def _named(
     after: Mapping[str, torch.Tensor],
     before: Mapping[str, torch.Tensor],
 ) -> Named:
-    """Outputs and written inputs of a program by what they are to the user."""
+    """Outputs and written inputs of a program by their user names."""
     found: Named = {}
     for position, value in enumerate(outputs[: subject.results]):
         found["result", subject.labels[position]] = value
@@ -190,7 +190,7 @@ def _named(
 
 
 def _compared(found: Named, eager: Sequence[Named], exact: Named) -> list[Check]:
-    """A check per tensor that is there on both sides; a gradient that is nowhere else is zero."""
+    """A check per tensor that exists on both sides; a gradient that exists on one side only is compared with zero."""
     norms: dict[str, list[float]] = {}
     for (kind, _), value in exact.items():
         norms.setdefault(kind, []).append(_norm(value))
@@ -217,7 +217,7 @@ def _norm(tensor: torch.Tensor) -> float:
 
 
 def _off(ours: torch.Tensor, exact: torch.Tensor) -> float:
-    """The norm of the difference; infinite where shapes, or places of what is not finite, differ."""
+    """The norm of the difference; infinite where shapes, or positions of non-finite elements, differ."""
     a, b = _wide(ours).double(), _wide(exact).double()
     if a.shape != b.shape:
         return float("inf")

@@ -1,4 +1,4 @@
-"""Details of one box: what it reads and writes, the user's source lines, and the C++ that is generated for it."""
+"""Details of one box: the arrays it reads and writes, the user's source lines, and its generated C++."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from daceml_train.ops.operator import Origin
 from daceml_train.reporting.numbers import number
 
 AROUND = 3
-"""Source lines shown before and behind the one that is meant."""
+"""Source lines shown before and after the box's own."""
 ROWS = 40
-"""Arrays listed at most."""
+"""The maximum number of listed arrays."""
 
 
 class Sources:
@@ -55,7 +55,7 @@ class Sources:
 
 
 def details(tree: Tree, item: Item, sizes: Mapping[str, int], sources: Sources) -> dict[str, Any]:
-    """Everything a panel tells of a box."""
+    """Everything that a panel shows of a box."""
     graph = tree.graph
     nodes = [graph.nodes[n] for n in item.nodes]
     made = {name for node in nodes for name in node.outputs}
@@ -99,7 +99,7 @@ def body_text(node: Node) -> str:
 
 
 def code_of(graph: Graph, node: Node) -> str:
-    """The C++ generated for one operator, or the library calls that it makes; what cannot be lowered says why."""
+    """The C++ generated for one operator, or its library calls; or the reason why it cannot be lowered."""
     alone = Graph("alone")
     for name in dict.fromkeys(node.inputs):
         alone.input(name, graph.tensors[name])

@@ -1,4 +1,4 @@
-"""A model's modules before anything is captured, as rows of a widget's tree: names, and what parameters take.
+"""A model's modules before the capture, as rows of a widget's tree: names, and the bytes of parameters.
 
 The keys are those of the same modules in the forward pass, so that what was opened stays open once the graph is there.
 """
@@ -22,7 +22,7 @@ class Modules:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.touched: list[str] = []
-        """What a person opened."""
+        """The groups that a person opened."""
         self.open = [ROOT]
         level, count = list(model.named_children()), len(list(model.children()))
         while level:  # as `view_of` opens a graph
@@ -72,7 +72,7 @@ class Modules:
         return rows
 
     def details(self, key: str) -> dict[str, Any] | None:
-        """What is known of a module; None for a key that is none."""
+        """The details of a module; None for a key that is not a module's."""
         path = "" if key == ROOT else key.removeprefix(f"{ROOT}/")
         try:
             module = self.model.get_submodule(path)

@@ -1,4 +1,4 @@
-"""What each gradient reads: the arrays that the forward pass makes and the backward pass or the update reads."""
+"""Saved arrays: those that the forward pass produces and the backward pass or the update reads."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ from daceml_train.exploration.views.tree import hidden, label_of
 from daceml_train.graph.graph import Graph
 from daceml_train.reporting.numbers import number
 
-AGAIN = "_again"
-"""What the names of arrays that are made a second time hold; see `Rematerialize`."""
+REMATERIALIZED = "_again"
+"""A part of the names of rematerialized arrays; see `Rematerialize`."""
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """An array from the forward pass that something behind it reads.
+    """An array from the forward pass that is read after it.
 
-    `readers` are the arrays made by its readers behind the forward pass; `again` is true for an array that is made
-    anew there, so that the forward pass need not keep the original.
+    `readers` are the arrays produced by its readers after the forward pass; `rematerialized` is true for an array that
+    is recomputed there, so that the forward pass need not keep the original.
     """
 
     array: str
     type: str
     bytes: int
-    maker: str
+    producer: str
     module: str
     readers: tuple[str, ...]
     gradients: tuple[str, ...]
-    """What its readers are, with their modules."""
-    again: bool
+    """Labels of its readers, with their modules."""
+    rematerialized: bool
 
 
 def crossings(graph: Graph, sizes: Mapping[str, int] | None = None, results: int | None = None) -> list[Crossing]:
-    """The largest first; inputs, which nobody has to keep, are not among them."""
+    """The largest first; without inputs, which need not be kept."""
     phase_of, root_of = phases(graph, results), roots(graph)
-    made = {name: place for place, node in enumerate(graph.nodes) for name in node.outputs}
+    produced_at = {name: place for place, node in enumerate(graph.nodes) for name in node.outputs}
     late: dict[str, list[int]] = {}
     for place, node in enumerate(graph.nodes):
         if phase_of[place] == "forward" or hidden(node):
             continue
         for name in dict.fromkeys(root_of.get(i, i) for i in node.inputs):
-            if name in made and not hidden(graph.nodes[made[name]]):
+            if name in produced_at and not hidden(graph.nodes[produced_at[name]]):
                 late.setdefault(name, []).append(place)
     found = []
     for name, places in late.items():
-        maker, again = graph.nodes[made[name]], AGAIN in name
-        if phase_of[made[name]] != "forward" and not again:
+        producer, rematerialized = graph.nodes[produced_at[name]], REMATERIALIZED in name
+        if phase_of[produced_at[name]] != "forward" and not rematerialized:
             continue
         size = number(graph.tensors[name].bytes, sizes or {})
-        told = tuple(
+        gradients = tuple(
             dict.fromkeys(f"{graph.nodes[p].origin.module or 'the step'}: {label_of(graph.nodes[p])}" for p in places)
         )
         readers = tuple(n for p in places for n in graph.nodes[p].outputs)
@@ -60,11 +60,11 @@ def crossings(graph: Graph, sizes: Mapping[str, int] | None = None, results: int
                 name,
                 str(graph.tensors[name]),
                 size if isinstance(size, int) else 0,
-                label_of(maker),
-                maker.origin.module,
+                label_of(producer),
+                producer.origin.module,
                 readers,
-                told,
-                again,
+                gradients,
+                rematerialized,
             )
         )
     return sorted(found, key=lambda c: (-c.bytes, c.array))

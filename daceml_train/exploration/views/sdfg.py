@@ -13,7 +13,7 @@ from daceml_train.reporting.numbers import bytes_text
 
 _SHAPES = {"operator": "LibraryNode", "statement": "Tasklet"}
 LONGEST = 60
-"""Characters of a label at most."""
+"""The maximum number of characters of a label."""
 
 
 def sdfg_of(view: GraphView) -> dict[str, Any]:
@@ -134,5 +134,5 @@ def _short(text: str) -> str:
 
 
 def _name(text: str) -> str:
-    """A name as data is called in the picture: the viewer takes what follows a full stop for a structure's member."""
+    """The name of data in the picture: the viewer takes what follows a period for a structure's member."""
     return _short(text).replace(".", "\N{ONE DOT LEADER}")

@@ -12,7 +12,7 @@ RUNS = 10
 
 
 def seconds_of(session: Session, runs: int = RUNS) -> dict[int, float]:
-    """Position of a node in the graph -> the median seconds of its launches; compiles the graph as it stands."""
+    """Position of a node in the graph -> the median seconds of its launches; compiles the graph as it is."""
     lowered = leaves(session.graph)
     owner = {node.outputs[0]: place for node, place in zip(lowered.graph.nodes, lowered.owners, strict=True)}
     graph = without_dead_code(lowered.graph)

@@ -1,8 +1,7 @@
-"""The module tree of a graph: phases of the step, the user's modules, operators, and what a kernel's body holds.
+"""The module tree of a graph: phases of the step, the user's modules, operators, and the statements of kernels.
 
-Every item has a key that survives rewrites elsewhere in the graph: what a person has opened stays open after a pass.
-Groups of many children are cut into parts, so that no level is long; views and constants, which move no bytes, are not
-drawn.
+Every item has a key that survives rewrites elsewhere in the graph: an open group stays open after a pass. Groups of
+many children are split into parts, so that no level is long; views and constants, which move no bytes, are not drawn.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from daceml_train.reporting.numbers import number
 from daceml_train.tensor import Dim
 
 MOST = 50
-"""Children of a group at most; more are cut into parts."""
+"""The maximum number of children of a group; larger groups are split into parts."""
 
 
 @dataclass(eq=False)
@@ -73,7 +72,7 @@ class Tree:
     root_of: Mapping[str, str]
     """Array -> the array whose memory it is."""
     producer: Mapping[str, int]
-    """Array -> the position of the node that makes it."""
+    """Array -> the position of its producer."""
     readers: Mapping[str, Sequence[int]]
     """Array -> the positions of the drawn nodes that read it, or a view of it."""
 
@@ -83,7 +82,7 @@ class Tree:
 
 
 def hidden(node: Node) -> bool:
-    """Whether an operator is not drawn: it moves nothing of its own."""
+    """Whether an operator is not drawn because it moves nothing of its own."""
     return is_alias(node.op) or isinstance(node.op, Full | Iota)
 
 
@@ -96,7 +95,7 @@ def tree_of(
 ) -> Tree:
     """The tree of a graph, with bytes at `sizes` and measured `seconds` by position of the node; see `phases`.
 
-    `counted` is the graph's traffic, where somebody has it: counting takes longer than all the rest.
+    `counted` is the graph's traffic, if it is known: counting takes longer than all the rest.
     """
     counted, phase_of = counted or traffic(graph), phases(graph, results)
     updated = {value: graph.inputs[target].path.rpartition(".")[0] for target, value in graph.writes.items()}
@@ -161,7 +160,7 @@ def tree_of(
 
 
 def label_of(node: Node) -> str:
-    """What an operator is called in a picture: the operators of a kernel, the first few of many."""
+    """The label of an operator: the operators of a kernel, the first few of many."""
     if not isinstance(node.op, Kernel):
         return node.op.label
     names = [s.op.label for s in node.op.statements if not is_alias(s.op) and not isinstance(s.op, Full | Iota)]
@@ -170,7 +169,7 @@ def label_of(node: Node) -> str:
 
 
 def body(tree: Tree, item: Item) -> tuple[Graph, list[Item]]:
-    """What an operator stands for, from inputs `in0, in1, ...`, and an item per operator of it that is drawn."""
+    """The body of an operator, from inputs `in0, in1, ...`, and an item per operator in it that is drawn."""
     node = tree.graph.nodes[item.nodes[0]]
     inner = Graph("body")
     operands = [inner.input(f"in{i}", tree.graph.tensors[name]) for i, name in enumerate(node.inputs)]
@@ -191,7 +190,7 @@ def body(tree: Tree, item: Item) -> tuple[Graph, list[Item]]:
 
 
 def opened(tree: Tree, item: Item) -> tuple[Graph, list[Item]] | None:
-    """`body`, or None where nothing is to be seen inside."""
+    """`body`, or None where it has nothing to show."""
     if item.kind != "operator" or not item.opens:
         return None
     try:
@@ -207,7 +206,7 @@ def _sum(amounts: Sequence[Dim], sizes: Mapping[str, int]) -> int:
 
 
 def _settle(root: Item) -> None:
-    """Join chains of groups, cut long ones, and add up what groups hold, from the leaves on."""
+    """Join chains of groups, split long ones, and add up the contents of groups, from the leaves on."""
     order = list(root.walk())
     for item in reversed(order):
         if item.kind == "operator":
@@ -229,7 +228,7 @@ def _add_up(item: Item) -> None:
 
 
 def _joined(item: Item) -> Item:
-    """A module that holds nothing but one operator or one module stands for it."""
+    """A module with a single operator or module is merged with it."""
     if item.kind != "module" or len(item.children) != 1:
         return item
     (only,) = item.children
@@ -242,7 +241,7 @@ def _joined(item: Item) -> Item:
 
 
 def _cut(item: Item) -> list[Item]:
-    """The children, in parts of equal length where they are many."""
+    """The children, in parts of equal length if they are many."""
     children = item.children
     while len(children) > MOST:
         length = -(-len(children) // -(-len(children) // MOST))

@@ -16,16 +16,16 @@ from daceml_train.graph.graph import Graph, Role
 from daceml_train.reporting.numbers import bytes_text, number
 
 LIMIT = 200
-"""Boxes that are drawn at most."""
+"""The maximum number of boxes."""
 FIRST = 24
 """Boxes up to which a graph opens by itself."""
 ENDS = 12
-"""Batch inputs and results that are drawn as arrays at most."""
+"""The maximum number of batch inputs and results that are drawn as arrays."""
 
 
 @dataclass
 class Edge:
-    """Arrays that one box makes and another reads."""
+    """Arrays that one box produces and another reads."""
 
     source: str
     target: str
@@ -73,7 +73,7 @@ class GraphView:
         return GraphView(self.tree, [k for k in self.open if k != key], self.sizes, self.results)
 
     def revealing(self, arrays: Iterable[str]) -> GraphView:
-        """The view with the groups open that hold what makes these arrays."""
+        """The view with the groups around the producers of these arrays open."""
         view = self
         for item in list(dict.fromkeys(self._items_of(arrays)))[:8]:
             if item.parent is not None and item.parent.key not in view.open:
@@ -88,9 +88,9 @@ class GraphView:
             tree_of(graph, self.sizes, seconds, self.results, counted), self.open, self.sizes, self.results
         )
 
-    # ---- looking --------------------------------------------------------------------------------------------------
+    # ---- queries --------------------------------------------------------------------------------------------------
     def keys_of(self, arrays: Iterable[str]) -> list[str]:
-        """The boxes that make these arrays; of an array that is not drawn, those that read it."""
+        """The producers' boxes of these arrays; for an array that is not drawn, its readers' boxes."""
         found = [self._of_node[n] for item in self._items_of(arrays) for n in item.nodes if n in self._of_node]
         return list(dict.fromkeys(item.key for item in found))
 
@@ -105,7 +105,7 @@ class GraphView:
                 yield from (of_node[place] for place in self.tree.readers.get(root, ()))
 
     def arrays_of(self, key: str) -> list[str]:
-        """The arrays that a box makes."""
+        """The arrays that a box produces."""
         if key in self.ends:
             return [self.ends[key]]
         item = self.boxes.get(key) or self.tree.items.get(key)
@@ -192,7 +192,7 @@ class GraphView:
                 makers[name] = source_key
 
     def bytes_of(self, name: str) -> int:
-        """Bytes of an array; 0 for values inside a kernel, which no memory holds."""
+        """Bytes of an array; 0 for values inside a kernel, which have no memory."""
         tensor = self.tree.graph.tensors.get(name)
         size = number(tensor.bytes, self.sizes) if tensor is not None else 0
         return size if isinstance(size, int) else 0
@@ -249,7 +249,7 @@ def view_of(
     results: int | None = None,
     counted: Traffic | None = None,
 ) -> GraphView:
-    """A graph as it opens: group by group, forward pass first, the levels that fit into `FIRST` boxes."""
+    """The initial view of a graph: group by group, forward pass first, the levels that fit into `FIRST` boxes."""
     tree = tree_of(graph, sizes, seconds, results, counted)
     shown: list[str] = []
     count, level = len(tree.root.children), list(tree.root.children)
@@ -282,7 +282,7 @@ def _told(item: Item) -> dict[str, Any]:
 
 
 def caption(item: Item) -> str:
-    """What stands in a box of the picture: the end of the module's path, the operator, the bytes."""
+    """The text of a box: the end of the module's path, the operator, the bytes."""
     if item.kind == "statement":
         return item.label
     path = ".".join(item.module.split(".")[-2:])

@@ -1,4 +1,4 @@
-"""What a widget is sent, as plain data: passes, steps, previews."""
+"""The data that a widget receives: passes, steps, previews."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def step_data(step: Step) -> dict[str, Any]:
 
 
 def preview_data(made: Preview) -> dict[str, Any]:
-    """What applying would do, or why it cannot be."""
+    """What applying would do, or why it is impossible."""
     if made.reason is not None:
         return {"reason": made.reason, "text": str(made.transformation)}
     return {

@@ -1,4 +1,4 @@
-"""explore: a session in a notebook. The widget is a thin view over `Session`; what it does is in `widget_requests`."""
+"""explore: a session in a notebook. The widget is a thin view of `Session`; `widget.requests` has its actions."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _SCRIPTS = ("text.js", "viewer.js", "channel.js", "outline.js", "matches.js", "p
 
 
 class Explorer(anywidget.AnyWidget):
-    """What `explore` returns: the session's graph, its matches and its history, to look at and to click.
+    """The result of `explore`: the session's graph, its matches and its history, to view and to click.
 
-    What is done to its session in a cell is shown after `refresh()`.
+    Changes that a cell makes to its session are shown after `refresh()`.
     """
 
     _esm = "\n".join((_STATIC / name).read_text(encoding="utf-8") for name in _SCRIPTS)
@@ -56,7 +56,7 @@ class Explorer(anywidget.AnyWidget):
 
     @property
     def session(self) -> Session:
-        """The session; where the model is still being captured, once that is done. Raises what capturing raised."""
+        """The session; waits for a capture in progress and raises its error."""
         if self.requests is None:
             assert self.opening is not None
             return self.opening.session()
@@ -78,12 +78,12 @@ class Explorer(anywidget.AnyWidget):
         self.state = state
 
     def refresh(self) -> None:
-        """Show what was done to the session elsewhere."""
+        """Show changes that were made to the session elsewhere."""
         if self.requests is not None:
             self.requests.show()
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
-        """The widget, and a page without scripts for where no widget is to be had."""
+        """The widget, and a page without scripts for viewers without widgets."""
         made = super()._repr_mimebundle_(**options)
         bundle = made[0] if isinstance(made, tuple) else made
         if bundle is not None and self.requests is not None:
@@ -95,12 +95,12 @@ class Explorer(anywidget.AnyWidget):
 
 
 def explore(model: torch.nn.Module | Session, *inputs: Any, height: int = 620, **options: Any) -> Explorer:
-    """A widget for a session of `model`: its training graph, what could be done to it, and what that saves.
+    """A widget for a session of `model`: its training graph, possible transformations, and their savings.
 
-    `model` is a module, with inputs and options as `Session` takes them (`loss`, `optimizer`, `pipeline`), or a
-    `Session` that is there already. In a notebook the model is captured once the widget is shown, or its `session` is
-    asked for; elsewhere, and where autocast or another mode of PyTorch's is on, at once. Raises `Invalid` where the
-    packages of a notebook are missing.
+    `model` is a module, with inputs and options as `Session` takes them (`loss`, `optimizer`, `pipeline`), or an
+    existing `Session`. In a notebook the model is captured when the widget is shown or its `session` is requested;
+    elsewhere, and if autocast or another mode of PyTorch is on, at once. Raises `Invalid` if the packages for notebooks
+    are missing.
     """
     capture = functools.partial(_session, model, inputs, options)
     if isinstance(model, torch.nn.Module) and notebook() is not None and plain():
@@ -114,5 +114,5 @@ def _session(model: torch.nn.Module | Session, inputs: tuple[Any, ...], options:
     if not isinstance(model, Session):
         return Session(model, *inputs, **options)
     if inputs or options:
-        raise Invalid("a session has its model and inputs already", advice="explore(session)")
+        raise Invalid("a session already has its model and inputs", advice="explore(session)")
     return model

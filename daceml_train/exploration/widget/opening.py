@@ -1,8 +1,8 @@
-"""Opening: what a widget shows and answers while its model is captured, which takes seconds for a large one.
+"""Opening: what a widget shows and answers while its model is captured, which takes seconds for a large model.
 
-The capture runs in the widget's thread, so that the page draws the model's modules and loads the viewer meanwhile. It
-begins when the widget is shown, or when somebody asks for the session. A notebook's next cell waits for it: nothing of
-the user's runs beside a capture.
+The capture runs in the widget's thread, so that the page can draw the model's modules and load the viewer in the
+meantime. It begins when the widget is shown or the session is requested. A notebook's next cell waits for it: no user
+code runs during a capture.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CAPTURING = "capturing the training graph"
 
 
 class Opening:
-    """The capture of a model. `done(session, opened)` takes what it makes, with the keys that a person opened."""
+    """The capture of a model. `done(session, opened)` takes its result, with the keys that a person opened."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Opening:
         self._error: Exception | None = None
 
     def begin(self) -> None:
-        """Capture, if that has not begun."""
+        """Start the capture, unless it has begun."""
         with self._lock:
             if self._begun:
                 return
@@ -58,11 +58,11 @@ class Opening:
         self.work.put(self._capture, "capturing")
 
     def session(self) -> Session:
-        """The session, once it is captured. Raises what capturing raised."""
+        """Wait for the session. Raises the error of the capture."""
         self.begin()
         self._ended.wait()
         if self._session is None:
-            raise self._error or Invalid("the capture was cancelled", advice="call explore again")
+            raise self._error or Invalid("the capture was cancelled", advice="call explore once more")
         return self._session
 
     def _capture(self) -> None:
@@ -86,7 +86,7 @@ class Opening:
                 self.show()
 
     def _hold(self, *_: object) -> None:
-        """Make a cell wait. An interruption cancels the capture, and the cell runs."""
+        """Let a cell wait. An interruption cancels the capture, and the cell runs."""
         try:
             self._ended.wait()
         except KeyboardInterrupt:
@@ -130,13 +130,13 @@ class Opening:
         }
 
     def show(self) -> None:
-        """Publish the state, unless the session's own is there already."""
+        """Publish the state, unless the session has published its own."""
         with self._lock:
             if not self._over:
                 self._publish(self.state())
 
     def handle(self, request: Mapping[str, Any], buffers: object = None) -> Mapping[str, Any] | None:
-        """Answer what can be answered without a graph. Returns a request that has to wait for the graph."""
+        """Answer requests that need no graph. Returns a request that has to wait for the graph."""
         kind, number = str(request.get("type")), request.get("id")
         answer: dict[str, Any] = {"type": "answer", "id": number}
         given: list[bytes] = []
@@ -161,13 +161,13 @@ class Opening:
 
 
 def notebook() -> Any:
-    """The shell of the notebook's kernel that this runs in, or None."""
+    """The shell of the notebook's kernel, or None."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return shell if getattr(shell, "kernel", None) is not None else None
 
 
 def plain() -> bool:
-    """Whether the calling thread has no mode of its own that a capture in another thread would miss."""
+    """Whether the calling thread has no mode that a capture in another thread would miss."""
     return not (
         torch.overrides._get_current_function_mode_stack()
         or torch.utils._python_dispatch._get_current_dispatch_mode_stack()

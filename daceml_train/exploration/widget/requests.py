@@ -1,8 +1,8 @@
-"""Requests: what a widget asks of a session, as plain data in and plain data out. No browser and no notebook is needed.
+"""Requests of a widget to a session: plain data in, plain data out. No browser or notebook is needed.
 
-A request is a dictionary with a `type`, an `id` that its answer carries, and what it needs. What changes the session
-carries the `version` that was on the screen: a click on a match of an older graph is answered with a sentence, and the
-list is sent again. Whatever fails is an answer with an `error`; the session is then as it was.
+A request is a dictionary with a `type`, an `id` that its answer repeats, and its arguments. A request that changes the
+session has the `version` that was on the screen: a click on a match of an older graph is answered with a message, and
+the list is resent. A failure is an answer with an `error`; the session is then unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from daceml_train.errors import Invalid, message_of
 from daceml_train.exploration.session.session import Session
 from daceml_train.exploration.session.steps import Match, Step
 from daceml_train.exploration.views.details import Sources, code_of, details
-from daceml_train.exploration.views.saved import AGAIN, crossings
+from daceml_train.exploration.views.saved import REMATERIALIZED, crossings
 from daceml_train.exploration.views.sdfg import sdfg_of
 from daceml_train.exploration.views.times import seconds_of
 from daceml_train.exploration.views.view import GraphView, view_of
@@ -31,17 +31,17 @@ from daceml_train.reporting.numbers import bytes_text, seconds_text
 from daceml_train.transformations.global_movement.rematerialize import Rematerialize
 
 ROWS = 150
-"""Matches that are sent at most; the filters find the others."""
+"""The maximum number of matches that are sent; the filters find the others."""
 REPEATS = 20
-"""Runs of a measurement, if nothing else is asked for."""
+"""The default number of runs of a measurement."""
 KEPT = 100
-"""Kept arrays that are sent at most."""
+"""The maximum number of saved arrays that are sent."""
 LOOKING = frozenset({"viewer", "refresh", "open", "close", "reveal", "filter", "search", "find", "details"})
-"""Requests that only look: they are answered at once, whatever else is under way."""
+"""Read-only requests: they are answered at once, also during long work."""
 
 
 class Requests:
-    """Answers a widget. `send(message, buffers)` takes answers, `publish(state)` what is to be shown.
+    """Answers a widget. `send(message, buffers)` takes answers, `publish(state)` the state to show.
 
     Long requests go to `work`, or run at once; `opened` are keys of groups that are open at first, too.
     """
@@ -52,7 +52,7 @@ class Requests:
         self.session, self.send, self.publish = session, send, publish
         self.work = work or Work(threads=False)
         self._lock = threading.RLock()
-        """Held while the view changes and is published: looking and working are two threads."""
+        """Held while the view changes and is published: queries and work are two threads."""
         self.sources = Sources(session.subject.model)
         self.results = {"module": None, "loss": 1, "step": 1}[session.subject.kind]
         self.view: GraphView = view_of(session.graph, {}, None, self.results, session.state.traffic)
@@ -67,11 +67,11 @@ class Requests:
         """Version and whether refused ones are among them -> all matches."""
         self.shown = session.version
         self.notes: dict[str, Any] = {}
-        """Results of verification and measurement, by what they are of."""
+        """Results of verification and measurement, by kind."""
 
     # ---- answering ------------------------------------------------------------------------------------------------
     def handle(self, request: Mapping[str, Any], buffers: object = None) -> None:
-        """Answer one request, now or behind those that wait."""
+        """Answer one request, at once or after those that wait."""
         kind, number = str(request.get("type")), request.get("id")
         if kind == "cancel":
             doing = self.work.cancel()
@@ -117,7 +117,7 @@ class Requests:
             self.work.put(self._list, "listing matches")
 
     def _list(self) -> None:
-        """Look for all matches, which on large graphs takes seconds: the picture stands already."""
+        """List all matches, which takes seconds on large graphs; the picture is already there."""
         wanted = self._wanted
         if self._all[0] == wanted:
             return
@@ -140,7 +140,7 @@ class Requests:
 
     # ---- state ----------------------------------------------------------------------------------------------------
     def state(self) -> dict[str, Any]:
-        """All that a widget shows."""
+        """The complete state of a widget."""
         session = self.session
         now, start = session.state, session.start
         return {
@@ -166,7 +166,7 @@ class Requests:
         }
 
     def matches(self) -> dict[str, Any]:
-        """The matches that the filter leaves, what saves most first."""
+        """The matches that pass the filter, the largest savings first."""
         chosen, found = self.filter, self._all[1] if self._all[0] == self._wanted else []
         selection = {name for key in chosen.get("keys", ()) for name in self.view.arrays_of(key)}
         if selection:
@@ -199,7 +199,7 @@ class Requests:
         }
 
     def kept(self) -> list[dict[str, Any]]:
-        """What the backward pass reads of the forward pass, with the boxes concerned."""
+        """Arrays of the forward pass that the backward pass reads, with their boxes."""
         rows = []
         for found in crossings(self.session.graph, {}, self.results)[:KEPT]:
             keys = self.view.keys_of((found.array, *found.readers[:20]))
@@ -212,7 +212,7 @@ class Requests:
         return {}, [viewer_source()]
 
     def on_refresh(self, _: dict[str, Any]) -> None:
-        """The state again."""
+        """Resend the state."""
         self.show()
 
     def on_open(self, request: dict[str, Any]) -> None:
@@ -226,7 +226,7 @@ class Requests:
         self.show()
 
     def on_reveal(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Open what hides the arrays of a match or of a kept array."""
+        """Open the groups that hide the arrays of a match or a saved array."""
         arrays = self._listed(request).arrays if "number" in request else tuple(request["arrays"])
         self.view = self.view.revealing(arrays)
         self.show()
@@ -239,7 +239,7 @@ class Requests:
         self.show()
 
     def on_search(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Groups and operators by a text."""
+        """Find groups and operators by a text."""
         found = self.view.search(str(request.get("text", "")))
         return {"found": [{"key": i.key, "label": i.label, "module": i.module, "phase": i.phase} for i in found]}
 
@@ -252,7 +252,7 @@ class Requests:
         return {"keys": [item.key]}
 
     def on_details(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What is known of a box."""
+        """The details of a box."""
         key = request["key"]
         if key in self.view.ends:
             name = self.view.ends[key]
@@ -282,37 +282,37 @@ class Requests:
         return {"note": _said(step)}
 
     def on_undo(self, _: dict[str, Any]) -> dict[str, Any]:
-        """A step back."""
+        """Undo one step."""
         step = self.session.undo()
         self.show()
         return {"note": f"undone: {step.name}"}
 
     def on_redo(self, _: dict[str, Any]) -> dict[str, Any]:
-        """A step forth."""
+        """Redo one step."""
         step = self.session.redo()
         self.show()
-        return {"note": f"again: {step.name}"}
+        return {"note": f"redone: {step.name}"}
 
     def on_jump(self, request: dict[str, Any]) -> None:
-        """To behind a step."""
+        """Go to the state after a step."""
         self.session.jump(request["number"])
         self.show()
 
     def on_recompute(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Make one kept array again in the backward pass."""
+        """Rematerialize one saved array in the backward pass."""
         self._current(request)
         step = self.session.apply(Rematerialize(recompute=(str(request["array"]),)))
         self.show()
         return {"note": f"{_said(step)}; peak {bytes_text(step.peak[0])} to {bytes_text(step.peak[1])}"}
 
     def on_keep(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Keep an array after all: take back the step that makes it again, and apply those behind it once more."""
+        """Keep an array after all: undo the step that rematerializes it, and reapply the later ones."""
         self._current(request)
-        array = str(request["array"]).split(AGAIN)[0]
+        array = str(request["array"]).split(REMATERIALIZED)[0]
         steps = self.session.history
         made = [s for s in steps if isinstance(s.transformation, Rematerialize) and array in s.transformation.recompute]
         if not made:
-            raise Invalid(f"no step of the history makes {array} again by itself", advice="undo the step that does")
+            raise Invalid(f"no step of the history rematerializes {array} alone", advice="undo the step that does")
         at, total = made[-1].number, len(steps)
         self.session.jump(at - 1)
         lost = []
@@ -334,7 +334,7 @@ class Requests:
         return self._noted("verified", str(made), str(made).splitlines()[0])
 
     def on_measure(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Time before and now, and the time of each operator as the graph is."""
+        """The times at the start and at present, and the time of each operator of the present graph."""
         measured = self.session.measure(int(request.get("repeats") or REPEATS))
         self.seconds, self.timed = seconds_of(self.session), self.session.version
         self.view = self.view.over(self.session.graph, self.seconds, self.session.state.traffic)
@@ -348,10 +348,10 @@ class Requests:
         return {"note": f"saved: {path}"}
 
     def on_replay(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Apply what a file holds."""
+        """Apply the steps of a file."""
         path = _path(request)
         if not path.exists():
-            raise Invalid(f"there is no file {path}", advice="give the path of what was saved")
+            raise Invalid(f"there is no file {path}", advice="give the path of a saved file")
         told = str(self.session.replay(path))
         self.show()
         return {"note": f"replayed {path}", "report": told}
@@ -369,24 +369,26 @@ class Requests:
         self.show()
         return {"note": message_of}
 
-    # ---- what is meant --------------------------------------------------------------------------------------------
+    # ---- lookup ---------------------------------------------------------------------------------------------------
     def _current(self, request: Mapping[str, Any]) -> None:
         if request.get("version") != self.session.version:
-            raise Invalid("the graph has changed since this was shown; nothing was done", advice="choose again")
+            raise Invalid(
+                "the graph has changed since this was shown; nothing was done", advice="choose from the present list"
+            )
 
     def _listed(self, request: Mapping[str, Any]) -> Match:
         self._current(request)
         found: Match | None = request["match"]
         if found is None:
-            raise Invalid("this match is not listed any more", advice="choose again")
+            raise Invalid("this match is not listed any more", advice="choose from the present list")
         return found
 
     def _shown_as(self, number: object) -> Match | None:
-        """The match that is listed under a number."""
+        """The match listed under a number."""
         return self.listed[number] if isinstance(number, int) and 0 <= number < len(self.listed) else None
 
     def _target(self, request: Mapping[str, Any]) -> tuple[Match | Pass, dict[str, Any]]:
-        """A listed match or a pass by name, and options that were edited, given as texts."""
+        """A listed match or a pass by name, and edited options, given as texts."""
         self._current(request)
         given = {str(k): str(v) for k, v in (request.get("options") or {}).items()}
         if "number" in request:

@@ -12,11 +12,11 @@ from typing import Any
 Send = Callable[[dict[str, Any], list[bytes]], None]
 """Takes a message to a page, and buffers."""
 Publish = Callable[[dict[str, Any]], None]
-"""Takes what a page is to show."""
+"""Takes the state that a page shows."""
 
 
 class Cancelled(BaseException):
-    """Raised within the work that a person cancelled. No `Exception`: nothing in between takes it for a failure."""
+    """Raised within work that a person cancelled. Not an `Exception`, so that no handler takes it for a failure."""
 
 
 class Work:
@@ -27,11 +27,11 @@ class Work:
         self._lock = threading.Lock()
         self._threads, self._thread = threads, threading.Thread(target=self._run, name="daceml_train work", daemon=True)
         self.doing = ""
-        """What runs now; empty for nothing."""
+        """The running work; empty for none."""
         self.since = 0.0
 
     def put(self, call: Callable[[], None], what: str) -> None:
-        """Run a call after those that wait. It handles its own exceptions, `Cancelled` among them."""
+        """Run a call after those that wait. It handles its own exceptions, including `Cancelled`."""
         if not self._threads:
             call()
             return
@@ -40,7 +40,7 @@ class Work:
         self._queue.put((call, what))
 
     def cancel(self) -> str:
-        """Interrupt what runs, at the next line of Python; what it was, or an empty text."""
+        """Interrupt the running work at the next line of Python; return its name, or an empty text."""
         with self._lock:
             doing = self.doing
             if doing and self._thread.ident is not None:

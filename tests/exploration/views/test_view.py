@@ -177,7 +177,7 @@ def test_what_gradients_read(session: dt.Session) -> None:
     found = crossings(session.graph)
     assert found == sorted(found, key=lambda c: (-c.bytes, c.array))
     gelu = next(c for c in found if c.module == "0.up" and c.gradients)
-    assert not gelu.again and gelu.bytes > 0
+    assert not gelu.rematerialized and gelu.bytes > 0
     assert crossings(chain(5)) == []
 
 

@@ -178,11 +178,11 @@ def test_looking_does_not_wait_for_work(session: dt.Session) -> None:
 
 
 def test_recompute_and_keep(screen: Screen, session: dt.Session) -> None:
-    kept = [k for k in screen.state["kept"] if not k["again"]]
+    kept = [k for k in screen.state["kept"] if not k["rematerialized"]]
     answers = [screen.ask("recompute", array=k["array"]) for k in kept[:6]]
     done = [k for k, answer in zip(kept, answers, strict=False) if "error" not in answer]
     assert done, answers
-    assert any(k["again"] for k in screen.state["kept"])
+    assert any(k["rematerialized"] for k in screen.state["kept"])
     steps = len(session.history)
     assert "is kept" in screen.ask("keep", array=done[0]["array"])["note"]
     assert len(session.history) < steps
@@ -248,5 +248,5 @@ def test_the_widget_is_a_widget(session: dt.Session) -> None:
     bundle = made._repr_mimebundle_()
     data = bundle[0] if isinstance(bundle, tuple) else bundle
     assert "application/vnd.jupyter.widget-view+json" in data and len(data["text/html"]) < 300_000
-    with pytest.raises(dt.Invalid, match="has its model and inputs already"):
+    with pytest.raises(dt.Invalid, match="already has its model and inputs"):
         dt.explore(session, torch.randn(4, 8))

@@ -1,4 +1,4 @@
-// Requests to the kernel and their answers. A kernel that was restarted says nothing: then the channel does.
+// Requests to the kernel and their answers. A kernel that was restarted does not answer: then the channel reports it.
 const WORDS = { viewer: "loading the viewer", code: "generating code", export: "writing HTML" };
 const SILENCE = 5000; // milliseconds until a request that nobody took up is reported
 

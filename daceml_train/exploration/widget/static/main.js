@@ -76,11 +76,11 @@ class Desk {
     this.themes.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "class", "data-theme"] });
   }
 
-  // While the model is captured, its modules are there already, and what came of it if that fails.
+  // During the capture the modules are shown, and the error if it fails.
   opening() {
     const { opening, failed } = this.state;
     if (failed) this.say(failed, true);
-    this.placeholder.textContent = failed ? "There is no graph." : opening ? `${opening}… Until it is there: modules, and the bytes of their parameters.` : this.root.dataset.drawn ? "" : "drawing…";
+    this.placeholder.textContent = failed ? "There is no graph." : opening ? `${opening}… In the meantime: modules, and the bytes of their parameters.` : this.root.dataset.drawn ? "" : "drawing…";
     this.working(this.channel.doing() || opening);
   }
 
@@ -186,7 +186,7 @@ class Desk {
     this.viewer?.theme(this.dark);
   }
 
-  // ---- saying -----------------------------------------------------------------------------------------------------
+  // ---- messages ---------------------------------------------------------------------------------------------------
   say(text, bad = false, silence = false) {
     if (silence && !text && !this.quiet) return;
     this.quiet = silence && Boolean(text);
@@ -261,7 +261,7 @@ class Desk {
           setTimeout(() => this.viewer?.fit(found.keys), 200);
         }, () => {});
       } }, element("span", { class: `dot ${one.phase}` }), one.label, element("small", {}, ` ${one.module}`))));
-      if (!answer.found.length) this.found.replaceChildren(element("span", { class: "soft" }, "nothing is called so"));
+      if (!answer.found.length) this.found.replaceChildren(element("span", { class: "soft" }, "no such name"));
     }, () => {});
   }
 

@@ -63,7 +63,7 @@ const matchCard = (match, desk) => {
     element("div", { class: "head" },
       element("span", { class: "title" }, match.name),
       element("span", { class: match.bytes < 0 ? "gain" : match.bytes > 0 ? "loss" : "soft" },
-        match.bytes == null ? "preview tells" : match.bytes === 0 ? "±0 B" : changeText(match.bytes))),
+        match.bytes == null ? "see preview" : match.bytes === 0 ? "±0 B" : changeText(match.bytes))),
     element("div", { class: "where", title: match.where }, match.where),
     match.refusal ? element("div", { class: "refusal" }, match.refusal) : null,
     body,
@@ -104,8 +104,8 @@ const matchesPanel = (desk) => {
   const text = element("input", { type: "search", placeholder: "module, array, operator", class: "narrow",
     value: desk.filter.text ?? "", onchange: (event) => desk.narrow({ text: event.target.value }) });
   const refused = element("label", {}, element("input", { type: "checkbox", class: "refused", checked: Boolean(desk.filter.refused),
-    onchange: (event) => desk.narrow({ refused: event.target.checked }) }), " refused ones, with reasons");
-  const count = listing ? "looking for matches…" : `${found} ${found === 1 ? "match" : "matches"}` +
+    onchange: (event) => desk.narrow({ refused: event.target.checked }) }), " refused matches, with reasons");
+  const count = listing ? "listing matches…" : `${found} ${found === 1 ? "match" : "matches"}` +
     (found > matches.length ? `, the first ${matches.length} shown` : "");
   const selected = desk.filter.keys?.length
     ? element("button", { class: "clear", onclick: () => desk.clearSelection() }, "in the selection ×") : null;

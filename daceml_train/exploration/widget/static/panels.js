@@ -11,7 +11,7 @@ const historyPanel = (desk) => {
           step.after === step.before ? "±0 B" : changeText(step.after - step.before))),
       element("div", { class: "where" }, step.where || `${step.matches} matches`)));
   return element("div", {},
-    element("p", { class: "soft" }, "Click a step to jump behind it."),
+    element("p", { class: "soft" }, "Click a step to go to the state after it."),
     element("ol", { class: "steps" },
       element("li", { class: at === 0 ? "now" : "", tabindex: "0", onclick: () => jump(0),
         onkeydown: (event) => { if (event.key === "Enter") jump(0); } },
@@ -21,21 +21,21 @@ const historyPanel = (desk) => {
 
 const keptPanel = (desk) => {
   const { kept, version } = desk.state;
-  const total = kept.filter((one) => !one.again).reduce((sum, one) => sum + one.bytes, 0);
+  const total = kept.filter((one) => !one.rematerialized).reduce((sum, one) => sum + one.bytes, 0);
   const cards = kept.map((one) =>
     element("div", { class: "card", tabindex: "0", "data-array": one.array,
       onmouseenter: () => desk.light(one.keys), onmouseleave: () => desk.light([]),
       onfocus: () => desk.light(one.keys), onblur: () => desk.light([]) },
       element("div", { class: "head" }, element("span", { class: "title" }, one.array), element("span", {}, bytesText(one.bytes))),
-      element("div", { class: "where" }, `${one.type} · made by ${one.module || "the step"}: ${one.maker}`),
+      element("div", { class: "where" }, `${one.type} · produced by ${one.module || "the step"}: ${one.producer}`),
       element("div", { class: "soft" }, `read by ${one.gradients.join("; ")}`),
       element("div", { class: "buttons" },
         element("button", { onclick: () => desk.reveal({ arrays: [one.array], keys: one.keys }) }, "Show"),
-        element("button", { class: "toggle", "aria-pressed": String(one.again), onclick: () =>
-          desk.channel.ask({ type: one.again ? "keep" : "recompute", array: one.array, version }).then(desk.done, () => {}) },
-          one.again ? "Keep" : "Rematerialize"))));
+        element("button", { class: "toggle", "aria-pressed": String(one.rematerialized), onclick: () =>
+          desk.channel.ask({ type: one.rematerialized ? "keep" : "recompute", array: one.array, version }).then(desk.done, () => {}) },
+          one.rematerialized ? "Keep" : "Rematerialize"))));
   return element("div", {},
-    element("p", { class: "soft" }, `${kept.length} arrays of the forward pass are read behind it, ${bytesText(total)} kept.`), cards);
+    element("p", { class: "soft" }, `${kept.length} arrays of the forward pass are read after it, ${bytesText(total)} kept.`), cards);
 };
 
 const arrayRows = (label, arrays) => arrays.length

@@ -60,7 +60,7 @@ class Viewer {
     } else {
       const place = this.frame.contentDocument.getElementById("view");
       this.renderer = new this.window.SDFGRenderer(sdfg, place, undefined, null, null, false, null, null, []);
-      // Labels at every zoom, and opening is ours: the viewer would hide and unfold as it sees fit.
+      // The widget draws labels at every zoom and opens groups: the viewer would hide and unfold by its own rules.
       Object.defineProperty(this.renderer, "_adaptiveHiding", { get: () => false, set: () => {} });
       this.renderer.toggle_element_collapse = () => false;
       await new Promise((next) => setTimeout(next, 0));
@@ -102,7 +102,7 @@ class Viewer {
     if (this.lit.has(key)) this.mark(drawn, renderer, context, "#ffb000", edge);
   }
 
-  // A frame around a box, so that what stands in it stays legible.
+  // A frame around a box, so that its text stays legible.
   mark(drawn, renderer, context, color, edge) {
     if (edge) { drawn.shade(renderer, context, color, 0.9); return; }
     const { x, y } = drawn.topleft();
