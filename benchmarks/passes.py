@@ -10,12 +10,12 @@ from daceml_train.transformations.pipelines import INFERENCE, MIXED_PRECISION, T
 
 HEAD = """# Passes
 
-Generated from the passes' docstrings; do not edit. To make it again:
+Generated from the passes' docstrings; do not edit. To regenerate it:
 
     .venv/bin/python -m benchmarks.passes > docs/results/passes.md
 
-The picture of a pass draws what it looks for, an arrow, and what it makes of that. "Runs in" says which of the
-pipelines that come with the package hold it."""
+The picture of a pass shows the pattern that it matches, an arrow, and the replacement. "Runs in" lists the built-in
+pipelines that contain the pass."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The errors of the project: what went wrong, where in the user's source, and what to do next."""
+"""The errors of the package: what went wrong, where in the user's source, and what to do next."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ class DacemlError(Exception):
         self.text = text
 
     def __str__(self) -> str:
-        return self.text  # without what tracers append on its way
+        return self.text  # without the context that tracers append
 
 
 class Unsupported(DacemlError):
-    """The model uses something that is not compiled yet; eager execution goes on where that is possible."""
+    """The model uses an unsupported feature; execution continues in eager mode where possible."""
 
 
 class Invalid(DacemlError, ValueError):
-    """An argument, a graph or an input breaks its contract; nothing has run."""
+    """An argument, a graph or an input violates its contract; nothing has run."""
 
 
 class BudgetInfeasible(Invalid):
-    """What an option asks for cannot be met, such as a memory budget below the minimum: the user decides what then."""
+    """A limit that an option sets cannot be met, such as a memory budget below the minimum; the user must decide."""
 
 
 class DeviceMismatch(Invalid):
-    """Tensors of one program lie on different devices; the message names two of them."""
+    """Tensors of one program are on different devices; the message names two of them."""
 
 
 class Duplicate(Invalid):
@@ -47,7 +47,7 @@ class Duplicate(Invalid):
 
 
 class Refused(DacemlError):
-    """A transformation or lowering does not apply; the sentence names the node that is in the way."""
+    """A transformation or lowering does not apply; the message names the node that prevents it."""
 
 
 class CompilerError(DacemlError):
@@ -70,17 +70,17 @@ class ExecutionError(DacemlError, RuntimeError):
 
 
 class OutOfRange(ExecutionError, IndexError):
-    """An index or a class that the data hold is outside of what it points into."""
+    """An index or a class in the data is out of range."""
 
 
 def execution_error(message: str, tag: int, *, where: str = "") -> ExecutionError:
-    """The error of a launch: an `IndexError` where PyTorch's message speaks of an index that is out of range."""
+    """The error of a launch: an `IndexError` where PyTorch's message reports an out-of-range index."""
     outside = "out of range" in message or "out of bounds" in message
     return (OutOfRange if outside else ExecutionError)(message, tag, where=where)
 
 
 class OutOfMemory(DacemlError):
-    """A program found too little memory on its device; the message names the biggest arrays."""
+    """The device has too little memory for a program; the message names the largest arrays."""
 
     def __init__(self, message: str) -> None:
         super().__init__(
@@ -91,26 +91,26 @@ class OutOfMemory(DacemlError):
 
 
 INTERNAL = "internal error"
-"""How the reason for running something in PyTorch begins where the cause is a defect of this package."""
+"""The prefix of the reason for running something in PyTorch when the cause is a defect of this package."""
 _EXPECTED = (Unsupported, BudgetInfeasible, DeviceMismatch, CompilerError, OutOfMemory)
 
 
 def internal(error: BaseException) -> bool:
     """Whether an error raised while a graph is compiled is a defect of this package.
 
-    PyTorch accepted the program, so `Invalid` and `Refused` here speak of our graphs and not of the user's arguments.
+    PyTorch accepted the program, so `Invalid` and `Refused` concern this package's graphs, not the user's arguments.
     """
     return isinstance(error, Rejected) or not isinstance(error, _EXPECTED)
 
 
 def why(error: BaseException) -> str:
-    """The reason for running a graph in PyTorch: it begins with `INTERNAL` where the error is a defect of ours."""
+    """The reason for running a graph in PyTorch: it begins with `INTERNAL` if the error is a defect of this package."""
     text = str(error) if isinstance(error, DacemlError) else f"{type(error).__name__}: {error}"
     return f"{INTERNAL}, {text}" if internal(error) else text
 
 
 def message_of(error: Exception) -> str:
-    """What an error says in a sentence."""
+    """The message of an error, as one sentence."""
     return str(error) if isinstance(error, DacemlError) else f"{type(error).__name__}: {error}"
 
 

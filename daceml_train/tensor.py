@@ -1,4 +1,4 @@
-"""Tensor: what is known of an array before it exists: symbolic shape, element type, memory layout, bytes."""
+"""Tensor: the type of an array: symbolic shape, element type, memory layout, bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import sympy
 from daceml_train.errors import Invalid
 
 Dim: TypeAlias = Any
-"""A size: a Python int, or a SymPy expression over symbols that `symbol` made (SymPy carries no types)."""
+"""A size: a Python int, or a SymPy expression over symbols from `symbol` (SymPy has no type annotations)."""
 Shape: TypeAlias = tuple[Dim, ...]
 
 
@@ -33,7 +33,7 @@ class DType(enum.Enum):
     complex64 = ("c64", 8, "dace::complex64", "complex64")
     complex128 = ("c128", 16, "dace::complex128", "complex128")
 
-    __hash__ = object.__hash__  # by identity: Enum's own goes through the name, in Python
+    __hash__ = object.__hash__  # by identity: Enum's own hashes the name, in Python
 
     @property
     def short(self) -> str:
@@ -52,7 +52,7 @@ class DType(enum.Enum):
 
     @property
     def numpy(self) -> str:
-        """The NumPy type with which the interpreter holds such values."""
+        """The NumPy type in which the interpreter stores such values."""
         return self.value[3]
 
     @property
@@ -70,15 +70,15 @@ class DType(enum.Enum):
 
 
 def symbol(name: str) -> sympy.Symbol:
-    """The size symbol called `name`: a positive integer."""
+    """The size symbol named `name`: a positive integer."""
     return sympy.Symbol(name, integer=True, positive=True)
 
 
 def evaluate(size: Dim, values: Mapping[str, int]) -> int:
-    """The size with a number for each of its symbols, looked up by name.
+    """The size with numbers substituted for its symbols, looked up by name.
 
-    The mapping for SymPy is built from the symbols that occur in the size: a symbol made from a bare name lacks the
-    assumptions of `symbol`, equals none of them, and would replace nothing.
+    The mapping for SymPy is built from the symbols that occur in the size: a symbol created from a bare name
+    lacks the assumptions of `symbol`, equals none of them, and would replace nothing.
     """
     if isinstance(size, int):
         return size
@@ -86,7 +86,7 @@ def evaluate(size: Dim, values: Mapping[str, int]) -> int:
 
 
 def simplify(size: Dim) -> Dim:
-    """The size as an int where it is one, else expanded so that equal sizes compare equal."""
+    """The size as an int if it is one, else expanded so that equal sizes compare equal."""
     if isinstance(size, int):
         return size
     expanded = sympy.expand(size)
@@ -96,7 +96,7 @@ def simplify(size: Dim) -> Dim:
 
 
 def _floor(argument: sympy.Expr) -> sympy.Expr:
-    """`floor` with fewer floors inside: `floor((floor(u) + k) / n)` is `floor((u + k) / n)` for whole k, n."""
+    """`floor` with fewer nested floors: `floor((floor(u) + k) / n)` is `floor((u + k) / n)` for integers k, n."""
     for term in sympy.Add.make_args(argument):
         factor, inner = term.as_coeff_Mul()
         whole = isinstance(inner, sympy.floor) and factor.is_positive and factor.p == 1
@@ -114,7 +114,7 @@ def product(sizes: Iterable[Dim]) -> Dim:
 
 
 def hint(size: Dim) -> float:
-    """A number for a size, for decisions that may be wrong without harm: every symbol counts as 64."""
+    """An estimate of a size, for heuristics: every symbol counts as 64."""
     return float(size) if isinstance(size, int) else float(size.subs(dict.fromkeys(size.free_symbols, 64)))
 
 
@@ -131,7 +131,7 @@ def same_shape(a: Sequence[Dim], b: Sequence[Dim]) -> bool:
 
 
 def broadcast(*shapes: Sequence[Dim]) -> Shape:
-    """The shape to which `shapes` broadcast (NumPy's rule). Raises `Invalid` where they do not."""
+    """The shape to which `shapes` broadcast (NumPy's rule). Raises `Invalid` if they do not."""
     rank = max((len(s) for s in shapes), default=0)
     result: list[Dim] = []
     for position in range(rank):
@@ -148,12 +148,12 @@ def broadcast(*shapes: Sequence[Dim]) -> Shape:
 
 
 def show_shape(shape: Sequence[Dim]) -> str:
-    """A shape as it stands in texts: `[8, s0, 64]`."""
+    """A shape as texts show it: `[8, s0, 64]`."""
     return "[" + ", ".join(str(s) for s in shape) + "]"
 
 
 def contiguous_strides(shape: Sequence[Dim], order: Sequence[int] | None = None) -> tuple[Dim, ...]:
-    """Strides in elements of a dense array whose dimensions lie in memory in `order`, outermost first."""
+    """Strides in elements of a dense array with memory order `order`, outermost dimension first."""
     order = range(len(shape)) if order is None else order
     strides: list[Dim] = [1] * len(shape)
     step: Dim = 1
@@ -164,12 +164,12 @@ def contiguous_strides(shape: Sequence[Dim], order: Sequence[int] | None = None)
 
 
 def channels_last(rank: int) -> tuple[int, ...]:
-    """The memory order with the second dimension, the channels, innermost."""
+    """The memory order with the channels (the second dimension) innermost."""
     return (0, *range(2, rank), 1)
 
 
 def same_memory(shape: Sequence[Dim], a: Sequence[int] | None, b: Sequence[int] | None) -> bool:
-    """Whether two orders put every element at the same place: dimensions of size 1 may stand anywhere."""
+    """Whether two orders store every element at the same offset: dimensions of size 1 may be anywhere."""
     first, second = ([d for d in (order or range(len(shape))) if not same(shape[d], 1)] for order in (a, b))
     return first == second
 

@@ -1,4 +1,4 @@
-"""The four levels of transformations, each a folder of small named passes, and the pipelines made of them."""
+"""The levels of transformations, each a folder of small named passes, and the pipelines built from them."""
 
 if __name__ != "daceml_train.transformations":
     raise ImportError(

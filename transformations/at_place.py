@@ -1,7 +1,7 @@
-"""AtPlace: one match of a pass, found again by module path and operators instead of names in a graph.
+"""AtPlace: one match of a pass, identified by module path and operators instead of the names in a graph.
 
-What a user applied by hand becomes part of a pipeline so, and finds its place in another capture of the model, or in a
-model that shares modules with it.
+A rewrite that a user applied by hand becomes part of a pipeline this way. It is found in another capture of the model
+or in a model that shares modules with it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from daceml_train.tensor import Dim
 
 @dataclass(frozen=True)
 class AtPlace(Pass):
-    """Apply a pass at one place alone: where module and operators are these, the match number `occurrence`.
+    """Apply a pass to a single match: number `occurrence` among those with this module and these operators.
 
     matches m0, m1, m2 of a pass      =>      m1 applied
 
-    `apply` is the pass as it stands in pipelines' texts. `operators` lists those of the match in the order of the
-    graph, `module` is the user's module that the last of them belongs to; empty ones fit everything. `phase` is
-    `forward`, `backward` or `update` for a match within one of them: where forward and backward pass are two graphs, it
-    is found in its own. Where there is no such match, or it is refused, the graph stays as it is.
+    `apply` is the pass as pipelines' texts write it. `operators` lists the operators of the match in graph order;
+    `module` is the user's module that the last of them belongs to. Empty values match anything. `phase` is `forward`,
+    `backward` or `update` for a match within one of them: where the forward and backward pass are two graphs, it is
+    searched in its own. Without such a match, or if it is refused, the graph is unchanged.
     """
 
     level = "intra_operator"
@@ -39,7 +39,7 @@ class AtPlace(Pass):
 
     def __post_init__(self) -> None:
         if isinstance(self.transformation, AtPlace):
-            raise Invalid("at_place holds a pass that is at_place itself")
+            raise Invalid("at_place cannot apply at_place")
         if self.occurrence < 0:
             raise Invalid(f"occurrence counts from 0, given {self.occurrence}")
         if self.phase not in ("", *PHASES):
@@ -48,7 +48,7 @@ class AtPlace(Pass):
 
     @property
     def transformation(self) -> Pass:
-        """The pass of which one match is applied."""
+        """The pass whose match is applied."""
         return notation.parse_pass(self.apply)
 
     def run(self, graph: Graph) -> Graph:
@@ -56,12 +56,12 @@ class AtPlace(Pass):
         return graph if found is None or found.refusal is not None else found.apply()
 
     def matches(self, graph: Graph) -> Sequence[Candidate]:
-        """The one match, refused or not, if it is there."""
+        """The match, refused or not, if it exists."""
         found = self.find(graph)
         return [] if found is None else [Placed(self, found)]
 
     def find(self, graph: Graph) -> Candidate | None:
-        """The match that is meant, or None."""
+        """The match that the options identify, or None."""
         return next(iter(self.places(graph)[self.occurrence : self.occurrence + 1]), None)
 
     def missing(self, graph: Graph) -> str:
@@ -82,12 +82,12 @@ class AtPlace(Pass):
         return f"{name} finds no place at {self.operators}{inside}, but {len(there)} at other operators"
 
     def places(self, graph: Graph) -> list[Candidate]:
-        """All matches of the pass whose module and operators are these, in the order of the pass."""
+        """All matches of the pass with this module and these operators, in the order of the pass."""
         makers, phase_of = graph.producers(), _phases(graph)
         return [m for m in self.transformation.matches(graph) if self.fits(makers, m, phase_of)]
 
     def fits(self, makers: dict[str, Node], match: Candidate, phase_of: Mapping[str, str]) -> bool:
-        """Whether a match's module, operators and phase are these; `makers` are the graph's producers."""
+        """Whether a match has this module, phase and these operators; `makers` are the graph's producers."""
         module, operators = place_of(makers, match)
         if self.phase and phase_of and _phase(phase_of, match) != self.phase:
             return False
@@ -110,32 +110,32 @@ def place_of(makers: dict[str, Node], match: Candidate) -> tuple[str, str]:
 
 
 def _phases(graph: Graph) -> dict[str, str]:
-    """Array -> phase of the operator that makes it; empty where nothing tells."""
+    """Array -> phase of the operator that produces it; empty if the graph does not tell."""
     known = known_phases(graph)
     return {} if known is None else {o: p for node, p in zip(graph.nodes, known, strict=True) for o in node.outputs}
 
 
 def _phase(phase_of: Mapping[str, str], match: Candidate) -> str:
-    """The phase that all operators of a match belong to; empty for several."""
+    """The phase that all operators of a match belong to; empty if there are several."""
     found = {phase_of.get(name, "") for name in match.arrays}
     return found.pop() if len(found) == 1 else ""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A match of the pass inside, as one of `AtPlace`."""
+    """A match of the inner pass, presented as one of `AtPlace`."""
 
     transformation: AtPlace
     found: Candidate
 
     @property
     def where(self) -> str:
-        """The place, by the names of the arrays made there."""
+        """The match, identified by the names of the arrays it produces."""
         return self.found.where
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        """Names of the arrays that the operators concerned make."""
+        """Names of the arrays that the matched operators produce."""
         return self.found.arrays
 
     @property

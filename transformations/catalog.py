@@ -1,4 +1,4 @@
-"""The catalogue: every pass of this package is known by name, also those that no pipeline of ours holds."""
+"""The catalog: every pass of this package by name, including those that no built-in pipeline contains."""
 
 from __future__ import annotations
 

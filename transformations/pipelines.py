@@ -1,4 +1,4 @@
-"""The pipelines that come with the package: frozen values; every edit of one gives a new one."""
+"""The pipelines that come with the package. They are frozen values; every edit returns a new one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ FUSION = (
     DuplicateCheapProducers(),
     FuseSiblings(),
 )
-"""Joining leaves to kernels."""
+"""The passes that fuse leaves into kernels."""
 
 TRAINING = Pipeline(
     forward=(
@@ -88,12 +88,12 @@ TRAINING = Pipeline(
         ChunkUpdates(),
     ),
 )
-"""A training step: forward, backward and, where it is compiled with them, loss and update."""
+"""A training step: forward, backward and, where they are compiled with it, loss and update."""
 
 MIXED_PRECISION = TRAINING.without(BlockedAttention).after("intra_operator", MixedPrecision())
-"""A training step with products and convolutions in bfloat16; parameters and everything else stay in float32.
+"""A training step with matmuls and convolutions in bfloat16; parameters and everything else stay in float32.
 
-Attention without masks and dropout is the library's, which works in bfloat16, too.
+Attention without masks and dropout is the library's, which runs in bfloat16, too.
 """
 
 INFERENCE = Pipeline(

@@ -1,3 +1,1 @@
-"""What is known of a graph without changing it: aliases, liveness, sizes, traffic, validity, and its meaning in
-NumPy.
-"""
+"""Analyses of a graph: aliases, liveness, sizes, traffic, validity, and a NumPy interpreter."""

@@ -1,4 +1,4 @@
-"""Aliases: arrays that are other arrays' memory under another index."""
+"""Aliases: arrays that share other arrays' memory under a different indexing."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from daceml_train.tensor import Dim, Shape, Tensor, same, simplify
 
 
 def is_alias(op: Operator) -> bool:
-    """Whether the result of `op` is its operand's memory: such an operator moves no bytes."""
+    """Whether the result of `op` aliases its operand: such an operator moves no bytes."""
     return isinstance(op, View | Permute | Expand | Slice)
 
 
 def roots(graph: Graph) -> dict[str, str]:
-    """Array name -> the array whose memory it is: itself, or the source of its chain of aliases."""
+    """Array name -> the array whose memory it uses: itself, or the source of its chain of aliases."""
     root = {name: name for name in graph.inputs}
     for node in graph.nodes:
         for output in node.outputs:
@@ -25,13 +25,13 @@ def roots(graph: Graph) -> dict[str, str]:
 
 
 def view_strides(shape: Shape, strides: Sequence[Dim], target: Shape) -> tuple[Dim, ...] | None:
-    """Strides under which an array of this layout has sizes `target`, or None where that takes a copy.
+    """Strides that view an array of this layout with sizes `target`, or None if that needs a copy.
 
-    The rule of PyTorch's `computeStride`: dimensions that lie in memory as one may be split and merged freely.
+    The rule of PyTorch's `computeStride`: dimensions that are contiguous may be split and merged freely.
     """
     if any(isinstance(size, int) and size == 0 for size in shape):
         return Tensor(target).strides
-    chunks: list[tuple[Dim, Dim]] = []  # (elements, stride of the innermost) of maximal runs that lie as one
+    chunks: list[tuple[Dim, Dim]] = []  # (elements, stride of the innermost) of maximal contiguous runs
     for size, stride in zip(shape, strides, strict=True):
         if same(size, 1):
             continue

@@ -1,4 +1,4 @@
-"""Gradients in parts: they exist a few rows at a time, and an update uses up each part before the next is made."""
+"""Chunked gradients: an update consumes each chunk of rows before the next chunk is computed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from daceml_train.tensor import Dim, DType, same, same_shape
 
 @dataclass(frozen=True)
 class UpdateChain:
-    """A gradient [R, N], rows that are added to it if there are any, and the kernel that alone reads the sum.
+    """A gradient [R, N], optional rows that are added to it, and the kernel that is the only reader of the sum.
 
         a, b -> [matmul] -> d;  d, i, g -> [add_rows] -> e;  e, p -> [update over p]
         g, i -> [embedding_grad] -> d;  d, p -> [update over p]
 
-    Rows of d and elements of p along their first dimension belong together, so that all may run for some of the rows at
-    a time. Fields are positions of nodes; `views` are those between them, through which the kernel reads.
+    Rows of d correspond to elements of p along their first dimension, so the chain can run for a chunk of rows at a
+    time. Fields are positions of nodes; `views` are the aliases between them through which the kernel reads.
     """
 
     gradient: int
@@ -32,16 +32,16 @@ class UpdateChain:
     views: tuple[int, ...]
     update: int
     argument: int
-    """Which argument of the kernel is the sum."""
+    """The kernel's argument that is the sum."""
 
 
 def chunks_of(op: Operator) -> int:
-    """In how many parts an operator's result is made."""
+    """The number of chunks in which an operator's result is computed."""
     return op.chunks if isinstance(op, Matmul | EmbeddingGrad) else 1
 
 
 def update_chains(graph: Graph) -> dict[int, UpdateChain]:
-    """Update -> its chain, for the gradients of a graph that are made in parts."""
+    """Update -> its chain, for the chunked gradients of a graph."""
     if all(chunks_of(node.op) == 1 for node in graph.nodes):
         return {}
     readers, memory = readers_of(graph), memories(graph)
@@ -49,13 +49,13 @@ def update_chains(graph: Graph) -> dict[int, UpdateChain]:
     for position, node in enumerate(graph.nodes):
         if chunks_of(node.op) > 1:
             chain = update_chain_of(graph, position, readers, memory)
-            assert isinstance(chain, UpdateChain), f"{node} cannot be made in parts: {chain}"
+            assert isinstance(chain, UpdateChain), f"{node} cannot be computed in chunks: {chain}"
             found[chain.update] = chain
     return found
 
 
 def mended(graph: Graph) -> Graph:
-    """The graph in which a gradient is whole again if the nodes of its chain no longer follow each other."""
+    """The graph in which gradients are unchunked if the nodes of their chain are no longer consecutive."""
     if all(chunks_of(node.op) == 1 for node in graph.nodes):
         return graph
     readers, memory = readers_of(graph), memories(graph)
@@ -68,7 +68,7 @@ def mended(graph: Graph) -> Graph:
 
 
 def chunk_rows(graph: Graph, chain: UpdateChain) -> int:
-    """How many rows a part has; the last may have fewer."""
+    """The number of rows of a chunk; the last may have fewer."""
     node = graph.nodes[chain.gradient]
     count = graph.tensors[node.outputs[0]].shape[0]
     assert isinstance(count, int)
@@ -76,7 +76,7 @@ def chunk_rows(graph: Graph, chain: UpdateChain) -> int:
 
 
 def readers_of(graph: Graph) -> dict[str, list[int]]:
-    """Array -> the positions of its readers, the graph's end for results."""
+    """Array -> the positions of its readers; for results, also the end of the graph."""
     found: dict[str, list[int]] = {}
     for position, node in enumerate(graph.nodes):
         for name in dict.fromkeys(node.inputs):
@@ -87,7 +87,7 @@ def readers_of(graph: Graph) -> dict[str, list[int]]:
 
 
 def memories(graph: Graph) -> dict[str, str]:
-    """Array -> the array that was first where it lies, through aliases and what is stored over operands."""
+    """Array -> the first array in its memory, through aliases and in-place results."""
     root = roots(graph)
     first: dict[str, str] = {}
     for node in graph.nodes:
@@ -100,23 +100,23 @@ def memories(graph: Graph) -> dict[str, str]:
 def update_chain_of(
     graph: Graph, position: int, readers: Mapping[str, Sequence[int]], memory: Mapping[str, str], apart: bool = False
 ) -> UpdateChain | str:
-    """The chain of the gradient at a position, or why it cannot be made in parts.
+    """The chain of the gradient at a position, or why it cannot be computed in chunks.
 
-    Its nodes follow each other; `apart` asks whether they could.
+    Its nodes must be consecutive; with `apart`, it suffices that they could be moved together.
     """
     node = graph.nodes[position]
     (name,) = node.outputs
     if len(graph.tensors[name].shape) != 2 or not all(isinstance(size, int) for size in graph.tensors[name].shape):
-        return f"%{name} is no matrix of known sizes"
+        return f"%{name} is not a matrix of known sizes"
     takes_rows = graph.tensors[name].dtype in (DType.float32, DType.float64)
     if isinstance(node.op, EmbeddingGrad) and not takes_rows:
-        return f"%{name} is {graph.tensors[name].dtype.short}, to which kernels of ours add no rows"
+        return f"%{name} is {graph.tensors[name].dtype.short}, for which there is no index_add kernel"
     count = graph.tensors[name].shape[0]
     rows, views, read, at = None, list[int](), list(node.inputs), position
     while True:
         found = readers.get(name, ())
         if len(found) != 1 or found[0] == len(graph.nodes):
-            return f"%{name} has not one reader, its update"
+            return f"%{name} has other readers than its update"
         if not apart and found[0] != at + 1:
             return f"%{name} is not read by the next operator"
         (at,) = found
@@ -129,7 +129,7 @@ def update_chain_of(
         elif _keeps_rows(following, count, graph):
             views.append(at)
         else:
-            return f"%{name} is read by {following.op.label}, which is no update"
+            return f"%{name} is read by {following.op.label}, which is not an update"
         (name,) = following.outputs
     between = graph.nodes[position + 1 : at] if apart else []
     reason = _by_rows(graph, following, name) or _unread((*between, following), read, memory)
@@ -137,35 +137,35 @@ def update_chain_of(
 
 
 def _keeps_rows(node: Node, count: Dim, graph: Graph) -> bool:
-    """Whether an alias leaves the first dimension as it is."""
+    """Whether an alias preserves the first dimension."""
     if isinstance(node.op, Permute):
         return node.op.dims[0] == 0
     return isinstance(node.op, View) and same(graph.tensors[node.outputs[0]].shape[0], count)
 
 
 def _by_rows(graph: Graph, node: Node, gradient: str) -> str:
-    """Why a kernel cannot run for some rows at a time; empty if it can."""
+    """Why a kernel cannot run for a chunk of rows; empty if it can."""
     kernel, shape = node.op, graph.tensors[gradient].shape
     assert isinstance(kernel, Kernel)
     for s in kernel.statements:
         if not isinstance(s.op, Elementwise | Cast) and not (isinstance(s.op, Full) and s.op.shape == ()):
-            return f"{s.op.label} in its update does not work element by element"
+            return f"{s.op.label} in its update is not elementwise"
     if node.inputs.count(gradient) != 1:
-        return f"%{gradient} is two arguments of its update"
+        return f"%{gradient} occurs twice in the arguments of its update"
     for name in node.inputs:
         sizes = graph.tensors[name].shape
         if len(sizes) == len(shape) and not same_shape(sizes, shape) and not same(sizes[0], 1):
-            return f"%{name} has not the update's sizes"
+            return f"%{name} does not have the update's sizes"
     updated = dict(kernel.updates)
     for k, name in enumerate(node.outputs):
         whole = same_shape(graph.tensors[name].shape, shape)
         if graph.tensors[name].shape != () and not (whole and k in updated and node.inputs[updated[k]] != gradient):
-            return f"%{name} is not stored over an argument of the update"
+            return f"%{name} does not replace an argument of the update in place"
     return ""
 
 
 def _unread(nodes: Sequence[Node], read: Sequence[str], memory: Mapping[str, str]) -> str:
-    """Why a later part would read what nodes have overwritten; empty if none would."""
+    """Why a later chunk would read memory that nodes have overwritten; empty if none would."""
     over = {memory[node.inputs[argument]] for node in nodes for _, argument in node.op.updates}
     name = next((n for n in read if memory[n] in over), None)
-    return "" if name is None else f"%{name} is overwritten before the last part is made"
+    return "" if name is None else f"%{name} is overwritten before the last chunk is computed"

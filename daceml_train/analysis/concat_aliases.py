@@ -1,4 +1,4 @@
-"""Pieces: arrays that are written straight into the concatenation that they are part of."""
+"""Concat aliases: operands that are written directly into the memory of their concatenation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from daceml_train.tensor import Dim, simplify
 
 @dataclass(frozen=True)
 class ConcatAlias:
-    """Where an array lies in the memory of array `whole`: strides and offset in elements."""
+    """The position of an array in the memory of array `whole`: strides and offset in elements."""
 
     whole: str
     strides: tuple[Dim, ...]
@@ -21,10 +21,10 @@ class ConcatAlias:
 
 
 def concat_aliases(graph: Graph) -> dict[str, ConcatAlias]:
-    """The arrays that concatenations of a graph find at their places, and where; a piece may itself have pieces."""
+    """The operands that are written in place into concatenations, and where; a concatenation may be one itself."""
     found: dict[str, ConcatAlias] = {}
     producers = graph.producers()
-    for node in reversed(graph.nodes):  # so that a whole's own place is known
+    for node in reversed(graph.nodes):  # so that the position of an outer concatenation is known
         if isinstance(node.op, Concat):
             outer = found.get(node.outputs[0])
             for position in node.op.placed:
@@ -37,10 +37,10 @@ def concat_aliases(graph: Graph) -> dict[str, ConcatAlias]:
 def concat_alias(
     graph: Graph, producers: Mapping[str, Node], node: Node, position: int, outer: ConcatAlias | None = None
 ) -> tuple[str, ConcatAlias] | None:
-    """The array behind an operand of a concatenation, and where in the result it would have to lie.
+    """The array that an operand of a concatenation aliases, and where in the result it would have to lie.
 
-    None if the operand does not show all of that array, or memory does not allow it. `outer` is where the result lies,
-    if that is a piece itself.
+    None if the operand does not cover all of that array, or if no strides exist. `outer` is the position of the result,
+    if the result itself lies in another concatenation.
     """
     op, (whole,) = node.op, node.outputs
     assert isinstance(op, Concat)
@@ -61,7 +61,7 @@ def concat_alias(
 def behind(
     op: View | Permute, shape: Sequence[Dim], strides: tuple[Dim, ...], source: tuple[Dim, ...]
 ) -> tuple[Dim, ...] | None:
-    """The strides of an alias's operand of sizes `source`, given those of its result; None if there are none."""
+    """The strides of an alias's operand of sizes `source`, given those of its result; None if none exist."""
     if isinstance(op, Permute):
         found: list[Dim] = [0] * len(strides)
         for result, dim in enumerate(op.dims):

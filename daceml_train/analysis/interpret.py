@@ -1,4 +1,4 @@
-"""Interpret: the meaning of a graph in NumPy, with floats in float64: the oracle that compiled programs are held to."""
+"""Interpret: the reference semantics of a graph in NumPy, with floats in float64; tests compare programs with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from daceml_train.tensor import DType, Tensor
 
 @dataclass(frozen=True)
 class Results:
-    """What a graph computes: its outputs in order, the new value of each written input, and every array by name."""
+    """The results of a graph: its outputs in order, the new value of each written input, and every array by name."""
 
     outputs: tuple[Array, ...]
     writes: dict[str, Array]
@@ -33,9 +33,9 @@ def interpret(graph: Graph, inputs: Mapping[str, Any], rounded: bool = False) ->
     """Run `graph` on arrays; composites run through their lowering, symbols take their values from the shapes.
 
     Floats become float64, complex numbers complex128; integers and booleans keep their type. If `rounded`, every
-    operator's results are rounded to the element types that they have in memory, which tells how much of them is
-    rounding noise whoever computes them. Raises `Invalid` where
-    an input does not fit, or where an operator's reference contradicts its shape rule.
+    operator's results are rounded to the element types that they have in memory, which measures the rounding noise
+    that any implementation has. Raises `Invalid` if an input does not fit, or if an operator's reference contradicts
+    its shape rule.
     """
     given = {name: np.asarray(value) for name, value in inputs.items()}
     sizes = solve(graph.inputs, {name: value.shape for name, value in given.items()})
@@ -56,7 +56,9 @@ def _run(graph: Graph, scope: dict[str, Array], sizes: Mapping[str, int], rounde
         else:
             made = op.evaluate(*operands)
         for name, value in zip(node.outputs, made, strict=True):
-            if not isinstance(op, Aten):  # its shapes are PyTorch's claims, wrong for embedding_bag's bookkeeping
+            if not isinstance(
+                op, Aten
+            ):  # its shapes come from PyTorch, which reports wrong ones for embedding_bag's auxiliary results
                 _check(node, value, bind(lowered.graph.tensors[name], sizes))
             scope[name] = _round(value, lowered.graph.tensors[name].dtype) if rounded else value
     return {name: scope[inner] for name, inner in lowered.names.items()}
@@ -65,7 +67,7 @@ def _run(graph: Graph, scope: dict[str, Array], sizes: Mapping[str, int], rounde
 def _control(
     graph: Graph, node: Node, op: ControlFlow, operands: Sequence[Array], sizes: Mapping[str, int], rounded: bool
 ) -> tuple[Array, ...]:
-    """The results of control flow: its bodies run as graphs."""
+    """The results of a control-flow operator, whose bodies run as graphs."""
     assert isinstance(node.op, ControlFlow)
     inner = bodies(node.op, [graph.tensors[i] for i in node.inputs])
 
@@ -100,14 +102,14 @@ def _control(
 
 
 def wide(dtype: DType) -> np.dtype[Any]:
-    """The NumPy type in which values of an element type are computed here."""
+    """The NumPy type in which the interpreter computes values of an element type."""
     if not dtype.is_float:
         return np.dtype(dtype.numpy)
     return np.dtype("complex128" if dtype.short[0] == "c" else "float64")
 
 
 def _round(value: Array, dtype: DType) -> Array:
-    """Values rounded to an element type, in the type in which they are computed here."""
+    """Values rounded to an element type, in the type in which the interpreter computes."""
     if not dtype.is_float or value.dtype == np.dtype(dtype.numpy):
         return value
     narrow = value.astype(dtype.numpy)
@@ -129,6 +131,6 @@ def _widen(name: str, value: Array, tensor: Tensor) -> Array:
 def _check(node: Node, value: Array, tensor: Tensor) -> None:
     if value.shape != tensor.shape or value.dtype != wide(tensor.dtype):
         raise Invalid(
-            f"{node}: the reference makes {value.dtype} of {list(value.shape)}, the shape rule says {tensor}",
+            f"{node}: the reference returns {value.dtype} of {list(value.shape)}, the shape rule says {tensor}",
             where=str(node.origin),
         )

@@ -1,11 +1,10 @@
-"""Memory: which bytes live while each operator of a graph runs, in the order in which the program will run them.
+"""Memory: the bytes that are live while each operator of a graph runs, in execution order.
 
-The same rules as lowering's: aliases live in their operand's memory, a view that memory does not allow is a copy,
-constants take memory only where a library call or a result needs them there, an updated argument holds the new value,
-a matrix product is added to a summand that nobody reads any more where that lies, what is handed to the user lives to
-the end, and written inputs that no kernel updates are copied at the end. What a
-library call allocates comes from the pool, everything else from the arena. Not counted: kernels' scratch arrays and
-what library calls use for themselves.
+The rules are those of lowering. Aliases use their operand's memory; a view without valid strides is a copy. Constants
+take memory only where a library call or a result needs them. An updated argument stores the new value. A matmul with a
+summand accumulates in place if the summand has no later reader. Results for the user live to the end, and written
+inputs that no kernel updates are copied at the end. Allocations of library calls come from the pool, all others from
+the arena. Kernels' scratch arrays and the workspaces of library calls are not counted.
 """
 
 from __future__ import annotations
@@ -28,32 +27,32 @@ from daceml_train.ops.resample import Windows
 from daceml_train.tensor import Dim, Tensor, same, same_shape
 
 UNKNOWN = 32
-"""What a size symbol counts as where no value is given for it."""
+"""The value of a size symbol for which none is given."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """An array in memory: its bytes, where it lies, and the first and last position at which it must be there."""
+    """An array in memory: its bytes, its kind of memory, and the first and last position of its live range."""
 
     name: str
     bytes: int
     pooled: bool
-    """In the pool that library calls and results for the user take memory from; else in the arena."""
+    """Whether it is in the pool of library calls and results for the user; else it is in the arena."""
     first: int
     last: int
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What lives when. Position i is the i-th node; the last position is behind all nodes, where results are copied."""
+    """Live bytes over time. Position i is the i-th node; the last position is after all nodes: results are copied."""
 
     arrays: tuple[Held, ...]
     arena: tuple[int, ...]
-    """Bytes that live in the arena, per position."""
+    """Live bytes in the arena, per position."""
     pool: tuple[int, ...]
-    """Bytes that live in the pool, per position."""
+    """Live bytes in the pool, per position."""
     inputs: Mapping[Role, int]
-    """Bytes of the inputs, by role; they live throughout and are the user's."""
+    """Bytes of the inputs, by role; they live throughout and belong to the user."""
 
     @property
     def live(self) -> tuple[int, ...]:
@@ -62,24 +61,24 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """The most bytes that arena and pool hold at one time: no plan can take less for this order."""
+        """The peak of live bytes in arena and pool: a lower bound of any plan for this order."""
         return max(self.live, default=0)
 
     @property
     def peak_position(self) -> int:
-        """The first position at which the peak is reached."""
+        """The first position at the peak."""
         return self.live.index(self.peak) if self.arena else 0
 
     def at(self, position: int) -> list[Held]:
-        """The arrays that live at a position, the largest first."""
+        """The arrays that are live at a position, largest first."""
         return sorted((a for a in self.arrays if a.first <= position <= a.last), key=lambda a: (-a.bytes, a.name))
 
 
 def memory(graph: Graph, sizes: Mapping[str, int] | None = None, results: int | None = None) -> Memory:
-    """The bytes that live while `graph` runs, in time near-linear in its size.
+    """The bytes that are live while `graph` runs, in time near-linear in its size.
 
-    `sizes` gives symbols values; those it lacks count as 32, which serves to compare two orders. The first `results`
-    outputs (all, if None) are the user's, so that no two of them share memory.
+    `sizes` maps symbols to values; missing ones count as 32, which suffices to compare two orders. The first `results`
+    outputs (all, if None) are the user's, so no two of them share memory.
     """
     blocks = Blocks(graph, len(graph.outputs) if results is None else results)
     size = {name: number(blocks.tensors[name].bytes, sizes) for name in blocks.made}
@@ -111,7 +110,7 @@ def memory(graph: Graph, sizes: Mapping[str, int] | None = None, results: int | 
 
 
 def number(size: Dim, sizes: Mapping[str, int] | None = None) -> int:
-    """A size with numbers for its symbols."""
+    """A size with numbers substituted for its symbols."""
     if isinstance(size, int):
         return size
     values = {s: sympy.Integer((sizes or {}).get(s.name, UNKNOWN)) for s in size.free_symbols}
@@ -119,9 +118,9 @@ def number(size: Dim, sizes: Mapping[str, int] | None = None) -> int:
 
 
 def allocates(op: Operator) -> bool:
-    """Whether a library call makes its own results' memory.
+    """Whether a library call allocates its results.
 
-    Matrix products write where they are told to, and so do kernels written by hand.
+    Matmuls and hand-written kernels write into given memory instead.
     """
     written = isinstance(op, FusedAttention | FusedAttentionGrad) or (isinstance(op, Windows) and op.last)
     return op.vendor and not written and not isinstance(op, Matmul | MatmulAdd) and chunks_of(op) == 1
@@ -129,14 +128,14 @@ def allocates(op: Operator) -> bool:
 
 @dataclass(frozen=True)
 class _Placed:
-    """Where an array lies: the block of memory, and the strides with which it is read there."""
+    """The location of an array: the block of memory, and the strides with which it is read."""
 
     block: str
     strides: tuple[Dim, ...]
 
 
 class Blocks:
-    """The pieces of memory of a graph, named by the array that was there first, and when they are needed."""
+    """The blocks of memory of a graph, named after the first array in each, and their live ranges."""
 
     def __init__(self, graph: Graph, results: int, add_in_place: bool = True) -> None:
         self.graph, self.tensors, self.end = graph, dict(graph.tensors), len(graph.nodes)
@@ -145,12 +144,12 @@ class Blocks:
         self.made: dict[str, int] = {}
         """Block -> the position that writes it first; inputs are absent."""
         self.last: dict[str, int] = {}
-        """Block -> the last position that touches it, where that is another."""
+        """Block -> the last position that touches it, where that differs from the first."""
         self.pooled: set[str] = set()
         self.base = bases(graph)
         self.visible = {self.base.get(name, name) for name in graph.outputs}
         self.takes = summands(graph, self.base)
-        """Results of products -> the summands to which they may be added where those lie, if nothing reads them."""
+        """Results of matmuls -> the summands into which they may accumulate in place, if those have no later reader."""
         self.overwrites = overwrites(graph, self.base, self.takes) if add_in_place else {}
         self.pieces = concat_aliases(graph)
         for name, entry in graph.inputs.items():
@@ -170,7 +169,7 @@ class Blocks:
             self.pooled.add(name)
 
     def _touch(self, name: str, position: int) -> _Placed:
-        """The place of an array that something reads from memory; a constant is materialized."""
+        """The location of an array that is read from memory; a constant is materialized."""
         if name not in self.places:
             self._new(name, position, self.tensors[name].strides, name in self.visible)
         place = self.places[name]
@@ -197,14 +196,14 @@ class Blocks:
                 self.places[name] = _Placed(block, self.tensors[name].strides)
             elif name in self.pieces:
                 self._piece(position, name)
-            elif name in self.made:  # a concatenation with pieces, which were here before it
+            elif name in self.made:  # a concatenation whose operands were written in place before
                 self.places[name] = _Placed(name, self.tensors[name].strides)
             else:
                 pooled = allocates(op) or name in self.visible
                 self._new(name, position, self.tensors[name].strides, pooled)
 
     def _piece(self, position: int, name: str) -> None:
-        """What is written into a concatenation: that is the block, from its first piece on."""
+        """The concatenation that contains an array: it is the block, from its first operand on."""
         piece = self.pieces[name]
         if piece.whole not in self.made:
             self.made[piece.whole] = position
@@ -218,7 +217,7 @@ class Blocks:
         before, shape = self.tensors[source], self.tensors[name].shape
         constant = source not in self.places
         place = self._touch(source, position) if constant else self.places[source]
-        if constant:  # touched when it is read, not here
+        if constant:  # touched when it is read, not now
             self.last.pop(place.block, None)
         strides = moved_strides(node.op, before, place.strides, shape)
         if strides is not None:
@@ -250,10 +249,10 @@ class Blocks:
 
 
 def summands(graph: Graph, base: Mapping[str, str]) -> dict[str, str]:
-    """Results of matrix products with a summand -> that summand, where memory allows to add to it in place.
+    """Results of matmuls with a summand -> that summand, where accumulation in place is possible.
 
-    The summand is a whole array of the result's layout that a node made and that is no result of the graph. `base`
-    maps aliases to the arrays behind them.
+    The summand is a whole array of the result's layout that a node produced and that is no result of the graph. `base`
+    maps aliases to the arrays they alias.
     """
     makers = graph.producers()
     visible = {base.get(name, name) for name in graph.results} | concat_aliases(graph).keys()
@@ -280,7 +279,7 @@ def summands(graph: Graph, base: Mapping[str, str]) -> dict[str, str]:
 
 
 def _memory(makers: Mapping[str, Node], base: Mapping[str, str], name: str) -> str:
-    """The array that was first where `name` lies, when operators store results over their operands."""
+    """The first array in the memory of `name`, following in-place results."""
     while (maker := makers.get(name)) is not None:
         argument = dict(maker.op.updates).get(maker.outputs.index(name))
         if argument is None:
@@ -300,7 +299,7 @@ def _only_views(makers: Mapping[str, Node], name: str, root: str) -> bool:
 
 
 def overwrites(graph: Graph, base: Mapping[str, str], takes: Mapping[str, str]) -> dict[str, str]:
-    """Those of `takes` whose summand nobody reads behind the product, in the order of the graph."""
+    """Those of `takes` whose summand has no reader after the matmul, in graph order."""
     last: dict[str, int] = {}
     for position, node in enumerate(graph.nodes):
         for name in node.inputs:
@@ -310,7 +309,7 @@ def overwrites(graph: Graph, base: Mapping[str, str], takes: Mapping[str, str]) 
 
 
 def bases(graph: Graph) -> dict[str, str]:
-    """Alias -> the array behind it."""
+    """Alias -> the array that it aliases."""
     base: dict[str, str] = {}
     for node in graph.nodes:
         if is_alias(node.op):
@@ -321,7 +320,7 @@ def bases(graph: Graph) -> dict[str, str]:
 def moved_strides(
     op: Operator, before: Tensor, strides: tuple[Dim, ...], shape: tuple[Dim, ...]
 ) -> tuple[Dim, ...] | None:
-    """The strides of an alias's result in its operand's memory, or None where memory does not allow that."""
+    """The strides of an alias's result in its operand's memory, or None if none exist."""
     match op:
         case Permute(dims=dims):
             return tuple(strides[d] for d in dims)

@@ -11,7 +11,7 @@ PHASES = ("forward", "backward", "update")
 def phases(graph: Graph, results: int | None = None) -> list[str]:
     """`forward`, `backward` or `update` per node; all are forward in a graph without gradients.
 
-    `results` is how many of the first outputs the forward pass makes, if they are not all and nothing else says so.
+    `results` is the number of leading outputs that the forward pass produces, if that is not evident from the graph.
     """
     roles = {name: entry.role for name, entry in graph.inputs.items()}
     cotangents = {name for name, role in roles.items() if role is Role.cotangent}
@@ -36,9 +36,9 @@ def phases(graph: Graph, results: int | None = None) -> list[str]:
 
 
 def known_phases(graph: Graph) -> list[str] | None:
-    """`phases`, also of one of the two graphs that a differentiable call is cut into; None where nothing tells."""
+    """`phases`, also for one of the two graphs of a differentiable call; None if the phases are unknown."""
     roles = {entry.role for entry in graph.inputs.values()}
-    if Role.saved in roles:  # what the forward graph kept: all that is here runs with the backward pass
+    if Role.saved in roles:  # saved by the forward graph: this whole graph is the backward pass
         return ["backward"] * len(graph.nodes)
     if graph.kept:
         return ["forward"] * len(graph.nodes)

@@ -1,4 +1,4 @@
-"""Sizes: symbols of shapes, derived from the shapes of the inputs and put in place of the symbols."""
+"""Sizes: values of size symbols, derived from the shapes of the inputs, and their substitution."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def bind(value: T, sizes: Mapping[str, int]) -> T:
-    """`value` with numbers for symbols: a size, an operator, a type, or a tuple of such, at any depth.
+    """`value` with numbers substituted for symbols: a size, an operator, a type, or a nested tuple of such.
 
     Raises `Invalid` for a symbol that `sizes` lacks.
     """
@@ -41,7 +41,7 @@ def bind(value: T, sizes: Mapping[str, int]) -> T:
 def _number(expression: sympy.Basic, sizes: Mapping[str, int]) -> int | float | bool:
     unknown = sorted(s.name for s in expression.free_symbols if s.name not in sizes)
     if unknown:
-        raise Invalid(f"size {unknown[0]} has no value", advice="an input must carry it in its shape")
+        raise Invalid(f"size {unknown[0]} has no value", advice="an input's shape must contain it")
     number = expression.xreplace({s: sympy.Integer(sizes[s.name]) for s in expression.free_symbols})
     if isinstance(number, sympy.logic.boolalg.BooleanAtom):
         return bool(number)
@@ -49,7 +49,7 @@ def _number(expression: sympy.Basic, sizes: Mapping[str, int]) -> int | float | 
 
 
 def symbols_of(value: Any) -> Iterator[sympy.Symbol]:
-    """The symbols that occur in a size, an operator, a type, or a tuple of such."""
+    """The symbols that occur in a size, an operator, a type, or a nested tuple of such."""
     if isinstance(value, sympy.Basic):
         yield from value.free_symbols
     elif isinstance(value, tuple):
@@ -62,7 +62,7 @@ def symbols_of(value: Any) -> Iterator[sympy.Symbol]:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """`symbol = (shape[dim] of input - offset) / factor`; offset and factor hold symbols of earlier steps only."""
+    """`symbol = (shape[dim] of input - offset) / factor`; offset and factor contain only symbols of earlier steps."""
 
     symbol: sympy.Symbol
     input: str
@@ -97,7 +97,7 @@ def derivation(inputs: Mapping[str, Input]) -> list[Step]:
 
 @functools.lru_cache(maxsize=4096)
 def _line(size: sympy.Expr, symbol: sympy.Symbol) -> tuple[sympy.Expr, sympy.Expr] | None:
-    """(factor, offset) where size = factor * symbol + offset; None where it is no such line."""
+    """(factor, offset) where size = factor * symbol + offset; None if the size is not linear."""
     if size == symbol:
         return sympy.Integer(1), sympy.Integer(0)
     if not size.is_polynomial(symbol) or sympy.degree(size, symbol) != 1:
@@ -107,10 +107,10 @@ def _line(size: sympy.Expr, symbol: sympy.Symbol) -> tuple[sympy.Expr, sympy.Exp
 
 
 def solve(inputs: Mapping[str, Input], shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """The value of every symbol, from the shapes given for the inputs.
+    """The value of every symbol, from the shapes of the inputs.
 
-    Raises `Invalid` for a missing or unknown input, and where a shape does not fit: with its input, what was
-    expected and what was given.
+    Raises `Invalid` for a missing or unknown input, and for a shape that does not fit; the message names the input, the
+    expected type and the given shape.
     """
     for name in inputs.keys() - shapes.keys():
         raise Invalid(f"input {name!r} is missing: {inputs[name].tensor}")

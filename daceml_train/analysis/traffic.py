@@ -1,14 +1,14 @@
-"""Traffic: the bytes that a graph moves and the operations it does, per operator, as numbers or over symbols.
+"""Traffic: the bytes that a graph moves and the operations it performs, per operator, as numbers or over symbols.
 
-What counts: every operator that is not fused is one kernel or one library call, which reads each distinct operand
-once and writes its results. A composite counts as the leaves it lowers to. Aliases (view, permute, expand, slice) move
-nothing; a reader of an alias reads only the elements that the alias shows, each once: of a broadcast array, its real
-size. Constants (full, iota) are computed in the kernels that read them and are stored only for a library call or a
-result. What no result needs is not run, and a kernel's results that nobody reads are not written. A write p <- q
-copies, unless the kernel that makes q updates p in place. What a library reorders within a call counts
-(`Operator.reorders`). A gradient in small parts stays in the cache, where its update reads it. A branch counts as the
-dearer one of its bodies, a loop as its body times its steps, or once where data decides how often it runs; what a body
-reads from outside and hands out is among that.
+The model: every operator that is not fused is one kernel or one library call, which reads each distinct operand once
+and writes its results. A composite counts as the leaves it lowers to. Aliases (view, permute, expand, slice) move
+nothing; a reader of an alias reads only the elements that the alias shows, each once, so a broadcast array counts with
+its real size. Constants (full, iota) are computed in the kernels that read them and are stored only for a library call
+or a result. Dead operators do not run, and unread results of a kernel are not written. A write p <- q copies, unless
+the kernel that produces q updates p in place. A library's reorders within a call count (`Operator.reorders`). A
+gradient in small chunks stays in the cache, where its update reads it. A branch counts as the more expensive of its
+bodies, a loop as its body times its steps, or once if the number of steps depends on data; a body's bytes include its
+operands and results.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from daceml_train.ops.operator import Operator, Origin
 from daceml_train.tensor import Dim, Shape, Tensor, product, same, simplify
 
 CACHED = 1 << 23
-"""Bytes that the next operator finds in the cache."""
+"""Bytes that stay in the cache for the next operator."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What one node moves: bytes per array that it reads and that it writes, and floating-point operations.
+    """The traffic of one node: bytes per array that it reads and per array that it writes, and FLOPs.
 
-    A composite's inner arrays are among them. `label` is the operator's, or `write` for a copy at the end. `reorders`
-    are bytes that a library call moves besides, between our layouts and its own.
+    They include a composite's inner arrays. `label` is the operator's, or `write` for a copy at the end. `reorders` are
+    additional bytes that a library call moves between the graph's layouts and its own.
     """
 
     label: str
@@ -53,7 +53,7 @@ class Entry:
     flops: Dim = 0
     reorders: Dim = 0
     inner: Dim = 0
-    """Bytes that the bodies of control flow move, their operands and results among them."""
+    """Bytes that the bodies of control flow move, including their operands and results."""
 
     @property
     def bytes(self) -> Dim:
@@ -63,7 +63,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a graph moves: one entry per node, in order, and one per written input that is copied."""
+    """The traffic of a graph: one entry per node, in order, and one per written input that is copied."""
 
     entries: list[Entry]
     copies: dict[str, Entry]
@@ -80,15 +80,15 @@ class Traffic:
 
     @property
     def all(self) -> list[Entry]:
-        """Entries of nodes and copies."""
+        """The entries of nodes and copies."""
         return [*self.entries, *self.copies.values()]
 
     def by_label(self) -> dict[str, Dim]:
-        """Bytes per kind of operator, in the order in which the kinds occur."""
+        """Bytes per kind of operator, in order of occurrence."""
         return _grouped((entry.label, entry.bytes) for entry in self.all)
 
     def by_module(self, depth: int | None = None) -> dict[str, Dim]:
-        """Bytes per module path of the user, cut to its first `depth` parts."""
+        """Bytes per module path of the user, truncated to its first `depth` components."""
         return _grouped((".".join(entry.origin.module.split(".")[:depth]), entry.bytes) for entry in self.all)
 
 
@@ -111,7 +111,7 @@ def _grouped(pairs: Iterable[tuple[str, Dim]]) -> dict[str, Dim]:
 
 
 def traffic(graph: Graph, sizes: Mapping[str, int] | None = None) -> Traffic:
-    """The bytes and operations of `graph`: ints if `sizes` gives its symbols values, else expressions over them."""
+    """The bytes and operations of `graph`: ints if `sizes` has values for its symbols, else expressions over them."""
     lowered = leaves(graph)
     leafy = lowered.graph
     types = dict(leafy.tensors)
@@ -163,7 +163,7 @@ def _larger(a: Dim, b: Dim) -> Dim:
 
 @dataclass(frozen=True)
 class _Part:
-    """The elements of array `root` that a name shows: `factor * product(extents)` distinct ones.
+    """The elements of array `root` that a name covers: `factor * product(extents)` distinct ones.
 
     `extents` follows the dimensions of the name; it is 1 where the name repeats elements by broadcasting.
     """
@@ -178,7 +178,7 @@ class _Part:
 
 
 def _shown(op: Operator, part: _Part, before: Tensor, after: Tensor) -> _Part:
-    """The elements that the result of an alias shows, given those that its operand shows."""
+    """The elements that the result of an alias covers, given those that its operand covers."""
     match op:
         case Permute(dims=dims):
             return dataclasses.replace(part, extents=tuple(part.extents[d] for d in dims))
@@ -197,7 +197,7 @@ def _shown(op: Operator, part: _Part, before: Tensor, after: Tensor) -> _Part:
 
 
 def _cached(graph: Graph) -> Iterator[str]:
-    """Arrays that exist in parts of at most `CACHED` bytes."""
+    """Arrays that are computed in chunks of at most `CACHED` bytes."""
     for chain in update_chains(graph).values():
         for position in (chain.gradient, chain.rows):
             if position is not None:
@@ -231,7 +231,7 @@ class _Count:
         self.cached = set(_cached(graph))
 
     def _live(self, graph: Graph) -> tuple[set[int], set[str]]:
-        """Nodes that run, and arrays that are stored: somebody reads them from memory."""
+        """Nodes that run, and arrays that are stored because they are read from memory."""
         nodes: set[int] = set()
         needed = set(graph.results)
         stored = {self.parts[name].root for name in graph.results}
@@ -246,7 +246,7 @@ class _Count:
         return nodes, stored
 
     def entry(self, node: Node) -> Entry:
-        """What one leaf moves."""
+        """The traffic of one leaf."""
         op, operands = node.op, [self.types[i] for i in node.inputs]
         if id(node) not in self.needed or is_alias(op):
             return Entry(op.label, node.origin, {}, {})
@@ -282,7 +282,7 @@ class _Count:
         return Entry(op.label, node.origin, reads, writes, op.flops(*operands), op.reorders(*operands))
 
     def _touched(self, kernel: Kernel, inputs: Sequence[str], operands: Sequence[Tensor]) -> dict[str, _Part]:
-        """The parts of the operands that a body reads."""
+        """The elements of the operands that a body reads."""
         types = kernel.types(*operands)
         parts = {argument: self.parts[name] for argument, name in zip(kernel.arguments, inputs, strict=True)}
         touched: dict[str, _Part] = {}

@@ -1,4 +1,4 @@
-"""Verify: the rules that every graph obeys between passes. The first broken one raises `Invalid` naming the node."""
+"""Verify: the invariants of a graph between passes. The first violation raises `Invalid` naming the node."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from daceml_train.tensor import Tensor
 def verify(graph: Graph) -> None:
     """Check that `graph` is well formed, in time linear in its size.
 
-    Every array is written once, before it is read; its type is what its operator infers; sizes derive from inputs;
-    outputs and writes exist and fit; operators have a meaning; kernels' bodies are sound and update in place only
-    what nothing reads afterwards.
+    Every array is written once, before it is read; its type is the one that its operator infers; sizes derive from
+    inputs; outputs and writes exist and fit; operators have a lowering or a reference; kernels' bodies are well formed
+    and update in place only arrays that have no later reader.
     """
     _inputs(graph)
     _nodes(graph)
@@ -56,7 +56,7 @@ def _nodes(graph: Graph) -> None:
         for name in node.inputs:
             if name not in defined:
                 later = any(name in other.outputs for other in graph.nodes)
-                raise _broken(node, f"it reads %{name}, which {'a later' if later else 'no'} node makes")
+                raise _broken(node, f"it reads %{name}, which {'a later' if later else 'no'} node produces")
         _operator(node)
         try:
             inferred = _infer(node.op, tuple(graph.tensors[i] for i in node.inputs))
@@ -65,22 +65,22 @@ def _nodes(graph: Graph) -> None:
         except DacemlError as error:
             raise _broken(node, error.message) from error
         if len(inferred) != len(node.outputs):
-            raise _broken(node, f"it makes {len(inferred)} arrays but names {len(node.outputs)}")
+            raise _broken(node, f"it produces {len(inferred)} arrays but names {len(node.outputs)}")
         for name, tensor in zip(node.outputs, inferred, strict=True):
             if name in defined:
                 raise _broken(node, f"%{name} is written a second time")
             if graph.tensors.get(name) != tensor:
-                raise _broken(node, f"%{name} is recorded as {graph.tensors.get(name)}, the operator makes {tensor}")
+                raise _broken(node, f"%{name} is recorded as {graph.tensors.get(name)}, the operator produces {tensor}")
             defined.add(name)
     for name in graph.tensors.keys() - defined:
-        raise Invalid(f"%{name} is recorded as {graph.tensors[name]} but is neither an input nor made by a node")
+        raise Invalid(f"%{name} is recorded as {graph.tensors[name]} but is neither an input nor produced by a node")
 
 
 def _infer(op: Operator, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """`op.infer`, remembered: a model's layers and one pass after the other ask the same."""
+    """`op.infer`, cached: a model's repeated layers and successive passes ask for the same types."""
     try:
         return _remembered(op, operands)
-    except TypeError:  # an attribute that cannot be hashed; any other TypeError comes again
+    except TypeError:  # an attribute that cannot be hashed; any other TypeError is raised again below
         return op.infer(*operands)
 
 
@@ -109,16 +109,16 @@ def _kernel(node: Node, kernel: Kernel) -> None:
     for statement in kernel.statements:
         for name in statement.inputs:
             if name not in known:
-                raise _broken(node, f"in its body, {statement} reads {name}, which nothing before it makes")
+                raise _broken(node, f"in its body, {statement} reads {name}, which nothing before it produces")
         for name in statement.outputs:
             if name in known:
                 raise _broken(node, f"in its body, {statement} writes {name} a second time")
             known.add(name)
         if statement.op.is_composite or isinstance(statement.op, Kernel):
-            raise _broken(node, f"in its body, {statement} is no leaf")
+            raise _broken(node, f"in its body, {statement} is not a leaf")
     for name in kernel.yields:
         if name not in known:
-            raise _broken(node, f"the kernel yields {name}, which its body does not make")
+            raise _broken(node, f"the kernel yields {name}, which its body does not produce")
 
 
 def _results(graph: Graph) -> None:
@@ -127,7 +127,7 @@ def _results(graph: Graph) -> None:
             raise Invalid(f"graph {graph.name!r} returns %{name}, which does not exist")
     for target, name in graph.writes.items():
         if target not in graph.inputs:
-            raise Invalid(f"graph {graph.name!r} writes {target!r}, which is no input")
+            raise Invalid(f"graph {graph.name!r} writes {target!r}, which is not an input")
         if name not in graph.tensors:
             raise Invalid(f"graph {graph.name!r} writes %{name} to {target!r}, but %{name} does not exist")
         expected, given = graph.inputs[target].tensor, graph.tensors[name]
@@ -143,7 +143,7 @@ def _sizes(graph: Graph) -> None:
     for node in graph.nodes:
         for symbol in _symbols(node.op):
             if symbol not in derived:
-                raise _broken(node, f"size {symbol} is carried by no input")
+                raise _broken(node, f"size {symbol} occurs in no input")
 
 
 def _symbols(op: Operator) -> Sequence[sympy.Symbol]:
@@ -159,7 +159,7 @@ def _remembered_symbols(op: Operator) -> tuple[sympy.Symbol, ...]:
 
 
 def _placed(graph: Graph) -> None:
-    """What a concatenation finds in place is one kernel's or concatenation's result, and lies nowhere else."""
+    """An in-place operand is the result of a kernel or concatenation and lies in no other concatenation."""
     producers, visible = graph.producers(), set(graph.results)
     root = roots(graph)
     seen = {root[name] for name in visible}
@@ -168,9 +168,9 @@ def _placed(graph: Graph) -> None:
             name = root[node.inputs[position]]
             maker = producers.get(name)
             if concat_alias(graph, producers, node, position) is None:
-                raise _broken(node, f"it has its operand {position} in place, which memory does not allow")
+                raise _broken(node, f"it has its operand {position} in place, for which no strides exist")
             if maker is None or (maker.op.vendor and not isinstance(maker.op, Concat)) or is_alias(maker.op):
-                raise _broken(node, f"it has %{name} in place, which no kernel makes")
+                raise _broken(node, f"it has %{name} in place, which no kernel produces")
             if maker.outputs.index(name) in dict(maker.op.updates):
                 raise _broken(node, f"it has %{name} in place, which is stored over an operand")
             if name in seen:
@@ -179,17 +179,17 @@ def _placed(graph: Graph) -> None:
 
 
 def _in_parts(graph: Graph) -> None:
-    """A gradient in parts is read by an update that can take some of its rows at a time."""
+    """A chunked gradient is read by an update that can process a chunk of rows at a time."""
     readers, memory = readers_of(graph), memories(graph)
     for position, node in enumerate(graph.nodes):
         if chunks_of(node.op) > 1:
             chain = update_chain_of(graph, position, readers, memory)
             if isinstance(chain, str):
-                raise _broken(node, f"it is made in parts, but {chain}")
+                raise _broken(node, f"it is computed in chunks, but {chain}")
 
 
 def _updates(graph: Graph) -> None:
-    """What is updated changes where it stands: nothing may read it, or an alias of it, from then on."""
+    """An in-place update overwrites its argument: nothing may read it, or an alias of it, afterward."""
     root = roots(graph)
     last: dict[str, Node] = {}
     position: dict[str, int] = {}

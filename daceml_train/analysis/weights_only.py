@@ -1,6 +1,6 @@
-"""Prologue: the part of a graph that depends on parameters and buffers alone, as a graph of its own.
+"""Weights-only subgraph: the part of a graph that depends on parameters and buffers alone, as a graph of its own.
 
-Folded weights, packed weights and position embeddings are the same at every call until a parameter changes.
+Folded weights, packed weights and position embeddings are the same in every call until a parameter changes.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from daceml_train.ops.random import Uniform
 from daceml_train.ops.requirement import Require
 
 HELD = (Role.parameter, Role.buffer, Role.saved)
-"""Roles of inputs that stay as they are between calls; an inference graph's saved arrays are those prepared before."""
+"""Roles of inputs that do not change between calls; an inference graph's saved arrays are the prepared ones."""
 NOT_MOVED = (Aten, ControlFlow, Uniform, Require)
-"""Operators that stay where they are: they may draw numbers, raise errors, or hold programs of their own."""
+"""Operators that are never moved: they may draw random numbers, raise errors, or contain programs of their own."""
 GROWTH = 4
-"""An array that is larger by more than this than what it is made of stays, too: making it anew moves less."""
+"""An array that is larger than its operands by more than this is not moved either: recomputing it is cheaper."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """A graph in two: `prologue` makes from some inputs the arrays `prepared`, which `main` takes behind its inputs.
+    """A graph in two: `prologue` computes the arrays `prepared`, which `main` takes after its inputs.
 
-    Each has of the graph's inputs those that it reads, or whose sizes it needs, in the graph's order.
+    Each takes the graph's inputs that it reads or whose sizes it needs, in the graph's order.
     """
 
     prologue: Graph
@@ -38,10 +38,10 @@ class Split:
 
 
 def split(graph: Graph) -> Split | None:
-    """Move what depends on parameters and buffers alone in front; None if there is nothing to move.
+    """Move the nodes that depend on parameters and buffers alone to a prologue; None if there are none.
 
-    What stays: views, which cost nothing; constants; what depends on sizes of inputs, on inputs that the graph writes,
-    or on operators of `NOT_MOVED`; and results of the graph, which belong to the user.
+    Not moved are views, which are free; constants; nodes that depend on sizes of inputs, on inputs that the graph
+    writes, or on operators of `NOT_MOVED`; and results of the graph, which belong to the user.
     """
     moved = _moved(graph)
     makers = graph.producers()
@@ -57,7 +57,7 @@ def split(graph: Graph) -> Split | None:
 
 
 def again(before: Split | None, graph: Graph) -> Split | None:
-    """Split `graph`, what passes made of the main part of `before`, and put what moves behind the first prologue."""
+    """Split `graph`, the optimized main part of `before`, and append the moved nodes to the first prologue."""
     after = split(graph)
     if before is None or after is None:
         return after or (None if before is None else Split(before.prologue, graph, before.prepared))
@@ -76,13 +76,13 @@ def again(before: Split | None, graph: Graph) -> Split | None:
 
 
 def held(graph: Graph) -> frozenset[str]:
-    """Arrays that stay from call to call: parameters and buffers, and what moves in front."""
+    """Arrays that do not change from call to call: parameters, buffers, and prepared arrays."""
     fixed = (n for n, entry in graph.inputs.items() if entry.role in HELD and n not in graph.writes)
     return frozenset((*fixed, *_moved(graph)))
 
 
 def _moved(graph: Graph) -> set[str]:
-    """Arrays made from parameters and buffers alone."""
+    """Arrays computed from parameters and buffers alone."""
     fixed = {n for n, entry in graph.inputs.items() if entry.role in HELD and n not in graph.writes}
     constant: set[str] = set()
     moved: set[str] = set()
@@ -100,14 +100,14 @@ def _moved(graph: Graph) -> set[str]:
 
 
 def _compact(graph: Graph, node: Node, source: Mapping[str, str]) -> bool:
-    """Whether results are not much larger than the memory that they are made from."""
+    """Whether results are not much larger than the memory from which they are computed."""
     made = sum(int(graph.tensors[name].bytes) for name in node.outputs)
     read = sum(int(graph.tensors[name].bytes) for name in {source[name] for name in node.inputs})
     return made <= GROWTH * read
 
 
 def _read(node: Node, makers: dict[str, Node], moved: set[str]) -> list[str]:
-    """What a node reads, views looked through: arrays whose memory must be there."""
+    """The arrays whose memory a node reads, through views."""
     found = []
     for name in node.inputs:
         while name in moved and is_alias(makers[name].op):
@@ -117,7 +117,7 @@ def _read(node: Node, makers: dict[str, Node], moved: set[str]) -> list[str]:
 
 
 def _part(graph: Graph, title: str, wanted: Iterable[str], given: tuple[str, ...] = ()) -> Graph:
-    """The nodes that make `wanted` from inputs of the graph and from the arrays `given`."""
+    """The nodes that compute `wanted` from inputs of the graph and from the arrays `given`."""
     computed = [node for node in graph.nodes if not set(given).issuperset(node.outputs)]
     nodes, needed = required(computed, (*wanted, *(graph.writes if given else ())))
     made = [name for node in nodes for name in node.outputs if name not in given]

@@ -15,7 +15,7 @@ from daceml_train.tensor import Dim, Tensor, product, same, same_shape, simplify
 class Matmul(Operator):
     """`a @ b`: both matrices, or both of rank 3 with the same batch size.
 
-    Made in more than one of `parts`, it never exists as a whole: see `analysis.chunks`.
+    With more than one of `chunks`, the result never exists as a whole: see `analysis.chunks`.
     """
 
     name = "matmul"

@@ -53,7 +53,7 @@ class EmbeddingGrad(Operator):
     """The gradient of `embedding` for its table of `rows` rows: cotangents with equal index are added.
 
     `sparse` notes that PyTorch keeps this gradient as a sparse tensor; here it is a dense array, or none at all where
-    an update takes the rows straight into the table. Made in more than one of `parts`, it never exists as a whole: see
+    an update takes the rows straight into the table. With more than one of `chunks`, it never exists as a whole: see
     `analysis.chunks`.
     """
 

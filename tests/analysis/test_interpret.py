@@ -105,7 +105,7 @@ class Wrong(Operator):
 def test_a_reference_that_contradicts_its_shape_rule_is_refused() -> None:
     graph = Graph("g")
     graph.emit(Wrong(), graph.input("x", Tensor((3,))))
-    with pytest.raises(Invalid, match=r"%wrong = wrong\(%x\): the reference makes float64 of \[1\], the shape"):
+    with pytest.raises(Invalid, match=r"%wrong = wrong\(%x\): the reference returns float64 of \[1\], the shape"):
         interpret(graph, {"x": normal(3)})
 
 

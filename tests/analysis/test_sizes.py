@@ -46,7 +46,7 @@ def test_solve(
         ({"x": (a,)}, {"x": (0,)}, "input 'x' expects f32[a]; given [0]"),
         ({"x": (a,), "y": (1,)}, {"x": (1,)}, "input 'y' is missing: f32[1]"),
         ({"x": (a,)}, {"x": (1,), "z": ()}, "there is no input 'z'; the inputs are x"),
-        ({"x": (a * b,)}, {"x": (6,)}, "has no value; an input must carry it in its shape"),
+        ({"x": (a * b,)}, {"x": (6,)}, "has no value; an input's shape must contain it"),
     ],
 )
 def test_refusals(declared: dict[str, tuple[Dim, ...]], given: dict[str, tuple[int, ...]], sentence: str) -> None:

@@ -80,21 +80,21 @@ BROKEN: dict[str, tuple[Callable[[Graph], Any], str]] = {
     ),
     "reads nothing": (
         edit(inputs=("x", "z")),
-        "%add = add(%x, %z): it reads %z, which no node makes (at fc model.py:3)",
+        "%add = add(%x, %z): it reads %z, which no node produces (at fc model.py:3)",
     ),
-    "reads a later array": (swap, "%neg = neg(%add): it reads %add, which a later node makes"),
-    "no type": (lambda g: g.tensors.pop("add"), ADD + "%add is recorded as None, the operator makes f32[4]"),
+    "reads a later array": (swap, "%neg = neg(%add): it reads %add, which a later node produces"),
+    "no type": (lambda g: g.tensors.pop("add"), ADD + "%add is recorded as None, the operator produces f32[4]"),
     "wrong type": (
         lambda g: g.tensors.update(add=Tensor((4,), DType.float64)),
-        ADD + "%add is recorded as f64[4], the operator makes f32[4]",
+        ADD + "%add is recorded as f64[4], the operator produces f32[4]",
     ),
     "operator refuses": (edit(inputs=("x",)), "%add = add(%x): add takes 2 operands, not 1 (at fc model.py:3)"),
-    "number of results": (edit(outputs=("add", "b")), "%add, %b = add(%x, %y): it makes 1 arrays but names 2"),
+    "number of results": (edit(outputs=("add", "b")), "%add, %b = add(%x, %y): it produces 1 arrays but names 2"),
     "written twice": (append(make("neg"), "x", "add", F), "%add = neg(%x): %add is written a second time"),
     "writes an input": (append(make("neg"), "x", "y", F), "%y = neg(%x): %y is written a second time"),
     "left over": (
         lambda g: g.tensors.update(z=F),
-        "%z is recorded as f32[4] but is neither an input nor made by a node",
+        "%z is recorded as f32[4] but is neither an input nor produced by a node",
     ),
     "meaningless": (
         append(Meaningless(), "x", "m", F),
@@ -102,7 +102,7 @@ BROKEN: dict[str, tuple[Callable[[Graph], Any], str]] = {
     ),
     "output": (lambda g: g.outputs.append("z"), "graph 'small' returns %z, which does not exist"),
     "write of nothing": (lambda g: g.writes.update(y="z"), "graph 'small' writes %z to 'y', but %z does not exist"),
-    "write to no input": (lambda g: g.writes.update(add="neg"), "graph 'small' writes 'add', which is no input"),
+    "write to no input": (lambda g: g.writes.update(add="neg"), "graph 'small' writes 'add', which is not an input"),
     "write of another type": (
         lambda g: g.input("p", Tensor((5,))) and g.writes.update(p="neg"),
         "graph 'small' writes %neg, f32[4], to 'p', f32[5]",
@@ -113,32 +113,32 @@ BROKEN: dict[str, tuple[Callable[[Graph], Any], str]] = {
     ),
     "free size": (
         append(make("full", value=0, shape=(symbol("n"),)), "", "full", Tensor((symbol("n"),))),
-        "%full = full(): size n is carried by no input",
+        "%full = full(): size n occurs in no input",
     ),
     "free attribute": (
         append(make("full", value=symbol("n")), "", "full", Tensor(())),
-        "%full = full(): size n is carried by no input",
+        "%full = full(): size n occurs in no input",
     ),
     "kernel's arguments": (kernel(CELL, arguments="a b c"), "the kernel has 3 arguments and 2 operands"),
     "kernel's names": (kernel(CELL, arguments="a a"), "two arguments of the kernel have one name"),
     "kernel reads": (
         kernel(statement("add", "a w", "v")),
-        "in its body, v = add(a, w) reads w, which nothing before it makes",
+        "in its body, v = add(a, w) reads w, which nothing before it produces",
     ),
     "kernel's order": (
         kernel(statement("neg", "w", "v"), statement("neg", "a", "w")),
-        "in its body, v = neg(w) reads w, which nothing before it makes",
+        "in its body, v = neg(w) reads w, which nothing before it produces",
     ),
     "kernel writes": (kernel(statement("add", "a b", "a")), "in its body, a = add(a, b) writes a a second time"),
     "kernel's leaves": (
         kernel(statement("softmax", "a", "v", dim=0)),
-        "in its body, v = softmax(a) is no leaf",
+        "in its body, v = softmax(a) is not a leaf",
     ),
     "kernel in a kernel": (
         kernel(statement("kernel", "a", "v", arguments=("z",), statements=(), yields=("z",))),
-        "in its body, v = kernel(a) is no leaf",
+        "in its body, v = kernel(a) is not a leaf",
     ),
-    "kernel yields": (kernel(CELL, yields="w"), "the kernel yields w, which its body does not make"),
+    "kernel yields": (kernel(CELL, yields="w"), "the kernel yields w, which its body does not produce"),
 }
 
 

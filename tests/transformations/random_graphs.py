@@ -1,4 +1,4 @@
-"""Random differentiable graphs, made of what the passes look for: cut and reassembled arrays, products, constants."""
+"""Random differentiable graphs, made of what the passes look for: cut and reassembled arrays, matmuls, constants."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ EMITTERS = {
     "unroll": _unroll,
     "concat": _concat,
     "move": _move,
-    "product": _product,
+    "matmul": _product,
     "reduce": _reduce,
     "normalize": _normalize,
     "loss": _loss,

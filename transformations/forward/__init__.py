@@ -1,1 +1,1 @@
-"""The level before differentiation: what is easier to see, or to save, in the forward pass alone."""
+"""The level before differentiation: rewrites that are easier to recognize, or save more, in the forward graph."""

@@ -1,4 +1,4 @@
-"""BlockedAttention: attention over few keys by the kernel of our own."""
+"""BlockedAttention: attention over few keys runs in this package's own kernel."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ HEADS = (0, 2, 1, 3)
 
 @dataclass(frozen=True)
 class BlockedAttention(Rewrite):
-    """Attend with all scores of some queries in cache at once, where there are at most `keys` keys.
+    """Compute attention with all scores of a block of queries in cache, where there are at most `keys` keys.
 
         q, k, v -> [attention] -> y, logsumexp      =>      q, k, v -> [fused_attention] -> y, logsumexp
 
-    PyTorch's flash kernel works on blocks of keys and corrects what it has summed up after each, which pays where a
-    strip of scores leaves the cache. Both read and write the same arrays.
+    PyTorch's flash kernel iterates over blocks of keys and rescales its partial sums after each, which pays off
+    where a row block of scores exceeds the cache. Both kernels read and write the same arrays.
     """
 
     level = "forward"
@@ -41,12 +41,12 @@ class BlockedAttention(Rewrite):
         assert isinstance(op, Attention)
         q, k = (match.uses.graph.tensors[name] for name in match.root.inputs[:2])
         count = k.shape[2]
-        yield not op.causal, "half of the scores of causal attention are not computed by the library"
-        yield len(match.root.inputs) == 3, "the library adds masks as it computes scores"
+        yield not op.causal, "the library skips half of the scores of causal attention"
+        yield len(match.root.inputs) == 3, "the library adds masks while it computes scores"
         yield q.dtype is DType.float32, f"the kernel computes in float32, not in {q.dtype.short}"
         yield isinstance(q.shape[3], int), f"the scale depends on the size {q.shape[3]}"
         few = isinstance(count, int) and count <= self.keys
-        yield few, f"{count} keys are more than {self.keys}: a strip of scores would leave the cache"
+        yield few, f"{count} keys are more than {self.keys}: a row block of scores would exceed the cache"
         y, level = match.root.outputs
         merged = _merged(match.uses, y) and level not in match.uses.visible and not match.uses.readers[level]
         yield merged, f"%{y} is not only reshaped with the heads of a query side by side, as the kernel lays them out"
@@ -61,10 +61,10 @@ class BlockedAttention(Rewrite):
 
 
 def _merged(uses: Uses, y: str) -> bool:
-    """Whether all that becomes of a result is a reshape behind the exchange of heads and queries.
+    """Whether the result's only use is a reshape after heads and queries are transposed.
 
-    Results of other operators would inherit the order of its dimensions in memory, which is not the library's, and
-    show it to the user.
+    The results of other operators would inherit its order of dimensions in memory, which differs from the library's,
+    and the user would see it.
     """
     for turned in _readers(uses, y):
         if not isinstance(turned.op, Permute) or turned.op.dims != HEADS or turned.outputs[0] in uses.visible:
@@ -75,7 +75,7 @@ def _merged(uses: Uses, y: str) -> bool:
 
 
 def _readers(uses: Uses, name: str) -> Iterator[Node]:
-    """What reads an array; views that fold its dimensions and unfold them again are looked through."""
+    """The readers of an array, through views that merge its dimensions and split them back."""
     shape = uses.graph.tensors[name].shape
     for node in uses.readers[name]:
         folded = node.outputs[0]

@@ -1,4 +1,4 @@
-"""FuseSoftmaxCrossEntropy: the loss straight from the logits, so that log-probabilities never exist."""
+"""FuseSoftmaxCrossEntropy: the loss is computed directly from the logits, without log-probabilities."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from daceml_train.tensor import Dim, Tensor, simplify
 
 @dataclass(frozen=True)
 class FuseSoftmaxCrossEntropy(Rewrite):
-    """Compute the negative log likelihood of a log-softmax from its logits.
+    """Compute the negative log likelihood of a log-softmax directly from the logits.
 
         x -> [log_softmax] -> p -> [nll_loss] -> loss     =>     x -> [cross_entropy] -> loss
 
-    Bytes: those of cross_entropy's leaves in place of the two operators' leaves; p is neither written nor read. The
-    backward pass then reads x and two numbers per row instead of p (`CrossEntropy` has the formula).
+    Bytes: those of cross_entropy's leaves replace those of the two operators; p is neither written nor read. The
+    backward pass then reads x and two numbers per row instead of p (see the formula in `CrossEntropy`).
     """
 
     level = "forward"
@@ -55,13 +55,13 @@ class FuseSoftmaxCrossEntropy(Rewrite):
 
 
 def entropy(op: Operator) -> CrossEntropy:
-    """The cross-entropy that takes the place of a negative log likelihood."""
+    """The cross-entropy that replaces a negative log likelihood."""
     assert isinstance(op, NLLLoss)
     return CrossEntropy(op.reduction, op.ignore_index)
 
 
 def alone(op: Operator, operands: Sequence[Tensor], seen: Sequence[bool]) -> Dim:
-    """The bytes of an operator by itself, where `seen` tells which of its results anybody reads."""
+    """The bytes of an operator by itself; `seen` tells which of its results are read."""
     graph = Graph()
     results = graph.emit(op, *(graph.input(f"x{i}", tensor) for i, tensor in enumerate(operands)))
     graph.output(*(value for value, visible in zip(results, seen, strict=True) if visible))

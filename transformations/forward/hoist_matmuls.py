@@ -1,4 +1,4 @@
-"""Products of the slices of one array with one matrix are slices of one product."""
+"""HoistMatmuls: the matmuls of an array's slices with one matrix become one matmul of the whole array."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from daceml_train.transformations.intra_operator.density import dense
 
 @dataclass(frozen=True)
 class HoistMatmuls(Pass):
-    """Multiply a whole sequence with a weight at once, in front of the loop that takes it step by step.
+    """Multiply a whole sequence by a weight at once, before the loop that reads it step by step.
 
         x -> [slice t] -> [matmul w] -> p_t, for every t     =>     x -> [matmul w] -> p -> [slice t] -> p_t
 
-    It runs before differentiation, so that the gradients of x and w are one product each as well.
-    Bytes: for n slices, w is read once instead of n times; all else stays. `least` is the fewest products to join.
+    The pass runs before differentiation, so the gradients of x and w are one matmul each as well.
+    Bytes: for n slices, w is read once instead of n times; all else is unchanged. At least `least` matmuls are joined.
     """
 
     level = "forward"
@@ -34,7 +34,7 @@ class HoistMatmuls(Pass):
         return hoisted(graph, families) if families else graph
 
     def matches(self, graph: Graph) -> list[Family]:
-        """The families of products with one matrix, refused ones included."""
+        """The families of matmuls that share a matrix, refused ones included."""
         uses = Uses.of(graph)
         found: dict[tuple[str, str, int], list[Member]] = {}
         for node in graph.nodes:
@@ -46,7 +46,7 @@ class HoistMatmuls(Pass):
 
 @dataclass(frozen=True)
 class Member:
-    """A product whose left factor is a slice of `x`, seen as a matrix of x's rows."""
+    """A matmul whose left operand is a slice of `x`, viewed as a matrix of x's rows."""
 
     node: Node
     cut: Slice
@@ -55,7 +55,7 @@ class Member:
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """Products with one matrix of slices of one array: what `HoistMatmuls` joins, or why not."""
+    """Matmuls of the slices of one array with one matrix: what `HoistMatmuls` joins, or why it does not."""
 
     transformation: Pass
     uses: Uses
@@ -63,18 +63,18 @@ class Family:
 
     @property
     def where(self) -> str:
-        """The sliced array, the matrix, and how many products there are."""
+        """The sliced array, the matrix, and how many matmuls there are."""
         node = self.members[0].node
-        return f"{len(self.members)} products of slices of %{self.members[0].x} with %{node.inputs[1]}"
+        return f"{len(self.members)} matmuls of slices of %{self.members[0].x} with %{node.inputs[1]}"
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        """The products."""
+        """The results of the matmuls."""
         return tuple(name for member in self.members for name in member.node.outputs)
 
     @property
     def refusal(self) -> str | None:
-        """Why the products must not be joined, or None."""
+        """Why the matmuls must not be joined, or None."""
         x = self.members[0].x
         size = self.uses.graph.tensors[x].shape[self.members[0].cut.dim]
         reached: Dim = 0
@@ -84,22 +84,22 @@ class Family:
             reached = stop
         if not same(reached, size):
             return f"the slices of %{x} leave gaps: rows would be multiplied for nothing"
-        return None if dense(self.uses, x) else f"%{x} would have to be copied to uses it as one matrix"
+        return None if dense(self.uses, x) else f"%{x} would have to be copied to view it as one matrix"
 
     @property
     def traffic(self) -> Dim:
-        """Bytes that joining adds."""
+        """Bytes that joining adds (negative: saves)."""
         return -(len(self.members) - 1) * self.uses.bytes(self.members[0].node.inputs[1])
 
     def apply(self) -> Graph:
-        """The graph with these products joined. Raises `Refused` with the reason where that is not legal."""
+        """The graph with these matmuls joined. Raises `Refused` with the reason where that is not legal."""
         if reason := self.refusal:
             raise Refused(f"{self.transformation.name} of {self.where}: {reason}")
         return hoisted(self.uses.graph, [self])
 
 
 def member_of(uses: Uses, node: Node) -> Member | None:
-    """The product as one of a slice, or None."""
+    """`node` as a matmul of a slice, or None."""
     if not isinstance(node.op, Matmul) or uses.graph.tensors[node.outputs[0]].rank != 2:
         return None
     maker = uses.producers.get(node.inputs[0])
@@ -115,7 +115,7 @@ def member_of(uses: Uses, node: Node) -> Member | None:
 
 
 def hoisted(graph: Graph, families: Sequence[Family]) -> Graph:
-    """The graph with the products of each family joined, in front of the first of them."""
+    """The graph with the matmuls of each family joined, at the position of the first of them."""
     family_of = {member.node.outputs[0]: (family, member) for family in families for member in family.members}
     joint: dict[int, Value] = {}
     other = graph.empty()

@@ -1,4 +1,4 @@
-"""RecognizeAttention: attention as it is written by hand becomes one operator without the T x S matrix in memory."""
+"""RecognizeAttention: hand-written attention becomes one operator that stores no T x S matrix."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from daceml_train.tensor import Dim, DType, Shape, broadcast, same_shape, simpli
 
 @dataclass
 class WrittenAttention:
-    """What the pieces of a written attention are, followed from its last product backwards."""
+    """The operators of hand-written attention, followed backward from its last matmul."""
 
     q: str = ""
     k_transposed: str = ""
@@ -32,23 +32,23 @@ class WrittenAttention:
     scale: float = 1.0
     scaled: bool = False
     masks: list[tuple[str, float | None, bool]] = field(default_factory=list)
-    """(mask, fill, whether it is to be negated) in the order of use; fill None: added."""
+    """(mask, fill, whether it must be negated) in the order of use; a mask with fill None is added."""
     dropout: Node | None = None
     softmax: Node | None = None
     inner: list[tuple[str, Node]] = field(default_factory=list)
-    """Arrays that are no longer made, each with the operator that reads it."""
+    """Arrays that are no longer computed, each with the operator that reads it."""
 
 
 @dataclass(frozen=True)
 class RecognizeAttention(Rewrite):
-    """Compute written attention as one operator, forward and backward, which keeps a number per query.
+    """Compute hand-written attention as one operator, forward and backward, which stores one number per query.
 
         q, k -> [matmul] -> s -> [mul, div: a number; add, where: a mask] -> [softmax] -> [dropout] -> w;
         w, v -> [matmul] -> y      =>      q, k, v, masks, seed -> [attention] -> y
 
-    Without mask and dropout the operator is PyTorch's flash kernel, else `fused_attention`, a kernel of our own, whose
-    rows give NaN where the written ones do and draw the same numbers. Bytes: none of the T x S arrays is written or
-    read, forward or backward.
+    Without mask and dropout the operator is PyTorch's flash kernel; otherwise it is `fused_attention`, a kernel of
+    this package, which produces NaN in the same rows and draws the same random numbers. Bytes: none of the T x S
+    arrays is written or read, forward or backward.
     """
 
     level = "forward"
@@ -83,7 +83,7 @@ class RecognizeAttention(Rewrite):
         return None
 
     def step(self, uses: Uses, node: Node, found: WrittenAttention) -> str | None:
-        """The scores before an elementwise operator on scores, which is noted; None for one that attention has not."""
+        """The scores before an elementwise operator, which is recorded; None if attention has no such operator."""
         tensors, kind = uses.graph.tensors, node.op.kind  # type: ignore[attr-defined]
         rank = len(found.scores)
         shape = tensors[node.outputs[0]].shape
@@ -93,7 +93,7 @@ class RecognizeAttention(Rewrite):
                 if factor:
                     found.scale, found.scaled = found.scale * factor if kind == "mul" else found.scale / factor, True
                     return scores
-        if found.scaled:  # a mask before the scaling would be scaled
+        if found.scaled:  # a mask that is added before the scaling would be scaled, too
             return None
         if kind == "add":
             for scores, mask in (node.inputs, node.inputs[::-1]):
@@ -157,14 +157,14 @@ class RecognizeAttention(Rewrite):
         yield y.view(uses.graph.tensors[match.root.outputs[0]].shape)
 
     def mask(self, mask: Value, lead: Shape) -> Value:
-        """A mask of [B, T, S] scores gets its dimension for one head."""
+        """Insert the dimension of the single head into a mask of [B, T, S] scores."""
         if len(lead) == 1 and len(mask.shape) == 3:
             return mask.view((mask.shape[0], 1, *mask.shape[1:]))
         return mask
 
 
 def constant(uses: Uses, name: str) -> float | None:
-    """The real number that an array holds everywhere."""
+    """The real number that every element of an array equals."""
     node = uses.producers.get(name)
     while node is not None and isinstance(node.op, ViewOp | Expand):
         node = uses.producers.get(node.inputs[0])
@@ -173,13 +173,13 @@ def constant(uses: Uses, name: str) -> float | None:
 
 
 def merges(uses: Uses, node: Node) -> bool:
-    """Whether a uses only groups leading dimensions: the last two stay."""
+    """Whether a view only regroups leading dimensions and keeps the last two."""
     before, after = (uses.graph.tensors[n].shape for n in (node.inputs[0], node.outputs[0]))
     return len(before) > 1 and len(after) > 1 and same_shape(before[-2:], after[-2:])
 
 
 def leads_to_product(uses: Uses, name: str) -> bool:
-    """Whether scores come from a product through scaling and masks."""
+    """Whether the scores are the result of a matmul, scaled and masked."""
     for _ in range(16):
         node = uses.producers.get(name)
         if node is None:
@@ -196,7 +196,7 @@ def leads_to_product(uses: Uses, name: str) -> bool:
 
 
 def whole(uses: Uses, name: str, lead: Shape) -> str:
-    """The array behind views that only group leading dimensions, as far as it still has those of the scores."""
+    """The array under views that only regroup leading dimensions, as long as it keeps those of the scores."""
     best = name
     while (node := uses.producers.get(name)) is not None and isinstance(node.op, ViewOp) and merges(uses, node):
         name = node.inputs[0]

@@ -1,1 +1,1 @@
-"""The second level: fewer arrays between operators."""
+"""The fusion level: fewer arrays between operators."""

@@ -1,4 +1,4 @@
-"""CompressSaved: arrays wait for the backward pass in a smaller type."""
+"""CompressSaved: arrays saved for the backward pass are stored in a smaller type."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from daceml_train.tensor import DType, hint
 from daceml_train.transformations.global_movement.update_in_place import as_kernel
 
 STORED = {"bfloat16": DType.bfloat16, "float16": DType.float16}
-"""Types in which arrays can wait."""
+"""Types in which arrays can be saved."""
 
 
 @dataclass(frozen=True)
 class CompressSaved(Pass):
-    """Keep arrays for the backward pass in a type of 16 bits, and bring them back where it reads them.
+    """Save arrays for the backward pass in a 16-bit type and convert them back where it reads them.
 
         x -> [f] -> a -> [g] -> y, ..., a, dy -> [h] -> da
             =>     x -> [f] -> a -> [g] -> y, a -> [cast] -> k, ..., k -> [cast] -> a', a', dy -> [h] -> da
 
-    In no pipeline of ours: gradients change. The forward pass, and so the loss of a step, stays as it is, to the bit.
-    A kept number is off by at most 2^-8 of itself in `bfloat16`, whose range is that of float32; in `float16` by at
-    most 2^-11, but numbers above 65504 become infinite and those below 6e-5 lose digits. So a gradient that is linear
-    in what is kept, as that of a weight is, is off by at most that share of the sum of its terms' magnitudes.
-    Arrays of float32 of at least `min_bytes` are stored so. It stands behind the level of fusion, whose kernels take up
-    the casts; library calls read float32, for which the array is brought back whole, for a short time. It works on
-    whole training steps: under `optimize`, what is kept is chosen before there are kernels.
+    No built-in pipeline contains this pass, since it changes gradients. The forward pass, and with it the loss of a
+    step, is unchanged to the bit. The relative error of a saved number is at most 2^-8 in `bfloat16`, which has the
+    range of float32, and at most 2^-11 in `float16`, where numbers above 65504 become infinite and those below 6e-5
+    lose digits. So the error of a gradient that is linear in saved values, such as that of a weight, is at most that
+    share of the sum of its terms' magnitudes. The pass converts float32 arrays of at least `min_bytes`. It runs after
+    the fusion level, whose kernels absorb the casts; library calls read float32, so the whole array is converted back
+    for them, briefly. It works on whole training steps: under `optimize`, the saved arrays are chosen before there are
+    kernels.
     """
 
     level = "fusion"
@@ -52,7 +53,7 @@ class CompressSaved(Pass):
         return _Stored(graph, early, kept, STORED[self.dtype]).run() if kept else graph
 
     def kept(self, graph: Graph, early: set[str]) -> set[str]:
-        """The arrays that the forward pass makes and the backward pass reads, through aliases too."""
+        """The arrays that the forward pass produces and the backward pass reads, also through aliases."""
         source: dict[str, str] = {}
         found: set[str] = set()
         for node in graph.nodes:
@@ -65,25 +66,25 @@ class CompressSaved(Pass):
         return found - {""}
 
     def fitting(self, graph: Graph, node: Node, name: str) -> str:
-        """The array, if it is one to be stored in another type, else nothing."""
+        """The array, if it is one to be stored in another type, else an empty string."""
         tensor = graph.tensors[name]
         constant = isinstance(node.op, Full | Iota)
         return name if tensor.dtype is DType.float32 and hint(tensor.bytes) >= self.min_bytes and not constant else ""
 
 
 def of_loss(graph: Graph) -> set[str]:
-    """What the loss, the first output, is computed from, and what is made along with it: the forward pass."""
+    """The forward pass: what the loss (the first output) is computed from, and what is produced along with it."""
     return ancestors(graph.nodes, graph.outputs[:1])
 
 
 def plain(node: Node) -> Kernel | None:
-    """The node as a kernel whose arguments are all different, if it is one or a single elementwise operator."""
+    """The node as a kernel with distinct arguments, if it is a kernel or a single elementwise operator."""
     kernel = as_kernel(node)
     return kernel if kernel is not None and len(set(kernel.arguments)) == len(kernel.arguments) else None
 
 
 class _Stored:
-    """The graph in which nodes that are not `early` read `kept` arrays by way of another type."""
+    """The graph in which nodes that are not `early` read `kept` arrays through another type."""
 
     def __init__(self, graph: Graph, early: set[str], kept: set[str], dtype: DType) -> None:
         self.graph, self.early, self.kept, self.dtype = graph, early, kept, dtype
@@ -91,9 +92,9 @@ class _Stored:
         self.other = graph.empty()
         self.now = {name: self.other.value(name) for name in graph.inputs}
         self.small: dict[str, Value] = {}
-        """Array, or alias of one, that the backward pass reads -> the same in the type in which it waits."""
+        """Array, or alias of one, that the backward pass reads -> its saved form."""
         self.wide: dict[str, Value] = {}
-        """... -> the same brought back."""
+        """... -> the saved form converted back."""
 
     def run(self) -> Graph:
         """The graph."""
@@ -107,7 +108,7 @@ class _Stored:
         return without_dead_code(self.graph.finish(self.other, {old: v.name for old, v in self.now.items()}))
 
     def forward(self, node: Node) -> None:
-        """A node of the forward pass, which also makes what is to wait."""
+        """Copy a node of the forward pass, which also produces the arrays to save."""
         inputs = tuple(self.now[i].name for i in node.inputs)
         stored = [name for name in node.outputs if name in self.kept]
         kernel = plain(node) if stored else None
@@ -122,7 +123,7 @@ class _Stored:
         self.append(node, replace(op, updates=kernel.updates), inputs, stored)
 
     def append(self, node: Node, op: object, inputs: tuple[str, ...], stored: list[str] | None = None) -> None:
-        """Add a node under its old names, and `stored` results in the other type behind them."""
+        """Add a node under its old names, followed by `stored` results in the other type."""
         names = [name if name not in self.other.tensors else self.other.fresh(name) for name in node.outputs]
         more = [self.other.fresh(f"{name}_stored") for name in stored or ()]
         made = self.other.append(op, inputs, [*names, *more], node.origin)  # type: ignore[arg-type]
@@ -130,9 +131,9 @@ class _Stored:
         self.small.update(zip(stored or (), made[len(node.outputs) :], strict=True))
 
     def late(self, node: Node) -> None:
-        """A node of the backward pass: a kernel brings back what it reads, for others it is brought back before."""
+        """Copy a node of the backward pass: a kernel converts its operands itself, others read converted arrays."""
         small = [self.waiting(name) for name in node.inputs]
-        if is_alias(node.op) and small[0] is not None:  # made again in the other type where it is read
+        if is_alias(node.op) and small[0] is not None:  # recreated in the other type where it is read
             if node.outputs[0] in self.graph.results:
                 self.now[node.outputs[0]] = self.brought(node.outputs[0])
             return
@@ -150,7 +151,7 @@ class _Stored:
         self.append(node, replace(op, updates=kernel.updates), tuple(value.name for value in given))
 
     def waiting(self, name: str) -> Value | None:
-        """An array in the type in which it waits, if it does."""
+        """The saved form of an array, if it has one."""
         node = self.producers.get(name)
         if name not in self.small and node is not None and is_alias(node.op):
             source = self.waiting(node.inputs[0])
@@ -159,7 +160,7 @@ class _Stored:
         return self.small.get(name)
 
     def brought(self, name: str) -> Value:
-        """An array in its own type, as the backward pass reads it."""
+        """An array in its original type, as the backward pass reads it."""
         if name not in self.wide:
             small = self.waiting(name)
             if small is None:

@@ -1,4 +1,4 @@
-"""Computing a cheap value again instead of storing and reading it."""
+"""Duplicate: a cheap value is recomputed in each reader instead of being stored and read."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from daceml_train.transformations.fusion.siblings import magnitude
 
 @dataclass(frozen=True)
 class DuplicateCheapProducers(Pass):
-    """Compute a value in each kernel that needs it, from arrays that are in memory anyway, where that moves less.
+    """Recompute a value in each kernel that needs it, from arrays that are in memory anyway, where that moves less.
 
         x -> [f] -> t, y;   t -> [g] -> z      =>      x -> [f] -> y,   x -> [f; g] -> z
 
-    Normalized activations come from the convolution's output again; random numbers and their masks depend on a seed
-    alone, so they are never stored. `flops` is the most operations per element that a value may cost.
+    Normalized activations are recomputed from the convolution's output; random numbers and their masks depend on a
+    seed alone, so they are never stored. `flops` bounds the operations per element that a value may cost.
     """
 
     level = "fusion"
@@ -35,13 +35,13 @@ class DuplicateCheapProducers(Pass):
         return grouping.build()
 
     def matches(self, graph: Graph) -> list[Candidate]:
-        """Values that a kernel should compute again, as the graph stands."""
+        """Values that a kernel of the current graph should recompute."""
         grouping = Grouping(graph)
         found = ((group, self.candidate(grouping, group)) for group in grouping.groups() if group.fusible)
         return [self.match(grouping, group, names) for group, names in found if names is not None]
 
     def match(self, grouping: Grouping, group: Group, names: list[str]) -> Measured:
-        """The copy of the operators that make `names` into `group`, as a match."""
+        """The match that copies the operators that produce `names` into `group`."""
         reader = grouping.made(group)[-1]
 
         known = tuple(n for n in names if n in grouping.graph.tensors)
@@ -58,7 +58,7 @@ class DuplicateCheapProducers(Pass):
         return Measured(self, grouping.graph, where, (*known, reader), apply)
 
     def candidate(self, grouping: Grouping, group: Group) -> list[str] | None:
-        """Arrays that `group` should compute, each reading the next ones; None if there is nothing to gain."""
+        """Arrays that `group` should recompute, each reading the next; None if that gains nothing."""
         reads = grouping.reads(group)
         bases = {grouping.source(name)[0] for name in reads}
         for name in reads:
@@ -75,8 +75,8 @@ class DuplicateCheapProducers(Pass):
         return None
 
     def cone(self, grouping: Grouping, name: str, bases: set[str]) -> list[str] | None:
-        """The cheap operators from arrays in memory to `name`, as the arrays they make, last first; None if the bytes
-        read instead are not fewer than those saved.
+        """The results of the cheap operators from arrays in memory to `name`, last first; None if they would read as many
+        bytes as they save.
         """
         base = grouping.source(name)[0]
         tensor = grouping.tensors[base]
@@ -115,25 +115,25 @@ class DuplicateCheapProducers(Pass):
         return maker is not None and isinstance(maker.op, CONSTANT)
 
     def resident(self, grouping: Grouping, array: str) -> bool:
-        """Whether an array is in memory, or a constant: reading it adds no result to the kernel that makes it."""
+        """Whether an array is in memory, or a constant: reading it adds no result to the kernel that produces it."""
         maker = grouping.producer.get(array)
         return maker is None or maker.group is None or grouping.seen_outside(array, [maker.group])
 
     def storable(self, grouping: Grouping, array: str, instead: Tensor) -> bool:
-        """Whether the kernel that makes `array` may store it too, and that is little against what is saved."""
+        """Whether the kernel that produces `array` may store it too, at a cost that is small against the savings."""
         maker = grouping.producer[array]
         assert maker.group is not None
         small = magnitude(grouping.tensors[array].bytes) * 8 <= magnitude(instead.bytes)
         return small and grouping.refusal_of_result(maker.group, array) is None
 
     def pointwise(self, grouping: Grouping, array: str) -> bool:
-        """Whether an array is made element by element; movement within a kernel counts as that."""
+        """Whether an array is computed element by element; movement within a kernel counts as such."""
         maker: Item | None = grouping.producer.get(array)
         return maker is not None and isinstance(maker.op, (*POINTWISE, *MOVEMENT, Uniform))
 
     def inner(self, grouping: Grouping, array: str) -> bool:
-        """Whether an array is not in memory otherwise, or depends on constants and scalars alone: then the cone goes
-        through it.
+        """Whether the cone continues through an array: it is not in memory otherwise, or depends on constants and
+        scalars alone.
         """
         maker = grouping.producer.get(array)
         if maker is None or maker.group is None or not self.pointwise(grouping, array):

@@ -1,11 +1,10 @@
-"""Grouping: the bookkeeping under all fusion passes: which leaf operators compute together in one kernel.
+"""Grouping: the data structure under all fusion passes, which records the leaf operators of each kernel.
 
-The graph's kernels are opened into their leaves, every leaf that we generate code for becomes a group of its own, and
-passes join groups. A join is refused if it would make a cycle, or if the joined body is not one loop nest
-(`codegen.kernel.domain`). Movement operators and constants belong to no group: whoever needs one copies it into its
-body. Groups are kept in a topological order that is repaired locally at each join (Pearce & Kelly, "A dynamic
-topological sort algorithm for directed acyclic graphs", JEA 2006), so that a cycle is looked for between two groups
-only.
+The graph's kernels are opened into their leaves, every leaf with generated code becomes a group of its own, and passes
+join groups. A join is refused if it would create a cycle, or if the joined body is not one loop nest
+(`codegen.kernel.domain`). Movement operators and constants belong to no group: each reader copies them into its body.
+Groups are kept in a topological order that is repaired locally at each join (Pearce & Kelly, "A dynamic topological
+sort algorithm for directed acyclic graphs", JEA 2006), so a cycle is searched for only between two groups.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ CONSTANT = (Full, Iota)
 
 @dataclass(eq=False)
 class Item:
-    """An operator of the opened graph; `group` is None for movement and constants that nobody owns."""
+    """An operator of the opened graph; `group` is None for movement and constants outside every group."""
 
     op: Operator
     inputs: list[str]
@@ -43,13 +42,13 @@ class Item:
 
 @dataclass(eq=False)
 class Group:
-    """Operators that compute together, in topological order; one vendor operator is a group that joins nothing."""
+    """Operators of one kernel, in topological order; a vendor operator is a group that joins no other."""
 
     items: list[Item]
     fusible: bool
     position: int = 0
     readers: list[Item] | None = None
-    """Operators outside that read a result of the group, as far as known."""
+    """Operators outside the group that read one of its results, as far as known."""
 
     @property
     def reduces(self) -> bool:
@@ -64,7 +63,7 @@ class Group:
 
 
 class Grouping:
-    """The groups of a graph under edit; `build` gives the graph with a kernel per group."""
+    """The groups of a graph while it is edited; `build` returns the graph with one kernel per group."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -74,9 +73,9 @@ class Grouping:
         self.readers: dict[str, dict[Item, None]] = {name: {} for name in graph.tensors}
         self.order: list[Group | None] = []
         self.overwriter: dict[str, Item] = {}
-        """Input -> the operator that stores a result over it. It is kept as it is, behind all that reads the input."""
+        """Input -> the operator that stores a result over it. It is kept unchanged, after all readers of the input."""
         self.applied = 0
-        """Joins and copies made."""
+        """The number of joins and copies performed."""
         self._fresh = 0
         self._unfit: dict[tuple[Kernel, tuple[Tensor, ...]], str | None] = {}
         self._checked: tuple[Group | None, Group | None, set[int] | None] = (None, None, None)
@@ -133,7 +132,7 @@ class Grouping:
 
     # ---- structure ----------------------------------------------------------------------------------------------
     def groups(self) -> Iterator[Group]:
-        """All groups in topological order; groups may be joined meanwhile."""
+        """All groups in topological order; groups may be joined during the iteration."""
         position = 0
         while position < len(self.order):
             group = self.order[position]
@@ -142,7 +141,7 @@ class Grouping:
             position += 1
 
     def source(self, name: str) -> tuple[str, list[Item]]:
-        """The array behind `name` when unowned movement is looked through, and that movement, last first."""
+        """The array that `name` shows through unowned movement, and that movement, last first."""
         path = []
         while (item := self.producer.get(name)) is not None and item.group is None and isinstance(item.op, MOVEMENT):
             path.append(item)
@@ -187,12 +186,12 @@ class Grouping:
         return {r.group: None for r in group.readers if r.group is not None and r.group is not group}
 
     def made(self, group: Group) -> tuple[str, ...]:
-        """The arrays of the original graph that a group makes."""
+        """The arrays of the original graph that a group produces."""
         names = self.graph.tensors
         return tuple(name for item in group.items for name in item.outputs if name in names)
 
     def seen_outside(self, name: str, groups: Iterable[Group]) -> bool:
-        """Whether an array made in `groups` is a result of the graph or read outside them."""
+        """Whether an array produced in `groups` is a result of the graph or read outside them."""
         inside = set(map(id, groups))
 
         def seen(array: str) -> bool:
@@ -212,9 +211,9 @@ class Grouping:
     def body(
         self, *groups: Group, copies: frozenset[Item] = frozenset()
     ) -> tuple[tuple[str, ...], list[Statement], list[str]]:
-        """Arguments, statements and yields of the groups taken as one; movement between them is part of it.
+        """Arguments, statements and yields of the groups as one body, including the movement between them.
 
-        `copies` are operators of other groups that are computed here too, where they are needed.
+        `copies` are operators of other groups that this body recomputes where it needs them.
         """
         inside = {id(g) for g in groups}
         statements: list[Statement] = []
@@ -251,7 +250,7 @@ class Grouping:
     def kernel(
         self, *groups: Group, copies: frozenset[Item] = frozenset()
     ) -> tuple[Kernel, tuple[str, ...], list[str]]:
-        """The groups as one canonical kernel without dead statements, the arrays it reads, and those it makes."""
+        """The groups as one canonical kernel without dead statements, the arrays it reads, and those it produces."""
         arguments, statements, yields = self.body(*groups, copies=copies)
         kept, read = required(statements, yields)
         arguments = tuple(a for a in arguments if a in read)
@@ -259,14 +258,14 @@ class Grouping:
         return kernel, arguments, yields
 
     def bytes(self, names: Iterable[str]) -> Dim:
-        """Bytes of the arrays behind `names`, each once."""
+        """Bytes of the arrays that `names` alias, each counted once."""
         total: Dim = 0
         for name in dict.fromkeys(self.source(n)[0] for n in names):
             total = total + self.tensors[name].bytes
         return total
 
     def cost(self, *groups: Group) -> Dim:
-        """Bytes that the groups, taken as one, read and write."""
+        """Bytes that the groups would read and write as one kernel."""
         arguments, _, yields = self.body(*groups)
         return self.bytes(arguments) + self.bytes(yields)
 
@@ -281,7 +280,7 @@ class Grouping:
         if len(first.items) + len(second.items) > limit:
             return f"the kernel would have more than {limit} operators"
         if self.ties(first, second):
-            return f"{first.items[-1].outputs[0]} is one number, for which other kernels would wait"
+            return f"{first.items[-1].outputs[0]} is a scalar that other kernels would wait for"
         between = self.between(first, second)
         self._checked = first, second, between
         if between is None:
@@ -290,7 +289,7 @@ class Grouping:
         return self.unfit(kernel, arguments)
 
     def ties(self, first: Group, second: Group) -> bool:
-        """Whether numbers that the whole step reads, such as the learning rate, would wait for arrays of `second`."""
+        """Whether scalars that the whole step reads, such as the learning rate, would wait for arrays of `second`."""
         scalar = all(self.tensors[name].rank == 0 for item in first.items for name in (*item.inputs, *item.outputs))
         if not scalar or all(self.tensors[name].rank == 0 for name in self.reads(second)):
             return False
@@ -298,7 +297,7 @@ class Grouping:
         return any(r.group is not first and r.group is not second for name in outputs for r in self.consumers(name))
 
     def unfit(self, kernel: Kernel, arguments: Iterable[str]) -> str | None:
-        """Why a body is not one loop nest, or None; remembered, since networks repeat their blocks."""
+        """Why a body is not one loop nest, or None; cached, since networks repeat their blocks."""
         key = kernel, tuple(self.tensors[a] for a in arguments)
         if key not in self._unfit:
             try:
@@ -329,7 +328,7 @@ class Grouping:
         return found
 
     def join(self, first: Group, second: Group) -> Group:
-        """Make one group of two, `first` standing before `second`; the caller has asked `refusal`."""
+        """Join two groups, `first` before `second`; the caller has checked `refusal`."""
         dependants = self._checked[2] if self._checked[:2] == (first, second) else self.between(first, second)
         assert dependants is not None
         self.applied += 1
@@ -351,22 +350,22 @@ class Grouping:
         return joined
 
     def refusal_of_copies(self, group: Group, items: frozenset[Item]) -> str | None:
-        """Why `group` cannot compute the results of `items` itself instead of reading them, or None."""
+        """Why `group` cannot recompute the results of `items` instead of reading them, or None."""
         for base in {self.source(name)[0] for item in items for name in item.inputs} & self.overwriter.keys():
             over = self.overwriter[base]
             if over.group is not None and over.group.position < group.position:
-                return f"{over.outputs[0]} has overwritten {base} by then"
+                return f"{over.outputs[0]} overwrites {base} earlier"
         kernel, arguments, _ = self.kernel(group, copies=items)
         return self.unfit(kernel, arguments)
 
     def refusal_of_result(self, group: Group, name: str) -> str | None:
-        """Why `group` cannot store array `name`, which it computes for itself, as a further result, or None."""
+        """Why `group` cannot also store array `name`, which it computes internally, or None."""
         arguments, statements, yields = self.body(group)
         kernel, _ = canonical(arguments, statements, [*yields, name])
         return self.unfit(kernel, arguments)
 
     def copy_into(self, group: Group, name: str) -> None:
-        """Let `group` compute array `name` itself; the caller has asked `refusal_of_copies`."""
+        """Let `group` recompute array `name`; the caller has checked `refusal_of_copies`."""
         self.applied += 1
         base, path = self.source(name)
         maker = self.producer[base]
@@ -397,8 +396,8 @@ class Grouping:
 
     # ---- result -------------------------------------------------------------------------------------------------
     def build(self, only: Group | None = None) -> Graph:
-        """The graph with one node per group. Groups of one operator stay that operator, unless they read constants,
-        which kernels hold in their bodies; where `only` one group was edited, the others do not change.
+        """The graph with one node per group. A group of one operator remains that operator unless it reads constants,
+        which a kernel contains in its body; where `only` one group was edited, the others do not change.
         """
         other = self.graph.empty()
         other.applied += self.applied
@@ -428,7 +427,7 @@ class Grouping:
         return self.graph.finish(other, {})
 
     def _inlines(self, item: Item) -> bool:
-        """Whether a single operator reads constants, which a kernel holds in its body."""
+        """Whether a single operator reads constants, which a kernel would contain in its body."""
         return (
             item.group is not None
             and item.group.fusible

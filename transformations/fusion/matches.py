@@ -1,4 +1,4 @@
-"""A pair of groups that a fusion pass would join, as a match of its own."""
+"""The match of a fusion pass: a pair of groups that it would join."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from daceml_train.transformations.fusion.grouping import Group, Grouping
 
 @dataclass(frozen=True, eq=False)
 class FusionMatch:
-    """Two groups, in topological order, that would be one kernel. The grouping is that of the graph, and only read."""
+    """Two groups, in topological order, that would become one kernel. The grouping is shared and not changed."""
 
     transformation: Pass
     grouping: Grouping
@@ -23,13 +23,13 @@ class FusionMatch:
 
     @property
     def where(self) -> str:
-        """Both groups, by the arrays that they make and the operators that end them."""
+        """Both groups, by the arrays that they produce and their last operators."""
         groups = ((self.grouping.made(g)[-1], g.items[-1].op.label) for g in (self.first, self.second))
         return " with ".join(f"%{name} ({label})" for name, label in groups)
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        """The arrays of the graph that both groups make."""
+        """The arrays of the graph that the groups produce."""
         return (*self.grouping.made(self.first), *self.grouping.made(self.second))
 
     @property

@@ -1,6 +1,6 @@
 """Fusion along the arrays between operators: a producer and its consumer become one kernel.
 
-Three passes share the sweep and differ in what they join, so that a pipeline shows what each is worth.
+Three passes share the sweep and differ in what they join, so the effect of each is visible in a pipeline.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from daceml_train.transformations.fusion.matches import FusionMatch
 
 @dataclass(frozen=True)
 class Fusion(Pass):
-    """Base of the passes that join a producer with a consumer; `limit` is the most operators a kernel may have."""
+    """Base of the passes that join a producer with a consumer; `limit` bounds the operators of a kernel."""
 
     level = "fusion"
     limit: int = 96
 
     @abstractmethod
     def joins(self, producer: Group, consumer: Group) -> bool:
-        """Whether this pass is the one for such a pair."""
+        """Whether this pass handles such a pair."""
 
     def matches(self, graph: Graph) -> list[FusionMatch]:
-        """Every pair of the kind this pass joins, refused ones included."""
+        """Every pair that this pass handles, refused ones included."""
         grouping = Grouping(graph)
         return [
             FusionMatch(self, grouping, producer, consumer, self.limit)
@@ -61,7 +61,7 @@ class Fusion(Pass):
 
 @dataclass(frozen=True)
 class FuseElementwise(Fusion):
-    """Compute a chain of elementwise operators in one kernel; what is between them never reaches memory.
+    """Compute a chain of elementwise operators in one kernel; intermediate values never reach memory.
 
     x -> [f] -> t -> [g] -> y      =>      x -> [f; g] -> y
     """
@@ -72,7 +72,7 @@ class FuseElementwise(Fusion):
 
 @dataclass(frozen=True)
 class FuseIntoReduction(Fusion):
-    """Compute what a reduction reads while reducing it.
+    """Compute a reduction's operand in the kernel of the reduction.
 
     x -> [f] -> t -> [sum] -> y      =>      x -> [f; sum] -> y
     """
@@ -83,7 +83,7 @@ class FuseIntoReduction(Fusion):
 
 @dataclass(frozen=True)
 class FuseEpilogue(Fusion):
-    """Continue with a reduction's result in the kernel that computes it, elementwise or into further reductions.
+    """Compute what follows a reduction, elementwise or further reductions, in the reduction's kernel.
 
     x -> [sum] -> s -> [g] -> y      =>      x -> [sum; g] -> y
     """

@@ -1,4 +1,4 @@
-"""Fusion of operators that read the same array, side by side."""
+"""Fusion of operators that read the same array (horizontal fusion)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from daceml_train.transformations.fusion.matches import FusionMatch
 
 @dataclass(frozen=True)
 class FuseSiblings(Pass):
-    """Read an array once for several kernels over the same domain.
+    """Join kernels over the same domain that read the same array, so it is read once.
 
         x -> [f] -> y,  x -> [g] -> z      =>      x -> [f; g] -> y, z
 
-    `window` bounds how far apart (in groups) the kernels may stand: hoisting one over many others would keep its
-    result alive for long. The shared array must be at least `share` of what the smaller kernel moves.
+    `window` bounds the distance between the kernels in groups: hoisting one over many others would extend the live
+    range of its result. The shared array must account for at least `share` of the smaller kernel's bytes.
     """
 
     level = "fusion"
@@ -43,9 +43,9 @@ class FuseSiblings(Pass):
         return [FusionMatch(self, grouping, first, second, self.limit) for first, second in pairs if first is not None]
 
     def joined(self, graph: Graph, names: Collection[str], apart: Collection[str]) -> Graph:
-        """The graph with each kernel that makes one of `names` joined to its nearest sibling, earlier or later.
+        """The graph with each kernel that produces one of `names` joined to its nearest sibling, earlier or later.
 
-        Kernels that make one of `apart` are left as they are.
+        Kernels that produce one of `apart` are left unchanged.
         """
         grouping = Grouping(graph)
         for group in grouping.groups():
@@ -61,7 +61,7 @@ class FuseSiblings(Pass):
     ) -> Group | None:
         """The nearest earlier kernel (or the nearest later one) that shares an array with `group` and may join it.
 
-        Kernels that make one of `apart` may not.
+        Kernels that produce one of `apart` may not.
         """
         if not group.fusible:
             return None
@@ -87,7 +87,7 @@ class FuseSiblings(Pass):
 
 
 def magnitude(size: Dim) -> float:
-    """A number by which sizes with symbols are compared: every symbol counts as 32."""
+    """A number for comparing sizes with symbols: every symbol counts as 32."""
     if isinstance(size, int):
         return float(size)
     return float(sympy.sympify(size).subs(dict.fromkeys(size.free_symbols, 32)))

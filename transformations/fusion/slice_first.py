@@ -1,4 +1,4 @@
-"""Moving slices in front of the elementwise operators whose results they cut."""
+"""SliceFirst: slices move before the elementwise operators whose results they cut."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from daceml_train.tensor import Dim, same, simplify
 
 @dataclass(frozen=True)
 class SliceFirst(Rewrite):
-    """Cut an elementwise operator's operands rather than its result, so that it joins the kernels that read the parts.
+    """Slice an elementwise operator's operands rather than its result, so it can fuse with the readers of the slices.
 
         x -> [f] -> t -> [slice] -> y      =>      x -> [slice] -> s -> [f] -> y
 
-    The gates of a recurrent cell, computed as one product, are then summed, activated and combined in one kernel.
-    All slices of t move together. Bytes: t is neither computed nor stored where no slice shows it; an operand that is
-    broadcast along the sliced dimension is read once per slice.
+    The gates of a recurrent cell, computed as one matmul, are then summed, activated and combined in one kernel.
+    All slices of t move together. Bytes: elements of t that no slice shows are neither computed nor stored; an operand
+    that is broadcast along the sliced dimension is read once per slice.
     """
 
     level = "fusion"
@@ -44,10 +44,10 @@ class SliceFirst(Rewrite):
         yield t not in match.uses.visible, f"{t} is a result of the graph"
         others = [r for r in match.uses.readers[t] if not isinstance(r.op, Slice)]
         yield not others, f"{t} is also read by {others[0].op.label if others else ''} as a whole"
-        yield self.disjoint(match), f"the slices of {t} overlap, so that elements would be computed twice"
+        yield self.disjoint(match), f"the slices of {t} overlap, so elements would be computed twice"
 
     def disjoint(self, match: Match) -> bool:
-        """Whether the slices of one array are known not to overlap: along one dimension, one behind the other."""
+        """Whether the slices of an array provably do not overlap: along one dimension, one after the other."""
         (t,) = match.bindings["f"].outputs
         slices = list(dict.fromkeys(r.op for r in match.uses.readers[t]))
         if len({s.dim for s in slices if isinstance(s, Slice)}) != 1:
@@ -59,7 +59,7 @@ class SliceFirst(Rewrite):
         return all(first[1] <= second[0] for first, second in itertools.pairwise(ordered))
 
     def traffic(self, match: Match) -> Dim:
-        """Counted on the operator and its slices alone."""
+        """The difference in bytes, counted on the operator and its slices alone."""
         apart = excerpt(match.uses, [match.bindings["f"], *match.bindings["slices"]])
         (alone,) = (m for m in self.matches(apart) if m.root.outputs == match.root.outputs)
         return simplify(traffic(self.sweep(apart, {id(alone.root): alone})).bytes - traffic(apart).bytes)
@@ -82,14 +82,14 @@ class SliceFirst(Rewrite):
         yield from builder.emit(f.op, *operands)
 
     def run(self, graph: Graph) -> Graph:
-        """Move slices until they stand in front of everything elementwise; one sweep per operator of a chain."""
+        """Move slices until they precede all elementwise operators; one sweep per operator of a chain."""
         while (moved := super().run(graph)) is not graph:
             graph = moved
         return graph
 
 
 def excerpt(uses: Uses, nodes: Sequence[Node]) -> Graph:
-    """`nodes` alone, with the aliases and constants through which they read; what others see is a result."""
+    """`nodes` alone, with the aliases and constants that they read; values with other readers are results."""
     graph, own = Graph(), {id(n) for n in nodes}
 
     def need(name: str) -> None:

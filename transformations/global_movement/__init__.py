@@ -1,1 +1,1 @@
-"""The fourth level: fewer bytes over the whole step. (`global` is a Python keyword.)"""
+"""The global level: fewer bytes over the whole step. (`global` is a Python keyword.)"""

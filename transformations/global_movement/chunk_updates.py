@@ -1,4 +1,4 @@
-"""ChunkUpdates: a large gradient is made and used up a few rows at a time, so that it never is an array."""
+"""ChunkUpdates: a large gradient is produced and consumed in chunks of rows, so it is never stored whole."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from daceml_train.passes.base import Pass
 from daceml_train.tensor import Dim, simplify
 
 HEADS = Matmul | EmbeddingGrad
-"""What makes gradients that may be made in parts."""
+"""The operators whose gradients may be computed in chunks."""
 
 
 @dataclass(frozen=True)
 class ChunkUpdates(Pass):
-    """Make a weight's gradient in parts, and update the rows of each part before the next is made.
+    """Compute a weight's gradient in chunks, and update the rows of each chunk before the next is computed.
 
         a, b -> [matmul] -> d;  d, p -> [update over p]
             =>     for rows r:  a[r], b -> [matmul] -> d[r];  d[r], p[r] -> [update over p[r]]
 
-    The gradient takes the memory of one part, of `part` bytes, and its bytes stay in the cache: it is neither written
-    to memory nor read from there. Likewise the gradient of an embedding's table, which is zeros to which rows are
-    added, and a product to which such rows are added. Gradients of less than `min_bytes` stay whole. The update alone
-    reads the gradient, is elementwise, and works in place. Where other operators stand between the two, the gradient
-    moves behind them.
+    The gradient takes the memory of one chunk, of `part` bytes, and its bytes stay in the cache: it is neither written
+    to memory nor read from there. The same applies to the gradient of an embedding's table, which is zeros plus rows
+    (index_add), and to a matmul plus such rows. Gradients of less than `min_bytes` stay whole. The update must be the
+    only reader of the gradient, elementwise, and in place. Where other operators are between the two, the gradient
+    moves after them.
     """
 
     level = "global_movement"
@@ -43,11 +43,13 @@ class ChunkUpdates(Pass):
         found: dict[int, Parted] = {}
         for match in self.matches(graph):
             if match.refusal is None and isinstance(match.chain, UpdateChain):
-                found.setdefault(match.chain.update, match)  # an update of two parameters uses up one gradient in parts
+                found.setdefault(
+                    match.chain.update, match
+                )  # an update of two parameters consumes one gradient in chunks
         return parted(graph, list(found.values())) if found else graph
 
     def matches(self, graph: Graph) -> list[Parted]:
-        """One per large gradient or other product, in the graph's order."""
+        """One match per large gradient or other matmul, in graph order."""
         readers, memory = readers_of(graph), memories(graph)
         return [
             Parted(self, graph, node, update_chain_of(graph, position, readers, memory, apart=True))
@@ -56,14 +58,14 @@ class ChunkUpdates(Pass):
         ]
 
     def large(self, graph: Graph, node: Node) -> bool:
-        """Whether a gradient has known sizes, and enough of them."""
+        """Whether a gradient has known sizes and is large enough."""
         size = graph.tensors[node.outputs[0]].bytes
         return isinstance(size, int) and size >= max(self.min_bytes, 2 * self.part)
 
 
 @dataclass(frozen=True, eq=False)
 class Parted:
-    """A gradient, and the chain to its update or why there is none."""
+    """A gradient, and the chain to its update or the reason why there is none."""
 
     transformation: ChunkUpdates
     graph: Graph
@@ -72,7 +74,7 @@ class Parted:
 
     @property
     def where(self) -> str:
-        """What makes the gradient, as it stands in the graph's text."""
+        """The producer of the gradient, as the graph's text shows it."""
         return str(self.node)
 
     @property
@@ -88,7 +90,7 @@ class Parted:
         between = self.chain.update - self.chain.gradient - 1 - len(self.chain.views) - (self.chain.rows is not None)
         (name,), tensors = self.node.outputs, self.graph.tensors
         if between and sum(number(tensors[n].bytes) for n in self.node.inputs) > number(tensors[name].bytes):
-            return f"%{name} would be made later, and what it is made of, which is larger, would live on"
+            return f"%{name} would be computed later, and its larger operands would stay live until then"
         return None
 
     @cached_property
@@ -97,14 +99,14 @@ class Parted:
         return simplify(traffic(self.apply()).bytes - traffic(self.graph).bytes)
 
     def apply(self) -> Graph:
-        """The graph with the gradient in parts. Raises `Refused` with the reason where it stays whole."""
+        """The graph with the gradient in chunks. Raises `Refused` with the reason where it stays whole."""
         if reason := self.refusal:
             raise Refused(f"{self.transformation.name} at {self.node}: {reason}", where=str(self.node.origin))
         return parted(self.graph, [self])
 
     @property
     def parts(self) -> int:
-        """How many parts there are."""
+        """The number of chunks."""
         tensor = self.graph.tensors[self.node.outputs[0]]
         rows, size = tensor.shape[0], tensor.bytes
         assert isinstance(rows, int) and isinstance(size, int)
@@ -112,7 +114,7 @@ class Parted:
 
 
 def parted(graph: Graph, found: Sequence[Parted]) -> Graph:
-    """The graph with these gradients in parts."""
+    """The graph with these gradients in chunks."""
     other = graph.copy()
     wanted = [float(position) for position in range(len(graph.nodes))]
     for match in found:

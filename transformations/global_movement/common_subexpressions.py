@@ -1,4 +1,4 @@
-"""CommonSubexpressions: an array that exists already is not made again."""
+"""CommonSubexpressions: common-subexpression elimination (CSE)."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from daceml_train.ops.elementwise import Elementwise
 from daceml_train.passes.base import Pass, without_dead_code
 
 COMMUTATIVE = frozenset({"add", "mul", "eq", "ne", "logical_and", "logical_or"})
-"""Elementwise operators that give the same bits with their operands exchanged (`maximum` of 0.0 and -0.0 does not)."""
+"""Bitwise-commutative elementwise operators (`maximum` of 0.0 and -0.0 is not)."""
 
 
 @dataclass(frozen=True)
 class CommonSubexpressions(Pass):
-    """Use the results of an operator in place of those of a later one that is equal to it and reads the same.
+    """Replace the results of an operator by those of an earlier, equal operator on the same operands.
 
         x -> [f] -> a, x -> [f] -> b     =>     x -> [f] -> a = b
 
-    Sums and products of the same two operands are equal in either order. Operators that draw from PyTorch's generator
-    are never merged; `uniform` is a function of its seed and stream, so it is. One sweep: the operands of an operator
-    are merged before it is looked up. The bytes never grow; they shrink by those of the later operator.
+    Sums and products of the same two numbers are equal in either order. Operators that draw from PyTorch's generator
+    are never merged; `uniform` is a function of its seed and stream, so it may be. The pass is one sweep, in which an
+    operator's operands are merged before the operator is looked up. The bytes never grow; they shrink by those of the
+    later operator.
     """
 
     level = "global_movement"
@@ -44,7 +45,7 @@ class CommonSubexpressions(Pass):
 
 
 def identity(graph: Graph, node: Node, inputs: tuple[str, ...]) -> Hashable | None:
-    """What equal operators share: the operator, what it reads and what it makes; None where it must not be merged."""
+    """The key that equal nodes share: operator, operands and result types; None if the node must not be merged."""
     if draws(node.op):
         return None
     if isinstance(node.op, Elementwise) and node.op.kind in COMMUTATIVE:

@@ -1,4 +1,4 @@
-"""ConcatenateInPlace: kernels write their results where a concatenation wants them."""
+"""ConcatenateInPlace: kernels write the operands of a concatenation directly into its result."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from daceml_train.tensor import Dim, hint, same, same_shape, simplify
 
 @dataclass(frozen=True)
 class ConcatenateInPlace(Pass):
-    """Let kernels write what a concatenation joins at its place in the result.
+    """Let kernels write the operands of a concatenation directly into its result.
 
         x -> [f] -> a;  a, b -> [concat] -> y     =>     x -> [f] -> a in y;  b -> [concat] -> y
 
-    What library calls make, and what is handed out of the graph, is copied as before; so is what a second
-    concatenation joins. Bytes: a is neither read again nor written a second time.
+    Results of library calls and of the graph are copied as before, and so are operands of a second concatenation.
+    Bytes: a is neither read nor written a second time.
     """
 
     level = "global_movement"
@@ -43,26 +43,26 @@ class ConcatenateInPlace(Pass):
         return graph
 
     def matches(self, graph: Graph) -> list[Joined]:
-        """The concatenations in the order in which they are served, refused ones included."""
+        """The concatenations in the order of processing, refused ones included."""
         known = Known.of(graph)
         found = [n for n in graph.nodes if isinstance(n.op, Concat) and not n.op.placed]
         return [Joined(self, graph, node, known) for node in in_turn(graph, found)]
 
 
 def in_turn(graph: Graph, nodes: Sequence[Node]) -> list[Node]:
-    """Concatenations, large ones first: they save most, and one that is part of another lies where that one says."""
+    """Concatenations, large ones first: they save most, and an outer one determines where an inner one lies."""
     numbered = enumerate(nodes)
     return [n for _, n in sorted(numbered, key=lambda p: (-hint(graph.tensors[p[1].outputs[0]].bytes), -p[0]))]
 
 
 @dataclass(frozen=True)
 class Known:
-    """What is looked up in a graph: it stays when concatenations get operands in place, but for `taken`."""
+    """Lookups of a graph; only `taken` changes when concatenations get operands in place."""
 
     producers: Mapping[str, Node]
     base: Mapping[str, str]
     readers: Mapping[str, Sequence[Node]]
-    """Array that is no alias -> the nodes that read it, through aliases too."""
+    """Array that is no alias -> the nodes that read it, also through aliases."""
     visible: frozenset[str]
     taken: dict[str, ConcatAlias]
 
@@ -90,12 +90,12 @@ class Joined:
 
     @property
     def where(self) -> str:
-        """The concatenation, as it stands in the graph's text."""
+        """The concatenation, as the graph's text shows it."""
         return str(self.node)
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        """What the concatenation makes."""
+        """The result of the concatenation."""
         return self.node.outputs
 
     @cached_property
@@ -110,7 +110,7 @@ class Joined:
 
     @property
     def traffic(self) -> Dim:
-        """Bytes that applying adds: what is in place is not copied."""
+        """Bytes that applying adds: operands in place are not copied."""
         return simplify(sum((-2 * self.graph.tensors[self.node.inputs[k]].bytes for k in self.placed), start=0))
 
     def apply(self) -> Graph:
@@ -126,7 +126,7 @@ class Joined:
 
     @cached_property
     def reasons(self) -> list[str | None]:
-        """Per operand why it cannot be written in place, or None."""
+        """Per operand, why it cannot be written in place, or None."""
         return [self.reason(position) for position in range(len(self.node.inputs))]
 
     def reason(self, position: int) -> str | None:
@@ -136,25 +136,25 @@ class Joined:
         root = known.base[name]
         made = concat_alias(graph, known.producers, node, position, known.taken.get(node.outputs[0]))
         if made is None or made[0] != root or same(graph.tensors[name].size, 0):
-            return f"%{name} shows another array in a way that memory does not allow in %{node.outputs[0]}"
+            return f"%{name} is an alias whose strides do not exist in %{node.outputs[0]}"
         if not by_kernel(known.producers.get(root), root):
-            return f"%{root} is not made by a kernel, in memory of its own"
+            return f"%{root} is not produced by a kernel in memory of its own"
         if has_product(known.producers[root].op):
-            return f"%{root} is a product's, which lies densely"
+            return f"%{root} is the result of a packed matmul, which is dense"
         if root in known.visible:
-            return f"%{root} is handed out of the graph"
+            return f"%{root} is a result of the graph"
         if root in known.taken or [known.base[i] for i in node.inputs].count(root) > 1:
-            return f"%{root} has a place in another concatenation, or another one in this"
+            return f"%{root} already lies in a concatenation"
         dense = same_shape(made[1].strides, graph.tensors[root].strides)
         if not dense and any(n.op.vendor and not isinstance(n.op, Concat) for n in known.readers[root]):
-            return f"a library call reads %{root}, which would not lie densely"
+            return f"a library call reads %{root}, which would not be dense"
         if not dense and any(has_product(n.op) for n in known.readers[root]):
-            return f"a product's kernel reads %{root}, which would not lie densely"
+            return f"a packed matmul reads %{root}, which would not be dense"
         return None
 
 
 def by_kernel(maker: Node | None, name: str) -> bool:
-    """Whether a kernel of ours, or another concatenation, makes an array in memory of its own."""
+    """Whether a generated kernel or another concatenation produces an array in memory of its own."""
     if maker is None or isinstance(maker.op, ControlFlow | Full | Iota):
         return False
     if isinstance(maker.op, Concat):

@@ -1,4 +1,4 @@
-"""DeadCode: what nobody sees is neither computed nor stored."""
+"""DeadCode: dead-code elimination (DCE)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from daceml_train.transformations.global_movement.region_dead_code import withou
 
 @dataclass(frozen=True)
 class DeadCode(Pass):
-    """Drop operators without a visible effect, results of kernels that nobody reads, and writes that change nothing.
+    """Remove operators without a visible effect, unread results of kernels, and writes that change nothing.
 
         x -> [f] -> a, [g] -> b; only a is seen     =>     x -> [f] -> a
         kernel(x) -> a, b; only a is seen           =>     kernel(x) -> a
         write p <- p                                =>
 
-    Results of branches and loops go, too, with the states and operands that only they need, as do gradients that
-    nobody asked for. The bytes never grow; they shrink by what dead operators read and wrote, as far as the traffic
-    counted it.
+    Unread results of branches and loops are removed, too, with the states and operands that only they need, and so are
+    gradients that were not requested. The bytes never grow; they shrink by what dead operators read and wrote, as far
+    as the traffic counted it.
     """
 
     level = "global_movement"
@@ -48,7 +48,7 @@ class DeadCode(Pass):
 
 
 def trimmed(node: Node, kernel: Kernel, seen: Collection[str]) -> Node:
-    """The kernel without results outside `seen`, and without the statements and arguments that only those need."""
+    """The kernel without results outside `seen` and without the statements and arguments that only those need."""
     results = [i for i, name in enumerate(node.outputs) if name in seen]
     yields = tuple(kernel.yields[i] for i in results)
     statements, needed = required(kernel.statements, yields)

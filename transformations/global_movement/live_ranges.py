@@ -1,10 +1,10 @@
-"""Spans: when each array of a step is in memory, and which ones to let go and make again for little time.
+"""Live ranges: when each array of a step is in memory, and which ones are cheap to free and rematerialize.
 
-An array that is read early and late leaves memory in the pause between two readers if its operator runs again in front
-of the second one. What that operator reads must be there at that time: it is there anyway, or stays longer, or is made
-again too. Of all pauses that the fullest position lies in, the one of the fewest costs per byte is taken, until costs
-are used up or nothing lowers the peak. Each choice takes time proportional to the number of operators, and there are at
-most as many as arrays of the least size that are considered.
+An array that is read early and late leaves memory in the pause between two readers if its operator runs a second time
+before the later reader. The operands of that operator must be live at that time: they are live anyway, stay live
+longer, or are rematerialized too. Of all pauses that contain the peak position, the one with the lowest cost per byte
+is chosen, until the budget is spent or nothing lowers the peak. Each choice takes time proportional to the number of
+operators, and there are at most as many choices as arrays above the size threshold.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from daceml_train.transformations.global_movement.remat_costs import RematCosts
 from daceml_train.transformations.global_movement.remat_plan import RematPlan
 
 TOGETHER = 4
-"""The most operators that run again for one array."""
+"""The largest number of operators that run a second time for one array."""
 SMALL = 16
-"""An operand that is so many times smaller than the array made from it stays in memory instead of being made again."""
+"""An operand that is this many times smaller than the array computed from it is kept, not rematerialized."""
 
 
 @dataclass(frozen=True, order=True)
 class Gap:
-    """A block is read at position `before` and then not before `until`; `price` is in costs per byte."""
+    """A block is read at position `before` and next at `until`; `price` is the cost per byte."""
 
     price: float
     block: int
@@ -38,46 +38,46 @@ class Gap:
 
 @dataclass
 class RematRecipe:
-    """How to have a block again at a position."""
+    """How to rematerialize a block at a position."""
 
     reads: list[int] = field(default_factory=list)
-    """Blocks that must be there at that position."""
+    """Blocks that must be live at that position."""
     items: list[int] = field(default_factory=list)
-    """What runs one more time."""
+    """Items that run one more time."""
     longer: list[int] = field(default_factory=list)
-    """Blocks that stay until then."""
+    """Blocks whose live range is extended to that position."""
     earlier: list[int] = field(default_factory=list)
-    """Blocks that are made again later anyway, and now by then."""
+    """Blocks that are rematerialized later anyway, and now by that position."""
     briefly: list[int] = field(default_factory=list)
-    """Blocks that are made again for this alone."""
+    """Blocks that are rematerialized for this purpose alone."""
     more: list[tuple[int, int, int]] = field(default_factory=list)
-    """(first position, last position, bytes) of what is in memory besides."""
+    """(first position, last position, bytes) of additional memory."""
 
 
 class LiveRanges:
-    """The spans of positions in which blocks are in memory; item i runs at position i."""
+    """The live ranges of blocks; item i runs at position i."""
 
     def __init__(self, runs: RematCosts) -> None:
         self.runs, self.items, self.makers = runs, runs.items, runs.makers
         end = len(self.items.nodes)
         self.live = np.array(self.items.live(range(end)), dtype=np.int64)
         self.users: dict[int, list[int]] = {}
-        """Block -> the positions that touch it, those where something runs again included."""
+        """Block -> the positions that touch it, including those of items that run a second time."""
         for item, touched in enumerate(self.items.touches):
             for block in touched:
                 self.users.setdefault(block, []).append(item)
         self.spans = {b: [(u[0], end if b in self.items.kept else u[-1])] for b, u in self.users.items()}
         self.again: set[tuple[int, int]] = set()
-        """(item, the position at which it runs again)."""
+        """(item, the position at which it runs a second time)."""
         self.spent = 0.0
 
     @property
     def choice(self) -> RematPlan:
-        """What runs again; every position is a stage of its own."""
+        """The items that run a second time; every position is a stage of its own."""
         return RematPlan(tuple(range(len(self.items.nodes))), frozenset(self.again), self.spent)
 
     def pauses(self, least: int) -> Iterator[Gap]:
-        """The pauses of blocks of at least so many bytes whose operators are light."""
+        """The pauses of blocks of at least `least` bytes whose operators are cheap."""
         for block, users in self.users.items():
             size, maker = self.items.bytes[block], self.makers[block]
             if size >= max(least, 1) and block not in self.items.kept and self.runs.light[maker]:
@@ -87,7 +87,7 @@ class LiveRanges:
         return (Gap(price, block, before, until) for before, until in pairwise(users) if until > before + 1)
 
     def lower(self, budget: float, least: int) -> None:
-        """Let go blocks of at least `least` bytes so that the peak shrinks and running again costs at most `budget`."""
+        """Free blocks of at least `least` bytes to lower the peak; rematerializing them costs at most `budget`."""
         waiting = list(self.pauses(least))
         heapq.heapify(waiting)
         while waiting:
@@ -97,7 +97,7 @@ class LiveRanges:
             while waiting and chosen is None:
                 pause = heapq.heappop(waiting)
                 users = self._users_within(pause)
-                if len(users) > 2:  # what runs again by now reads the block in this pause
+                if len(users) > 2:  # an item that now runs a second time reads the block in this pause
                     for part in self._between(pause.block, users, pause.price):
                         heapq.heappush(waiting, part)
                 elif not pause.before < peak < pause.until:
@@ -120,9 +120,9 @@ class LiveRanges:
 
     # ---- one pause ----------------------------------------------------------------------------------------------
     def _best(self, pause: Gap, peak: int) -> tuple[float, RematRecipe] | None:
-        """What making a block again behind a pause costs per byte that leaves the peak, and how.
+        """The cost of rematerializing a block after a pause, per byte that leaves the peak, and how to do it.
 
-        None if that cannot be or the peak would be as high.
+        None if that is impossible or would not lower the peak.
         """
         for stay in (True, False):
             recipe = self._recipe(pause.block, pause.until, stay)
@@ -134,7 +134,7 @@ class LiveRanges:
         return None
 
     def _recipe(self, block: int, position: int, stay: bool) -> RematRecipe | None:
-        """How to make a block again at a position; operands that are gone by then stay longer if `stay`."""
+        """How to rematerialize a block at a position; with `stay`, operands that are dead by then live longer."""
         recipe, seen = RematRecipe(), set[int]()
         todo = [block]
         while todo:
@@ -156,7 +156,7 @@ class LiveRanges:
                     recipe.more.append((position, position, self.items.bytes[made]))
             for other in self.items.touches[item]:
                 if self.makers[other] == item:
-                    if other != made:  # made along with it, and let go at once
+                    if other != made:  # produced along with it and freed at once
                         recipe.more.append((position, position, self.items.bytes[other]))
                     continue
                 recipe.reads.append(other)
@@ -170,7 +170,7 @@ class LiveRanges:
         return recipe
 
     def _index(self, block: int, position: int) -> int:
-        """The last span of a block that begins at or before a position; -1 if there is none."""
+        """The last live range of a block that begins at or before a position; -1 if there is none."""
         return bisect.bisect_right(self.spans[block], position, key=lambda span: span[0]) - 1
 
     def _there(self, block: int, position: int) -> bool:
@@ -178,7 +178,7 @@ class LiveRanges:
         return index >= 0 and self.spans[block][index][1] >= position
 
     def _next(self, block: int, position: int) -> int | None:
-        """Where a block is made again next behind a position."""
+        """Where a block is rematerialized next after a position."""
         index = self._index(block, position) + 1
         return self.spans[block][index][0] if index < len(self.spans[block]) else None
 
@@ -186,7 +186,7 @@ class LiveRanges:
         return sum(self.runs.costs[item] for item in recipe.items)
 
     def _after(self, pause: Gap, recipe: RematRecipe) -> np.ndarray:
-        """The live bytes if a block leaves in a pause."""
+        """The live bytes if a block is freed in a pause."""
         live = self.live.copy()
         live[pause.before + 1 : pause.until] -= self.items.bytes[pause.block]
         for first, last, size in recipe.more:

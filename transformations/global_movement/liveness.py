@@ -1,4 +1,4 @@
-"""Live: the operators of a graph that take memory, and the bytes that are live under any order of them."""
+"""Liveness: the operators of a graph that take memory, and the bytes that are live under any order of them."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from daceml_train.ops.elementwise import Full, Iota
 
 @dataclass(frozen=True)
 class Liveness:
-    """Operators (without aliases and constants, which stand before their first reader) and the memory they touch.
+    """Operators (except aliases and constants, which precede their first reader) and the memory they touch.
 
-    A block is allocated by the first item that touches it and freed behind the last, unless it is `kept`.
+    A block is allocated by the first item that touches it and freed after the last, unless it is `kept`.
     """
 
     nodes: tuple[Node, ...]
     before: tuple[frozenset[int], ...]
-    """Per item, the items that must stand before it."""
+    """Per item, the items that must run before it."""
     touches: tuple[tuple[int, ...], ...]
-    """Per item, the blocks that it reads or writes; those of inputs are left out."""
+    """Per item, the blocks that it reads or writes, except those of inputs."""
     bytes: tuple[int, ...]
     """Per block."""
     kept: frozenset[int]
     """Blocks that live to the end."""
     overwrites: tuple[tuple[tuple[int, int], ...], ...]
-    """Per item, pairs (block made, block read): the first takes the second's memory if nothing else needs it."""
+    """Per item, pairs (block written, block read): the first takes the second's memory if nothing else needs it."""
     names: tuple[str, ...] = ()
-    """Per block, the array that it is named after."""
+    """Per block, the array that names it."""
 
     def live(self, order: Sequence[int]) -> list[int]:
-        """The bytes that live while each item runs, in this order."""
+        """The bytes that are live while each item runs, in this order."""
         remaining = [0] * len(self.bytes)
         for touched in self.touches:
             for block in touched:
@@ -61,16 +61,16 @@ class Liveness:
 
 
 def liveness_of(graph: Graph, over: Mapping[str, Sequence[str]] | None = None) -> Liveness:
-    """The items of a graph in its order; sizes with symbols are compared as `analysis.memory` does.
+    """The items of a graph in graph order; sizes with symbols are compared as in `analysis.memory`.
 
-    `over` gives results of kernels the operands over which they may be stored.
+    `over` maps results of kernels to the operands over which they may be stored.
     """
     blocks = Blocks(graph, len(graph.outputs), add_in_place=False)
     numbers: dict[str, int] = {}
     sizes: list[int] = []
 
     def numbered(name: str) -> int | None:
-        """The number of the block of an array; None for an input's and for constants that take no memory."""
+        """The number of an array's block; None for inputs and for constants that take no memory."""
         if name not in blocks.places:
             return None
         block = blocks.block(name)
@@ -96,7 +96,7 @@ def liveness_of(graph: Graph, over: Mapping[str, Sequence[str]] | None = None) -
         index = len(nodes)
         nodes.append(node)
         before.append({i for name in node.inputs for i in maker.get(name, ())})
-        if draws(node.op):  # PyTorch's generator gives its numbers in order
+        if draws(node.op):  # PyTorch's generator produces its numbers in order
             before[index] |= set() if drawn is None else {drawn}
             drawn = index
         maker.update((name, frozenset((index,))) for name in node.outputs)
@@ -132,7 +132,7 @@ def liveness_of(graph: Graph, over: Mapping[str, Sequence[str]] | None = None) -
 
 
 def reordered(graph: Graph, nodes: Iterable[Node]) -> Graph:
-    """The graph with its items in this order; aliases and constants stand before their first reader."""
+    """The graph with its items in this order; aliases and constants precede their first reader."""
     makers = graph.producers()
     placed: set[str] = set(graph.inputs)
     order: list[Node] = []

@@ -1,4 +1,4 @@
-"""Branches and loops without what nobody sees of them."""
+"""Dead-code elimination in branches and loops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from daceml_train.ops.kernel import Statement
 
 
 def without_dead_regions(node: Node, op: ControlFlow, seen: Collection[str]) -> Node:
-    """The branch or loop without results outside `seen`, and without the operands that only those need.
+    """The branch or loop without results outside `seen` and without the operands that only those need.
 
     A loop keeps the states that its visible results depend on, in any step.
     """
@@ -26,7 +26,7 @@ def without_dead_regions(node: Node, op: ControlFlow, seen: Collection[str]) -> 
 
 
 def _live(body: Body, yields: Sequence[str | None]) -> tuple[tuple[Statement, ...], set[str]]:
-    """The statements that `yields` need, and the values that these and `yields` read."""
+    """The statements that `yields` need, and the values that those statements and `yields` read."""
     statements, read = required(body.statements, yields)
     return tuple(statements), read
 

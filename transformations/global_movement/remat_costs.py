@@ -1,4 +1,4 @@
-"""Costs of rematerialization: the operators of a step in the order in which they will run, and what each takes."""
+"""Costs of rematerialization: the operators of a step in execution order, and the cost of each."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ FOLLOWING: tuple[Pass, ...] = (
     ReuseOperands(),
     ChunkUpdates(),
 )
-"""What is taken to follow a pass that is run by itself rather than by a pipeline."""
+"""The passes assumed to follow when a pass runs outside a pipeline."""
 
 
 @dataclass(frozen=True)
 class RematCosts:
-    """A step in the order that it has after the passes that follow; item i is the i-th to run."""
+    """A step in the order that the following passes will give it; item i runs i-th."""
 
     graph: Graph
     """The operators in that order, without updates in place."""
     items: Liveness
-    """What is written in place takes no memory, and gradients that updates use up in parts take that of a part."""
+    """In-place results take no memory; gradients that updates consume in chunks take that of one chunk."""
     costs: tuple[float, ...]
-    """Per item: bytes that it moves, and its operations at so many per byte."""
+    """Per item: its bytes, plus its operations divided by `intensity`."""
     pure: tuple[bool, ...]
-    """Per item: whether it belongs to the forward pass and gives the same again."""
+    """Per item: whether it belongs to the forward pass and is deterministic."""
     light: tuple[bool, ...]
-    """Per item: whether it is pure and its bytes cost more than its operations."""
+    """Per item: whether it is pure and memory-bound."""
     peak: int
-    """Bytes of arena and pool at the fullest, after the passes that follow."""
+    """Peak bytes of arena and pool, after the following passes."""
 
     @property
     def makers(self) -> dict[int, int]:
-        """Block -> the item that makes it."""
+        """Block -> the item that produces it."""
         found: dict[int, int] = {}
         for item, touched in enumerate(self.items.touches):
             for block in touched:
@@ -60,7 +60,7 @@ class RematCosts:
 
 
 def remat_costs_of(graph: Graph, intensity: float, rest: Sequence[Pass] = FOLLOWING) -> RematCosts:
-    """The items of a graph that the passes `rest` follow; an operation costs 1/`intensity` of a byte."""
+    """The items of a graph that passes `rest` will transform; an operation costs 1/`intensity` of a byte."""
     plain = graph.copy()
     plain.nodes = [
         replace(n, op=replace(n.op, updates=())) if isinstance(n.op, Kernel) and n.op.updates else n
@@ -90,13 +90,13 @@ def remat_costs_of(graph: Graph, intensity: float, rest: Sequence[Pass] = FOLLOW
 
 
 def finished(graph: Graph, rest: Sequence[Pass] = FOLLOWING) -> Graph:
-    """The graph as the passes `rest` leave it."""
+    """The graph after the passes `rest`."""
     order, storage = _divided(rest)
     return _run(storage, _run(order, graph))
 
 
 def _divided(rest: Sequence[Pass]) -> tuple[Sequence[Pass], Sequence[Pass]]:
-    """The passes up to the last one that orders operators, and those that choose where arrays lie."""
+    """The passes up to the last one that orders operators, and those that assign memory to arrays."""
     last = max((i for i, p in enumerate(rest) if isinstance(p, UpdateInPlace | Schedule)), default=-1)
     return rest[: last + 1], rest[last + 1 :]
 
@@ -121,7 +121,7 @@ def _overwritable(graph: Graph, rest: Sequence[Pass]) -> dict[str, list[str]]:
 
 
 def _parts(graph: Graph) -> dict[str, int]:
-    """Gradient that is made in parts -> bytes of a part."""
+    """Gradient that is computed in chunks -> bytes of a chunk."""
     sizes: dict[str, int] = {}
     for chain in update_chains(graph).values():
         tensor = graph.tensors[graph.nodes[chain.gradient].outputs[0]]

@@ -1,11 +1,11 @@
-"""Stages: which arrays to keep and which operators to run again, as an integer program over parts of a step.
+"""Rematerialization plans: an integer program over the stages of a step chooses arrays to keep or rematerialize.
 
-The order of a step is cut into stages. For each array and each later stage there is a decision whether the array is
-in memory when the stage begins, for each operator and later stage whether it runs again there. What a stage reads must
-be there or be made there, what is there must have been there or have been made one stage earlier, and the bytes at
-sampled positions of each stage must fit. This is Checkmate's formulation (Jain et al., "Checkmate: Breaking the Memory
-Wall with Optimal Tensor Rematerialization", MLSys 2020) with stages of many operators instead of one, so that its size
-is that of the step times a constant.
+The order of a step is cut into stages. One variable per array and later stage decides whether the array is in memory
+when the stage begins; one per operator and later stage decides whether it runs a second time there. An array that a
+stage reads must be in memory or be computed there, an array in memory must have been there or have been computed one
+stage earlier, and the bytes at sampled positions of each stage must fit. This is Checkmate's formulation (Jain et al.,
+"Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization", MLSys 2020) with stages of many operators
+instead of one, so its size is that of the step times a constant.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RematPlan:
-    """What runs again: (item, stage) pairs, with the stage of every item and what running again costs."""
+    """The rematerialized (item, stage) pairs, with the stage of every item and the cost of rematerialization."""
 
     stage_of: tuple[int, ...]
     again: frozenset[tuple[int, int]]
@@ -34,9 +34,9 @@ class RematPlan:
 
 
 class RematStages:
-    """The integer program of items in an order. `pure` says which items may run again, `costs` what that costs.
+    """The integer program of items in an order. `pure` marks the items that may run again, at the given `costs`.
 
-    `kept` blocks stay as they are, those in `dropped` must not outlive their stage.
+    `kept` blocks are never freed early; those in `dropped` must not outlive their stage.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class RematStages:
 
     # ---- structure ----------------------------------------------------------------------------------------------
     def _cut(self, count: int) -> list[int]:
-        """First positions of the stages: equal shares of the bytes that are read after a pause begin in each."""
+        """First positions of the stages; an equal share of the bytes that are read after a pause begins in each."""
         pause = max(2, len(self.order) // (4 * count))
         late: list[tuple[int, int]] = []
         for b in self.big:
@@ -93,7 +93,7 @@ class RematStages:
         return bisect.bisect_right(self.bounds, position) - 1
 
     def _horizon(self) -> None:
-        """The last stage in which each block may be needed, directly or to run an operator again."""
+        """The last stage that may need each block, directly or to rerun an operator."""
         readers: dict[int, list[int]] = {b: [] for b in self.big}
         for b in self.big:
             readers[b] = [self.order[p] for p in self.users[b][1:]]
@@ -109,7 +109,7 @@ class RematStages:
                     self.last[b] = max(self.last[b], furthest)
 
     def movable(self, block: int) -> bool:
-        """Whether a block is read in a later stage than the one that makes it, and may be made again there."""
+        """Whether a block is read in a later stage than its producer's and may be rematerialized there."""
         maker = self.maker[block]
         late = self._stage(self.users[block][-1]) > self.stage_of[maker]
         return late and self.pure[maker] and block not in self.fixed
@@ -173,7 +173,7 @@ class RematStages:
         return RematPlan(self.stage_of, again, sum(self.costs[item] for item, _ in again))
 
     def _there(self, block: int, k: int) -> dict[int, float]:
-        """Block is in memory at the start of stage `k`, or is made again in it."""
+        """The block is in memory at the start of stage `k`, or is rematerialized in it."""
         terms = {}
         if (block, k) in self.keep:
             terms[self.keep[block, k]] = 1.0
@@ -207,7 +207,7 @@ class RematStages:
                     continue
                 later = self._used_in(b, k, p)
                 if users[-1] >= p and not (first == k and later):
-                    free -= size  # what follows counts it
+                    free -= size  # the terms below count it
                 if first == k and later:
                     continue
                 if first < k and later:
@@ -230,7 +230,7 @@ class RematStages:
         return at < len(users) and self._stage(users[at]) == k
 
     def _samples(self) -> list[int]:
-        """Positions whose bytes are bounded: per stage its start and its fullest one, of the first some more."""
+        """Positions whose bytes are bounded: the start and the peak of each stage, and a few more of the first."""
         ends = [*self.bounds[1:], len(self.order)]
         found: set[int] = set()
         for start, end in zip(self.bounds, ends, strict=True):

@@ -1,4 +1,4 @@
-"""Rematerialize: arrays that the backward pass needs are kept or made again, so that the step fits a memory budget."""
+"""Rematerialize: the backward pass keeps or recomputes activations so that the step fits a memory budget."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mi
 
 @dataclass(frozen=True)
 class Rematerialize(Pass):
-    """Make arrays again for their late readers instead of keeping them, where the memory budget asks for it.
+    """Rematerialize arrays for their late readers instead of keeping them, where the memory budget requires it.
 
         x -> [f] -> a -> [g] -> y, ..., a, dy -> [h] -> da
             =>     x -> [f] -> a -> [g] -> y, ..., x -> [f] -> a', a', dy -> [h] -> da
 
     `budget` bounds the bytes of arena and pool (parameters, optimizer state and the batch are the user's and not in
-    it): a number of bytes, a text such as "2 GiB", or a share of what the step takes without this pass (0.7). What to
-    make again is chosen so that it takes the least time: bytes moved, and operations at `intensity` per byte. `keep`
-    and `recompute` fix the choice for arrays by name or for modules by path (`*` stands for anything): the ones are
-    kept whatever the budget, the others made again in any case. Operators that draw from PyTorch's generator are never
-    run again; our own random numbers are a function of seed and index, so they come out the same. What a step writes
-    (running statistics, parameters) it writes once. Raises `BudgetInfeasible` for a budget below the minimum, which it
-    names.
+    it): a number of bytes, a text such as "2 GiB", or a share of what the step takes without this pass (0.7). The
+    choice minimizes the time of rematerialization: bytes moved, and operations at `intensity` per byte. `keep` and
+    `recompute` fix the choice for arrays by name or for modules by path (`*` matches anything): the former are kept
+    whatever the budget, the latter are always rematerialized. Operators that draw from PyTorch's generator never run
+    twice; this package's random numbers are a function of seed and index, so they are reproduced. What a step writes
+    (running statistics, parameters) it writes once. Raises `BudgetInfeasible` for a budget below the minimum, which
+    the message names.
 
-    The peak is that after the passes that follow in the pipeline.
+    The peak is measured after the passes that follow in the pipeline.
     """
 
     level = "global_movement"
@@ -52,7 +52,7 @@ class Rematerialize(Pass):
 
     def run_before(self, graph: Graph, rest: Sequence[Pass]) -> Graph:
         if (self.budget is None and not self.recompute) or graph.kept or not graph.nodes:
-            return graph  # a forward graph whose backward pass is another graph has nothing to make again
+            return graph  # a forward graph whose backward pass is another graph has nothing to rematerialize
         search = _Search(self, graph, rest)
         limit = None if self.budget is None else budget_bytes(self.budget, search.default)
         if not self.recompute and limit is not None and search.default <= limit:
@@ -60,7 +60,7 @@ class Rematerialize(Pass):
         return search.best(limit)
 
     def matches(self, graph: Graph) -> Sequence[Candidate]:
-        """One per array that the backward pass reads late and that can be made again, the largest first."""
+        """One match per array that the backward pass reads late and that can be rematerialized, largest first."""
         if graph.kept or not graph.outputs:
             return []
         stages = (search := _Search(self, graph, FOLLOWING)).program()
@@ -90,7 +90,7 @@ def budget_bytes(budget: str | int | float, default: int) -> int:
 
 
 def show_bytes(size: int) -> str:
-    """Bytes as a reader says them."""
+    """Bytes in a readable unit."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= factor:
             return f"{size / factor:.3g} {unit}" if size / factor < 1000 else f"{size / factor:.0f} {unit}"
@@ -98,11 +98,11 @@ def show_bytes(size: int) -> str:
 
 
 TRIES = 6
-"""How many programs are solved in search of the cheapest choice within the budget."""
+"""How many programs are solved to find the cheapest choice within the budget."""
 
 
 class _Search:
-    """Solves programs whose estimate of the bytes is loosened or tightened by what the memory model says exactly."""
+    """Solves programs whose byte limit is adjusted until the exact memory model meets the budget."""
 
     def __init__(self, options: Rematerialize, graph: Graph, rest: Sequence[Pass]) -> None:
         self.options, self.given, self.rest = options, graph, rest
@@ -110,7 +110,7 @@ class _Search:
         self.items, self.default = self.runs.items, self.runs.peak
 
     def program(self, finer: int = 1) -> RematStages:
-        """The integer program over the order in which the step runs without this pass, of so many times the stages."""
+        """The integer program over the order in which the step runs without this pass, with this multiple of stages."""
         runs, items = self.runs, self.items
         possible = frozenset(b for b, item in runs.makers.items() if runs.pure[item]) - items.kept
         kept = self._chosen(self.options.keep, "keep", frozenset(range(len(items.bytes))))
@@ -122,7 +122,7 @@ class _Search:
         return RematStages(items, order, runs.pure, runs.costs, frozenset(kept), frozenset(dropped), count)
 
     def _chosen(self, patterns: Sequence[str], option: str, possible: frozenset[int]) -> set[int]:
-        """The blocks that patterns name: by the array or by the path of the module that made it."""
+        """The blocks that patterns name: by the array or by the path of the module that produced it."""
         found: set[int] = set()
         makers = self.runs.makers
         for pattern in patterns:
@@ -141,9 +141,9 @@ class _Search:
         return found
 
     def _impossible(self, block: int) -> str:
-        """Why an array is never made again."""
+        """Why an array cannot be rematerialized."""
         maker = self.items.nodes[self.runs.makers[block]]
-        name = f"{self.items.names[block]} cannot be made again"
+        name = f"{self.items.names[block]} cannot be rematerialized"
         if draws(maker.op):
             return f"{name}: {maker.op.label} draws from PyTorch's generator"
         if block in self.items.kept:
@@ -154,8 +154,8 @@ class _Search:
     def best(self, limit: int | None) -> Graph:
         """The graph of the cheapest choice found whose peak is within `limit`.
 
-        Where no choice over the stages as they are fits, finer ones are tried. Raises `BudgetInfeasible`, naming the
-        least bytes that were found, where none fits there either.
+        If no choice over these stages fits, finer stages are tried. Raises `BudgetInfeasible`, naming the least bytes
+        that were found, if no choice fits there either.
         """
         if limit is None:
             choice = self.program().solve(float("1e30"))
@@ -180,13 +180,13 @@ class _Search:
         return graph, peak
 
     def _within(self, stages: RematStages, limit: int) -> Graph | None:
-        """The cheapest choice within the limit: the program's own limit is moved until the peak is right below it."""
+        """The cheapest choice within the limit: the program's own limit is adjusted until the peak is just below it."""
         found: tuple[float, Graph] | None = None
         target = float(limit)
-        tight, loose = 0.0, 2.0 * self.default  # estimates that gave a peak within the budget, and beyond it
+        tight, loose = 0.0, 2.0 * self.default  # estimates whose peak was within the budget, and beyond it
         for _ in range(TRIES):
             choice = stages.solve(target)
-            if choice is None:  # no such estimate: a looser one may still give a peak within the budget
+            if choice is None:  # infeasible: a looser estimate may still have a peak within the budget
                 tight = max(tight, target)
                 target = (target + min(loose, 1.2 * target)) / 2
                 continue
@@ -204,7 +204,7 @@ class _Search:
         return found and found[1]
 
     def _least(self, stages: RematStages, limit: int) -> Graph | None:
-        """The first choice within the limit on the way to the fewest bytes, which `lowest` then holds."""
+        """The first choice within the limit while the bytes are minimized; `lowest` is the minimum found."""
         targets = [None, *(share * self.lowest for share in (0.95, 0.9, 0.85, 0.8, 0.75))]
         for target in targets:
             choice = stages.solve(target)
@@ -216,7 +216,7 @@ class _Search:
         return None
 
     def graph_of(self, choice: RematPlan) -> Graph:
-        """The graph of a choice, without what nobody reads."""
+        """The graph of a choice, without dead code."""
         return DeadCode().run(rebuilt(self.runs.graph, self.items, choice))
 
 
@@ -225,5 +225,5 @@ def _under(path: str, pattern: str) -> bool:
 
 
 def rematerialized(graph: Graph) -> list[Node]:
-    """The operators that run again in a graph that `Rematerialize` made."""
+    """The operators that run a second time in a graph that `Rematerialize` produced."""
     return [node for node in graph.nodes if any("_again" in name for name in node.outputs)]

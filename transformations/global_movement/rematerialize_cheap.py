@@ -1,4 +1,4 @@
-"""RematerializeCheap: a little of a step's time lowers its peak of memory."""
+"""RematerializeCheap: rematerialization that takes little time lowers a step's peak memory."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from daceml_train.transformations.global_movement.remat_costs import FOLLOWING, 
 from daceml_train.transformations.global_movement.rematerialized_graph import rebuilt
 
 NEAR = 8
-"""How far from what makes an array again a kernel may stand that reads the same array, so that one does both."""
+"""The largest distance between an operator that rematerializes an array and a kernel that may absorb it."""
 
 
 @dataclass(frozen=True)
 class RematerializeCheap(Pass):
-    """Make arrays again for their late readers as long as that takes next to no time.
+    """Rematerialize arrays for their late readers as long as that takes almost no time.
 
         x -> [f] -> a -> [g] -> y, ..., a, dy -> [h] -> da
             =>     x -> [f] -> a -> [g] -> y, ..., x -> [f] -> a', a', dy -> [h] -> da
 
-    Of the arrays that lie in memory at the peak, the one that costs the least per byte goes first: activations and
-    normalizations, whose operands are kept anyway. `time` is the share of the step's estimated time that all of them
-    may take: bytes moved, and operations at `intensity` per byte. What a kernel close by reads anyway is made again
-    within that kernel. Arrays below `min_bytes` are kept. Numbers do not change, see `Rematerialize`, which chooses for
-    a given budget of bytes and may make anything again.
+    Of the arrays that are live at the peak, those with the lowest cost per byte go first: activations and
+    normalizations, whose operands are kept anyway. `time` bounds the total cost as a share of the step's estimated
+    time: bytes moved, and operations at `intensity` per byte. An array that a nearby kernel reads is rematerialized
+    within that kernel. Arrays below `min_bytes` are kept. Numbers do not change. `Rematerialize`, in contrast, meets a
+    given budget of bytes and may rematerialize any array.
 
-    The peak is that after the passes that follow in the pipeline; a step whose peak would not shrink stays as it is.
+    The peak is measured after the passes that follow in the pipeline; a step whose peak would not shrink is unchanged.
     """
 
     level = "global_movement"
@@ -45,7 +45,7 @@ class RematerializeCheap(Pass):
 
     def run_before(self, graph: Graph, rest: Sequence[Pass]) -> Graph:
         if self.time <= 0 or graph.kept or not graph.outputs:
-            return graph  # a forward graph whose backward pass is another graph has nothing to make again
+            return graph  # a forward graph whose backward pass is another graph has nothing to rematerialize
         sizes = (graph.tensors[name].bytes for node in graph.nodes for name in node.outputs)
         if all(isinstance(size, int) and size < self.min_bytes for size in sizes):
             return graph

@@ -1,4 +1,4 @@
-"""Again: the graph in which chosen operators run a second time, in front of the first reader of the stage."""
+"""The rematerialized graph: chosen operators run a second time, before the first reader of the stage."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from daceml_train.transformations.global_movement.remat_plan import RematPlan
 
 
 def rebuilt(graph: Graph, items: Liveness, choice: RematPlan) -> Graph:
-    """The graph with the items of `choice.again` computed again in their stages."""
+    """The graph in which the items of `choice.again` are rematerialized in their stages."""
     return _Rebuild(graph, items, choice).run()
 
 
 SMALL = 16
-"""A result that is so many times smaller than another one of its kernel is kept instead of being made again."""
+"""A result that is this many times smaller than another one of its kernel is kept, not rematerialized."""
 
 
 def from_kept(graph: Graph, node: Node, again: Node) -> Node:
-    """What makes the results of a kernel `node` again from small ones that are kept: a normalization from its moments.
+    """Rematerialize the results of kernel `node` from small ones that are kept: a normalization from its moments.
 
         x -> kernel(mean(x), x - mean) -> m, y      again:      x, m -> kernel(x - m) -> y'
 
-    `again` is the node with the operands to read. Where a part is no kernel that can be generated, it stays whole.
+    `again` is the node with the operands to read. Where the reduced kernel cannot be generated, the whole one runs.
     """
     if not isinstance(node.op, Kernel):
         return again
@@ -66,11 +66,11 @@ class _Rebuild:
         self.current: dict[str, str] = {}
         """Array of the graph -> its latest version."""
         self.made_in: dict[str, int] = {}
-        """Array -> the stage in which its latest version was made."""
+        """Array -> the stage in which its latest version was produced."""
         self.views: dict[tuple[str, str], str] = {}
         """(alias or constant, version of its operand) -> its copy."""
         self.shown: set[str] = set()
-        """Aliases and constants that stand in the new graph under their own name."""
+        """Aliases and constants that keep their name in the new graph."""
         self.other.tensors.update(graph.tensors)  # so that fresh names are new
 
     def run(self) -> Graph:
@@ -88,9 +88,9 @@ class _Rebuild:
         return self.graph.finish(self.other, {})
 
     def version(self, name: str, stage: int) -> str:
-        """The array to read for `name` in a stage; it is made again where the choice says so."""
+        """The array to read for `name` in a stage; it is rematerialized where the choice says so."""
         todo = [self.root(name)]
-        while todo:  # a stack of our own: chains of operators are long
+        while todo:  # an explicit stack: chains of operators are long
             top = todo[-1]
             if not self.due(top, stage):
                 todo.pop()
@@ -109,18 +109,18 @@ class _Rebuild:
         return self.latest(name)
 
     def root(self, name: str) -> str:
-        """The array behind aliases that are no items."""
+        """The array under aliases that are no items."""
         while name in self.makers and name not in self.item_of and self.makers[name].inputs:
             name = self.makers[name].inputs[0]
         return name
 
     def due(self, name: str, stage: int) -> bool:
-        """Whether an array must be made again now."""
+        """Whether an array must be rematerialized now."""
         item = self.item_of.get(name)
         return item is not None and (item, stage) in self.choice.again and self.made_in[name] < stage
 
     def latest(self, name: str) -> str:
-        """The latest version of an array, with the aliases and constants that show it copied as far as needed."""
+        """The latest version of an array; its aliases and constants are copied as needed."""
         chain = []
         while name in self.makers and name not in self.item_of:
             chain.append(name)

@@ -1,4 +1,4 @@
-"""ReuseOperands: a kernel writes its result over an operand that nobody needs any more."""
+"""ReuseOperands: a kernel writes its result over an operand that is dead afterward."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from daceml_train.transformations.global_movement.update_in_place import as_kern
 
 @dataclass(frozen=True)
 class ReuseOperands(Pass):
-    """Store a kernel's result in the memory of an operand that it is the last to read.
+    """Store a kernel's result in the memory of an operand whose last reader is that kernel.
 
         x -> [f] -> y, x read for the last time     =>      x -> [f over x] -> y
 
-    The kernel must read each element of the operand before it writes there and never after, which `codegen.kernel.plan`
-    decides; operand and result have one type and one layout; neither is an input's memory or a result of the graph.
-    Arrays below `min_bytes` stay as they are. Rows are added to a table where it lies (`add_rows`), so that other rows
-    are not touched; but for that, the bytes moved stay as they are. The bytes that live shrink.
+    The kernel must read each element of the operand before it writes it and never after, which `codegen.kernel.plan`
+    decides. Operand and result have the same type and layout, and neither is an input's memory or a result of the
+    graph. Arrays below `min_bytes` are skipped. `add_rows` updates its table in place, so other rows are not touched;
+    otherwise the bytes moved do not change. The live bytes shrink.
     """
 
     level = "global_movement"
@@ -45,7 +45,7 @@ class ReuseOperands(Pass):
                 last.update((block, position) for block in memories(blocks, name))
         other = graph.copy()
         over: dict[str, str] = {}
-        """Block whose array lies in another's by now -> that other; it lives as long as both."""
+        """Block whose array already lies in another's -> that other block; it lives as long as both."""
         for position, node in enumerate(graph.nodes):
             kernel = as_kernel(node)
             pairs: dict[int, int] = {}
@@ -68,7 +68,7 @@ class ReuseOperands(Pass):
 
 
 def memories(blocks: Blocks, name: str) -> set[str]:
-    """The block of an array, and that of the array behind it where the array is a copy of it."""
+    """The block of an array, and that of its source where the array is a copy."""
     names = (name, blocks.base.get(name, name))
     return {blocks.block(n) for n in names if n in blocks.places}
 
@@ -80,7 +80,7 @@ def _root(over: Mapping[str, str], block: str) -> str:
 
 
 def candidates(graph: Graph, blocks: Blocks, min_bytes: int) -> dict[int, dict[int, list[int]]]:
-    """Position of a kernel -> result -> arguments over which it may be stored if nobody reads them later."""
+    """Position of a kernel -> result -> arguments over which it may be stored if they have no later reader."""
     visible = {block for name in graph.results for block in memories(blocks, name)}
     visible |= blocks.constants
     found: dict[int, dict[int, list[int]]] = {}
@@ -113,13 +113,13 @@ def small(tensor: Tensor, min_bytes: int) -> bool:
 
 
 def fits(graph: Graph, blocks: Blocks, node: Node, argument: int, tensor: Tensor, visible: set[str]) -> bool:
-    """Whether an argument is a whole array of this type and layout, of memory that is ours to overwrite."""
+    """Whether an argument is a whole array of this type and layout whose memory may be overwritten."""
     name = node.inputs[argument]
     if name not in blocks.places or graph.tensors[name].shape != tensor.shape:
         return False
     block, strides = blocks.block(name), blocks.places[name].strides
     if len(memories(blocks, name)) > 1:
-        return False  # a view that memory does not allow and that is a copy: to the graph it is the array behind it
+        return False  # an alias that needs a copy: to the graph it is its source
     if block not in blocks.made or block in visible or graph.tensors[name].dtype is not tensor.dtype:
         return False
     once = sum(block in memories(blocks, i) for i in node.inputs) == 1
@@ -127,9 +127,9 @@ def fits(graph: Graph, blocks: Blocks, node: Node, argument: int, tensor: Tensor
 
 
 def legal(graph: Graph, blocks: Blocks, node: Node, pairs: Mapping[int, int]) -> bool:
-    """Whether these results can be stored over these arguments: of a kernel, whether it can be generated."""
+    """Whether these results can be stored over these arguments; for a kernel, whether it can be generated."""
     if isinstance(node.op, AddRows):
-        return True  # which works in place by itself
+        return True  # it works in place by definition
     kernel = as_kernel(node)
     assert kernel is not None
     op = replace(kernel, updates=(*kernel.updates, *pairs.items()))

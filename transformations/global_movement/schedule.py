@@ -1,4 +1,4 @@
-"""Schedule: the order of operators in which the fewest bytes live at one time."""
+"""Schedule: an order of operators that minimizes the peak of live bytes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from daceml_train.transformations.global_movement.liveness import Liveness, live
 
 @dataclass(frozen=True)
 class Schedule(Pass):
-    """Run operators in an order that lowers the peak of live bytes; never one with a higher peak than before.
+    """Reorder operators to lower the peak of live bytes; the peak never grows.
 
         x -> [f] -> y, ..., y -> [g] -> z     =>     ..., x -> [f] -> y -> [g] -> z
 
-    What frees more than it takes runs as soon as it can, with the readers that it makes ready counted in: a weight
-    gradient together with the update that consumes it. Everything else keeps its order (list scheduling; Graham,
-    "Bounds on Multiprocessing Timing Anomalies", 1969), or what makes more than it frees waits for its first reader,
-    where that is lower. Then operators are moved out of the peak one by one, as long as that lowers it, at most
-    `moves` times. The bytes moved stay as they are.
+    An operator that frees more than it allocates runs as soon as possible, counted together with the readers that it
+    makes ready: a weight gradient with the update that consumes it. All others keep their order (list scheduling;
+    Graham, "Bounds on Multiprocessing Timing Anomalies", 1969), or operators that allocate more than they free wait for
+    their first reader, if that peak is lower. Then operators are moved out of the peak one by one while that lowers it,
+    at most `moves` times. The bytes moved do not change.
     """
 
     level = "global_movement"
@@ -42,7 +42,7 @@ class Schedule(Pass):
 
 
 def cost(items: Liveness, order: Sequence[int]) -> tuple[int, int]:
-    """What is compared: the peak, then the sum over all positions of what lives there."""
+    """The sort key: the peak, then the sum of live bytes over all positions."""
     live = items.live(order)
     return max(live, default=0), sum(live)
 
@@ -53,7 +53,7 @@ def listed(items: Liveness, depth: int) -> list[int]:
 
 
 def postponed(items: Liveness) -> list[int]:
-    """The order in which an item that makes more than it frees waits for the first one that depends on it."""
+    """The order in which an item that allocates more than it frees waits for the first one that depends on it."""
     count = len(items.nodes)
     first, last = [count] * len(items.bytes), [-1] * len(items.bytes)
     for item, touched in enumerate(items.touches):
@@ -61,7 +61,7 @@ def postponed(items: Liveness) -> list[int]:
             first[block], last[block] = min(first[block], item), item
     key = [float(item) for item in range(count)]
     earliest = [float(count)] * count
-    """The least key of those that depend on an item."""
+    """The least key of the items that depend on an item."""
     for item in reversed(range(count)):
         made = sum(items.bytes[b] for b in items.touches[item] if first[b] == item)
         freed = sum(items.bytes[b] for b in items.touches[item] if last[b] == item and first[b] != item)
@@ -73,12 +73,12 @@ def postponed(items: Liveness) -> list[int]:
 
 
 CLOSURE = 8
-"""How many items that are not done yet may be run for the sake of one that lowers the live bytes."""
+"""How many pending items may be run to enable one that lowers the live bytes."""
 
 
 class _Listing:
-    """List scheduling. Of the items that lower the live bytes, with what they still need and with the readers that
-    they make ready, the one that lowers them most comes first, else the first ready one in the original order.
+    """List scheduling. Of the items that lower the live bytes, counted with their pending predecessors and the readers
+    that they make ready, the one that lowers them most runs first; else the first ready one in the original order.
     """
 
     def __init__(self, items: Liveness, depth: int) -> None:
@@ -129,7 +129,7 @@ class _Listing:
         return None
 
     def execute(self, item: int) -> None:
-        """Run an item, and weigh what that changes."""
+        """Run an item and re-evaluate the items that this affects."""
         self.done[item] = True
         self.order.append(item)
         changed = set(self.after[item])
@@ -147,14 +147,14 @@ class _Listing:
                 self.weigh(other)
 
     def weigh(self, item: int) -> None:
-        """Enter an item if running it, with what it needs and brings, lowers the live bytes."""
+        """Enqueue an item if running it, with its predecessors and readers, lowers the live bytes."""
         change, _ = self.change(item)
         self.version[item] += 1
         if change < 0:
             heapq.heappush(self.gains, (change, item, self.version[item]))
 
     def closure(self, item: int, taken: set[int]) -> list[int] | None:
-        """The item behind what it still needs; None if that is more than `CLOSURE` items."""
+        """The item after its pending predecessors; None if those are more than `CLOSURE` items."""
         if self.waits[item] > CLOSURE:
             return None
         found: list[int] = []
@@ -174,8 +174,8 @@ class _Listing:
         return found
 
     def change(self, item: int) -> tuple[int, list[int]]:
-        """The least change of the live bytes that the item, what it needs and up to `depth` of its readers bring, and
-        what to run for it.
+        """The largest reduction of live bytes by the item, its predecessors and up to `depth` of its readers, and the
+        items to run for it.
         """
         items, there, used = self.items, set[int](), dict[int, int]()
         total = least = 0
@@ -206,7 +206,7 @@ class _Listing:
 
 
 def improved(items: Liveness, order: list[int], moves: int) -> list[int]:
-    """The order with single items moved out of its peak, as far as that lowers the cost."""
+    """The order with single items moved out of its peak while that lowers the cost."""
     after: list[list[int]] = [[] for _ in items.nodes]
     for item, before in enumerate(items.before):
         for other in before:
@@ -233,7 +233,7 @@ TRIED = 12
 def _moves(
     items: Liveness, after: Sequence[Sequence[int]], order: list[int], where: dict[int, int], peak: int
 ) -> list[list[int]]:
-    """Orders in which an item before the peak runs behind it, or one behind it before; the largest arrays first."""
+    """Orders in which an item moves from before the peak to after it, or vice versa; the largest arrays first."""
     spans: dict[int, list[int]] = {}
     for position, item in enumerate(order):
         for block in items.touches[item]:
@@ -246,7 +246,7 @@ def _moves(
     for block in across[: 2 * TRIED]:
         first, reached, last = spans[block]
         maker, reader = order[first], order[last]
-        if first == reached and first < peak:  # nothing before the peak reads it: make it later
+        if first == reached and first < peak:  # nothing before the peak reads it: produce it later
             target = min((where[i] for i in after[maker]), default=len(order))
             if target > peak + 1:
                 found.append([*order[:first], *order[first + 1 : target], maker, *order[target:]])

@@ -1,4 +1,4 @@
-"""Writing a new parameter, or optimizer state, over the old one, as soon as nobody reads the old one any more."""
+"""UpdateInPlace: a new parameter or optimizer state overwrites the old one after the old one's last reader."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ POINTWISE = (Elementwise, Cast, Full, Reorder)
 
 @dataclass(frozen=True)
 class UpdateInPlace(Pass):
-    """Store a written value through the input it replaces, and do so right behind the last gradient's use.
+    """Store a written value over the input it replaces, immediately after the gradient's last use.
 
         p, g -> [update] -> p_next;  write p <- p_next      =>      p, g -> [update over p]
 
-    The gradient's memory is free from there on. A kernel qualifies if it is elementwise over one domain (so that each
-    element is read before it is overwritten, and never after) and if every other reader of the input can stand before
-    it. `add_rows` qualifies, too: it touches only the rows that its indices name.
+    The gradient's memory is free from then on. A kernel qualifies if it is elementwise over one domain (so each element
+    is read before it is overwritten, and never after) and if every other reader of the input can run before it.
+    `add_rows` qualifies, too: it touches only the rows that its indices name.
     """
 
     level = "global_movement"
@@ -77,13 +77,13 @@ class UpdateInPlace(Pass):
 
 
 def alike(graph: Graph, a: str, b: str) -> bool:
-    """Whether the elements of two arrays of one shape lie at the same places."""
+    """Whether the elements of two arrays of one shape have the same memory offsets."""
     first, second = graph.tensors[a], graph.tensors[b]
     return same_memory(first.shape, first.order, second.order)
 
 
 def later(node: Node, graph: Graph, base: Mapping[str, str], readers: Mapping[str, Sequence[int]]) -> bool:
-    """Whether something reads what a node makes, so that it cannot wait for the last reader of what it overwrites."""
+    """Whether a node's results have readers, so it cannot wait for the last reader of what it overwrites."""
     handed = {base[name] for name in graph.outputs}
     return any(name in handed or readers.get(name) for name in node.outputs)
 

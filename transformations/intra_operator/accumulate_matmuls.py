@@ -1,4 +1,4 @@
-"""AccumulateMatmuls: a product is added where the sum stands, as BLAS does, instead of being stored first."""
+"""AccumulateMatmuls: BLAS adds a matmul to an array directly, instead of storing it first."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from daceml_train.transformations.intra_operator.density import dense
 
 @dataclass(frozen=True)
 class MatmulTerm:
-    """A matrix product and the array under which a reader sees it: the product itself or a uses of it."""
+    """A matmul and the array through which a reader sees it: its result or a view of the result."""
 
     node: Node
     seen: str
 
     @staticmethod
-    def behind(uses: Uses, name: str) -> MatmulTerm | None:
-        """The product that `name` is, or is a uses of."""
+    def of(uses: Uses, name: str) -> MatmulTerm | None:
+        """The matmul whose result is `name`, or of whose result `name` is a view."""
         node = uses.producers.get(name)
         if node is not None and isinstance(node.op, ViewOp):
             node = uses.producers.get(node.inputs[0])
         return MatmulTerm(node, name) if node is not None and isinstance(node.op, Matmul) else None
 
     def only_reader(self, uses: Uses, reader: Node) -> bool:
-        """Whether `reader` is all that sees the product."""
+        """Whether `reader` is the only reader of the matmul."""
         made = self.node.outputs[0]
         if self.seen != made and not uses.only_reader(made, uses.producers[self.seen]):
             return False
@@ -41,13 +41,13 @@ class MatmulTerm:
 
 @dataclass(frozen=True)
 class AccumulateMatmuls(Rewrite):
-    """Add a matrix product to an array of its size in one call; a uses of the product counts as the product.
+    """Add a matmul to an array of the same size in one call; a view of the matmul counts as the matmul.
 
         a, b -> [matmul] -> p;  c, p -> [add] -> y     =>     c, a, b -> [matmul_add] -> y
 
-    Bytes: p is neither written nor read. A sum of n products becomes one product and n - 1 accumulations. Where c is
-    made by an elementwise operator for this sum alone, as a decayed momentum is, one kernel makes c, the sum and what
-    follows, and nothing is gained; such a match is refused.
+    Bytes: p is neither written nor read. A sum of n matmuls becomes one matmul and n - 1 accumulations. If an
+    elementwise operator produces c for this sum alone (a decayed momentum, for example), one kernel computes c, the
+    sum and what follows, so nothing would be gained; such a match is refused.
     """
 
     level = "intra_operator"
@@ -59,38 +59,38 @@ class AccumulateMatmuls(Rewrite):
         if not all(same_shape(tensors[i].shape, tensors[node.outputs[0]].shape) for i in node.inputs):
             return None
         first, second = node.inputs
-        choices = [(p, c) for i, c in ((second, first), (first, second)) if (p := MatmulTerm.behind(uses, i))]
+        choices = [(p, c) for i, c in ((second, first), (first, second)) if (p := MatmulTerm.of(uses, i))]
         if not choices:
             return None
-        # of two products, the one that nothing else reads, rather the second: the first then holds the sum
-        product, c = next(((p, c) for p, c in choices if p.only_reader(uses, node)), choices[0])
-        return {"product": product, "c": c}
+        # of two matmuls, take one that nothing else reads, preferably the second: the first then holds the sum
+        matmul, c = next(((p, c) for p, c in choices if p.only_reader(uses, node)), choices[0])
+        return {"matmul": matmul, "c": c}
 
     def legality(self, match: Match) -> Iterator[tuple[bool, str]]:
-        uses, product, c = match.uses, match.bindings["product"], match.bindings["c"]
-        name = product.node.outputs[0]
-        yield product.only_reader(uses, match.root), f"the product %{name} has another reader"
-        yield c != product.seen, f"the product %{name} is added to itself"
+        uses, matmul, c = match.uses, match.bindings["matmul"], match.bindings["c"]
+        name = matmul.node.outputs[0]
+        yield matmul.only_reader(uses, match.root), f"the matmul %{name} has another reader"
+        yield c != matmul.seen, f"the matmul %{name} is added to itself"
         yield (
             not pointwise(uses, c) or not uses.only_reader(c, match.root),
-            f"%{c} is made by an elementwise operator for this sum alone, whose kernel can read the product %{name}",
+            f"%{c} is produced by an elementwise operator for this sum alone, which can read the matmul %{name}",
         )
-        yield product.seen == name or dense(uses, c), f"%{c} would have to be copied to uses it as the product %{name}"
+        yield matmul.seen == name or dense(uses, c), f"%{c} would have to be copied to view it as the matmul %{name}"
 
     def traffic(self, match: Match) -> Dim:
-        return -2 * match.uses.bytes(match.bindings["product"].node.outputs[0])
+        return -2 * match.uses.bytes(match.bindings["matmul"].node.outputs[0])
 
     def emit(self, match: Match, builder: Graph, values: Mapping[str, Value]) -> Iterable[Value]:
-        product, graph = match.bindings["product"].node, match.uses.graph
-        a, b = (values[i] for i in product.inputs)
-        c = values[match.bindings["c"]].view(graph.tensors[product.outputs[0]].shape)
+        matmul, graph = match.bindings["matmul"].node, match.uses.graph
+        a, b = (values[i] for i in matmul.inputs)
+        c = values[match.bindings["c"]].view(graph.tensors[matmul.outputs[0]].shape)
         (y,) = builder.emit(MatmulAdd(), c, a, b)
         return (y.view(graph.tensors[match.root.outputs[0]].shape),)
 
 
 def pointwise(uses: Uses, name: str) -> bool:
-    """Whether an elementwise operator makes an array that is no sum with a product, which may be accumulated itself."""
+    """Whether an elementwise operator produces an array, unless it adds a matmul and so may be accumulated itself."""
     maker = uses.producers.get(name)
     if maker is None or not isinstance(maker.op, Elementwise | Cast):
         return False
-    return maker.op.label != "add" or not any(MatmulTerm.behind(uses, i) for i in maker.inputs)
+    return maker.op.label != "add" or not any(MatmulTerm.of(uses, i) for i in maker.inputs)

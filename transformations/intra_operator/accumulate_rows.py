@@ -1,4 +1,4 @@
-"""AccumulateRows: an embedding's gradient is added to another array row by row, instead of being an array first."""
+"""AccumulateRows: the rows of an embedding's gradient are added to another array (index_add), never stored alone."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from daceml_train.transformations.intra_operator.accumulate_matmuls import point
 
 @dataclass(frozen=True)
 class AccumulateRows(Rewrite):
-    """Add the rows of an embedding's gradient to an array of the table's size where they belong.
+    """Add the rows of an embedding's gradient to an array of the table's size at their indices (index_add).
 
         g, i -> [embedding_grad] -> d;  c, d -> [add] -> y     =>     c, i, g -> [add_rows] -> y
 
     The gradient of a table that is also the weight of a linear layer is such a sum. Bytes: d is neither written nor
-    read. Where `ReuseOperands` finds that nobody reads c any more, only the rows that the indices name are touched.
+    read. Where `ReuseOperands` finds that c has no later reader, only the rows that the indices name are touched.
     """
 
     level = "intra_operator"
@@ -49,7 +49,7 @@ class AccumulateRows(Rewrite):
         yield uses.only_reader(name, match.root), f"the gradient %{name} has another reader"
         yield (
             not pointwise(uses, c) or not uses.only_reader(c, match.root),
-            f"%{c} is made by an elementwise operator for this sum alone, whose kernel can read the gradient %{name}",
+            f"%{c} is produced by an elementwise operator for this sum alone, which can read the gradient %{name}",
         )
 
     def traffic(self, match: Match) -> Dim:

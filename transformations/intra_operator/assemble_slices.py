@@ -1,4 +1,4 @@
-"""AssembleSlices: the gradient of an array that was read in pieces is put together once, not once per piece."""
+"""AssembleSlices: the gradient of an array that was read in slices is assembled once, not once per slice."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Box: TypeAlias = tuple[tuple[Dim, Dim], ...]
 
 @dataclass(frozen=True)
 class AssembleSlices(Rewrite):
-    """Concatenate disjoint pieces instead of adding them up, each padded with zeros to the whole.
+    """Concatenate disjoint pieces instead of padding each with zeros and adding them up.
 
         g1 -> [pad] -> p1, ..., gn -> [pad] -> pn;  p1 + ... + pn -> y     =>     g1, ..., gn -> [concat] -> y
 
-    Pieces may be cut along several dimensions, and seen through views and permutations. Pieces of one place are added
-    up first, gaps are zeros, other terms of the sum are added at the end in their order: the sum changes at most by
-    its rounding, and the sign of zeros.
-    Bytes: each pad of y's size and each addition costs up to three times y; what is left is reading every piece and
-    writing y once. For n pieces of 1/n that is O(1) instead of O(n) times y.
+    Pieces may be cut along several dimensions and pass through views and permutations. Pieces with the same range are
+    added up first, gaps are zeros, and other terms of the sum are added at the end in their order. The sum changes at
+    most by its rounding and the sign of zeros.
+    Bytes: each pad to y's size and each addition cost up to three times y; now every piece is read once and y is
+    written once. For n pieces of size 1/n that is O(1) instead of O(n) times y.
     """
 
     level = "intra_operator"
@@ -78,7 +78,7 @@ def _is_sum(uses: Uses, node: Node) -> bool:
 
 
 def _continues(uses: Uses, node: Node) -> bool:
-    """Whether the sum is a term of another one and of nothing else."""
+    """Whether the sum is a term of another sum and has no other use."""
     readers = uses.readers[node.outputs[0]]
     return len(readers) == 1 and _is_sum(uses, readers[0]) and node.outputs[0] not in uses.visible
 
@@ -100,17 +100,17 @@ def terms(uses: Uses, root: Node) -> list[tuple[str, Node]]:
 # ---- the pieces -----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class SlicedPiece:
-    """A term that is zero but in a box, where it is `source` seen through `movement`."""
+    """A term that is zero outside a box, where it is `source` seen through `movement`."""
 
     source: str
     movement: tuple[Operator, ...]
     box: Box
     padding: Dim
-    """Elements that the pads of the term read and write."""
+    """The number of elements that the pads of the term read and write."""
 
 
 def piece_of(uses: Uses, name: str, reader: Node) -> SlicedPiece | None:
-    """The term `name` of a sum as a piece; None where it is not padded, or is read elsewhere too."""
+    """The term `name` of a sum as a piece; None if it is not padded or has another reader."""
     chain: list[Node] = []
     while (node := uses.producers.get(name)) is not None and uses.only_reader(name, reader):
         zeros = isinstance(node.op, Pad) and node.op.value == 0
@@ -124,7 +124,7 @@ def piece_of(uses: Uses, name: str, reader: Node) -> SlicedPiece | None:
 
 
 def _upwards(uses: Uses, source: str, chain: Sequence[Node]) -> SlicedPiece | None:
-    """Follow the operators from `source` to the term; a uses that cuts through padding starts a new piece."""
+    """Follow the operators from `source` to the term; a view that cuts through padding starts a new piece."""
     tensors = uses.graph.tensors
     movement: list[Operator] = []
     box: Box = tuple((0, size) for size in tensors[source].shape)
@@ -151,7 +151,7 @@ def _upwards(uses: Uses, source: str, chain: Sequence[Node]) -> SlicedPiece | No
 
 
 def _view_of_box(box: Box, before: Shape, after: Shape) -> Box | None:
-    """The box under a uses that keeps its cut dimensions as they are, else None."""
+    """The box under a view that preserves its cut dimensions, else None."""
     seen = [(0, size) for size in after]
     for d, (start, stop) in enumerate(box):
         if same(start, 0) and same(stop, before[d]):
@@ -167,7 +167,7 @@ def _view_of_box(box: Box, before: Shape, after: Shape) -> Box | None:
 # ---- the plan -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Sum:
-    """Pieces of one place."""
+    """Pieces with the same range."""
 
     pieces: tuple[SlicedPiece, ...]
 
@@ -194,7 +194,7 @@ Plan: TypeAlias = Sum | Padded | Row
 
 
 def arrange(pieces: Sequence[SlicedPiece], shape: Shape, done: frozenset[int] = frozenset()) -> Plan | None:
-    """How to put the pieces together, one dimension after the other; None where places overlap in part.
+    """How to assemble the pieces, one dimension after the other; None where ranges overlap in part.
 
     `done` are the dimensions along which all the pieces already share their range.
     """
@@ -204,7 +204,7 @@ def arrange(pieces: Sequence[SlicedPiece], shape: Shape, done: frozenset[int] = 
             groups[d] = {}
             for piece in pieces:
                 groups[d].setdefault(piece.box[d], []).append(piece)
-    for d in sorted(groups, key=lambda d: len(groups[d]) > 1):  # what all have in common first
+    for d in sorted(groups, key=lambda d: len(groups[d]) > 1):  # ranges that all have in common come first
         places = _in_order(list(groups[d]))
         if places is None:
             continue
@@ -219,7 +219,7 @@ def arrange(pieces: Sequence[SlicedPiece], shape: Shape, done: frozenset[int] = 
 
 
 def _in_order(places: list[tuple[Dim, Dim]]) -> list[tuple[Dim, Dim]] | None:
-    """Disjoint ranges in ascending order; None where two overlap or it cannot be told."""
+    """Disjoint ranges in ascending order; None if two overlap or disjointness cannot be proved."""
     if len(places) > 1:
         places = sorted(places, key=lambda place: float(_sample(place[0])))
         if not all(at_most(a[1], b[0]) for a, b in itertools.pairwise(places)):
@@ -241,7 +241,7 @@ def gaps(row: Row, size: Dim) -> list[tuple[int, Dim]]:
 
 
 def elements(plan: Plan, shape: Shape) -> Dim:
-    """Elements that a plan reads and writes; `shape` is that of its result."""
+    """The number of elements that a plan reads and writes; `shape` is the shape of its result."""
     match plan:
         case Sum(pieces=pieces):
             return 3 * (len(pieces) - 1) * product(shape)
@@ -255,7 +255,7 @@ def elements(plan: Plan, shape: Shape) -> Dim:
 
 
 def build(plan: Plan, shape: Shape, builder: Graph, values: Mapping[str, Value]) -> Value:
-    """Emit a plan; `shape` is that of its result."""
+    """Emit a plan; `shape` is the shape of its result."""
     match plan:
         case Sum(pieces=pieces):
             total: Value | None = None

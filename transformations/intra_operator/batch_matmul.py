@@ -1,4 +1,4 @@
-"""Batched products with one matrix for the whole batch are one product of larger matrices."""
+"""Batched matmuls that share one matrix become one matmul of larger matrices."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TRANSPOSED = Permute((0, 2, 1))
 
 @dataclass(frozen=True)
 class MergeBatch(Rewrite):
-    """Multiply all matrices of a batch with their common right factor in one product.
+    """Multiply all matrices of a batch by their common right operand in one matmul.
 
         x[B, M, K];  w[K, N] -> [expand] -> [B, K, N];  [matmul] -> y     =>     x as [B M, K], w -> [matmul] -> y
 
-    Bytes: the same, for w is read once either way; a BLAS then works on one large matrix instead of B small ones.
+    Bytes: unchanged, since w is read once either way. BLAS then runs on one large matrix instead of B small ones.
     """
 
     level = "intra_operator"
@@ -38,7 +38,7 @@ class MergeBatch(Rewrite):
 
     def legality(self, match: Match) -> Iterator[tuple[bool, str]]:
         x = match.bindings["x"]
-        yield dense(match.uses, x), f"%{x} would have to be copied to uses it as one matrix"
+        yield dense(match.uses, x), f"%{x} would have to be copied to view it as one matrix"
 
     def emit(self, match: Match, builder: Graph, values: Mapping[str, Value]) -> Iterable[Value]:
         x, w = values[match.bindings["x"]], values[match.bindings["w"]]
@@ -49,7 +49,7 @@ class MergeBatch(Rewrite):
 
 
 def common_matrix(uses: Uses, name: str) -> tuple[str, bool] | None:
-    """The array that holds the one matrix repeated along the batch, and whether it is seen transposed."""
+    """The array of the single matrix that is broadcast along the batch, and whether it is transposed."""
     transposed = False
     while (node := uses.producers.get(name)) is not None:
         x, y = uses.graph.tensors[node.inputs[0]] if node.inputs else None, uses.graph.tensors[name]
@@ -68,7 +68,7 @@ def common_matrix(uses: Uses, name: str) -> tuple[str, bool] | None:
 
 @dataclass(frozen=True)
 class MergeSummedBatch(Rewrite):
-    """Sum the products of a batch within one product; this is the gradient of a factor that the batch shares.
+    """Sum the matmuls of a batch within one matmul; this is the gradient of an operand that the batch shares.
 
         x[B, M, K] transposed, g[B, M, N] -> [matmul] -> p[B, K, N] -> [sum over B] -> y[K, N]
         =>  x as [B M, K] transposed, g as [B M, N] -> [matmul] -> y
@@ -103,10 +103,10 @@ class MergeSummedBatch(Rewrite):
         alone = uses.only_reader(p.outputs[0], apart or match.root)
         if apart is not None:
             alone = alone and uses.only_reader(apart.outputs[0], match.root)
-        yield alone, f"the product %{p.outputs[0]} has another reader"
+        yield alone, f"the matmul %{p.outputs[0]} has another reader"
         free = parts["x"] is not None and dense(uses, parts["x"])
         yield free, f"%{p.inputs[0]} is no transposed array without gaps: viewing it as one matrix would copy it"
-        yield dense(uses, g), f"%{g} would have to be copied to uses it as one matrix"
+        yield dense(uses, g), f"%{g} would have to be copied to view it as one matrix"
 
     def traffic(self, match: Match) -> Dim:
         return -2 * match.uses.bytes(match.bindings["p"].outputs[0])

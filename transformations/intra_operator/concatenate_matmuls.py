@@ -1,4 +1,4 @@
-"""A sum of many small products is one product of the factors laid side by side."""
+"""ConcatenateMatmuls: a sum of many small matmuls becomes one matmul of the concatenated operands."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ TRANSPOSED = Permute((1, 0))
 
 @dataclass(frozen=True)
 class ConcatenateMatmuls(Rewrite):
-    """Multiply once what a chain of accumulated products multiplies piece by piece.
+    """Replace a chain of accumulated matmuls by one matmul of the concatenated operands.
 
         s1 = a1 b1;  s2 = s1 + a2 b2;  ...;  y = s(n-1) + an bn      =>      y = [a1 a2 ... an] [b1; b2; ...; bn]
 
     The gradient of a weight that is used at every step of a sequence is such a chain, whose sum is read and written at
-    every step. Bytes: 2 (n - 1) sums less, one copy of the factors more. `least` is the fewest products to join.
+    every step. Bytes: 2 (n - 1) fewer sums, one more copy of the operands. At least `least` matmuls are joined.
     """
 
     level = "intra_operator"
@@ -48,7 +48,7 @@ class ConcatenateMatmuls(Rewrite):
         return {"factors": factors, "bottom": bottom} if len(factors) >= self.least else None
 
     def continues(self, uses: Uses, node: Node) -> bool:
-        """Whether `node` is inside a longer chain, whose end is the root of the match."""
+        """Whether `node` is inside a longer chain; the end of that chain is the root of the match."""
         (y,) = node.outputs
         readers = uses.readers[y]
         if y in uses.visible or len(readers) != 1:
@@ -62,7 +62,7 @@ class ConcatenateMatmuls(Rewrite):
         yield plain, f"the chain begins with one row %{bottom}, not with a matrix"
         gained = self.traffic(match)
         fewer = gained < 0 if isinstance(gained, int) else bool(gained.is_negative)
-        yield fewer, f"copying the factors of %{match.root.outputs[0]} moves as many bytes as its sums"
+        yield fewer, f"copying the operands of %{match.root.outputs[0]} moves as many bytes as its sums"
 
     def traffic(self, match: Match) -> Dim:
         uses, factors = match.uses, match.bindings["factors"]
@@ -80,7 +80,7 @@ class ConcatenateMatmuls(Rewrite):
     def side_by_side(
         self, uses: Uses, builder: Graph, values: Mapping[str, Value], names: Sequence[str], dim: int
     ) -> Value:
-        """The factors in one array; transposed ones are joined as they lie and transposed after."""
+        """The operands in one array; transposed ones are concatenated as stored and transposed afterward."""
         nodes = [uses.producers.get(name) for name in names]
         transposed = [n for n in nodes if n is not None and n.op == TRANSPOSED]
         if len(transposed) == len(names):

@@ -1,4 +1,4 @@
-"""Decompose: composites in terms of leaves, among which the later passes choose groups and find common work."""
+"""Decompose: composite operators become leaves, which later passes group into kernels and deduplicate."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Decompose(Pass):
 
         x -> [softmax] -> y     =>     x -> [max] [sub] [exp] [sum] [div] -> y
 
-    The bytes stay: those of a composite are those of its leaves in one kernel, which is what fusion makes of them.
+    The bytes do not change: a composite counts as its leaves in one kernel, and fusion builds that kernel.
     """
 
     level = "intra_operator"
     keep: tuple[str, ...] = ()
-    """Names of composites that stay as they are."""
+    """Names of composites that are not decomposed."""
 
     def run(self, graph: Graph) -> Graph:
         return without_dead_code(leaves(graph, self.keep).graph)

@@ -1,4 +1,4 @@
-"""Where the elements of an array lie in memory, as far as passes need to know it."""
+"""How the elements of an array lie in memory, as far as passes need to know."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from daceml_train.transformations.intra_operator.peephole import memory_order
 
 
 def dense(uses: Uses, name: str) -> bool:
-    """Whether the elements of an array lie in row-major order without gaps, so that any uses of it is free."""
+    """Whether the elements of an array lie in row-major order without gaps, so that any view of it is free."""
     node = uses.producers.get(name)
     tensors = uses.graph.tensors
     while node is not None and isinstance(node.op, ViewOp | Permute | Expand | Slice):

@@ -1,4 +1,4 @@
-"""FoldBatchNorm: normalization by known statistics becomes part of the weights in front of it."""
+"""FoldBatchNorm: normalization by known statistics is folded into the preceding weights."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ EXACT = (DType.float32, DType.float64)
 
 @dataclass(frozen=True)
 class FoldBatchNorm(Rewrite):
-    """Normalize by given statistics within the weights and bias of the convolution or product in front.
+    """Fold normalization by given statistics into the weights and bias of the preceding convolution or matmul.
 
         x, w[, c] -> [convolution] -> y;  y, mean, var, g, b -> [batch_norm_inference] -> z
             =>  x, w * s, (c - mean) * s + b -> [convolution] -> z      with s = g / sqrt(var + eps)
 
-    Exact algebra: a convolution is linear in its weights. What is left of the normalization depends on parameters
-    alone, so that an inference program computes it once (`analysis.weights_only`).
-    Bytes: y is neither read nor written again; weights are read and written once more where they are not kept.
+    The algebra is exact, since a convolution is linear in its weights. The remaining arithmetic depends on parameters
+    alone, so an inference program computes it once (`analysis.weights_only`).
+    Bytes: y is neither read nor written a second time; weights are read and written once more where they are not
+    prepared in advance.
     """
 
     level = "intra_operator"
@@ -41,8 +42,8 @@ class FoldBatchNorm(Rewrite):
             return None
         made, bias = uses.producers.get(node.inputs[0]), None
         if made is not None and isinstance(made.op, Elementwise) and made.op.kind == "add":
-            for product, other in (made.inputs, made.inputs[::-1]):
-                maker = uses.producers.get(product)
+            for matmul, other in (made.inputs, made.inputs[::-1]):
+                maker = uses.producers.get(matmul)
                 if maker is not None and isinstance(maker.op, Matmul) and _row(uses, other, made.outputs[0]):
                     return {"linear": maker, "bias": other, "between": (made,)}
         if made is None or not isinstance(made.op, Convolution | Matmul):
@@ -56,12 +57,12 @@ class FoldBatchNorm(Rewrite):
         for made, reader in itertools.pairwise(chain):
             yield uses.only_reader(made.outputs[0], reader), f"%{made.outputs[0]} has another reader"
         y = uses.graph.tensors[linear.outputs[0]]
-        yield y.dtype in EXACT, f"%{linear.outputs[0]} is of 16 bits, in which weights would be rounded once more"
-        yield not isinstance(linear.op, Matmul) or y.rank == 2, f"%{linear.outputs[0]} is a batch of products"
+        yield y.dtype in EXACT, f"%{linear.outputs[0]} has 16-bit elements, so the weights would be rounded once more"
+        yield not isinstance(linear.op, Matmul) or y.rank == 2, f"%{linear.outputs[0]} is a batch of matmuls"
         grouped = isinstance(linear.op, Convolution) and linear.op.transposed and linear.op.groups > 1
-        yield not grouped, f"%{linear.outputs[0]} is made by a transposed convolution in groups"
+        yield not grouped, f"%{linear.outputs[0]} is produced by a grouped transposed convolution"
         for name in (*linear.inputs[1:], *match.root.inputs[1:], *filter(None, (match.bindings["bias"],))):
-            yield _held(uses, name), f"%{name} is not made of parameters alone"
+            yield _held(uses, name), f"%{name} does not depend on parameters alone"
 
     def traffic(self, match: Match) -> Dim:
         graph = match.uses.graph
@@ -86,14 +87,14 @@ class FoldBatchNorm(Rewrite):
 
 
 def _row(uses: Uses, name: str, result: str) -> bool:
-    """Whether array `name` is one row that is added to every row of `result`."""
+    """Whether array `name` is a single row that is added to every row of `result`."""
     row, matrix = uses.graph.tensors[name].shape, uses.graph.tensors[result].shape
     sizes = row[1:] if len(row) == 2 else row
     return len(matrix) == 2 and same_shape(sizes, matrix[1:]) and (len(row) == 1 or row[0] == 1)
 
 
 def _held(uses: Uses, name: str) -> bool:
-    """Whether an array is made of parameters and buffers that the graph does not write."""
+    """Whether an array is computed from parameters and buffers that the graph does not write."""
     graph = uses.graph
     if name in graph.inputs:
         return graph.inputs[name].role in HELD and name not in graph.writes

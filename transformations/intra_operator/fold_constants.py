@@ -1,4 +1,4 @@
-"""FoldConstants: operators on constants are computed now, as constants that kernels hold in their text."""
+"""FoldConstants: operators on constants are evaluated at compile time; kernels contain the results as literals."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from daceml_train.transformations.intra_operator.movement import same_number
 from daceml_train.transformations.intra_operator.peephole import Peephole, Rules, Site
 
 _EXACT = {DType.float32: 2**24, DType.float16: 2**11, DType.bfloat16: 2**8}
-"""Up to here all integers are values of the element type; 2**53 for the others."""
+"""The element type represents all integers up to this bound exactly; 2**53 for the types not listed."""
 
 
 @dataclass(frozen=True)
 class FoldConstants(Peephole):
-    """Compute operators whose operands are uniform constants; the arrays stay as small as a `full`.
+    """Evaluate operators whose operands are uniform constants; the results are again uniform constants (`full`).
 
         full(a), full(b) -> [f] -> y     =>     full(f(a, b)) = y
 
-    Constants are seen through views, permutations, expansions and slices, which stay: they are free, and a `full` of an
-    expanded size might have to be stored where its source is not. Floats are computed in float64 and rounded once, to
-    the element type, when they are used. NaN, expressions over sizes and complex numbers stay. The bytes never grow.
+    The pass looks through views, permutations, expansions and slices of constants but does not fold them: they are
+    free, and a `full` of an expanded size might have to be stored where its source is not. Floats are computed in
+    float64 and rounded once, to the element type, when they are used. NaN, expressions over sizes and complex numbers
+    are not folded. The bytes never grow.
     """
 
     def rules(self) -> Rules:
@@ -44,14 +45,14 @@ def elementwise_of_full(s: Site) -> Value | None:
 
 
 def scalar_operand(s: Site) -> Value | None:
-    """f(x, full(shape)) => f(x, full()), where x alone gives the shape"""
+    """f(x, full(shape)) => f(x, full()), where x alone determines the shape"""
     operands = list(s.operands)
     for position, operand in enumerate(s.operands):
         number = s.constant(operand)
         arrays = [v.shape for i, v in enumerate(operands) if i != position]
         if number is None or not operand.shape or not arrays:
             continue
-        # every operand has at most the result's shape, so one of full shape gives it alone
+        # no operand exceeds the result's shape, so one operand of that shape determines it
         if any(same_shape(shape, s.result.shape) for shape in arrays):
             (operands[position],) = s.sweep.emit(Full(number, (), operand.dtype))
     if all(a is b for a, b in zip(operands, s.operands, strict=True)):

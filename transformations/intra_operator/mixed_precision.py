@@ -1,4 +1,4 @@
-"""MixedPrecision: products and convolutions in bfloat16, everything else in float32."""
+"""MixedPrecision: matmuls and convolutions in bfloat16, everything else in float32."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ class MixedPrecision(Pass):
 
         x, w -> [matmul] -> y     =>     x -> [cast] -> x', w -> [cast] -> w', x', w' -> [matmul] -> y' -> [cast] -> y
 
-    In the pipeline `MIXED_PRECISION` alone, since numbers change, as they do under `torch.autocast` (Micikevicius et
-    al., "Mixed Precision Training", 2018): a factor is off by at most 2^-9 of itself. Parameters are the master copy,
-    in float32; gradients of weights come out of the product in bfloat16 and are added up and applied in float32.
-    bfloat16 has the range of float32, so the loss needs no scale. An array that a product reads is kept in bfloat16
-    alone, and others read it rounded, so it takes half the memory; but not a sum, as rounding in each block of a
-    residual stream would add up, and no result of the graph. Products of fewer than `least` multiplications, and
-    convolutions in groups, stay in float32. It stands last in its level; fusion then takes up the casts.
+    Only the pipeline `MIXED_PRECISION` contains this pass, since it changes numbers, as `torch.autocast` does
+    (Micikevicius et al., "Mixed Precision Training", 2018): the relative error of an operand is at most 2^-9.
+    Parameters are the master copy in float32; a matmul produces the gradients of weights in bfloat16, which are
+    accumulated and applied in float32. bfloat16 has the range of float32, so the loss needs no scaling. An array that
+    a matmul reads is stored in bfloat16 only, and other readers see it rounded, so it takes half the memory.
+    Exceptions are sums, since rounding in each block of a residual stream would accumulate, and results of the graph.
+    Matmuls of fewer than `least` multiplications and grouped convolutions stay in float32. The pass is the last of its
+    level; fusion then absorbs the casts.
     """
 
     level = "intra_operator"
@@ -40,17 +41,17 @@ class MixedPrecision(Pass):
         return narrowed(graph, chosen) if (chosen := self.chosen(graph)) else graph
 
     def matches(self, graph: Graph) -> list[Measured]:
-        """Every product and convolution that is large enough, each to be made alone."""
+        """Every matmul and convolution that is large enough, each as a match of its own."""
         chosen = self.chosen(graph)
         slow = len(chosen) > 16
         return [Measured(self, graph, str(n), n.outputs, partial(narrowed, graph, [n]), slow) for n in chosen]
 
     def chosen(self, graph: Graph) -> list[Node]:
-        """The operators that are worth it."""
+        """The operators that are large enough."""
         return [node for node in graph.nodes if self.fits(graph, node)]
 
     def fits(self, graph: Graph, node: Node) -> bool:
-        """Whether an operator is a product of float32 that is large enough."""
+        """Whether an operator is a large enough float32 matmul or convolution."""
         op = node.op
         if not isinstance(op, Matmul | MatmulAdd | Geometry) or (isinstance(op, Geometry) and op.groups > 1):
             return False
@@ -59,12 +60,12 @@ class MixedPrecision(Pass):
 
 
 def narrowed(graph: Graph, chosen: Collection[Node]) -> Graph:
-    """The graph with these products in bfloat16."""
+    """The graph with these matmuls in bfloat16."""
     return _Narrowed(graph, chosen).run()
 
 
 def factors(graph: Graph, node: Node) -> tuple[str, ...]:
-    """What a product reads in bfloat16: all but a matrix that is added to it."""
+    """The operands that a matmul reads in bfloat16: all except a matrix that is added to it."""
     added = isinstance(node.op, MatmulAdd) and graph.tensors[node.inputs[0]].rank > 1
     return node.inputs[1:] if added else node.inputs
 
@@ -75,7 +76,7 @@ class _Narrowed:
         self.chosen = {id(node) for node in chosen}
         self.producers = graph.producers()
         self.wanted: set[str] = set()
-        """Arrays that products read, and what those are views of."""
+        """Arrays that matmuls read, and the arrays that those are views of."""
         for node in reversed(graph.nodes):
             if id(node) in self.chosen:
                 self.wanted.update(factors(graph, node))
@@ -83,9 +84,9 @@ class _Narrowed:
                 self.wanted.add(node.inputs[0])
         self.other = graph.empty()
         self.now = {name: self.other.value(name) for name in graph.inputs}
-        """Arrays as operators in float32 read them: rounded where they are kept in bfloat16."""
+        """Arrays as float32 operators read them: rounded where they are stored in bfloat16."""
         self.exact: dict[str, Value] = {}
-        """Wanted arrays as they were made."""
+        """Wanted arrays as they were produced."""
         self.small: dict[str, Value] = {}
 
     def run(self) -> Graph:
@@ -101,7 +102,7 @@ class _Narrowed:
         return without_dead_code(self.graph.finish(self.other, names))
 
     def same(self, node: Node) -> None:
-        """An operator that stays; what products read of its results is rounded, unless it is a sum."""
+        """Copy an operator; results that matmuls read are rounded, unless they are sums."""
         alias = is_alias(node.op)
         self.append(node, [self.now[name] for name in node.inputs])
         if alias and node.inputs[0] in self.exact:
@@ -112,13 +113,13 @@ class _Narrowed:
                 self.round(name)
 
     def product(self, node: Node) -> None:
-        """A product in bfloat16; a matrix that is added to it is added in float32."""
+        """Emit a matmul in bfloat16; a matrix that is added to it is added in float32."""
         op, read = node.op, factors(self.graph, node)
         operands = [self.narrow(name) for name in read]
         if len(read) < len(node.inputs):
             (name,) = node.outputs
-            product = operands[0].apply(Matmul(), operands[1]).cast(WIDE)
-            self.now[name] = product + self.now[node.inputs[0]]
+            matmul = operands[0].apply(Matmul(), operands[1]).cast(WIDE)
+            self.now[name] = matmul + self.now[node.inputs[0]]
             if name in self.wanted:
                 self.round(name)
             return
@@ -130,13 +131,13 @@ class _Narrowed:
             (self.now[name],) = self.other.append(Cast(WIDE), (value.name,), [self.free(name)], node.origin)
 
     def round(self, name: str) -> None:
-        """Keep an array in bfloat16; whoever reads it in float32 reads it rounded."""
+        """Store an array in bfloat16; float32 readers see it rounded."""
         self.exact[name] = self.now[name]
         self.small[name] = self.now[name].cast(NARROW)
         self.now[name] = self.small[name].cast(WIDE)
 
     def narrow(self, name: str) -> Value:
-        """An array in bfloat16: a view of its source's, or an input's own copy."""
+        """An array in bfloat16: a view of its source's bfloat16 array, or an input's own copy."""
         if name not in self.small:
             node = self.producers.get(name)
             if node is not None and is_alias(node.op):

@@ -1,4 +1,4 @@
-"""Rules on movement: what only renames indices is joined, and taken out where it changes nothing."""
+"""Rules on movement: operators that only rename indices are merged, or removed if they change nothing."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from daceml_train.transformations.intra_operator.peephole import Rules, Site, me
 
 
 def at_most(a: Dim, b: Dim) -> bool:
-    """Whether `a <= b` for all values of the size symbols, as far as can be told."""
+    """Whether `a <= b` is provable for all values of the size symbols."""
     room = simplify(b - a)
     return room >= 0 if isinstance(room, int) else bool(room.is_nonnegative)
 
 
 def same_number(a: float, b: float) -> bool:
-    """Whether two constants are one, the sign of zero included."""
+    """Whether two constants are equal, including the sign of zero."""
     return a == b and math.copysign(1, a) == math.copysign(1, b)
 
 
@@ -154,7 +154,7 @@ def concat_of_slices(s: Site) -> Value | None:
     """concat(slice(x, 0:a), slice(x, a:b), ...) => slice(x, 0:b), the whole of x where b is its size"""
     assert isinstance(s.op, Concat)
     dim = s.op.dim
-    pieces: list[tuple[Value, Dim, Dim]] = []  # source and range; a piece that is no slice is the whole of itself
+    pieces: list[tuple[Value, Dim, Dim]] = []  # source and range; an operand that is no slice is its own whole
     for piece in s.operands:
         made = s.made_by(piece, Slice)
         if made and made[0].dim == dim and made[0].step == 1:

@@ -1,7 +1,7 @@
-"""Peephole: one topological sweep in which a rule on one operator sees operands that are already rewritten.
+"""Peephole: one topological sweep in which each rule sees operands that are already rewritten.
 
-A rule looks from an operator to what makes its operands, never to its readers, and answers with the value that stands
-for the result. What a rule emits goes through the rules as well, so that one sweep leaves nothing to do.
+A rule looks from an operator to the producers of its operands, never to its readers, and returns the value that
+replaces the result. Operators that a rule emits go through the rules as well, so one sweep reaches the fixed point.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Kind = TypeVar("Kind", bound=Operator)
 
 @dataclass(frozen=True)
 class Site:
-    """An operator that is about to be appended: what it reads and what it would make."""
+    """An operator that is about to be appended: its operands and the types of its results."""
 
     op: Operator
     operands: tuple[Value, ...]
@@ -36,19 +36,19 @@ class Site:
         return self.operands[0]
 
     def made_by(self, value: Value, kind: type[Kind]) -> tuple[Kind, tuple[Value, ...]] | None:
-        """The operator of class `kind` that makes `value`, and its operands."""
+        """The operator of class `kind` that produces `value`, and its operands."""
         node = self.sweep.makers.get(value.name)
         if node is None or not isinstance(node.op, kind):
             return None
         return node.op, tuple(self.sweep.value(name) for name in node.inputs)
 
     def of_kind(self, value: Value, kind: str) -> tuple[Value, ...] | None:
-        """The operands of the elementwise operator `kind` that makes `value`."""
+        """The operands of the elementwise operator `kind` that produces `value`."""
         made = self.made_by(value, Elementwise)
         return made[1] if made and made[0].kind == kind else None
 
     def constant(self, value: Value) -> float | int | bool | None:
-        """The real number that every element of `value` is known to be; None for expressions over sizes too."""
+        """The real number that every element of `value` provably equals; None also for expressions over sizes."""
         node = self.sweep.makers.get(value.name)
         while node is not None and is_alias(node.op):
             node = self.sweep.makers.get(node.inputs[0])
@@ -60,34 +60,34 @@ class Site:
 Rule: TypeAlias = Callable[[Site], Value | None]
 """A function whose docstring draws `before => after`; None where the picture does not fit."""
 Rules: TypeAlias = Mapping[str, Sequence[Rule]]
-"""Operator label -> rules tried in order; those under `elementwise` are for every elementwise operator."""
+"""Operator label -> rules in the order of trial; those under `elementwise` apply to every elementwise operator."""
 
 
 class Sweep:
-    """A builder that appends to a graph what the rules leave of each operator."""
+    """A builder that applies the rules to each operator before it appends it to a graph."""
 
     def __init__(self, graph: Graph, rules: Rules) -> None:
         self.graph, self.rules = graph, rules
         self.answered = False
-        """Whether a rule had an answer to the last operator given to `append`."""
+        """Whether a rule rewrote the last operator given to `append`."""
         self.makers: dict[str, Node] = {}
         self.notes: dict[str, Any] = {}
-        """What a rule has computed for an array and wants to find again."""
+        """Values that a rule computed for an array and reuses later."""
 
     def value(self, name: str) -> Value:
-        """The array called `name`, whose arithmetic comes back to this builder."""
+        """The array called `name`; arithmetic on it emits through this builder."""
         return Value(self, name, self.graph.tensors[name])
 
     def emit(self, op: Operator, *operands: Value) -> tuple[Value, ...]:
-        """Append `op`, or what a rule makes of it."""
+        """Append `op`, or its rewritten form."""
         return self.append(op, operands, ())
 
     def append(
         self, op: Operator, operands: tuple[Value, ...], names: Sequence[str], keep: bool = False
     ) -> tuple[Value, ...]:
-        """Append `op`, or what a rule makes of it; results that are kept get `names` where they are free.
+        """Append `op`, or its rewritten form; results of an unchanged operator get `names` where those are free.
 
-        With `keep`, rules are tried, and the operator stays whatever they answer.
+        With `keep`, rules are tried, but the operator is appended unchanged whatever they return.
         """
         answer = self._answer(op, operands)
         self.answered = answer is not None
@@ -100,7 +100,7 @@ class Sweep:
         return tuple(self.value(v.name) for v in made)
 
     def _answer(self, op: Operator, operands: tuple[Value, ...]) -> Value | None:
-        """What the first rule that fits makes of `op`."""
+        """The result of the first rule that matches `op`."""
         rules = self.rules.get(op.label, ())
         if isinstance(op, Elementwise):
             rules = (*rules, *self.rules.get("elementwise", ()))
@@ -128,7 +128,7 @@ class Peephole(Pass):
         return self.sweep(graph, None, [])
 
     def matches(self, graph: Graph) -> list[Candidate]:
-        """Operators to which a rule has an answer, as the graph stands."""
+        """Operators that a rule would rewrite in the current graph."""
         found: list[int] = []
         self.sweep(graph, (), found)
 
@@ -139,7 +139,7 @@ class Peephole(Pass):
         return [match(index) for index in found]
 
     def sweep(self, graph: Graph, chosen: Container[int] | None, found: list[int]) -> Graph:
-        """Apply the rules to the nodes at the places `chosen` (None: to all); `found` gets places that have answers."""
+        """Apply the rules to the nodes at positions `chosen` (None: all); `found` collects the positions that match."""
         sweep = Sweep(graph.empty(), self.rules())
         now = {name: sweep.value(name) for name in graph.inputs}
         for index, node in enumerate(graph.nodes):

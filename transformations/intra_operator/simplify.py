@@ -1,4 +1,4 @@
-"""Simplify: operators that change nothing are taken out, and what only renames indices is joined."""
+"""Simplify: operators that change nothing are removed, and operators that only rename indices are merged."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from daceml_train.transformations.intra_operator.peephole import Peephole, Rules
 
 @dataclass(frozen=True)
 class Simplify(Peephole):
-    """Exact identities; each rule's docstring draws it.
+    """Apply exact algebraic identities; each rule's docstring draws one.
 
         x -> [view] -> [view] -> y      =>      x -> [view] -> y
         x -> [mul 1] -> y               =>      x = y
 
-    The bytes never grow; they shrink by what an operator read and wrote that is gone.
+    The bytes never grow; they shrink by what the removed operators read and wrote.
     """
 
     def rules(self) -> Rules:

@@ -1,4 +1,4 @@
-"""UpdateRows: plain descent changes only the rows of a table that a batch has read."""
+"""UpdateRows: plain SGD changes only the rows of a table that the batch has read."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from daceml_train.tensor import Dim, simplify
 
 @dataclass(frozen=True)
 class UpdateRows(Rewrite):
-    """Subtract the rows of a table's gradient where they belong, so that the gradient is never an array of its own.
+    """Subtract the rows of a table's gradient from the table directly, so the gradient is never stored.
 
         g, i -> [embedding_grad] -> d;  p, d, rate -> [sgd_update] -> p_next
             =>     g, rate -> [-rate * g] -> r;  p, i, r -> [add_rows] -> p_next
 
     Bytes: the gradient, as large as the table, is neither written nor read. Where `UpdateInPlace` lets the rows be
-    added over the table, all other rows are not touched either.
+    added in place, no other row is touched either.
     """
 
     level = "intra_operator"
@@ -61,7 +61,7 @@ class UpdateRows(Rewrite):
 
 
 def _bytes(match: Match, rewrite: UpdateRows, after: bool) -> Dim:
-    """The bytes of the match by itself, before or after."""
+    """The bytes of the matched operators by themselves, before or after."""
     graph, uses, gradient = Graph(), match.uses, match.bindings["gradient"]
     spread = uses.producers.get(gradient.inputs[0])
     outer: Sequence[str] = (*match.root.inputs, *gradient.inputs, *(spread.inputs if spread is not None else ()))

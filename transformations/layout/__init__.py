@@ -1,1 +1,1 @@
-"""The third level: fewer reorders and strided accesses."""
+"""The layout level: fewer reorders and strided accesses."""

@@ -1,4 +1,4 @@
-"""AssignLayouts: which arrays lie with their channels last, decided for the whole graph at once."""
+"""AssignLayouts: choose for the whole graph at once which arrays are channels-last."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from daceml_train.tensor import Tensor, channels_last, hint, same_memory
 from daceml_train.transformations.layout.min_cut import Assignment
 
 EITHER = (MaxPool2d, MaxPool2dGrad, AvgPool2d, AvgPool2dGrad, Pad, Concat, Flip)
-"""Library calls, besides convolutions, that run in the layout of their operands, and give their results in it."""
+"""Library calls, besides convolutions, that run in the layout of their operands and return results in it."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class AssignLayouts(Pass):
 
         x -> [conv] -> y -> [kernel] -> z -> [conv] -> u      =>      x -> [reorder] -> x' -> [conv] -> y' -> ...
 
-    Each array of four or five dimensions, and of three where convolutions have one dimension, has a label, each
-    library call and each kernel another one. Bytes are what labels cost: a reorder (once, for all readers that want
-    the other layout) writes and reads the array; a convolution in row-major order reorders within its call; a
-    kernel that meets an array in another layout than its own reads it strided, `strided` times its bytes. Inputs
-    and results of the graph keep their layout. All costs are pairwise, so the cheapest assignment is a minimum cut,
-    found for the whole graph at once. A kernel's results are written in the layout wanted; only library calls and
-    borders need a reorder of their own. With `prepared`, reorders of parameters and buffers cost nothing: an inference
-    program makes them once (`analysis.weights_only`).
+    Each array of four or five dimensions (of three where convolutions have one dimension), each library call and each
+    kernel has a label. The cost of a labeling is its bytes: a reorder (one for all readers that want the other layout)
+    reads and writes the array; a convolution in row-major order reorders within its call; a kernel that reads an array
+    in another layout than its own reads it strided, at `strided` times its bytes. Inputs and results of the graph keep
+    their layout. All costs are pairwise, so a minimum cut finds the cheapest assignment for the whole graph at once.
+    Kernels write their results in the chosen layout; only library calls and the graph's inputs and results need a
+    separate reorder. With `prepared`, reorders of parameters and buffers are free: an inference program executes them
+    once (`analysis.weights_only`).
     """
 
     level = "layout"
@@ -56,22 +56,22 @@ class AssignLayouts(Pass):
 
 
 def image_ranks(graph: Graph) -> frozenset[int]:
-    """The ranks of arrays that have a layout to choose: images and volumes, sequences only where convolutions of one
-    dimension read them (elsewhere an array of three dimensions is a matrix with a batch in front).
+    """The ranks of arrays whose layout can be chosen: images and volumes, and sequences only where one-dimensional
+    convolutions read them (elsewhere an array of three dimensions is a batch of matrices).
     """
     sequences = any(isinstance(node.op, Geometry) and len(node.op.stride) == 1 for node in graph.nodes)
     return frozenset((3, 4, 5) if sequences else (4, 5))
 
 
 def choosable(tensor: Tensor, ranks: Collection[int]) -> bool:
-    """Whether an array can lie in row-major order or with its channels last, and the two differ."""
+    """Whether an array can be row-major or channels-last, and the two differ."""
     rank = tensor.rank
     last = channels_last(rank)
     return rank in ranks and tensor.order in (None, last) and not same_memory(tensor.shape, None, last)
 
 
 def is_last(tensor: Tensor) -> bool:
-    """Whether an array lies with its channels last."""
+    """Whether an array is channels-last."""
     return tensor.order is not None and tensor.order == channels_last(tensor.rank)
 
 
@@ -86,7 +86,7 @@ def flexible(op: Operator, types: Sequence[Tensor], ranks: Collection[int]) -> b
 
 
 def keeps_order(op: Operator, before: Tensor, after: Tensor) -> bool:
-    """Whether the result of an alias lies in its operand's order."""
+    """Whether the result of an alias has its operand's memory order."""
     return isinstance(op, Slice) or (isinstance(op, Expand) and before.rank == after.rank)
 
 
@@ -134,7 +134,7 @@ class _Costs:
         self.problem.unless(name, ("not rows", name), bytes_)
 
     def needs(self, name: str, label: Hashable | bool) -> None:
-        """Somebody reads the array in the layout `label`: a variable, or a fixed choice."""
+        """Add a reader of the array in the layout `label`: a variable, or a fixed choice."""
         if name not in self.choosable:
             return
         if isinstance(label, bool):
@@ -186,21 +186,21 @@ class _Costs:
             self.problem.cost(runs, label, hint(node.op.reorders(*operands)))
 
     def solve(self, free: bool) -> tuple[Label, float]:
-        """A cheapest assignment and its cost; unless `free`, one in which each array keeps the layout that it has."""
+        """A cheapest assignment and its cost; unless `free`, one in which each array keeps its current layout."""
         for name in () if free else self.names:
             self.stays(name)
         return self.problem.solve()
 
 
 def laid_out(tensor: Tensor, last: bool, ranks: Collection[int]) -> Tensor:
-    """The type of an array in the chosen layout, if there is a choice."""
+    """The type of an array in the chosen layout, if its layout can be chosen."""
     if tensor.rank not in ranks or tensor.order not in (None, channels_last(tensor.rank)):
         return tensor
     return Tensor(tensor.shape, tensor.dtype, channels_last(tensor.rank) if last else None)
 
 
 class _Rebuild:
-    """The graph in the layouts chosen."""
+    """The graph in the chosen layouts."""
 
     def __init__(self, graph: Graph, chosen: Label) -> None:
         self.graph, self.chosen, self.other = graph, chosen, graph.empty()
@@ -241,9 +241,9 @@ class _Rebuild:
         self.now.update(zip(node.outputs, names, strict=True))
 
     def version(self, name: str, last: bool, exact: bool = False) -> str:
-        """The array in a layout, reordered once where it lies in the other one.
+        """The array in a layout, reordered once where it has the other one.
 
-        Where both are the same memory, only `exact` asks for the label as well.
+        Where both describe the same memory, only `exact` requires the label as well.
         """
         now = self.now[name]
         tensor = self.other.tensors[now]
@@ -264,7 +264,7 @@ class _Rebuild:
         return self.made[name, last]
 
     def kernel(self, number: int, node: Node) -> None:
-        """A kernel, or an operator of ours, that writes its results in the layouts chosen."""
+        """Emit a kernel, or an operator with generated code, that writes its results in the chosen layouts."""
         mode = self.chosen.get(("kernel", number), False)
         inputs = tuple(self.made.get((name, mode), self.now[name]) for name in node.inputs)
         op = node.op
@@ -276,14 +276,14 @@ class _Rebuild:
         }
         if wrong:
             if not isinstance(op, Kernel):
-                given = dict(zip(node.inputs, inputs, strict=True))  # an operand may be there twice
+                given = dict(zip(node.inputs, inputs, strict=True))  # an operand may occur twice
                 op, _ = canonical(tuple(given), [Statement(op, node.inputs, node.outputs)], node.outputs)
                 inputs = tuple(given.values())
             op = stored(op, wrong)
         self.append(node, op, inputs)
 
     def order(self, name: str) -> tuple[int, ...]:
-        """The order of an array's dimensions: the chosen one, or, where there is no choice, the one it had."""
+        """The order of an array's dimensions: the chosen one, or its own where it cannot be chosen."""
         tensor = self.graph.tensors[name]
         if name not in self.chosen:
             return tensor.order or tuple(range(tensor.rank))

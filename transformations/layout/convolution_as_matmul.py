@@ -1,4 +1,4 @@
-"""ConvolutionAsMatmul: a convolution as one matrix product, where windows as rows move less than the library does."""
+"""ConvolutionAsMatmul: im2col and one matmul replace a convolution where that moves fewer bytes than the library."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ LAST, ROWS = channels_last(4), (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class ConvolutionAsMatmul(Rewrite):
-    """Convolve, or compute a convolution's gradient, in one product with the weight as it lies in memory.
+    """Compute a convolution or its gradient by im2col and one matmul with the weight in its own layout.
 
         x, w[K, C, kernel] -> [conv] -> y     =>     x -> [im2col] -> c;  c, w as [K, C kernel] -> [matmul] -> y
         g, w -> [conv input grad] -> gx       =>     g, w as [K, C kernel] -> [matmul] -> c -> [col2im] -> gx
         g, x -> [conv weight grad] -> gw      =>     x -> [im2col] -> c;  g, c -> [matmul] -> gw
 
-    The library reorders the weight into blocks in every call. A filter of one element needs no windows: images with
-    their channels last are a matrix. Bytes: what the library reorders less, the windows written and read more (and
-    images reordered, where they do not lie with their channels last). `share` is the least that must be saved of what
-    the convolution moves: where weights are small, the library's own loops are as good. Only its weight gradients of
-    sequences are not, where they skip pixels or a row no longer fits into the second-level cache (`row` bytes): they
-    run at a third to half of the product's rate, and so become products whatever that moves.
+    The library reorders the weight into blocks in every call. A 1x1 filter needs no im2col: channels-last images are
+    already a matrix. Bytes: the library's reorders are saved; the windows are written and read (and images are
+    reordered where they are not channels-last). The pass must save at least `share` of the bytes that the convolution
+    moves: where weights are small, the library's own loops are as good. The exception is its weight gradients of
+    sequences that skip pixels or whose rows exceed the second-level cache (`row` bytes): they run at a third to half
+    of the matmul's rate, and so become matmuls whatever that moves.
     """
 
     level = "layout"
@@ -43,7 +43,7 @@ class ConvolutionAsMatmul(Rewrite):
 
     def match(self, uses: Uses, node: Node) -> Mapping[str, Any] | None:
         conv, reordered = node, False
-        if isinstance(node.op, Reorder):  # of a weight's gradient, which the product writes in the order wanted
+        if isinstance(node.op, Reorder):  # of a weight's gradient, which the matmul writes in the wanted order
             conv = uses.producers.get(node.inputs[0], node)
             reordered = isinstance(conv.op, ConvolutionWeightGrad) and uses.only_reader(node.inputs[0], node)
             if not reordered or node.op.order != ROWS:
@@ -62,23 +62,23 @@ class ConvolutionAsMatmul(Rewrite):
         conv: Node = match.bindings["conv"]
         op, weight = problem.op, problem.weight
         dimensions = len(op.stride)
-        yield dimensions == 2, f"{op.label} of {dimensions} dimensions: windows are those of images or sequences"
-        yield op.groups == 1, f"{op.groups} groups would be as many products"
+        yield dimensions == 2, f"{op.label} of {dimensions} dimensions: im2col supports images and sequences"
+        yield op.groups == 1, f"{op.groups} groups would be as many matmuls"
         orders = {match.uses.graph.tensors[name].order for name in (*conv.inputs[:2], conv.outputs[0])}
         usual = not problem.sequence or orders <= {None, channels_last(3)}
-        yield usual, f"sequences in orders {orders - {None}} are neither row-major nor have their channels last"
+        yield usual, f"sequences in orders {orders - {None}} are neither row-major nor channels-last"
         yield not op.transposed, "a transposed convolution adds up windows in its forward pass"
-        yield weight.dtype is DType.float32, f"the library works on {weight.dtype.short} in loops of its own"
+        yield weight.dtype is DType.float32, f"the library runs {weight.dtype.short} in loops of its own"
         whole = all(isinstance(k, int) and k > 0 for k in weight.shape[2:]) and isinstance(weight.shape[1], int)
         yield whole and product(weight.shape[2:]) <= LARGEST, f"windows of {weight} have no kernel"
         lies = isinstance(op, ConvolutionWeightGrad) or same_memory(weight.shape, weight.order, None)
-        yield lies, f"the weight %{conv.inputs[-1]} does not lie in row-major order, as the product needs it"
+        yield lies, f"the weight %{conv.inputs[-1]} is not row-major, as the matmul requires"
         saved, moved = -hint(self.traffic(match)), hint(problem.moved)
         enough = saved >= self.share * moved or self.slow(problem)
         yield enough, f"it would save {max(saved, 0):.0f} of the {moved:.0f} bytes moved"
 
     def slow(self, problem: Problem) -> bool:
-        """Whether the library is so slow that bytes do not matter."""
+        """Whether the library is slow enough that bytes do not matter."""
         if not problem.sequence or problem.point or not isinstance(problem.op, ConvolutionWeightGrad):
             return False
         images = problem.x.shape[0]
@@ -113,7 +113,7 @@ class ConvolutionAsMatmul(Rewrite):
 
 @dataclass(frozen=True)
 class Problem:
-    """A convolution's images, weight and result, as far as it has them; the result's gradient counts as the result.
+    """A convolution's images, weight and result, where present; the result's gradient counts as the result.
 
     A `sequence` is an image of one row here.
     """
@@ -124,12 +124,12 @@ class Problem:
     y: Tensor
     reorders: Dim
     visible: bool
-    """Whether the result is seen outside of the graph."""
+    """Whether the result is visible outside the graph."""
     sequence: bool = False
 
     @staticmethod
     def of(node: Node, uses: Uses) -> Problem:
-        """That of a node of a graph."""
+        """The description of a node of a graph."""
         op = node.op
         assert isinstance(op, Geometry)
         operands = [uses.graph.tensors[name] for name in node.inputs]
@@ -154,18 +154,18 @@ class Problem:
 
     @property
     def moved(self) -> Dim:
-        """Bytes that the convolution moves values."""
+        """Bytes that the convolution moves."""
         return simplify(self.x.bytes + self.weight.bytes + self.y.bytes + self.reorders)
 
     @property
     def added(self) -> Dim:
-        """Bytes that the product moves besides images and weight."""
+        """Bytes that the matmul moves besides images and weight."""
         x, y, w = self.x, self.y, self.weight
         added: Dim = 0
         if not self.point:
             windows = simplify(product((y.shape[0], *y.shape[2:], *w.shape[1:])) * x.dtype.bytes)
             added = 2 * windows
-        elif not _last(x):  # an operand to be reordered, or a result
+        elif not _last(x):  # an operand to reorder, or a result
             added = 2 * x.bytes
         if not _last(y):
             added = added + 2 * y.bytes
@@ -176,7 +176,7 @@ class Problem:
         return simplify(added)
 
     def back(self, wanted: Tensor) -> bool:
-        """Whether a weight's gradient must be brought into the order `wanted`: somebody outside sees it."""
+        """Whether a weight's gradient must be reordered to `wanted`, since it is visible outside the graph."""
         return isinstance(self.op, ConvolutionWeightGrad) and self.visible and wanted.order is not None
 
     def matrix(self, w: Value) -> Value:
@@ -191,7 +191,7 @@ class Problem:
         return columns.view((product(columns.shape[:2]), columns.shape[2]))
 
     def summed(self, windows: Value) -> Value:
-        """Windows as rows, added up at their places in images."""
+        """Windows as rows, added up at their positions in images."""
         if self.point:
             return self.image(windows, self.x)
         n = self.y.shape[0]
@@ -201,12 +201,12 @@ class Problem:
         return columns.apply(Col2Im(size=(height, width), last=True, **self.geometry))
 
     def image(self, rows: Value, like: Tensor) -> Value:
-        """Pixels as rows, as images of the sizes of `like` with their channels last."""
+        """A matrix with a row per pixel as channels-last images of the sizes of `like`."""
         n, c, h, w = like.shape
         return rows.view((n, h, w, c)).permute((0, 3, 1, 2))
 
     def filter(self, matrix: Value, wanted: Tensor) -> Value:
-        """[K, C * kernel] as a weight: in row-major order, unless outside of the graph another one is expected."""
+        """[K, C * kernel] as a weight: row-major, unless another order is expected outside the graph."""
         if same_memory(self.weight.shape, None, LAST) and wanted.order is not None:
             k, c, h, w = self.weight.shape
             return matrix.view((k, h, w, c)).permute((0, 3, 1, 2))
@@ -222,7 +222,7 @@ class Problem:
 
 
 def _of_images(op: Geometry) -> Geometry:
-    """A convolution of sequences as one of images of one row."""
+    """A convolution of sequences as one of single-row images."""
     options: dict[str, Any] = {"stride": (1, *op.stride), "padding": (0, *op.padding), "dilation": (1, *op.dilation)}
     options["output_padding"] = (0, *op.output_padding)
     for name in ("input_shape", "weight_shape"):
@@ -232,7 +232,7 @@ def _of_images(op: Geometry) -> Geometry:
 
 
 def _row(sequence: Tensor) -> Tensor:
-    """The type of sequences, or of a filter, as images of one row, which lie in memory like it."""
+    """The type of sequences, or of a filter, as single-row images with the same memory layout."""
     if sequence.rank != 3:
         return sequence
     order = LAST if sequence.order == channels_last(3) else None
@@ -241,7 +241,7 @@ def _row(sequence: Tensor) -> Tensor:
 
 
 def _as_image(x: Value) -> Value:
-    """Sequences, or a filter, as images of one row, at the same place in memory."""
+    """Sequences, or a filter, as single-row images in the same memory."""
     if len(x.shape) != 3:
         return x
     n, c, length = x.shape
@@ -251,7 +251,7 @@ def _as_image(x: Value) -> Value:
 
 
 def _as_sequence(x: Value) -> Value:
-    """Images of one row as sequences, at the same place in memory."""
+    """Single-row images as sequences in the same memory."""
     n, c, _, length = x.shape
     if x.tensor.order == LAST:
         return x.permute((0, 2, 3, 1)).view((n, length, c)).permute((0, 2, 1))
@@ -259,7 +259,7 @@ def _as_sequence(x: Value) -> Value:
 
 
 def _last(tensor: Tensor) -> bool:
-    """Whether images lie with their channels last, or as if they did."""
+    """Whether images are channels-last, or laid out as if they were."""
     return same_memory(tensor.shape, tensor.order, LAST)
 
 

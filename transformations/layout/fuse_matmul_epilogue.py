@@ -1,4 +1,4 @@
-"""FuseMatmulEpilogue: what is elementwise on the result of a packed product happens in the product's kernel."""
+"""FuseMatmulEpilogue: elementwise operators on the result of a packed matmul run in the matmul's kernel."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from daceml_train.tensor import Dim, Tensor
 
 @dataclass(frozen=True)
 class FuseMatmulEpilogue(Rewrite):
-    """Go on with a packed product's result while a tile of it is in cache.
+    """Apply elementwise operators as a packed matmul's epilogue, while a tile of its result is in cache.
 
-    x, p -> [packed product] -> t;  t, others -> [f] -> y     =>     x, p, others -> [packed product; f] -> y
+    x, p -> [packed matmul] -> t;  t, others -> [f] -> y     =>     x, p, others -> [packed matmul; f] -> y
 
-    What else is read lies as the result does, or is one number per column, or one for all. Bytes: t is neither
+    Every other operand has the result's layout, is one number per column, or is a scalar. Bytes: t is neither
     written nor read.
     """
 
@@ -32,7 +32,7 @@ class FuseMatmulEpilogue(Rewrite):
     targets = ("cpu",)
 
     def run(self, graph: Graph) -> Graph:
-        while (after := super().run(graph)) is not graph:  # what follows may be followed
+        while (after := super().run(graph)) is not graph:  # an epilogue may be extended by the next operator
             graph = after
         return graph
 
@@ -44,14 +44,14 @@ class FuseMatmulEpilogue(Rewrite):
         if not made:
             return None
         name = (fits or made)[0]
-        return {"made": name, "product": uses.producers[name], "alone": bool(fits)}
+        return {"made": name, "matmul": uses.producers[name], "alone": bool(fits)}
 
     def legality(self, match: Match) -> Iterator[tuple[bool, str]]:
-        yield match.bindings["alone"], f"%{match.bindings['made']} is read elsewhere, too"
+        yield match.bindings["alone"], f"%{match.bindings['made']} has another reader"
         yield len(match.root.outputs) == 1, f"{match.root.op.label} has {len(match.root.outputs)} results"
         yield not match.root.op.updates, f"{match.root.op.label} stores its result over an operand"
         tensors = match.uses.graph.tensors
-        kernel, inputs = _joined(match.bindings["product"], match.root)
+        kernel, inputs = _joined(match.bindings["matmul"], match.root)
         try:
             matmul_kernel(kernel, [_layout(tensors[n]) for n in inputs], [_layout(tensors[match.root.outputs[0]])])
         except Refused as refusal:
@@ -61,7 +61,7 @@ class FuseMatmulEpilogue(Rewrite):
         return -2 * match.uses.bytes(match.bindings["made"])
 
     def emit(self, match: Match, builder: Graph, values: Mapping[str, Value]) -> Iterable[Value]:
-        kernel, inputs = _joined(match.bindings["product"], match.root)
+        kernel, inputs = _joined(match.bindings["matmul"], match.root)
         return builder.emit(kernel, *(values[name] for name in inputs))
 
 

@@ -1,4 +1,4 @@
-"""FuseMatmulBias: a bias that no kernel took up is added by the product's own library call."""
+"""FuseMatmulBias: the matmul's library call adds a bias that no kernel has absorbed."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from daceml_train.transformations.intra_operator.accumulate_matmuls import Matmu
 
 @dataclass(frozen=True)
 class FuseMatmulBias(Rewrite):
-    """Add a bias in the call that multiplies, where the addition is all that happens between two library calls.
+    """Add a bias in the matmul's library call, where the addition is the only operator between two library calls.
 
         a, b -> [matmul] -> p;  p, bias[N] -> [add] -> y     =>     bias, a, b -> [matmul_add] -> y
 
-    It runs behind fusion: an addition that a kernel computes along with other things is free there.
+    The pass runs after fusion: an addition is free in a kernel that computes other operators, too.
     Bytes: p is neither written nor read.
     """
 
@@ -33,31 +33,31 @@ class FuseMatmulBias(Rewrite):
         if operands is None:
             return None
         for seen, bias in (operands, operands[::-1]):
-            product = MatmulTerm.behind(uses, seen)
-            if product is None:
+            matmul = MatmulTerm.of(uses, seen)
+            if matmul is None:
                 continue
-            shape, row = uses.graph.tensors[product.node.outputs[0]].shape, uses.graph.tensors[bias].shape
+            shape, row = uses.graph.tensors[matmul.node.outputs[0]].shape, uses.graph.tensors[bias].shape
             matrix = len(shape) == 2 and same_shape(row, shape[1:])
             if matrix and same_shape(uses.graph.tensors[seen].shape[-1:], row):
-                return {"product": product, "bias": bias}
+                return {"matmul": matmul, "bias": bias}
         return None
 
     def legality(self, match: Match) -> Iterator[tuple[bool, str]]:
-        product = match.bindings["product"]
-        alone = product.only_reader(match.uses, match.root)
-        yield alone, f"the product %{product.node.outputs[0]} has another reader"
+        matmul = match.bindings["matmul"]
+        alone = matmul.only_reader(match.uses, match.root)
+        yield alone, f"the matmul %{matmul.node.outputs[0]} has another reader"
 
     def traffic(self, match: Match) -> Dim:
-        return -2 * match.uses.bytes(match.bindings["product"].node.outputs[0])
+        return -2 * match.uses.bytes(match.bindings["matmul"].node.outputs[0])
 
     def emit(self, match: Match, builder: Graph, values: Mapping[str, Value]) -> Iterable[Value]:
-        a, b = (values[i] for i in match.bindings["product"].node.inputs)
+        a, b = (values[i] for i in match.bindings["matmul"].node.inputs)
         (y,) = builder.emit(MatmulAdd(), values[match.bindings["bias"]], a, b)
         return (y.view(match.uses.graph.tensors[match.root.outputs[0]].shape),)
 
 
 def added(node: Node) -> tuple[str, str] | None:
-    """The two arrays that a node adds, as an operator or as a kernel of that single statement."""
+    """The two arrays that a node adds, as an operator or as a kernel with that single statement."""
     op: Operator = node.op
     inputs = node.inputs
     if isinstance(op, Kernel) and len(op.statements) == 1 and op.yields == op.statements[0].outputs and not op.updates:

@@ -1,8 +1,8 @@
-"""The cheapest assignment of one of two labels to each of many variables whose costs are pairwise: a minimum cut.
+"""The cheapest assignment of two labels to many variables with pairwise costs, as a minimum cut.
 
 Exact and near-linear in practice. Source: Greig, Porteous, Seheult, "Exact maximum a posteriori estimation for binary
-images", J. R. Statist. Soc. B 51 (1989); which costs a cut can express: Kolmogorov, Zabih, "What energy functions can
-be minimized via graph cuts?", PAMI 26 (2004).
+images", J. R. Statist. Soc. B 51 (1989); for the costs that a cut can express: Kolmogorov, Zabih, "What energy
+functions can be minimized via graph cuts?", PAMI 26 (2004).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 LARGEST = 1 << 28
-"""Capacities are 32-bit integers: finite costs are scaled so that they sum to this at most."""
+"""Capacities are 32-bit integers: finite costs are scaled so that their sum is at most this."""
 
 
 @dataclass
 class Assignment:
-    """Costs of labelling variables `True` or `False`; variables come into being when they are named."""
+    """Costs of labeling variables `True` or `False`; a variable is created when it is first named."""
 
     number: dict[Hashable, int] = field(default_factory=dict)
     edges: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class Assignment:
         self.number[_TRUE], self.number[_FALSE] = 0, 1
 
     def cost(self, variable: Hashable, label: bool, amount: float) -> None:
-        """Labelling `variable` with `label` costs `amount`."""
+        """Labeling `variable` with `label` costs `amount`."""
         if label:
             self._edge(variable, _FALSE, amount)
         else:
@@ -68,7 +68,7 @@ class Assignment:
             self.edges[key] = self.edges.get(key, 0.0) + amount
 
     def solve(self) -> tuple[dict[Hashable, bool], float]:
-        """A cheapest assignment, and its cost as far as whole units of the scale tell costs apart."""
+        """A cheapest assignment and its cost, to the precision of whole units of the scale."""
         total = sum(self.edges.values())
         unit = max(1.0, total / LARGEST)
         capacity = {key: max(1, round(amount / unit)) for key, amount in self.edges.items()}

@@ -1,4 +1,4 @@
-"""PackWeights: products and convolutions with weights that stay, by kernels of our own."""
+"""PackWeights: matmuls and convolutions with constant weights run in this package's own kernels."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ from daceml_train.tensor import (
 )
 
 WIDE = 7
-"""Columns of a depthwise filter up to which its row is in registers."""
+"""The largest number of columns of a depthwise filter whose row fits in registers."""
 
 
 @dataclass(frozen=True)
 class PackWeights(Rewrite):
-    """Multiply or convolve by a kernel of our own, with a weight laid out for it before.
+    """Run a matmul or convolution in this package's own kernel, with a weight that is packed in advance.
 
         x, w -> [convolution] -> y     =>     w -> [pack] -> p;  x, p -> [packed convolution] -> y
         a, b -> [matmul] -> y          =>     b -> [pack] -> p;  a, p -> [packed matmul] -> y
 
-    For weights that depend on parameters and buffers alone, in a graph without updates: packing is done once, and
-    `common_subexpressions` behind this pass has products with one weight share it. A bias is added behind the product,
-    where `fuse_matmul_epilogue` takes it in. Products of `fewest` columns at least, of float32, and convolutions of
-    images without groups, or with a filter for each channel; others are the library's. Convolutions of 3x3 with stride
-    1 are computed in tiles of 2x2 results (F(2x2, 3x3), https://arxiv.org/abs/1509.09308) where the result has `tiled`
-    pixels at least, and channels are whole vectors: 2.25 times fewer multiplications, with a weight that is 1.8 times
-    as large. Results then differ by some more rounding; -1 leaves that out.
+    It applies to weights that depend on parameters and buffers alone, in a graph without updates: packing runs once,
+    and a later `common_subexpressions` lets matmuls with the same weight share it. A bias is added after the matmul,
+    where `fuse_matmul_epilogue` absorbs it. The pass handles float32 matmuls of at least `fewest` columns, and
+    convolutions of images without groups or with one filter per channel; the library runs the others. 3x3 convolutions
+    with stride 1 are computed in tiles of 2x2 results (F(2x2, 3x3), https://arxiv.org/abs/1509.09308) where the result
+    has at least `tiled` pixels and the channels fill whole vectors: 2.25 times fewer multiplications, with a weight
+    1.8 times as large. Results then differ by slightly more rounding; -1 disables these tiles.
     """
 
     level = "layout"
@@ -80,19 +80,19 @@ class PackWeights(Rewrite):
             match.bindings["weight"] in uses.held,
             f"the weight %{match.bindings['weight']} may differ from call to call",
         )
-        yield x.dtype is DType.float32, f"packed products are of f32, not of {x.dtype.short}"
+        yield x.dtype is DType.float32, f"packed matmuls support f32, not {x.dtype.short}"
         if isinstance(op, Convolution):
-            yield len(op.stride) == 2, f"{op.label} of {len(op.stride)} dimensions: packed convolutions are of images"
-            yield not op.transposed, f"{op.label} that is transposed adds windows up"
+            yield len(op.stride) == 2, f"{op.label} of {len(op.stride)} dimensions: packed convolutions support images"
+            yield not op.transposed, f"a transposed {op.label} adds up windows"
             fits = op.groups == 1 or depthwise(op, weight)
             yield fits, f"{op.groups} groups of several channels, or filters with gaps or of more than {WIDE} columns"
             lies = same_memory(result.shape, result.order, channels_last(4))
-            yield lies, f"%{y} does not have its channels last"
+            yield lies, f"%{y} is not channels-last"
             there = op.groups == 1 or side_by_side(uses, match.bindings["x"])
-            yield there, f"the channels of %{match.bindings['x']} do not lie side by side"
+            yield there, f"the channels of %{match.bindings['x']} are not adjacent in memory"
         else:
             yield x.rank == 2, f"{op.label} of a batch"
-            yield getattr(op, "chunks", 1) == 1, "the product is made in parts"
+            yield getattr(op, "chunks", 1) == 1, "the matmul is computed in chunks"
         sizes = (*weight.shape, x.shape[1])
         yield (
             all(isinstance(n, int) and n > 0 for n in sizes),
@@ -103,7 +103,7 @@ class PackWeights(Rewrite):
         yield enough, f"{columns} columns are fewer than {self.fewest}"
 
     def traffic(self, match: Match) -> Dim:
-        """Packing counts, though it happens once."""
+        """Added bytes; packing counts although it runs once."""
         uses, node = match.uses, match.root
         before, after = Graph("before"), Graph("after")
         now = {
@@ -143,7 +143,7 @@ class PackWeights(Rewrite):
 
 
 def side_by_side(uses: Uses, name: str) -> bool:
-    """Whether the channels of images lie side by side in memory, none of them several times in one place."""
+    """Whether the channels of images are adjacent and distinct in memory."""
     tensor = uses.graph.tensors[name]
     while (maker := uses.producers.get(name)) is not None and is_alias(maker.op):
         if isinstance(maker.op, Expand):
@@ -153,20 +153,20 @@ def side_by_side(uses: Uses, name: str) -> bool:
 
 
 def number(size: Dim) -> int:
-    """A size that is known."""
+    """A size that is a known number."""
     assert isinstance(size, int)
     return size
 
 
 def depthwise(op: Convolution, weight: Tensor) -> bool:
-    """Whether there is a kernel for this convolution with a filter for each channel."""
+    """Whether there is a kernel for this depthwise convolution."""
     one = same(weight.shape[1], 1) and same(weight.shape[0], op.groups)
     narrow = isinstance(weight.shape[-1], int) and weight.shape[-1] <= WIDE
     return one and narrow and set(op.dilation) == {1} and len(set(op.stride)) == 1 and op.stride[0] <= 2
 
 
 def biased(made: Value, added: Sequence[Value]) -> Value:
-    """A product plus what is added to it: a bias per channel of images, else what broadcasts."""
+    """A matmul plus the operand that is added to it: a bias per channel of images, else one that broadcasts."""
     for other in added:
         channels = len(made.shape) == 4
         made = made + (other.view((1, other.shape[0], 1, 1)) if channels else other)

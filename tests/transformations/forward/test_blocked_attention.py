@@ -33,12 +33,12 @@ def test_a_scale_and_a_batch_of_any_size(golden: Golden) -> None:
         (
             HEADS.replace("7", "5"),
             ", causal=True",
-            "half of the scores of causal attention are not computed by the library",
+            "the library skips half of the scores of causal attention",
         ),
-        (HEADS + ", m: f32[5, 7]", ", %m", "the library adds masks as it computes scores"),
+        (HEADS + ", m: f32[5, 7]", ", %m", "the library adds masks while it computes scores"),
         (HEADS.replace("f32", "f64"), "", "the kernel computes in float32, not in f64"),
-        (HEADS.replace("7", "513"), "", "513 keys are more than 512: a strip of scores would leave the cache"),
-        (HEADS.replace("7", "s0"), "", "s0 keys are more than 512: a strip of scores would leave the cache"),
+        (HEADS.replace("7", "513"), "", "513 keys are more than 512: a row block of scores would exceed the cache"),
+        (HEADS.replace("7", "s0"), "", "s0 keys are more than 512: a row block of scores would exceed the cache"),
     ],
 )
 def test_the_library_keeps(heads: str, options: str, sentence: str) -> None:

@@ -1,4 +1,4 @@
-"""Products of slices with one matrix are one product, forward and backward."""
+"""Matmuls of slices with one matrix are one matmul, forward and backward."""
 
 import pytest
 
@@ -64,5 +64,5 @@ def test_refusals(old: str, new: str, sentence: str) -> None:
     assert family.refusal is not None
     assert sentence in family.refusal
     assert HoistMatmuls().run(graph) is graph
-    with pytest.raises(Refused, match="products of slices of %x with %w"):
+    with pytest.raises(Refused, match="matmuls of slices of %x with %w"):
         family.apply()

@@ -21,7 +21,7 @@ T = 6
 
 
 def heads(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v [2, 3, T, 4] as views of one product."""
+    """q, k, v [2, 3, T, 4] as views of one matmul."""
     q, k, v = x.view(2, T, 3, 3, 4).permute(2, 0, 3, 1, 4).unbind(0)
     return q, k, v
 

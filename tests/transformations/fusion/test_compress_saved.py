@@ -104,7 +104,7 @@ def test_gradients_are_off_by_what_is_documented(dtype: str, unit: float) -> Non
 
 
 def test_less_is_held() -> None:
-    """A chain of products, whose activations are all that lives: the peak falls towards a half."""
+    """A chain of matmuls, whose activations are all that lives: the peak falls towards a half."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     made = dt.training_step(model, nn.functional.mse_loss, optimizer)

@@ -184,7 +184,7 @@ def test_overlapping_slices_stay_behind() -> None:
         "%a, %b",
     )
     refusals = {m.refusal for m in SliceFirst().matches(graph)}
-    assert refusals == {"the slices of s overlap, so that elements would be computed twice"}
+    assert refusals == {"the slices of s overlap, so elements would be computed twice"}
 
 
 def test_a_whole_reader_keeps_the_slice_behind() -> None:

@@ -1,4 +1,4 @@
-"""Gradients that exist in parts: the same numbers in less memory, and why a product stays whole."""
+"""Gradients that exist in parts: the same numbers in less memory, and why a matmul stays whole."""
 
 import copy
 
@@ -121,25 +121,25 @@ def test_through_views() -> None:
 
 
 def test_refused() -> None:
-    assert refusals(updated(result="%d")) == ["%d has not one reader, its update"]
+    assert refusals(updated(result="%d")) == ["%d has other readers than its update"]
     twice = UPDATE.replace("write p", "%z = sin(%d)\nwrite p")
-    assert refusals(updated(body=twice, result="%z")) == ["%d has not one reader, its update"]
+    assert refusals(updated(body=twice, result="%z")) == ["%d has other readers than its update"]
     summed = UPDATE.replace("add(%s, %d)", "add(%s, %t)").replace(
         "%k =", '%t = reduce(%d, kind="sum", dims=(0,), keepdim=True)\n%k ='
     )
-    assert refusals(updated(body=summed)) == ["%d is read by reduce.sum, which is no update"]
+    assert refusals(updated(body=summed)) == ["%d is read by reduce.sum, which is not an update"]
     turned = UPDATE.replace("%k =", "%t = permute(%d, dims=(1, 0))\n%k =").replace("%d)\n%h", "%t)\n%h")
     square = "p: f32[8, 8], m: f32[8, 8], r: f32[8], a: f32[8, 4], b: f32[4, 8]"
-    assert refusals(updated(square, turned)) == ["%d is read by permute, which is no update"]
+    assert refusals(updated(square, turned)) == ["%d is read by permute, which is not an update"]
     unwritten = UPDATE.replace("write m <- %n\n", "")
-    assert refusals(updated(body=unwritten, result="%n")) == ["%n is not stored over an argument of the update"]
+    assert refusals(updated(body=unwritten, result="%n")) == ["%n does not replace an argument of the update in place"]
 
 
 def test_an_operand_that_the_update_overwrites() -> None:
-    """The second part's product would read what the first part's update has left."""
+    """The second part's matmul would read what the first part's update has left."""
     square = "p: f32[8, 8], m: f32[8, 8], r: f32[8], a: f32[8, 8]"
     graph = updated(square, UPDATE.replace("matmul(%a, %b)", "matmul(%a, %p)"))
-    assert refusals(graph) == ["%p is overwritten before the last part is made"]
+    assert refusals(graph) == ["%p is overwritten before the last chunk is computed"]
     assert SMALL.run(graph) is graph
 
 
@@ -152,7 +152,7 @@ def test_small_products_and_symbolic_sizes_stay_whole() -> None:
 def test_a_chain_that_breaks_is_found() -> None:
     after = SMALL.run(updated())
     after.outputs.append(next(n.outputs[0] for n in after.nodes if isinstance(n.op, Matmul)))
-    with pytest.raises(Invalid, match="it is made in parts, but %d has not one reader"):
+    with pytest.raises(Invalid, match="it is computed in chunks, but %d has not one reader"):
         verify(after)
 
 
@@ -224,7 +224,7 @@ class Tied(nn.Module):
     ids=["AdamW", "momentum"],
 )
 def test_training(optimizer) -> None:
-    """A tied table, whose gradient is a product and rows, and weights; Adam's kernels make scalars besides."""
+    """A tied table, whose gradient is a matmul and rows, and weights; Adam's kernels make scalars besides."""
     torch.manual_seed(0)
     theirs = Tied()
     ours = copy.deepcopy(theirs)
@@ -234,7 +234,7 @@ def test_training(optimizer) -> None:
 
     def watch(step: Step) -> None:
         if isinstance(step.transformation, ChunkUpdates):
-            parts.extend(n.op.parts for n in step.graph.nodes if isinstance(n.op, Matmul) and n.op.parts > 1)
+            parts.extend(n.op.chunks for n in step.graph.nodes if isinstance(n.op, Matmul) and n.op.chunks > 1)
 
     pipeline = dt.TRAINING.replace(ChunkUpdates, ChunkUpdates(part=640, min_bytes=0))
     pipeline = pipeline.replace(ReuseOperands, ReuseOperands(min_bytes=0))
@@ -256,8 +256,8 @@ def test_a_product_moves_to_its_update_if_that_frees_more_than_it_holds() -> Non
     signature = SIGNATURE + ", x: f32[1, 2], z: f32[2, 5]"
     small = updated(signature.replace("a: f32[8, 4], b: f32[4, 5]", "a: f32[8, 2], b: f32[2, 5]"), between)
     assert refusals(small) == [None]
-    at = [isinstance(n.op, Matmul) and n.op.parts > 1 for n in SMALL.run(small).nodes].index(True)
+    at = [isinstance(n.op, Matmul) and n.op.chunks > 1 for n in SMALL.run(small).nodes].index(True)
     assert SMALL.run(small).nodes[at + 1].op.updates
     large = signature.replace("a: f32[8, 4], b: f32[4, 5]", "a: f32[8, 40], b: f32[40, 5]")
-    why = "%d would be made later, and what it is made of, which is larger, would live on"
+    why = "%d would be computed later, and its larger operands would stay live until then"
     assert refusals(updated(large, between)) == [why]

@@ -26,7 +26,7 @@ ARRAY = WIDTH * ROWS * 4
 
 
 def network(depth: int = 6, dropout: bool = False) -> Graph:
-    """Layers of product, GELU and dropout with their gradients and updates, after all passes before this level."""
+    """Layers of matmul, GELU and dropout with their gradients and updates, after all passes before this level."""
     graph = Graph("network")
     seed = graph.input("seed", Tensor((), DType.int64), Role.state)
     x = graph.input("x", Tensor((ROWS, WIDTH)))
@@ -116,7 +116,7 @@ def test_refusals() -> None:
         Rematerialize(recompute=("nothing",)).run(graph)
     with pytest.raises(Invalid, match="is named in keep and in recompute"):
         Rematerialize(keep=(name,), recompute=(name,)).run(graph)
-    with pytest.raises(Invalid, match="cannot be made again: it is a result of the step"):
+    with pytest.raises(Invalid, match="cannot be rematerialized: it is a result of the step"):
         Rematerialize(recompute=(graph.outputs[0],)).run(graph)
 
 
@@ -161,7 +161,7 @@ def test_random_graphs(graph: Graph, everything: bool, share: float) -> None:
     try:
         after = options.run(graph)
     except Invalid as error:
-        assert "minimum" in str(error) or "cannot be made again" in str(error) or "no array" in str(error)
+        assert "minimum" in str(error) or "cannot be rematerialized" in str(error) or "no array" in str(error)
         return
     verify(after)
     if not everything:

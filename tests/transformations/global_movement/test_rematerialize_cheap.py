@@ -1,4 +1,4 @@
-"""Steps keep less for a little time: peaks shrink as estimated, values stay, products never run again."""
+"""Steps keep less for a little time: peaks shrink as estimated, values stay, matmuls never run again."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -33,7 +33,7 @@ def normalized(x: Value) -> Value:
 
 
 def network(depth: int = 6, dropout: bool = False, normalize: bool = False, width: int = WIDTH) -> Graph:
-    """Layers of product, GELU and more with their gradients and updates, in front of this level."""
+    """Layers of matmul, GELU and more with their gradients and updates, in front of this level."""
     graph = Graph("network")
     seed = graph.input("seed", Tensor((), DType.int64), Role.state)
     x = graph.input("x", Tensor((ROWS, width)))

@@ -75,7 +75,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, str]]] = {
         "%c",
         {},
     ),
-    "a summand of a product": (
+    "a summand of a matmul": (
         "x: f32[4, 4]",
         "%a = exp(%x)\n%p = matmul_add(%a, %x, %x)\n%b = neg(%p)\n%c = sin(%b)",
         "%c",

@@ -38,7 +38,7 @@ def test_an_order_that_cannot_be_better_stays() -> None:
 
 
 def layers(count: int, size: int = 16) -> Graph:
-    """Products whose updates stand at the end, the learning rate's cast in front of them."""
+    """Matmuls whose updates stand at the end, the learning rate's cast in front of them."""
     inputs = ", ".join(f"w{i}: f32[{size}, {size}]" for i in range(count))
     body = [f"%h{i + 1} = matmul(%h{i}, %w{i})" for i in range(count)]
     body += [f"%g{i} = matmul(%h{i}, %h{count})" for i in range(count)] + ["%rate = cast(%lr, dtype=f32)"]
@@ -48,7 +48,7 @@ def layers(count: int, size: int = 16) -> Graph:
 
 
 def test_an_update_stands_behind_the_gradient() -> None:
-    """The activations live, and one gradient at a time, in the memory of an activation that its product frees."""
+    """The activations live, and one gradient at a time, in the memory of an activation that its matmul frees."""
     before = TRAINING.only("fuse_elementwise", "update_in_place").run(layers(8))
     after = Schedule().run(before)
     array = 16 * 16 * 4

@@ -39,19 +39,19 @@ def test_through_views(golden: Golden) -> None:
 
 def test_refused_for_another_reader() -> None:
     graph = program(OPERANDS, SUM + "\n%z = neg(%p)", "%y, %z")
-    check_refused(graph, AccumulateMatmuls(), "the product %p has another reader")
+    check_refused(graph, AccumulateMatmuls(), "the matmul %p has another reader")
     (match,) = AccumulateMatmuls().matches(graph)
     with pytest.raises(Refused, match=r"accumulate_matmuls at %y = add.*another reader"):
         match.apply()
 
 
 def test_refused_for_an_output() -> None:
-    check_refused(program(OPERANDS, SUM, "%y, %p"), AccumulateMatmuls(), "the product %p has another reader")
+    check_refused(program(OPERANDS, SUM, "%y, %p"), AccumulateMatmuls(), "the matmul %p has another reader")
 
 
 def test_refused_for_itself() -> None:
     graph = program(OPERANDS, "%p = matmul(%a, %b)\n%y = add(%p, %p)", "%y")
-    check_refused(graph, AccumulateMatmuls(), "the product %p is added to itself")
+    check_refused(graph, AccumulateMatmuls(), "the matmul %p is added to itself")
 
 
 def test_refused_for_a_copy() -> None:
@@ -62,7 +62,7 @@ def test_refused_for_a_copy() -> None:
         %y = add(%t, %v)
     """
     graph = program("c: f32[2, 2, 5], a: f32[4, 3], b: f32[3, 5]", body, "%y")
-    check_refused(graph, AccumulateMatmuls(), "%t would have to be copied to view it as the product %p")
+    check_refused(graph, AccumulateMatmuls(), "%t would have to be copied to view it as the matmul %p")
 
 
 def test_a_bias_is_no_match() -> None:
@@ -73,5 +73,5 @@ def test_a_bias_is_no_match() -> None:
 def test_refused_for_a_decayed_momentum() -> None:
     body = "%p = matmul(%a, %b)\n%c = mul(%buf, %m)\n%y = add(%c, %p)"
     graph = program("a: f32[4, 3], b: f32[3, 5], buf: f32[4, 5], m: f32[]", body, "%y")
-    sentence = "%c is made by an elementwise operator for this sum alone, whose kernel can read the product %p"
+    sentence = "%c is produced by an elementwise operator for this sum alone, which can read the matmul %p"
     check_refused(graph, AccumulateMatmuls(), sentence)

@@ -74,5 +74,5 @@ def test_refused_for_itself() -> None:
 
 def test_refused_where_a_kernel_makes_the_other_summand() -> None:
     graph = program(OPERANDS, TIED.replace("%c = matmul(%a, %b)", "%p = matmul(%a, %b)\n%c = mul(%p, %p)"), "%y")
-    sentence = "%c is made by an elementwise operator for this sum alone, whose kernel can read the gradient %d"
+    sentence = "%c is produced by an elementwise operator for this sum alone, which can read the gradient %d"
     check_refused(graph, AccumulateRows(), sentence)

@@ -50,7 +50,7 @@ def test_sum_over_two_batches(golden: Golden) -> None:
 
 
 def test_gradient_of_a_shared_factor(golden: Golden) -> None:
-    """x @ w of a 3-D x: the products forward, for x and for w become matrix products."""
+    """x @ w of a 3-D x: the matmuls forward, for x and for w become matmuls."""
     graph = Graph("linear")
     batch = symbol("s0")
     x, w, g = (graph.input(n, Tensor(s)) for n, s in (("x", (batch, 4, 3)), ("w", (3, 5)), ("g", (batch, 4, 5))))
@@ -88,7 +88,7 @@ def test_matrices_that_differ_are_no_match(body: str) -> None:
 
 OPERANDS = "x: f32[2, 4, 3], g: f32[2, 4, 5]"
 REFUSED = {
-    "the product %p has another reader": (OPERANDS, SUMMED, "%y, %p"),
+    "the matmul %p has another reader": (OPERANDS, SUMMED, "%y, %p"),
     "%x is no transposed array without gaps: viewing it as one matrix would copy it": (
         "x: f32[2, 3, 4], g: f32[2, 4, 5]",
         SUMMED.replace("%t,", "%x,"),

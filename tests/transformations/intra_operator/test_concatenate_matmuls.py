@@ -1,4 +1,4 @@
-"""Chains of accumulated products become one product."""
+"""Chains of accumulated matmuls become one matmul."""
 
 from daceml_train.transformations.intra_operator.concatenate_matmuls import ConcatenateMatmuls
 from tests.transformations.checking import Golden, check_refused, check_rewrite, program
@@ -46,7 +46,7 @@ def test_few_products_stay() -> None:
 
 def test_large_factors_stay_where_they_are() -> None:
     graph = program(signature(4, m=2, k=64, n=2), chain(4, "%s0 = matmul(%a0, %b0)"), "%s3")
-    check_refused(graph, ConcatenateMatmuls(), "copying the factors of %s3 moves as many bytes as its sums")
+    check_refused(graph, ConcatenateMatmuls(), "copying the operands of %s3 moves as many bytes as its sums")
 
 
 def test_a_chain_on_a_bias_stays() -> None:

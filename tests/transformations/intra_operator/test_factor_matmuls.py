@@ -24,12 +24,12 @@ def test_a_matrix_and_its_transpose(golden: Golden) -> None:
 
 def test_refused_for_another_reader() -> None:
     graph = program(OPERANDS, BODY + "\n%z = exp(%p)", "%y, %z")
-    check_refused(graph, FactorMatmuls(), "the product %p has another reader")
+    check_refused(graph, FactorMatmuls(), "the matmul %p has another reader")
 
 
 def test_refused_where_it_moves_more() -> None:
     graph = program("a: f32[4, 90], c: f32[4, 90], b: f32[90, 2]", BODY, "%y")
-    check_refused(graph, FactorMatmuls(), "the sum of the factors would move 2096 bytes more")
+    check_refused(graph, FactorMatmuls(), "the sum of the operands would move 2096 bytes more")
 
 
 def test_products_of_different_factors_are_no_match() -> None:

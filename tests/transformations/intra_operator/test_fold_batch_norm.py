@@ -70,20 +70,20 @@ def test_product_alone() -> None:
             IMAGE.replace("var: f32[4] buffer", "var: f32[4] input"),
             CONVOLUTION,
             "%z",
-            "%var is not made of parameters alone",
+            "%var does not depend on parameters alone",
         ),
-        (IMAGE.replace("parameter", "input", 1), CONVOLUTION, "%z", "%w is not made of parameters alone"),
+        (IMAGE.replace("parameter", "input", 1), CONVOLUTION, "%z", "%w does not depend on parameters alone"),
         (
             IMAGE.replace("f32", "bf16"),
             CONVOLUTION,
             "%z",
-            "%y is of 16 bits, in which weights would be rounded once more",
+            "%y has 16-bit elements, so the weights would be rounded once more",
         ),
         (
             f"x: f32[2, 4, 5, 5], w: f32[4, 2, 3, 3] parameter, {STATISTICS}",
             f"%y = convolution(%x, %w, transposed=True, groups=2, {WINDOW})\n{NORM}",
             "%z",
-            "%y is made by a transposed convolution in groups",
+            "%y is produced by a grouped transposed convolution",
         ),
     ],
 )
@@ -94,4 +94,4 @@ def test_refused(signature: str, body: str, result: str, why: str) -> None:
 def test_statistics_that_the_graph_writes_stay() -> None:
     graph = program(IMAGE, f"%next = mul(%mean, %mean)\n{CONVOLUTION}", "%z")
     graph.write("mean", graph.value("next"))
-    check_refused(graph, FoldBatchNorm(), "%mean is not made of parameters alone")
+    check_refused(graph, FoldBatchNorm(), "%mean does not depend on parameters alone")

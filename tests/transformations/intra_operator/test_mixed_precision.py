@@ -1,4 +1,4 @@
-"""Products in bfloat16: what is rounded and what is not, and errors beside those under autocast."""
+"""Matmuls in bfloat16: what is rounded and what is not, and errors beside those under autocast."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def types(graph: Graph, kind: type) -> list[DType]:
 
 
 def near(before: Graph, after: Graph, tolerance: float) -> None:
-    """Valid, results of the same types, and as near as products of rounded factors are."""
+    """Valid, results of the same types, and as near as matmuls of rounded factors are."""
     verify(after)
     inputs = arrays(before)
     expected, given = interpret(before, inputs), interpret(after, inputs)
@@ -89,9 +89,9 @@ def test_a_product_of_a_product_is_rounded_once() -> None:
 
 
 def test_small_products_groups_and_other_types_stay() -> None:
-    product = program("x: f32[8, 8], w: f32[8, 8]", "%y = matmul(%x, %w)", "%y")
-    assert MixedPrecision(least=513).run(product) is product
-    assert MixedPrecision(least=512).run(product) is not product
+    matmul = program("x: f32[8, 8], w: f32[8, 8]", "%y = matmul(%x, %w)", "%y")
+    assert MixedPrecision(least=513).run(matmul) is matmul
+    assert MixedPrecision(least=512).run(matmul) is not matmul
     double = program("x: f64[8, 8], w: f64[8, 8]", "%y = matmul(%x, %w)", "%y")
     assert MIXED.run(double) is double
     shape = "stride=(1, 1), padding=(1, 1), dilation=(1, 1), output_padding=(0, 0)"

@@ -1,4 +1,4 @@
-"""A transposed product becomes a product of transposed factors."""
+"""A transposed matmul becomes a matmul of transposed factors."""
 
 from daceml_train.transformations.intra_operator.transpose_matmul import TransposeMatmul
 from tests.transformations.checking import Golden, check_refused, check_rewrite, program
@@ -18,4 +18,4 @@ def test_a_product_that_is_used_as_it_is_stays() -> None:
     graph = program(
         "a: f32[3, 4], b: f32[4, 5]", "%t = matmul(%a, %b)\n%y = permute(%t, dims=(1, 0))\n%z = exp(%t)", "%y, %z"
     )
-    check_refused(graph, TransposeMatmul(), "%t is also used as it is")
+    check_refused(graph, TransposeMatmul(), "%t is also used untransposed")

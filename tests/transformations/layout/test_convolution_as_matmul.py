@@ -1,4 +1,4 @@
-"""Convolutions and their gradients as products: the same numbers, the bytes promised, and why not."""
+"""Convolutions and their gradients as matmuls: the same numbers, the bytes promised, and why not."""
 
 import numpy as np
 import pytest
@@ -70,7 +70,7 @@ def saves(graph: Graph) -> bool:
 
 
 def forced(graph: Graph) -> Graph:
-    """The graph with its convolution as a product even where that moves more; the promise is still kept."""
+    """The graph with its convolution as a matmul even where that moves more; the promise is still kept."""
     (match,) = ConvolutionAsMatmul().matches(graph)
     after = ConvolutionAsMatmul().sweep(graph, {id(match.root): match})
     assert traffic(after).bytes - traffic(graph).bytes == match.traffic
@@ -109,9 +109,9 @@ def test_a_batch_of_any_size() -> None:
         (
             "x: f32[1, 64, 4, 4, 4]@02341, w: f32[64, 64, 3, 3, 3]",
             "stride=(1, 1, 1), padding=(1, 1, 1), dilation=(1, 1, 1), output_padding=(0, 0, 0)",
-            "convolution of 3 dimensions: windows are those of images or sequences",
+            "convolution of 3 dimensions: im2col supports images and sequences",
         ),
-        ("x: f32[1, 64, 4, 4]@0231, w: f32[64, 32, 3, 3]", f"{THREE}, groups=2", "2 groups would be as many products"),
+        ("x: f32[1, 64, 4, 4]@0231, w: f32[64, 32, 3, 3]", f"{THREE}, groups=2", "2 groups would be as many matmuls"),
         (
             "x: f32[1, 64, 4, 4]@0231, w: f32[64, 64, 3, 3]",
             f"{THREE}, transposed=True",
@@ -120,7 +120,7 @@ def test_a_batch_of_any_size() -> None:
         (
             "x: f64[1, 64, 4, 4]@0231, w: f64[64, 64, 3, 3]",
             THREE,
-            "the library works on f64 in loops of its own",
+            "the library runs f64 in loops of its own",
         ),
         (
             "x: f32[1, 4, 40, 40]@0231, w: f32[4, 4, 20, 20]",
@@ -130,7 +130,7 @@ def test_a_batch_of_any_size() -> None:
         (
             "x: f32[1, 64, 4, 4]@0231, w: f32[64, 64, 3, 3]@0231",
             THREE,
-            "the weight %w does not lie in row-major order, as the product needs it",
+            "the weight %w is not row-major, as the matmul requires",
         ),
         (
             "x: f32[8, 4, 20, 20]@0231, w: f32[4, 4, 3, 3]",
@@ -145,7 +145,7 @@ def test_refused(signature: str, convolution: str, sentence: str) -> None:
 
 
 def test_pytorch_is_the_judge() -> None:
-    """The gradients of the product against autograd's of the convolution, in float64."""
+    """The gradients of the matmul against autograd's of the convolution, in float64."""
     x, g, kernel, _ = CASES["apart"]
     tensors = {
         "x": torch.randn(x, dtype=torch.float64, requires_grad=True),
@@ -167,7 +167,7 @@ def test_pytorch_is_the_judge() -> None:
 def test_weight_gradients_of_sequences_that_the_library_is_slow_at(
     stride: int, length: int, wide: int, taken: bool
 ) -> None:
-    """Rows beyond the cache, or pixels skipped, make a product of one though windows are written and read."""
+    """Rows beyond the cache, or pixels skipped, make a matmul of one though windows are written and read."""
     geometry = f"stride=({stride},), padding=(1,), dilation=(1,), output_padding=(0,)"
     body = f"%y = convolution_weight_grad(%g, %x, weight_shape=(24, 16, 3), {geometry})"
     graph = program(f"g: f32[2, 24, 9]@021, x: f32[2, 16, {length}]@021", body, "%y")

@@ -32,7 +32,7 @@ def test_through_a_view(golden: Golden) -> None:
 
 def test_refused_for_another_reader() -> None:
     graph = program(OPERANDS, "%p = matmul(%a, %b)\n%y = add(%p, %bias)\n%z = exp(%p)", "%y, %z")
-    check_refused(graph, FuseMatmulBias(), "the product %p has another reader")
+    check_refused(graph, FuseMatmulBias(), "the matmul %p has another reader")
 
 
 def test_kernels_that_do_more_are_no_match() -> None:

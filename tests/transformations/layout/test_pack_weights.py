@@ -1,4 +1,4 @@
-"""Products with weights that stay, and what follows them, in one kernel: the same numbers, and why not."""
+"""Matmuls with weights that stay, and what follows them, in one kernel: the same numbers, and why not."""
 
 import re
 
@@ -67,16 +67,16 @@ REFUSED = {
     ),
     "few": ("x: f32[5, 7], w: f32[7, 4]", "%y = matmul(%x, %w)", "4 columns are fewer than 8"),
     "batch": ("x: f32[2, 5, 7], w: f32[2, 7, 8]", "%y = matmul(%x, %w)", "matmul of a batch"),
-    "double": ("x: f64[5, 7], w: f64[7, 8]", "%y = matmul(%x, %w)", "packed products are of f32, not of f64"),
+    "double": ("x: f64[5, 7], w: f64[7, 8]", "%y = matmul(%x, %w)", "packed matmuls support f32, not f64"),
     "row-major": (
         "x: f32[2, 16, 4, 3], w: f32[8, 16, 3, 3]",
         f"%y = convolution(%x, %w, {THREE})",
-        "%y does not have its channels last",
+        "%y is not channels-last",
     ),
     "channels apart": (
         "x: f32[2, 16, 4, 3], w: f32[16, 1, 3, 3]@0231",
         f"%y = convolution(%x, %w, {THREE}, groups=16)",
-        "the channels of %x do not lie side by side",
+        "the channels of %x are not adjacent in memory",
     ),
     "groups": (
         f"{IMAGES}, w: f32[16, 2, 3, 3]",
@@ -129,8 +129,8 @@ def test_a_chain_goes_into_the_kernel(golden: Golden) -> None:
 @pytest.mark.parametrize(
     ("behind", "result", "sentence"),
     [
-        ("%y = exp(%s)", "%y, %s", "%s is read elsewhere, too"),
-        ("%y = mul(%s, %s)", "%y", "%s is read elsewhere, too"),
+        ("%y = exp(%s)", "%y, %s", "%s has another reader"),
+        ("%y = mul(%s, %s)", "%y", "%s has another reader"),
         ('%r = reduce(%s, kind="sum", dims=(1,))\n%y = exp(%r)', "%y", None),
         ("%q = view(%o, shape=(32, 5))\n%t = permute(%q, dims=(1, 0))\n%y = add(%s, %t)", "%y", "another order"),
     ],
@@ -147,7 +147,7 @@ def test_what_stays_behind(behind: str, result: str, sentence: str | None) -> No
 
 
 class Block(nn.Module):
-    """All kinds of products in a row, with what follows each."""
+    """All kinds of matmuls in a row, with what follows each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def test_nan_stays_nan() -> None:
 
 
 class Joined(nn.Module):
-    """Products whose results are parts of concatenations."""
+    """Matmuls whose results are parts of concatenations."""
 
     def __init__(self) -> None:
         super().__init__()
