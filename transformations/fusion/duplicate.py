@@ -75,8 +75,8 @@ class DuplicateCheapProducers(Pass):
         return None
 
     def cone(self, grouping: Grouping, name: str, bases: set[str]) -> list[str] | None:
-        """The results of the cheap operators from arrays in memory to `name`, last first; None if they would read as many
-        bytes as they save.
+        """The results of the cheap operators from arrays in memory to `name`, last first; None if they would read as
+        many bytes as they save.
         """
         base = grouping.source(name)[0]
         tensor = grouping.tensors[base]
