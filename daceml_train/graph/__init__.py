@@ -1,6 +1,6 @@
-"""The operator graph: how it is built, shown as text, verified, interpreted and measured in bytes.
+"""The operator graph: its construction and its text form.
 
-`verify`, `traffic` and `interpret` are functions of the modules of those names; `sdfg` imports DaCe and is never
+Functions of a graph such as `verify`, `traffic` and `interpret` are in `analysis`; `sdfg` imports DaCe and is never
 imported from here.
 """
 

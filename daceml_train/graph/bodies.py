@@ -1,4 +1,4 @@
-"""Bodies of control flow as graphs, so that whatever works on graphs works inside of branches and loops."""
+"""Bodies of control flow as graphs, so functions of graphs also apply inside branches and loops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from daceml_train.tensor import Tensor
 
 
 def graph_of(body: Body, operands: Sequence[Tensor], name: str = "body") -> Graph:
-    """The graph of a body on operands of these types: its arguments are the inputs, what it yields the outputs."""
+    """The graph of a body on operands of these types: its arguments become inputs, its yields outputs."""
     graph = Graph(name)
     for argument, tensor in zip(body.arguments, operands, strict=True):
         graph.input(argument, tensor)
@@ -24,7 +24,7 @@ def graph_of(body: Body, operands: Sequence[Tensor], name: str = "body") -> Grap
 
 
 def body_of(graph: Graph) -> Body:
-    """A graph without writes as a body."""
+    """The body of a graph without writes."""
     statements = tuple(Statement(node.op, node.inputs, node.outputs) for node in graph.nodes)
     return Body(tuple(graph.inputs), statements, tuple(graph.outputs))
 

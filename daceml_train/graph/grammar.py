@@ -3,9 +3,9 @@
     names     x, layer.0_weight; any other name as a JSON string: "a b"
     types     f32[8, 2*s0 + 1], i64[], f32[8, 3, 4, 4]@0231 (with the order of its dimensions in memory)
     values    1, -2.5, inf, nan, True, None, "text", (1, 2), (1,), f32 (an element type), a type,
-              a size (s0 // 2 is written floor(s0/2)), operand(0) (the place of an operand in a fallback's arguments)
+              a size (s0 // 2 is written floor(s0/2)), operand(0) (an operand in a fallback's arguments)
 
-A size symbol whose name means something else here is written symbol("f32").
+A size symbol whose name has another meaning in this grammar is written symbol("f32").
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _LARGEST_POWER = 64
 
 # ---- writing --------------------------------------------------------------------------------------------------------
 def show_name(name: str) -> str:
-    """A name as it stands in texts: quoted where it is not plain."""
+    """A name as texts show it: quoted unless it is plain."""
     return name if _NAME.fullmatch(name) else json.dumps(name)
 
 
 class _SizePrinter(StrPrinter):  # type: ignore[misc]
-    """SymPy's notation, restricted to what `Reader.value` reads back."""
+    """SymPy's notation, restricted to forms that `Reader.value` reads back."""
 
     def _print_Symbol(self, expression: sympy.Symbol) -> str:
         name = str(expression.name)
@@ -67,11 +67,11 @@ class _SizePrinter(StrPrinter):  # type: ignore[misc]
 
     def _print_Function(self, expression: sympy.Function) -> str:
         if type(expression).__name__ not in _FUNCTIONS:
-            raise Invalid(f"a size uses {type(expression).__name__}, which graph texts do not hold: {expression!r}")
+            raise Invalid(f"a size uses {type(expression).__name__}, which graph texts cannot show: {expression!r}")
         return f"{type(expression).__name__}({', '.join(map(self._print, expression.args))})"
 
     def emptyPrinter(self, expr: Any) -> NoReturn:
-        raise Invalid(f"a size uses {type(expr).__name__}, which graph texts do not hold: {expr!r}")
+        raise Invalid(f"a size uses {type(expr).__name__}, which graph texts cannot show: {expr!r}")
 
 
 @functools.lru_cache(maxsize=65536, typed=True)
@@ -82,13 +82,13 @@ def show_size(size: Dim) -> str:
 
 @functools.lru_cache(maxsize=65536)
 def show_type(tensor: Tensor) -> str:
-    """A type, such as `f32[8, s0]`; with the order of its dimensions where they are not row-major: `f32[2, 3]@10`."""
+    """A type, such as `f32[8, s0]`; with its memory order unless that is row-major: `f32[2, 3]@10`."""
     order = "" if tensor.order is None else "@" + "".join(map(str, tensor.order))
     return f"{tensor.dtype.short}[{', '.join(map(show_size, tensor.shape))}]{order}"
 
 
 def show_value(value: Any) -> str:
-    """An attribute value. Raises `Invalid` for one that texts cannot hold."""
+    """An attribute value. Raises `Invalid` for one that texts cannot show."""
     match value:
         case None | bool() | int() if not isinstance(value, sympy.Basic):
             return repr(value)
@@ -152,12 +152,12 @@ class Reader:
 
     @property
     def kind(self) -> str:
-        """What comes next: name, number, string, sign or end."""
+        """The kind of the next token: name, number, string, sign or end."""
         return self._token.kind
 
     @property
     def text(self) -> str:
-        """The next token, as it stands in the text."""
+        """The text of the next token."""
         return self._token.text
 
     @property
@@ -166,12 +166,12 @@ class Reader:
         return self._token.line
 
     def error(self, message: str, line: int | None = None) -> Invalid:
-        """The error to raise about the text at a line; that of the next token by default."""
+        """An error about the text at a line, by default that of the next token."""
         return Invalid(message, where=f"line {line or self.line}")
 
     @contextlib.contextmanager
     def located(self, line: int | None = None) -> Iterator[None]:
-        """Errors inside name the line; whatever an operator raises on unfit attributes becomes `Invalid`."""
+        """Errors inside name the line; any exception that an operator raises on bad attributes becomes `Invalid`."""
         try:
             yield
         except DacemlError as error:
@@ -183,14 +183,14 @@ class Reader:
         return self.error(f"expected {what}, found {self.text if self.kind == 'end' else repr(self.text)}")
 
     def next(self) -> str:
-        """The next token, now read."""
+        """Read the next token."""
         text, self.comment = self.text, self._token.comment
         if self.kind != "end":
             self._token = next(self._rest)
         return text
 
     def take(self, text: str) -> bool:
-        """Whether the next token is `text`, which is then read."""
+        """Read the next token if it is `text`; whether it was."""
         if self.text != text or self.kind == "string":
             return False
         self.next()
@@ -251,14 +251,14 @@ class Reader:
             digits = self.next()
             order = tuple(int(d) for d in digits) if digits.isascii() and digits.isdigit() else ()
             if sorted(order) != list(range(len(shape))):
-                raise self.error(f"@{digits} is no order of {len(shape)} dimensions")
+                raise self.error(f"@{digits} is not an order of {len(shape)} dimensions")
         return Tensor(tuple(shape), dtype, order)
 
     def size(self) -> Dim:
         """Read a size."""
         line, value = self.line, self.value()
         if isinstance(value, bool) or not isinstance(value, int | sympy.Expr):
-            raise self.error(f"{value!r} is no size", line)
+            raise self.error(f"{value!r} is not a size", line)
         return value
 
     def value(self) -> Any:
@@ -291,7 +291,7 @@ class Reader:
             return self._power()
         value = self._signed()
         if isinstance(value, bool) or not isinstance(value, int | float | sympy.Expr):
-            raise self.error(f"{value!r} has no negative")
+            raise self.error(f"{value!r} cannot be negated")
         return -value
 
     def _power(self) -> Any:
@@ -301,13 +301,13 @@ class Reader:
         exponent = self._term(self._signed())
         base = self._term(value)
         if not exponent.is_Rational or abs(exponent) > _LARGEST_POWER or base.is_number:
-            raise self.error(f"{base}**{exponent} is no power of a size up to the {_LARGEST_POWER}th")
+            raise self.error(f"{base}**{exponent} is not a power of a size up to the {_LARGEST_POWER}th")
         return base**exponent
 
     def _term(self, value: Any) -> sympy.Expr:
-        """`value` as a part of a size."""
+        """`value` as an operand of a size expression."""
         if isinstance(value, bool) or not isinstance(value, int | float | sympy.Expr):
-            raise self.error(f"{value!r} is no number")
+            raise self.error(f"{value!r} is not a number")
         return sympy.sympify(value)
 
     def _atom(self) -> Any:
@@ -343,7 +343,7 @@ class Reader:
         return symbol(name)
 
     def _parenthesis(self) -> Any:
-        """What follows `(`: a tuple, or one value without a comma, up to `)`."""
+        """Read what follows `(`: a tuple, or one value without a comma, up to `)`."""
         items: list[Any] = []
         while not self.take(")"):
             items.append(self.value())

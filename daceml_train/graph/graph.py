@@ -1,8 +1,8 @@
 """Graph: a training step or model as operators over arrays in SSA form.
 
-Every array is written once, by one node or as an input. What a step mutates (parameters, running statistics,
-optimizer state) is a pair in `writes`: the input's name and the name of its value after the step. Nodes stand in
-topological order. `daceml_train.sdfg.convert` gives the same graph as an SDFG of library nodes and back.
+Every array is written once, by one node or as an input. State that a step mutates (parameters, running statistics,
+optimizer state) is a pair in `writes`: the input's name and the name of its value after the step. Nodes are in
+topological order. `daceml_train.sdfg.convert` converts a graph to an SDFG of library nodes and back.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Graph:
     outputs: list[str] = field(default_factory=list)
     writes: dict[str, str] = field(default_factory=dict)
     kept: int = 0
-    """How many of the last outputs are kept for a backward graph, which takes them in whatever memory order."""
+    """The number of trailing outputs that are saved for a backward graph, which accepts any memory order."""
     origin: Origin = Origin()
-    """Given to nodes emitted from here on; see `at`."""
+    """The origin of nodes emitted from now on; see `at`."""
     applied: int = field(default=0, compare=False)
-    """Matches that passes applied on the way to this graph, for those who watch a pipeline."""
+    """The number of matches that passes applied on the way to this graph, for observers of a pipeline."""
     _counter: dict[str, int] = field(default_factory=dict, repr=False)
 
     # ---- building -----------------------------------------------------------------------------------------------
     def fresh(self, base: str) -> str:
-        """A name that no array has: `base`, or `base_1`, `base_2`, ..."""
+        """An unused array name: `base`, or `base_1`, `base_2`, ..."""
         if base not in self.tensors:
             return base
         count = self._counter.get(base, 0)
@@ -63,16 +63,16 @@ class Graph:
         return Value(self, name, tensor)
 
     def emit(self, op: Operator, *operands: Value) -> tuple[Value, ...]:
-        """Append `op`; names of the results derive from its label."""
+        """Append `op`; the results are named after its label."""
         return self.append(op, tuple(v.name for v in operands))
 
     def append(
         self, op: Operator, inputs: tuple[str, ...], outputs: Sequence[str] = (), origin: Origin | None = None
     ) -> tuple[Value, ...]:
-        """Append `op` on named arrays, with chosen result names where given."""
+        """Append `op` on named arrays, with the given result names, if any."""
         for name in inputs:
             if name not in self.tensors:
-                raise Invalid(f"{op.label} reads {name!r}, which no node of graph {self.name!r} makes")
+                raise Invalid(f"{op.label} reads {name!r}, which no node of graph {self.name!r} produces")
         types = op.infer(*(self.tensors[i] for i in inputs))
         made: list[Value] = []
         for position, tensor in enumerate(types):
@@ -86,7 +86,7 @@ class Graph:
         return tuple(made)
 
     def value(self, name: str) -> Value:
-        """The array called `name`, for building on."""
+        """The array named `name`, as an operand for further nodes."""
         return Value(self, name, self.tensors[name])
 
     def output(self, *values: Value) -> None:
@@ -94,9 +94,9 @@ class Graph:
         self.outputs += [v.name for v in values]
 
     def write(self, target: str, value: Value) -> None:
-        """Declare that input `target` holds `value` after the step."""
+        """Declare that input `target` has the value `value` after the step."""
         if target not in self.inputs:
-            raise Invalid(f"{target!r} is written but is no input of graph {self.name!r}")
+            raise Invalid(f"{target!r} is written but is not an input of graph {self.name!r}")
         self.writes[target] = value.name
 
     @contextlib.contextmanager
@@ -110,7 +110,7 @@ class Graph:
 
     # ---- reading ------------------------------------------------------------------------------------------------
     def producers(self) -> dict[str, Node]:
-        """Array name -> the node that makes it (inputs are absent)."""
+        """Array name -> the node that produces it (inputs are absent)."""
         return {name: node for node in self.nodes for name in node.outputs}
 
     def readers(self) -> dict[str, list[Node]]:
@@ -147,7 +147,7 @@ class Graph:
         return other
 
     def with_inputs(self, changed: Mapping[str, Input]) -> Graph:
-        """The graph with some inputs declared anew, in another memory order: all types follow."""
+        """The graph with some inputs in another memory order; all other types are inferred again."""
         other = Graph(self.name)
         for name, entry in self.inputs.items():
             entry = changed.get(name, entry)
@@ -157,7 +157,7 @@ class Graph:
         return self.finish(other, {})
 
     def finish(self, other: Graph, names: dict[str, str]) -> Graph:
-        """Give `other` this graph's outputs and writes; `names` maps arrays of this graph to those of `other`."""
+        """Add this graph's outputs and writes to `other`; `names` maps arrays of this graph to those of `other`."""
         other.outputs, other.kept = [names.get(n, n) for n in self.outputs], self.kept
         other.writes = {target: names.get(n, n) for target, n in self.writes.items()}
         return other

@@ -1,4 +1,4 @@
-"""Leaves: a graph with every composite operator replaced by what its `lower` emits, down to operators without one."""
+"""Leaves: a graph whose composite operators are recursively replaced by the operators that their `lower` emits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from daceml_train.tensor import same_shape
 
 @dataclass(frozen=True)
 class Leaves:
-    """A graph without composites. Arrays of the original keep their names, except results of composites."""
+    """A graph without composites. Arrays keep their original names, except results of composites."""
 
     graph: Graph
     owners: list[int] = field(default_factory=list)
@@ -24,7 +24,7 @@ class Leaves:
 
 @dataclass(frozen=True, eq=False)
 class _Lowering:
-    """A builder that lowers composites on the spot. Inner arrays are called `<result of the composite>.<operator>`."""
+    """A builder that lowers composites immediately. Inner arrays are named `<result of the composite>.<operator>`."""
 
     original: Graph
     lowered: Graph
@@ -32,7 +32,7 @@ class _Lowering:
     keep: Collection[str]
 
     def emit(self, op: Operator, *operands: Value) -> tuple[Value, ...]:
-        """Append `op`, or what it lowers to."""
+        """Append `op`, or the operators that it lowers to."""
         if op.is_composite and op.label not in self.keep:
             return tuple(op.lower(self, *operands))
         count = len(op.infer(*(v.tensor for v in operands)))
@@ -49,7 +49,7 @@ class _Lowering:
 
 
 def leaves(graph: Graph, keep: Collection[str] = ()) -> Leaves:
-    """The graph of leaves, and of the composites named in `keep`.
+    """The graph with only leaves and the composites named in `keep`.
 
     Raises `Invalid` where a lowering contradicts its operator's shape rule.
     """
@@ -79,7 +79,7 @@ def _lower(
     )
     if not fits:
         raise Invalid(
-            f"{node}: the lowering makes {', '.join(map(str, given))}, the shape rule {', '.join(map(str, expected))}",
+            f"{node}: the lowering has {', '.join(map(str, given))}, the shape rule {', '.join(map(str, expected))}",
             where=str(node.origin),
         )
     return values

@@ -1,4 +1,4 @@
-"""Node and Input: what a graph is made of."""
+"""Node and Input: the elements of a graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Role(enum.Enum):
     state = "state"
     """Optimizer state or hyper-parameter, bound by the runtime."""
     saved = "saved"
-    """Kept by the forward pass for the backward pass."""
+    """Saved by the forward pass for the backward pass."""
     cotangent = "cotangent"
 
 
@@ -33,7 +33,7 @@ class Input:
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """One operator applied: names of what it reads and of what it makes."""
+    """An application of an operator: the names of its operands and results."""
 
     op: Operator
     inputs: tuple[str, ...]

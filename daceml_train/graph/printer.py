@@ -15,14 +15,14 @@ from daceml_train.ops.operator import Operator, Origin
 from daceml_train.tensor import Tensor
 
 WIDTH = 120
-"""Columns beyond which the inputs of a graph stand on lines of their own."""
+"""Line length beyond which the inputs of a graph are printed on separate lines."""
 MODULE = re.compile(r"""[^\s:"]+""")
 SOURCE = re.compile(r"""[^\s"]+:\d+""")
-"""Module paths and source lines that stand in an origin as they are; others are quoted."""
+"""Module paths and source lines that an origin shows unquoted."""
 
 
 class Program(Protocol):
-    """What the printer needs of a graph."""
+    """The parts of a graph that the printer needs."""
 
     name: str
     inputs: dict[str, Input]
@@ -33,12 +33,12 @@ class Program(Protocol):
 
 
 def show(graph: Program) -> str:
-    """The graph as text. Raises `Invalid` for an attribute that texts cannot hold."""
+    """The graph as text. Raises `Invalid` for an attribute that texts cannot show."""
     return "\n".join(_lines(graph, origins=True)) + "\n"
 
 
 def canonical_text(graph: Program) -> str:
-    """The graph as text without origins: equal for equal programs, wherever in the user's source they come from."""
+    """The graph as text without origins: equal for equal programs from any place in the user's source."""
     return "\n".join(_lines(graph, origins=False)) + "\n"
 
 
@@ -122,7 +122,7 @@ def _block(
 
 
 def text_name(op: Operator) -> str:
-    """The name under which `make` builds an operator: its class's, or its label where one class has many names."""
+    """The name under which `make` builds an operator: its class's, or its label if one class has many names."""
     return getattr(type(op), "name", None) or op.label
 
 

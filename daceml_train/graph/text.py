@@ -1,4 +1,4 @@
-"""Text: a graph as a program that people read, and back, exactly.
+"""Text: a readable form of a graph that is read back exactly.
 
     graph mlp(x: f32[8, s0] input, w: f32[16, s0] parameter "fc.weight", seen: i64[] buffer) {
       %permute: f32[s0, 16]@10 = permute(%w, dims=(1, 0))
@@ -13,7 +13,7 @@
       return %kernel
     }
 
-An attribute may be such a block too: `backward=body(x, y, g) { ...; yield %v, None }`, written on several lines.
+An attribute may be such a block, too: `backward=body(x, y, g) { ...; yield %v, None }`, written on several lines.
 Types of results may be left out; they are then inferred. A comment after an operator is its origin: the module path
 and the source line. `grammar.py` says how attribute values are written.
 """
@@ -38,9 +38,9 @@ __all__ = ["canonical_text", "parse", "parse_frame", "parse_operator", "show", "
 
 
 def parse(text: str) -> Graph:
-    """The graph that `text` shows. Raises `Invalid` naming the line where the text is malformed.
+    """Parse a graph. Raises `Invalid` naming the line where the text is malformed.
 
-    Types that the text gives are checked against the operators; nothing in a text is ever executed.
+    Types in the text are checked against the operators; nothing in a text is ever executed.
     """
     read = Reader(text)
     try:
@@ -52,7 +52,7 @@ def parse(text: str) -> Graph:
 
 
 def parse_operator(text: str) -> Operator:
-    """The operator that `show_operator` shows. Raises `Invalid` naming the line."""
+    """Parse the output of `show_operator`. Raises `Invalid` naming the line."""
     read = Reader(text)
     try:
         op, inputs = _read_call(read)
@@ -60,12 +60,12 @@ def parse_operator(text: str) -> Operator:
     except RecursionError:
         raise read.error("the text is nested too deeply") from None
     if inputs:
-        raise Invalid(f"operands stand in the text of an operator: {text!r}")
+        raise Invalid(f"the text of an operator has operands: {text!r}")
     return op
 
 
 def parse_frame(lines: Sequence[str]) -> Graph:
-    """The graph that `show_frame` shows: its inputs, outputs and writes without its operators. Raises `Invalid`."""
+    """Parse the output of `show_frame`: a graph's inputs, outputs and writes without operators. Raises `Invalid`."""
     read = Reader("\n".join(lines))
     graph = _read_signature(read)
     _read_end(read, graph, complete=False)
@@ -90,7 +90,7 @@ def _read_signature(read: Reader) -> Graph:
         read.sign(":")
         tensor, role = read.type(), read.name()
         if role not in Role.__members__:
-            raise read.error(f"{role!r} is no role of an input: {', '.join(Role.__members__)}")
+            raise read.error(f"{role!r} is not a role of an input: {', '.join(Role.__members__)}")
         entry = Input(tensor, Role[role], read.string() if read.kind == "string" else "")
         with read.located():
             graph.input(name, entry.tensor, entry.role, entry.path)
@@ -102,7 +102,7 @@ def _read_signature(read: Reader) -> Graph:
 
 
 def _read_end(read: Reader, graph: Graph, complete: bool) -> None:
-    """Read writes and outputs; `complete` if the arrays must be defined."""
+    """Read writes and outputs; with `complete`, the arrays must be defined."""
 
     def result() -> str:
         line, name = read.line, read.array()
@@ -114,7 +114,7 @@ def _read_end(read: Reader, graph: Graph, complete: bool) -> None:
         line, target = read.line, read.name()
         read.sign("<-")
         if target not in graph.inputs:
-            raise read.error(f"{target!r} is written but is no input", line)
+            raise read.error(f"{target!r} is written but is not an input", line)
         graph.writes[target] = result()
     read.word("return")
     while read.text == "%":
@@ -135,10 +135,10 @@ def _node(read: Reader, graph: Graph) -> None:
                 raise Invalid(f"{op.label} reads %{name}, which is not defined above")
         made = list(op.infer(*(graph.tensors[i] for i in inputs)))
         if len(made) != len(outputs):
-            raise Invalid(f"{op.label} makes {len(made)} arrays, not {len(outputs)}")
+            raise Invalid(f"{op.label} produces {len(made)} arrays, not {len(outputs)}")
         if types and [show_type(t) for t in types] != [show_type(t) for t in made]:
             shown, expected = (", ".join(map(show_type, t)) for t in (types, made))
-            raise Invalid(f"{op.label} makes {expected}, not {shown}")
+            raise Invalid(f"{op.label} produces {expected}, not {shown}")
         for name, tensor in zip(outputs, made, strict=True):
             if name in graph.tensors:
                 raise Invalid(f"%{name} is written twice")
@@ -172,7 +172,7 @@ def _read_call(read: Reader) -> tuple[Operator, tuple[str, ...]]:
     while not read.take(")"):
         if read.text == "%":
             if attributes:
-                raise read.error("operands stand before attributes")
+                raise read.error("operands must precede attributes")
             inputs.append(read.array())
         else:
             key = read.name()
@@ -198,7 +198,7 @@ def _read_kernel(read: Reader) -> tuple[Kernel, tuple[str, ...]]:
         if read.take("over"):
             line, target = read.line, read.array()
             if target not in arguments:
-                raise read.error(f"%{target} is no argument of the kernel", line)
+                raise read.error(f"%{target} is not an argument of the kernel", line)
             updates.append((len(yields) - 1, arguments.index(target)))
         if not read.take(","):
             break
@@ -223,7 +223,7 @@ def _read_body(read: Reader) -> Body:
 
 
 def _read_arguments(read: Reader) -> tuple[list[str], list[str]]:
-    """Read names of arguments and, where they stand, operands, up to `{`."""
+    """Read names of arguments and, if present, operands, up to `{`."""
     arguments: list[str] = []
     inputs: list[str] = []
     while not read.take(")"):
@@ -234,7 +234,7 @@ def _read_arguments(read: Reader) -> tuple[list[str], list[str]]:
             read.sign(")")
             break
     if inputs and len(inputs) != len(arguments):
-        raise read.error("every argument is given an operand, or none is")
+        raise read.error("either every argument has an operand, or none has")
     read.sign("{")
     return arguments, inputs
 
@@ -246,7 +246,7 @@ def _read_statements(read: Reader) -> tuple[Statement, ...]:
         line = read.line
         outputs, types = _read_left(read)
         if types:
-            raise read.error("a body states no types", line)
+            raise read.error("a body has no types", line)
         op, operands = _read_call(read)
         statements.append(Statement(op, operands, outputs))
     return tuple(statements)
@@ -262,5 +262,5 @@ def _read_origin(comment: str) -> Origin:
     words = comment.split(" ")
     source = words.pop() if SOURCE.fullmatch(words[-1]) else ""
     if words and (len(words) > 1 or not MODULE.fullmatch(words[0])):
-        return Origin()  # a remark, no origin
+        return Origin()  # a comment that is no origin
     return Origin(words[0] if words else "", source)

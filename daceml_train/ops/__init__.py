@@ -1,6 +1,6 @@
-"""Operators: one file per family, where each says its signature, shapes, lowering, derivative and cost.
+"""Operators: one file per family, which defines each operator's signature, shapes, lowering, derivative and cost.
 
-Importing this package makes every operator known by its name.
+Importing this package registers every operator under its name.
 """
 
 from daceml_train.ops import (

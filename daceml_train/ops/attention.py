@@ -15,7 +15,7 @@ from daceml_train.tensor import Dim, DType, Tensor, broadcast, same, same_shape,
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledDotProduct(Operator):
-    """What attention and its gradient share. `scale` None is 1 / sqrt(E); causal: query t sees keys 0..t."""
+    """Common base of attention and its gradient. `scale` None is 1 / sqrt(E); causal: query t sees keys 0..t."""
 
     vendor = True
     causal: bool = False
@@ -44,7 +44,7 @@ class ScaledDotProduct(Operator):
             raise Invalid(f"{self.label} expects a mask that broadcasts to {show_shape(scores)}, given {mask[0]}")
 
     def scores(self, q: Array, k: Array, mask: tuple[Array, ...]) -> Array:
-        """`scale * q k^T + mask`, -inf where a key is not seen."""
+        """`scale * q k^T + mask`, -inf where a key is masked out."""
         scale = 1 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
         s = scale * (q @ np.swapaxes(k, -1, -2)) + (mask[0] if mask else 0.0)
         return np.where(np.tri(*s.shape[-2:]) > 0, s, -np.inf) if self.causal else s
@@ -61,7 +61,7 @@ class Attention(ScaledDotProduct):
     """`softmax(scale * q k^T + mask) v`: q [B, H, T, E], k, v [B, H, S, E], an optional mask [T, S] or [B, H, T, S].
 
     Sizes of the mask may be 1. Results: y like q, and logsumexp [B, H, T] of the scores, float32 for 16-bit q. A row
-    that sees no key gives zeros, and logsumexp 0.
+    without visible keys produces zeros, and logsumexp 0.
     """
 
     name = "attention"
@@ -103,7 +103,7 @@ class Attention(ScaledDotProduct):
     def mask_gradient(
         self, b: Builder, q: Value, k: Value, v: Value, m: Value, y: Value, logsumexp: Value, g: Value
     ) -> Value:
-        """`p (g v^T - rowsum(g y))` with p the softmax: it holds the T x S matrix, and is dropped if nobody asks."""
+        """`p (g v^T - rowsum(g y))` with p the softmax: a T x S matrix, which is dead code if it has no reader."""
         flat = {
             name: t.view((simplify(t.shape[0] * t.shape[1]), *t.shape[2:]))
             for name, t in zip("qkvg", (q, k, v, g), strict=True)
@@ -126,7 +126,7 @@ def _index(b: Builder, size: Dim, dim: int) -> Value:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionGrad(ScaledDotProduct):
-    """The gradients of `attention` for q, k and v, from the cotangent of y. It has no derivative itself."""
+    """The gradients of `attention` for q, k and v, from the cotangent of y. It has no derivative of its own."""
 
     name = "attention_grad"
     operands = ("grad", "q", "k", "v", "y", "logsumexp", "*mask")

@@ -1,4 +1,4 @@
-"""Contractions: matrix products, run by a BLAS."""
+"""Contractions: matmuls, which BLAS runs."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Matmul(Operator):
 
 @dataclass(frozen=True)
 class MatmulAdd(Operator):
-    """`c + a @ b` in one call; `c` has the product's shape, or is one row [N] that is added to every row of it.
+    """`c + a @ b` in one call; `c` has the result's shape, or is one row [N] that is added to every row.
 
-    Made by passes only: an accumulated product, or a product with its bias.
+    Only passes emit it: an accumulated matmul, or a matmul with its bias.
     """
 
     name = "matmul_add"

@@ -1,7 +1,7 @@
 """Control flow: operators whose bodies are programs of operators: a branch, a loop over slices, a loop on a condition.
 
-A body is a small SSA program (`Body`); what it needs from around it are operands, so that a body captures nothing. Its
-types follow from the operands', and whatever comes in or goes out is row-major.
+A body is a small SSA program (`Body`); values from its surroundings are operands, so a body captures nothing. Its types
+follow from the operands', and all operands and results are row-major.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from daceml_train.tensor import Dim, DType, Tensor, same, same_shape
 
 
 class ControlFlow(Operator):
-    """Base of the operators that hold bodies. Each runs as a program of its own; see `lowering.lower`."""
+    """Base of the operators with bodies. Each body runs as a program of its own; see `lowering.lower`."""
 
     operands: ClassVar[tuple[str, ...]] = ("*xs",)
     results = ("*ys",)
@@ -43,7 +43,7 @@ class ControlFlow(Operator):
         return any(draws(s.op) for body in self.bodies for s in body.statements)
 
     def yielded(self, operands: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """Per body, the types of what it yields, row-major."""
+        """Per body, the types of its yields, row-major."""
         pairs = zip(self.bodies, self.arguments(operands), strict=True)
         return [tuple(map(dense, results(self.label, body, given))) for body, given in pairs]
 
@@ -53,17 +53,17 @@ class ControlFlow(Operator):
 
 
 def draws(op: Operator) -> bool:
-    """Whether an operator draws from PyTorch's generator, so that it is neither repeated nor left out."""
+    """Whether an operator draws from PyTorch's generator, so it must be neither repeated nor removed."""
     return isinstance(op, Aten | ControlFlow) and op.random
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The row-major type of the same sizes."""
+    """The row-major type with the same sizes."""
     return tensor if tensor.order is None else Tensor(tensor.shape, tensor.dtype)
 
 
 def body_types(label: str, body: Body, given: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The type of every value of a body. Raises `Invalid` for a body that is no program on these arguments."""
+    """The type of every value of a body. Raises `Invalid` for a body that is not a valid program on these arguments."""
     if len(given) != len(body.arguments):
         raise Invalid(f"a body of {label} takes {len(body.arguments)} values, given {len(given)}")
     types = dict(zip(body.arguments, given, strict=True))
@@ -72,20 +72,20 @@ def body_types(label: str, body: Body, given: Sequence[Tensor]) -> dict[str, Ten
     for statement in body.statements:
         for name in statement.inputs:
             if name not in types:
-                raise Invalid(f"in a body of {label}, {statement} reads {name}, which nothing before it makes")
+                raise Invalid(f"in a body of {label}, {statement} reads {name}, which nothing before it produces")
         made = statement.op.infer(*(types[i] for i in statement.inputs))
         if len(made) != len(statement.outputs) or not types.keys().isdisjoint(statement.outputs):
-            raise Invalid(f"in a body of {label}, {statement} makes {len(made)} values, or one a second time")
+            raise Invalid(f"in a body of {label}, {statement} produces {len(made)} values, or one a second time")
         types.update(zip(statement.outputs, made, strict=True))
     return types
 
 
 def results(label: str, body: Body, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The types of what a body yields."""
+    """The types of a body's yields."""
     types = body_types(label, body, given)
     for name in body.yields:
         if name is None or name not in types:
-            raise Invalid(f"a body of {label} yields {name}, which it does not make")
+            raise Invalid(f"a body of {label} yields {name}, which it does not produce")
     return tuple(types[name] for name in body.yields if name is not None)
 
 
@@ -105,7 +105,7 @@ def _shown(types: Sequence[Tensor]) -> str:
 
 @dataclass(frozen=True)
 class Cond(ControlFlow):
-    """`then` where the 0-d boolean first operand holds, else `orelse`, on the other operands. One of them runs."""
+    """`then` if the 0-d boolean first operand is true, else `orelse`, on the other operands. Only one of them runs."""
 
     name = "cond"
     operands = ("condition", "*xs")
@@ -127,18 +127,18 @@ class Cond(ControlFlow):
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
         then, orelse = self.yielded(operands)
         if len(then) != len(orelse) or not all(map(_alike, then, orelse)):
-            raise Invalid(f"one branch of cond makes {_shown(then)}, the other {_shown(orelse)}")
+            raise Invalid(f"one branch of cond returns {_shown(then)}, the other {_shown(orelse)}")
         return then
 
 
 @dataclass(frozen=True)
 class Scan(ControlFlow):
-    """A loop of `trips` steps, each on a slice of the sliced operands along their first dimension.
+    """A loop of `trips` steps; each step takes one slice of the sliced operands along their first dimension.
 
     Operands: `carried` first states, `sliced` arrays of `trips` slices, then what every step reads. The body takes the
     states, a slice of each, and the rest; it yields the next states and then values that are stacked along a new
-    first dimension. Results: the last states and the stacks. `reverse` goes from the last slice to the first; step and
-    slice keep their number.
+    first dimension. Results: the last states and the stacks. `reverse` runs from the last slice to the first; the
+    number of a step is that of its slice.
     """
 
     name = "scan"
@@ -161,7 +161,7 @@ class Scan(ControlFlow):
             raise Invalid(f"scan takes {self.carried} states and {self.sliced} arrays, given {len(operands)} operands")
         for x in slices:
             if not x.rank or not same(x.shape[0], self.trips):
-                raise Invalid(f"scan of {self.trips} steps takes an array of so many slices, given {x}")
+                raise Invalid(f"scan of {self.trips} steps takes arrays with as many slices, given {x}")
         cut = (Tensor(x.shape[1:], x.dtype) for x in slices)
         return ((*map(dense, states), *cut, *map(dense, operands[self.carried + self.sliced :])),)
 
@@ -169,7 +169,7 @@ class Scan(ControlFlow):
         (made,) = self.yielded(operands)
         states = tuple(map(dense, operands[: self.carried]))
         if len(made) < self.carried or not all(map(_alike, states, made)):
-            raise Invalid(f"scan carries {_shown(states)}, its body makes {_shown(made[: self.carried])} of it")
+            raise Invalid(f"scan carries {_shown(states)}, its body returns {_shown(made[: self.carried])}")
         return (*states, *(Tensor((self.trips, *t.shape), t.dtype) for t in made[self.carried :]))
 
     def flops(self, *operands: Tensor) -> Dim:
@@ -178,10 +178,10 @@ class Scan(ControlFlow):
 
 @dataclass(frozen=True)
 class While(ControlFlow):
-    """`body` on the first `carried` operands, its own results from then on, as long as `condition` of them holds.
+    """A loop that applies `body` to the first `carried` operands, then to its own results, while `condition` is true.
 
-    Both bodies take the states and then the other operands, which every step reads. Results: the last states. How
-    often it runs depends on data, so bytes and operations are those of one step, and it has no derivative here.
+    Both bodies take the states and then the other operands, which every step reads. Results: the last states. The
+    number of steps depends on data, so bytes and operations are those of one step, and it has no derivative.
     """
 
     name = "while"
@@ -204,8 +204,8 @@ class While(ControlFlow):
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
         asked, made = self.yielded(operands)
         if len(asked) != 1 or asked[0].dtype is not DType.bool or asked[0].rank:
-            raise Invalid(f"the condition of while makes {_shown(asked)}, not a 0-d boolean")
+            raise Invalid(f"the condition of while returns {_shown(asked)}, not a 0-d boolean")
         states = tuple(map(dense, operands[: self.carried]))
         if len(made) != self.carried or not all(map(_alike, states, made)):
-            raise Invalid(f"while carries {_shown(states)}, its body makes {_shown(made)} of it")
+            raise Invalid(f"while carries {_shown(states)}, its body returns {_shown(made)}")
         return states

@@ -1,6 +1,6 @@
 """Convolutions over any number of spatial dimensions, and the two halves of their gradient.
 
-All three are one trilinear form <grad, convolution(x, w)>, so that each is the derivative of the others.
+All three are one trilinear form <grad, convolution(x, w)>, so each is the derivative of the others.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from daceml_train.tensor import (
 
 
 def spatial_size(size: Dim, kernel: Dim, stride: int, padding: Dim, dilation: int) -> Dim:
-    """How often a window fits: `floor((size + 2 padding - dilation (kernel - 1) - 1) / stride) + 1`."""
+    """The number of windows: `floor((size + 2 padding - dilation (kernel - 1) - 1) / stride) + 1`."""
     room = simplify(size + 2 * padding - dilation * (kernel - 1) - 1)
     return room // stride + 1 if isinstance(room, int) else simplify(sympy.floor(room / stride) + 1)
 
 
 LIBRARY_TYPES = (DType.float32, DType.bfloat16, DType.float16)
-"""Element types of oneDNN's convolutions; others run in loops of ATen's own."""
+"""Element types that oneDNN's convolutions support; others run in ATen's own loops."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry(Operator):
-    """What the three operators share; tuples have one entry per spatial dimension."""
+    """Common base of the three operators; tuples have one entry per spatial dimension."""
 
     vendor = True
     stride: tuple[int, ...]
@@ -84,13 +84,13 @@ class Geometry(Operator):
         return Tensor((x.shape[0], simplify(out), *sizes), x.dtype, order)
 
     def multiply_adds(self, x: Tensor, w: Tensor) -> Dim:
-        """Twice the products of the form."""
+        """Twice the number of multiplications."""
         side = x.size if self.transposed else self.output(x, w).size
         return simplify(2 * side * product(w.shape[1:]))
 
     def reorders(self, *operands: Tensor) -> Dim:
-        """What oneDNN moves: in row-major order each array goes into its blocked layout, or comes out of it; with the
-        channels last only the weight does, after a copy with its channels last where it has them elsewhere.
+        """The bytes that oneDNN moves: row-major arrays are each reordered into its blocked layout or back; for
+        channels-last arrays only the weight is, after a channels-last copy unless it is channels-last already.
 
         Source: `aten/src/ATen/native/mkldnn/Conv.cpp` (formats `any` or `nhwc`), and the layouts that oneDNN's
         convolutions take, https://uxlfoundation.github.io/oneDNN/dev_guide_convolution.html.
@@ -108,7 +108,7 @@ class Geometry(Operator):
         return simplify((4 if again else 2) * weight.bytes)
 
     def gradient(self, grad: Array, x: Any, w: Any, want: int) -> Array:
-        """ATen's gradient of the convolution for x (0) or w (1); the array that is not read is given as a shape."""
+        """ATen's gradient of the convolution for x (0) or w (1); the array that is not read is passed as a shape."""
         import torch
 
         g, x, w = (torch.empty(a).double() if isinstance(a, tuple) else torch.as_tensor(a.copy()) for a in (grad, x, w))

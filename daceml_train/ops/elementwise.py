@@ -1,4 +1,4 @@
-"""Elementwise operators: one table. A row is an expression, its derivative per operand, and its cost.
+"""Elementwise operators: one table. A row has an expression, its derivative per operand, and its cost.
 
 Expressions are Python over the operands `a`, `b`, `c`, the result `y`, the cotangent `g`, and the functions of
 `FUNCTIONS`; they are evaluated by NumPy here and printed as C++ by `codegen.kernel.expression`. All numeric operands of
@@ -21,13 +21,13 @@ from daceml_train.tensor import Dim, DType, Shape, Tensor, broadcast, product
 
 
 def _erf(x: Array) -> Array:
-    import torch  # NumPy has no erf; torch's is accurate to the last bit in float64
+    import torch  # NumPy has no erf; torch's is exact to the last bit in float64
 
     return torch.erf(torch.as_tensor(x)).numpy()
 
 
 def _pow(a: Array, b: Array) -> Array:
-    """Of integers, a negative power is the truncated one, as in PyTorch; that of 0 is 0."""
+    """The power; a negative power of an integer is truncated, as in PyTorch, and that of 0 is 0."""
     if not np.issubdtype(np.result_type(a, b), np.integer):
         return np.asarray(np.power(a, b))
     powers = np.power(a, np.maximum(b, 0))
@@ -92,7 +92,7 @@ NaN is 0."""
 class Row:
     """One elementwise operator: `y = expression`, `gradients[i]` = cotangent of operand i.
 
-    "0" is a gradient that is zero everywhere, which PyTorch gives; None is that there is none.
+    "0" is a gradient of zeros, which PyTorch returns; None means that there is no gradient.
     """
 
     expression: str
@@ -287,7 +287,7 @@ class Elementwise(Operator):
 
 @functools.lru_cache(maxsize=1 << 16)
 def _infer(kind: str, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The shape rule of every row; remembered, since each pass asks again for every operator."""
+    """The shape rule of every row; cached, since each pass asks for every operator."""
     if len(operands) != len(TABLE[kind].operands):
         raise Invalid(f"{kind} takes {len(TABLE[kind].operands)} operands, not {len(operands)}")
     numeric = operands[1:] if kind == "where" else operands

@@ -1,4 +1,4 @@
-"""Embedding: rows of a table chosen by indices, sums of such rows, and the sum of cotangents into the rows."""
+"""Embedding: rows of a table selected by indices, sums of such rows, and the addition of cotangents to rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _check_indices(label: str, indices: Tensor) -> None:
 class Embedding(Operator):
     """`weight[indices]`: weight [R, D], indices [...] in 0..R-1, result [..., D].
 
-    The row `padding_idx` (-1: none) gets no gradient. `sparse` is that of the gradient, see `EmbeddingGrad`.
+    The row `padding_idx` (-1: none) gets no gradient. `sparse` applies to the gradient; see `EmbeddingGrad`.
     """
 
     name = "embedding"
@@ -53,7 +53,7 @@ class EmbeddingGrad(Operator):
     """The gradient of `embedding` for its table of `rows` rows: cotangents with equal index are added.
 
     `sparse` notes that PyTorch keeps this gradient as a sparse tensor; here it is a dense array, or none at all where
-    an update takes the rows straight into the table. With more than one of `chunks`, it never exists as a whole: see
+    an update adds the rows directly to the table. With more than one of `chunks`, it never exists as a whole: see
     `analysis.chunks`.
     """
 
@@ -93,7 +93,7 @@ class EmbeddingGrad(Operator):
 class EmbeddingBag(Operator):
     """Sums of equally many rows: weight [R, D], indices [B * n], offsets [B] that are 0, n, 2n, ...; result [B, D].
 
-    The library wants the offsets; that they are even is the caller's word.
+    The library requires the offsets; the caller guarantees that they are uniform.
     """
 
     name = "embedding_bag"
@@ -133,7 +133,7 @@ def _quotient(count: Dim, parts: Dim) -> Dim:
 
 @dataclass(frozen=True)
 class AddRows(Operator):
-    """A table [R, D] after `table[indices] += rows`, in which equal indices add up; rows [*indices, D].
+    """A table [R, D] after `table[indices] += rows` (index_add), where equal indices accumulate; rows [*indices, D].
 
     `in_place` stores the result over the table.
     """
@@ -145,7 +145,7 @@ class AddRows(Operator):
 
     @property
     def updates(self) -> tuple[tuple[int, int], ...]:  # type: ignore[override]
-        """The table, where the operator works in place."""
+        """The table, if the operator works in place."""
         return ((0, 0),) if self.in_place else ()
 
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:

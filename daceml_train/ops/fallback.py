@@ -1,4 +1,4 @@
-"""Fallback: any operator known to PyTorch's dispatcher, so that no model fails for want of an operator.
+"""Fallback: any operator of PyTorch's dispatcher, so no model fails because of a missing operator.
 
 Its derivative is a `Body` that the frontend attaches at capture, from PyTorch's own derivative.
 """
@@ -19,7 +19,7 @@ from daceml_train.tensor import Dim, DType, Tensor
 
 @dataclass(frozen=True)
 class Operand:
-    """Stands in `arguments` and `keywords` for the operand of that number."""
+    """Placeholder in `arguments` and `keywords` for the operand with that number."""
 
     index: int
 
@@ -40,7 +40,7 @@ class Body:
     yields: tuple[str | None, ...]
 
     def emit(self, b: Builder, arguments: tuple[Value, ...]) -> tuple[Value | None, ...]:
-        """Append the statements to `b`, on `arguments`; the yielded values."""
+        """Append the statements to `b`, applied to `arguments`; returns the yielded values."""
         if len(arguments) != len(self.arguments):
             raise Invalid(f"a derivative's body takes {len(self.arguments)} values, given {len(arguments)}")
         scope = dict(zip(self.arguments, arguments, strict=True))
@@ -56,8 +56,8 @@ class Aten(Operator):
 
     `arguments` and `keywords` (pairs of name and value) hold nested tuples of `Operand`s, numbers, strings, None,
     `DType`s and size expressions; a memory format, layout or device is given by its name as a string. `types` are the
-    results' types, with their order in memory. `random` marks an operator that draws from PyTorch's generator: it is
-    neither duplicated nor merged nor recomputed.
+    results' types, with their memory order. `random` marks an operator that draws from PyTorch's generator: it is
+    neither duplicated nor merged nor rematerialized.
     """
 
     name = "aten"
@@ -114,7 +114,7 @@ class Aten(Operator):
         return (self.backward.emit(b, (*xs, *ys, *cotangents)),)
 
     def flops(self, *operands: Tensor) -> Dim:
-        """One per element of the results: what the operator computes is not known here."""
+        """One per element of the results, since the operator's computation is unknown."""
         return sum((t.size for t in self.types), start=0)
 
 
@@ -126,7 +126,7 @@ def placeholders(value: Any) -> list[Operand]:
 
 
 def _concrete(value: Any, tensors: list[Any], label: str) -> Any:
-    """A captured argument as PyTorch takes it; floating-point types become float64, as the operands are."""
+    """A captured argument as PyTorch takes it; floating-point types become float64, as operands do."""
     import torch
 
     match value:
@@ -150,7 +150,7 @@ def _concrete(value: Any, tensors: list[Any], label: str) -> Any:
 
 
 def _flatten(results: Any) -> list[Any]:
-    """The tensors of a result, which may be one, or (nested) sequences of them."""
+    """The tensors of a result, which is a tensor or a nested sequence of tensors."""
     if isinstance(results, list | tuple):
         return [t for item in results for t in _flatten(item)]
     return [] if results is None else [results]

@@ -1,6 +1,6 @@
 """Attention as users write it, with masks and dropout, without the T x S matrix in memory.
 
-It differs from `attention` in what a row gives that sees no key: NaN, as the softmax of such a row does.
+It differs from `attention` in rows without visible keys, which produce NaN, as the softmax of such a row does.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from daceml_train.tensor import Dim, DType, Tensor, broadcast, same_shape, show_
 
 @dataclass(frozen=True, kw_only=True)
 class Masked(ScaledDotProduct):
-    """What the operator and its gradient share.
+    """Common base of the operator and its gradient.
 
-    Scores are `scale * q k^T`, changed by one mask after the other, each of which broadcasts to [B, H, T, S]: where
-    its entry in `fills` is None it is added, else it is a truth value and `fill` stands where it is true. With `p`,
-    weights are dropped as by `dropout` with this stream; the seed then stands in front of the masks.
+    Scores are `scale * q k^T`, to which masks are applied in order, each of which broadcasts to [B, H, T, S]: a mask
+    whose entry in `fills` is None is added; otherwise it is boolean, and `fill` replaces the scores where it is true.
+    With `p`, weights are dropped as by `dropout` with this stream; the seed then precedes the masks.
     """
 
     scale: float
@@ -118,7 +118,7 @@ class FusedAttention(Masked):
     def score_gradient(
         self, b: Builder, q: Value, k: Value, v: Value, rest: tuple[Value, ...], y: Value, logsumexp: Value, g: Value
     ) -> Value:
-        """The cotangent of the masked scores, [B, H, T, S]: it is dropped if no mask needs it."""
+        """The cotangent of the masked scores, [B, H, T, S]; it is dead code if no mask needs it."""
         flat = {
             name: t.view((simplify(t.shape[0] * t.shape[1]), *t.shape[2:]))
             for name, t in zip("qkvg", (q, k, v, g), strict=True)
@@ -140,7 +140,7 @@ class FusedAttention(Masked):
 
 @dataclass(frozen=True, kw_only=True)
 class FusedAttentionGrad(Masked):
-    """The gradients of `fused_attention` for q, k and v, from the cotangent of y. It has no derivative itself."""
+    """The gradients of `fused_attention` for q, k and v, from the cotangent of y. It has no derivative of its own."""
 
     name = "fused_attention_grad"
     operands = ("grad", "q", "k", "v", "y", "logsumexp", "*rest")
@@ -160,7 +160,7 @@ class FusedAttentionGrad(Masked):
         back = grad @ np.swapaxes(v, -1, -2) * kept
         change = self.scale * weights * (back - (grad * y).sum(-1, keepdims=True))
         for mask, fill in zip(rest[1:] if self.p else rest, self.fills, strict=True):
-            change = change if fill is None else np.where(mask, 0, change)  # the fill is no score
+            change = change if fill is None else np.where(mask, 0, change)  # the fill is not a score
         return change @ k, np.swapaxes(change, -1, -2) @ q, np.swapaxes(weights * kept, -1, -2) @ grad
 
     def flops(self, *operands: Tensor) -> Dim:

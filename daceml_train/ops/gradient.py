@@ -1,4 +1,4 @@
-"""Operators that say what a derivative is and compute nothing of their own: they lower to their operands or bodies."""
+"""Operators that define derivatives and compute nothing themselves: they lower to their operands or bodies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from daceml_train.tensor import Dim, Tensor, same_shape
 
 @dataclass(frozen=True)
 class Detach(Operator):
-    """`x`, through which no gradient flows: PyTorch's `detach`, and results made under `no_grad`."""
+    """`x`, through which no gradient flows: PyTorch's `detach`, and results computed under `no_grad`."""
 
     name = "detach"
     zero_gradient = True
@@ -30,7 +30,7 @@ class Detach(Operator):
 
 @dataclass(frozen=True)
 class Graft(Operator):
-    """The value `x` with the derivative of `source`: a tensor that was changed in place where gradients are off."""
+    """The value `x` with the derivative of `source`: a tensor that was changed in place under `no_grad`."""
 
     name = "graft"
     operands = ("source", "x")
@@ -76,9 +76,9 @@ class Overwrite(Operator):
 
 @dataclass(frozen=True)
 class CustomVJP(Operator):
-    """A user's `autograd.Function`: `forward` is what it computes, `backward` what the user says its derivative is.
+    """A user's `autograd.Function`: `forward` is its computation, `backward` the derivative that the user defines.
 
-    `forward` yields `count` results and then what it saves. `backward` takes the cotangents of the results (zeros
+    `forward` yields `count` results and then the saved values. `backward` takes the cotangents of the results (zeros
     where there is none) and the saved values, and yields one cotangent per operand, None where there is none.
     """
 

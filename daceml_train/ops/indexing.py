@@ -1,6 +1,6 @@
-"""Indexing by arrays: elements chosen by indices, and elements brought to indices. Each is the other's derivative.
+"""Indexing by arrays: gathering and scattering elements. Each is the derivative of the other.
 
-Indices count from the end where they are negative. They run as library calls, which check them.
+Negative indices count from the end. The operators run as library calls, which check the indices.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def zeros(b: Builder, shape: Shape, dtype: DType) -> Value:
 
 
 def indexed(x: Tensor, indices: Sequence[Tensor], dims: Sequence[int]) -> Shape:
-    """The sizes of `x` indexed along `dims`: those of the broadcast indices stand for the dimensions, by NumPy's rule.
+    """The sizes of `x` indexed along `dims`: those of the broadcast indices replace the dimensions, by NumPy's rule.
 
-    They stand where the first dimension is if the dimensions follow each other, else in front.
+    They take the position of the first dimension if the dimensions are adjacent, else they come first.
     """
     between = broadcast(*(i.shape for i in indices))
     kept = [size for d, size in enumerate(x.shape) if d not in dims]
@@ -87,9 +87,9 @@ def where(rank: int, dims: Sequence[int], indices: Sequence[Array]) -> tuple[Arr
 
 @dataclass(frozen=True)
 class IndexPut(Operator):
-    """`x` with `values` at `indices` along `dims`, in place of what is there or, to `accumulate`, added to it.
+    """`x` with `values` at `indices` along `dims`; they replace the elements or, with `accumulate`, are added to them.
 
-    The values have the sizes of `x` indexed so. Which of several values for one place is taken is not determined.
+    The values have the sizes of `x` indexed so. Which of several values for one element is taken is unspecified.
     """
 
     name = "index_put"
@@ -130,9 +130,9 @@ class IndexPut(Operator):
 
 @dataclass(frozen=True)
 class Gather(Operator):
-    """`y[i, j, k] = x[i, index[i, j, k], k]` for `dim` 1: the index says which element along `dim`.
+    """`y[i, j, k] = x[i, index[i, j, k], k]` for `dim` 1: the index selects the element along `dim`.
 
-    In the other dimensions the index may be smaller than `x`: the first elements are meant.
+    In the other dimensions the index may be smaller than `x`; it then covers the first elements.
     """
 
     name = "gather"
@@ -157,12 +157,14 @@ class Gather(Operator):
 
 
 def check_positions(label: str, x: Tensor, index: Tensor, dim: int) -> None:
-    """Raise `Invalid` unless `index` can say positions along `dim` of `x`."""
+    """Raise `Invalid` unless `index` is an index along `dim` of `x`."""
     check_indices(label, index)
     fits = index.rank == x.rank and 0 <= dim < x.rank
     rooms = [simplify(x.shape[d] - index.shape[d]) for d in range(x.rank) if d != dim] if fits else []
     if not fits or any(room < 0 if isinstance(room, int) else room.is_negative for room in rooms):
-        raise Invalid(f"{label} along {dim} of {x} expects indices no larger than it elsewhere, given {index}")
+        raise Invalid(
+            f"{label} along {dim} of {x} expects indices no larger than it in other dimensions, given {index}"
+        )
 
 
 def along(index: Array, dim: int) -> tuple[Array, ...]:
@@ -174,9 +176,9 @@ def along(index: Array, dim: int) -> tuple[Array, ...]:
 
 @dataclass(frozen=True)
 class Scatter(Operator):
-    """`x` with `y[i, index[i, j, k], k] = values[i, j, k]` for `dim` 1, or, to `accumulate`, added to what is there.
+    """`x` with `y[i, index[i, j, k], k] = values[i, j, k]` for `dim` 1, or, with `accumulate`, added there.
 
-    Which of several values for one place is taken is not determined.
+    Which of several values for one element is taken is unspecified.
     """
 
     name = "scatter"
@@ -214,9 +216,9 @@ class Scatter(Operator):
 
 @dataclass(frozen=True)
 class MaskedPut(Operator):
-    """`x` with the rows of `values` [count, rest], in order, where `mask` holds; mask [lead], x [lead, rest].
+    """`x` with the rows of `values` [count, rest], in order, where `mask` is true; mask [lead], x [lead, rest].
 
-    As many places as there are rows must be chosen; the library call raises otherwise.
+    The mask must select as many positions as there are rows; the library call raises otherwise.
     """
 
     name = "masked_put"
@@ -247,7 +249,7 @@ class MaskedPut(Operator):
 
 @dataclass(frozen=True)
 class MaskedTake(Operator):
-    """The `count` rows of `x` [lead, rest] where `mask` [lead] holds, in order; as many places must be chosen."""
+    """The `count` rows of `x` [lead, rest] where `mask` [lead] is true, in order; it must select exactly that many."""
 
     name = "masked_take"
     operands = ("x", "mask")
@@ -271,6 +273,6 @@ class MaskedTake(Operator):
 
 
 def check_mask(label: str, x: Tensor, mask: Tensor) -> None:
-    """Raise `Invalid` unless `mask` is one over the first dimensions of `x`."""
+    """Raise `Invalid` unless `mask` covers the first dimensions of `x`."""
     if mask.dtype is not DType.bool or mask.rank == 0 or not same_shape(mask.shape, x.shape[: mask.rank]):
         raise Invalid(f"{label} expects a mask over the first dimensions of {x}, given {mask}")

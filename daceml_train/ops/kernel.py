@@ -27,10 +27,10 @@ class Statement:
 
 @dataclass(frozen=True)
 class Kernel(Operator):
-    """A fusion group. `arguments` names its inputs, `yields` the values that reach memory.
+    """A fusion group. `arguments` names its inputs, `yields` the values that are stored.
 
     `updates` lists pairs (position in `yields`, position in `arguments`): that result is stored over that argument,
-    which every statement reads at the element being written only.
+    of which every statement reads only the element being written.
     """
 
     name = "kernel"
@@ -72,7 +72,7 @@ class Kernel(Operator):
 def canonical(
     arguments: Sequence[str], statements: Sequence[Statement], yields: Sequence[str]
 ) -> tuple[Kernel, dict[str, str]]:
-    """The kernel with values renamed `x0, x1, ...` and `v0, v1, ...`, and the renaming: equal bodies become equal."""
+    """The kernel with values renamed `x0, x1, ...` and `v0, v1, ...`, so equivalent bodies are equal; the renaming."""
     names = {a: f"x{i}" for i, a in enumerate(arguments)}
     for statement in statements:
         for output in statement.outputs:
@@ -84,7 +84,7 @@ def canonical(
 
 
 def described(op: Operator) -> str:
-    """The operators of a kernel, how often each, or the label of a single one."""
+    """The operators of a kernel with their counts, or the label of a single one."""
     if not isinstance(op, Kernel):
         return op.label
     counted = Counter(s.op.label for s in op.statements if s.op.label not in _SILENT)

@@ -1,4 +1,4 @@
-"""Losses as masks and sums: a class is chosen by comparing an index with the target, so nothing is gathered.
+"""Losses as masks and sums: comparing an index with the target selects a class, so nothing is gathered.
 
 In a kernel such a loss reads its logits once; the comparison costs an integer operation per element.
 """
@@ -54,13 +54,13 @@ class Classes:
         return tuple(1 if d == self.dim else size for d, size in enumerate(self.shape))
 
     def hot(self) -> Value:
-        """Where the index along the class dimension is the target's."""
+        """A mask: true where the index along the class dimension equals the target."""
         size = tuple(s if d == self.dim else 1 for d, s in enumerate(self.shape))
         (index,) = self.target.builder.emit(make("iota", shape=size, dim=self.dim, dtype=DType.int32))
         return index.compare("eq", self.target.cast(DType.int32).view(self.column))
 
     def valid(self) -> Value:
-        """Where the target is not to be ignored; in the target's shape."""
+        """A mask in the target's shape: true where the target is not ignored."""
         return self.target.compare("ne", self.ignore_index)
 
     def weights(self, class_weight: Sequence[Value], dtype: DType) -> Value:
@@ -150,9 +150,9 @@ class CrossEntropy(Operator):
     Per target: `logsumexp(x) - (1 - e) x[target] - e / C sum(x)`. Results: the loss (0-d, or like the target for
     `none`), the maximum m of a row and `normalizer = sum(exp(x - m))`, both like the target, and the 0-d number of
     targets that count. The gradient, `(softmax(x) - (1 - e) onehot - e / C) g`, reads x once, m and normalizer, C times
-    smaller: recomputing those would need two more passes over each row, storing the softmax would write and read an
-    array as large as x. One number, logsumexp, would be rounded to its own magnitude: where logits are large, all of a
-    row's probabilities would be off by the same factor, and gradients would not add up to 0.
+    smaller: rematerializing those would need two more passes over each row; storing the softmax would write and read
+    an array as large as x. One number, logsumexp, would be rounded to its own magnitude: where logits are large, all of
+    a row's probabilities would be off by the same factor, and gradients would not add up to 0.
     """
 
     name = "cross_entropy"
@@ -197,7 +197,7 @@ class CrossEntropy(Operator):
         grad_loss: Value | None,
         grad_normalizer: Value | None,
     ) -> tuple[Value | None, None]:
-        """The maximum counts as a constant: what is made of it and of the normalizer depends on logsumexp alone."""
+        """The maximum counts as a constant: functions of it and of the normalizer depend on logsumexp alone."""
         classes, x = Classes(target, logits.shape, self.ignore_index), wide(logits)
         powers, total_power = (x - maximum.view(classes.column)).unary("exp"), normalizer.view(classes.column)
         result = None

@@ -1,7 +1,7 @@
-"""Movement: the same elements at other places. View, permute, expand and slice only change how memory is indexed.
+"""Movement: operators that rearrange elements. View, permute, expand and slice only change how memory is indexed.
 
-Sizes are explicit (no -1) and dimensions non-negative, so that equal operators compare equal. `permute` carries the
-memory order along: the result aliases its operand.
+Sizes are explicit (no -1) and dimensions non-negative, so equal operators compare equal. `permute` permutes the
+memory order, too: the result aliases its operand.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Permute(Movement):
 
 @dataclass(frozen=True)
 class Reorder(Movement):
-    """`x` with its dimensions in memory in `order`, outermost first: the same values, written anew."""
+    """A copy of `x` with its dimensions in memory in `order`, outermost first."""
 
     name = "reorder"
     order: tuple[int, ...]
@@ -190,7 +190,7 @@ class Pad(Movement):
 class Concat(Movement):
     """The operands one after the other along `dim`; their other sizes and their element types are equal.
 
-    `placed` are the positions of operands that lie at their places in the result from the beginning.
+    `placed` are the positions of operands that are written in place into the result.
     """
 
     name = "concat"

@@ -1,4 +1,4 @@
-"""Normalizations: layer, batch and group norm. Each gives the statistics that its gradient reads.
+"""Normalizations: layer, batch and group norm. Each returns the statistics that its gradient reads.
 
 With x^ = (x - mean) rstd over n elements and h the cotangent of x^, the gradient for x is
 rstd (h - mean(h) - x^ mean(h x^)) (Ioffe and Szegedy, "Batch Normalization", 2015, section 3).
@@ -23,7 +23,7 @@ def check_affine(label: str, weight_bias: Sequence[Tensor], shape: Sequence[Dim]
 
 
 def statistics(b: Builder, v: Value, dims: Sequence[int], eps: float) -> tuple[Value, Value, Value, Value]:
-    """(centered, mean, rstd, biased variance) over `dims`, which stay as 1. Two passes."""
+    """(centered, mean, rstd, biased variance) over `dims`, which are kept with size 1. Two passes."""
     mean = v.mean(dims, keepdim=True)
     centered = v - mean
     variance = centered.unary("square").mean(dims, keepdim=True)
@@ -39,7 +39,7 @@ def affine(y: Value, weight_bias: Sequence[Value], shape: Sequence[Dim]) -> Valu
 
 @dataclass(frozen=True)
 class Normalized:
-    """What a normalization's gradient is made of; statistics have the reduced sizes as 1.
+    """The operands of a normalization's gradient; statistics have size 1 in the reduced dimensions.
 
     `shape` is the one in which weight and bias broadcast against the normalized values.
     """
@@ -80,7 +80,7 @@ class Normalized:
         return None if total is None else total.cast(self.x.dtype), affine_gradients
 
     def summed(self, term: Value, parameter: Value) -> Value:
-        """`term` summed over what the parameter is broadcast along."""
+        """`term` summed over the dimensions along which the parameter is broadcast."""
         lead = len(term.shape) - len(self.shape)
         dims = (*range(lead), *(d + lead for d, size in enumerate(self.shape) if same(size, 1)))
         return term.sum(dims).view(parameter.shape).cast(parameter.dtype) if dims else term.cast(parameter.dtype)
@@ -91,7 +91,7 @@ class LayerNorm(Operator):
     """`(x - mean) * rstd * weight + bias` over the last `dims` dimensions; rstd = 1 / sqrt(biased variance + eps).
 
     Operands: x, then nothing, a weight, or a weight and a bias, of the sizes of the normalized dimensions.
-    Results: y, mean and rstd; the last two have the normalized sizes as 1, and are float32 for 16-bit x.
+    Results: y, mean and rstd; the last two have size 1 in the normalized dimensions and are float32 for 16-bit x.
     """
 
     name = "layer_norm"

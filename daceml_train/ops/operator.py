@@ -1,7 +1,7 @@
-"""Operator: the one place for all that is true of an operator, and the Builder through which it emits others.
+"""Operator: the single definition of an operator's properties, and the Builder through which it emits others.
 
-An operator is a frozen dataclass whose fields are its attributes. Its methods stand in the order signature, shapes,
-lowering, VJP, cost. `Value` is a tensor in a graph being built; arithmetic on it emits elementwise operators.
+An operator is a frozen dataclass whose fields are its attributes. Its methods are in the order signature, shapes,
+lowering, VJP, cost. `Value` is a tensor in a graph under construction; arithmetic on it emits elementwise operators.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class Origin:
 
 
 class Builder(Protocol):
-    """What an operator's lowering and VJP may do: emit other operators."""
+    """The interface through which an operator's lowering and VJP emit other operators."""
 
     def emit(self, op: Operator, *operands: Value) -> tuple[Value, ...]:
-        """Append `op` on `operands`; its results as values."""
+        """Append `op` applied to `operands`; returns its results."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A tensor in a graph being built: its builder, its name there, and its type."""
+    """A tensor in a graph under construction: its builder, its name there, and its type."""
 
     builder: Builder
     name: str
@@ -112,7 +112,7 @@ class Value:
         return self._binary(kind, other)
 
     def where(self, yes: Value | float, no: Value | float) -> Value:
-        """`yes` where this boolean value holds, else `no`; at least one of them is a Value."""
+        """`yes` where this boolean value is true, else `no`; at least one of them is a Value."""
         like = yes if isinstance(yes, Value) else no
         assert isinstance(like, Value)
         a = yes if isinstance(yes, Value) else like.constant(yes)
@@ -120,7 +120,7 @@ class Value:
         return self.apply(make("where"), a, b)
 
     def cast(self, dtype: DType) -> Value:
-        """This value in another element type; itself if it has it already."""
+        """This value in another element type; itself if it already has that type."""
         return self if dtype is self.dtype else self.apply(make("cast", dtype=dtype))
 
     def reduce(self, kind: str, dims: Sequence[int], keepdim: bool = False) -> Value:
@@ -163,7 +163,7 @@ REGISTRY: dict[str, Callable[..., Operator]] = {}
 
 
 def register(name: str, constructor: Callable[..., Operator]) -> None:
-    """Make `name` known. A duplicate name raises and names both owners; a class defined again takes its own place."""
+    """Register `name`. A duplicate raises an error that names both owners; a redefined class replaces itself."""
     other = REGISTRY.get(name)
     if other is not None and owner(other) != owner(constructor):
         raise Duplicate("operator", name, owner(other), owner(constructor))
@@ -190,7 +190,7 @@ class Operator:
 
     A leaf has `evaluate` (its meaning on NumPy arrays); a composite has `lower` (its meaning as other operators).
     A subclass with a class attribute `name` registers itself under it; a *vendor* leaf runs as a library call,
-    the others inside kernels that we generate.
+    the others inside generated kernels.
     """
 
     name: ClassVar[str]
@@ -214,7 +214,7 @@ class Operator:
         return self.name
 
     def attributes(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, in order: what the text form shows."""
+        """The fields that differ from their defaults, in order, as the text form shows them."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
 
@@ -224,7 +224,7 @@ class Operator:
 
     @property
     def is_composite(self) -> bool:
-        """Whether this operator is defined by others (`lower`) rather than by `evaluate`."""
+        """Whether this operator is defined by other operators (`lower`) rather than by `evaluate`."""
         return type(self).lower is not Operator.lower
 
     def lower(self, b: Builder, *operands: Value) -> Sequence[Value]:
@@ -232,7 +232,7 @@ class Operator:
         raise NotImplementedError(f"{self.label} is a leaf")
 
     def evaluate(self, *operands: Array) -> tuple[Array, ...]:
-        """The results on NumPy arrays; floats come as float64."""
+        """The results on NumPy arrays; floats are float64."""
         raise NotImplementedError(f"{self.label} has no reference")
 
     vjp: ClassVar[Callable[..., Any] | None] = None
@@ -240,10 +240,10 @@ class Operator:
 
     `vjp(self, b, ...)`: one cotangent (or None) per operand, or a single Value for one operand.
 
-    Further parameters are named after operands, results and `grad_<result>`: they say what the backward pass reads.
-    A variadic operand arrives as a tuple and its cotangent is a tuple. `grad_<result>` is None where the result got
-    no cotangent (only operators with several results see that). Cotangents may have the broadcast shape: the reverse
-    pass sums them to the operand's.
+    Further parameters are named after operands, results and `grad_<result>`: they declare what the backward pass reads.
+    A variadic operand arrives as a tuple and its cotangent is a tuple. `grad_<result>` is None if the result has
+    no cotangent (this happens only for operators with several results). Cotangents may have the broadcast shape: the
+    reverse pass sums them to the operand's.
     """
 
     def flops(self, *operands: Tensor) -> Dim:
@@ -251,11 +251,11 @@ class Operator:
         return sum((t.size for t in self.infer(*operands)), start=0)
 
     def reorders(self, *operands: Tensor) -> Dim:
-        """Bytes that a library call moves to bring operands and results into layouts of its own and back."""
+        """Bytes that a library call moves to convert operands and results to its own layouts and back."""
         return 0
 
 
 @functools.cache
 def vjp_parameters(vjp: Callable[..., Any]) -> tuple[str, ...]:
-    """What an operator class's `vjp` reads: names of operands, results and cotangents."""
+    """The names of the operands, results and cotangents that an operator class's `vjp` reads."""
     return tuple(inspect.signature(vjp).parameters)[2:]

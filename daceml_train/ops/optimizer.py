@@ -1,7 +1,8 @@
 """Optimizer updates, in the order of operations of `torch.optim`'s single-tensor versions.
 
 Operands are the parameter, its gradient, the learning rate (0-d, float32 or float64), and the state; hyper-parameters
-other than the learning rate are attributes. What is the same for all elements is computed on 0-d float64 values.
+other than the learning rate are attributes. Quantities that are the same for all elements are computed on 0-d float64
+values.
 """
 
 from __future__ import annotations
@@ -198,12 +199,12 @@ class AdagradUpdate(Operator):
 
 
 def _directed(grad: Value, p: Value, maximize: bool, weight_decay: float) -> Value:
-    """The gradient to descend along, with the decay of the weights."""
+    """The descent direction: the gradient plus weight decay."""
     if maximize:
         grad = -grad
     return grad + p * weight_decay if weight_decay else grad
 
 
 def _lerp(start: Value, end: Value, weight: float) -> Value:
-    """`torch.lerp`: from the nearer end, so that both ends are met exactly."""
+    """`torch.lerp`: from the nearer end, so both ends are exact."""
     return start + (end - start) * weight if weight < 0.5 else end - (end - start) * (1 - weight)

@@ -1,6 +1,6 @@
 """Operators along one dimension whose elements depend on each other: running sums, sorting, the largest k, extrema.
 
-Running sums and sorting are no loop nests of ours and run as library calls; their derivatives are operators of ours.
+Running sums and sorting run as library calls, since they are not loop nests; their derivatives are generated.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CumSum(Operator):
 
 @dataclass(frozen=True)
 class Sort(Operator):
-    """The elements along `dim` in order, NaN largest, and where they were; equal ones keep theirs."""
+    """The elements along `dim` in order, NaN largest, and their indices; the sort is stable."""
 
     name = "sort"
     results = ("y", "indices")
@@ -76,7 +76,7 @@ class Sort(Operator):
 
 
 def _brought_back(b: Builder, x: Value, indices: Value, g: Value | None, dim: int) -> Value | None:
-    """Cotangents of chosen elements at the places from which they were chosen."""
+    """Cotangents of selected elements, at the positions of the elements."""
     return None if g is None else zeros(b, x.shape, x.dtype).apply(Scatter(dim, accumulate=True), indices, g)
 
 

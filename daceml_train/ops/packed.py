@@ -1,7 +1,7 @@
-"""Products and convolutions with a matrix that was laid out for them before: 32 columns side by side.
+"""Matmuls and convolutions with a matrix that was packed in advance into panels of 32 columns.
 
-They stand inside kernels only, where elementwise operators go on with their result while it is in cache. Passes make
-them for weights that stay from call to call.
+They occur only inside kernels, where elementwise operators form their epilogue while the result is in cache. Passes
+emit them for weights that do not change from call to call.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from daceml_train.ops.operator import Array, Operator, Value
 from daceml_train.tensor import Dim, Tensor, channels_last, product, same_shape, simplify
 
 PANEL = 32
-"""Columns that lie side by side."""
+"""Columns of a panel."""
 
 
 def packed(matrix: Value) -> Value:
-    """The matrix [K, N] as panels [ceil(N / 32), K, 32], zeros behind its last column; N is a number."""
+    """The matrix [K, N] as panels [ceil(N / 32), K, 32], zero-padded after its last column; N is a number."""
     depth, columns = matrix.shape
     assert isinstance(columns, int)
     missing = -columns % PANEL
@@ -59,24 +59,24 @@ def transformed_filter(weight: Value) -> Value:
 
 @dataclass(frozen=True, kw_only=True)
 class Packed(Operator):
-    """What both share: `columns` are the matrix's own, without those that fill the last panel."""
+    """Common base of both: `columns` counts the matrix's own columns, without the padding of the last panel."""
 
     columns: int
 
     def check(self, x: Tensor, panels: Tensor, depth: Dim) -> None:
-        """Raise `Invalid` unless the panels are those of a float32 matrix of so many rows."""
+        """Raise `Invalid` unless the panels are those of a float32 matrix with this number of rows."""
         wanted = (-(-self.columns // PANEL), depth, PANEL)
         if not same_shape(panels.shape, wanted) or x.dtype is not panels.dtype or not x.dtype.is_float:
             raise Invalid(f"{self.label} of {self.columns} columns expects panels {wanted}, given {x} and {panels}")
 
     def matrix(self, panels: Array) -> Array:
-        """The matrix [K, N] that lies in panels."""
+        """The matrix [K, N] that the panels store."""
         return np.moveaxis(panels, 0, 1).reshape(panels.shape[1], -1)[:, : self.columns]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedMatmul(Packed):
-    """`a @ b` for a [M, K] and b [K, N], which lies in panels [P, K, 32]."""
+    """`a @ b` for a [M, K] and b [K, N], which is stored in panels [P, K, 32]."""
 
     name = "packed_matmul"
     operands = ("a", "panels")
@@ -98,7 +98,7 @@ class PackedMatmul(Packed):
 
 @dataclass(frozen=True, kw_only=True)
 class Images(Packed):
-    """What convolutions of images share: the window; the result has its channels last."""
+    """Common base of convolutions of images: the window; the result is channels-last."""
 
     kernel: tuple[int, int]
     stride: tuple[int, int]
@@ -107,7 +107,7 @@ class Images(Packed):
 
     @property
     def plain(self) -> Convolution:
-        """The convolution of a weight that lies as users have it."""
+        """The convolution with a weight in the user's layout."""
         count = self.columns if self.groups else 1
         dilation: tuple[int, int] = getattr(self, "dilation", (1, 1))
         return Convolution(
@@ -131,7 +131,7 @@ class Images(Packed):
 class PackedConvolution(Images):
     """The convolution of images [N, C, H, W] with a weight in panels, each column its elements in the order H, W, C.
 
-    With `tiled`, it is computed in tiles of 2x2 results from the weight that `transformed_filter` makes of one of 3x3:
+    With `tiled`, it is computed in tiles of 2x2 results from the output of `transformed_filter` for a 3x3 weight:
     F(2x2, 3x3) of https://arxiv.org/abs/1509.09308.
     """
 
@@ -162,7 +162,7 @@ class PackedConvolution(Images):
 
 @dataclass(frozen=True, kw_only=True)
 class PackedDepthwise(Images):
-    """A convolution with one filter for each channel, whose weight lies as [H W, C]."""
+    """A depthwise convolution, whose weight is stored as [H W, C]."""
 
     name = "packed_depthwise"
     operands = ("x", "weight")
@@ -182,6 +182,6 @@ class PackedDepthwise(Images):
 
 
 def has_product(op: Operator) -> bool:
-    """Whether an operator is a packed product, or a kernel around one. Its result lies densely."""
+    """Whether an operator is a packed matmul or convolution, or a kernel around one. Its result is dense."""
     statements = op.statements if isinstance(op, Kernel) else ()
     return isinstance(op, Packed) or any(isinstance(s.op, Packed) for s in statements)

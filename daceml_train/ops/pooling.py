@@ -20,7 +20,7 @@ def _torch(*arrays: Array) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Window(Operator):
-    """What the four operators share; pairs are (height, width)."""
+    """Common base of the four operators; pairs are (height, width)."""
 
     vendor = True
     kernel: tuple[int, int]
@@ -29,7 +29,7 @@ class Window(Operator):
     ceil_mode: bool = False
 
     def pooled(self, x: Tensor, dilation: tuple[int, int] = (1, 1)) -> Tensor:
-        """The type of the pooled `x`: with `ceil_mode`, a last window may stick out but starts inside."""
+        """The type of the pooled `x`: with `ceil_mode`, the last window may extend beyond the end but starts inside."""
         if x.rank not in (3, 4):
             raise Invalid(f"{self.label} expects [N, C, H, W] or [C, H, W], given {x}")
         if any(2 * p > k for p, k in zip(self.padding, self.kernel, strict=True)):
@@ -79,9 +79,9 @@ class MaxPool2d(Window):
 
 @dataclass(frozen=True, kw_only=True)
 class MaxPool2dGrad(Window):
-    """The gradient of `max_pool2d` for its x of `input_shape`: cotangents added to the elements their indices name.
+    """The gradient of `max_pool2d` for its x of `input_shape`: cotangents are added to the elements at the indices.
 
-    ATen's call wants x too, as a tensor of any content.
+    ATen's call also requires x, as a tensor of arbitrary content.
     """
 
     name = "max_pool2d_grad"
@@ -151,7 +151,7 @@ class AvgPool2d(Window):
 
 @dataclass(frozen=True, kw_only=True)
 class AvgPool2dGrad(Window):
-    """The gradient of `avg_pool2d` for its x of `input_shape`, which ATen's call wants as a tensor of any content."""
+    """The gradient of `avg_pool2d` for its x of `input_shape`; ATen's call requires x with arbitrary content."""
 
     name = "avg_pool2d_grad"
     operands = ("grad",)

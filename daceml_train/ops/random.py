@@ -1,4 +1,4 @@
-"""Random numbers as a function of (seed, stream, element index): the backward pass makes them again, none is stored."""
+"""Random numbers as a function of (seed, stream, element index): recomputed in the backward pass, never stored."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Uniform(Operator):
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
         _check_seed("uniform", operands[0])
         if self.dtype not in (DType.float32, DType.float64):
-            raise Invalid(f"uniform makes f32 or f64, not {self.dtype.short}; cast the result")
+            raise Invalid(f"uniform produces f32 or f64, not {self.dtype.short}; cast the result")
         return (Tensor(self.shape, self.dtype),)
 
     def evaluate(self, *operands: Array) -> tuple[Array, ...]:

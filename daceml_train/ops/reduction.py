@@ -1,6 +1,6 @@
 """Reductions: the leaf `reduce`, and mean, variance and logsumexp in terms of it.
 
-Dimensions are given as non-negative, ascending numbers, so that equal operators compare equal.
+Dimensions are non-negative, ascending numbers, so equal operators compare equal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KINDS = ("sum", "max", "min", "prod")
 
 
 def reduced(x: Tensor, dims: Sequence[int], keepdim: bool, label: str) -> Tensor:
-    """The type of `x` reduced over `dims`. Raises `Invalid` for dimensions that `x` has not or in another form."""
+    """The type of `x` reduced over `dims`. Raises `Invalid` for dimensions that `x` lacks or in another form."""
     if list(dims) != sorted({d for d in dims if 0 <= d < x.rank}):
         raise Invalid(f"{label} expects ascending dimensions in 0..{x.rank - 1} for {x}, given {tuple(dims)}")
     if keepdim:
@@ -62,7 +62,7 @@ def wide_type(dtype: DType) -> DType:
 class Reduce(Operator):
     """`sum`, `max`, `min` or `prod` over `dims`, in the element type of `x`.
 
-    `max` and `min` keep NaN; on booleans they are `any` and `all`. Their gradient is shared evenly among ties.
+    `max` and `min` propagate NaN; on booleans they are `any` and `all`. Their gradient is split evenly among ties.
     """
 
     name = "reduce"
@@ -79,7 +79,7 @@ class Reduce(Operator):
         if self.kind not in KINDS:
             raise Invalid(f"reduce expects one of {', '.join(KINDS)}, given {self.kind!r}")
         if self.kind in ("max", "min") and 0 in [x.shape[d] for d in self.dims if d < x.rank]:
-            raise Invalid(f"{self.label} over {self.dims} of {x} has no elements to choose from")
+            raise Invalid(f"{self.label} over {self.dims} of {x} has no elements")
         return (reduced(x, self.dims, self.keepdim, self.label),)
 
     def evaluate(self, *operands: Array) -> tuple[Array, ...]:
@@ -105,7 +105,7 @@ class Reduce(Operator):
 
 
 def _others(x: Value, dims: tuple[int, ...]) -> Value:
-    """For each element, the product of the others that `prod` over `dims` multiplies it with; right at zeros.
+    """For each element, the product of the others that `prod` over `dims` multiplies it with; exact at zeros.
 
     A tree of pairwise products, downwards and back: 3n multiplications, and derivatives of every order.
     """
@@ -176,7 +176,7 @@ class Variance(Operator):
         return (reduced(x, self.dims, self.keepdim, "variance"),)
 
     def divisor(self, shape: Shape) -> Dim | float:
-        """What the sum of squares is divided by."""
+        """The divisor of the sum of squares."""
         count = product(shape[d] for d in self.dims)
         if isinstance(count, int):
             return max(0, count - self.correction)
@@ -200,7 +200,7 @@ class Variance(Operator):
 
 @dataclass(frozen=True)
 class LogSumExp(Operator):
-    """`log(sum(exp(x)))` over `dims`, stable: the maximum is taken out unless it is infinite."""
+    """`log(sum(exp(x)))` over `dims`, stable: the maximum is subtracted unless it is infinite."""
 
     name = "logsumexp"
     dims: tuple[int, ...]

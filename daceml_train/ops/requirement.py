@@ -1,4 +1,4 @@
-"""Require: what data must satisfy, checked while a program runs."""
+"""Require: a condition on data, checked while a program runs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from daceml_train.tensor import Dim, DType, Tensor
 
 @dataclass(frozen=True)
 class Require(Operator):
-    """`holds`, a 0-d truth value, which is true: the call raises with `message` otherwise.
+    """`holds`, a 0-d boolean; the call raises with `message` if it is false.
 
-    What may only be computed if it holds has to depend on the result.
+    Computations that require the condition must depend on the result.
     """
 
     name = "require"

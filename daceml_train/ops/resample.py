@@ -15,10 +15,10 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Windows(Operator):
-    """What `im2col` and `col2im` share; pairs are (height, width).
+    """Common base of `im2col` and `col2im`; pairs are (height, width).
 
-    With `last`, images have a batch, they lie with their channels last, and columns lie one behind the other, each
-    densely: the layout of a matrix with a row per window. Passes ask for it; the processor has kernels of its own.
+    With `last`, images have a batch dimension and are channels-last, and columns are stored one after the other, each
+    dense: the layout of a matrix with a row per window. Passes emit this form, for which the CPU has its own kernels.
     """
 
     vendor = True
@@ -43,7 +43,7 @@ class Windows(Operator):
         return (*x[:-3], simplify(x[-3] * product(self.kernel)), product(self.counts(x)))
 
     def counts(self, x: Shape) -> tuple[Dim, Dim]:
-        """How many windows an image [..., H, W] has below each other, and side by side."""
+        """The number of windows of an image [..., H, W], vertically and horizontally."""
         (h, w), *options = x[-2:], self.kernel, self.stride, self.padding, self.dilation
         rows, columns = ([option[d] for option in options] for d in (0, 1))
         return spatial_size(h, *rows), spatial_size(w, *columns)
@@ -79,7 +79,7 @@ class Im2Col(Windows):
 
 @dataclass(frozen=True, kw_only=True)
 class Col2Im(Windows):
-    """Columns [N, C * kernel, windows] added up at their places in images [N, C, *size]."""
+    """Columns [N, C * kernel, windows] added up at their positions in images [N, C, *size]."""
 
     name = "col2im"
     size: tuple[Dim, Dim]
@@ -115,15 +115,15 @@ MODES = {
     "linear_smooth": (None, "_upsample_bilinear2d_aa", None),
     "cubic_smooth": (None, "_upsample_bicubic2d_aa", None),
 }
-"""Mode -> PyTorch's operator for one, two and three spatial dimensions; `smooth` ones filter when they shrink."""
+"""Mode -> PyTorch's operator for one, two and three spatial dimensions; `smooth` ones are antialiased."""
 
 
 @dataclass(frozen=True)
 class Resampling(Operator):
-    """What `resample` and its adjoint share.
+    """Common base of `resample` and its adjoint.
 
-    `source` and `target` are the spatial sizes of the two grids, `scales` what the user gave per dimension as the
-    ratio of target to source, or None. `corners`: the corner elements' centres coincide rather than the edges.
+    `source` and `target` are the spatial sizes of the two grids, `scales` the user's ratio of target to source per
+    dimension, or None. `corners`: the corner elements' centres coincide rather than the edges.
     """
 
     vendor = True

@@ -12,7 +12,7 @@ from daceml_train.tensor import Dim, Tensor, simplify
 
 @dataclass(frozen=True)
 class Softmax(Operator):
-    """`exp(x) / sum(exp(x))` along `dim`; the maximum is taken out first. A row of -inf alone gives NaN."""
+    """`exp(x) / sum(exp(x))` along `dim`; the maximum is subtracted first. A row of only -inf produces NaN."""
 
     name = "softmax"
     dim: int
@@ -38,7 +38,7 @@ class Softmax(Operator):
 
 @dataclass(frozen=True)
 class LogSoftmax(Operator):
-    """`x - log(sum(exp(x)))` along `dim`; the maximum is taken out first."""
+    """`x - log(sum(exp(x)))` along `dim`; the maximum is subtracted first."""
 
     name = "log_softmax"
     dim: int

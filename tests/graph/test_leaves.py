@@ -58,5 +58,5 @@ class Liar(Operator):
 def test_a_lowering_that_contradicts_its_shape_rule_is_refused() -> None:
     graph = Graph("g")
     graph.emit(Liar(), graph.input("x", Tensor((4,))))
-    with pytest.raises(Invalid, match=r"%liar = liar\(%x\): the lowering makes f32\[4\], the shape rule f32\[7\]"):
+    with pytest.raises(Invalid, match=r"%liar = liar\(%x\): the lowering has f32\[4\], the shape rule f32\[7\]"):
         leaves(graph)

@@ -72,12 +72,12 @@ def test_bytes_of_bodies_count() -> None:
 
 
 REFUSALS = {
-    "one branch of cond makes": BRANCH.replace("yield %s", "yield %s, %s"),
+    "one branch of cond returns": BRANCH.replace("yield %s", "yield %s, %s"),
     "a 0-d boolean first": BRANCH.replace("c: b1[]", "c: f32[]"),
-    "which nothing before it makes": BRANCH.replace("sin(%a)", "sin(%z)"),
-    "which it does not make": BRANCH.replace("yield %s", "yield %z"),
+    "which nothing before it produces": BRANCH.replace("sin(%a)", "sin(%z)"),
+    "which it does not produce": BRANCH.replace("yield %s", "yield %z"),
     "takes 2 values, given 1": BRANCH.replace("cond(%c, %x, %w", "cond(%c, %x"),
-    "an array of so many slices": LOOP.replace("trips=s0", "trips=3"),
+    "arrays with as many slices": LOOP.replace("trips=s0", "trips=3"),
     "scan carries f32": LOOP.replace("yield %r, %q", "yield %b, %q"),
     "not a 0-d boolean": UNTIL.replace("yield %more", "yield %i"),
     "while carries i64": UNTIL.replace("yield %next, %t", "yield %t, %next"),

@@ -84,7 +84,7 @@ def _leaves(op: Dropout) -> list:  # type: ignore[type-arg]
 def test_errors() -> None:
     with pytest.raises(Invalid, match=r"expects a 0-d i64 seed, given i64\[1\]"):
         Uniform((2,)).infer(Tensor((1,), DType.int64))
-    with pytest.raises(Invalid, match="makes f32 or f64, not bf16"):
+    with pytest.raises(Invalid, match="produces f32 or f64, not bf16"):
         Uniform((2,), 0, DType.bfloat16).infer(Tensor((), DType.int64))
     with pytest.raises(Invalid, match=r"expects a probability, given 1.5"):
         Dropout(1.5).infer(Tensor((2,)), Tensor((), DType.int64))

@@ -114,7 +114,7 @@ def test_an_array_in_two_concatenations_has_one_place() -> None:
 @pytest.mark.parametrize(
     ("signature", "body", "result", "sentence"),
     [
-        (SIGNATURE, "%c = concat(%x, %z, dim=0, placed=(0,))", "%c", "which no kernel makes"),
+        (SIGNATURE, "%c = concat(%x, %z, dim=0, placed=(0,))", "%c", "which no kernel produces"),
         (SIGNATURE, TWO + "%c = concat(%a, %b, dim=0, placed=(0,))", "%c, %a", "which lies elsewhere, too"),
         (SIGNATURE, TWO + "%c = concat(%a, %b, dim=0, placed=(2,))", "%c", "cannot have (2,) in place"),
     ],
