@@ -91,7 +91,7 @@ def test_replay(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "no operator belongs to module '1'" in capsys.readouterr().out
     path.write_text(path.read_text()[:40])
     assert main(["replay", str(path), f"{model}:step"]) == 1
-    assert "is no JSON" in capsys.readouterr().err
+    assert "is not JSON" in capsys.readouterr().err
     assert main(["replay", str(tmp_path / "nothing.json"), f"{model}:step"]) == 1
     assert "cannot be read" in capsys.readouterr().err
 

@@ -1,1 +1,1 @@
-"""Reverse-mode differentiation of operator graphs, and the choice of what the backward pass keeps."""
+"""Reverse-mode differentiation of operator graphs, and the choice of arrays saved for the backward pass."""

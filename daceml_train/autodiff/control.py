@@ -1,7 +1,7 @@
-"""Derivatives of control flow: a branch's is the branch of the derivatives, a loop's is a loop in the other direction.
+"""Derivatives of control flow: a branch's is a branch of derivatives, a loop's is a loop in the opposite direction.
 
-What the derivative of a body needs of the body itself is computed again inside of it, from the operands and, in a
-loop, from the states before each step, which the forward loop then stacks up for it.
+The derivative of a body rematerializes the values of the body that it needs from the operands and, in a loop, from the
+states before each step, which the forward loop stacks for it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from daceml_train.ops.operator import Value
 from daceml_train.tensor import Tensor
 
 Differentiate = Callable[[Graph, Mapping[str, Value], Sequence[str]], dict[str, Value | None]]
-"""`reverse.differentiate`, which calls what is here."""
+"""The type of `reverse.differentiate`, which calls this module."""
 Cotangents = Sequence[Value | None]
 
 
 def control_cotangents(
     graph: Graph, position: int, cotangents: Cotangents, wanted: Sequence[bool], differentiate: Differentiate
 ) -> list[Value | None]:
-    """One cotangent per operand of the node at `position`, None for those that are not wanted or not reached.
+    """One cotangent per operand of the node at `position`, None for those that are not requested or not reached.
 
-    A loop's node is replaced there by one that also stacks the states which its derivative reads.
+    A loop's node is replaced by one that also stacks the states that its derivative reads.
     Raises `Unsupported` for a loop whose number of steps depends on data.
     """
     node = graph.nodes[position]
@@ -38,7 +38,7 @@ def control_cotangents(
                 return _cond(graph, node, node.op, cotangents, wanted, differentiate)
             case Scan():
                 return _scan(graph, position, node.op, cotangents, wanted, differentiate)
-    except Unsupported as error:  # operators in bodies do not know where they come from
+    except Unsupported as error:  # operators in bodies have no origin
         raise Unsupported(f"inside {node.op.label}: {error.message}", where=str(node.origin)) from error
     raise Unsupported(
         f"the derivative of {node.op.label}, whose number of steps depends on data",
@@ -57,17 +57,17 @@ def _types(graph: Graph, node: Node) -> list[Tensor]:
 
 @dataclass
 class _Derivative:
-    """A body with its derivative appended: per argument asked for, the cotangent, or None where it is not reached."""
+    """A body with its derivative appended: per requested argument, the cotangent, or None if it is not reached."""
 
     graph: Graph
     arguments: list[str]
     seeds: list[str]
-    """Inputs that hold the cotangents given."""
+    """Inputs for the given cotangents."""
     found: dict[str, Value | None]
 
 
 def _derivative(body: Graph, given: Sequence[int], wanted: Sequence[str], differentiate: Differentiate) -> _Derivative:
-    """Differentiate what `body` yields at the positions `given`, each with a cotangent that is a further input."""
+    """Differentiate the yields of `body` at the positions `given`; their cotangents are additional inputs."""
     graph, of, seeds = body.copy(), dict[str, Value](), []
     arguments = list(graph.inputs)
     for position in given:
@@ -79,14 +79,14 @@ def _derivative(body: Graph, given: Sequence[int], wanted: Sequence[str], differ
 
 
 def _pruned(graph: Graph, keep: Sequence[str]) -> Graph:
-    """The graph with the nodes that its outputs need; of its inputs, those in `keep` stay, used or not.
+    """The graph with only the nodes that its outputs need; inputs in `keep` remain even if unused.
 
-    Raises `Unsupported` where random numbers would have to be drawn a second time.
+    Raises `Unsupported` if random numbers would have to be drawn a second time.
     """
     nodes, _ = required(graph.nodes, graph.outputs)
     for node in nodes:
         if draws(node.op):
-            raise Unsupported(f"a derivative that needs the numbers of {node.op.label} again")
+            raise Unsupported(f"a derivative that needs the random numbers of {node.op.label} a second time")
     other = Graph(graph.name)
     for name in keep:
         other.input(name, graph.tensors[name])
@@ -140,7 +140,7 @@ def _scan(
     carried = [i for i in range(count) if cotangents[i] is not None]
     others = [i for i in range(count, len(names)) if wanted[i]]
     floats = [i for i in range(count) if body.tensors[names[i]].dtype.is_float]
-    while True:  # a state whose cotangent one step makes out of others has one in the step before, too
+    while True:  # a state whose cotangent depends on others in one step has a cotangent in the previous step, too
         made = _derivative(body, [*carried, *stacked], [names[i] for i in (*floats, *others)], differentiate)
         found = [i for i in floats if made.found.get(names[i]) is not None]
         more = sorted({*carried, *found})
@@ -195,7 +195,7 @@ def _scan(
 
 
 def _saving(graph: Graph, position: int, op: Scan, states: Sequence[int]) -> list[Value]:
-    """The states before each step, stacked: results that the forward loop gets for its derivative."""
+    """The stacked states before each step: results that the forward loop gets for its derivative."""
     if not states:
         return []
     node = graph.nodes[position]

@@ -1,4 +1,4 @@
-"""Pads: cotangents of slices, each zero but in its slice, that together are one concatenation."""
+"""Pads: cotangents of slices, each zero outside its slice, that together form one concatenation."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from daceml_train.tensor import Dim, same, simplify
 
 
 class Pads:
-    """The pads of a graph that grows. A sequence that is read step by step has as many cotangents of its size as
-    steps: adding them up would take the square of its length.
+    """The pads of a graph under construction. A sequence that is read step by step has one cotangent of its full size
+    per step: adding them up would take time quadratic in its length.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -21,7 +21,7 @@ class Pads:
         self.pads: dict[str, Node] = {}
 
     def joined(self, parts: Sequence[Value]) -> Sequence[Value]:
-        """Terms of a sum: those that are padded along one dimension and fill it side by side become one."""
+        """Terms of a sum, where padded terms that together fill one dimension are merged."""
         if len(parts) < 2:
             return parts
         for node in self.graph.nodes[self.seen :]:
@@ -41,7 +41,7 @@ class Pads:
         return parts
 
     def cut(self, part: Value) -> tuple[int, Dim, Dim] | None:
-        """The one dimension along which a value is padded with zeros, and the range there that is not padding."""
+        """The dimension along which a value is padded with zeros, and the range that is not padding."""
         node = self.pads.get(part.name)
         if node is None or not isinstance(node.op, Pad) or node.op.value != 0:
             return None
@@ -54,7 +54,7 @@ class Pads:
 
 
 def in_order(pieces: Sequence[tuple[Value, Dim, Dim]], size: Dim) -> list[Value] | None:
-    """The pieces (value, start, stop) from 0 to `size` without gap or overlap; None where they are no such sequence."""
+    """The pieces (value, start, stop) from 0 to `size` without gap or overlap; None if there is no such sequence."""
     starts = {start: (value, stop) for value, start, stop in pieces}
     if len(starts) < len(pieces) or len(pieces) < 2:
         return None

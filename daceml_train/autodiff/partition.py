@@ -1,8 +1,8 @@
-"""Partition: a joint forward and backward graph cut in two, with the arrays that the first keeps for the second.
+"""Partition: a joint forward and backward graph cut in two, with the arrays that the first saves for the second.
 
-What depends on a cotangent is backward. A forward value that the backward pass reads is saved if it reaches memory
-anyway (a library call reads or makes it, or it is a reduction); a cheap elementwise value is computed again from such
-values, as is what only the backward pass needs.
+Nodes that depend on a cotangent are backward. A forward value that the backward pass reads is saved if it reaches
+memory anyway (a library call reads or produces it, or it is a reduction). A cheap elementwise value is rematerialized
+from such values; values that only the backward pass needs are computed there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Halves:
     """The two programs of a differentiable call.
 
     `forward` has the joint graph's first outputs, then the saved arrays. `backward` takes, in this order, the joint
-    inputs named in `kept`, the saved arrays, and the cotangents; it gives the gradients.
+    inputs named in `kept`, the saved arrays, and the cotangents; it returns the gradients.
     """
 
     forward: Graph
@@ -48,7 +48,7 @@ def partition(joint: Graph, results: int) -> Halves:
     again = _recomputable(joint, forward_names)
 
     def absorb(name: str) -> Node | None:
-        """The node to place for an operand that is neither kept nor saved."""
+        """The node to emit for an operand that is neither kept nor saved."""
         node = makers.get(name)
         if name in tainted or (node is not None and name in again):
             return node
@@ -59,7 +59,7 @@ def partition(joint: Graph, results: int) -> Halves:
         return None
 
     def place(name: str) -> None:
-        """Place what makes `name`, behind what makes its operands."""
+        """Emit the producer of `name` after the producers of its operands."""
         root = absorb(name)
         stack = [] if root is None else [(root, iter(root.inputs))]
         while stack:
@@ -77,7 +77,7 @@ def partition(joint: Graph, results: int) -> Halves:
 
     tainted = _dependent(joint, cotangents)
     wanted = tainted & ancestors(joint.nodes, joint.outputs[results:])
-    for node in joint.nodes:  # in their order, so that what is computed again stands before its first use
+    for node in joint.nodes:  # in graph order, so rematerialized nodes precede their first use
         if not wanted.isdisjoint(node.outputs) and not forward_names.issuperset(node.outputs):
             place(node.outputs[0])
     for name in joint.outputs[results:]:
@@ -104,7 +104,7 @@ def partition(joint: Graph, results: int) -> Halves:
 
 
 def _carriers(joint: Graph, nodes: Sequence[Node], given: Sequence[str]) -> Iterator[str]:
-    """Inputs that are kept for their sizes alone: those of `nodes` that no array in `given` tells."""
+    """Inputs that are kept for their sizes alone: size symbols of `nodes` that no array in `given` determines."""
     inputs = {name: Input(joint.tensors[name], Role.saved) for name in given}
     needed = {symbol for node in nodes for symbol in symbols_of(node.op)}
     needed.update(symbol for entry in inputs.values() for symbol in entry.tensor.symbols)
@@ -117,7 +117,7 @@ def _carriers(joint: Graph, nodes: Sequence[Node], given: Sequence[str]) -> Iter
 
 
 def _recomputable(joint: Graph, forward: set[str]) -> set[str]:
-    """Forward values that are computed again: those that are free, or cheap and made from what is in memory."""
+    """Forward values to rematerialize: those that are free, or cheap and computed from arrays in memory."""
     material, written = _material(joint, forward), set(joint.writes)
     again = {name for name in joint.inputs if name not in written}
     for node in joint.nodes:
@@ -147,7 +147,7 @@ def _dependent(graph: Graph, names: Sequence[str]) -> set[str]:
 
 
 def _material(graph: Graph, forward: set[str]) -> set[str]:
-    """Forward arrays that reach memory whatever is fused: inputs, what library calls read or make, reductions."""
+    """Forward arrays that reach memory despite fusion: inputs, operands and results of library calls, reductions."""
     makers = graph.producers()
     material = set(graph.inputs) | {name for name in graph.outputs if name in forward}
     for node in graph.nodes:

@@ -1,9 +1,9 @@
 """Reverse-mode differentiation of an operator graph.
 
-Walks the operators backwards and lets each emit its VJP, so the backward pass is a graph of the same operators.
-No cotangent is built for arrays outside the paths from `wrt` to `of`; contributions at a fan-out are added, those of
-slices that fill an array side by side are concatenated; a broadcast operand's cotangent is summed here, once, for all
-operators. An operator on such a path without a derivative is an error, never a dropped gradient (Griewank & Walther,
+A walk over the operators in reverse order lets each emit its VJP, so the backward pass is a graph of the same
+operators. Arrays outside the paths from `wrt` to `of` get no cotangent. Contributions at a fan-out are added; those of
+adjacent slices that fill an array are concatenated. A broadcast operand's cotangent is summed here, once for all
+operators. An operator without a derivative on such a path is an error, never a dropped gradient (Griewank & Walther,
 Evaluating Derivatives, 2008, ch. 3).
 """
 
@@ -25,7 +25,7 @@ from daceml_train.tensor import Dim, same, same_shape, show_shape
 
 
 def sum_to(value: Value, shape: Sequence[Dim]) -> Value:
-    """Sum out what broadcasting from `shape` added; the adjoint of broadcasting."""
+    """Sum over the dimensions that broadcasting from `shape` added; the adjoint of broadcasting."""
     if same_shape(value.shape, shape):
         return value
     lead = len(value.shape) - len(shape)
@@ -36,7 +36,7 @@ def sum_to(value: Value, shape: Sequence[Dim]) -> Value:
 
 
 def active_arrays(graph: Graph, wrt: Sequence[str]) -> set[str]:
-    """Arrays through which a change of `wrt` is felt: what a gradient may have to pass."""
+    """Arrays that a change of `wrt` affects: a gradient may have to pass through them."""
     active = set(wrt)
     for node in graph.nodes:
         if passes_gradient(node.op) and not active.isdisjoint(node.inputs):
@@ -45,7 +45,7 @@ def active_arrays(graph: Graph, wrt: Sequence[str]) -> set[str]:
 
 
 def reached_arrays(graph: Graph, wrt: Sequence[str]) -> set[str]:
-    """Arrays that PyTorch's autograd connects to `wrt`, also where the gradient is zero everywhere."""
+    """Arrays that PyTorch's autograd connects to `wrt`, even if the gradient is zero everywhere."""
     reached = set(wrt)
     for node in graph.nodes:
         if not reached.isdisjoint(carrying(node)):
@@ -61,7 +61,7 @@ def passes_gradient(op: Operator) -> bool:
 
 
 def carrying(node: Node) -> Iterator[str]:
-    """The inputs that get a gradient in PyTorch if the node's outputs do, be it zero everywhere as that of rounding."""
+    """The inputs that get a gradient in PyTorch if the node's outputs do, even one of zeros, as from rounding."""
     match node.op:
         case Elementwise() as op:
             marks: Sequence[object] = op.row.gradients
@@ -77,7 +77,7 @@ def carrying(node: Node) -> Iterator[str]:
 
 
 def reaching(graph: Graph, outputs: Collection[str]) -> set[str]:
-    """The arrays that get a gradient of `outputs` in PyTorch, be it zero everywhere."""
+    """The arrays that get a gradient of `outputs` in PyTorch, even one of zeros."""
     found = set(outputs)
     for node in reversed(graph.nodes):
         if not found.isdisjoint(node.outputs):
@@ -88,8 +88,8 @@ def reaching(graph: Graph, outputs: Collection[str]) -> set[str]:
 def differentiate(graph: Graph, of: Mapping[str, Value], wrt: Sequence[str]) -> dict[str, Value | None]:
     """Append the backward pass to `graph`.
 
-    `of` gives each differentiated array its cotangent (a value of `graph`, of the array's shape); the result gives
-    each array of `wrt` its gradient: zeros where `of` depends on it through rounding only, None where not at all.
+    `of` maps each differentiated array to its cotangent (a value of `graph`, of the array's shape). The result maps
+    each array of `wrt` to its gradient: zeros if `of` depends on it only through rounding, None if not at all.
     Raises `Unsupported`, naming the operator and the user's line, where an operator in between has no derivative.
     """
     active = active_arrays(graph, wrt)
@@ -113,7 +113,7 @@ def differentiate(graph: Graph, of: Mapping[str, Value], wrt: Sequence[str]) -> 
             total[name] = result
         return total[name]
 
-    for position in reversed(range(len(graph.nodes))):  # what is emitted stands behind
+    for position in reversed(range(len(graph.nodes))):  # new nodes are appended after these
         node = graph.nodes[position]
         if active.isdisjoint(node.outputs) or active.isdisjoint(node.inputs) or not passes_gradient(node.op):
             continue
@@ -169,16 +169,16 @@ def operand_cotangents(
     if op.operands and op.operands[-1].startswith("*"):
         answer = (*answer[: len(op.operands) - 1], *answer[-1])
     if len(answer) != len(operands):
-        raise Invalid(f"the VJP of {op.label} gave {len(answer)} cotangents for {len(operands)} operands")
+        raise Invalid(f"the VJP of {op.label} returned {len(answer)} cotangents for {len(operands)} operands")
     return tuple(answer)
 
 
 def derived_cotangents(
     graph: Graph, op: Operator, operands: Sequence[Value], cotangents: Sequence[Value | None], wanted: Sequence[bool]
 ) -> list[Value | None]:
-    """The cotangents of a composite without a VJP of its own, by differentiating what it lowers to.
+    """The cotangents of a composite without a VJP of its own, by differentiating its lowering.
 
-    What the derivative needs of the forward pass is emitted again; equal operators are merged later.
+    Forward values that the derivative needs are emitted a second time; CSE merges equal operators later.
     """
     inner = Graph(op.label)
     xs = [inner.input(f"x{i}", v.tensor) for i, v in enumerate(operands)]

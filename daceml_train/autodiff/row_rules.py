@@ -1,8 +1,9 @@
-"""Row rules: how a value of a part of a batch relates to that of the whole batch, operator by operator.
+"""Row rules: how a value of a micro-batch relates to that of the whole batch, operator by operator.
 
-A batch is cut along its rows. A value is *fixed* (the same in every part), has *rows* (the whole value is made of the
-parts' elements), is a *sum* over rows (the whole value is the sum of those of the parts), or *open*: none of these.
-`factor` is by what a value has to be multiplied in each part for that to hold, None where no number does.
+A batch is cut into parts along its rows. A value is *fixed* (the same in every part), has *rows* (the whole value
+consists of the parts' elements), is a *sum* over rows (the whole value is the sum of the parts' values), or *open*:
+none of these. `factor` is the number by which the value of each part must be multiplied for that to hold, None if no
+number does.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ ONE = Fraction(1)
 
 @dataclass(frozen=True)
 class Kind:
-    """See the module. The rows lie in dimension `dim`, of size outer * rows * inner in row-major order."""
+    """See the module. The rows are in dimension `dim`, of size outer * rows * inner in row-major order."""
 
     form: Form
     factor: Fraction | None = ONE
@@ -45,15 +46,15 @@ class Kind:
     outer: int = 1
     inner: int = 1
     why: str = ""
-    """Of an open value: the operator that makes it so, and the user's line."""
+    """Of an open value: the operator that is responsible, and the user's line."""
 
     @property
     def place(self) -> tuple[int, int]:
-        """How rows lie within their dimension."""
+        """The position of rows within their dimension."""
         return self.outer, self.inner
 
     def at(self, dim: int) -> Kind:
-        """The same with rows in another dimension."""
+        """The same kind with rows in another dimension."""
         return replace(self, dim=dim)
 
 
@@ -61,12 +62,12 @@ FIXED = Kind("fixed")
 
 
 class Undecided(Exception):
-    """No rule says how a result relates to that of the whole batch; the message goes on "because it ..."."""
+    """No rule relates a result to that of the whole batch; the message completes "because it ..."."""
 
 
 @dataclass(frozen=True)
 class Applied:
-    """An operator on a part, and what the same operator reads and makes on the whole batch. All sizes are numbers."""
+    """An operator on a part, and the operand and result types on the whole batch. All sizes are numbers."""
 
     op: Operator
     whole: Operator
@@ -105,14 +106,14 @@ def results(a: Applied) -> list[Kind]:
 
 def _results(a: Applied) -> list[Kind]:
     if isinstance(a.op, Require):
-        return [FIXED]  # it computes nothing: each part is checked
+        return [FIXED]  # it computes nothing; each part is checked
     if "open" in a.forms():
         raise Undecided(next(kind.why for kind in a.operands if kind.form == "open"))
     if a.forms() <= {"fixed"}:
         return _of_fixed(a)
     rule = next((rule for kind, rule in RULES if isinstance(a.op, kind)), None)
     if rule is None:
-        raise Undecided("no rule says what it does to rows")
+        raise Undecided("has no rule for rows")
     return rule(a)
 
 
@@ -226,12 +227,12 @@ def _reduce(a: Applied) -> list[Kind]:
 
 
 def _loss(a: Applied) -> list[Kind]:
-    """Of scores and targets; means were written as quotients before."""
+    """The rule of losses of scores and targets; means are already expressed as quotients."""
     op = a.op
     assert isinstance(op, CrossEntropy | NLLLoss)
     scores, target, *weights = a.operands
     if scores.form != "rows" or target.form != "rows" or any(w.form != "fixed" for w in weights):
-        raise Undecided("has rows in its scores or in its targets alone")
+        raise Undecided("has rows only in its scores or only in its targets")
     if scores.place != target.place or scores.dim - (scores.dim > 1) != target.dim or scores.factor != 1:
         raise Undecided("compares scores of one row with the target of another one")
     total = Kind("sum")
@@ -260,7 +261,7 @@ def _matmul(a: Applied) -> list[Kind]:
 
 # ---- movement -------------------------------------------------------------------------------------------------------
 def _moved(a: Applied) -> list[Kind]:
-    """Operators that put elements elsewhere; a sum of arrays moves as each of them does."""
+    """The rule of movement; a sum of arrays moves as each of them does."""
     factor = _factor(a.op, [kind.factor for kind in a.operands])
     padded = isinstance(a.op, Pad) and a.op.value != 0
     if "sum" in a.forms():
@@ -302,7 +303,7 @@ def _viewed(a: Applied, kind: Kind) -> Kind:
 
 # ---- row by row -----------------------------------------------------------------------------------------------------
 def _leading(limit: int, everywhere: bool = False) -> Callable[[Applied], list[Kind]]:
-    """Of operators that work on each index below dimension `limit` alone; `everywhere`: all operands have rows."""
+    """The rule of operators that are independent per index below dimension `limit`; `everywhere`: all have rows."""
 
     def rule(a: Applied) -> list[Kind]:
         first = a.operands[0]
@@ -323,7 +324,7 @@ def _leading(limit: int, everywhere: bool = False) -> Callable[[Applied], list[K
 
 
 def _along(a: Applied) -> list[Kind]:
-    """Of operators along one dimension, whose operands all have rows in another one."""
+    """The rule of operators along one dimension, whose operands all have rows in another one."""
     kinds = set(a.operands)
     (first, *more) = kinds
     if more or first.form != "rows" or first.factor != 1 or a.op.dim == first.dim:  # type: ignore[attr-defined]
@@ -339,7 +340,7 @@ def _looked_up(a: Applied) -> list[Kind]:
 
 
 def _indexed(a: Applied) -> list[Kind]:
-    """Rows of a table, or all rows at fixed places."""
+    """The rule of indexing: rows of a table, or all rows at fixed positions."""
     assert isinstance(a.op, Index)
     x, *indices = a.operands
     ranks = {len(shape) for shape in a.reads[1:]}
@@ -352,16 +353,16 @@ def _indexed(a: Applied) -> list[Kind]:
 
 
 def _batch_norm(a: Applied) -> list[Kind]:
-    """Each part by its own statistics, as documented."""
+    """The rule of batch normalization: each part uses its own statistics, as documented."""
     x, *others = a.operands
     if x.form != "rows" or x.dim != 0 or any(k.form != "fixed" for k in others):
-        raise Undecided("normalizes over something else than the rows of the batch")
+        raise Undecided("normalizes over dimensions other than the rows of the batch")
     statistic = Kind("open", why="a statistic of batch_norm, which each part has for itself")
     return [x, *[statistic] * (len(a.makes) - 1)]
 
 
 def _dropout(a: Applied) -> list[Kind]:
-    """Each part draws for itself, as documented."""
+    """The rule of random numbers: each part draws its own, as documented."""
     if a.operands[0].form != "rows":
         raise Undecided("draws random numbers for a sum over rows")
     return [a.operands[0]]
@@ -384,9 +385,9 @@ RULES: list[tuple[Any, Rule]] = [
     (Index, _indexed),
     (BatchNorm, _batch_norm),
 ]
-"""Classes of operators -> rule; composites without one are taken apart."""
+"""Classes of operators -> rule; composites without one are lowered."""
 
 DIRECT = (CrossEntropy, NLLLoss, Dropout, BatchNorm, Attention)
-"""Composites, or not, that have a rule of their own."""
+"""Operators, composite or not, that have a rule of their own."""
 
 __all__ = ["DIRECT", "FIXED", "ONE", "Applied", "Kind", "Undecided", "results", "sources"]

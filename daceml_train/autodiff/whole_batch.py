@@ -1,9 +1,9 @@
-"""The loss of a whole batch from those of its parts, found in the graphs of a part and of the whole batch.
+"""The loss of a whole batch from those of its micro-batches (parts), derived from the graphs of both.
 
-A loss is often a quotient of sums over rows, such as a mean over the tokens that are not padding. What it divides by is
-made of data alone, so it is computed for the whole batch first, and becomes an input of each part's program; the parts'
-losses then add up to that of the batch. A loss for which a number does the same, such as a mean over all rows, keeps
-its graph. The rules of single operators are in `autodiff.row_rules`.
+A loss is often a quotient of sums over rows, such as a mean over the tokens that are not padding. Its denominator
+depends on data alone, so it is computed for the whole batch first and becomes an input of each part's program; the
+parts' losses then add up to that of the batch. If a constant factor suffices, as for a mean over all rows, the graph is
+unchanged. The rules of single operators are in `autodiff.row_rules`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from daceml_train.ops.operator import Operator, Value
 from daceml_train.ops.reduction import Mean, wide
 from daceml_train.tensor import Tensor, simplify
 
-ADVICE = 'say what the loss does over a batch, as accumulation in PyTorch has it: reduction="mean" or "sum"'
+ADVICE = 'state how the loss reduces over the batch, as for gradient accumulation in PyTorch: reduction="mean" or "sum"'
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class Batch:
     whole_sizes: Mapping[str, int]
     count: int
     varying: Collection[str]
-    """Inputs of the part that are no data: parameters that are trained, buffers that change, random numbers."""
+    """Inputs of the part that are not data: trained parameters, mutable buffers, random numbers."""
 
 
 @dataclass
 class Split:
-    """How the losses of the parts add up: each times `share`, or, where `graph` is given, that graph's as they are.
+    """How the losses of the parts add up: each times `share`, or, if there is a `graph`, that graph's without a factor.
 
-    `graph` has the further inputs `denominators`, each the value on the whole batch of the array of `whole` that it
-    names.
+    `graph` has the additional inputs `denominators`; each is the value of the named array of `whole` on the whole
+    batch.
     """
 
     share: float | None
@@ -54,8 +54,8 @@ class Split:
 
 
 def split_loss(batch: Batch) -> Split:
-    """How the first output, the loss, of the parts adds up. Raises `BudgetInfeasible` where that cannot be decided, and
-    says why and where.
+    """How the first output, the loss, of the parts adds up. Raises `BudgetInfeasible` with the reason and
+    the user's line if that cannot be decided.
     """
     batch = replace(batch, part=quotients(batch.part), whole=quotients(batch.whole))
     walk = _Walk(batch)
@@ -73,7 +73,7 @@ def split_loss(batch: Batch) -> Split:
 
 
 def quotients(graph: Graph) -> Graph:
-    """The graph with means written as sums and what they are divided by."""
+    """The graph with means expressed as sums divided by counts."""
     other = graph.empty()
     now = {name: name for name in graph.inputs}
     for node in graph.nodes:
@@ -86,7 +86,7 @@ def quotients(graph: Graph) -> Graph:
 
 
 def _quotient(graph: Graph, op: Operator, operands: Sequence[Value]) -> Sequence[Value] | None:
-    """The results of a mean or of a loss that is one; None for another operator."""
+    """The results of a mean or of a mean loss, so expressed; None for another operator."""
     match op:
         case CrossEntropy(reduction="mean") | NLLLoss(reduction="mean"):
             first, *more = graph.emit(dataclasses.replace(op, reduction="sum"), *operands)
@@ -102,17 +102,17 @@ def _quotient(graph: Graph, op: Operator, operands: Sequence[Value]) -> Sequence
 
 @dataclass
 class _Walk:
-    """Goes through both graphs side by side and notes what has to change in that of the part."""
+    """Walks both graphs in parallel and records the changes that the part's graph needs."""
 
     batch: Batch
     kinds: dict[str, Kind] = field(default_factory=dict)
     varying: set[str] = field(default_factory=set)
     taken: dict[tuple[int, int], str] = field(default_factory=dict)
-    """(node, operand) -> the array whose value on the whole batch stands there."""
+    """(node, operand) -> the array whose whole-batch value replaces the operand."""
     shared: set[tuple[int, int]] = field(default_factory=set)
-    """(node, operand) that counts once for all parts: each adds its share of it."""
+    """(node, operand) that counts once for all parts: each part adds its share."""
     constants: dict[int, Any] = field(default_factory=dict)
-    """Node -> the number that it has on the whole batch."""
+    """Node -> its constant on the whole batch."""
     rows: int = 0
 
     def run(self) -> Kind:
@@ -136,12 +136,12 @@ class _Walk:
         )
 
     def nodes(self) -> None:
-        """Note the kinds of all arrays that nodes make."""
+        """Record the kinds of all arrays that nodes produce."""
         for position, (part, other) in enumerate(zip(self.batch.part.nodes, self.batch.whole.nodes, strict=True)):
             self._node(position, part, other)
 
     def _inputs(self) -> int:
-        """Note the kinds of inputs; the number of rows of a part."""
+        """Record the kinds of inputs; returns the number of rows of a part."""
         batch, rows = self.batch, 0
         if list(batch.part.inputs) != list(batch.whole.inputs):
             raise BudgetInfeasible(
@@ -200,7 +200,7 @@ class _Walk:
         self.kinds.update(zip(node.outputs, made, strict=True))
 
     def _kinds(self, applied: Applied, node: Node, other: Node) -> list[Kind]:
-        """The kinds of an operator's results, by its rule or through what it lowers to."""
+        """The kinds of an operator's results, by its rule or through its lowering."""
         forms = {kind.form for kind in applied.operands}
         if not node.op.is_composite or isinstance(node.op, DIRECT) or "open" in forms or forms <= {"fixed"}:
             return results(applied)
@@ -210,8 +210,8 @@ class _Walk:
         return _through_lowering(applied, part, whole)
 
     def _choices(self, node: Node, applied: Applied) -> Iterator[dict[int, Kind]]:
-        """What operands may count as, in the order in which it is tried: as they are, a fixed value next to sums as a
-        share of it, sums over data as what they are on the whole batch.
+        """Interpretations of the operands, in the order of trial: as they are; a fixed value next to sums as a share of
+        it; sums over data as their whole-batch values.
         """
         yield {}
         forms = [kind.form for kind in applied.operands]
@@ -235,8 +235,8 @@ class _Walk:
             yield dict.fromkeys(data, whole)
 
     def rewritten(self) -> tuple[Graph, Graph, dict[str, str]]:
-        """The part's graph with values of the whole batch as inputs, the whole batch's graph, and which array of that
-        each of the inputs is.
+        """The part's graph with whole-batch values as inputs, the whole batch's graph, and the array of the latter for
+        each of these inputs.
         """
         graph, count = self.batch.part, self.batch.count
         other = graph.empty()
@@ -251,7 +251,7 @@ class _Walk:
         of_array = {array: name for name, array in denominators.items()}
         grown, now = self._grown_sizes(), {name: name for name in graph.inputs}
         changed: dict[str, str] = {}
-        for position, node in enumerate(graph.nodes):  # what buffers get is not the loss's: it stays as it is
+        for position, node in enumerate(graph.nodes):  # updates of buffers do not affect the loss and are unchanged
             made = other.append(node.op, tuple(now[name] for name in node.inputs), origin=node.origin)
             now.update(zip(node.outputs, (value.name for value in made), strict=True))
             places = [k for k in range(len(node.inputs)) if (position, k) in self.taken or (position, k) in self.shared]
@@ -284,7 +284,7 @@ class _Walk:
         return found
 
     def _constant(self, part: Any, whole: Any, grown: Mapping[Any, Any]) -> Any:
-        """The number on the whole batch, for all sizes that the graph is for."""
+        """The constant on the whole batch, if it scales for all sizes of the graph."""
         if not hasattr(part, "free_symbols") or not part.free_symbols:
             return whole
         made = simplify(part.subs(grown, simultaneous=True))
@@ -301,7 +301,7 @@ def _scaled(value: Value, factor: float) -> Value:
 
 
 def _through_lowering(applied: Applied, part: Sequence[Tensor], whole: Sequence[Tensor]) -> list[Kind]:
-    """The kinds of a composite's results, from those of what it lowers to. Raises `Undecided`."""
+    """The kinds of a composite's results, derived from its lowering. Raises `Undecided`."""
     graphs, outputs = [], []
     for op, tensors in ((applied.op, part), (applied.whole, whole)):
         graph = Graph(op.label)

@@ -1,12 +1,12 @@
 """Pass and Rewrite: a transformation as an immutable value with typed options.
 
 A `Pass` maps a graph to a graph. A `Rewrite` is a pass that replaces one operator (the *root* of a match) by others:
-its docstring draws `before => after`, `match` recognizes, `legality` gives clauses each with the sentence that
-explains a refusal, `traffic` promises the bytes, `emit` builds the replacement. Matches are found in one topological
-sweep over the operators, never by searching for subgraphs.
+its docstring draws `before => after`, `match` recognizes the pattern, `legality` yields conditions, each with the
+sentence that explains a refusal, `traffic` promises the bytes, and `emit` builds the replacement. Matches are found in
+one topological sweep over the operators, never by searching for subgraphs.
 
-Every pass also works one match at a time: `matches` lists `Candidate`s, each of which says where it is, why it is
-refused, how many bytes applying it saves, and applies itself alone.
+Every pass also works one match at a time: `matches` lists `Candidate`s, each of which knows its place, the reason
+for a refusal and the bytes that applying it saves, and can be applied alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LEVELS = ("forward", "intra_operator", "fusion", "layout", "global_movement")
 
 
 class Candidate(Protocol):
-    """One place where a pass applies, or says why not."""
+    """One place where a pass applies, or the reason why it does not."""
 
     @property
     def transformation(self) -> Pass:
@@ -45,11 +45,11 @@ class Candidate(Protocol):
 
     @property
     def where(self) -> str:
-        """The place, by the names of the arrays made there."""
+        """The place, identified by the names of the arrays produced there."""
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        """Names of the arrays that the operators concerned make."""
+        """Names of the arrays that the affected operators produce."""
 
     @property
     def refusal(self) -> str | None:
@@ -65,7 +65,7 @@ class Candidate(Protocol):
 
 @dataclass(frozen=True)
 class Description:
-    """What a pass says about itself: the parts of its docstring, and its options."""
+    """The description of a pass: the sections of its docstring, and its options."""
 
     name: str
     level: str
@@ -83,7 +83,7 @@ class Description:
 
 
 class _PassClass(ABCMeta):
-    """Checks the options of a pass when it is made."""
+    """Checks the options of a pass when it is constructed."""
 
     def __call__(cls, *arguments: Any, **options: Any) -> Any:
         check_names(name_of(cls), cls, options)
@@ -100,13 +100,13 @@ class _PassClass(ABCMeta):
 class Pass(metaclass=_PassClass):
     """A transformation of the whole graph; subclasses are frozen dataclasses whose fields are the options.
 
-    Options are typed; making a pass with an unknown one, or with one of another type, raises `Invalid`. A class that
-    has no abstract method left is known to pipelines' texts by its name.
+    Options are typed; constructing a pass with an unknown option, or with a value of another type, raises `Invalid`.
+    The texts of pipelines refer to a concrete class by its name.
     """
 
     level: ClassVar[str]
     targets: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
-    """The kinds of devices that the pass is for; a pipeline for another one leaves it out, and the report says so."""
+    """The device kinds that the pass supports; a pipeline for another device omits it, and the report says so."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -114,14 +114,14 @@ class Pass(metaclass=_PassClass):
 
     @abstractmethod
     def run(self, graph: Graph) -> Graph:
-        """The transformed graph; `graph` itself is left alone."""
+        """The transformed graph; `graph` itself is not changed."""
 
     def run_before(self, graph: Graph, rest: Sequence[Pass]) -> Graph:
         """The transformed graph, for a pass whose choice depends on the passes `rest` that follow in the pipeline."""
         return self.run(graph)
 
     def matches(self, graph: Graph) -> Sequence[Candidate]:
-        """Every place where the pass applies or is refused; here one, the whole graph, if the pass changes it."""
+        """Every place where the pass applies or is refused; by default the whole graph, if the pass changes it."""
         result = self.run(graph)
         return [Measured(self, graph, "the whole graph", (), lambda: result)] if applied(graph, result) else []
 
@@ -138,7 +138,7 @@ class Pass(metaclass=_PassClass):
 
     @property
     def name(self) -> str:
-        """The class name in snake case, as it stands in pipelines' texts."""
+        """The class name in snake case, as in pipelines' texts."""
         return name_of(type(self))
 
     @property
@@ -152,7 +152,7 @@ class Pass(metaclass=_PassClass):
 
 @dataclass(frozen=True)
 class Uses:
-    """A graph with the lookups that matching needs, computed once per sweep."""
+    """The use-def index of a graph: the lookups that matching needs, computed once per sweep."""
 
     graph: Graph
     producers: Mapping[str, Node]
@@ -172,16 +172,16 @@ class Uses:
 
     @cached_property
     def held(self) -> frozenset[str]:
-        """Arrays that stay from call to call: parameters, buffers, and what is made of them alone."""
+        """Arrays that do not change from call to call: parameters, buffers, and values computed from them alone."""
         return held(self.graph)
 
     def only_reader(self, name: str, reader: Node) -> bool:
-        """Whether `reader` is all that sees array `name`."""
+        """Whether `reader` is the only reader of array `name`, which is not visible outside the graph."""
         readers = self.readers[name]
         return name not in self.visible and len(readers) == 1 and readers[0] is reader
 
     def bytes(self, *names: str) -> Dim:
-        """Bytes of arrays together."""
+        """The total bytes of arrays."""
         total: Dim = 0
         for name in names:
             total = total + self.graph.tensors[name].bytes
@@ -190,13 +190,13 @@ class Uses:
 
 @dataclass(frozen=True)
 class Match:
-    """One place where a rewrite applies or says why not."""
+    """One place where a rewrite applies, or the reason why it does not."""
 
     rewrite: Rewrite
     uses: Uses
     root: Node
     bindings: Mapping[str, Any]
-    """What `match` recognized, by the names used in the rewrite's picture."""
+    """The result of `match`, under the names in the rewrite's picture."""
 
     @property
     def parts(self) -> Mapping[str, Any]:
@@ -222,12 +222,12 @@ class Match:
 
     @property
     def where(self) -> str:
-        """The root, as it stands in the graph's text."""
+        """The root, as the graph's text shows it."""
         return str(self.root)
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        """What the root makes."""
+        """The results of the root."""
         return self.root.outputs
 
     @property
@@ -244,7 +244,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Rewrite(Pass):
-    """A pass that replaces matched operators; see the module's text."""
+    """A pass that replaces matched operators; see the module's docstring."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         if "find" in vars(cls) and "match" not in vars(cls):
@@ -254,10 +254,10 @@ class Rewrite(Pass):
 
     @abstractmethod
     def match(self, uses: Uses, node: Node) -> Mapping[str, Any] | None:
-        """The bindings of a match whose last operator is `node`, or None where the picture does not fit."""
+        """The bindings of a match whose last operator is `node`, or None if the pattern does not match."""
 
     def legality(self, match: Match) -> Iterator[tuple[bool, str]]:
-        """Clauses (holds, sentence that explains a refusal), lazily: the first that fails speaks."""
+        """Conditions (holds, sentence that explains a refusal), lazily: the first that fails is the reason."""
         yield True, ""
 
     def traffic(self, match: Match) -> Dim:
@@ -266,10 +266,10 @@ class Rewrite(Pass):
 
     @abstractmethod
     def emit(self, match: Match, builder: Graph, values: Mapping[str, Value]) -> Iterable[Value]:
-        """Build what replaces the root's results; `values` maps arrays of the old graph to those of the new one."""
+        """Build replacements of the root's results; `values` maps arrays of the old graph to those of the new one."""
 
     def matches(self, graph: Graph) -> list[Match]:
-        """Every place where the picture fits, refused ones included."""
+        """Every match of the pattern, refused ones included."""
         uses = Uses.of(graph)
         found = ((node, self.match(uses, node)) for node in graph.nodes)
         return [Match(self, uses, node, bindings) for node, bindings in found if bindings is not None]
@@ -279,7 +279,7 @@ class Rewrite(Pass):
         return self.sweep(graph, chosen) if chosen else graph
 
     def sweep(self, graph: Graph, chosen: Mapping[int, Match]) -> Graph:
-        """Rebuild `graph` with the roots in `chosen` replaced and unread operators dropped."""
+        """Rebuild `graph` with the roots in `chosen` replaced and dead operators removed."""
         other = graph.empty()
         other.applied += len(chosen)
         values = {name: other.value(name) for name in graph.inputs}
@@ -296,7 +296,7 @@ class Rewrite(Pass):
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """A place that always applies and whose bytes are counted on the result: it holds what makes the result."""
+    """A match that always applies and whose bytes are measured on the result, which a function computes."""
 
     transformation: Pass
     graph: Graph
@@ -304,7 +304,7 @@ class Measured:
     arrays: tuple[str, ...]
     result: Callable[[], Graph]
     slow: bool = False
-    """Whether making the result takes so long that nobody should ask for the bytes of many."""
+    """Whether the result is too expensive to compute the bytes of many matches."""
     refusal: None = None
 
     @cached_property
@@ -323,7 +323,7 @@ class Measured:
 
 
 def applied(before: Graph, after: Graph) -> int:
-    """How many matches a pass applied; 1 for a change by a pass that does not count."""
+    """The number of matches that a pass applied; 1 for a change by a pass that does not count them."""
     if after is before:
         return 0
     if after.applied > before.applied:
@@ -334,7 +334,7 @@ def applied(before: Graph, after: Graph) -> int:
 
 
 def without_dead_code(graph: Graph) -> Graph:
-    """The graph without operators whose results nobody sees."""
+    """The graph without operators whose results are unused."""
     kept, _ = required(graph.nodes, graph.results)
     other = graph.copy()
     other.nodes = kept
@@ -344,9 +344,9 @@ def without_dead_code(graph: Graph) -> Graph:
 
 
 def checked(transformation: Pass, graph: Graph, rest: Sequence[Pass] = ()) -> Graph:
-    """Run a pass, inside of branches and loops too, and verify; an invalid graph is an error that names the pass.
+    """Run a pass, also inside branches and loops, and verify; an invalid graph is an error that names the pass.
 
-    `rest` are the passes that follow; a pass that is run by itself is told of none.
+    `rest` are the passes that follow; there are none for a pass that runs by itself.
     """
     result = transformation.run_before(graph, rest) if rest else transformation.run(graph)
     result = within(result, lambda body: checked(transformation, body, rest))

@@ -1,7 +1,7 @@
 """Files that hold a pipeline: text, JSON, or Python source; read as data, never run.
 
 The JSON may be that of `Pipeline.to_json`, or the same under `levels` with a format, a version and notes for people.
-The Python form is a module that a reader may import; what is read here is its one text literal.
+The Python form is a module that users may import; only its single text literal is read here.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from daceml_train.passes.base import Pass
 
 FORMAT, VERSION = "daceml_train pipeline", 1
 LARGEST = 4 << 20
-"""Bytes of the largest file that is read."""
+"""Size limit of a file, in bytes."""
 ENDINGS = (".json", ".txt", ".py")
 NAME = "PIPELINE"
-"""What the pipeline is called in the Python form."""
+"""The name of the pipeline in the Python form."""
 
 
 def read(path: Path) -> dict[str, tuple[Pass, ...]]:
@@ -34,7 +34,7 @@ def read(path: Path) -> dict[str, tuple[Pass, ...]]:
     except OSError as error:
         raise Invalid(f"the pipeline's file cannot be read: {error}") from None
     except UnicodeDecodeError:
-        raise Invalid(f"{path} is no text file") from None
+        raise Invalid(f"{path} is not a text file") from None
     try:
         if path.suffix == ".json":
             return from_json(text)
@@ -49,15 +49,15 @@ def from_json(text: str) -> dict[str, tuple[Pass, ...]]:
     try:
         entries = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Invalid(f"the pipeline is no JSON: {error}") from None
+        raise Invalid(f"the pipeline is not JSON: {error}") from None
     if not isinstance(entries, dict) or not {"format", "version"} & entries.keys():
         return notation.from_entries(entries)
     if entries.get("format") != FORMAT:
-        raise Invalid(f"the file holds {entries.get('format')!r}, not {FORMAT!r}")
+        raise Invalid(f"the file's format is {entries.get('format')!r}, not {FORMAT!r}")
     if entries.get("version") != VERSION:
         raise Invalid(
             f"the pipeline's version is {entries.get('version')!r}, this package reads {VERSION}",
-            advice="use the package that wrote it, or save it anew",
+            advice="use the package that wrote it, or save it again",
         )
     if unknown := entries.keys() - {"format", "version", "notes", "levels"}:
         raise Invalid(f"a pipeline's file has no entry {sorted(unknown)[0]!r}")
@@ -71,7 +71,7 @@ def to_json(levels: notation.Levels, notes: Mapping[str, Any]) -> str:
 
 
 def to_python(levels: notation.Levels, about: Sequence[str], remarks: Mapping[int, str]) -> str:
-    """A Python module with the pipeline as its text; `remarks` says of passes, by their place, what they did."""
+    """A Python module with the pipeline as its text; `remarks` describes the effects of passes, by position."""
     lines, place = [], 0
     for level, passes in levels.items():
         lines.append(f"{level}:")
@@ -85,11 +85,11 @@ def to_python(levels: notation.Levels, about: Sequence[str], remarks: Mapping[in
 
 
 def _literal(source: str) -> str:
-    """The text in the Python form. Nothing of the file is run; a file with anything else in it is refused."""
+    """The text in the Python form. The file is not executed; a file with any other content is refused."""
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise Invalid(f"the pipeline is no Python source: {error}") from None
+        raise Invalid(f"the pipeline is not Python source: {error}") from None
     found: list[str] = []
     for statement in body:
         match statement:
@@ -108,9 +108,9 @@ def _literal(source: str) -> str:
                 found.append(text)
             case _:
                 raise Invalid(
-                    f"line {statement.lineno} is code; of Python files only the text of {NAME} is read",
+                    f"line {statement.lineno} is code; only the text of {NAME} is read from Python files",
                     advice=f"import the module yourself and pass on its {NAME}",
                 )
     if len(found) != 1:
-        raise Invalid(f"a Python file assigns {NAME} = dt.Pipeline.parse(text) once, this one {len(found)} times")
+        raise Invalid(f"a Python file must assign {NAME} = dt.Pipeline.parse(text) once, not {len(found)} times")
     return found[0]

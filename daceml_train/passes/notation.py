@@ -22,14 +22,14 @@ _HEAD = re.compile(r"(\w+)[ \t]*:(.*)", re.DOTALL)
 
 
 def known_level(name: str) -> str:
-    """The name itself. Raises `Invalid` for what is no level."""
+    """The name itself. Raises `Invalid` if it is not a level."""
     if name not in LEVELS:
         raise Invalid(f"no level is called {name!r}", advice=f"known: {', '.join(LEVELS)}")
     return name
 
 
 def show(levels: Levels) -> str:
-    """The text form: a line per level, options that differ from their defaults."""
+    """The text form: a line per level, with options that differ from their defaults."""
     return "\n".join(f"{level}: {', '.join(map(str, passes))}".rstrip() for level, passes in levels.items())
 
 
@@ -44,7 +44,7 @@ def parse(text: str) -> dict[str, tuple[Pass, ...]]:
             tree = ast.parse(f"[{body}\n]", mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             raise Invalid(
-                f"{shortened(body.strip())!r} is no list of passes", where=where, advice="check its brackets"
+                f"{shortened(body.strip())!r} is not a list of passes", where=where, advice="check its brackets"
             ) from None
         assert isinstance(tree, ast.List)
         levels[level] = tuple(_read(element, where) for element in tree.elts)
@@ -57,17 +57,17 @@ def parse_pass(text: str) -> Pass:
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise Invalid(f"{shortened(text)!r} is no pass", advice="expected name(option=value, ...)") from None
+        raise Invalid(f"{shortened(text)!r} is not a pass", advice="expected name(option=value, ...)") from None
     return _read(tree, where)
 
 
 def shortened(text: str) -> str:
-    """The beginning of a long text, for messages."""
+    """A long text truncated for messages."""
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _levels(text: str) -> Iterator[tuple[int, str, str]]:
-    """(line, level, what follows its colon up to the next level)."""
+    """(line, level, text after its colon up to the next level)."""
     held: tuple[int, str, str] | None = None
     for number, line in enumerate(text.splitlines(), 1):
         head = _HEAD.match(line)
@@ -87,12 +87,12 @@ def _levels(text: str) -> Iterator[tuple[int, str, str]]:
 def _read(element: ast.expr, where: str) -> Pass:
     call = element if isinstance(element, ast.Call) else ast.Call(element, [], [])
     if not isinstance(call.func, ast.Name) or call.args or any(k.arg is None for k in call.keywords):
-        raise Invalid(f"{ast.unparse(element)} is no pass", where=where, advice="expected name(option=value, ...)")
+        raise Invalid(f"{ast.unparse(element)} is not a pass", where=where, advice="expected name(option=value, ...)")
     return built(call.func.id, {str(k.arg): read_option(k.value, where) for k in call.keywords}, where)
 
 
 def built(name: str, options: Mapping[str, Any], where: str = "") -> Pass:
-    """The pass called `name` with options as text or JSON holds them."""
+    """The pass named `name` with options in their text or JSON form."""
     kind = find(name, where)
     check_names(name, kind, options)
     types = option_types(kind)
@@ -101,7 +101,7 @@ def built(name: str, options: Mapping[str, Any], where: str = "") -> Pass:
 
 
 def to_entries(levels: Levels) -> dict[str, list[dict[str, Any]]]:
-    """`{"fusion": [{"pass": "fuse_elementwise", "options": {"limit": 32}}], ...}`, as JSON holds it."""
+    """The JSON form: `{"fusion": [{"pass": "fuse_elementwise", "options": {"limit": 32}}], ...}`."""
     return {
         level: [{"pass": p.name, "options": {o: plain(v) for o, v in p.options.items()}} for p in passes]
         for level, passes in levels.items()
@@ -109,7 +109,7 @@ def to_entries(levels: Levels) -> dict[str, list[dict[str, Any]]]:
 
 
 def from_entries(entries: Any) -> dict[str, tuple[Pass, ...]]:
-    """The passes of each level in what `to_entries` made. Raises `Invalid` for anything else."""
+    """The passes of each level in the output of `to_entries`. Raises `Invalid` for anything else."""
     if not isinstance(entries, dict):
         raise Invalid(f"a pipeline's JSON is an object with a list per level, given {type(entries).__name__}")
     levels: dict[str, tuple[Pass, ...]] = {}
@@ -117,7 +117,7 @@ def from_entries(entries: Any) -> dict[str, tuple[Pass, ...]]:
         known_level(level)
         if not isinstance(listed, list):
             expected = 'expected a list of {"pass": ..., "options": {...}}'
-            raise Invalid(f"level {level} holds {shortened(repr(listed))}", advice=expected)
+            raise Invalid(f"level {level} is {shortened(repr(listed))}", advice=expected)
         levels[level] = tuple(_entry(entry, f"entry {number} of {level}") for number, entry in enumerate(listed))
     return levels
 
@@ -127,6 +127,6 @@ def _entry(entry: Any, where: str) -> Pass:
     name, options = given.get("pass"), given.get("options", {})
     if not isinstance(name, str) or not isinstance(options, dict) or not given.keys() <= {"pass", "options"}:
         raise Invalid(
-            f"{shortened(repr(entry))} is no pass", where=where, advice='expected {"pass": ..., "options": {...}}'
+            f"{shortened(repr(entry))} is not a pass", where=where, advice='expected {"pass": ..., "options": {...}}'
         )
     return built(name, options, where)

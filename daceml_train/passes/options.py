@@ -1,4 +1,4 @@
-"""Options of passes: typed fields, checked when a pass is made, written as text and read back exactly."""
+"""Options of passes: typed fields that are checked on construction, written as text and read back exactly."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from daceml_train.errors import Invalid, nearest
 
 
 def option_types(kind: type[Any]) -> Mapping[str, Any]:
-    """Option name -> annotation, of a pass class, in order."""
+    """Option name -> annotation of a pass class, in order."""
     hints = get_type_hints(kind)
     return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
 
 
 def show_annotation(annotation: Any) -> str:
-    """An annotation as a reader says it: `int`, `str | None`, `tuple[str, ...]`."""
+    """An annotation in readable form: `int`, `str | None`, `tuple[str, ...]`."""
     return annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)
 
 
 def check_names(name: str, kind: type, given: Iterable[str]) -> None:
-    """Raises `Invalid` for an option that the pass called `name` does not have; the error lists those it has."""
+    """Raises `Invalid` for an option that the pass named `name` does not have; the error lists its options."""
     known = option_types(kind)
     for option in given:
         if option not in known:
@@ -38,7 +38,7 @@ def _listed(known: Mapping[str, Any]) -> str:
 
 
 def checked_option(name: str, option: str, annotation: Any, value: Any) -> Any:
-    """`value` as the option holds it: a float where an integer was given for one. Raises `Invalid` for another type."""
+    """`value` in the option's type: integers become floats where required. Raises `Invalid` for another type."""
     if annotation is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not fits(value, annotation):
@@ -49,7 +49,7 @@ def checked_option(name: str, option: str, annotation: Any, value: Any) -> Any:
 
 
 def fits(value: Any, annotation: Any) -> bool:
-    """Whether `value` is of the annotated type; integers are floats, booleans are no integers."""
+    """Whether `value` has the annotated type; integers count as floats, booleans do not count as integers."""
     if annotation is Any:
         return True
     origin, arguments = get_origin(annotation), get_args(annotation)
@@ -74,18 +74,18 @@ def fits(value: Any, annotation: Any) -> bool:
 
 # ---- text and JSON --------------------------------------------------------------------------------------------------
 def plain(value: Any) -> Any:
-    """A value as JSON holds it: a member of an enumeration by its name, a tuple as a list."""
+    """The JSON form of a value: an enumeration member by its name, a tuple as a list."""
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, tuple):
         return [plain(v) for v in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise Invalid(f"an option holds a {type(value).__name__}, which pipelines' texts cannot show: {value!r}")
+    raise Invalid(f"an option's value is a {type(value).__name__}, which pipelines' texts cannot show: {value!r}")
 
 
 def restored(value: Any, annotation: Any) -> Any:
-    """A value read from text or JSON as the annotated type has it; one that does not fit is left for the check."""
+    """A value from text or JSON, converted to the annotated type; one that does not fit is left for the check."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         candidates = (restored(value, a) for a in arguments)
@@ -114,9 +114,9 @@ def show_option(value: Any) -> str:
 
 
 def read_option(node: ast.expr, where: str) -> Any:
-    """The literal that `show_option` wrote."""
+    """Parse a literal from `show_option`."""
     try:
         return ast.literal_eval(node)
     except ValueError:
         kinds = "expected a number, text, True, False, None or a tuple of these"
-        raise Invalid(f"{ast.unparse(node)} is no literal", where=where, advice=kinds) from None
+        raise Invalid(f"{ast.unparse(node)} is not a literal", where=where, advice=kinds) from None

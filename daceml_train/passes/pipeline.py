@@ -28,7 +28,7 @@ from daceml_train.tensor import Dim
 @storable
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did: bytes and operators before and after, and its seconds."""
+    """The effect of one pass: bytes and operators before and after, and its time in seconds."""
 
     level: str
     name: str
@@ -40,29 +40,29 @@ class PassRecord:
     matches: int = 0
     """Matches applied; 1 for a change by a pass that does not count them."""
     position: int = 0
-    """Which of the pipeline's passes it is, from 0."""
+    """The index of the pass in the pipeline, from 0."""
     flops: tuple[Dim, Dim] = (0, 0)
     """Operations before and after."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step(PassRecord):
-    """What a watcher hears of one pass: its record, the pass, and its result."""
+    """The argument of a pass callback: the record of one pass, the pass, and its result."""
 
     transformation: Pass
     passes: int
-    """How many passes the pipeline has."""
+    """The number of passes of the pipeline."""
     graph: Graph | None = field(default=None, repr=False, compare=False)
-    """The pass's result; None where the program came from the cache."""
+    """The pass's result; None if the program came from the cache."""
 
     @staticmethod
     def of(record: PassRecord, passes: Sequence[Pass], graph: Graph | None = None) -> Step:
-        """The step that a record of these passes is about."""
+        """The step that a record of these passes describes."""
         return Step(**vars(record), transformation=passes[record.position], passes=len(passes), graph=graph)
 
     @property
     def record(self) -> PassRecord:
-        """The step without pass and graph, which is what is stored."""
+        """The step without pass and graph, as it is stored."""
         return PassRecord(**{f.name: getattr(self, f.name) for f in dataclasses.fields(PassRecord)})
 
 
@@ -92,12 +92,12 @@ class Pipeline:
 
     @staticmethod
     def from_json(text: str) -> Pipeline:
-        """The pipeline that `to_json` or `Session.save` wrote."""
+        """Parse a pipeline that `to_json` or `Session.save` wrote."""
         return Pipeline(**files.from_json(text))
 
     @staticmethod
     def of(given: Pipeline | str | Path) -> Pipeline:
-        """A pipeline from itself, its text, or the path of a file that holds its JSON, its text, or its Python form.
+        """A pipeline from a pipeline, its text, or the path of a file with its JSON, its text, or its Python form.
 
         A string is a path if it ends in `.json`, `.txt` or `.py`.
         """
@@ -136,13 +136,13 @@ class Pipeline:
         return True
 
     def for_target(self, target: str) -> Pipeline:
-        """The pipeline without passes that are not for devices of this kind."""
+        """The pipeline without passes that do not support devices of this kind."""
         left = {name: tuple(p for p in passes if target in p.targets) for name, passes in self.passes}
         return self if left == dict(self.passes) else Pipeline(**left)
 
     # ---- edits --------------------------------------------------------------------------------------------------
     def after(self, place: Place, *added: Pass) -> Pipeline:
-        """With passes added behind a level's last pass or behind every pass of a class."""
+        """With passes added after a level's last pass or after every pass of a class."""
         return self._edit(place, lambda p: (p, *added), lambda passes: (*passes, *added))
 
     def before(self, place: Place, *added: Pass) -> Pipeline:
@@ -154,14 +154,14 @@ class Pipeline:
         return self._edit(place, lambda p: others, lambda passes: others)
 
     def without(self, *places: Place) -> Pipeline:
-        """Without the passes of these classes or levels. Raises `Invalid` for a class that is not there."""
+        """Without the passes of these classes or levels. Raises `Invalid` for a class that is absent."""
         result = self
         for place in places:
             result = result._edit(place, lambda p: (), lambda passes: ())
         return result
 
     def only(self, *places: Place) -> Pipeline:
-        """With the passes of these classes or levels alone."""
+        """With only the passes of these classes or levels."""
         levels = {p for p in places if isinstance(p, str) and p in LEVELS}
         kinds = tuple(self._present(p) for p in places if p not in levels)
         return Pipeline(
@@ -195,12 +195,12 @@ class Pipeline:
         )
 
     def _present(self, place: Place) -> type[Pass]:
-        """The class behind a class or name. Raises `Invalid` if no pass of it is there."""
+        """The class for a class or name. Raises `Invalid` if the pipeline has no pass of it."""
         if isinstance(place, str):
             known = registered()
             if place not in known:
                 close = nearest(place, (*LEVELS, *known))
-                raise Invalid(f"no level or pass is called {place!r}{close}", advice=f"levels: {', '.join(LEVELS)}")
+                raise Invalid(f"no level or pass is named {place!r}{close}", advice=f"levels: {', '.join(LEVELS)}")
             kind = known[place]
         else:
             kind = place
@@ -211,7 +211,7 @@ class Pipeline:
 
     # ---- running ------------------------------------------------------------------------------------------------
     def run(self, graph: Graph, levels: tuple[str, ...] = LEVELS, watch: Watcher | None = None) -> Graph:
-        """Run the passes of `levels`, verifying after each; `watch` hears of each pass and sees its result."""
+        """Run the passes of `levels`, verifying after each; `watch` is called with each pass and its result."""
         before = traffic(graph) if watch is not None else None
         for level in levels:
             notation.known_level(level)
@@ -247,4 +247,4 @@ class Pipeline:
 def _check_pass(given: object) -> None:
     if not isinstance(given, Pass):
         hint = f"{given.__name__}()" if isinstance(given, type) else "an object of a subclass of Pass"
-        raise Invalid(f"a pipeline holds passes, given {given!r}", advice=f"expected {hint}")
+        raise Invalid(f"a pipeline consists of passes, given {given!r}", advice=f"expected {hint}")

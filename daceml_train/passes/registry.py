@@ -1,4 +1,4 @@
-"""Which passes there are: every concrete pass registers under its name when its class is defined."""
+"""The registry of passes: every concrete pass registers under its name when its class is defined."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _KNOWN: dict[str, type[Any]] = {}
 
 
 def name_of(kind: type[Any]) -> str:
-    """The class name in snake case, by which texts name a pass."""
+    """The class name in snake case, which is the name of the pass in texts."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
 
 
 def register(kind: type[Any]) -> None:
-    """Make a pass known. Raises `Duplicate`, naming both owners, if another class has its name.
+    """Register a pass. Raises `Duplicate`, naming both owners, if another class has its name.
 
-    A class that is defined again (a notebook's cell, a reloaded module) takes its own place. Abstract classes and
-    those defined inside functions are not known by name.
+    A redefined class (a notebook's cell, a reloaded module) replaces itself. Abstract classes and those defined inside
+    functions are not registered.
     """
     if "<locals>" in kind.__qualname__ or kind.__name__.startswith("_") or _abstract(kind):
         return
@@ -33,7 +33,7 @@ def register(kind: type[Any]) -> None:
 
 
 def owner(kind: type[Any]) -> str:
-    """Where a class comes from, for messages."""
+    """The source of a class, for messages."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -42,18 +42,18 @@ def _abstract(kind: type[Any]) -> bool:
 
 
 def registered() -> dict[str, type[Any]]:
-    """Name -> class of every known pass, plugins' included, by name."""
+    """Name -> class of every registered pass, plugins' included, sorted by name."""
     load_plugins(PASSES)
     return dict(sorted(_KNOWN.items()))
 
 
 def find(name: str, where: str = "") -> type[Any]:
-    """The pass called `name`. Raises `Invalid`, with the nearest name or all of them, where there is none."""
+    """The pass named `name`. Raises `Invalid`, with the nearest name or all names, if there is none."""
     name = pass_name(name)
     if name not in _KNOWN:
         known = registered()
         if name not in known:
             close = nearest(name, known)
             advice = "" if close else f"known: {', '.join(known)}"
-            raise Invalid(f"no pass is called {name!r}{close}", where=where, advice=advice)
+            raise Invalid(f"no pass is named {name!r}{close}", where=where, advice=advice)
     return _KNOWN[name]

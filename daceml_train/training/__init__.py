@@ -1,1 +1,1 @@
-"""What makes a forward graph a training step: the joint graph, gradients, clipping, optimizers."""
+"""Training steps from forward graphs: the joint graph, gradients, clipping, optimizers."""

@@ -1,7 +1,7 @@
-"""What a training step does to gradients before the update: clipping, and loss scaling, as operators.
+"""Operations of a training step on gradients before the update: clipping and loss scaling, as operators.
 
-They equal `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` over the optimizer's parameters, and a step through
-`torch.amp.GradScaler`: unscale, clip, update unless a gradient is not finite, adapt the scale.
+They are equivalent to `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` over the optimizer's parameters, and to a
+step through `torch.amp.GradScaler`: unscale, clip, update if all gradients are finite, adapt the scale.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from daceml_train.ops.reduction import wide_type
 from daceml_train.tensor import DType
 
 SCALER = ("_scale", "_growth_tracker")
-"""What a `GradScaler` calls its state, which is a step's state of no parameter."""
+"""The names of a `GradScaler`'s state, which belongs to a step but to no parameter."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Clipping:
                 raise Invalid(f"{name} is a number of at least 0, given {bound!r}")
 
     def apply(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Clip `.grad` in PyTorch; the norm before, if clipped by that."""
+        """Clip `.grad` in PyTorch; returns the norm before clipping if the norm is clipped."""
         if self.norm is not None:
             return torch.nn.utils.clip_grad_norm_(parameters, self.norm, self.kind)
         if self.value is not None:
@@ -56,7 +56,7 @@ class Scaling:
 
 @dataclass(frozen=True)
 class GradientOptions:
-    """What is done to the gradients of a step."""
+    """The operations on the gradients of a step."""
 
     clipping: Clipping = Clipping()
     scaling: Scaling | None = None
@@ -67,21 +67,21 @@ PLAIN = GradientOptions()
 
 
 def scaling_of(scaler: torch.amp.GradScaler | None) -> Scaling | None:
-    """How a scaler scales now; None for none, and for one that is switched off."""
+    """The current scaling of a scaler; None for no scaler or a disabled one."""
     if scaler is None or not scaler.is_enabled():
         return None
     return Scaling(scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval())
 
 
 def scaler_state(scaler: torch.amp.GradScaler, device: torch.device) -> dict[str, torch.Tensor]:
-    """The tensors that hold a scaler's state, made as its first use makes them."""
+    """The tensors of a scaler's state, created as its first use creates them."""
     if scaler._scale is None:
         scaler._lazy_init_scale_growth_tracker(device)
     return {name: getattr(scaler, name) for name in SCALER}
 
 
 def clip(clipping: Clipping, gradients: Sequence[Value]) -> tuple[list[Value], Value | None]:
-    """The clipped gradients, and the norm of all of them before, if clipped by that."""
+    """The clipped gradients, and the norm of all of them before clipping if the norm is clipped."""
     if clipping.value is not None:
         bound = float(clipping.value)
         below = [g._binary("maximum", -bound) for g in gradients]
@@ -95,7 +95,7 @@ def clip(clipping: Clipping, gradients: Sequence[Value]) -> tuple[list[Value], V
 
 
 def _norm(x: Value, kind: float) -> Value:
-    """The `kind`-norm of all elements, as `torch.linalg.vector_norm` has it."""
+    """The `kind`-norm of all elements, as in `torch.linalg.vector_norm`."""
     dims = tuple(range(len(x.shape)))
     wide, kind = x.cast(wide_type(x.dtype)), float(kind)
     match kind:
@@ -117,7 +117,7 @@ def _together(scalars: Sequence[Value]) -> Value:
     """0-d values as one array, in the widest of their element types."""
     widest = max((s.dtype for s in scalars), key=lambda dtype: dtype.bytes)
     if len({s.dtype for s in scalars if s.dtype.bytes == widest.bytes}) > 1:
-        widest = DType.float32  # of bfloat16 and float16
+        widest = DType.float32  # common type of bfloat16 and float16
     if len(scalars) == 1:
         return scalars[0].cast(widest)
     first, *others = (s.cast(widest).view((1,)) for s in scalars)

@@ -1,4 +1,4 @@
-"""The joint graph of a training step: a captured loss, its gradients, what is done to them, and the update."""
+"""The joint graph of a training step: a captured loss, its gradients, their processing, and the update."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from daceml_train.training.optimizers import Update
 from daceml_train.training.sparse_gradients import refuse_sparse
 
 ACCUMULATED = "accumulated"
-"""The name of the state in which gradients of micro-batches are added up; no optimizer has it."""
+"""The name of the state that accumulates gradients of micro-batches; no optimizer uses it."""
 
 
 @dataclass(frozen=True)
@@ -30,23 +30,23 @@ class Trained:
     update: Update
     rate: int
     first: bool = False
-    """Whether the step makes the state, rather than reading it."""
+    """Whether the step creates the state rather than reading it."""
     accumulates: bool = False
-    """Whether the gradient is only added to what is accumulated, and nothing updated."""
+    """Whether the gradient is only accumulated, without an update."""
     accumulated: bool = False
-    """Whether the update uses what is accumulated, with this gradient."""
+    """Whether the update uses the accumulated gradients plus this one."""
     share: float = 1.0
-    """By which the gradient is multiplied."""
+    """The factor by which the gradient is multiplied."""
 
 
 @storable
 @dataclass(kw_only=True)
 class StepInterface:
-    """How a step is called: the positions and names of what follows the captured inputs and the loss.
+    """The calling convention of a step: the positions and names of values after the captured inputs and the loss.
 
-    `rates` counts learning rates, one float64 per group; `state` names further inputs as (parameter, state name), those
-    of no parameter being the loss scaler's; `gradients` and `made`, which is the state that first steps make, are
-    further outputs, and the last one the `norm` of the gradients if they are clipped by it.
+    `rates` counts learning rates, one float64 per group. `state` names the additional inputs as (parameter, state
+    name), where those without a parameter belong to the loss scaler. `gradients` and `made`, the state that first
+    steps create, are additional outputs; the last output is the `norm` of the gradients if the norm is clipped.
     """
 
     rates: int
@@ -59,13 +59,13 @@ class StepInterface:
 
 @dataclass(kw_only=True)
 class Joint(StepInterface):
-    """A step as one graph, before the passes that see all of it."""
+    """A step as one graph, before the passes that run on whole steps."""
 
     graph: Graph
 
     @property
     def interface(self) -> StepInterface:
-        """How it is called, without the graph."""
+        """Its calling convention, without the graph."""
         return StepInterface(**{f.name: getattr(self, f.name) for f in fields(StepInterface)})
 
 
@@ -114,12 +114,12 @@ def joint_graph(
 
 
 def _plain_descent(op: Operator) -> bool:
-    """Whether an update gives the same result for a sparse gradient as for a dense one."""
+    """Whether an update has the same result for a sparse gradient as for a dense one."""
     return isinstance(op, SGDUpdate) and not op.momentum and not op.weight_decay
 
 
 def _accumulated(joint: Joint, entry: Trained, gradient: Value) -> Value:
-    """A gradient with those of the micro-batches before it."""
+    """A gradient plus those of the previous micro-batches."""
     graph = joint.graph
     if entry.share != 1:
         gradient = gradient * entry.share
@@ -134,7 +134,7 @@ def _accumulated(joint: Joint, entry: Trained, gradient: Value) -> Value:
 
 
 def _append_update(joint: Joint, entry: Trained, gradient: Value, rate: Value, skip: Value | None) -> None:
-    """The update of a parameter; where `skip` holds, all stays as it is."""
+    """The update of a parameter; if `skip` is true, nothing changes."""
     graph = joint.graph
     p = graph.value(graph.writes.get(entry.parameter, entry.parameter))  # as the forward pass left it
     before = []

@@ -1,7 +1,7 @@
-"""PyTorch's optimizers as operators: which update runs, on what state, and how the state is bound.
+"""PyTorch's optimizers as operators: the update, its state, and how the state is bound.
 
-The state lives in the optimizer object, under PyTorch's own names, so that `state_dict()`, `load_state_dict()` and
-learning-rate schedulers keep working.
+The state remains in the optimizer object, under PyTorch's own names, so `state_dict()`, `load_state_dict()` and
+learning-rate schedulers continue to work.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from daceml_train.ops.optimizer import AdagradUpdate, AdamUpdate, RMSpropUpdate,
 
 @dataclass(frozen=True)
 class Update:
-    """How one parameter group is updated: the operator, and the names of its state in operand order."""
+    """The update of one parameter group: the operator, and the names of its state in operand order."""
 
     op: Operator
     state: tuple[str, ...]
@@ -30,7 +30,7 @@ class Update:
 
 
 def update_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Update:
-    """The update of a parameter group. Raises `Unsupported` for an optimizer or option that has none."""
+    """The update of a parameter group. Raises `Unsupported` for an optimizer or option without one."""
     kind = type(optimizer)
     if group.get("differentiable") or group.get("capturable"):
         raise Unsupported(f"{kind.__name__} with differentiable=True or capturable=True", advice="leave it False")
@@ -72,10 +72,10 @@ def ready(update: Update, state: Mapping[str, Any]) -> bool:
 
 
 def makes_its_state(update: Update) -> bool:
-    """Whether the first step makes the state, because it is another update than later ones.
+    """Whether the first step creates the state, because its update differs from later ones.
 
-    That is so for SGD with dampening, which scales the gradient from the second step on; without it, a zero momentum
-    buffer gives the first step exactly.
+    This is the case for SGD with dampening, which scales the gradient from the second step on; without it, a zero
+    momentum buffer reproduces the first step exactly.
     """
     return isinstance(update.op, SGDUpdate) and bool(update.op.dampening)
 

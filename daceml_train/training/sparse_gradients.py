@@ -1,4 +1,4 @@
-"""Sparse gradients: that of a table of embeddings with `sparse=True`, as rows and the places where they are added."""
+"""Sparse gradients: that of an embedding table with `sparse=True`, as rows and the indices where they are added."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def refuse_sparse(graph: Graph, dense: Sequence[str] = (), taken: Callable[[Oper
 def as_rows(graph: Graph, results: int) -> tuple[Graph, SparseGradients]:
     """The graph, whose outputs from `results` on are gradients, with the sparse ones as their parts.
 
-    The first part's rows take the gradient's place, all else stands behind the gradients.
+    The first part's rows replace the gradient; all other outputs follow the gradients.
     """
     found = sparse_arrays(graph)
     if found.keys().isdisjoint(graph.outputs[results:]):
@@ -95,7 +95,7 @@ def as_rows(graph: Graph, results: int) -> tuple[Graph, SparseGradients]:
 
 
 def assembled(parts: Sequence[Rows], outputs: Sequence[torch.Tensor], table: torch.Tensor) -> torch.Tensor:
-    """The sparse gradient of `table`, which is not coalesced: as in PyTorch, an index may occur more than once."""
+    """The sparse gradient of `table`, uncoalesced as in PyTorch: an index may occur more than once."""
     places, values = list[torch.Tensor](), list[torch.Tensor]()
     for part in parts:
         index, rows = outputs[part.indices].reshape(-1).long(), outputs[part.rows].reshape(-1, *table.shape[1:])

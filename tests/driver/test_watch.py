@@ -47,5 +47,5 @@ def test_a_watcher_hears_every_pass_also_of_a_cached_program(tmp_path: Path) -> 
 
 
 def test_a_pipeline_that_does_not_read_is_an_error_at_once(tmp_path: Path) -> None:
-    with pytest.raises(Invalid, match="no pass is called 'simplifi', did you mean 'simplify'"):
+    with pytest.raises(Invalid, match="no pass is named 'simplifi', did you mean 'simplify'"):
         dt.optimize(nn.ReLU(), pipeline="fusion: simplifi()")

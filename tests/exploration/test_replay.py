@@ -152,9 +152,9 @@ def test_a_saved_session_is_a_pipeline_for_compilation(tmp_path: Path) -> None:
 
 
 CASES: dict[str, tuple[str, Callable[[str], str | bytes], str]] = {
-    "truncated": ("json", lambda t: t[: len(t) // 2], "is no JSON"),
-    "empty": ("json", lambda t: "", "is no JSON"),
-    "binary": ("json", lambda t: b"\x80\x04\x95pickle\xff", "is no text file"),
+    "truncated": ("json", lambda t: t[: len(t) // 2], "is not JSON"),
+    "empty": ("json", lambda t: "", "is not JSON"),
+    "binary": ("json", lambda t: b"\x80\x04\x95pickle\xff", "is not a text file"),
     "version": ("json", lambda t: t.replace('"version": 1', '"version": 2'), "version is 2, this package reads 1"),
     "no version": ("json", lambda t: t.replace('"version": 1,', ""), "version is None"),
     "format": ("json", lambda t: t.replace('"daceml_train pipeline"', '"a cake"'), "holds 'a cake'"),
@@ -162,7 +162,7 @@ CASES: dict[str, tuple[str, Callable[[str], str | bytes], str]] = {
     "unknown inner pass": (
         "json",
         lambda t: t.replace("fuse_siblings", "fuse_sisters"),
-        "no pass is called 'fuse_sist",
+        "no pass is named 'fuse_sist",
     ),
     "wrong type": (
         "json",
@@ -181,22 +181,22 @@ CASES: dict[str, tuple[str, Callable[[str], str | bytes], str]] = {
         "an object with a list per level",
     ),
     "more": ("json", lambda t: t.replace('"notes"', '"code"'), "has no entry 'code'"),
-    "deep": ("json", lambda t: "[" * 100_000, "is no JSON"),
+    "deep": ("json", lambda t: "[" * 100_000, "is not JSON"),
     "huge": ("json", lambda t: "x" * (5 << 20), "no pipeline is larger"),
-    "no pass": ("json", lambda t: json.dumps({"fusion": [{"__reduce__": "os.system"}]}), "is no pass"),
+    "no pass": ("json", lambda t: json.dumps({"fusion": [{"__reduce__": "os.system"}]}), "is not a pass"),
     "code in py": ("py", lambda t: t + "\nimport os\nos.system('true')\n", "is code"),
     "call in py": ("py", lambda t: t.replace("dt.Pipeline.parse(", "eval("), "is code"),
-    "two in py": ("py", lambda t: t + t, "once, this one 2 times"),
-    "broken py": ("py", lambda t: t + "(", "is no Python source"),
+    "two in py": ("py", lambda t: t + t, "once, not 2 times"),
+    "broken py": ("py", lambda t: t + "(", "is not Python source"),
     "call in text": (
         "txt",
         lambda t: t.replace("decompose()", "decompose(__import__('os').system('true'))"),
-        "is no pass",
+        "is not a pass",
     ),
     "option in text": (
         "txt",
         lambda t: t.replace("occurrence=1", "occurrence=open('x')").replace("limit=12", "limit=print()"),
-        "is no literal|is no pass",
+        "is not a literal|is not a pass",
     ),
     "line in text": ("txt", lambda t: "hello\n" + t, "belongs to no level"),
 }

@@ -163,7 +163,7 @@ def test_values_that_texts_refuse(value: object) -> None:
 def test_operator() -> None:
     assert show_operator(programs.UPDATE).startswith("kernel(x0, x1, x2) {\n")
     assert parse_operator(show_operator(programs.UPDATE)) == programs.UPDATE
-    with pytest.raises(Invalid, match="operands stand in the text of an operator"):
+    with pytest.raises(Invalid, match="the text of an operator has operands"):
         parse_operator("neg(%x)")
 
 

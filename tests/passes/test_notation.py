@@ -101,9 +101,9 @@ def test_the_key_is_the_same_in_every_process() -> None:
     [
         (
             "fusion: fuse_elementwize()",
-            "no pass is called 'fuse_elementwize', did you mean 'fuse_elementwise'? (at line 1",
+            "no pass is named 'fuse_elementwize', did you mean 'fuse_elementwise'? (at line 1",
         ),
-        ("\nfusion: qqq()", "no pass is called 'qqq' (at line 2 of the pipeline); known: accumulate_matmuls, "),
+        ("\nfusion: qqq()", "no pass is named 'qqq' (at line 2 of the pipeline); known: accumulate_matmuls, "),
         ("fusing: simplify()", "no level is called 'fusing'; known: forward, intra_operator"),
         (
             "fusion: fuse_elementwise(limits=3)",
@@ -118,10 +118,10 @@ def test_the_key_is_the_same_in_every_process() -> None:
         ("fusion: nothing(color='blue')", "option color of nothing is Color, given 'blue'"),
         (
             "fusion: fuse_elementwise(3)",
-            "fuse_elementwise(3) is no pass (at line 1 of the pipeline); expected name(option=value, ...)",
+            "fuse_elementwise(3) is not a pass (at line 1 of the pipeline); expected name(option=value, ...)",
         ),
-        ("fusion: fuse_elementwise(limit=limit)", "limit is no literal (at line 1"),
-        ("fusion: simplify(\nlayout:", "'simplify(' is no list of passes (at line 1 of the pipeline)"),
+        ("fusion: fuse_elementwise(limit=limit)", "limit is not a literal (at line 1"),
+        ("fusion: simplify(\nlayout:", "'simplify(' is not a list of passes (at line 1 of the pipeline)"),
         ("fusion: simplify()\nfusion: simplify()", "level fusion is given twice (at line 2 of the pipeline)"),
         ("simplify()", "'simplify()' belongs to no level (at line 1 of the pipeline); begin with 'forward'"),
     ],
@@ -135,12 +135,12 @@ def test_what_is_wrong_with_a_text(text: str, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("{", "the pipeline is no JSON"),
+        ("{", "the pipeline is not JSON"),
         ("[]", "an object with a list per level, given list"),
-        ('{"fusion": {}}', "level fusion holds {}; expected a list"),
-        ('{"fusion": [{"pass": "simplify", "limit": 3}]}', "is no pass (at entry 0 of fusion)"),
+        ('{"fusion": {}}', "level fusion is {}; expected a list"),
+        ('{"fusion": [{"pass": "simplify", "limit": 3}]}', "is not a pass (at entry 0 of fusion)"),
         ('{"fusion": [{"pass": "simplify", "options": {"limit": 3}}]}', "simplify has no option 'limit'"),
-        ('{"fusion": ["simplifi"]}', "no pass is called 'simplifi', did you mean 'simplify'? (at entry 0 of fusion)"),
+        ('{"fusion": ["simplifi"]}', "no pass is named 'simplifi', did you mean 'simplify'? (at entry 0 of fusion)"),
     ],
 )
 def test_what_is_wrong_with_json(text: str, sentence: str) -> None:
@@ -157,7 +157,7 @@ def test_options_are_checked_when_a_pass_is_made() -> None:
     with pytest.raises(Invalid, match="option limit of fuse_elementwise is int, given 'x'"):
         TRAINING.with_options("fuse_elementwise", limit="x")
     assert type(FuseSiblings(share=1).share) is float
-    with pytest.raises(Invalid, match="a pipeline holds passes, given <class '.*Simplify'>; expected Simplify()"):
+    with pytest.raises(Invalid, match="a pipeline consists of passes, given <class '.*Simplify'>; expected Simplify()"):
         Pipeline(fusion=(Simplify,))  # type: ignore[arg-type]
 
 

@@ -96,7 +96,7 @@ def test_an_unknown_pass_names_the_known(edit: str) -> None:
 def test_an_unknown_level_names_the_known() -> None:
     levels = "forward, intra_operator, fusion, layout, global_movement"
     with pytest.raises(
-        Invalid, match=f"no level or pass is called 'fussion', did you mean 'fusion'\\?; levels: {levels}"
+        Invalid, match=f"no level or pass is named 'fussion', did you mean 'fusion'\\?; levels: {levels}"
     ):
         SMALL.after("fussion", DeadCode())
     sentence = f"no level is called 'fussion'; known: {levels}"

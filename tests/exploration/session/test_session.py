@@ -199,7 +199,7 @@ def test_a_failing_pass_leaves_the_session_as_it_was() -> None:
         made.apply(dt.TRAINING.without("forward").after("fuse_epilogue", Explodes()))
     with pytest.raises(Refused, match="changes nothing"):
         made.apply("common_subexpressions")
-    with pytest.raises(Invalid, match="no pass is called 'fuse_elementwize', did you mean"):
+    with pytest.raises(Invalid, match="no pass is named 'fuse_elementwize', did you mean"):
         made.apply("fuse_elementwize")
     with pytest.raises(Invalid, match="expected a match, a pass or its name, given int"):
         made.apply(3)  # type: ignore[arg-type]
