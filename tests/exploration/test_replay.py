@@ -157,7 +157,7 @@ CASES: dict[str, tuple[str, Callable[[str], str | bytes], str]] = {
     "binary": ("json", lambda t: b"\x80\x04\x95pickle\xff", "is not a text file"),
     "version": ("json", lambda t: t.replace('"version": 1', '"version": 2'), "version is 2, this package reads 1"),
     "no version": ("json", lambda t: t.replace('"version": 1,', ""), "version is None"),
-    "format": ("json", lambda t: t.replace('"daceml_train pipeline"', '"a cake"'), "holds 'a cake'"),
+    "format": ("json", lambda t: t.replace('"daceml_train pipeline"', '"a cake"'), "format is 'a cake'"),
     "unknown pass": ("json", lambda t: t.replace("decompose", "decomposed"), "did you mean 'decompose'"),
     "unknown inner pass": (
         "json",
@@ -174,7 +174,7 @@ CASES: dict[str, tuple[str, Callable[[str], str | bytes], str]] = {
         lambda t: re.sub('("module": "[^"]*")', r'\1, "occurrence": -1', t),
         "occurrence counts from 0",
     ),
-    "nested place": ("json", lambda t: t.replace("fuse_siblings(limit=12)", "at_place()"), "at_place itself"),
+    "nested place": ("json", lambda t: t.replace("fuse_siblings(limit=12)", "at_place()"), "cannot apply at_place"),
     "levels": (
         "json",
         lambda t: json.dumps({"format": "daceml_train pipeline", "version": 1, "levels": [1]}),
