@@ -176,10 +176,7 @@ class StepGoal(Goal):
 
     @property
     def description(self) -> str:
-        updates = "; ".join(
-            f"{t.parameter} {t.rate} {t.first} {t.update} {t.accumulates} {t.accumulated} {t.share!r}"
-            for t in self.trained
-        )
+        updates = "; ".join(map(repr, self.trained))
         return f"step keep={tuple(self.keep)} updates={updates} {self.gradients}"
 
     def extend(self, graph: Graph) -> Graph:

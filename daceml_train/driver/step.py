@@ -46,7 +46,7 @@ from daceml_train.runtime.gpu.cuda_graph import CudaGraphs
 from daceml_train.runtime.placement import common_device
 from daceml_train.training.gradients import SCALER, Clipping, GradientOptions, scaling_of
 from daceml_train.training.joint import ACCUMULATED, Trained, joint_graph
-from daceml_train.training.optimizers import initial_state, makes_its_state, ready, update_of
+from daceml_train.training.optimizers import initial_state, makes_its_state, number_types, ready, update_of
 
 Loss = Callable[..., torch.Tensor]
 
@@ -203,7 +203,7 @@ class TrainingStep:
         """The step for these arguments, captured and compiled if it is new; None if it runs in pieces."""
         check_tensors(flat)
         self._watch_hooks()
-        if key in self._in_pieces or any(step_hooks(self.optimizer)):
+        if key in self._in_pieces:
             return None
         scope = {"self": self, "inputs": inputs, "targets": targets}
         try:
@@ -279,7 +279,7 @@ class TrainingStep:
 
     def _hooked(self) -> list[int]:
         """The identities of objects with hooks."""
-        tables = hook_tables(self._modules())
+        tables = [*hook_tables(self._modules()), *step_hooks(self.optimizer)]
         return [id(x) for x in tables if x] + [id(p) for p in self._parameters() if has_gradient_hooks(p)]
 
     def _break(self, key: Any, error: BaseException, ours: bool = False) -> None:
@@ -301,6 +301,8 @@ class TrainingStep:
         modules = self._modules()
         if any(m._backward_hooks or m._backward_pre_hooks for m in modules):
             raise Unsupported("a module has a backward hook")
+        if any(step_hooks(self.optimizer)):
+            raise Unsupported("the optimizer has a hook around its step")
         by_name = input_tensors(captured, arguments)
         given = {id(t) for t in flat}
         if any(id(t) in given and t.requires_grad for t in by_name.values()):
@@ -334,8 +336,9 @@ class TrainingStep:
             for parameter in group["params"]:
                 if id(parameter) not in of_tensor or not parameter.requires_grad:
                     continue
-                first = makes_its_state(update) and not ready(update, self.optimizer.state.get(parameter, {}))
-                trained.append(Trained(of_tensor[id(parameter)], update, rate, first))
+                state = self.optimizer.state.get(parameter, {})
+                first, numbers = makes_its_state(update) and not ready(update, state), number_types(update, state)
+                trained.append(Trained(of_tensor[id(parameter)], update, rate, first, numbers=numbers))
         leaves = {n: t for n, t in by_name.items() if t.requires_grad and t.is_leaf and id(t) not in given}
         if any(has_gradient_hooks(t) for t in leaves.values()):
             raise Unsupported("a parameter has a gradient hook")

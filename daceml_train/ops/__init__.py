@@ -4,6 +4,7 @@ Importing this package registers every operator under its name.
 """
 
 from daceml_train.ops import (
+    adaptive_optimizers,
     attention,
     contraction,
     control,
@@ -30,6 +31,7 @@ from daceml_train.ops import (
 )
 
 __all__ = [
+    "adaptive_optimizers",
     "attention",
     "contraction",
     "control",

@@ -53,7 +53,7 @@ class SGDUpdate(Operator):
 
     def lower(self, b: Builder, *operands: Value) -> Sequence[Value]:
         p, grad, lr, *buffer = operands
-        grad = _directed(grad, p, self.maximize, self.weight_decay)
+        grad = directed(grad, p, self.maximize, self.weight_decay)
         made: list[Value] = []
         if self.momentum:
             following = buffer[0] * self.momentum + grad * (1 - self.dampening) if buffer else grad
@@ -106,7 +106,7 @@ class AdamUpdate(Operator):
             p = p * (1.0 - rate * self.weight_decay).cast(p.dtype)
         elif self.weight_decay:
             grad = grad + p * self.weight_decay
-        exp_avg = _lerp(exp_avg, grad, 1 - self.beta1)
+        exp_avg = lerp(exp_avg, grad, 1 - self.beta1)
         exp_avg_sq = exp_avg_sq * self.beta2 + grad * grad * (1 - self.beta2)
         made = [exp_avg, exp_avg_sq]
         if self.amsgrad:
@@ -147,12 +147,12 @@ class RMSpropUpdate(Operator):
 
     def lower(self, b: Builder, *operands: Value) -> Sequence[Value]:
         p, grad, lr, step, square_avg, *more = operands
-        grad = _directed(grad, p, self.maximize, self.weight_decay)
+        grad = directed(grad, p, self.maximize, self.weight_decay)
         made = [square_avg * self.alpha + grad * grad * (1 - self.alpha)]
         average = made[0]
         buffer = [more[0] * self.momentum] if self.momentum > 0 else []
         if self.centered:
-            center = _lerp(more[-1], grad, 1 - self.alpha)
+            center = lerp(more[-1], grad, 1 - self.alpha)
             average = average - center * center
         average = average.unary("sqrt") + self.eps
         if buffer:
@@ -187,7 +187,7 @@ class AdagradUpdate(Operator):
 
     def lower(self, b: Builder, *operands: Value) -> Sequence[Value]:
         p, grad, lr, step, total = operands
-        grad = _directed(grad, p, self.maximize, self.weight_decay)
+        grad = directed(grad, p, self.maximize, self.weight_decay)
         rate = lr.cast(DType.float64)
         if self.lr_decay:
             rate = rate / (step.cast(DType.float64) * self.lr_decay + 1.0)
@@ -198,13 +198,52 @@ class AdagradUpdate(Operator):
         return simplify((13 + 2 * bool(self.weight_decay) + self.maximize) * operands[0].size)
 
 
-def _directed(grad: Value, p: Value, maximize: bool, weight_decay: float) -> Value:
+@dataclass(frozen=True, kw_only=True)
+class ASGDUpdate(Operator):
+    """`torch.optim.ASGD`: stochastic gradient descent, and the average of the parameters.
+
+    Operands: p, grad, lr, step, eta (0-d: this step's rate), mu (0-d: the new parameter's weight in the average) and
+    ax, the average. Results: the next p and state, in the same order; `lr` is for the next step's rate. Numbers are
+    rounded to the type of `step`, which is PyTorch's for them, also where a loaded state holds them in a wider one.
+    """
+
+    name = "asgd_update"
+    operands = ("p", "grad", "lr", "step", "eta", "mu", "ax")
+    results = ("next_p", "next_step", "next_eta", "next_mu", "next_ax")
+    lambd: float = 1e-4
+    alpha: float = 0.75
+    t0: float = 1e6
+    weight_decay: float = 0.0
+    maximize: bool = False
+
+    def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        p, grad, lr, step, eta, mu, ax = operands
+        check_update(self, p, grad, (lr, step, eta, mu), (ax,))
+        return p, step, eta, mu, p
+
+    def lower(self, b: Builder, *operands: Value) -> Sequence[Value]:
+        p, grad, lr, step, eta, mu, ax = operands
+        grad = directed(grad, p, self.maximize, self.weight_decay)
+        next_step = step + 1.0
+        rate, count, now = (x.cast(DType.float64) for x in (lr, next_step, eta))
+        p = p * (1.0 - now * self.lambd).cast(p.dtype) - grad * now.cast(p.dtype)
+        averaged = mu.compare("eq", 1.0).where(p, ax + (p - ax) * mu.cast(p.dtype))
+        next_eta = rate / (rate * self.lambd * count + 1.0)._binary("pow", count.constant(self.alpha))
+        next_mu = 1.0 / (count - self.t0)._binary("maximum", 1.0)
+        numbers = [x.cast(step.dtype).cast(eta.dtype) for x in (next_eta, next_mu)]
+        return p, next_step, *numbers, averaged
+
+    def flops(self, *operands: Tensor) -> Dim:
+        return simplify((8 + 2 * bool(self.weight_decay) + self.maximize) * operands[0].size)
+
+
+def directed(grad: Value, p: Value, maximize: bool, weight_decay: float) -> Value:
     """The descent direction: the gradient plus weight decay."""
     if maximize:
         grad = -grad
     return grad + p * weight_decay if weight_decay else grad
 
 
-def _lerp(start: Value, end: Value, weight: float) -> Value:
+def lerp(start: Value, end: Value, weight: float) -> Value:
     """`torch.lerp`: from the nearer end, so both ends are exact."""
     return start + (end - start) * weight if weight < 0.5 else end - (end - start) * (1 - weight)

@@ -15,7 +15,7 @@ from daceml_train.passes.base import without_dead_code
 from daceml_train.storage.storable import storable
 from daceml_train.tensor import DType, Tensor
 from daceml_train.training.gradients import PLAIN, SCALER, GradientOptions, clip, next_scale, unscale
-from daceml_train.training.optimizers import Update
+from daceml_train.training.optimizers import SCALARS, Update
 from daceml_train.training.sparse_gradients import refuse_sparse
 
 ACCUMULATED = "accumulated"
@@ -37,6 +37,8 @@ class Trained:
     """Whether the update uses the accumulated gradients plus this one."""
     share: float = 1.0
     """The factor by which the gradient is multiplied."""
+    numbers: tuple[tuple[str, DType], ...] = ()
+    """The types of the numbers in its state."""
 
 
 @storable
@@ -140,7 +142,7 @@ def _append_update(joint: Joint, entry: Trained, gradient: Value, rate: Value, s
     before = []
     if not entry.first:
         for name in entry.update.state:
-            tensor = Tensor((), DType.float32) if name == "step" else p.tensor
+            tensor = Tensor((), dict(entry.numbers)[name]) if name in SCALARS else p.tensor
             label = graph.fresh(f"{entry.parameter}_{name}")
             before.append(graph.input(label, tensor, Role.state, graph.inputs[entry.parameter].path))
             joint.state.append((entry.parameter, name))

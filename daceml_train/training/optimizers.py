@@ -6,15 +6,17 @@ learning-rate schedulers continue to work.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from daceml_train.errors import Unsupported
+from daceml_train.ops.adaptive_optimizers import AdadeltaUpdate, AdamaxUpdate, NAdamUpdate, RAdamUpdate, RpropUpdate
 from daceml_train.ops.operator import Operator, Value
-from daceml_train.ops.optimizer import AdagradUpdate, AdamUpdate, RMSpropUpdate, SGDUpdate
+from daceml_train.ops.optimizer import AdagradUpdate, AdamUpdate, ASGDUpdate, RMSpropUpdate, SGDUpdate
+from daceml_train.tensor import DType
 
 
 @dataclass(frozen=True)
@@ -29,41 +31,109 @@ class Update:
         return list(p.builder.emit(self.op, p, gradient, rate, *state))
 
 
-def update_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Update:
+Group = Mapping[str, Any]
+
+
+def update_of(optimizer: torch.optim.Optimizer, group: Group) -> Update:
     """The update of a parameter group. Raises `Unsupported` for an optimizer or option without one."""
     kind = type(optimizer)
     if group.get("differentiable") or group.get("capturable"):
         raise Unsupported(f"{kind.__name__} with differentiable=True or capturable=True", advice="leave it False")
-    if kind is torch.optim.SGD:
-        names: tuple[str, ...] = ("momentum", "dampening", "nesterov", "weight_decay", "maximize")
-        op: Operator = SGDUpdate(**{n: group[n] for n in names})
-        return Update(op, ("momentum_buffer",) if group["momentum"] else ())
-    if kind in (torch.optim.Adam, torch.optim.AdamW):
-        beta1, beta2 = (float(b) for b in group["betas"])
-        decoupled = kind is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
-        op = AdamUpdate(
-            beta1=beta1,
-            beta2=beta2,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            decoupled=decoupled,
-            amsgrad=group["amsgrad"],
-            maximize=group["maximize"],
+    if kind not in _UPDATES:
+        *names, last = (known.__name__ for known in _UPDATES)
+        raise Unsupported(
+            f"optimizer {kind.__module__}.{kind.__name__} has no update inside the graph",
+            advice=f"{', '.join(names)} and {last} have; the step runs with PyTorch's own update",
         )
-        return Update(op, ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())))
-    if kind is torch.optim.RMSprop:
-        names = ("alpha", "eps", "weight_decay", "momentum", "centered", "maximize")
-        state = ["step", "square_avg"]
-        state += ["momentum_buffer"] if group["momentum"] > 0 else []
-        state += ["grad_avg"] if group["centered"] else []
-        return Update(RMSpropUpdate(**{n: group[n] for n in names}), tuple(state))
-    if kind is torch.optim.Adagrad:
-        names = ("lr_decay", "eps", "weight_decay", "maximize")
-        return Update(AdagradUpdate(**{n: group[n] for n in names}), ("step", "sum"))
-    raise Unsupported(
-        f"optimizer {kind.__module__}.{kind.__name__} has no update inside the graph",
-        advice="SGD, Adam, AdamW, RMSprop and Adagrad have; the step runs with PyTorch's own update",
-    )
+    return _UPDATES[kind](group)
+
+
+def _options(group: Group, *names: str) -> dict[str, Any]:
+    return {name: group[name] for name in names}
+
+
+def _betas(group: Group) -> dict[str, Any]:
+    beta1, beta2 = (float(b) for b in group["betas"])
+    return {"beta1": beta1, "beta2": beta2}
+
+
+def _sgd(group: Group) -> Update:
+    op = SGDUpdate(**_options(group, "momentum", "dampening", "nesterov", "weight_decay", "maximize"))
+    return Update(op, ("momentum_buffer",) if group["momentum"] else ())
+
+
+def _adam(group: Group, decoupled: bool = False) -> Update:
+    options = _options(group, "eps", "weight_decay", "amsgrad", "maximize")
+    op = AdamUpdate(**_betas(group), **options, decoupled=decoupled or bool(group.get("decoupled_weight_decay")))
+    return Update(op, ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())))
+
+
+def _adamw(group: Group) -> Update:
+    return _adam(group, decoupled=True)
+
+
+def _rmsprop(group: Group) -> Update:
+    state = ["step", "square_avg"]
+    state += ["momentum_buffer"] if group["momentum"] > 0 else []
+    state += ["grad_avg"] if group["centered"] else []
+    op = RMSpropUpdate(**_options(group, "alpha", "eps", "weight_decay", "momentum", "centered", "maximize"))
+    return Update(op, tuple(state))
+
+
+def _adagrad(group: Group) -> Update:
+    return Update(AdagradUpdate(**_options(group, "lr_decay", "eps", "weight_decay", "maximize")), ("step", "sum"))
+
+
+def _adadelta(group: Group) -> Update:
+    op = AdadeltaUpdate(**_options(group, "rho", "eps", "weight_decay", "maximize"))
+    return Update(op, ("step", "square_avg", "acc_delta"))
+
+
+def _adamax(group: Group) -> Update:
+    op = AdamaxUpdate(**_betas(group), **_options(group, "eps", "weight_decay", "maximize"))
+    return Update(op, ("step", "exp_avg", "exp_inf"))
+
+
+def _nadam(group: Group) -> Update:
+    options = _options(group, "eps", "weight_decay", "momentum_decay", "maximize")
+    op = NAdamUpdate(**_betas(group), **options, decoupled=group["decoupled_weight_decay"])
+    return Update(op, ("step", "mu_product", "exp_avg", "exp_avg_sq"))
+
+
+def _radam(group: Group) -> Update:
+    options = _options(group, "eps", "weight_decay", "maximize")
+    op = RAdamUpdate(**_betas(group), **options, decoupled=group["decoupled_weight_decay"])
+    return Update(op, ("step", "exp_avg", "exp_avg_sq"))
+
+
+def _rprop(group: Group) -> Update:
+    (shrink, grow), (smallest, largest) = group["etas"], group["step_sizes"]
+    op = RpropUpdate(shrink=shrink, grow=grow, smallest=smallest, largest=largest, maximize=group["maximize"])
+    return Update(op, ("step", "prev", "step_size"))
+
+
+def _asgd(group: Group) -> Update:
+    op = ASGDUpdate(**_options(group, "lambd", "alpha", "t0", "weight_decay", "maximize"))
+    return Update(op, ("step", "eta", "mu", "ax"))
+
+
+_UPDATES: dict[type, Callable[[Group], Update]] = {
+    torch.optim.SGD: _sgd,
+    torch.optim.Adam: _adam,
+    torch.optim.AdamW: _adamw,
+    torch.optim.RMSprop: _rmsprop,
+    torch.optim.Adagrad: _adagrad,
+    torch.optim.Adadelta: _adadelta,
+    torch.optim.Adamax: _adamax,
+    torch.optim.NAdam: _nadam,
+    torch.optim.RAdam: _radam,
+    torch.optim.Rprop: _rprop,
+    torch.optim.ASGD: _asgd,
+}
+"""The optimizers that have an update; one that extends them may do anything else."""
+
+SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
+"""Names of state that is one number per parameter; all other state is like the parameter."""
 
 
 def ready(update: Update, state: Mapping[str, Any]) -> bool:
@@ -80,11 +150,32 @@ def makes_its_state(update: Update) -> bool:
     return isinstance(update.op, SGDUpdate) and bool(update.op.dampening)
 
 
+def number_types(update: Update, state: Mapping[str, Any]) -> tuple[tuple[str, DType], ...]:
+    """The type of each number among a parameter's state.
+
+    PyTorch makes it float32, or float64 where that is the default; `load_state_dict` casts all of them but `step` to
+    the parameter's type.
+    """
+    held = {name: state.get(name) for name in update.state if name in SCALARS}
+    types = {n: t.dtype if isinstance(t, torch.Tensor) else _number_type() for n, t in held.items()}
+    return tuple((name, DType[str(dtype).removeprefix("torch.")]) for name, dtype in types.items())
+
+
+def _number_type() -> torch.dtype:
+    return torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
+
+
 def initial_state(name: str, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> torch.Tensor:
     """An entry of a parameter's state before the first step."""
-    if name == "step":
-        return torch.tensor(0.0, dtype=torch.float32)
-    if name == "sum":
-        start = optimizer.defaults["initial_accumulator_value"]
-        return torch.full_like(parameter, start, memory_format=torch.preserve_format)
+    if name in SCALARS:
+        start = {"step": 0.0, "mu_product": 1.0, "mu": 1.0}
+        return torch.tensor(start[name] if name in start else _rate(parameter, optimizer), dtype=_number_type())
+    if name in ("sum", "step_size"):
+        value = optimizer.defaults["initial_accumulator_value"] if name == "sum" else _rate(parameter, optimizer)
+        return torch.full_like(parameter, value, memory_format=torch.preserve_format)
     return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+def _rate(parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> float:
+    """The learning rate of a parameter's group."""
+    return float(next(g["lr"] for g in optimizer.param_groups if any(p is parameter for p in g["params"])))

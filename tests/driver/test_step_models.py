@@ -135,9 +135,14 @@ def test_hooks_are_honored_whenever_they_are_added(where: str) -> None:
     pair.step(*batch())
     pair.step(*batch())
     assert len(seen) == 2
+    expected = {"module": [], "backward": ["backward"], "optimizer": ["around its step"]}
+    expected |= {"everywhere": expected["optimizer"]}
+    breaks = list(pair.call.breaks)
+    pairs = zip(expected.get(where, ["gradient hook"]), breaks, strict=True)
+    assert all(part in reason for part, reason in pairs), breaks
     handle.remove()
     pair.step(*batch())
-    assert len(seen) == 2
+    assert len(seen) == 2 and pair.call.breaks == breaks
 
 
 def test_a_graph_break_runs_in_pieces_and_says_where() -> None:

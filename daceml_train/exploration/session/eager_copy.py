@@ -12,6 +12,7 @@ import torch.utils._pytree as pytree
 from daceml_train.exploration.session.program import DRAWN, accumulated
 from daceml_train.exploration.session.subject import NORM, Subject
 from daceml_train.training.gradients import SCALER
+from daceml_train.training.optimizers import SCALARS
 
 Named = dict[tuple[str, str], torch.Tensor]
 """(kind, name) -> tensor; kinds are `result`, `gradient`, `update`, `state` and `buffer`."""
@@ -40,7 +41,7 @@ class EagerCopy:
                     module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if wide and self.optimizer is not None:
             for state in self.optimizer.state.values():
-                wider = {k: v.double() for k, v in state.items() if isinstance(v, torch.Tensor) and k != "step"}
+                wider = {k: v.double() for k, v in state.items() if isinstance(v, torch.Tensor) and k not in SCALARS}
                 state.update(wider)
         self._memo = memo
 

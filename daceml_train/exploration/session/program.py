@@ -118,4 +118,4 @@ def _state(subject: Subject, parameter: str, name: str) -> torch.Tensor:
     held = subject.optimizer.state.get(owner, {}).get(name)
     if held is not None and not isinstance(held, torch.Tensor):
         raise Invalid(f"the optimizer's {name} is not a tensor")
-    return _copy(held) if held is not None else initial_state(name, owner.detach(), subject.optimizer)
+    return _copy(held) if held is not None else initial_state(name, owner, subject.optimizer)
