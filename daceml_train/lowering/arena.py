@@ -1,7 +1,7 @@
-"""Memory planning: offsets in one arena for arrays with known lifetimes.
+"""Memory planning: offsets in one arena for arrays with known live ranges.
 
-Arrays whose lifetimes do not overlap share memory. Two plans are made and the smaller one is taken. One places arrays
-by size, the largest first, each into the tightest gap between those that live at the same time (Pisarchyk & Lee,
+Arrays whose live ranges do not overlap share memory. Of two plans, the smaller one is used. One places arrays by size,
+the largest first, each into the tightest gap between those that are live at the same time (Pisarchyk & Lee,
 "Efficient Memory Management for Deep Neural Net Inference", 2020, "greedy by size"). The other is a linear scan over
 the launches with a best-fit free list that merges neighbors, as in a heap allocator run ahead of time.
 """
@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 64
-"""Bytes; a cache line, and the widest vector."""
+"""Alignment in bytes: a cache line, and the widest vector."""
 PLACED_BY_SIZE = 2048
-"""The most arrays that are placed by size, which takes time quadratic in their number; smaller ones lie behind them."""
+"""The largest number of arrays placed by size, in time quadratic in it; smaller arrays follow them in memory."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def plan_arena(lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
 
 
 def lower_bound(lifetimes: Sequence[Lifetime]) -> int:
-    """The most bytes that live at one launch, each array rounded up to the alignment: no plan takes less."""
+    """The peak of live bytes, each array rounded up to the alignment: a lower bound of any plan."""
     changes = [(x.first, _aligned(x.bytes)) for x in lifetimes] + [(x.last + 1, -_aligned(x.bytes)) for x in lifetimes]
     total = most = 0
     for _, change in sorted(changes):
@@ -87,7 +87,7 @@ def _by_time(lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
             free.remove((offset, size))
             if size > need:
                 bisect.insort(free, (offset + need, size - need))
-        elif free and free[-1][0] + free[-1][1] == top:  # grow the last hole
+        elif free and free[-1][0] + free[-1][1] == top:  # grow the last gap
             offset, _ = free.pop()
             top = offset + need
         else:

@@ -1,4 +1,4 @@
-"""ATen: which library call runs each vendor operator.
+"""ATen: the library call of each vendor operator.
 
 A call is data: an overload of a PyTorch operator and its arguments, in which `Operand(i)` stands for the i-th input
 array and `Result(i)` for an output array that the call writes in place. The executor turns it into views and calls.
@@ -18,7 +18,7 @@ from daceml_train.tensor import Tensor
 
 @dataclass(frozen=True)
 class Result:
-    """Stands for the i-th output array, which the call fills."""
+    """Placeholder for the i-th output array, which the call writes."""
 
     index: int = 0
 
@@ -29,7 +29,7 @@ class Call:
 
     `target` is an overload such as `aten::convolution` (with `overload` its name), or one of the executor's direct
     entries `mm`, `addmm`, `bmm`, `baddbmm`, whose first argument is the result. `returns` lists, per value that the
-    call returns, the output it becomes (None: dropped); outputs written through `Result` are not in it.
+    call returns, the output it becomes (None: dropped); outputs written through `Result` are not included.
     """
 
     target: str
@@ -37,10 +37,10 @@ class Call:
     overload: str = ""
     returns: tuple[int | None, ...] = (0,)
     dense_rows: tuple[int, ...] = ()
-    """Operands of which the library takes for granted, without looking, that the last dimension has stride 1."""
+    """Operands whose last dimension the library assumes, without a check, to have stride 1."""
     seen: tuple[int | None, ...] = ()
-    """How the call sees the arrays of this many dimensions, if not as they are: per dimension of its own, which of
-    ours it is; None is one of size 1 in front of the next.
+    """The call's view of arrays of this many dimensions, if it differs: for each of its dimensions, the dimension of
+    the array; None is a dimension of size 1 before the next.
     """
 
     @property
@@ -72,13 +72,13 @@ def _matmul_add(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ..
 
 
 SEQUENCE = (0, 1, None, 2)
-"""A sequence as an image of one row. ATen runs convolutions of one dimension that way itself, but then keeps channels
-that are last only after a copy.
+"""A sequence as a single-row image. ATen itself runs one-dimensional convolutions this way, but copies channels-last
+sequences.
 """
 
 
 def show(tensor: Tensor, seen: Sequence[int | None]) -> Tensor:
-    """The type of an array as a call sees it; see `Call.seen`."""
+    """The type of an array in the call's view; see `Call.seen`."""
     if not seen or tensor.rank != sum(d is not None for d in seen):
         return tensor
     place = {d: position for position, d in enumerate(seen)}
@@ -112,8 +112,8 @@ def _convolution_backward(op: Any, x: Any, w: Any, mask: tuple[bool, bool, bool]
 
 
 def _input_grad(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
-    # The derivative by the input does not read the input: any array of its shape will do, so one without elements
-    # in memory stands in for it.
+    # The derivative with respect to the input does not read the input: any array of its shape works, so one without
+    # elements in memory replaces it.
     return _convolution_backward(op, Placeholder(show(results[0], _seen(op))), Operand(1), (True, False, False))
 
 
@@ -123,7 +123,7 @@ def _weight_grad(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, .
 
 @dataclass(frozen=True)
 class Placeholder:
-    """Stands for an array of this type whose elements are never read."""
+    """Placeholder for an array of this type whose elements are never read."""
 
     tensor: Tensor
 
@@ -137,7 +137,7 @@ def _average_arguments(op: Any) -> tuple[Any, ...]:
 
 
 def _in_memory_order(operands: tuple[Tensor, ...]) -> tuple[int, ...]:
-    """Sequences with their channels last, as row-major arrays: ATen gives results in row-major order for them."""
+    """Channels-last sequences as row-major arrays: ATen returns row-major results for them."""
     x = operands[0]
     last = x.rank == 3 and x.order is not None and all(t.order == x.order for t in operands)
     return x.order if last and x.order is not None else tuple(range(x.rank))
@@ -193,9 +193,7 @@ def _attention_grad_function(op: Any, operands: tuple[Tensor, ...], results: tup
 
 def _windows(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
     if op.last:
-        raise Unsupported(
-            f"{op.label} of {operands[0]} with its channels last, for which only the processor has a kernel"
-        )
+        raise Unsupported(f"{op.label} of {operands[0]} with channels-last layout, for which only the CPU has a kernel")
     size = (op.size,) if op.label == "col2im" else ()
     return Call(f"aten::{op.label}", (Operand(0), *size, *op.geometry))
 
@@ -231,7 +229,7 @@ def _plain(overload: str) -> str:
 
 @dataclass(frozen=True)
 class Keywords:
-    """Arguments as a user writes them, to be put in the order of the operator's schema."""
+    """Arguments as a user writes them, before they are put in the order of the operator's schema."""
 
     arguments: tuple[Any, ...]
     keywords: tuple[tuple[str, Any], ...]
@@ -253,7 +251,7 @@ class Keywords:
 
 
 def _from_name(name: str) -> Any:
-    """The memory format, layout or device of that name."""
+    """The memory format, layout or device with that name."""
     import torch
 
     return getattr(torch, name.removeprefix("torch.")) if name.startswith("torch.") else torch.device(name)
@@ -326,4 +324,4 @@ CALLS_OF: dict[str, dict[str, Rule]] = {
         "require": lambda op, i, o: Call("daceml::require", (Operand(0), op.message)),
     },
 }
-"""Where a device has a library call of its own."""
+"""Overrides for devices with a library call of their own."""

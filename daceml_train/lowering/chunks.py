@@ -1,4 +1,4 @@
-"""Launches of a gradient in parts: some rows of it, what is added to them, and the update that uses them up."""
+"""Launches of a chunked gradient: a chunk of rows, the rows added to it, and the update that consumes it."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from daceml_train.tensor import Shape, Tensor, same, simplify
 
 
 class Lowering(Protocol):
-    """What lowering has to offer."""
+    """The interface of lowering that this module uses."""
 
     graph: Graph
     program: Program
     places: dict[str, BufferView]
 
     def place(self, name: str) -> BufferView:
-        """Where an array lies."""
+        """The buffer view of an array."""
 
     def dense(self, name: str, origin: str) -> BufferView:
-        """Where an array lies, row by row, or a copy that does."""
+        """The buffer view of an array if its rows are dense, else one of a copy."""
 
     def allocate(self, name: str, tensor: Tensor) -> BufferView:
-        """Memory for an array."""
+        """A buffer for an array."""
 
     def new_place(self, slot: Buffer) -> BufferView:
-        """Memory of this kind."""
+        """A buffer of this allocation kind."""
 
     def moved(self, op: Operator, x: BufferView, shape: Shape, origin: str) -> BufferView:
-        """The place of an alias."""
+        """The buffer view of an alias."""
 
     def launch(
         self, kernel: Kernel, operands: Sequence[BufferView], results: Sequence[BufferView], origin: str
@@ -56,7 +56,7 @@ class Lowering(Protocol):
 
 
 def launch_in_parts(lowering: Lowering, chain: UpdateChain) -> None:
-    """Add the launches of a chain, part by part. Each part is an array that dies before the next one is made."""
+    """Add the launches of a chain, chunk by chunk. Each chunk is an array that dies before the next one is computed."""
     graph, program = lowering.graph, lowering.program
     update, head = graph.nodes[chain.update], _Head(lowering, chain)
     others = {k: lowering.place(name) for k, name in enumerate(update.inputs) if k != chain.argument}
@@ -77,7 +77,7 @@ def launch_in_parts(lowering: Lowering, chain: UpdateChain) -> None:
 
 
 class _Head:
-    """What makes a part of the gradient."""
+    """The producer of a chunk of the gradient."""
 
     def __init__(self, lowering: Lowering, chain: UpdateChain) -> None:
         self.lowering, self.chain = lowering, chain
@@ -93,7 +93,7 @@ class _Head:
                 self.added = [lowering.dense(name, str(node.origin)) for name in node.inputs[1:]]
 
     def launch(self, part: BufferView, first: int, length: int) -> None:
-        """Add the launches that make rows `first` to `first + length`."""
+        """Add the launches that compute rows `first` to `first + length`."""
         program, op, origin = self.lowering.program, self.node.op, str(self.node.origin)
         program.nodes += [self.chain.gradient] * (len(program.launches) - len(program.nodes))
         if isinstance(op, EmbeddingGrad):
@@ -113,7 +113,7 @@ class _Head:
         operands = (part, *self.added)
         table, indices, rows = (Layout(p.shape, p.strides, p.dtype) for p in operands)
         code = rows_between(table, indices, rows, first, first + length, skipped)
-        assert code is not None, "the chain has types to which kernels add rows"
+        assert code is not None, "the chain has types that index_add supports"
         self.lowering.start(self.lowering.code(code), operands, origin, len(operands), (0,))
 
 

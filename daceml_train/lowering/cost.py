@@ -1,4 +1,4 @@
-"""Cost: what one launch of a program is, and the bytes and operations it takes, as expressions over sizes."""
+"""Cost: a description of each launch of a program, with its bytes and operations as expressions over sizes."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Cost:
 
 
 def costs(graph: Graph, launches: Sequence[Launch], nodes: Sequence[int]) -> list[Cost]:
-    """The cost of each launch; `nodes` gives the node of the graph that each one computes, -1 for copies at the end.
+    """The cost of each launch; `nodes` maps launches to the node of the graph that each computes, -1 for final copies.
 
-    Of several launches for one node, the last one computes it; the others bring operands into place. What is made in
-    parts has launches that each take a share.
+    Of several launches for one node, the last one computes it; the others copy operands. The launches of a chunked
+    gradient each take a share of its cost.
     """
     entries = traffic(graph).entries
     last = {node: index for index, node in enumerate(nodes) if node >= 0}
@@ -64,7 +64,7 @@ def costs(graph: Graph, launches: Sequence[Launch], nodes: Sequence[int]) -> lis
 
 
 def _share(whole: Cost, k: int, parts: int) -> Cost:
-    """The k-th of equal parts of a cost."""
+    """One of `k` equal shares of a cost."""
 
     def part(size: Dim) -> Dim:
         return size * (k + 1) // parts - size * k // parts if isinstance(size, int) else size / parts
@@ -81,7 +81,7 @@ def _computed(launch: Launch, op: Operator, entry: Entry) -> Cost:
 
 
 def _moved(launch: Launch) -> Cost:
-    """A copy, or an operand that has to lie in memory."""
+    """The cost of a copy, or of an operand that must be materialized."""
     match launch:
         case CopyLaunch(target=place):
             size = Tensor(place.shape, place.dtype).bytes

@@ -1,4 +1,4 @@
-"""Devices: where a program runs, who makes its kernels, and how memory, streams and recordings are had there.
+"""Devices: where a program runs, its kernel generator, and its memory, streams and CUDA graphs.
 
 The processor runs launch lists natively (`runtime.executor`). A GPU runs them through `runtime.gpu.plan`, on one
 allocation of PyTorch's, on PyTorch's current stream, and can record them. What a GPU does is behind `GPU`, so that
@@ -28,34 +28,34 @@ Target = Literal["cpu", "cuda"]
 
 
 class Toolchain(Protocol):
-    """Makes kernels: their code, and addresses of what was compiled."""
+    """Generates kernels: their code, and the addresses of the compiled functions."""
 
     name: str
     """Part of the key under which programs are cached."""
     templates: bool
-    """Whether kernels that are written by hand for the processor can be used."""
+    """Whether hand-written CPU kernels can be used."""
 
     def generate(self, kernel: Kernel, operands: Sequence[Layout], results: Sequence[Layout]) -> KernelCode:
-        """The code of a kernel on operands and results that lie in memory like this."""
+        """The code of a kernel for operands and results of these layouts."""
         ...
 
     def variants(self, code: KernelCode) -> Sequence[KernelCode]:
-        """The same kernel in other shapes, first as it is: they take the same arrays, but for scratch."""
+        """The kernel under all launch configurations, the current one first; only their scratch arrays differ."""
         ...
 
     def blocks(self, code: KernelCode, value: Callable[[Dim], int], threads: int) -> int:
-        """The value of the symbol `blocks` in a kernel's integers and scratch sizes; `value` is that of a size."""
+        """The value of the symbol `blocks` in a kernel's integers and scratch sizes; `value` evaluates a size."""
         ...
 
     def addresses(
         self, codes: Sequence[KernelCode], folder: Path, jobs: int | None, progress: Progress | None
     ) -> dict[str, tuple[int, Path]]:
-        """Kernel's key -> entry point and library; only what is missing in the folder is compiled."""
+        """Kernel's key -> entry point and library; only libraries that the folder lacks are compiled."""
         ...
 
 
 class ProcessorToolchain:
-    """C++ for the processor."""
+    """Generates C++ for the CPU."""
 
     name = "cpu"
     templates = True
@@ -82,7 +82,7 @@ class ProcessorToolchain:
 
 @dataclass(frozen=True)
 class Capability:
-    """What decides how long a launch takes: bytes and operations per second, and how many threads run at once."""
+    """The machine model of launch times: bytes and operations per second, and the number of concurrent threads."""
 
     bandwidth: float
     flops: float
@@ -97,11 +97,11 @@ class Device(ABC):
     torch: torch.device
     toolchain: Toolchain
     name: str
-    """What users and measurements know it by."""
+    """The name of the device for users and measurements."""
 
     @property
     def key(self) -> str:
-        """What programs depend on, for the cache."""
+        """The properties that programs depend on, for the cache."""
         return self.toolchain.name
 
 
@@ -123,17 +123,17 @@ ROUNDS, SECONDS = 4, 2e-3
 
 
 class GPU(Device):
-    """What the runtime asks of a GPU. Work goes to the current stream; streams and events are opaque."""
+    """The GPU interface of the runtime. Work goes to the current stream; streams and events are opaque."""
 
     target = "cuda"
 
     @abstractmethod
     def kernel(self, address: int, pointers: ctypes.Array[Any], integers: ctypes.Array[Any]) -> None:
-        """Launch a kernel. Raises `RuntimeError` with the driver's word for what went wrong."""
+        """Launch a kernel. Raises `RuntimeError` with the driver's error message."""
 
     @abstractmethod
     def call(self, function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        """Call a function of PyTorch, which may launch work, and give its results."""
+        """Call a function of PyTorch, which may launch work; returns its results."""
 
     @abstractmethod
     def stream(self) -> Hashable:
@@ -141,11 +141,11 @@ class GPU(Device):
 
     @abstractmethod
     def new_stream(self) -> Hashable:
-        """A stream beside it."""
+        """An additional stream."""
 
     @abstractmethod
     def on(self, stream: Hashable) -> contextlib.AbstractContextManager[Any]:
-        """Makes it the current one."""
+        """Makes a stream the current one."""
 
     @abstractmethod
     def event(self, timed: bool = False) -> Any:
@@ -153,14 +153,14 @@ class GPU(Device):
 
     @abstractmethod
     def wait(self, event: Any) -> None:
-        """What is launched on the current stream from now on waits for the event."""
+        """Later launches on the current stream wait for the event."""
 
     @abstractmethod
     def seconds(self, start: Any, end: Any) -> float:
-        """Seconds between two timed events, once both have happened."""
+        """Seconds between two timed events, after both have completed."""
 
     def times(self, runs: Sequence[Callable[[int], None]]) -> list[float]:
-        """Seconds of each candidate, the shortest of batches that alternate; each is called with 0, 1, 2, ..."""
+        """Seconds of each candidate: the shortest of alternating batches; each is called with 0, 1, 2, ..."""
 
         def batch(run: Callable[[int], None], count: int) -> float:
             start = self.event(timed=True)
@@ -169,14 +169,14 @@ class GPU(Device):
             return self.seconds(start, self.event(timed=True)) / count
 
         for run in runs:
-            batch(run, 2)  # loads code, and wakes the device up
+            batch(run, 2)  # loads code and warms up the device
         count = max(2, min(200, int(SECONDS / max(batch(runs[0], 2), 1e-6))))
         rounds = [[batch(run, count) for run in runs] for _ in range(ROUNDS)]
         return [min(times) for times in zip(*rounds, strict=True)]
 
     @abstractmethod
     def keeps(self, tensor: torch.Tensor, stream: Hashable) -> None:
-        """The tensor's memory is used on that stream, and not to be given away before that is done."""
+        """Mark a tensor's memory as used on that stream, so it is not reused before that work is done."""
 
     def empty(self, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
         """New memory. In a recording it stays the recording's, also when the tensor is gone."""
@@ -184,7 +184,7 @@ class GPU(Device):
 
     @abstractmethod
     def decide(self, tensor: torch.Tensor) -> bool:
-        """The value of a 0-d boolean, for which the CPU waits. Raises `RuntimeError` in a recording."""
+        """The value of a 0-d boolean, for which the CPU waits. Raises `RuntimeError` during capture."""
 
     @abstractmethod
     def new_pool(self) -> Any:
@@ -200,18 +200,18 @@ class GPU(Device):
 
     @abstractmethod
     def capability(self) -> Capability:
-        """How fast it is, about."""
+        """An estimate of its speed."""
 
     @abstractmethod
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether kernels can read the tensor where it lies."""
+        """Whether kernels can read the tensor in place."""
 
     def settings(self) -> Hashable:
         """PyTorch's settings that library calls follow: a recording is good for those it was made under."""
         return None
 
     def quiet(self) -> contextlib.AbstractContextManager[Any]:
-        """Within it, PyTorch neither records gradients nor casts."""
+        """A context in which PyTorch neither records gradients nor casts."""
         stack = contextlib.ExitStack()
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast(self.torch.type, enabled=False))

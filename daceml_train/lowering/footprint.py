@@ -1,4 +1,4 @@
-"""Footprint: the bytes that a lowered program holds at each of its launches, as it is planned."""
+"""Footprint: the planned bytes of a lowered program at each launch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from daceml_train.tensor import Dim
 
 @dataclass(frozen=True)
 class Footprint:
-    """Planned bytes: the arena's size, and what lives at each launch in it (scratch arrays apart) and in the pool.
+    """Planned bytes: the arena's size, and the live bytes at each launch in it (without scratch arrays) and in the
+    pool.
 
-    Results of library calls count as the pool's, although those of PyTorch's own take memory that the arena offers.
+    Results of library calls count for the pool, although those of PyTorch's own operators use memory donated by the
+    arena.
     """
 
     arena_bytes: int
@@ -23,35 +25,35 @@ class Footprint:
     scratch: tuple[int, ...]
     pool: tuple[int, ...]
     elsewhere: int
-    """The most bytes at one launch that lie in the pool and are not offered by the arena."""
+    """The peak of bytes in the pool that the arena does not donate."""
     inputs: int
 
     @property
     def live(self) -> tuple[int, ...]:
-        """Bytes of arrays in arena and pool per launch, without scratch."""
+        """Live bytes of arrays in arena and pool per launch, without scratch."""
         return tuple(a + b for a, b in zip(self.arena, self.pool, strict=True))
 
     @property
     def peak(self) -> int:
-        """The most bytes of arrays at one launch."""
+        """The peak of live bytes of arrays."""
         return max(self.live, default=0)
 
     @property
     def pool_peak(self) -> int:
-        """The most bytes that library calls and results hold in the pool."""
+        """The peak of bytes of library calls and results in the pool."""
         return max(self.pool, default=0)
 
     @property
     def planned(self) -> int:
-        """Bytes that a run takes besides its inputs: the arena, and the rest of the pool at its fullest."""
+        """Bytes of a run besides its inputs: the arena, and the peak of the rest of the pool."""
         return self.arena_bytes + self.elsewhere
 
 
 def footprint(program: Program, value: Callable[[Dim], int], returned: frozenset[int] = frozenset()) -> Footprint:
-    """What `program` takes for sizes that `value` gives.
+    """The footprint of `program` for sizes that `value` evaluates.
 
-    `returned` are slots that a library call makes though lowering planned them in the arena. What is handed to the
-    user lives to the end.
+    `returned` are slots that a library call allocates though lowering planned them in the arena. Results for the user
+    live to the end.
     """
     count = len(program.launches)
     handed = {place.slot for place in program.outputs}

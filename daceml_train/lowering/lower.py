@@ -1,8 +1,8 @@
 """Lowering: from an operator graph to a `Program`.
 
-Movement operators become strided views where that is possible and copies where it is not; operators of our own become
-kernels; vendor operators become library calls; written inputs are updated in place by the kernel that computes them,
-or by a copy at the end, after the last reader.
+Movement operators become strided views where possible and copies elsewhere; kernels and other generated operators
+become kernel launches; vendor operators become library calls; written inputs are updated in place by the kernel that
+computes them, or by a copy at the end, after the last reader.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def lower(graph: Graph, results: int | None = None, device: Device = CPU, body: 
     """The program of a graph of leaves and kernels. Raises `Unsupported` for an operator without lowering.
 
     The first `results` outputs (all, if None) go to the user, who may change them: no two share memory. Later ones
-    are kept for a backward pass and may share it. A `body` of control flow has dense row-major outputs, and its sizes
-    are given by the program around it.
+    are saved for a backward pass and may share it. A `body` of control flow has dense row-major outputs, and its sizes
+    come from the enclosing program.
     """
     return _Lowering(graph, device, body).run(len(graph.outputs) if results is None else results)
 
@@ -72,7 +72,7 @@ class _Lowering:
         self.chains = update_chains(graph)
         self.in_parts = {i for c in self.chains.values() for i in (c.gradient, c.rows, *c.views)}
         self.wholes: dict[str, BufferView] = {}
-        """Concatenations with pieces that are there by now."""
+        """Concatenations of which some operands are already written in place."""
 
     def base(self, name: str) -> str:
         """The array whose memory `name` is a view of, if all movement operators on the way can be views."""
@@ -115,7 +115,7 @@ class _Lowering:
         return BufferView(len(self.program.slots) - 1, slot.dtype, slot.shape, slot.strides)
 
     def allocate(self, name: str, tensor: Tensor) -> BufferView:
-        """Memory for a value that a kernel or an in-place library call computes; or its place in a concatenation."""
+        """A buffer for a value that a kernel or an in-place library call computes, or its view in a concatenation."""
         if (piece := self.pieces.get(name)) is not None:
             if piece.whole not in self.wholes:
                 self.wholes[piece.whole] = self.allocate(piece.whole, self.graph.tensors[piece.whole])
@@ -125,7 +125,7 @@ class _Lowering:
         return self.new_place(Buffer(home, tensor.dtype, tensor.shape, tensor.strides))
 
     def place(self, name: str) -> BufferView:
-        """Where array `name` lies; constants are materialized when something must read them from memory."""
+        """The buffer view of array `name`; a constant is materialized when it must be read from memory."""
         if name not in self.places:
             node = self.nodes[name]
             self.places[name] = self.allocate(name, self.graph.tensors[name])
@@ -133,14 +133,14 @@ class _Lowering:
         return self.places[name]
 
     def copy_of(self, place: BufferView, shape: Shape, home: Allocation, origin: str) -> BufferView:
-        """A dense row-major copy of `place`, of the same sizes."""
+        """A dense row-major copy of `place`."""
         tensor = Tensor(shape, place.dtype)
         target = self.new_place(Buffer(home, place.dtype, shape, tensor.strides))
         self.copy(place, target, origin)
         return target
 
     def copy(self, source: BufferView, target: BufferView, origin: str) -> None:
-        """Copy between layouts: bytes as they are where both are dense alike, else by a kernel."""
+        """Copy between layouts: bytewise if both have the same dense layout, else by a kernel."""
         dense = Tensor(source.shape).strides
         if source.dtype is target.dtype and source.strides == target.strides == dense:
             self.program.launches.append(CopyLaunch(target, source, origin))
@@ -152,7 +152,7 @@ class _Lowering:
     def node(self, node: Node) -> None:
         op = node.op
         if isinstance(op, Full | Iota):
-            return  # inlined into the kernels that read them, or materialized by `place`
+            return  # inlined into their readers, or materialized by `place`
         if is_alias(op):
             self.places[node.outputs[0]] = self.alias(node)
         elif isinstance(op, Kernel):
@@ -180,7 +180,7 @@ class _Lowering:
     def moved(
         self, op: Operator, x: BufferView, shape: Shape, origin: str, home: Allocation = Allocation.arena
     ) -> BufferView:
-        """The place of a movement operator's result: a view of its operand, or of a copy in `home`."""
+        """The buffer view of a movement operator's result: a view of its operand, or of a copy in `home`."""
         match op:
             case Permute(dims=dims):
                 return replace(x, shape=shape, strides=tuple(x.strides[d] for d in dims))
@@ -202,7 +202,7 @@ class _Lowering:
         return replace(dense, shape=shape, strides=Tensor(shape).strides)
 
     def compute(self, node: Node, kernel: Kernel) -> None:
-        """Launch a kernel, with the constants it reads moved into its body."""
+        """Launch a kernel; the constants it reads are moved into its body."""
         names, constants, inputs = list(kernel.arguments), [], []
         for argument, array in zip(kernel.arguments, node.inputs, strict=True):
             producer = self.nodes.get(array)
@@ -234,10 +234,10 @@ class _Lowering:
             self.apart(kernel, operands, results, str(node.origin))
 
     def apart(self, kernel: Kernel, operands: Sequence[BufferView], results: Sequence[BufferView], origin: str) -> None:
-        """Launch a kernel's statements one by one, where together they are no loop nest.
+        """Launch a kernel's statements one by one, if together they are not a loop nest.
 
-        Fusion joins no such kernel; this is for constants that lowering moves into a body, such as a mask made of two
-        index arrays, and for pipelines that users assemble.
+        Fusion creates no such kernel; this is for constants that lowering moves into a body, such as a mask from two
+        index arrays, and for user-defined pipelines.
         """
         places = dict(zip(kernel.arguments, operands, strict=True))
         types = kernel.types(*(Tensor(p.shape, p.dtype) for p in operands))
@@ -266,7 +266,7 @@ class _Lowering:
     def scalar_place(
         self, places: dict[str, BufferView], scalars: dict[str, Statement], name: str, origin: str
     ) -> BufferView:
-        """Where a value lies; a scalar constant is written to memory first."""
+        """The buffer view of a value; a scalar constant is written to memory first."""
         if name not in places:
             op = scalars[name].op
             (tensor,) = op.infer()
@@ -294,7 +294,7 @@ class _Lowering:
     def start(
         self, number: int, places: Sequence[BufferView], origin: str, operands: int, in_place: tuple[int, ...] = ()
     ) -> None:
-        """Add the launch of a kernel, with memory for its scratch arrays. The first places are its operands."""
+        """Add the launch of a kernel, with memory for its scratch arrays. The first buffer views are its operands."""
         scratch = []
         for bytes_ in self.program.codes[number].scratch:
             scratch.append(self.new_place(Buffer(Allocation.arena, DType.uint8, (bytes_,), (1,))))
@@ -303,7 +303,7 @@ class _Lowering:
         self.program.launches.append(KernelLaunch(number, all_places, origin, writes))
 
     def written(self, node: Node) -> bool:
-        """Launch a kernel that is written by hand, where there is one for operands that lie like this."""
+        """Launch a hand-written kernel, if there is one for these operand layouts."""
         if not self.device.toolchain.templates:
             return False
         operands = [self.place(name) for name in node.inputs] if has_template(node.op) else []
@@ -379,7 +379,7 @@ class _Lowering:
             start = simplify(start + shape[op.dim])
 
     def control(self, node: Node, op: ControlFlow) -> None:
-        """Lower the bodies to programs of their own, on operands that lie densely, and launch them."""
+        """Lower the bodies to programs of their own, on dense operands, and launch them."""
         carried, sliced, trips, reverse = 0, 0, 0, False
         match op:
             case Scan():
@@ -404,7 +404,7 @@ class _Lowering:
         )
 
     def dense(self, name: str, origin: str, outer: int = 0) -> BufferView:
-        """Where array `name` lies, or a copy if it is not row-major there but for its `outer` first dimensions."""
+        """The buffer view of array `name`, or of a copy unless it is row-major below its `outer` first dimensions."""
         place = self.place(name)
         if same_shape(place.strides[outer:], Tensor(place.shape).strides[outer:]):
             return place
@@ -412,14 +412,14 @@ class _Lowering:
 
     # ---- results ------------------------------------------------------------------------------------------------
     def source(self, value: str) -> BufferView:
-        """Where a written value lies; one that is another written input is copied before any write happens."""
+        """The buffer view of a written value; a value that is another written input is copied before any write."""
         place, name = self.place(value), self.base(value)
         if name in self.graph.writes and self.graph.writes[name] != value:
             return self.copy_of(place, place.shape, Allocation.arena, f"write of {value}")
         return place
 
     def write(self, target: str, source: BufferView) -> None:
-        """Bring a written input to its new value, unless a kernel updated it in place."""
+        """Copy a written input's new value, unless a kernel updated it in place."""
         destination = self.places[target]
         if source != destination:
             self.copy(source, destination, f"write {target}")
@@ -436,7 +436,7 @@ class _Lowering:
 
 
 def _seen(place: BufferView, seen: Sequence[int | None]) -> BufferView:
-    """A place as a library call sees it; see `lowering.aten.Call.seen`."""
+    """A library call's view of a buffer view; see `lowering.aten.Call.seen`."""
     if not seen or len(place.shape) != sum(d is not None for d in seen):
         return place
     shape: list[Dim] = []

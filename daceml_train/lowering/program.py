@@ -1,7 +1,7 @@
-"""Program: a lowered graph as plain data: where every array lies, and the launches in order.
+"""Program: a lowered graph as plain data: buffers, views of them, and the launches in order.
 
 Sizes are expressions over the size symbols of the inputs; `runtime.executable` evaluates them once per set of sizes.
-A program holds no addresses and no kernels' code, so it can be stored and loaded again.
+A program contains no addresses and no kernels' code, so it can be stored and reloaded.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from daceml_train.tensor import Dim, DType, Shape, Tensor
 
 
 class Allocation(enum.Enum):
-    """Where a slot's memory comes from."""
+    """The kind of allocation of a buffer."""
 
     input = "input"
     arena = "arena"
     fresh = "fresh"
     """Allocated at each run and handed to the caller."""
     result = "result"
-    """Made by a library call, which allocates it."""
+    """Allocated and returned by a library call."""
 
 
 @dataclass
 class Buffer:
-    """A stretch of memory that holds one array in one layout."""
+    """A contiguous piece of memory for one array in one layout."""
 
     home: Allocation
     dtype: DType
@@ -38,7 +38,7 @@ class Buffer:
     input: int = -1
     mutable: bool = False
     opaque: bool = False
-    """An input that a library has laid out for itself; see `Packing`."""
+    """Whether it is an input in a library's packed layout; see `Packing`."""
     first: int = -1
     """Index of the launch that writes it first."""
     last: int = -1
@@ -46,13 +46,13 @@ class Buffer:
 
     @property
     def bytes(self) -> Dim:
-        """Bytes from the first to behind the last element of a dense array."""
+        """Bytes of the dense array."""
         return Tensor(self.shape, self.dtype).bytes
 
 
 @dataclass(frozen=True)
 class BufferView:
-    """An array as a strided view of a slot; the offset counts elements."""
+    """An array as a strided view of a buffer (`slot`); the offset counts elements."""
 
     slot: int
     dtype: DType
@@ -63,18 +63,18 @@ class BufferView:
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """Run kernel `code` on these places (operands, then results, then scratch)."""
+    """Run kernel `code` on these buffer views (operands, then results, then scratch)."""
 
     code: int
     places: tuple[BufferView, ...]
     origin: str
     writes: tuple[int, ...] = ()
-    """Positions of the places that it writes."""
+    """Positions of the views that it writes."""
 
 
 @dataclass(frozen=True)
 class CallLaunch:
-    """Run a library call; `BufferView`s and `Placeholder`s stand among its arguments. `returns` are slots or None."""
+    """Run a library call; `BufferView`s and `Placeholder`s occur among its arguments. `returns` are slots or None."""
 
     target: str
     overload: str
@@ -97,11 +97,11 @@ class CopyLaunch:
 
 @dataclass(frozen=True)
 class ControlLaunch:
-    """Run the bodies of control flow, each a program of its own, whose sizes are those of the program around it.
+    """Run the bodies of control flow, each a program of its own, with the sizes of the enclosing program.
 
     `kind` is `cond` (bodies: then, orelse), `scan` (body) or `while` (condition, body). Their inputs are the dense
     `states`, a slice of each of `slices` along its first dimension, and `shared`. The results go to `returns`: the last
-    states, then stacks; of `cond`, whatever the chosen body makes.
+    states, then stacks; of `cond`, the results of the chosen body.
     """
 
     kind: str
@@ -117,7 +117,7 @@ class ControlLaunch:
 
     @property
     def places(self) -> tuple[BufferView, ...]:
-        """All that is read."""
+        """All operands."""
         first = () if self.condition is None else (self.condition,)
         return (*first, *self.states, *self.slices, *self.shared)
 
@@ -148,10 +148,10 @@ def _places(argument: Any) -> list[BufferView]:
 
 @dataclass(frozen=True)
 class Packing:
-    """How a library lays out the weight of a call for itself; see `runtime.prepack`.
+    """A library's packed layout of the weight of a call; see `runtime.prepack`.
 
     `shape`, `strides` and `offset` are the weight as the call reads it, within the input; `arguments` are those of
-    PyTorch's operator `target` behind the weight.
+    PyTorch's operator `target` after the weight.
     """
 
     target: str
@@ -163,9 +163,9 @@ class Packing:
 
 @dataclass(frozen=True)
 class ProgramInput:
-    """What a caller hands over: name, role, the user's path, and the expected type and layout.
+    """An argument of a program: name, role, the user's path, and the expected type and layout.
 
-    With a `packing`, it is what that makes of the array of this type and layout.
+    With a `packing`, the argument is the packed form of an array of this type and layout.
     """
 
     name: str
@@ -191,11 +191,11 @@ class Program:
     symbols: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Size symbol -> (input, dimension) that has exactly this size."""
     nodes: list[int] = field(default_factory=list)
-    """Per launch the position in the lowered graph of what it computes; -1 for copies at the end."""
+    """Per launch, the position of its node in the lowered graph; -1 for copies at the end."""
 
     @property
     def all(self) -> Iterator[Program]:
-        """This program and those of the bodies in it, at any depth."""
+        """This program and those of its bodies, at any depth."""
         yield self
         for launch in self.launches:
             for body in launch.bodies if isinstance(launch, ControlLaunch) else ():
@@ -203,7 +203,7 @@ class Program:
 
 
 def library_results(program: Program) -> frozenset[int]:
-    """Slots that calls of PyTorch's own operators make, but for those handed to the user."""
+    """Slots that PyTorch's own operators allocate, except those returned to the user."""
     handed = {place.slot for place in program.outputs}
     made = {
         slot

@@ -1,9 +1,9 @@
-"""Streams: which launches of a program may run at the same time, on how few streams, with how few events.
+"""Streams: an assignment of launches to streams that needs few streams and few events.
 
-Launches depend on each other by the memory that they read and write. Of that order the minimum equivalent graph is
-kept; a maximum matching of it covers the launches with as few chains as keep independent launches apart, and every
-edge that no chain contains becomes an event (Kwon et al., "Nimble", NeurIPS 2020). Sets are integers used as bits, so
-that thousands of launches take milliseconds.
+Launches depend on each other through the memory that they read and write. The dependences are reduced to the minimum
+equivalent graph. A maximum matching of it covers the launches with the fewest chains that keep independent launches
+apart, and every edge outside the chains becomes an event (Kwon et al., "Nimble", NeurIPS 2020). Sets are bit masks in
+integers, so thousands of launches take milliseconds.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 GAIN = 0.9
-"""Several streams are used where the estimate is below this share of one stream's time."""
+"""Several streams are used if their estimated time is below this share of one stream's time."""
 EVENT_SECONDS = 1e-6
-"""What a dependence between streams costs within a recorded graph."""
+"""The cost of a dependence between streams within a CUDA graph."""
 MOST_STREAMS = 8
 """Vendor libraries keep a workspace per stream."""
 
@@ -33,7 +33,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Work:
-    """What a launch touches, its seconds when it runs alone, and the share of the device that it keeps busy then."""
+    """The accesses of a launch, its seconds when it runs alone, and the share of the device that it occupies then."""
 
     reads: tuple[Access, ...]
     writes: tuple[Access, ...]
@@ -49,26 +49,26 @@ class Schedule:
     waits: list[list[int]]
     streams: int = 1
     reason: str = ""
-    """Why it is one stream, if it is."""
+    """The reason for a single stream, if there is only one."""
     recorded: frozenset[int] = field(init=False)
-    """Launches behind which an event is recorded."""
+    """Launches after which an event is recorded."""
 
     def __post_init__(self) -> None:
         self.recorded = frozenset(x for waits in self.waits for x in waits)
 
 
 def one_stream(count: int, reason: str = "") -> Schedule:
-    """All launches one after the other."""
+    """All launches on one stream."""
     return Schedule([0] * count, [[] for _ in range(count)], 1, reason)
 
 
 def schedule(works: Sequence[Work]) -> Schedule:
-    """The streams of a program's launches; one, if several are not expected to be faster."""
+    """The streams of a program's launches; a single one unless several are expected to be faster."""
     edges = dependences(works)
     single = sum(w.seconds for w in works)
     busy, longest = sum(w.seconds * w.share for w in works), _longest(works, edges)
     if max(busy, longest) > GAIN * single or single <= 0:
-        return one_stream(len(works), "no two launches that run at the same time would be faster by that")
+        return one_stream(len(works), "no two launches would be faster if they ran at the same time")
     made = assign(len(works), edges)
     events = sum(map(len, made.waits))
     if max(busy, longest) + events * EVENT_SECONDS > GAIN * single:
@@ -85,14 +85,14 @@ def _longest(works: Sequence[Work], edges: Sequence[Sequence[int]]) -> float:
 
 
 class _Memory:
-    """Who wrote and read each part of one memory last: parts are sorted and do not overlap."""
+    """The last writer and readers of each interval of one memory; intervals are sorted and disjoint."""
 
     def __init__(self) -> None:
         self.starts: list[int] = []
         self.parts: list[tuple[int, int, tuple[int, ...]]] = []  # (stop, last writer or -1, readers since)
 
     def touch(self, launch: int, access: Access, writes: bool) -> set[int]:
-        """Note an access; the launches on which it depends."""
+        """Record an access; returns the launches on which it depends."""
         start, stop = access.start, access.stop
         if start >= stop:
             return set()
@@ -130,7 +130,7 @@ class _Memory:
 
 
 def dependences(works: Sequence[Work]) -> list[list[int]]:
-    """Per launch the earlier ones that must have ended: those whose results it reads, and whose memory it writes."""
+    """Per launch, the earlier ones that must have completed: those whose results it reads or whose memory it writes."""
     memories: dict[int, _Memory] = {}
     edges: list[list[int]] = []
     for index, work in enumerate(works):
@@ -143,7 +143,7 @@ def dependences(works: Sequence[Work]) -> list[list[int]]:
 
 
 def reduced(edges: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The minimum equivalent graph: an order's edges without those that others imply. `edges` are predecessors."""
+    """The minimum equivalent graph (transitive reduction). `edges` are predecessors."""
     before: list[int] = []
     kept: list[list[int]] = []
     for predecessors in edges:
@@ -158,9 +158,9 @@ def reduced(edges: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def assign(count: int, edges: Sequence[Sequence[int]], most: int = MOST_STREAMS) -> Schedule:
-    """Streams for launches 0, 1, ... with these predecessors: independent launches lie on different ones.
+    """Streams for launches 0, 1, ... with these predecessors: independent launches are on different ones.
 
-    Beyond `most` streams, chains share one, which orders more than needed.
+    Beyond `most` streams, chains share a stream, which adds unnecessary order.
     """
     minimal = reduced(edges)
     following = _matched(count, minimal)
@@ -177,7 +177,7 @@ def assign(count: int, edges: Sequence[Sequence[int]], most: int = MOST_STREAMS)
 
 
 def _matched(count: int, minimal: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Launch -> the one behind it in its chain: a maximum matching of the edges (Hopcroft and Karp)."""
+    """Launch -> the next one in its chain: a maximum matching of the edges (Hopcroft and Karp)."""
     pairs = [(p, launch) for launch, before in enumerate(minimal) for p in before]
     if not pairs:
         return {}

@@ -1,10 +1,10 @@
 """The graph as an SDFG of library nodes, for viewers and for DaCe's own tools, and back without loss.
 
-One state where there is no control flow, else a chain of states and regions (`sdfg_regions`); one `OperatorNode` per
+One state if there is no control flow, else a chain of states and regions (`sdfg.regions`); one `OperatorNode` per
 node, with the operator's text as a property, so that files keep it; one array per tensor, with symbolic sizes and
-strides. Arrays are in SSA form: a write `p <- q` stays a pair, which the SDFG keeps with its signature as comments in
-its global code. Importing this module imports DaCe, quietly: import DaCe's names from here, so that a notebook does not
-display the viewer's script (`import dace` alone does, and asks the network).
+strides. Arrays are in SSA form: a write `p <- q` remains a pair, which the SDFG stores with its signature as comments
+in its global code. Importing this module imports DaCe, quietly: import DaCe's names from here, so that a notebook does
+not display the viewer's script (`import dace` alone does, and asks the network).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from daceml_train.tensor import Dim, DType, Tensor
 
 @contextlib.contextmanager
 def _no_notebook() -> Iterator[None]:
-    """Inside, code that asks whether it runs in a notebook is told that it does not."""
+    """A context in which notebook detection reports that the code does not run in a notebook."""
     shell = builtins.__dict__.pop("get_ipython", None)
     try:
         yield
@@ -47,15 +47,15 @@ def _no_notebook() -> Iterator[None]:
 
 
 with _no_notebook(), warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of DaCe's own code, which `python -W error` would make an error of
-    import dace as dace  # others have it from here
+    warnings.simplefilter("ignore")  # from DaCe's own code, which would be errors under `python -W error`
+    import dace as dace  # re-exported
     import dace.library
     from dace.properties import ListProperty, Property
     from dace.transformation.transformation import ExpandTransformation
 
 _FRAME, _NAME, _CONTROL = "// frame: ", "// name: ", "// control: "
-"""How comments in the global code begin: a line of the graph's frame, an array's name there and in the graph, or what
-the regions do not tell of control flow.
+"""Prefixes of comments in the global code: a line of the graph's frame, an array's name in SDFG and graph, or
+properties of control flow that the regions do not express.
 """
 _PLAIN = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _TYPES = {dtype: getattr(dace, "bool_" if dtype is DType.bool else dtype.name) for dtype in DType}
@@ -63,7 +63,7 @@ _TYPES = {dtype: getattr(dace, "bool_" if dtype is DType.bool else dtype.name) f
 
 @dace.library.expansion
 class ExpandOperatorNode(ExpandTransformation):
-    """Open an operator: composite -> the operators it lowers to, kernel -> its body, as a nested SDFG."""
+    """Expand an operator: composite -> the operators it lowers to, kernel -> its body, as a nested SDFG."""
 
     environments: ClassVar[list[Any]] = []
 
@@ -111,7 +111,7 @@ class OperatorNode(dace.nodes.LibraryNode):
         return _operator(self.operator)
 
     def opened(self) -> Graph:
-        """What the operator stands for, as a graph from `_in0, ...` to `_out0, ...`. Raises `Refused` for a leaf."""
+        """The definition of the operator, as a graph from `_in0, ...` to `_out0, ...`. Raises `Refused` for a leaf."""
         op = self.op
         graph = Graph(re.sub(r"\W", "_", op.label))
         operands = [graph.input(f"_in{i}", Reader(text).type()) for i, text in enumerate(self.operands)]
@@ -126,7 +126,7 @@ class OperatorNode(dace.nodes.LibraryNode):
                 results = [v.name for v in op.lower(graph, *operands)]
             else:
                 raise Refused(
-                    f"{op.label} is a leaf: no nested SDFG stands for it",
+                    f"{op.label} is a leaf, which has no expansion to a nested SDFG",
                     where=f"{self.module} {self.source}".strip(),
                     advice="compile the graph with daceml_train.optimize",
                 )
@@ -183,11 +183,11 @@ def to_sdfg(graph: Graph) -> dace.SDFG:
 
 
 def from_sdfg(sdfg: dace.SDFG) -> Graph:
-    """The graph that `to_sdfg` was given. Raises `Invalid` for an SDFG that holds anything else."""
+    """The graph that `to_sdfg` converted. Raises `Invalid` for an SDFG with any other content."""
     comments = sdfg.global_code["frame"].as_string.splitlines() if "frame" in sdfg.global_code else []
     frame = [line.removeprefix(_FRAME) for line in comments if line.startswith(_FRAME)]
     if not frame:
-        raise Invalid(f"SDFG {sdfg.name!r} is not one of operators", advice="to_sdfg makes such SDFGs")
+        raise Invalid(f"SDFG {sdfg.name!r} is not one of operators", advice="to_sdfg creates such SDFGs")
     pairs = (line.removeprefix(_NAME).split(" ", 1) for line in comments if line.startswith(_NAME))
     names = {short: str(json.loads(name)) for short, name in pairs}
     graph = parse_frame(frame)
@@ -212,7 +212,7 @@ def _position(connector: str) -> int:
 
 
 def _in_order(sdfg: dace.SDFG, state: dace.SDFGState) -> Iterator[OperatorNode]:
-    """The operators in topological order; where that leaves a choice, in the order in which they were added."""
+    """The operators in topological order, with ties in the order of insertion."""
     nodes = [node for node in state.nodes() if not isinstance(node, dace.nodes.AccessNode)]
     for node in nodes:
         if not isinstance(node, OperatorNode):
@@ -232,7 +232,7 @@ def _in_order(sdfg: dace.SDFG, state: dace.SDFGState) -> Iterator[OperatorNode]:
 
 
 def _identifiers(graph: Graph) -> dict[str, str]:
-    """Array name -> a name that DaCe accepts, the same where possible."""
+    """Array name -> a name that DaCe accepts, unchanged where possible."""
     taken = {str(s.name) for tensor in graph.tensors.values() for s in tensor.symbols}
     names: dict[str, str] = {}
     for name in graph.tensors:
@@ -261,7 +261,7 @@ def _size(size: sympy.Expr) -> Any:
 
 
 def _access(state: dace.SDFGState, name: str) -> dace.nodes.AccessNode:
-    node = dace.nodes.AccessNode(name)  # `state.add_access` looks up the caller's source line, which is ours
+    node = dace.nodes.AccessNode(name)  # `state.add_access` would record a source line of this package
     state.add_node(node)
     return node
 

@@ -1,9 +1,9 @@
-"""Control flow of a graph as DaCe's: branches as `ConditionalBlock`, loops as `LoopRegion`, and what reads them back.
+"""Control flow of a graph in DaCe's form: branches as `ConditionalBlock`, loops as `LoopRegion`, and the reverse.
 
-A region holds states of library nodes, as the rest of the SDFG does. Around them stand states that only move: what a
-loop carries lies in arrays of its own, which `enter` fills and `advance` replaces; `load` cuts the slice of a step,
-`store` puts results where they belong. What such a structure does not tell, names and attributes, stands in a comment
-(`record`) per operator of control flow.
+A region contains states of library nodes, as the rest of the SDFG does. States that only copy surround them: the
+carried values of a loop have arrays of their own, which `enter` initializes and `advance` replaces; `load` extracts
+the slice of a step, and `store` writes results. Names and attributes that this structure does not express are in a
+comment (`record`) per operator of control flow.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from daceml_train.ops.operator import Operator, Origin
 from daceml_train.tensor import Tensor
 
 OPERATORS = "operators"
-"""How labels of states begin that hold library nodes; all other states only move."""
+"""The prefix of labels of states with library nodes; all other states only copy."""
 _SIDES = ("then", "orelse")
 GOES_ON = "_goes_on"
-"""How labels of branches end that are the body of a loop, behind its condition."""
+"""The suffix of labels of branches that are the body of a loop, after its condition."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Writer:
     last: Any = None
 
     def block(self, made: Any) -> Any:
-        """Put a state or region behind what is there."""
+        """Append a state or region."""
         self.region.add_node(made, is_start_block=self.last is None, ensure_unique_name=True)
         if self.last is not None:
             self.region.add_edge(self.last, made, self.dace.InterstateEdge())
@@ -55,15 +55,15 @@ class Writer:
         return made
 
     def state(self, label: str) -> Any:
-        """A new state behind what is there."""
+        """Append a new state."""
         return self.block(self.dace.SDFGState(label, self.sdfg))
 
     def inside(self, region: Any) -> Writer:
-        """A writer for a region of this one."""
+        """A writer for a nested region."""
         return Writer(self.dace, self.sdfg, region, self.put, self.declare, self.taken, self.records)
 
     def fresh(self, base: str, tensor: Tensor) -> str:
-        """A transient array of its own."""
+        """A new transient array."""
         name, count = base, 0
         while name in self.taken:
             count += 1
@@ -73,7 +73,7 @@ class Writer:
         return name
 
     def nodes(self, graph: Graph, names: Mapping[str, str]) -> None:
-        """All nodes of a graph, whose arrays are called `names` here."""
+        """Write all nodes of a graph, whose arrays are named `names` here."""
         state, access = None, dict[str, Any]()
         for node in graph.nodes:
             if isinstance(node.op, ControlFlow):
@@ -85,7 +85,7 @@ class Writer:
             self.put(state, node, graph, names, access)
 
     def move(self, label: str, pairs: Sequence[tuple[str, str, str | None, str | None]]) -> None:
-        """A state that copies (from, to, which part of from, which part of to); None is the whole array."""
+        """A state that copies (source, target, subset of source, subset of target); None is the whole array."""
         if not pairs:
             return
         state = self.state(label)
@@ -144,9 +144,9 @@ class Writer:
         self.records[position] = json.dumps(record)
 
     def _locals(self, label: str, body: Graph, arguments: Sequence[str]) -> dict[str, str]:
-        """What the arrays of a body are called: its arguments as given, its own by new names.
+        """The names of the arrays of a body: given ones for its arguments, new ones for its own arrays.
 
-        An array that is given twice is copied, so that every array has one name in the body.
+        An array that occurs twice is copied, so every array has one name in the body.
         """
         found: dict[str, str] = {}
         seen: set[str] = set()
@@ -178,7 +178,7 @@ class Writer:
         return local
 
     def _states(self, label: str, body: Graph, count: int) -> tuple[list[str], list[str]]:
-        """Arrays for what a loop carries, now and in the next step."""
+        """Arrays for the carried values of a loop, in the current and in the next step."""
         types = [body.tensors[name] for name in list(body.inputs)[:count]]
         now = [self.fresh(f"{label}_state{i}", t) for i, t in enumerate(types)]
         return now, [self.fresh(f"{label}_next{i}", t) for i, t in enumerate(types)]
@@ -240,19 +240,19 @@ class Writer:
 
 # ---- reading --------------------------------------------------------------------------------------------------------
 Found = tuple[Operator, list[str], list[str], Origin]
-"""An operator with the arrays, by their names in the SDFG, that it reads and makes."""
+"""An operator with the names of its operands and results in the SDFG."""
 
 
 @dataclass(frozen=True)
 class RegionReader:
-    """Reads operators back from regions; `state` gives those of a state in order, `records` those of control flow."""
+    """Reads operators from regions; `state` returns those of a state in order, `records` has those of control flow."""
 
     dace: Any
     state: Callable[[Any], Iterator[Found]]
     records: Mapping[str, Mapping[str, Any]]
 
     def operators(self, region: Any) -> Iterator[Found]:
-        """The operators of a region in the order in which they run."""
+        """The operators of a region in execution order."""
         kinds = self.dace.sdfg.state
         block = region.start_block if region.nodes() else None
         while block is not None:

@@ -1,9 +1,9 @@
-"""Our passes as transformations of DaCe, on SDFGs of operators (`sdfg.convert.to_sdfg`).
+"""The package's passes as transformations of DaCe, on SDFGs of operators (`sdfg.convert.to_sdfg`).
 
-Importing this module defines one class per pass, `Daceml` and the pass's name, with the pass's options as properties.
-From then on `sdfg.apply_transformations`, DaCe's optimizer and the viewers' backends list and apply them. A match
-stands at the operator that ends it; applying converts the SDFG to a graph, applies the pass at that place, and puts
-the result back into the same SDFG. Where several matches end at one operator, they are offered one after the other.
+Importing this module defines one class per pass, `Daceml` plus the pass's name, with the pass's options as properties.
+Afterward `sdfg.apply_transformations`, DaCe's optimizer and the viewers' backends list and apply them. A match is
+located at its last operator; applying it converts the SDFG to a graph, applies the pass at that place, and writes the
+result into the same SDFG. If several matches end at one operator, they are offered one after the other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PREFIX = "Daceml"
 _PLAIN = (bool, int, float, str)
 
 _found: weakref.WeakKeyDictionary[Any, tuple[Any, dict[Pass, dict[str, Candidate]]]] = weakref.WeakKeyDictionary()
-"""SDFG -> what it held when its matches were looked for, and per pass, array -> the match that ends there."""
+"""SDFG -> its content when its matches were computed, and per pass, array -> the match that ends there."""
 
 
 class OperatorTransformation(_Base):
@@ -44,21 +44,21 @@ class OperatorTransformation(_Base):
     @property
     @abstractmethod
     def transformation(self) -> Pass:
-        """The pass, with the options set here."""
+        """The pass, with the options of this transformation."""
 
     def can_be_applied(self, graph: Any, expr_index: int, sdfg: Any, permissive: bool = False) -> bool:
         """Whether a match of the pass that is not refused ends at the operator."""
         return self.candidate(graph, sdfg) is not None
 
     def candidate(self, state: Any, sdfg: Any) -> Candidate | None:
-        """The match that ends at the operator; None where there is none or it is refused."""
+        """The match that ends at the operator; None if there is none or it is refused."""
         if len(sdfg.nodes()) != 1:
             return None
         at = matches(self.transformation, sdfg)
         return next((at[e.data.data] for e in state.out_edges(self.operator) if e.data.data in at), None)
 
     def apply(self, graph: Any, sdfg: Any) -> None:
-        """Apply the pass at this place. Raises `Refused` where nothing matches any more."""
+        """Apply the pass at this place. Raises `Refused` if the pass no longer matches."""
         found = self.candidate(graph, sdfg)
         if found is None:
             raise Refused(f"{self.transformation} does not apply at {self.operator}")
@@ -70,7 +70,7 @@ class OperatorTransformation(_Base):
 
 
 def matches(transformation: Pass, sdfg: Any) -> dict[str, Candidate]:
-    """Array, by its name in the SDFG, -> the first match that is not refused and ends with it."""
+    """Array name in the SDFG -> the first match that ends with it and is not refused."""
     state = next(iter(sdfg.nodes()))
     content = (tuple(map(id, state.nodes())), sdfg.name)
     known, by_pass = _found.get(sdfg, (None, {}))
@@ -85,7 +85,7 @@ def matches(transformation: Pass, sdfg: Any) -> dict[str, Candidate]:
 def _ends(transformation: Pass, sdfg: Any) -> dict[str, Candidate]:
     try:
         graph = from_sdfg(sdfg)
-    except Invalid:  # an SDFG of something else, or of operators that have been expanded
+    except Invalid:  # an SDFG of other nodes, or with expanded operators
         return {}
     names = dict(zip(graph.tensors, to_sdfg(graph).arrays, strict=True))
     ends: dict[str, Candidate] = {}
@@ -97,7 +97,7 @@ def _ends(transformation: Pass, sdfg: Any) -> dict[str, Candidate]:
 
 
 def put_into(sdfg: Any, graph: Graph) -> None:
-    """Make `sdfg`, in place, the SDFG of `graph`."""
+    """Replace the content of `sdfg` by the SDFG of `graph`."""
     made = to_sdfg(graph)
     (state,), (fresh,) = sdfg.nodes(), made.nodes()
     for node in list(state.nodes()):

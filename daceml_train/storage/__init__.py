@@ -1,1 +1,1 @@
-"""Storage: folders and files on disk that this package writes, and later runs or believes."""
+"""Storage: folders and files on disk that this package writes, and later trusts or executes."""

@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, and read back only if they are this user's and undamaged."""
+"""Files: written atomically, and read only if they belong to this user and are undamaged."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from daceml_train.storage.folders import make
 from daceml_train.storage.trust import distrust_open, warn_once
 
 PARTIAL = ".partial-"
-"""Begins the names of files that are being written."""
+"""The name prefix of files that are being written."""
 _STALE = 3600
-"""Seconds after which such a file is one that a killed process left."""
+"""The age in seconds from which such a file counts as left by a killed process."""
 _DIGEST = hashlib.sha256().digest_size
 _SEAL = b"daceml_train: whole\n"
 
 
 def replace(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Write a file so that readers see the old one or the new one. Raises `OSError` and then leaves nothing behind."""
+    """Write a file atomically: readers see the old or the new one. Raises `OSError` and then leaves no file."""
     descriptor, name = tempfile.mkstemp(prefix=PARTIAL, dir=path.parent)
     try:
         with open(descriptor, "wb") as file:
@@ -35,7 +35,7 @@ def replace(path: Path, content: bytes, mode: int = 0o600) -> None:
 
 
 def keep(path: Path, content: bytes) -> None:
-    """`replace` for what can be made again: a warning if it cannot be written, with the folders above it."""
+    """`replace` for content that can be regenerated: failure is a warning. Creates the parent folders."""
     try:
         make(path.parent)
         replace(path, content)
@@ -47,7 +47,7 @@ def clear_partial(folder: Path, age: float = _STALE) -> int:
     """Remove files that processes were writing when they were killed; the bytes that were freed."""
     freed = 0
     for file in folder.glob(f"{PARTIAL}*"):
-        with contextlib.suppress(OSError):  # its writer was faster
+        with contextlib.suppress(OSError):  # its writer finished first
             status = file.stat()
             if time.time() - status.st_mtime >= age:
                 file.unlink()
@@ -56,19 +56,19 @@ def clear_partial(folder: Path, age: float = _STALE) -> int:
 
 
 def sealed(content: bytes, name: str) -> bytes:
-    """The content, behind it a checksum of it and of the name it is stored under, which a loader ignores."""
+    """The content followed by a checksum of it and of its file name, which a loader ignores."""
     return content + _SEAL + _checksum(content, name)
 
 
 def unsealed(path: Path, name: str | None = None) -> bytes | None:
-    """What was sealed under this name, the file's own by default.
+    """The content sealed under this name, by default the file's own.
 
-    None where the file is missing, damaged, another one's copy, or may have been written by others, which is warned of.
+    None if the file is missing, damaged, a copy of another one, or writable by others; that last case is a warning.
     """
     try:
         with path.open("rb") as file:
             if reason := distrust_open(path, file.fileno()):
-                warn_once(f"daceml_train does not use a file of its cache: {reason}; it is made anew")
+                warn_once(f"daceml_train does not use a file of its cache: {reason}; it is regenerated")
                 return None
             whole = file.read()
     except OSError:

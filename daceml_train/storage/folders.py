@@ -1,4 +1,4 @@
-"""Folders: where the cache lies, and a private folder of the process's own where the cache cannot be used."""
+"""Folders: the location of the cache, and a private folder of the process if the cache is unusable."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CACHE = "DACEML_TRAIN_CACHE"
 DUMP = "DACEML_TRAIN_DUMP"
 """Names the folder that receives every stage of what is compiled; see `driver.dump`."""
 BUILDING = ".building-"
-"""Begins the names of folders in which something is built; each holds a file that its builder keeps locked."""
+"""The name prefix of build folders; each contains a file that its builder keeps locked."""
 PRIVATE = "daceml_train-private-"
 _LOCK = "lock"
 _YOUNG = 60
-"""Seconds within which a folder without a lock counts as one that is being made."""
+"""The age in seconds up to which a folder without a lock counts as being created."""
 
 
 def cache_folder(given: str | os.PathLike[str] | None = None) -> Path:
@@ -46,23 +46,23 @@ def cache_folder(given: str | os.PathLike[str] | None = None) -> Path:
         if place.is_dir():
             break
         if place.exists() or place.is_symlink():
-            raise Invalid(f"the cache {folder}{origin} is no folder: {place} is a file", advice="name another one")
+            raise Invalid(f"the cache {folder}{origin} is not a folder: {place} is a file", advice="name another one")
     return folder
 
 
 def make(folder: Path) -> Path:
-    """The folder, made if need be, with those above it, for this user alone. Raises `OSError`."""
+    """The folder, created if necessary with its parents, for this user alone. Raises `OSError`."""
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     for place in reversed(missing):
         with contextlib.suppress(FileExistsError):  # another process was faster
             place.mkdir(mode=0o700)
     if not folder.is_dir():
-        raise NotADirectoryError(f"{folder} is no folder")
+        raise NotADirectoryError(f"{folder} is not a folder")
     return folder
 
 
 def usable(folder: Path) -> Path:
-    """The folder if what lies in it may be run; else a private one, for this process, and a warning that says why."""
+    """The folder if its content is trusted; else a private one for this process, and a warning with the reason."""
     try:
         reason = distrust(make(folder))
     except OSError as error:
@@ -74,7 +74,7 @@ def usable(folder: Path) -> Path:
 
 
 def to_write(folder: Path) -> Path:
-    """The usable folder if files can be made in it; else a private one."""
+    """The trusted folder if files can be created in it; else a private one."""
     folder = usable(folder)
     if os.access(folder, os.W_OK | os.X_OK):
         return folder
@@ -82,7 +82,7 @@ def to_write(folder: Path) -> Path:
 
 
 def private() -> Path:
-    """A folder that this process alone uses; it goes with the process."""
+    """A folder that only this process uses and that is removed with it."""
     return _private(os.getpid())
 
 
@@ -130,19 +130,19 @@ def clear_dead(parent: Path, prefix: str = BUILDING) -> int:
             if folder.is_symlink() or folder.stat().st_uid != os.geteuid() or not _dead(folder):
                 continue
             freed += sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        except OSError:  # its builder was faster
+        except OSError:  # its builder finished first
             continue
         shutil.rmtree(folder, ignore_errors=True)
     return freed
 
 
 def _dead(folder: Path) -> bool:
-    """Whether nobody holds the folder's lock."""
+    """Whether no process holds the folder's lock."""
     try:
         with (folder / _LOCK).open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
-    except FileNotFoundError:  # killed before it made the lock, or about to make it
+    except FileNotFoundError:  # killed before it created the lock, or about to create it
         return time.time() - folder.stat().st_mtime > _YOUNG
     except OSError:
         return False

@@ -1,11 +1,11 @@
-"""Which classes may stand in stored programs: those that say so, and those that `runtime.encoding` lists."""
+"""The classes that stored programs may contain: registered ones, and those that `runtime.encoding` lists."""
 
 from __future__ import annotations
 
 from typing import TypeVar
 
 CLASSES: dict[str, type] = {}
-"""Name -> class whose objects may stand in a text."""
+"""Name -> class whose objects a text may contain."""
 
 Kind = TypeVar("Kind", bound=type)
 

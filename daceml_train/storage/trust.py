@@ -1,7 +1,7 @@
-"""Trust: whether what lies at a path can only have been written by this user or by root.
+"""Trust: whether only this user or root can have written the content of a path.
 
-The cache holds native code. A checksum shows damage, but whoever can write the file can write its checksum: only the
-owner and the permissions say who that can have been.
+The cache contains native code. A checksum detects damage, but whoever can write the file can write its checksum, so
+only the owner and the permissions tell who may have written it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _warned: set[str] = set()
 
 
 def distrust(path: Path) -> str:
-    """Why a folder or file may not be believed, as a sentence that names it; empty if it may.
+    """Why a folder or file is not trusted, as a sentence that names it; empty if it is trusted.
 
-    It must belong to this user or to root and be writable by its owner alone. A folder above it that everybody may
-    write must have the sticky bit, as `/tmp` has; otherwise anybody could put another one in its place.
+    It must belong to this user or to root and be writable by its owner alone. A world-writable
+    parent folder must have the sticky bit, as `/tmp` has; otherwise anybody could replace it.
     """
     place = Path(os.path.realpath(path))
     if reason := _own(place, place.stat()):
@@ -44,7 +44,7 @@ def _own(place: Path, status: os.stat_result) -> str:
 
 
 def warn_once(message: str) -> None:
-    """A warning about the cache, the first time that it is given in this process."""
+    """A warning about the cache, shown once per process."""
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, stacklevel=2)

@@ -92,7 +92,9 @@ def test_composites_and_kernels_open() -> None:
 
 
 def test_leaves_do_not_open() -> None:
-    with pytest.raises(Refused, match=r"permute is a leaf: no nested SDFG stands for it \(at fc model.py:12\)"):
+    with pytest.raises(
+        Refused, match=r"permute is a leaf, which has no expansion to a nested SDFG \(at fc model.py:12\)"
+    ):
         to_sdfg(programs.mlp()).expand_library_nodes()
 
 

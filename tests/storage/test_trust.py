@@ -138,9 +138,9 @@ def test_a_cache_that_is_a_file_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     file = tmp_path / "file"
     file.write_text("")
     monkeypatch.setenv(folders.CACHE, str(file / "below"))
-    with pytest.raises(Invalid, match=r"DACEML_TRAIN_CACHE.*is no folder: .*/file is a file"):
+    with pytest.raises(Invalid, match=r"DACEML_TRAIN_CACHE.*is not a folder: .*/file is a file"):
         cache_folder()
-    with pytest.raises(Invalid, match="is no folder"):
+    with pytest.raises(Invalid, match="is not a folder"):
         cache_folder(file)
 
 
