@@ -38,7 +38,7 @@ class CapturedCall:
         return CapturedCall(captured, input_tensors(captured, arguments))
 
 
-def within(captured: Captured, root: str) -> Captured:
+def inside_module(captured: Captured, root: str) -> Captured:
     """The same, with module paths and names of inputs as they are inside the module that is called `root` there."""
 
     def inner(path: str) -> str:

@@ -21,7 +21,7 @@ from daceml_train.analysis.traffic import total, traffic
 from daceml_train.driver.devices import for_device
 from daceml_train.driver.events import log_kernels, watcher
 from daceml_train.driver.records import Record
-from daceml_train.driver.rematerialized import within
+from daceml_train.driver.rematerialized import rematerialized_within
 from daceml_train.driver.settings import Settings
 from daceml_train.driver.store import cached
 from daceml_train.graph.graph import Graph
@@ -278,7 +278,7 @@ def compile_graph(
 # ---- notes ---
 def note_program(record: Record, graph: Graph, program: Program) -> None:
     """Record what a program launches and moves."""
-    record.recomputed += within(graph)
+    record.recomputed += rematerialized_within(graph)
     record.costs = costs(graph, program.launches, program.nodes)
     record.flops = record.flops + total(cost.flops for cost in record.costs)
     for launch in (launch for each in program.all for launch in each.launches):

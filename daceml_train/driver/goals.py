@@ -11,7 +11,7 @@ from daceml_train.autodiff.reverse import differentiate, reached_arrays, reachin
 from daceml_train.driver.compile import Compilation, Goal, Part, compile_graph
 from daceml_train.driver.prepacked import PrepackedWeights
 from daceml_train.driver.records import Record
-from daceml_train.driver.rematerialized import across
+from daceml_train.driver.rematerialized import rematerialized_across
 from daceml_train.driver.settings import Settings
 from daceml_train.graph.graph import Graph, Input, Role
 from daceml_train.lowering.device import CPU, Device
@@ -110,7 +110,7 @@ class Gradients(Goal):
             yield Part(without_dead_code(compilation.graph), record)
             return
         halves = partition(compilation.graph, results)
-        record.recomputed = across(halves.forward, halves.backward)
+        record.recomputed = rematerialized_across(halves.forward, halves.backward)
         forward = Part(halves.forward, record, results)
         yield forward
         saved = dict(zip(halves.saved, forward.program.outputs[results:], strict=True))

@@ -25,17 +25,19 @@ class Rematerialized:
     module: str
 
 
-def across(forward: Graph, backward: Graph) -> list[Rematerialized]:
+def rematerialized_across(forward: Graph, backward: Graph) -> list[Rematerialized]:
     """Arrays of a forward graph that the backward graph recomputes; those that cost nothing are left out."""
     made = {name for node in forward.nodes for name in node.outputs}
     return [
-        _again(backward, n) for n in backward.nodes if not made.isdisjoint(n.outputs) and not isinstance(n.op, FREE)
+        _rematerialized(backward, n)
+        for n in backward.nodes
+        if not made.isdisjoint(n.outputs) and not isinstance(n.op, FREE)
     ]
 
 
-def within(graph: Graph) -> list[Rematerialized]:
+def rematerialized_within(graph: Graph) -> list[Rematerialized]:
     """Arrays that equal operators compute a second time from equal operands."""
-    return [_again(graph, node) for node in _repeated(graph)]
+    return [_rematerialized(graph, node) for node in _repeated(graph)]
 
 
 def _repeated(graph: Graph) -> Iterator[Node]:
@@ -50,5 +52,5 @@ def _repeated(graph: Graph) -> Iterator[Node]:
                 yield node
 
 
-def _again(graph: Graph, node: Node) -> Rematerialized:
+def _rematerialized(graph: Graph, node: Node) -> Rematerialized:
     return Rematerialized(graph.tensors[node.outputs[0]], described(node.op), node.origin.module)

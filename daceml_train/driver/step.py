@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 from daceml_train import logs
 from daceml_train.driver.binding import input_tensors
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks, hook_tables, step_hooks
-from daceml_train.driver.capture_only import CapturedCall, CaptureDone, within
+from daceml_train.driver.capture_only import CapturedCall, CaptureDone, inside_module
 from daceml_train.driver.checking import check, check_tensors, loss_of
 from daceml_train.driver.events import first_line
 from daceml_train.driver.goals import WholeStep, compile_step
@@ -250,7 +250,7 @@ class TrainingStep:
 
     def _collect(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """A Dynamo backend that captures, and stops instead of running, unless the loss is already known."""
-        captured = within(capture(module, examples, self.options.randomness), "model")
+        captured = inside_module(capture(module, examples, self.options.randomness), "model")
         captured.graph.name = "training_step"
         if self._known is None and logs.speaks(logs.RECOMPILES) and (changed := recompilation()):
             logs.event(logs.RECOMPILES, f"{first_line(captured.graph)}: {changed}")

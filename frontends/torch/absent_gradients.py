@@ -1,6 +1,6 @@
-"""`ctx.set_materialize_grads(False)`: a backward of the user's that is given None for a result without a gradient.
+"""`ctx.set_materialize_grads(False)`: a user's backward that receives None for a result without a gradient.
 
-TorchDynamo traces such an `autograd.Function` as if its backward were given zeros. Here it breaks the graph instead,
+TorchDynamo traces such an `autograd.Function` as if its backward received zeros. Here it breaks the graph instead,
 and PyTorch calls the function.
 """
 
@@ -19,18 +19,18 @@ _traces = threading.local()
 
 
 def enter() -> None:
-    """This thread's traces break at such a function until `leave`, for our backend alone."""
+    """Let this thread's traces break at such a function until `leave`, for this package's backend only."""
     _install()
     _traces.depth = getattr(_traces, "depth", 0) + 1
 
 
 def leave() -> None:
-    """The end of what `enter` began."""
+    """End what `enter` began."""
     _traces.depth -= 1
 
 
 def noted() -> Iterator[str]:
-    """Why functions were left to PyTorch since the last call, each once."""
+    """The reasons why functions were left to PyTorch since the last call, each once."""
     reasons: dict[str, None] = getattr(_traces, "reasons", {})
     _traces.reasons = {}
     return iter(reasons)

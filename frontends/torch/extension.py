@@ -1,4 +1,4 @@
-"""Operators of ours as functions of PyTorch: what a plugin gives its users to call in a model's code."""
+"""Operators as functions of PyTorch, which a plugin provides for models to call."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _SCHEMA: Mapping[Any, str] = {
 """Type of an attribute -> its type in PyTorch's schemas."""
 
 _libraries: list[torch.library.Library] = []
-"""Kept alive: an operator is there as long as its library."""
+"""Kept alive: an operator exists as long as its library."""
 
 
 def torch_function(kind: type[Operator], name: str) -> Callable[..., Any]:
     """The PyTorch operator `name` (`namespace::operator`) that means operator class `kind`, for use in models.
 
     Arguments are the operator's operands, then its attributes, with their defaults. In eager execution it computes
-    the operator's reference and its derivative in NumPy, slowly; where it is compiled, the operator itself takes its
-    place. Raises `Invalid` for an attribute that PyTorch's schemas cannot express.
+    the operator's reference and its derivative in NumPy, slowly; compiled code runs the operator itself. Raises
+    `Invalid` for an attribute that PyTorch's schemas cannot express.
     """
     namespace, _, short = name.partition("::")
     if not short.isidentifier() or not namespace.isidentifier():
@@ -80,7 +80,7 @@ def _results(kind: type[Operator]) -> str:
 
 
 class _Function:
-    """What PyTorch is told about one operator class."""
+    """The registration of one operator class with PyTorch."""
 
     def __init__(self, kind: type[Operator]) -> None:
         self.kind, self.__name__ = kind, kind.name

@@ -1,7 +1,7 @@
-"""Changes in place that PyTorch's functional traces get wrong without a word: each is refused, and runs as PyTorch's.
+"""In-place changes that PyTorch's functional traces silently get wrong: each is refused and runs in PyTorch.
 
-A trace turns a change of a view into a new value of the whole. For `unfold` it sets what no window holds to zero, for
-`expand` it adds up what was written to one element, and for `as_strided` it takes the whole to be row-major.
+A trace turns a change of a view into a new value of its base. For `unfold` it sets elements outside of all windows to
+zero, for `expand` it adds up what was written to one element, and for `as_strided` it assumes a row-major base.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from daceml_train.frontends.torch.results import example_of, is_whole
 
 
 def refuse_lost_writes(node: fx.Node, changed: fx.Node | None) -> None:
-    """Raise where `node` changes `changed` in place, and a functional trace would write something else."""
+    """Raise if `node` changes `changed` in place and a functional trace would write something else."""
     if changed is None or not isinstance(example := _tensor(changed), torch.Tensor):
         return
     where = str(origin(node))
@@ -35,7 +35,7 @@ def refuse_lost_writes(node: fx.Node, changed: fx.Node | None) -> None:
 
 
 def _overlaps(example: torch.Tensor) -> bool:
-    """Whether two elements may lie at one place."""
+    """Whether two elements may share an address."""
     reach = 0
     dims = [(s, n) for n, s in zip(example.shape, example.stride(), strict=True) if not isinstance(n, int) or n > 1]
     if any(not isinstance(number, int) for dim in dims for number in dim):

@@ -1,4 +1,4 @@
-"""What a captured graph's results are: its outputs, inputs, or views of either, where results share memory."""
+"""The results of a captured graph: its outputs, inputs, or views of either, where results share memory."""
 
 from __future__ import annotations
 
@@ -36,9 +36,8 @@ class OutputSource:
 
     `kind` is `graph` (graph output `index`, itself, or `view` of it, where results share memory), `input` (the input at
     position `index`, itself, or `view` of it), `size` (`value`, an expression over symbols), or `constant` (`value`).
-    `strides` are those that eager execution gives to what `index` names: a view says where its elements lie in that
-    memory, and nothing else than these strides makes them the right ones. None: whatever strides it has. `version` is
-    how often that was changed in place.
+    `strides` are the eager strides of what `index` names: a view refers to elements in that memory, so only these
+    strides are correct. None: any strides. `version` is the number of in-place changes.
     """
 
     kind: str
@@ -50,7 +49,7 @@ class OutputSource:
 
 
 def example_of(node: fx.Node) -> Any:
-    """What PyTorch noted of a node's result."""
+    """PyTorch's metadata of a node's result."""
     return node.meta.get("example_value", node.meta.get("val"))
 
 
@@ -62,7 +61,7 @@ def outputs_of(
     bases: Sequence[fx.Node],
     grad_enabled: bool,
 ) -> tuple[tuple[OutputSource, ...], tuple[bool, ...]]:
-    """What each result is, and whether it requires no gradient; values that results need become the graph's outputs.
+    """The description of each result, and whether it requires no gradient; values that results need become outputs.
 
     `results` and `inputs` are examples; `made` holds the results' values, and then those of `bases`.
     """
@@ -95,7 +94,7 @@ def outputs_of(
 
 
 def shared_bases(nodes: Iterable[fx.Node], results: Sequence[Any], inputs: Sequence[Any]) -> list[fx.Node]:
-    """The nodes that own the memory in which several results lie, none of them an input's.
+    """The nodes that own memory shared by several results, none of it an input's.
 
     Raises `Unsupported` where no node does.
     """
@@ -119,7 +118,7 @@ def shared_bases(nodes: Iterable[fx.Node], results: Sequence[Any], inputs: Seque
 
 
 def is_whole(example: Tensor) -> bool:
-    """Whether a tensor is all of its memory, each element once."""
+    """Whether a tensor covers all of its memory, each element once."""
     held = types.size(example.untyped_storage().nbytes())
     whole = same(held, types.size(example.numel()) * example.element_size())
     return whole and types.order_of(example) is not None and not example.is_conj() and not example.is_neg()
@@ -131,7 +130,7 @@ def _storage(example: Tensor) -> int:
 
 
 def _view(example: Tensor, owner: Tensor) -> View | None:
-    """How `example` looks at the memory of `owner`; None where it is `owner` itself."""
+    """The view that `example` is of the memory of `owner`; None if it is `owner` itself."""
     if example is owner:
         return None
     shape, strides = types.sizes(example.shape), types.sizes(example.stride())

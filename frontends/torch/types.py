@@ -1,4 +1,4 @@
-"""PyTorch's types in ours: element types, symbolic sizes, memory order."""
+"""PyTorch's types in the graph's: element types, symbolic sizes, memory order."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {ours: theirs for theirs, ours in DTYPE
 
 
 def element_type(dtype: torch.dtype) -> DType:
-    """Our element type. Raises `Unsupported` for one that we have not."""
+    """The graph's element type. Raises `Unsupported` for a type without an equivalent."""
     if dtype not in DTYPES:
         raise Unsupported(f"the element type {dtype}", advice=f"known: {', '.join(d.name for d in DType)}")
     return DTYPES[dtype]
 
 
 def size(value: Any) -> Dim:
-    """A size as an int or an expression over our symbols. Raises `Unsupported` for one that depends on data."""
+    """A size as an int or an expression over the graph's symbols. Raises `Unsupported` for one that depends on data."""
     if isinstance(value, torch.SymInt):
         return expression(value.node.shape_env.replace(value.node.expr))
     return int(value)
@@ -57,7 +57,7 @@ _FUNCTIONS: dict[str, Any] = {
 
 
 def expression(value: Any) -> Dim:
-    """PyTorch's size expression over our symbols."""
+    """PyTorch's size expression over the graph's symbols."""
     value = sympy.sympify(value)
     if value.is_Symbol:
         if value.name.startswith("u") or value.name.startswith("z"):
@@ -77,14 +77,14 @@ def expression(value: Any) -> Dim:
 
 
 def tensor(example: torch.Tensor, laid_out: bool = False) -> Tensor:
-    """The type of an example; with `laid_out` also its memory order, where it is dense."""
+    """The type of an example; with `laid_out` also its memory order, if it is dense."""
     shape = sizes(example.shape)
     order = order_of(example) if laid_out else None
     return Tensor(shape, element_type(example.dtype), order or None)
 
 
 def order_of(example: torch.Tensor) -> tuple[int, ...] | None:
-    """The dimensions of a dense tensor as they lie in memory, outermost first; () for row-major, None if not dense."""
+    """The memory order of a dense tensor's dimensions, outermost first; () for row-major, None if not dense."""
     shape, strides = sizes(example.shape), sizes(example.stride())
 
     def follows(order: Sequence[int]) -> bool:

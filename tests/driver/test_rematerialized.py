@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import daceml_train as dt
-from daceml_train.driver.rematerialized import across, within
+from daceml_train.driver.rematerialized import rematerialized_across, rematerialized_within
 from daceml_train.graph.text import parse
 
 
@@ -14,14 +14,14 @@ def test_across_a_cut() -> None:
     backward = parse(
         "graph b(x: f32[4] saved, g: f32[4] cotangent) {\n  %a = exp(%x)\n  %c = mul(%a, %g)\n  return %c\n}"
     )
-    (again,) = across(forward, backward)
+    (again,) = rematerialized_across(forward, backward)
     assert (again.operators, str(again.tensor)) == ("exp", "f32[4]")
 
 
 def test_within_a_program() -> None:
     text = "%a = exp(%x)\n  %b = neg(%a)\n  %a2 = exp(%x)\n  %b2 = neg(%a2)\n  %v = view(%x, shape=(2, 2))\n  %w = view(%x, shape=(2, 2))"
     graph = parse(f"graph g(x: f32[4] input) {{\n  {text}\n  return %b, %b2, %v, %w\n}}")
-    assert [again.operators for again in within(graph)] == ["exp", "neg"]
+    assert [again.operators for again in rematerialized_within(graph)] == ["exp", "neg"]
 
 
 @pytest.mark.compiled

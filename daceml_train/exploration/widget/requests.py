@@ -298,7 +298,7 @@ class Requests:
         self.session.jump(request["number"])
         self.show()
 
-    def on_recompute(self, request: dict[str, Any]) -> dict[str, Any]:
+    def on_rematerialize(self, request: dict[str, Any]) -> dict[str, Any]:
         """Rematerialize one saved array in the backward pass."""
         self._current(request)
         step = self.session.apply(Rematerialize(recompute=(str(request["array"]),)))

@@ -1,4 +1,4 @@
-"""A user's `autograd.Function` as one operator: both bodies traced, the backward one as its derivative."""
+"""A user's `autograd.Function` as one operator: both bodies are traced, the backward one as its derivative."""
 
 from __future__ import annotations
 

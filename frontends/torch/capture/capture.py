@@ -34,11 +34,11 @@ assert table.RULES  # filled by importing the table
 
 @dataclass(frozen=True, eq=False)
 class InputSource:
-    """Where one operand of the captured graph comes from.
+    """The origin of one operand of the captured graph.
 
     `kind` is `tensor` (graph input `name`), `size` (an integer: `value` is its symbol's name, or its expression),
     `constant` (`value`, burned in), or `attribute` (graph input `name`, bound to the tensor `value`). `position` is
-    that of the placeholder, None for an attribute. `copy`: the tensor is not dense and has to be made contiguous.
+    that of the placeholder, None for an attribute. `copy`: the tensor is not dense and has to be copied.
     """
 
     kind: str
@@ -48,12 +48,12 @@ class InputSource:
     value: Any = None
     copy: bool = False
     number: bool = False
-    """Whether the tensor is how Dynamo passes a Python float."""
+    """Whether Dynamo passes a Python float as this tensor."""
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """The functional ATen graph, and per node the array of our graph that it became (or a tuple, or a size)."""
+    """The functional ATen graph, and per node its array in the operator graph (or a tuple, or a size)."""
 
     module: fx.GraphModule
     arrays: dict[fx.Node, Any]
@@ -61,7 +61,7 @@ class Trace:
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """A captured graph: inputs in the order of the placeholders, then attributes, then `seed` where there is one."""
+    """A captured graph: inputs in the order of the placeholders, then attributes, then `seed` if there is one."""
 
     graph: Graph
     inputs: tuple[InputSource, ...]
@@ -70,19 +70,19 @@ class Captured:
     detached: tuple[bool, ...]
     """Per result: whether it requires no gradient in eager execution."""
     fallbacks: tuple[tuple[str, Origin], ...]
-    """ATen operators without a rule, and where the user's code has them."""
+    """ATen operators without a rule, and their lines in the user's code."""
     trace: Trace | None = None
-    """What was translated, where `capture` was asked to keep it."""
+    """The translation, if `capture` was asked to keep it."""
 
     draws: dict[str, Draw] = field(default_factory=dict)
-    """Graph inputs that hold random numbers as eager execution draws them, in the order in which it does."""
+    """Graph inputs for random numbers as eager execution draws them, in its order."""
 
     changes: dict[str, int] = field(default_factory=dict)
-    """Graph inputs that are written, and how many changes in place do that in eager execution."""
+    """Graph inputs that are written, and the number of in-place changes in eager execution."""
 
     @property
     def random(self) -> bool:
-        """Whether random numbers are drawn: the graph then has the input `seed`, or inputs that hold them."""
+        """Whether random numbers are drawn: the graph then has the input `seed`, or inputs with the numbers."""
         return "seed" in self.graph.inputs or bool(self.draws)
 
 
@@ -114,7 +114,7 @@ def capture(
 
 
 def _with_fewer_symbols(gm: fx.GraphModule, example_inputs: Sequence[object], operands: Any, *more: Any) -> Any:
-    """The translation without those sizes of which PyTorch has noted equations, or else without any symbol."""
+    """The translation without the symbols of sizes in PyTorch's equations, or else without any symbol."""
     for kept in (_told(operands) - _tied(operands), set[sympy.Symbol]()):
         _specialize(operands, kept)
         try:
@@ -169,7 +169,7 @@ def _translated(
 
 
 def _live(graph: Graph) -> list[Node]:
-    """The nodes that outputs or writes depend on; results that are views of inputs leave others behind."""
+    """The nodes that outputs or writes depend on; results that are views of inputs leave dead nodes."""
     kept, _ = required(graph.nodes, graph.results)
     produced = {name for node in kept for name in node.outputs}
     for name in {name for node in graph.nodes for name in node.outputs} - produced:
@@ -178,7 +178,7 @@ def _live(graph: Graph) -> list[Node]:
 
 
 def _dropped(graph: Graph, entry: InputSource) -> InputSource:
-    """A Python float that Dynamo passes as a tensor and the trace has burned in is no input of the graph."""
+    """Drop the input of a Python float that Dynamo passes as a tensor and the trace has burned in."""
     used = {name for node in graph.nodes for name in node.inputs} | {*graph.outputs, *graph.writes}
     if entry.name in used or not entry.number:
         return entry
@@ -205,7 +205,7 @@ def _results(gm: fx.GraphModule) -> Any:
 
 
 def _annotate(gm: fx.GraphModule, mode: Any, operands: Sequence[Any]) -> None:
-    """Give a graph that does not come from Dynamo the examples that Dynamo's nodes carry."""
+    """Add the examples that Dynamo's nodes have to a graph that does not come from Dynamo."""
     if all("example_value" in n.meta for n in _placeholders(gm)):
         return
 
@@ -230,13 +230,13 @@ def _annotate(gm: fx.GraphModule, mode: Any, operands: Sequence[Any]) -> None:
 
 
 def _told(operands: Sequence[Any]) -> set[sympy.Symbol]:
-    """The size symbols that the shapes of the tensors tell."""
+    """The size symbols that the shapes of the tensors determine."""
     shapes = [types.sizes(x.shape) for x in operands if isinstance(x, Tensor)]
     return {s for shape in shapes for size in shape for s in _free(size)}
 
 
 def _tied(operands: Sequence[Any]) -> set[sympy.Symbol]:
-    """The size symbols in equations that hold for the sizes at hand, and that PyTorch compiles again without."""
+    """The size symbols in equations that hold for the present sizes; PyTorch recompiles where they do not."""
     given: list[Any] = [size for x in operands if isinstance(x, Tensor) for size in x.shape]
     symbolic = next((size for size in given if isinstance(size, torch.SymInt)), None)
     guards = symbolic.node.shape_env.guards if symbolic is not None else ()
@@ -245,9 +245,9 @@ def _tied(operands: Sequence[Any]) -> set[sympy.Symbol]:
 
 
 def _specialize(operands: Sequence[Any], symbols: set[sympy.Symbol]) -> None:
-    """Burn in all sizes but those over `symbols`, each with a guard: Dynamo compiles again for others.
+    """Burn in all sizes but those over `symbols`, each with a guard: Dynamo recompiles for others.
 
-    Graphs take their sizes from shapes alone, so integers that no shape tells are always burned in.
+    Graphs take their sizes from shapes only, so integers that no shape determines are always burned in.
     """
     for x in operands:
         for size in x.shape if isinstance(x, Tensor) else (x,):
@@ -260,12 +260,12 @@ def _free(size: Dim) -> set[sympy.Symbol]:
 
 
 def _refuse_gradients_into_inputs(gm: fx.GraphModule, grad_enabled: bool) -> None:
-    """Raise where an input that needs no gradient is overwritten by values that carry one."""
+    """Raise if an input that needs no gradient is overwritten by values that have one."""
     for node in _placeholders(gm):
         example = example_of(node)
         if grad_enabled and isinstance(example, Tensor) and example._version and example.grad_fn is not None:
             raise Unsupported(
-                f"an in-place change of the input {_path(node)} by values that carry a gradient",
+                f"an in-place change of the input {_path(node)} by values that have a gradient",
                 advice="detach the value that is written",
             )
 
@@ -312,7 +312,7 @@ def _attribute(t: Translator, path: str, real: Tensor, example: Tensor) -> Input
 
 
 def _declare(t: Translator, path: str, example: Tensor, role: Role) -> tuple[str, bool]:
-    """Declare a graph input; its name, and whether its memory is not dense."""
+    """Declare a graph input; return its name, and whether its memory is not dense."""
     if example.layout is not torch.strided:
         raise Unsupported(f"the input {path} of layout {example.layout}")
     name = t.graph.fresh(re.sub(r"\W+", "_", path).strip("_") or "x")
@@ -330,7 +330,7 @@ def _role(real: object, text: str) -> Role:
 
 
 def _writes(t: Translator, traced: fx.GraphModule, signature: Any, made: Sequence[Any], values: Sequence[Any]) -> int:
-    """Declare the changed inputs as writes; how many outputs of the trace they take."""
+    """Declare the changed inputs as writes; return how many outputs of the trace they take."""
     tokens = signature.input_tokens
     placeholders = [n.name for n in traced.graph.nodes if n.op == "placeholder" and n.name not in tokens]
     changed = list(signature.user_inputs_to_mutate.values())
@@ -342,7 +342,7 @@ def _writes(t: Translator, traced: fx.GraphModule, signature: Any, made: Sequenc
 
 
 def _unread(gm: fx.GraphModule, randomness: Randomness) -> list[fx.Node]:
-    """Values that nothing reads; where random numbers are eager execution's, a trace must not leave them out."""
+    """Values that nothing reads; with eager execution's random numbers, a trace must not leave them out."""
     if randomness != "eager":
         return []
     calls = (n for n in gm.graph.nodes if n.op in ("call_function", "call_method") and not n.users)

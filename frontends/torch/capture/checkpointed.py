@@ -1,7 +1,7 @@
 """Regions under activation checkpointing that change memory from outside them, as a batch norm does in training.
 
-Eager execution runs such a region a second time in the backward pass, and so changes the memory a second time, then. A
-captured graph keeps what it needs in its own way and would change it once: PyTorch runs such a graph instead.
+Eager execution runs such a region a second time in the backward pass, and so changes the memory a second time. A
+captured graph saves what it needs in its own way and would change the memory once: PyTorch runs such a graph instead.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Changed = Callable[[fx.Node], fx.Node | None]
 
 
 def refuse_repeated_changes(region: fx.GraphModule, changed: Changed) -> None:
-    """Raise where eager execution changes memory from outside the region once more as it runs the region again."""
+    """Raise if eager execution changes memory from outside the region once more when it reruns the region."""
     nodes = list(region.graph.nodes)
     if not any(_requires_gradient(node) for node in nodes):
-        return  # nothing is kept for a backward pass, so nothing is run again
+        return  # nothing is saved for a backward pass, so nothing is rerun
     for node in _changing(region, changed):
         raise Unsupported(
             "a checkpointed region that changes a buffer or an argument, which PyTorch does a second time in the "
@@ -36,7 +36,7 @@ def refuse_repeated_changes(region: fx.GraphModule, changed: Changed) -> None:
 
 
 def _changing(region: fx.GraphModule, changed: Changed) -> Iterator[fx.Node]:
-    """The nodes of a region, and of regions inside it, that change what the region is given."""
+    """The nodes of a region, and of regions inside it, that change the region's operands."""
     given = {_storage(n) for n in region.graph.nodes if n.op in ("placeholder", "get_attr")} - {None}
     for node in region.graph.nodes:
         target = changed(node)

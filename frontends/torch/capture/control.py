@@ -1,4 +1,4 @@
-"""PyTorch's control flow (`torch.cond`, `scan`, `while_loop`, `map`): what Dynamo's operators for it are given."""
+"""PyTorch's control flow (`torch.cond`, `scan`, `while_loop`, `map`): the arguments of Dynamo's operators for it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.capture.operators import Control
 
 CONTROL = frozenset({"cond", "scan", "while_loop", "map_impl"})
-"""Names of the higher-order operators that become control flow of ours."""
+"""Names of the higher-order operators that become control flow of the graph."""
 
 
 def control_of(name: str, args: Sequence[Any], results: Any, grad_enabled: bool, where: str) -> Control:
-    """What a higher-order operator with these arguments and results is. Raises `Unsupported` for other than tensors."""
+    """The control flow of a higher-order operator on these arguments. Raises `Unsupported` for non-tensors."""
     bodies = tuple(a for a in args if isinstance(a, fx.GraphModule))
     match name:
         case "cond":

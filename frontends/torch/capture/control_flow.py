@@ -1,4 +1,4 @@
-"""Branches and loops as operators of ours: each body traced, and what it draws or holds made an operand."""
+"""Branches and loops as operators: each body is traced, and its random numbers and constants become operands."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _body(
     examples: Sequence[Any],
     active: bool,
 ) -> tuple[Graph, list[tuple[str, Value]]]:
-    """A body as a graph on its tensor operands, and further inputs of it with the values to give for them."""
+    """A body as a graph on its tensor operands, and its further inputs with their values."""
     tensors = iter(examples)
     operands: list[Any] = []
     for x in control.operands:
@@ -88,7 +88,7 @@ def _body(
             values.append(types.size(x) if isinstance(x, torch.SymInt) else x)
     made = inner.run(traced, values, tokens=signature.input_tokens)[len(signature.output_tokens) :]
     if not all(isinstance(v, Value) for v in made):
-        raise Unsupported(f"a result of {control.name} that is no tensor")
+        raise Unsupported(f"a result of {control.name} that is not a tensor")
     graph.output(*(inner.dependent(v) for v in made))
     t.count_streams_with(inner)
     t.fallbacks += inner.fallbacks
@@ -112,7 +112,7 @@ def _fresh(example: torch.Tensor) -> torch.Tensor:
 
 
 def _with(graph: Graph, number: int, extras: Sequence[tuple[int, str, Value]]) -> Body:
-    """A graph as a body that takes all further operands, also those that are another body's."""
+    """A graph as a body that takes all further operands, also those of another body."""
     operands = [name for name in graph.inputs if not any(name == n and k == number for k, n, _ in extras)]
     further = [name if k == number else graph.fresh(f"unused{i}") for i, (k, name, _) in enumerate(extras)]
     body = body_of(graph)

@@ -1,4 +1,4 @@
-"""Which ATen operators are taken apart in a trace: PyTorch's core table without those that this project keeps whole."""
+"""The ATen operators that a trace decomposes: PyTorch's core table without those that this project keeps."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_bicubic
 roll max_unpool2d max_unpool3d multi_margin_loss multilabel_margin_loss_forward
 """
 KEPT = frozenset(_KEPT.split())
-"""Kept since we have the operator, since its parts would lose a gradient at a kink, or since ATen has it whole."""
+"""Not decomposed: there is an operator for it, its parts would lose a gradient at a kink, or ATen has a kernel."""
 
 
 @functools.cache
 def table_with_random_operators() -> dict[Any, Callable[..., Any]]:
-    """The table without what takes random operators apart."""
+    """The table without decompositions of random operators."""
     tagged = torch.Tag.nondeterministic_seeded
     return {target: rule for target, rule in table().items() if tagged not in target.tags}
 
@@ -39,7 +39,7 @@ def table_with_random_operators() -> dict[Any, Callable[..., Any]]:
 def table() -> dict[Any, Callable[..., Any]]:
     """Operator overload -> its decomposition, for `aot_export_module` and `make_fx`."""
     rules = {target: rule for target, rule in core_aten_decompositions().items() if _name(target) not in KEPT}
-    # What PyTorch takes where no gradient is needed, and a trace without autograd therefore gets, has no derivative.
+    # PyTorch's variants without gradients, which a trace without autograd would contain, have no derivative.
     return rules | {
         torch.ops.aten._embedding_bag_forward_only.default: torch.ops.aten._embedding_bag.default,
         torch.ops.aten._trilinear.default: _trilinear,
@@ -56,7 +56,7 @@ def _trilinear(
     sumdim: Sequence[int],
     unroll_dim: int = 1,
 ) -> Tensor:
-    """`bilinear` as matrix products: each factor lacks the dimensions `expand`, the product is summed over `sumdim`."""
+    """`bilinear` as matmuls: each factor lacks the dimensions `expand`, the product is summed over `sumdim`."""
     letters = "abcdefghijklmnop"[: i1.ndim + len(expand1)]
     factors = ["".join(c for d, c in enumerate(letters) if d not in e) for e in (expand1, expand2, expand3)]
     result = "".join(c for d, c in enumerate(letters) if d not in sumdim)
@@ -65,7 +65,7 @@ def _trilinear(
 
 @functools.cache
 def derivative_table() -> dict[Any, Callable[..., Any]]:
-    """The table for derivatives of single operators: what it keeps, PyTorch's derivative formulas may use whole."""
+    """The table for derivatives of single operators: PyTorch's derivative formulas may use what it keeps."""
     kept = {"_embedding_bag_dense_backward", "embedding_dense_backward", "convolution_backward", "col2im", "im2col"}
     return {target: rule for target, rule in table().items() if _name(target) not in kept}
 

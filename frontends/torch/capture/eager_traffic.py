@@ -1,13 +1,13 @@
 """Traffic of eager execution: the bytes that PyTorch's own kernels move, operator by operator, as ATen runs them.
 
-`eager_traffic` watches what the dispatcher is asked for while a function runs. Every kernel reads each distinct operand
+`eager_traffic` observes the calls of the dispatcher while a function runs. Every kernel reads each distinct operand
 once and writes its results; views and uninitialized memory cost nothing; an operator that works in place reads what it
-changes. These are the rules of `analysis.traffic`, with two of ATen's own: both gradients of a convolution are kernels
-of their own, and what is gathered is read where the indices point. What oneDNN reorders within a convolution counts as
-it does in ours (`Operator.reorders`). Under `fake` tensors nothing is computed, so that a step of any size is counted
+changes. These are the rules of `analysis.traffic`, with two of ATen's own: each gradient of a convolution is a kernel
+of its own, and a gather reads what the indices name. Reorders of oneDNN within a convolution count as in
+`Operator.reorders`. Under `fake` tensors nothing is computed, so that a step of any size is counted
 in milliseconds per operator.
 
-A watched backward pass differs from an unwatched one in three places, where what is counted is the unwatched one:
+An observed backward pass differs from an ordinary one in three places, where the ordinary one is counted:
 gradients add up out of place instead of in place (the same bytes), sparse gradients are cloned, and a gradient of
 indexing is put into a copy.
 """
@@ -32,7 +32,7 @@ _aten = torch.ops.aten
 
 _UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
 _OVERWRITING = frozenset({"zero_", "fill_", "copy_", "bernoulli_", "uniform_", "normal_", "random_", "exponential_"})
-"""Operators in place that do not read what they change."""
+"""In-place operators that do not read what they change."""
 _FREE = frozenset({"_local_scalar_dense", "_indices", "_values", "indices", "values", "is_same_size", "resize_"})
 _UNREAD: Mapping[str, tuple[int, ...]] = {
     "max_pool2d_with_indices_backward": (1,),
@@ -51,15 +51,15 @@ _UNREAD: Mapping[str, tuple[int, ...]] = {
     "new_ones": (0,),
     "new_full": (0,),
 }
-"""Operands that are taken for their shape alone."""
+"""Operands of which only the shape is used."""
 _GATHERING = frozenset(
     {"embedding", "_embedding_bag", "index_select", "gather", "index", "nll_loss_forward", "nll_loss2d_forward"}
 )
-"""Operators that read of their first operand only what the indices in the second one name."""
+"""Operators that read only those elements of their first operand that the indices in the second one name."""
 
 
 def eager_traffic(function: Callable[[], object]) -> Traffic:
-    """What PyTorch moves while `function` runs; run it once before, so that state that is made once exists."""
+    """The bytes that PyTorch moves while `function` runs; run it once before, so that lazily created state exists."""
     count = _Count()
     with count:
         function()
@@ -67,12 +67,12 @@ def eager_traffic(function: Callable[[], object]) -> Traffic:
 
 
 def fake() -> FakeTensorMode:
-    """A mode in which tensors have sizes and no memory: model, batch and step are made and run under it."""
+    """A mode in which tensors have sizes and no memory: model, batch and step are created and run under it."""
     return FakeTensorMode()
 
 
 class _Count(TorchDispatchMode):
-    """Notes an entry per operator that moves something."""
+    """Records an entry per operator that moves something."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -160,7 +160,7 @@ def _convolution_backward(arguments: tuple[Any, ...], result: Any) -> Iterator[E
 
 
 def _geometry(window: Sequence[Any]) -> dict[str, Any]:
-    """The options of a convolution, from ATen's arguments behind the bias."""
+    """The options of a convolution, from ATen's arguments after the bias."""
     stride, padding, dilation, transposed, output_padding, groups = window
     spatial = {"stride": stride, "padding": padding, "dilation": dilation, "output_padding": output_padding}
     made: dict[str, Any] = {name: tuple(value) for name, value in spatial.items()}
@@ -172,7 +172,7 @@ def _entry(function: Any, reads: dict[str, int], writes: dict[str, int], flops: 
 
 
 def _flops(function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any], result: Any) -> int:
-    """Operations of products and convolutions by PyTorch's own count; of others an operation per result element."""
+    """Operations of matmuls and convolutions by PyTorch's own count; one operation per result element for others."""
     counted = flop_registry.get(function._overloadpacket)
     if counted is not None:
         return int(counted(*arguments, **keywords, out_val=result))
@@ -196,7 +196,7 @@ def _distinct(tensors: Any) -> list[int]:
 
 
 def _memory(tensor: torch.Tensor) -> Any:
-    """What tells one piece of memory from another."""
+    """The identity of a piece of memory."""
     if tensor.is_sparse:
         return id(tensor)
     return _storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()

@@ -1,8 +1,8 @@
-"""`x.requires_grad = True` in a forward pass, of a tensor that the pass made: a leaf that nothing outside can see.
+"""`x.requires_grad = True` in a forward pass, for a tensor of the pass itself: a leaf that is invisible outside.
 
-TorchDynamo breaks the graph at the assignment. All that it does is to let `x.grad` be filled by the backward pass, and
-to give what is computed from `x` a gradient; where the graph does not return `x`, nobody can read the former, and the
-parameters' gradients are what they are without. Audio models of `transformers` assign it for checkpointing's sake.
+TorchDynamo breaks the graph at the assignment. Its only effects are that the backward pass fills `x.grad`, and that
+values computed from `x` have a gradient; if the graph does not return `x`, nobody can read the former, and the
+parameters' gradients are the same without it. Audio models of `transformers` assign it for checkpointing.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.dynamo.origin import origin
 
 MARK = "daceml_train leaf"
-"""Key in `meta` of the node that is made a leaf, and of the call that makes it one."""
+"""Key in `meta` of the node that becomes a leaf, and of the call that does so."""
 
 _traces = threading.local()
 
 
 def enter() -> None:
-    """This thread's traces hold such assignments until `leave`, for our backend alone."""
+    """Let this thread's traces contain such assignments until `leave`, for this package's backend only."""
     _install()
     _traces.depth = getattr(_traces, "depth", 0) + 1
 
 
 def leave() -> None:
-    """The end of what `enter` began."""
+    """End what `enter` began."""
     _traces.depth -= 1
 
 
@@ -64,7 +64,7 @@ def _install() -> None:
 
 
 def refuse_if_seen(gm: fx.GraphModule) -> None:
-    """Raise where the graph returns a leaf of its own, or a view of it: who gets it can look at its gradient."""
+    """Raise if the graph returns a leaf of its own, or a view of it: the caller could read its gradient."""
     made = [node for node in gm.graph.nodes if node.meta.get(MARK) and node.op != "call_method"]
     if not made:
         return

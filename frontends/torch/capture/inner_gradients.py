@@ -1,7 +1,7 @@
 """`torch.autograd.grad` inside a graph: the operators between inputs and outputs once more, under `torch.func.vjp`.
 
-What is computed twice becomes one again where equal nodes are merged. A derivative through what `torch.func` sees in
-another way than autograd (`.data`, changes in place, random numbers) is refused.
+CSE merges what is computed twice. A derivative through what `torch.func` treats differently from autograd (`.data`,
+in-place changes, random numbers) is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def gradients(
     run: Callable[[fx.Node, dict[fx.Node, Any]], Any],
     refusal: Callable[[fx.Node], str],
 ) -> tuple[Tensor | None, ...]:
-    """The result of `node`, a call of `torch.autograd.grad`; `run` evaluates a node where others have these values.
+    """The result of `node`, a call of `torch.autograd.grad`; `run` evaluates a node with these values of the others.
 
     Raises `Unsupported` for a node in between for which `refusal` has a reason.
     """

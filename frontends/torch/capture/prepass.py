@@ -29,7 +29,7 @@ from daceml_train.frontends.torch.overlap import refuse_lost_writes
 from daceml_train.frontends.torch.rules import linear_algebra
 
 MARK = "daceml_train"
-"""Key of our notes in `meta["custom"]` of traced nodes: `detach` (the user's) or `functorch` (inside `torch.func`)."""
+"""Key of the pre-pass in `meta["custom"]` of traced nodes: `detach` (by the user) or `functorch` (inside `torch.func`)."""
 
 _INLINED = frozenset({"wrap", "invoke_subgraph", "tag_activation_checkpoint", "hints_wrapper"})
 _REFUSED = frozenset({"register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "backward"})
@@ -57,7 +57,7 @@ class GradientAware(nn.Module):
 
 
 class _State:
-    """What is common to a graph and the bodies inside it."""
+    """State shared by a graph and the bodies inside it."""
 
     def __init__(self, grad_enabled: bool) -> None:
         self.grad_enabled = grad_enabled
@@ -70,7 +70,7 @@ class _Interpreter(fx.Interpreter):
         self.state = state
         self.node: fx.Node
         self.carriers: dict[int, list[tuple[fx.Node, torch.Tensor]]] = {}
-        """Memory -> the examples in it that carry a gradient, and the nodes they belong to, in order."""
+        """Memory -> the examples in it that have a gradient, and their nodes, in order."""
 
     def run_node(self, n: fx.Node) -> Any:
         self.node = n
@@ -127,7 +127,7 @@ class _Interpreter(fx.Interpreter):
             return tuple(None if g is None else g.detach() for g in found)
 
     def _again(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-        """The result of a node where others have these values."""
+        """The result of a node with these values of the others."""
         if node.target is torch.autograd.grad:
             return inner_gradients.gradients(node, values, self._again, _refused_between)
         args, kwargs = pytree.tree_map_only(fx.Node, values.__getitem__, (node.args, node.kwargs))
@@ -175,9 +175,9 @@ class _Interpreter(fx.Interpreter):
 
     @contextlib.contextmanager
     def _grafted(self) -> Iterator[None]:
-        """A change in place where gradients are off: values change, derivatives do not.
+        """An in-place change with gradients off: values change, derivatives do not.
 
-        The owner of the memory keeps its derivative; memory that carries none gets none from what is written to it.
+        The owner of the memory keeps its derivative; memory without one gets none from the written values.
         """
         changed = _changed_in_place(self.node)
         owner = self._gradient_owner(changed) if changed is not None else None
@@ -197,7 +197,7 @@ class _Interpreter(fx.Interpreter):
 
     @contextlib.contextmanager
     def _grafted_where_detached(self) -> Iterator[None]:
-        """A change in place through `x.detach()` or `x.data`: the values of `x` change, its derivative does not."""
+        """An in-place change through `x.detach()` or `x.data`: the values of `x` change, its derivative does not."""
         changed = _changed_in_place(self.node)
         example = _example(changed) if changed is not None else None
         if changed is None or not isinstance(example, torch.Tensor) or not self._is_detached(changed):
@@ -205,14 +205,14 @@ class _Interpreter(fx.Interpreter):
             return
         if example.requires_grad:
             raise Unsupported(
-                "an in-place change of a detached tensor by values that carry a gradient", where=str(origin(self.node))
+                "an in-place change of a detached tensor by values that have a gradient", where=str(origin(self.node))
             )
         with self._grafted():
             yield
 
     @contextlib.contextmanager
     def _overwritten(self) -> Iterator[None]:
-        """Where values are replaced in place, PyTorch gives what was there a gradient of zeros, rather than none."""
+        """Values that are replaced in place have a gradient of zeros in PyTorch, rather than none."""
         changed = _changed_in_place(self.node)
         tensor = self.env[changed] if changed is not None else None
         if (
@@ -229,7 +229,7 @@ class _Interpreter(fx.Interpreter):
         tensor.copy_(_ops.overwrite(before, tensor.clone()))
 
     def _is_detached(self, changed: fx.Node) -> bool:
-        """Whether memory that carries a gradient is changed through a tensor that autograd does not connect with it."""
+        """Whether memory that has a gradient is changed through a tensor that autograd does not connect with it."""
         example = _example(changed)
         storage = _storage(example)
         if storage is None or example.is_inference():
@@ -247,7 +247,7 @@ class _Interpreter(fx.Interpreter):
                 return node
         if owners:
             raise Unsupported(
-                "an in-place change under no_grad of a view that carries a gradient", where=str(origin(self.node))
+                "an in-place change under no_grad of a view that has a gradient", where=str(origin(self.node))
             )
         return None
 
@@ -265,7 +265,7 @@ class _Interpreter(fx.Interpreter):
         raise Unsupported(f"the higher-order operator {name}", where=str(origin(self.node)))
 
     def _control(self, name: str, args: tuple[Any, ...]) -> Any:
-        """A branch or loop, as one operator over the tensors among its operands; a known condition is no branch."""
+        """A branch or loop, as one operator over the tensors among its operands; a known condition needs no branch."""
         where = str(origin(self.node))
         if self.state.nesting:
             raise Unsupported(f"{name} inside torch.func", where=where)
@@ -331,14 +331,14 @@ def _example(node: fx.Node) -> Any:
 
 
 def _carries_gradient(node: fx.Node) -> bool:
-    """Whether Dynamo saw this value require a gradient; true where it does not say."""
+    """Whether this value requires a gradient according to Dynamo; true if unknown."""
     example = _example(node)
     leaves = pytree.tree_leaves(example)
     return example is None or any(isinstance(t, torch.Tensor) and t.requires_grad for t in leaves)
 
 
 def _changed_in_place(node: fx.Node) -> fx.Node | None:
-    """The node of the tensor that `node` changes in place, by PyTorch's naming; None where it changes none."""
+    """The node of the tensor that `node` changes in place, by PyTorch's naming; None if it changes none."""
     name = _name(node.target)
     out = node.kwargs.get("out")
     if isinstance(out, fx.Node):
@@ -356,17 +356,17 @@ _IN_PLACE_OPERATORS = frozenset({"setitem", *_AUGMENTED.split()})
 
 _OVERWRITING = "zero fill copy uniform normal random bernoulli exponential log_normal cauchy geometric"
 _REPLACING = frozenset(("setitem", *(f"{name}_" for name in _OVERWRITING.split())))
-"""Changes in place after which nothing of the old values is left where they are made."""
+"""In-place changes that overwrite all old values."""
 
 
 def _storage(example: Any) -> int | None:
-    """What tells whether two examples share memory; None for what has none, as the tensors inside `torch.func`."""
+    """The identity of an example's memory; None if it has none, as tensors inside `torch.func`."""
     if not isinstance(example, torch.Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(example):
         return None
     return int(example.untyped_storage()._cdata)
 
 
-# ---- operators that a trace without autograd would take apart in another way ------------------------------------
+# ---- operators that a trace without autograd would decompose differently ----------------------------------------
 
 
 def _attention(
@@ -379,7 +379,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Attention as one operator where a library has it, else composed of operators whose gradients are right."""
+    """Attention as one operator if a library has it, else composed of operators with correct gradients."""
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
@@ -415,7 +415,7 @@ def _has_kernel(
 
 
 def _additive(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """A boolean mask as the numbers that are added to the scores."""
+    """A boolean mask as numbers to add to the scores."""
     if mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), -math.inf)
@@ -436,7 +436,7 @@ def _composed_attention(
     if mask is None:
         weights = scores.softmax(-1)
     else:
-        # A row in which everything is masked gives zeros and zero gradients, not NaN.
+        # A fully masked row yields zeros and zero gradients, not NaN.
         alive = (mask if mask.dtype is torch.bool else mask != -math.inf).any(-1, keepdim=True)
         if mask.dtype is torch.bool:
             scores = scores.masked_fill((mask | ~alive).logical_not(), -math.inf)
@@ -475,7 +475,7 @@ def _renormalize(weight: torch.Tensor, indices: torch.Tensor, largest: float, ki
 
 
 def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """A product with a matrix as one matrix product, as PyTorch folds it when gradients are needed."""
+    """A product with a matrix as one matmul, as PyTorch folds it when gradients are needed."""
     if a.dim() >= 3 and b.dim() == 2 and a.numel() != 0:
         return (a.reshape(-1, a.shape[-1]) @ b).view(*a.shape[:-1], b.shape[-1])
     return torch.matmul(a, b)
@@ -490,7 +490,7 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 
 
 def _layer_by_layer(kind: str) -> Callable[..., Any]:
-    """A recurrent network with dropout between its layers, which PyTorch leaves out where it takes one apart."""
+    """A recurrent network with dropout between its layers, which PyTorch's decomposition leaves out."""
     function = getattr(torch, kind)
 
     def run(x: torch.Tensor, hidden: Any, weights: Any, *options: Any) -> Any:
@@ -553,7 +553,7 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     torch.cosine_similarity: _cosine_similarity,
     **POLYFILLS,
     **linear_algebra.FUNCTIONS,
-    # Without gradients these leave out the vectors that their derivatives need.
+    # Without gradients these omit the vectors that their derivatives need.
     torch.linalg.eigvalsh: lambda x, *options, **more: torch.linalg.eigh(x, *options, **more)[0],
     torch.linalg.svdvals: lambda x, **more: torch.linalg.svd(x, full_matrices=False, **more)[1],
 }

@@ -1,4 +1,4 @@
-"""What data must satisfy: PyTorch's checks of values, as operators that a graph's results depend on."""
+"""Requirements on data: PyTorch's checks of values, as operators that a graph's results depend on."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from daceml_train.tensor import Dim, DType
 
 
 def required(t: Translator, holds: Value, message: str) -> Value:
-    """A 0-d truth value that is true, or an error when the program runs; `holds` is true everywhere or at fault."""
+    """A 0-d truth value that is true, or a run-time error; `holds` has to be true everywhere."""
     bad = holds.unary("logical_not").cast(DType.int64).sum(tuple(range(len(holds.shape))))
     return t.emit("require", bad.compare("eq", 0), message=message)
 
 
-def within(t: Translator, index: Value, size: Dim, message: str, ignored: int | None = None) -> Value:
-    """`index`, of which every element is in 0..size-1, or is `ignored`; an error when the program runs otherwise."""
+def index_within(t: Translator, index: Value, size: Dim, message: str, ignored: int | None = None) -> Value:
+    """`index` with every element in 0..size-1, or equal to `ignored`; a run-time error otherwise."""
     inside = t.emit("logical_and", index.compare("ge", 0), index.compare("lt", t.value(size, index.dtype)))
     if ignored is not None:
         inside = t.emit("logical_or", inside, index.compare("eq", ignored))
@@ -28,7 +28,7 @@ def _require(t: Translator, x: Value, holds: Value, message: str) -> Value:
 
 @rule("_functional_assert_async.msg", "_assert_async.msg")
 def _assertion(t: Translator, holds: Value, message: str, token: Value | None = None) -> Value | None:
-    """A check by itself: what the graph gives is made to depend on it, see `Translator.dependent`."""
+    """A check without a result: the graph's results depend on it, see `Translator.dependent`."""
     truth = holds if holds.dtype is DType.bool else holds.compare("ne", 0)
     t.required.append(required(t, truth, message))
     return token

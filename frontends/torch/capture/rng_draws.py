@@ -19,7 +19,7 @@ from daceml_train.frontends.torch import types
 from daceml_train.tensor import Shape, evaluate
 
 Randomness = Literal["seeded", "eager"]
-"""`seeded`: numbers are made by the kernels, from a seed per call. `eager`: they are those of eager execution."""
+"""`seeded`: the kernels generate numbers from a seed per call. `eager`: the numbers are those of eager execution."""
 
 _ANY_OVERLOAD = "rand randn randint randperm rand_like randn_like randint_like new_rand uniform random exponential"
 _INDEPENDENT = frozenset(
@@ -33,12 +33,12 @@ _INDEPENDENT = frozenset(
         "normal.float_float",
     ]
 )
-"""Random operators that look at sizes and types of tensors only, never at what they hold."""
+"""Random operators that depend on sizes and types of tensors only, never on their values."""
 
 
 @dataclass(frozen=True)
 class Like:
-    """Stands for a tensor of which only sizes, strides and type matter."""
+    """A placeholder for a tensor of which only sizes, strides and type matter."""
 
     shape: Shape
     strides: Shape
@@ -80,7 +80,7 @@ def is_random(target: Any) -> bool:
 
 
 def draw_of(node: fx.Node) -> Draw:
-    """The draw that a node of the trace makes. Raises `Unsupported` if it depends on what tensors hold."""
+    """The draw of a node of the trace. Raises `Unsupported` if it depends on the values of tensors."""
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
     name = target._opname

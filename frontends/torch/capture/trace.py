@@ -22,12 +22,12 @@ from daceml_train.frontends.torch.capture.rng_draws import Randomness
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in a line."""
+    """The first line of an error's message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def fake_mode(operands: Sequence[object]) -> FakeTensorMode:
-    """The mode of the compilation that is going on, whose shape environment knows the symbols; else a new one."""
+    """The mode of the compilation in progress, whose shape environment knows the symbols; else a new one."""
     context = TracingContext.try_get()
     found = context.fake_mode if context is not None and context.fake_mode is not None else None
     return found or detect_fake_mode(list(operands)) or FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
@@ -36,7 +36,7 @@ def fake_mode(operands: Sequence[object]) -> FakeTensorMode:
 def fake(mode: FakeTensorMode, operand: Any, name: str, source: Source | None = None) -> Any:
     """A tensor as the trace sees it: fake, with Dynamo's symbols for its sizes, and without `requires_grad`.
 
-    Nothing of the trace may build an autograd graph of its own; what requires a gradient is `capture`'s business.
+    The trace must not build an autograd graph of its own; `capture` decides what requires a gradient.
     """
     if not isinstance(operand, Tensor):
         return operand

@@ -1,1 +1,1 @@
-"""What is taken from TorchDynamo: traces, polyfills, the origin of a node."""
+"""The uses of TorchDynamo: traces, polyfills, the origin of a node."""

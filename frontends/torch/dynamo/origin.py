@@ -1,4 +1,4 @@
-"""Where a traced operator comes from: the user's module path and source line, from what Dynamo notes on a node."""
+"""The origin of a traced operator: the user's module path and source line, from Dynamo's metadata of a node."""
 
 from __future__ import annotations
 

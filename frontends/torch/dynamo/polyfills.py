@@ -1,7 +1,7 @@
-"""Functions of PyTorch that look at data to check them, written so that a graph can hold them: the checks are in it.
+"""Functions of PyTorch that check data, rewritten so that a graph can contain them with their checks.
 
 TorchDynamo breaks a graph where a branch depends on data, also one that only raises. These functions have no such
-branch. TorchDynamo takes them in place of the originals whatever the backend; eager execution never does.
+branch. TorchDynamo uses them in place of the originals with any backend; eager execution never does.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def cov(
 
 
 def _divided(x: Tensor, by: Any) -> Tensor:
-    """Division by a count that may be 0 and then gives NaN or infinity, as a tensor of it would."""
+    """Division by a count that may be 0, which then yields NaN or infinity, as for tensors."""
     if isinstance(by, Tensor) or by != 0:
         made: Tensor = x / by
         return made
@@ -115,12 +115,12 @@ POLYFILLS: dict[Any, Callable[..., Any]] = {
     torch.cov: cov,
     torch.corrcoef: corrcoef,
 }
-"""Function of PyTorch -> the one that a graph can hold."""
+"""Function of PyTorch -> the one that a graph can contain."""
 
 
 @functools.cache
 def install() -> None:
-    """Make them known to TorchDynamo."""
+    """Register them with TorchDynamo."""
     for original, ours in POLYFILLS.items():
-        get_torch_obj_rule_map().pop(original, None)  # else it goes into graphs as it is, and breaks them there
+        get_torch_obj_rule_map().pop(original, None)  # otherwise it enters graphs unchanged, and breaks them there
         torch._dynamo.substitute_in_graph(original, skip_signature_check=True)(ours)

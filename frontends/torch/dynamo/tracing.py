@@ -1,4 +1,4 @@
-"""Dynamo as the driver uses it: code of its own for each compiled function, and what a call's arguments were."""
+"""Dynamo as the driver uses it: a code object per compiled function, and descriptions of a call's arguments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from daceml_train.frontends.torch.capture import graph_leaves
 from daceml_train.frontends.torch.dynamo import polyfills
 
 RECOMPILATIONS = 64
-"""Programs per module or step before Dynamo gives up: modes, frozen sets of parameters and kinds of arguments."""
+"""Programs per module or step before Dynamo stops: modes, frozen sets of parameters and kinds of arguments."""
 
 _KNOWN = inspect.signature(torch.compile).parameters
 _copies = itertools.count()
@@ -36,8 +36,8 @@ _copies = itertools.count()
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """A copy of a function under a code name of its own.
 
-    TorchDynamo keeps per code name what it has learned of sizes, and how often it has compiled: without this, modules
-    of one class would be compiled for varying sizes because they differ from one another.
+    Per code name, TorchDynamo stores what it has learned about sizes and how often it has compiled: without the copy,
+    modules of one class would be compiled for varying sizes because they differ from one another.
     """
     if not isinstance(function, types.FunctionType):
         return function
@@ -48,7 +48,7 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def traced(function: Callable[..., Any], owner: object, backend: Callable[..., Any], **options: Any) -> Any:
-    """`torch.compile` of a method of `owner`, apart from those of all other objects of its class."""
+    """`torch.compile` of a method of `owner`, independent of those of all other objects of its class."""
     known = {"recompile_limit": RECOMPILATIONS, "isolate_recompiles": True}
     options |= {name: value for name, value in known.items() if name in _KNOWN}
     return torch.compile(types.MethodType(with_own_code(function), owner), backend=backend, **options)
@@ -69,11 +69,11 @@ _ONCE = _SaidOnce()
 
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
-    """What holds while Dynamo may trace.
+    """The settings while Dynamo may trace.
 
-    Recurrent modules are taken apart; gradients taken inside a function are a part of its graph; sizes that are equal
-    by chance, as a batch of as many samples as there are features, stay apart; and the tracebacks that PyTorch logs
-    where a trace fails are left out: the error itself reaches the user.
+    Recurrent modules are decomposed; gradients inside a function are a part of its graph; sizes that are equal by
+    chance, as a batch of as many samples as there are features, stay distinct; and PyTorch does not log tracebacks of
+    failed traces: the error itself reaches the user.
     """
     polyfills.install()
     graph_leaves.enter()
@@ -107,8 +107,8 @@ def recompilation() -> str:
 
 
 def guards(code: types.CodeType) -> list[str]:
-    """The conditions that Dynamo compares before it runs what was compiled last from this code, with the user's line
-    where it knows that.
+    """The guards that Dynamo checks before it runs the most recent compilation of this code, with the user's line
+    where it is known.
     """
     entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(code)
     if not entries:
@@ -124,7 +124,7 @@ def guards(code: types.CodeType) -> list[str]:
 
 
 def has_effects(code: types.CodeType) -> bool:
-    """Whether code that Dynamo generated does more, after its one graph has run, than put results together.
+    """Whether code that Dynamo generated does more, after its one graph has run, than assemble results.
 
     What the user's code assigned, appended or printed stands there; a program cannot repeat it.
     """
@@ -156,7 +156,7 @@ def reason(error: BaseException, ours: bool = False) -> str:
 
 
 def describe(arguments: Sequence[Any]) -> str:
-    """The arguments of a call as an error message names them."""
+    """The arguments of a call, for error messages."""
     leaves = pytree.tree_leaves(list(arguments))
     return ", ".join(f"argument {i}: {_describe(leaf)}" for i, leaf in enumerate(leaves)) or "no argument"
 

@@ -1,1 +1,1 @@
-"""What each ATen operator means in operators of ours."""
+"""The translation of each ATen operator into operators of the graph."""

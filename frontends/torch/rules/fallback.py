@@ -1,4 +1,4 @@
-"""ATen and custom operators that have no rule: called as they are, with PyTorch's own derivative as a body."""
+"""ATen and custom operators without a rule: called unchanged, with PyTorch's own derivative as a body."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from daceml_train.ops.operator import Value
 
 
 def emit(t: Translator, node: fx.Node, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
-    """Emit the operator of `node` as a call of PyTorch's; its results in PyTorch's structure."""
+    """Emit the operator of `node` as a call of PyTorch; return its results in PyTorch's structure."""
     target = node.target
     if str(target).startswith("auto_functionalized"):
         raise Unsupported(f"the operator {node.args[0]}, which changes its arguments")
@@ -77,7 +77,7 @@ def _call(node: fx.Node, tensors: Sequence[Tensor]) -> Any:
 
 
 def _examples(node: fx.Node, operands: Sequence[Value]) -> Any:
-    """The results as PyTorch lays them out where the operands have our memory order.
+    """The results in PyTorch's layout for operands in the graph's memory order.
 
     Some operators mean something else in another order: the factors of `_linalg_det` are those of the transpose.
     """
@@ -97,7 +97,7 @@ def _as_here(example: Tensor, value: Value) -> Tensor:
 
 
 def _functional(target: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    """The operator that gives a copy where `target` gives a view: results own their memory."""
+    """The operator that returns a copy where `target` returns a view: results own their memory."""
     if not any(r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns):
         return target
     packet = getattr(getattr(torch.ops, target.namespace), f"{target._opname}_copy", None)
@@ -112,7 +112,7 @@ def _depends_on_data(example: Tensor) -> bool:
 
 
 def _captured(argument: Any, operands: list[Value]) -> Any:
-    """An argument as `Aten` holds it; tensors are appended to `operands`."""
+    """An argument in the form of `Aten`; tensors are appended to `operands`."""
     match argument:
         case Value():
             operands.append(argument)
@@ -132,11 +132,11 @@ def _captured(argument: Any, operands: list[Value]) -> Any:
 
 
 _traced: dict[tuple[object, ...], Body | None] = {}
-"""Derivatives of calls without symbolic sizes: equal layers of a model have equal ones, and a trace takes long."""
+"""Derivatives of calls without symbolic sizes: equal layers of a model share them, and a trace is slow."""
 
 
 def _derivative(t: Translator, node: fx.Node, op: Aten, operands: Sequence[Value]) -> Body | None:
-    """PyTorch's derivative of this one call as a body; None where PyTorch has none."""
+    """PyTorch's derivative of this one call as a body; None if PyTorch has none."""
     key = (  # by its text, since 1, 1.0 and True are equal
         repr(op),
         tuple(v.tensor for v in operands),
@@ -200,7 +200,7 @@ def _body(
     differentiable: list[int],
     wanted: list[int],
 ) -> Body:
-    """The body of a traced forward and backward, in which the operator's own results stand for the forward."""
+    """The body of a traced forward and backward, in which the operator's own results replace the forward."""
     graph = Graph("derivative")
     xs = [graph.input(f"x{i}", v.tensor) for i, v in enumerate(operands)]
     ys = [graph.input(f"y{i}", made) for i, made in enumerate(op.types)]
@@ -226,7 +226,7 @@ def _body(
 
 
 def _gradient_positions(made: Sequence[Any], wanted: Sequence[int], count: int) -> Sequence[int]:
-    """Which operand each traced gradient belongs to: PyTorch gives one per operand, or one per differentiable one."""
+    """The operand of each traced gradient: PyTorch returns one per operand, or one per differentiable one."""
     return range(count) if len(made) == count else wanted
 
 

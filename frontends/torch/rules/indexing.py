@@ -1,4 +1,4 @@
-"""ATen's operators that choose or bring elements by index arrays, and those along a dimension: order, sums, extrema."""
+"""ATen's operators that gather or scatter by index arrays, and those along a dimension: order, sums, extrema."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _take(t: Translator, x: Value, index: Value) -> Value:
 
 @rule("gather.default")
 def _gather(t: Translator, x: Value, dim: int, index: Value, *, sparse_grad: bool = False) -> Value | None:
-    index = index.cast(DType.int64)  # PyTorch takes other types, and ranks, where there is nothing to choose
+    index = index.cast(DType.int64)  # PyTorch accepts other types and ranks where nothing is indexed
     if 0 in index.shape:
         return t.full(0, index.shape, x.dtype)
     if not x.shape or not index.shape:
@@ -64,7 +64,7 @@ def _scattered(t: Translator, x: Value, dim: int, index: Value, values: Value, a
         if len(x.shape) > 1 or len(index.shape) > 1 or len(values.shape) > 1:
             return None
         x, index, values = _column(x), _column(index), _column(values)
-    for d, size in enumerate(index.shape):  # only the first elements of larger values are meant
+    for d, size in enumerate(index.shape):  # larger values contribute only their first elements
         if not same(values.shape[d], size):
             values = values.slice(d, 0, size)
     return t.emit("scatter", x, index, values, dim=dim, accumulate=accumulate).view(t.type.shape)
@@ -144,7 +144,7 @@ def _index_copy(t: Translator, x: Value, dim: int, index: Value, source: Value) 
 
 @rule("index_fill.int_Scalar", "index_fill.int_Tensor")
 def _index_fill(t: Translator, x: Value, dim: int, index: Value, value: Any) -> Value | None:
-    """By a mask over the dimension: a place that is named twice is filled once."""
+    """By a mask over the dimension: a position that occurs twice is filled once."""
     dim = _axis(dim, len(x.shape))
     size = x.shape[dim] if x.shape else 1
     named = put(t, t.full(False, (size,), DType.bool), [_column(index)], t.value(True, DType.bool))

@@ -1,4 +1,4 @@
-"""Inverses, solvers and factorizations with their checks, which PyTorch leaves out of what it traces.
+"""Inverses, solvers and factorizations with their checks, which PyTorch leaves out of traces.
 
 In eager execution `torch.linalg.inv` raises where the matrix is singular; a trace of it computes infinities and NaN.
 These are composed of the variants that return the numbers of LAPACK's `info`, with an assertion on them in the graph.

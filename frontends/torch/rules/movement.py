@@ -1,4 +1,4 @@
-"""ATen's views, copies of parts, and tensors made from nothing."""
+"""ATen's views, copies of parts, and factory functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from daceml_train.tensor import Dim, DType, Shape, product, same, simplify
 
 @rule("detach.default", "detach_.default")
 def _detach(t: Translator, x: Value) -> Value:
-    """The user's, or that of a `no_grad` region; `torch.func` makes others of its own, which mean nothing here."""
+    """The user's, or that of a `no_grad` region; `torch.func` inserts others, which mean nothing here."""
     inside = t.node.meta.get("custom", {}).get(MARK) == "functorch"
     return x if inside or not x.dtype.is_float else t.emit("detach", x)
 
@@ -179,7 +179,7 @@ def _pad(t: Translator, x: Value, amounts: Sequence[Dim], value: float = 0) -> V
 
 
 def _cut(amount: Dim) -> Dim:
-    """What a negative amount of padding takes away; 0 for others."""
+    """What a negative amount of padding removes; 0 for others."""
     if isinstance(amount, int):
         return max(-amount, 0)
     return simplify(-amount) if (-amount).could_extract_minus_sign() is False else 0
@@ -233,7 +233,7 @@ def _select_scatter(t: Translator, x: Value, source: Value, dim: int, index: Dim
 def _as_strided(
     t: Translator, x: Value, size: Sequence[Dim], stride: Sequence[Dim], storage_offset: Dim | None = None
 ) -> Value | None:
-    """Through memory: the operand is laid out flat as PyTorch's is, and read in order or by computed places."""
+    """Through memory: the operand is flattened in PyTorch's layout, and read in order or at computed offsets."""
     example = t.node.all_input_nodes[0].meta["val"]
     order = types.order_of(example)
     if order is None or not same(types.size(example.storage_offset()), 0):
@@ -273,7 +273,7 @@ def _rolled(t: Translator, x: Value, shift: Dim, dim: int) -> Value:
 
 
 def _bordered(t: Translator, x: Value, amounts: Sequence[int], *, kind: str) -> Value | None:
-    """Padding by what the tensor holds at its border, one dimension after the other."""
+    """Padding by the elements at the tensor's border, one dimension after the other."""
     if 0 in x.shape:
         return None
     rank = len(x.shape)
@@ -339,7 +339,7 @@ def _unfold(t: Translator, x: Value, dim: int, size: int, step: int) -> Value:
     return parts[0] if len(parts) == 1 else t.emit("concat", *parts, dim=len(shape) - 1)
 
 
-# ---- made from nothing -------------------------------------------------------------------------------------------
+# ---- factory functions -------------------------------------------------------------------------------------------
 
 
 @rule("full.default", "new_full.default", "full_like.default")
@@ -390,7 +390,7 @@ def _iota(t: Translator, length: Dim, *, start: Any = 0, step: Any = 1, **option
     return t.emit("iota", shape=(length,), dim=0, dtype=t.type.dtype, start=start, step=step)
 
 
-# ---- random numbers: functions of the seed input, so that a backward pass makes them again --------------------------
+# ---- random numbers: functions of the seed input, so that a backward pass rematerializes them ---
 
 
 @rule("rand.default", "rand_like.default", "new_rand.default")
@@ -404,7 +404,7 @@ def _randn(t: Translator, *arguments: Any, **options: Any) -> Value:
 
 
 def _normal(t: Translator, shape: Shape, dtype: DType) -> Value:
-    """Box and Muller: two uniforms give a normal."""
+    """Box-Muller transform: a normal from two uniforms."""
     wide = DType.float64 if dtype is DType.float64 else DType.float32
     radius = ((1.0 - t.uniform(shape, wide)).unary("log") * -2.0).unary("sqrt")
     return (radius * (t.uniform(shape, wide) * 6.283185307179586).unary("cos")).cast(dtype)

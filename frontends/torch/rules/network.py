@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from daceml_train.errors import Unsupported
-from daceml_train.frontends.torch.capture.requirements import within
+from daceml_train.frontends.torch.capture.requirements import index_within
 from daceml_train.frontends.torch.capture.rng_draws import mask_of
 from daceml_train.frontends.torch.rules.translate import RULES, Translator, rule
 from daceml_train.ops.elementwise import Iota
@@ -51,7 +51,7 @@ def _convolution(
 
 
 def _spread(values: int | Sequence[int], count: int) -> tuple[int, ...]:
-    """One value per spatial dimension, where one may be given for all."""
+    """One value per spatial dimension, where a single one may apply to all."""
     values = (values,) if isinstance(values, int) else tuple(values)
     return values * count if len(values) == 1 else values
 
@@ -72,7 +72,7 @@ def _layer_norm(
 
 
 def _as_typed(t: Translator, results: Sequence[Value]) -> tuple[Value, ...]:
-    """Results in the element types PyTorch gives them: statistics of 16-bit floats are kept wide here."""
+    """Results in PyTorch's element types: statistics of 16-bit floats are kept wide here."""
     return tuple(r if type_ is None else r.cast(type_.dtype) for r, type_ in zip(results, t.types, strict=False))
 
 
@@ -188,7 +188,7 @@ def _embedding_bag(
     include_last: bool = False,
     padding_idx: int = -1,
 ) -> tuple[Value | None, ...] | None:
-    """Sums and means over bags of one size, which is what two-dimensional indices are."""
+    """Sums and means over bags of one size, which two-dimensional indices describe."""
     plain = not scale and mode in (0, 1) and per_sample is None and not include_last and padding_idx < 0
     if plain and len(indices.shape) == 1 and not same(offsets.shape[0], 0):
         made = next((node.op for node in reversed(t.graph.nodes) if offsets.name in node.outputs), None)
@@ -200,9 +200,9 @@ def _embedding_bag(
 
 
 def _refuse_sparse(t: Translator, weight: Value, sparse: bool) -> None:
-    """PyTorch's own derivative would be a sparse tensor, which no program takes."""
+    """PyTorch's own derivative would be a sparse tensor, which programs do not take."""
     if sparse and t.active(weight):
-        raise Unsupported("an embedding with sparse gradients", advice="leave out sparse=True to have it compiled")
+        raise Unsupported("an embedding with sparse gradients", advice="leave out sparse=True to compile it")
 
 
 @rule("native_dropout.default")
@@ -221,7 +221,7 @@ def _dropout(t: Translator, x: Value, p: float, train: bool | None) -> tuple[Val
 
 
 def _dropout_as_eager(t: Translator, x: Value, p: float) -> tuple[Value, Value]:
-    """By ATen's own steps: nothing is drawn where the result is known."""
+    """As ATen does it: nothing is drawn where the result is known."""
     if p == 1 or 0 in x.shape:
         return x * 0.0, t.full(False, x.shape, DType.bool)
     operand = t.node.args[0]
@@ -332,7 +332,9 @@ def _nll_loss(
     if target.dtype is not DType.int64:
         return None
     classes = logp.shape[min(1, len(logp.shape) - 1)]
-    target = within(t, target, classes, f"a target is out of bounds: classes are 0 to {classes}-1", int(ignore_index))
+    target = index_within(
+        t, target, classes, f"a target is out of bounds: classes are 0 to {classes}-1", int(ignore_index)
+    )
     loss, total = t.emit_all(
         "nll_loss",
         logp,

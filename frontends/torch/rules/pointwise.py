@@ -240,7 +240,7 @@ def _masked_fill(t: Translator, x: Value, mask: Value, value: Number) -> Value:
     return t.emit("where", _truth(t, mask), t.value(value, x.dtype), x)
 
 
-# Piecewise functions choose with `where`, so that the derivative at a kink is PyTorch's.
+# Piecewise functions select with `where`, so that the derivative at a kink is PyTorch's.
 
 
 @rule("clamp.default", "clamp.Tensor")

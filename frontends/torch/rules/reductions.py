@@ -1,4 +1,4 @@
-"""ATen's reductions and matrix products."""
+"""ATen's reductions and matmuls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from daceml_train.tensor import DType
 
 
 def _dims(x: Value, dims: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Dimensions as our operators take them: non-negative, ascending; all for None or none given."""
+    """Dimensions as the graph's operators take them: non-negative, ascending; all for None or none given."""
     rank = len(x.shape)
     if isinstance(dims, int):
         dims = [dims]
@@ -148,7 +148,7 @@ def _extreme_size(t: Translator, x: Value, kind: str, dims: Any, keepdim: bool) 
     return _reduced(t, absent, "max", dims, keepdim).where(math.nan, found)
 
 
-# ---- matrix products ---------------------------------------------------------------------------------------------
+# ---- matmuls -----------------------------------------------------------------------------------------------------
 
 
 @rule("mm.default", "bmm.default")

@@ -1,4 +1,4 @@
-"""The name table: ATen overload -> our operators. Importing this module fills `translate.RULES`."""
+"""The rule table: ATen overload -> operators of the graph. Importing this module fills `translate.RULES`."""
 
 from daceml_train.frontends.torch.capture import autograd_function, control_flow, requirements
 from daceml_train.frontends.torch.rules import indexing, movement, network, pointwise, reductions

@@ -1,4 +1,4 @@
-"""From a functional ATen graph to operators of ours: walks the nodes and lets `names` emit what each one means."""
+"""From a functional ATen graph to an operator graph: walks the nodes and lets the rules emit operators."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Rule = Callable[..., Any]
 """`rule(translator, *arguments, **keywords)`: emits one ATen operator; a Value, a tuple of them, or None to decline."""
 
 RULES: dict[str, Rule] = {}
-"""ATen overload, such as `aten.add.Tensor`, -> its rule. `names` fills it."""
+"""ATen overload, such as `aten.add.Tensor`, -> its rule. `table` fills it."""
 
 
 Function = TypeVar("Function", bound=Rule)
@@ -49,7 +49,7 @@ _assert_tensor_metadata _assert_scalar sym_constrain_range sym_constrain_range_f
 _linalg_check_errors
 """
 IGNORED = frozenset(_CHECKS.split())
-"""Checks: they compute nothing. (A matrix that has no inverse gives infinities in place of an error.)"""
+"""Checks: they compute nothing. (A singular matrix yields infinities instead of an error.)"""
 
 
 _NUMBERS = {
@@ -67,7 +67,7 @@ _NUMBERS = {
 
 
 class Unproven(Unsupported):
-    """Sizes that have to be equal are not seen to be, for all values of their symbols; numbers in their place are."""
+    """Sizes that have to be equal cannot be proven equal for all values of their symbols; numbers can."""
 
 
 class Translator:
@@ -81,29 +81,29 @@ class Translator:
         self.fallback = fallback
         self.fallbacks: list[tuple[str, Origin]] = []
         self.given: dict[fx.Node, Any] = {}
-        """Nodes whose results are known already: they are not emitted."""
+        """Nodes whose results are already known: they are not emitted."""
         self.scope: dict[fx.Node, Any] = {}
-        """What the nodes of the graph that was run last became."""
+        """The values of the nodes of the most recent graph."""
         self.node: fx.Node
         self.constants: dict[str, torch.Tensor] = {}
-        """Inputs of the graph that stand for tensors held by the trace."""
+        """Inputs of the graph for constant tensors of the trace."""
         self.required: list[Value] = []
-        """What checks without a result of their own gave, on which results have to depend."""
+        """The values of checks without a result, on which results have to depend."""
         self._numbers: dict[str, Value] = {}
         self._active: set[str] = set()
         self._looked_at = 0
         self._streams = 0
         self._constants: dict[tuple[type, object, DType], Value] = {}
 
-    # ---- what rules use ---------------------------------------------------------------------------------------------
+    # ---- for rules --------------------------------------------------------------------------------------------------
     @property
     def type(self) -> Tensor:
-        """The type PyTorch gives to the only result of the current node."""
+        """PyTorch's type of the only result of the current node."""
         return types.tensor(self.node.meta["val"])
 
     @property
     def types(self) -> tuple[Tensor | None, ...]:
-        """The types PyTorch gives to the results of the current node; None for an absent one."""
+        """PyTorch's types of the results of the current node; None for an absent one."""
         made = self.node.meta["val"]
         made = made if isinstance(made, tuple | list) else (made,)
         return tuple(types.tensor(t) if isinstance(t, torch.Tensor) else None for t in made)
@@ -133,7 +133,7 @@ class Translator:
         return self._constants[key]
 
     def seed(self) -> Value:
-        """The one seed input of the graph; made at first use."""
+        """The one seed input of the graph; created at first use."""
         if "seed" not in self.graph.inputs:
             return self.graph.input("seed", Tensor((), DType.int64), Role.state, "seed")
         return self.graph.value("seed")
@@ -144,7 +144,7 @@ class Translator:
         return self._streams - 1
 
     def count_streams_with(self, other: Translator) -> None:
-        """Number random operators behind those that `other` has numbered: they share a seed."""
+        """Number random operators after those that `other` has numbered: they share a seed."""
         self._streams = max(self._streams, other._streams)
 
     def drawn(self, draw: Draw, example: Tensor) -> Value:
@@ -159,14 +159,14 @@ class Translator:
         return self.emit("uniform", self.seed(), shape=shape, stream=self.stream(), dtype=made).cast(dtype)
 
     def dependent(self, value: Value) -> Value:
-        """`value`, which exists only if all checks hold that came before and no other value depends on."""
+        """`value`, made dependent on all earlier checks on which no other value depends."""
         for holds in self.required:
             value = holds.where(value, 0)
         self.required = []
         return value
 
     def require_gradient(self, value: Value) -> None:
-        """Say that a gradient for this input may be asked for."""
+        """Declare that a gradient for this input may be requested."""
         self._active.add(value.name)
 
     def active(self, value: Value) -> bool:
@@ -208,7 +208,7 @@ class Translator:
         raise Invalid("a traced graph has no output")
 
     def _constant(self, node: fx.Node, module: fx.GraphModule) -> Any:
-        """A tensor that the trace holds: operators where it is small, else an input of the graph."""
+        """A constant tensor of the trace: operators if it is small, else an input of the graph."""
         held: Any = module
         for part in str(node.target).split("."):
             held = getattr(held, part)
@@ -262,12 +262,12 @@ class Translator:
         except Unsupported as error:
             raise error if error.where else type(error)(error.message, where=str(origin(node))) from error
         except Invalid as error:
-            if self.graph.symbols:  # an equality of symbolic sizes that SymPy does not see
+            if self.graph.symbols:  # an equality of symbolic sizes that SymPy does not prove
                 raise Unproven(f"{name} on symbolic sizes: {error.message}", where=str(origin(node))) from error
             raise Invalid(f"translating {name}: {error.message}", where=str(origin(node))) from error
 
     def _number(self, node: fx.Node, value: Any, resolve: Callable[[Any], Any]) -> Any:
-        """A float or truth value: an expression over sizes, or a 0-d tensor where a tensor input holds it."""
+        """A float or truth value: an expression over sizes, or a 0-d tensor if it is a tensor input."""
         if not isinstance(value, torch.SymFloat | torch.SymBool):
             return value
         expression = value.node.shape_env.replace(value.node.expr)
@@ -281,7 +281,7 @@ class Translator:
             raise Unsupported(error.message, where=str(origin(node))) from error
 
     def _evaluate(self, expression: Any) -> Any:
-        """An expression in which numbers that tensor inputs hold may occur: 0-d tensors then."""
+        """An expression in which numbers of tensor inputs may occur: 0-d tensors then."""
         if not any(symbol.name in self._numbers for symbol in expression.free_symbols):
             return types.expression(expression)
         if expression.is_Symbol:
@@ -306,7 +306,7 @@ class Translator:
         return result
 
     def _check(self, name: str, node: fx.Node, result: Any) -> None:
-        """The safety net: what was emitted has the types that PyTorch gave."""
+        """The safety net: the emitted values have PyTorch's types."""
         made = result if isinstance(result, tuple | list) else (result,)
         expected = node.meta["val"]
         expected = expected if isinstance(expected, tuple | list) else (expected,)
@@ -318,9 +318,9 @@ class Translator:
                 continue
             wanted = types.tensor(example)
             if not isinstance(value, Value):
-                raise Invalid(f"the rule of {name} made no result {position}, which PyTorch gives as {wanted}")
+                raise Invalid(f"the rule of {name} returned no result {position}, which is {wanted} in PyTorch")
             if value.dtype is not wanted.dtype or not same_shape(value.shape, wanted.shape):
-                raise Invalid(f"the rule of {name} made {value.tensor}, where PyTorch gives {wanted}")
+                raise Invalid(f"the rule of {name} returned {value.tensor}, where PyTorch returns {wanted}")
 
 
 def _base_name(name: str) -> str:

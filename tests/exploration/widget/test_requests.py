@@ -179,7 +179,7 @@ def test_looking_does_not_wait_for_work(session: dt.Session) -> None:
 
 def test_recompute_and_keep(screen: Screen, session: dt.Session) -> None:
     kept = [k for k in screen.state["kept"] if not k["rematerialized"]]
-    answers = [screen.ask("recompute", array=k["array"]) for k in kept[:6]]
+    answers = [screen.ask("rematerialize", array=k["array"]) for k in kept[:6]]
     done = [k for k, answer in zip(kept, answers, strict=False) if "error" not in answer]
     assert done, answers
     assert any(k["rematerialized"] for k in screen.state["kept"])

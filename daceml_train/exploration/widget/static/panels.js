@@ -32,7 +32,7 @@ const keptPanel = (desk) => {
       element("div", { class: "buttons" },
         element("button", { onclick: () => desk.reveal({ arrays: [one.array], keys: one.keys }) }, "Show"),
         element("button", { class: "toggle", "aria-pressed": String(one.rematerialized), onclick: () =>
-          desk.channel.ask({ type: one.rematerialized ? "keep" : "recompute", array: one.array, version }).then(desk.done, () => {}) },
+          desk.channel.ask({ type: one.rematerialized ? "keep" : "rematerialize", array: one.array, version }).then(desk.done, () => {}) },
           one.rematerialized ? "Keep" : "Rematerialize"))));
   return element("div", {},
     element("p", { class: "soft" }, `${kept.length} arrays of the forward pass are read after it, ${bytesText(total)} kept.`), cards);

@@ -109,7 +109,7 @@ def test_input_changed_by_values_with_a_gradient_is_refused() -> None:
             self.state.mul_(self.w)
             return x + self.state
 
-    with pytest.raises(Exception, match="values that carry a gradient"):
+    with pytest.raises(Exception, match="values that have a gradient"):
         check(Memory(), torch.randn(4))
 
 
