@@ -1,7 +1,7 @@
-"""Which branches and loops of a model become operators of the graph, and which stay Python.
+"""The branches and loops of a model that become operators of the graph, and those that stay Python.
 
-A branch or loop is captured where its body keeps shapes: then `torch.cond`, `scan` and `while_loop` take it, and so do
-graphs. What changes shapes from step to step, makes sequences, or has sizes that data decides stays Python's own
+A branch or loop is captured if its body preserves shapes: then `torch.cond`, `scan` and `while_loop` support it, and so
+do graphs. What changes shapes from step to step, produces sequences, or has data-dependent sizes stays Python's own
 control flow, which unrolls or breaks the graph.
 """
 
@@ -14,7 +14,7 @@ import onnx
 from onnx import numpy_helper
 
 LONGEST = 1024
-"""The most steps of a loop that data may end early: it is given so many, of which those behind the end do nothing."""
+"""The maximum number of steps of a loop that data may end early: all of them run; those after the end do nothing."""
 
 _SHAPED_BY_DATA = frozenset(["NonZero", "Unique", "Compress", "NonMaxSuppression", "StringSplit", "RegexFullMatch"])
 _SEQUENCES = ("Sequence", "Optional", "SplitToSequence", "ConcatFromSequence", "String")
@@ -25,7 +25,7 @@ Types = Mapping[str, onnx.TypeProto]
 def chosen(
     node: onnx.NodeProto, types: Types, source: Sequence[str], known: Callable[[int], bool], value: Callable[[str], Any]
 ) -> str:
-    """The name of the rule that captures a branch or loop; the operator's own where it stays Python.
+    """The name of the rule that captures a branch or loop; the operator's own if it stays Python.
 
     `source` are the lines generated for its bodies, `known(k)` says whether operand k is known to the host while a
     model is traced, `value` gives the value of a constant by name, None for others.
@@ -53,7 +53,7 @@ def _loop(
     endless = (not go or _is_true(value(go))) and _goes_on(body, value)
     if endless and trips and known(0):
         return "LoopInSteps"
-    if len(node.output) > states:  # how much is stacked depends on data
+    if len(node.output) > states:  # the stacked length depends on data
         return "Loop"
     steps = value(trips) if trips else None
     if steps is not None and 0 <= int(steps) <= LONGEST:
@@ -71,7 +71,7 @@ def _is_true(value: Any) -> bool:
 
 
 def _goes_on(body: onnx.GraphProto, value: Callable[[str], Any]) -> bool:
-    """Whether a body always asks for another step: its condition is true, or the one that it is given."""
+    """Whether a body always requests another step: its condition is true, or the one that it receives."""
     makers = {name: node for node in body.node for name in node.output}
     held = {tensor.name: tensor for tensor in body.initializer}
     name = body.output[0].name
@@ -126,7 +126,7 @@ def _same_results(a: onnx.GraphProto, b: onnx.GraphProto, types: Types) -> bool:
 
 
 def _keeps(body: onnx.GraphProto, first_input: int, first_output: int, states: int, types: Types) -> bool:
-    """Whether what a body carries keeps its type."""
+    """Whether the states of a body keep their types."""
     before, after = body.input[first_input:][:states], body.output[first_output:][:states]
     return len(before) == len(after) == states > 0 and all(
         _same(_type(x, types), _type(y, types)) for x, y in zip(before, after, strict=True)

@@ -44,14 +44,14 @@ _NARROW: dict[int, torch.dtype] = {
     TensorProto.UINT2: torch.uint8,
     TensorProto.FLOAT4E2M1: torch.float8_e4m3fn,
 }
-"""Types below eight bits, and the type that holds each of their values."""
+"""Types below eight bits, and a type that represents all of their values."""
 BITS: dict[int, int] = {TensorProto.INT4: 4, TensorProto.UINT4: 4, TensorProto.INT2: 2, TensorProto.UINT2: 2}
 _BITS: dict[int, Any] = {1: np.uint8, 2: np.int16}
-"""NumPy has no bfloat16 or float8 of its own: such an array crosses over as integers of its width."""
+"""NumPy has no bfloat16 or float8: such an array is converted through integers of its width."""
 
 
 def dtype(number: int, what: str = "a tensor") -> torch.dtype:
-    """PyTorch's element type of an ONNX one; one below eight bits is held by a wider one. `Unsupported` for strings."""
+    """PyTorch's element type of an ONNX one; a wider one for types below eight bits. `Unsupported` for strings."""
     if number in _NARROW:
         return _NARROW[number]
     if number not in _DTYPES:
@@ -70,7 +70,7 @@ def number(element: torch.dtype) -> int:
 def tensor(proto: TensorProto, folder: Path | None = None) -> torch.Tensor:
     """The values of a stored tensor. External data is mapped into memory, copied only when something writes to it.
 
-    `folder` is where external data lies. Raises `Unsupported` for an element type, `Invalid` for data that is damaged.
+    `folder` contains external data. Raises `Unsupported` for an element type, `Invalid` for damaged data.
     """
     element = dtype(proto.data_type, f"tensor {proto.name!r}")
     shape = tuple(proto.dims)
@@ -96,7 +96,7 @@ def from_numpy(array: np.ndarray[Any, Any], element: torch.dtype) -> torch.Tenso
 
 
 def to_numpy(values: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The elements as NumPy's, with `ml_dtypes` for bfloat16 and float8."""
+    """The elements as a NumPy array, with `ml_dtypes` for bfloat16 and float8."""
     values = values.detach().cpu().contiguous()
     name = str(values.dtype).removeprefix("torch.")
     if name == "bfloat16" or name.startswith("float8"):
@@ -106,7 +106,7 @@ def to_numpy(values: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def bounds(number: int, held: torch.dtype) -> tuple[int, int]:
-    """The least and greatest integer of an ONNX type, or where that is not known (0) of the type that holds it."""
+    """The least and greatest integer of an ONNX type, or of the type that represents it if that is unknown (0)."""
     if number in BITS:
         bits = BITS[number]
         return (0, 2**bits - 1) if held is torch.uint8 else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
@@ -135,7 +135,7 @@ def _external(proto: TensorProto, element: torch.dtype, shape: tuple[int, ...], 
 
 
 def _information(proto: TensorProto) -> Any:
-    """Where external data lies. Raises `Invalid` for an offset or a length that is no size."""
+    """The location of external data. Raises `Invalid` for an offset or a length that is not a size."""
     for entry in proto.external_data:
         if entry.key in ("offset", "length") and not entry.value.isdecimal():
             raise Invalid(f"external data of {proto.name!r} has the {entry.key} {entry.value!r}, not a size")
@@ -144,13 +144,13 @@ def _information(proto: TensorProto) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _sha1(file: Path, modified: int) -> str:
-    """ONNX's checksum, of the whole file; once per file and time of change."""
+    """ONNX's checksum of the whole file, computed once per file and modification time."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha1").hexdigest()
 
 
 def external_file(location: str, name: str, folder: Path | None) -> Path:
-    """The file of external data. Raises `Invalid` for one that may lie outside the model's folder, or is missing."""
+    """The file of external data. Raises `Invalid` for one that may be outside the model's folder, or is missing."""
     if folder is None:
         raise Invalid(f"tensor {name!r} is stored in {location!r}; give the model's path, so that it can be found")
     path = Path(location)
@@ -161,7 +161,7 @@ def external_file(location: str, name: str, folder: Path | None) -> Path:
         raise Invalid(f"tensor {name!r} is stored at {location!r}, outside the model's folder, which is refused")
     if not file.is_file():
         raise Invalid(f"tensor {name!r} is stored in {location!r}, which is not in {folder}")
-    if file.stat().st_nlink > 1:  # as a symlink, it may lead outside; where to, nobody can tell
+    if file.stat().st_nlink > 1:  # like a symlink, it may lead outside, and its target is unknown
         raise Invalid(
             f"tensor {name!r} is stored at {location!r}, a file with several names (hard links), which is refused",
             advice="copy it",

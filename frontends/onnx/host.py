@@ -1,4 +1,4 @@
-"""Values of the host: Python numbers and nested lists of them, in place of small tensors that only say how.
+"""Values of the host: Python numbers and nested lists of them, in place of small tensors such as shapes.
 
 Shapes, axes and repeats are computed on these while the model runs, so that a size which varies stays a symbol, and
 PyTorch sees `x.reshape([n, 8, 64])` where ONNX has a chain of tensors.
@@ -13,7 +13,7 @@ import torch
 from daceml_train.errors import Invalid
 
 Host = Any
-"""A number, or a list of these, as deep as the tensor it stands for has dimensions."""
+"""A number, or a list of these, nested as deep as the tensor that it represents has dimensions."""
 
 
 def integers(value: Host) -> list[int]:
@@ -24,7 +24,7 @@ def integers(value: Host) -> list[int]:
 
 
 def integer(value: Host) -> Any:
-    """The single number of a host value. Raises `Invalid` where there are several."""
+    """The single number of a host value. Raises `Invalid` if there are several."""
     flat = integers(value)
     if len(flat) != 1:
         raise Invalid(f"an operand that must be one number has {len(flat)}")
@@ -48,5 +48,5 @@ def as_tensor(value: Host, element: torch.dtype) -> torch.Tensor:
 
 
 def as_host(value: torch.Tensor) -> Host:
-    """A tensor's elements on the host. Data decides them, so a compiled graph ends here."""
+    """A tensor's elements on the host. They depend on data, so a compiled graph ends here."""
     return value.tolist()

@@ -4,9 +4,9 @@ Every node becomes one call of its rule, in the graph's order, with a comment th
 
     v7 = softmax(v6, axis=-1)  # /encoder/attention/Softmax
 
-TorchDynamo then sees ordinary PyTorch code, so a model from ONNX is captured, differentiated and compiled as any other
-module is, and a data-dependent branch breaks the graph where it stands. What is known at import is not left for later:
-nodes over constants are evaluated, and shape arithmetic becomes Python arithmetic on sizes (`host`).
+TorchDynamo then sees ordinary PyTorch code, so a model from ONNX is captured, differentiated and compiled like any
+other module, and a data-dependent branch breaks the graph at its place. The import evaluates nodes over constants, and
+turns shape arithmetic into Python arithmetic on sizes (`host`).
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ CONTROL = ("If", "Loop", "Scan")
 """Operators with bodies."""
 
 LITERAL = 64
-"""Constants of up to this many elements may stand in the source."""
+"""Constants of up to this many elements may be literals in the source."""
 
 FOLDED = 1 << 20
 """Nodes over constants are evaluated at import where results stay below this many elements, or the operands'."""
 
 GREATEST = 1 << 40
-"""An array of more elements is refused at import: it is a damaged model's, no machine holds it."""
+"""An array of more elements is refused at import: it is a sign of a damaged model, since no machine can store it."""
 
 
 @dataclass
 class Constant:
-    """A value known at import: an initializer, or what was computed from constants."""
+    """A value known at import: an initializer, or the result of a computation on constants."""
 
     name: str
     load: Callable[[], torch.Tensor]
     path: str = ""
-    """Where the module keeps it; empty until an expression needs it as a tensor."""
+    """Its path in the module; empty until an expression needs it as a tensor."""
     trainable: bool = False
     elements: int = 0
     _value: torch.Tensor | None = None
@@ -61,7 +61,7 @@ class Constant:
 
     @property
     def literal(self) -> bool:
-        """Whether it can stand in the source as a Python number or list."""
+        """Whether it can be a literal in the source, as a Python number or list."""
         kinds = (torch.int64, torch.int32, torch.bool, torch.float32, torch.float64, torch.uint8, torch.int8)
         return not self.trainable and self.elements <= LITERAL and self.value.dtype in kinds
 
@@ -72,9 +72,9 @@ class Expression:
 
     text: str
     element: torch.dtype | None = None
-    """The element type a host value stands for; None for tensors."""
+    """The element type that a host value represents; None for tensors."""
     shape_like: bool = False
-    """A host value that counts dimensions, so that what is made from it stays small."""
+    """A host value that counts dimensions, so that arrays of that size are small."""
 
 
 Operand = Constant | Expression | None
@@ -82,7 +82,7 @@ Operand = Constant | Expression | None
 
 @dataclass
 class Imported:
-    """The source of `forward`, its namespace, and the state that the module holds."""
+    """The source of `forward`, its namespace, and the state of the module."""
 
     source: str
     namespace: dict[str, Any]
@@ -93,7 +93,7 @@ class Imported:
 
 @dataclass
 class Importer:
-    """One import. `homes` says where each initializer lives in the module, `trainable` which are parameters."""
+    """One import. `homes` has the path of each initializer in the module, `trainable` those that are parameters."""
 
     graph: onnx.GraphProto
     versions: Mapping[str, int]
@@ -183,10 +183,10 @@ class Importer:
                     scope[name] = result
 
     def where(self, node: onnx.NodeProto) -> str:
-        """What messages say of a node: operator, domain, version, name."""
+        """The description of a node in messages: operator, domain, version, name."""
         domain = node.domain or "ai.onnx"
         version = self.versions.get("" if domain == "ai.onnx" else domain, "?")
-        name = node.name or (f"the node that makes {node.output[0]!r}" if node.output else "a node without a name")
+        name = node.name or (f"the node that produces {node.output[0]!r}" if node.output else "a node without a name")
         return f"{domain}:{node.op_type} version {version}, {name}"
 
     # ---- nodes ------------------------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ class Importer:
     def folded(
         self, rule: Rule, node: onnx.NodeProto, operands: Sequence[Operand], attributes: Mapping[str, Any]
     ) -> list[Operand] | None:
-        """The results of a node over constants, computed now; None where it has others, or they would be large."""
+        """The results of a node over constants, computed at import; None if it has other operands or large results."""
         constants = [operand for operand in operands if isinstance(operand, Constant)]
         if len(constants) != sum(operand is not None for operand in operands) or rule.random:
             return None
@@ -401,7 +401,9 @@ class Importer:
         if not name:
             return None
         if name not in scope:
-            raise Invalid(f"value {name!r}{' of ' + whose if whose else ''} is made by no node, input or initializer")
+            raise Invalid(
+                f"value {name!r}{' of ' + whose if whose else ''} is not produced by any node, input or initializer"
+            )
         return scope[name]
 
     def as_tensor(self, operand: Operand) -> str:
@@ -469,11 +471,11 @@ class Importer:
 
 
 class _Source(str):
-    """Text of the generated source, as opposed to a string that an attribute holds."""
+    """Text of the generated source, as opposed to a string attribute."""
 
 
 def expect(x: torch.Tensor, name: str, element: torch.dtype, extents: tuple[int | None, ...] | None) -> None:
-    """Hold an input to its declaration. Raises `Invalid`, which names the input."""
+    """Check an input against its declaration. Raises `Invalid`, which names the input."""
     if not isinstance(x, torch.Tensor):
         raise Invalid(f"input {name!r} is a {type(x).__name__}, the model takes a tensor of {element}")
     if x.dtype != element:
@@ -509,7 +511,7 @@ def _constant(node: onnx.NodeProto) -> torch.Tensor:
     if attribute.name == "sparse_value":
         return _dense(attribute.sparse_tensor)
     if attribute.name in ("value_string", "value_strings"):
-        raise Unsupported("strings are not computed with")
+        raise Unsupported("computation on strings is not supported")
     value = _attribute(attribute, None)
     if isinstance(value, torch.Tensor):
         return value
@@ -533,7 +535,7 @@ def _dense(sparse: onnx.SparseTensorProto) -> torch.Tensor:
 
 
 def _estimate(node: onnx.NodeProto, operands: Sequence[Operand]) -> int:
-    """How many elements a node over constants makes, where its operands say that rather than its shapes."""
+    """The number of result elements of a node over constants, where operand values rather than shapes determine it."""
     at = {"ConstantOfShape": 0, "Expand": 1, "Tile": 1, "Resize": 3}.get(node.op_type)
     if node.op_type == "Range" and all(isinstance(operand, Constant) for operand in operands):
         start, limit, delta = (float(operand.value) for operand in operands[:3] if isinstance(operand, Constant))
@@ -548,7 +550,7 @@ def _estimate(node: onnx.NodeProto, operands: Sequence[Operand]) -> int:
     if node.op_type == "Tile" and isinstance(operands[0], Constant):
         count *= max(operands[0].elements, 1)
     if count > GREATEST:
-        raise Invalid(f"the node makes an array of {count} elements")
+        raise Invalid(f"the node produces an array of {count} elements")
     return count
 
 

@@ -1,4 +1,4 @@
-"""Inputs for a model from ONNX: from files, or made up where a report needs some."""
+"""Inputs for a model from ONNX: from files, or generated where a report needs some."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from daceml_train.frontends.onnx.module import OnnxModule
 def from_files(module: OnnxModule, files: Mapping[str, Path]) -> dict[str, torch.Tensor]:
     """Tensors by input name from `.npy` files; the name may be left out where a model has one input.
 
-    Raises `Invalid` for a name that is no input, and a file that holds no array.
+    Raises `Invalid` for a name that is not an input, and for a file without an array.
     """
     found = {}
     for name, path in files.items():

@@ -22,7 +22,7 @@ from daceml_train.plugins import ONNX_OPERATORS, load_plugins
 
 @dataclass(frozen=True)
 class Held:
-    """Where the module keeps an initializer of the model."""
+    """The place of one of the model's initializers in the module."""
 
     name: str
     path: str
@@ -32,13 +32,13 @@ class Held:
 class OnnxModule(torch.nn.Module):
     """A model that came from ONNX: `forward` takes its inputs in order and returns its output, or a tuple of them.
 
-    `source` is the Python that runs. Made by `load`.
+    `source` is the Python code that runs. Created by `load`.
     """
 
     source: str
     """The Python source of `forward`, a line per node."""
     skeleton: onnx.ModelProto
-    """The model without the values that the module holds."""
+    """The model without the values that the module stores."""
     held: list[Held]
     notes: list[str]
     input_names: list[str]
@@ -62,9 +62,9 @@ def load(model: Any, *, trainable: Trainable = None, train_mode: bool = False) -
     """An `nn.Module` from an ONNX model: a path, bytes or an `onnx.ModelProto`.
 
     Initializers become parameters and buffers under their own names. `trainable` says which are parameters: by default
-    the floating-point ones that stand where an operator has weights; names, a predicate over names, True (every
-    floating-point one) or False. `train_mode` makes BatchNormalization and Dropout of an inference graph do what they
-    do in training while the module is in training mode. Raises `Invalid` for a model that breaks ONNX's rules and
+    the floating-point ones that are weight operands; names, a predicate over names, True (every floating-point one) or
+    False. With `train_mode`, BatchNormalization and Dropout of an inference graph behave as in training while the
+    module is in training mode. Raises `Invalid` for a model that breaks ONNX's rules and
     `Unsupported` for what is not imported, naming operator, domain, version and node.
     """
     load_plugins(ONNX_OPERATORS)
@@ -114,7 +114,9 @@ def _class(name: str, imported: Imported) -> type[OnnxModule]:
         count += 1
         file = f"<onnx {name} {count}>"
     namespace: dict[str, Any] = dict(imported.namespace)
-    exec(compile(imported.source, file, "exec"), namespace)  # our own text: names and literals, nothing of the model's
+    exec(
+        compile(imported.source, file, "exec"), namespace
+    )  # generated text: names and literals, no strings from the model
     lines = imported.source.splitlines(keepends=True)
     linecache.cache[file] = (len(imported.source), None, lines, file)
     title = "".join(part.capitalize() for part in re.findall(r"[A-Za-z0-9]+", name)) or "Model"
@@ -147,7 +149,7 @@ def _statistics(graph: onnx.GraphProto) -> set[str]:
 
 
 def _remarks(proto: onnx.ModelProto, train_mode: bool) -> list[str]:
-    """What a user who trains the model should know."""
+    """Warnings for users who train the model."""
     kinds = {node.op_type for node in proto.graph.node}
     notes = []
     present = sorted(kinds & {"BatchNormalization", "Dropout"})
@@ -155,13 +157,13 @@ def _remarks(proto: onnx.ModelProto, train_mode: bool) -> list[str]:
         notes.append(f"{' and '.join(present)} run as in inference; train_mode=True makes them train")
     if "Conv" in kinds and "BatchNormalization" not in kinds:
         notes.append(
-            "there is no BatchNormalization; where the exporter folded it into convolutions it cannot come back"
+            "there is no BatchNormalization; if the exporter folded it into convolutions, it cannot be restored"
         )
     return notes
 
 
 def _still(graph: onnx.GraphProto, held: list[Held]) -> list[str]:
-    """Floating-point arrays that do not train, by name, so that none is frozen unsaid."""
+    """Floating-point arrays that do not train, by name, so that none is frozen silently."""
     floats = {tensor.name for tensor in graph.initializer if tensor.data_type in FLOATS and tensor.dims}
     names = [entry.name for entry in held if entry.name in floats and not entry.trainable]
     if not names:
@@ -171,7 +173,7 @@ def _still(graph: onnx.GraphProto, held: list[Held]) -> list[str]:
 
 
 def _skeleton(source: Source, held: set[str]) -> onnx.ModelProto:
-    """The model without the values that the module holds, which are then in memory once."""
+    """The model without the values that the module stores, so that they are in memory once."""
     if source.owned:
         skeleton = source.proto
     else:
@@ -218,7 +220,7 @@ def _rebuilt(
     training: Mapping[str, bool],
     mode: bool,
 ) -> OnnxModule:
-    """A module from its skeleton and state: what unpickling and `copy.deepcopy` make."""
+    """A module from its skeleton and state, for unpickling and `copy.deepcopy`."""
     load_plugins(ONNX_OPERATORS)
     proto = onnx.ModelProto.FromString(data)
     flat = inlined(proto)

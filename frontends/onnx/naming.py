@@ -1,4 +1,4 @@
-"""Names: where an initializer lives in the module, and what a value is called in the generated Python."""
+"""Names: the path of an initializer in the module, and the name of a value in the generated Python."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def homes(names: Iterable[str]) -> dict[str, str]:
-    """The path in the module for each initializer: its own name where `state_dict` can hold that.
+    """The path in the module for each initializer: its own name if `state_dict` allows it.
 
     `encoder.layer.0.weight` becomes parameter `weight` of `encoder.layer.0`, as in the model that was exported.
     """
@@ -49,7 +49,7 @@ def access(path: str) -> str:
 
 
 def identifier(name: str, taken: set[str]) -> str:
-    """A Python identifier like `name`, different from those taken, and taken from now on."""
+    """A new Python identifier like `name`, which is added to those taken."""
     text = re.sub(r"\W+", "_", name).strip("_") or "x"
     text = f"x_{text}" if text[0].isdigit() else text
     text = text + "_" if keyword.iskeyword(text) or text == "self" else text
@@ -62,5 +62,5 @@ def identifier(name: str, taken: set[str]) -> str:
 
 
 def snake_case(operator: str) -> str:
-    """`BatchNormalization` as `batch_normalization`: what an operator's function is called in the source."""
+    """`BatchNormalization` as `batch_normalization`: the name of an operator's function in the source."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", operator).lower()

@@ -19,18 +19,18 @@ OLDEST = 7
 """Operator sets before this one (2017) broadcast by attributes and are not read."""
 
 _SMALL = 1 << 16
-"""Initializers up to this many bytes take part in checking; larger ones are checked by type and shape alone."""
+"""Initializers up to this many bytes are checked completely; larger ones by type and shape only."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checked model, the folder of its external data if it has one, and what messages call it."""
+    """A checked model, the folder of its external data if it has one, and its name in messages."""
 
     proto: onnx.ModelProto
     folder: Path | None
     name: str
     owned: bool
-    """Nobody else holds `proto`, so its weights may be taken out of it."""
+    """Whether `proto` has no other owner, so that its weights may be taken out of it."""
 
 
 def read(model: Any) -> Source:
@@ -58,7 +58,7 @@ def read(model: Any) -> Source:
 
 
 def inlined(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """The model without its own functions, and with the standard's definition where no rule covers a node."""
+    """The model without its own functions, with the standard's definition of nodes without a rule."""
     versions = opsets(proto)
     if not proto.functions and not any(_by_definition(node, versions) for node in _nodes(proto.graph)):
         return proto
@@ -80,7 +80,7 @@ _OWN = "daceml_train.definition"
 
 
 def _define(proto: onnx.ModelProto, versions: dict[str, int]) -> bool:
-    """Turn nodes that no rule covers into calls of functions: the standard's definitions. Whether there were any."""
+    """Turn nodes without a rule into calls of the standard's definitions. Returns whether there were any."""
     chosen = [node for node in _nodes(proto.graph) if _by_definition(node, versions)]
     if not chosen:
         return False
@@ -114,10 +114,10 @@ def _bytes(message: Any) -> bytes:
 
 
 def value_types(proto: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
-    """The types that ONNX infers, by value, those of subgraphs included; none where inference fails."""
+    """The types that ONNX infers, by value, including subgraphs; none if inference fails."""
     try:
         inferred = shape_inference.infer_shapes(_without_large(proto))
-    except Exception:  # only nodes that ask for types need them, and they say so
+    except Exception:  # only nodes with rules that take types need them, and they raise
         return {}
     found: dict[str, onnx.TypeProto] = {}
     _collect_types(inferred.graph, found)
@@ -170,10 +170,10 @@ def _check(source: Source) -> None:
             raise Invalid(f"{source.name} imports version {number} of operator domain {domain!r}, which cannot be")
     for node in _nodes(proto.graph):
         names = (node.op_type, node.domain, node.name, *node.input, *node.output)
-        if any(isinstance(name, bytes) for name in names):  # what Python's protobuf makes of text that is not UTF-8
+        if any(isinstance(name, bytes) for name in names):  # how Python's protobuf reports text that is not UTF-8
             raise Invalid(f"{source.name} has a node whose names are no text: it is damaged")
     light = _without_large(proto)
-    for node in _nodes(light.graph):  # inference looks into definitions, which need the defaults spelled out
+    for node in _nodes(light.graph):  # inference visits definitions, which need explicit defaults
         if _has_definition(node, versions):
             _spell_out(node, versions)
     try:
@@ -189,7 +189,7 @@ def _check(source: Source) -> None:
 
 
 def _only_unknown(text: str) -> bool:
-    """Inference fails as well for operators of other domains, about which it knows nothing."""
+    """Inference also fails for operators of other domains, which it does not know."""
     return "No opset import" not in text and ("Unsupported" in text or "No Op registered" in text)
 
 
@@ -223,12 +223,12 @@ def _without_large(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _empty(tensor: onnx.TensorProto) -> bool:
-    """The module holds its values: see `module.skeleton`."""
+    """The module stores its values: see `module.skeleton`."""
     return not tensor.HasField("raw_data") and tensor.ByteSize() < 1024 and not onnx_data(tensor)
 
 
 def onnx_data(tensor: onnx.TensorProto) -> bool:
-    """Whether typed fields of a tensor hold values."""
+    """Whether typed fields of a tensor have values."""
     fields = ("float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
     return any(len(getattr(tensor, field)) for field in fields)
 
@@ -250,7 +250,7 @@ def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
 
 
 def _by_definition(node: onnx.NodeProto, versions: dict[str, int]) -> bool:
-    """Whether no rule covers a node, and the standard says what it is in other operators."""
+    """Whether a node has no rule but a definition in the standard."""
     domain = "" if node.domain == "ai.onnx" else node.domain
     known = find(domain, node.op_type, versions.get(domain, 1))
     return not (known is not None and known.accepts(node)) and _has_definition(node, versions)
@@ -261,7 +261,7 @@ def _has_definition(node: onnx.NodeProto, versions: dict[str, int]) -> bool:
     return schema is not None and bool(schema.has_function or schema.has_context_dependent_function)
 
 
-def _schema(node: onnx.NodeProto, versions: dict[str, int]) -> Any:  # onnx's annotations leave parts of a schema out
+def _schema(node: onnx.NodeProto, versions: dict[str, int]) -> Any:  # onnx's annotations omit parts of a schema
     domain = "" if node.domain == "ai.onnx" else node.domain
     version = versions.get(domain, 1)
     known = onnx.defs.has(node.op_type, version, domain)
@@ -269,7 +269,7 @@ def _schema(node: onnx.NodeProto, versions: dict[str, int]) -> Any:  # onnx's an
 
 
 def _spell_out(node: onnx.NodeProto, versions: dict[str, int]) -> None:
-    """Add the defaults of attributes that a node leaves out."""
+    """Add the defaults of attributes that a node omits."""
     schema = _schema(node, versions)
     given = {attribute.name for attribute in node.attribute}
     for name, attribute in schema.attributes.items() if schema is not None else ():

@@ -1,13 +1,13 @@
-"""The table of ONNX operators: what each one is in terms of PyTorch's.
+"""The table of ONNX operators, each defined by PyTorch's.
 
 A rule is a function. Its parameters are the node's operands in ONNX's order, an absent one being None; its
 keyword-only parameters are the node's attributes, with ONNX's defaults. So a node becomes one call:
 
     Softmax(x) {axis: 1}   =>   softmax(x, axis=1)
 
-Operands that say how (shapes, axes, repeats) are named in `host`: the rule gets them as Python numbers or nested lists
-of them, which keeps shape arithmetic out of tensors and sizes symbolic. Five keyword-only parameters are no attributes:
-`outputs`, the number of results the node asks for, `opset`, the version of the operator's domain, `element`, the first
+Operands such as shapes, axes and repeats are named in `host`: a rule gets them as Python numbers or nested lists of
+them, which keeps shape arithmetic out of tensors and sizes symbolic. Five keyword-only parameters are not attributes:
+`outputs`, the number of requested results, `opset`, the version of the operator's domain, `element`, the first
 operand's element type, `types`, ONNX's numbers of all operands' element types (0 where unknown), and `training`,
 whether the module trains and was imported with `train_mode`.
 """
@@ -39,7 +39,7 @@ class Rule:
     """The result depends on the operand's shape, not on its elements, and is a value of the host."""
     random: bool = False
     accepts: Callable[[Any], bool] = field(default=lambda node: True)
-    """Whether the rule covers a node; where it does not, the standard's own definition by a function is used."""
+    """Whether the rule covers a node; otherwise the standard's own definition by a function is used."""
     operands: tuple[str, ...] = field(init=False)
     variadic: bool = field(init=False)
     attributes: frozenset[str] = field(init=False)

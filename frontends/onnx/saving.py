@@ -1,4 +1,4 @@
-"""Writing a trained model back: the file it came from, with the values that the module holds now."""
+"""Writing a trained model back: its original file, with the present values of the module."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from daceml_train.frontends.onnx import elements
 from daceml_train.frontends.onnx.module import OnnxModule
 
 GREATEST_FILE = 2**31 - 1024
-"""Protocol buffers end at 2 GiB: beyond it weights go to a file of their own."""
+"""Protocol buffers are limited to 2 GiB: beyond it, weights go to a separate file."""
 
 
 def save_onnx(model: torch.nn.Module, path: str | os.PathLike[str], *, external: bool | None = None) -> Path:
-    """Write the model with its present weights and buffers to `path`; the file written.
+    """Write the model with its present weights and buffers to `path`; return the written file.
 
     Names, metadata, operator sets and nodes are those of the model that was loaded. Values go to `<path>.data` if
-    `external`, by default where they did in the loaded model or where one file would exceed 2 GiB. Raises `Invalid`
+    `external`, by default if they did in the loaded model or if one file would exceed 2 GiB. Raises `Invalid`
     for a module that did not come from ONNX.
     """
     if not isinstance(model, OnnxModule):

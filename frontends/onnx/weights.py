@@ -1,4 +1,4 @@
-"""Which initializers train: those that the exporter notes as parameters, else those that stand where weights do."""
+"""The trainable initializers: those that the exporter marks as parameters, else those that are weight operands."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ _WEIGHTS: dict[str, tuple[int, ...]] = {
     "Div": (0, 1),
     "Concat": (0, 1, 2, 3),
 }
-"""Operands that are weights, by operator. Of elementwise operators only arrays count, not single numbers."""
+"""Operands that are weights, by operator. For elementwise operators only arrays count, not single numbers."""
 
 _THROUGH = {"Identity", "Transpose", "Reshape", "Cast", "Squeeze", "Unsqueeze", "Expand", "Flatten", "Slice"}
-"""Operators behind which a weight is still one."""
+"""Operators whose result is still a weight."""
 
 _ELEMENTWISE = {"Add", "Sub", "Mul", "Div", "Concat"}
 
@@ -57,7 +57,7 @@ def trainable(graph: onnx.GraphProto, choice: Trainable) -> set[str]:
     """The names of initializers that become parameters.
 
     `choice`: None for the default; True for every floating-point one, False for none; names, or a predicate over names.
-    Raises `Invalid` for a name that is no floating-point initializer.
+    Raises `Invalid` for a name that is not a floating-point initializer.
     """
     floats = {tensor.name for tensor in graph.initializer if tensor.data_type in FLOATS}
     if choice is None:
@@ -73,12 +73,12 @@ def trainable(graph: onnx.GraphProto, choice: Trainable) -> set[str]:
         return {name for name in floats if choice(name)}
     names = set(choice)
     if unknown := sorted(names - floats):
-        raise Invalid(f"trainable names {unknown[0]!r}, which is no floating-point initializer of the model")
+        raise Invalid(f"trainable names {unknown[0]!r}, which is not a floating-point initializer of the model")
     return names
 
 
 _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
-"""Where `torch.onnx.export` notes whether an initializer was a parameter, a buffer or a constant."""
+"""The metadata in which `torch.onnx.export` notes whether an initializer was a parameter, a buffer or a constant."""
 
 
 def _note(value: onnx.ValueInfoProto) -> str:
@@ -92,7 +92,7 @@ def _standing_as_weights(graph: onnx.GraphProto, sizes: dict[str, list[int]]) ->
 
 
 def _collect(graph: onnx.GraphProto, roots: dict[str, str], sizes: dict[str, list[int]], found: set[str]) -> None:
-    """`roots` maps a value to the initializer that it is another form of."""
+    """`roots` maps a value to the initializer of which it is another form."""
     for node in graph.node:
         if node.op_type in _THROUGH and node.input and node.input[0] in roots:
             roots[node.output[0]] = roots[node.input[0]]

@@ -12,7 +12,7 @@ from daceml_train.frontends.onnx.rules import rule
 
 
 def _plain(node: Any) -> bool:
-    """No cache, no soft cap, one result: what PyTorch's operator computes. The rest is by the standard's definition."""
+    """No cache, no soft cap, one result: what PyTorch's operator computes. The rest uses the standard's definition."""
     given = {attribute.name: attribute for attribute in node.attribute}
     extra = {"softcap", "softmax_precision", "qk_matmul_output_mode"} & set(given)
     windows = {"left_window_size", "right_window_size"} & set(given)
@@ -50,7 +50,7 @@ def attention(
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    if mask is not None and mask.shape[-1] < key.shape[-2]:  # a short mask leaves out the last keys
+    if mask is not None and mask.shape[-1] < key.shape[-2]:  # a short mask excludes the last keys
         missing = key.shape[-2] - mask.shape[-1]
         mask = F.pad(mask, (0, missing), value=False if mask.dtype is torch.bool else float("-inf"))
     if mask is not None and is_causal:

@@ -1,4 +1,4 @@
-"""Matrix products and contractions."""
+"""Matmuls and contractions."""
 
 from __future__ import annotations
 

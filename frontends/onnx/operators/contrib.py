@@ -48,7 +48,7 @@ def fused_matmul(
     transBatchB: int = 0,
 ) -> Tensor:
     if transBatchA or transBatchB:
-        raise Unsupported("FusedMatMul with batch dimensions behind the matrix is not computed")
+        raise Unsupported("FusedMatMul with batch dimensions after the matrix is not supported")
     product = matmul(a.transpose(-1, -2) if transA else a, b.transpose(-1, -2) if transB else b)
     return product if alpha == 1.0 else alpha * product
 
@@ -150,7 +150,7 @@ def multi_head_attention(
 ) -> Tensor:
     """On separate projections [batch, length, heads * width]."""
     if key.dim() != 3 or value.dim() != 3:
-        raise Unsupported("packed keys and values are not read")
+        raise Unsupported("packed keys and values are not supported")
     if bias is not None:
         b = bias.split([query.shape[-1], key.shape[-1], value.shape[-1]])
         query, key, value = query + b[0], key + b[1], value + b[2]

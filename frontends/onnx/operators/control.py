@@ -1,4 +1,4 @@
-"""Control flow: Python's own, and, where `frontends.onnx.control` finds that a body keeps shapes, PyTorch's operators.
+"""Control flow: Python's own, and, if `frontends.onnx.control` finds that a body preserves shapes, PyTorch's operators.
 
 Eager execution runs Python's in either case. Where a graph is traced, a branch on data becomes `torch.cond` and a long
 loop `scan`; a short one of known length is unrolled, which costs less than its steps' calls.
@@ -27,7 +27,7 @@ FEW = 8
 
 
 def apart(values: Any) -> tuple[Any, ...]:
-    """Copies: what comes out of a body of PyTorch's operators must be memory of its own."""
+    """Copies: the results of a body of PyTorch's operators must own their memory."""
     return tuple(value.clone() for value in values)
 
 
@@ -43,7 +43,7 @@ def branch_on_data(condition: Tensor, *, then_branch: Body, else_branch: Body) -
 
 @rule("LoopInSteps", domain=CAPTURED, host="trips go")
 def loop_in_steps(trips: Host, go: Host, *carried: Any, body: Body, outputs: int) -> tuple[Any, ...]:
-    """A loop that nothing ends early."""
+    """A loop that never ends early."""
     last, count = integer(trips), len(carried)
     on = torch.ones((), dtype=torch.bool)
     if not torch.compiler.is_compiling() or last <= FEW:
@@ -65,7 +65,7 @@ def loop_in_steps(trips: Host, go: Host, *carried: Any, body: Body, outputs: int
 
 @rule("LoopWithEnd", domain=CAPTURED, host="trips")
 def loop_with_end(trips: Host, go: Any, *carried: Any, body: Body, outputs: int) -> tuple[Any, ...]:
-    """A loop that data may end before its last step: the steps behind the end hand their states on."""
+    """A loop that data may end before its last step: the steps after the end pass their states on."""
     last = integer(trips)
     if not torch.compiler.is_compiling() or last == 0:
         return loop(trips, go if go is None else as_host(go), *carried, body=body, outputs=outputs)
@@ -78,7 +78,7 @@ def loop_with_end(trips: Host, go: Any, *carried: Any, body: Body, outputs: int)
         again, *made = apart(body(i, on, *states))
         return (again.reshape(()).float(), *made)
 
-    # PyTorch's scan carries no truth values where it is differentiated.
+    # A differentiated scan of PyTorch has no boolean states.
     first = torch.ones(()) if go is None else go.reshape(()).float()
     states, _ = scanned(step, (first, *apart(carried)), torch.arange(last))
     return tuple(states[1:])
@@ -86,7 +86,7 @@ def loop_with_end(trips: Host, go: Any, *carried: Any, body: Body, outputs: int)
 
 @rule("LoopOnData", domain=CAPTURED)
 def loop_on_data(trips: Any, go: Any, *carried: Any, body: Body, outputs: int) -> tuple[Any, ...]:
-    """A loop whose number of steps is data, with no bound to it: one operator where no gradient is asked for."""
+    """A loop with an unbounded, data-dependent number of steps: one operator if no gradient is requested."""
     if not torch.compiler.is_compiling() or torch.is_grad_enabled():
         hosted = [None if x is None else as_host(x) for x in (trips, go)]
         return loop(*hosted, *carried, body=body, outputs=outputs)
@@ -109,7 +109,7 @@ def branch(condition: Host, *, then_branch: Body, else_branch: Body) -> tuple[An
 
 @rule("Loop", host="trips go")
 def loop(trips: Host, go: Host, *carried: Any, body: Body, outputs: int) -> tuple[Any, ...]:
-    """`body(i, go, *carried)` gives whether to go on, what is carried, and a slice of each result that is stacked."""
+    """`body(i, go, *carried)` returns whether to continue, the states, and a slice of each stacked result."""
     state = list(carried)
     slices: list[list[Any]] = [[] for _ in range(outputs - len(state))]
     step, on = 0, True if go is None else bool(integer(go))

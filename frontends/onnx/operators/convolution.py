@@ -63,7 +63,7 @@ def conv_transpose(
     pads: Ints | None = None,
     strides: Ints | None = None,
 ) -> Tensor:
-    """Padding takes away from the result: whole multiples by PyTorch, the rest is cropped or added after."""
+    """Padding removes from the result: PyTorch handles whole multiples, the rest is cropped or added afterwards."""
     rank = spatial(x)
     step, spread = strides or (1,) * rank, dilations or (1,) * rank
     extra = output_padding or (0,) * rank
@@ -100,7 +100,7 @@ def deform_conv(
     pads: Ints | None = None,
     strides: Ints | None = None,
 ) -> Tensor:
-    """Deformable convolution (Dai et al. 2017; Zhu et al. 2019): a bilinear sample per tap, then a matrix product."""
+    """Deformable convolution (Dai et al. 2017; Zhu et al. 2019): a bilinear sample per tap, then a matmul."""
     if x.dim() != 4:
         raise Invalid(f"DeformConv takes an operand of rank 4, given rank {x.dim()}")
     n, channels, height, width = x.shape
@@ -140,7 +140,7 @@ def col2im(
     pads: Ints | None = None,
     strides: Ints | None = None,
 ) -> Tensor:
-    """Adds blocks to where they lay in the image, for any number of dimensions."""
+    """Adds blocks to their positions in the image, for any number of dimensions."""
     rank = len(image)
     step, spread = strides or (1,) * rank, dilations or (1,) * rank
     before, after = list((pads or (0,) * 2 * rank)[:rank]), list((pads or (0,) * 2 * rank)[rank:])
@@ -180,7 +180,7 @@ def conv_integer(
     pads: Ints | None = None,
     strides: Ints | None = None,
 ) -> Tensor:
-    """In float64, which holds every sum of products of 8-bit numbers exactly."""
+    """In float64, which represents every sum of products of 8-bit numbers exactly."""
     left = x.double() - (0 if x_zero is None else x_zero.double())
     right = weight.double() - (0 if weight_zero is None else _per_output(weight_zero, weight).double())
     result = conv(left, right, auto_pad=auto_pad, dilations=dilations, group=group, pads=pads, strides=strides)

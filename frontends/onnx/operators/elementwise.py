@@ -91,7 +91,7 @@ for _name, _operation in _BINARY.items():
 
 
 def _aligned(a: Tensor, b: Tensor, axis: int | None, broadcast: int) -> Tensor:
-    """`b` as operators before version 7 broadcast it: its dimensions stand at `axis` of `a`."""
+    """`b` as operators before version 7 broadcast it: its dimensions start at `axis` of `a`."""
     if not broadcast or axis is None:
         return b
     axis = axis % a.dim()
@@ -145,7 +145,7 @@ def bit_shift(a: Tensor, b: Tensor, *, direction: str) -> Tensor:
     if direction == "LEFT":
         return torch.where(amount < 64, left << amount.clamp(max=63), 0).to(a.dtype)
     shifted = left >> amount.clamp(max=63)
-    if a.dtype.is_signed:  # beyond the width, the sign is all that is left
+    if a.dtype.is_signed:  # beyond the width, only the sign is left
         return shifted.to(a.dtype)
     if a.dtype is torch.uint64:
         mask = torch.where(amount == 0, -1, (1 << (64 - amount).clamp(max=62)) - 1)
@@ -181,7 +181,7 @@ def where(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 @rule("Clip", since=11)
 def clip(x: Tensor, lower: Tensor | None = None, upper: Tensor | None = None) -> Tensor:
-    """The upper bound wins where the bounds cross, as ONNX says."""
+    """The upper bound wins where the bounds cross, as ONNX specifies."""
     wide = _WIDER.get(x.dtype, x.dtype)
     result = x.to(wide)
     if lower is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from daceml_train.frontends.onnx.rules import rule
 
 _NOTHING = -(1 << 40)
-"""No target: ONNX ignores none unless told to, where PyTorch ignores -100."""
+"""Not a target: ONNX ignores none by default, whereas PyTorch ignores -100."""
 
 
 @rule("NegativeLogLikelihoodLoss", since=12)

@@ -1,4 +1,4 @@
-"""Operators that move, repeat or make elements."""
+"""Operators that move, repeat or create elements."""
 
 from __future__ import annotations
 
@@ -93,10 +93,12 @@ def tile(x: Tensor, repeats: Host) -> Tensor:
 
 
 def _addressable(shape: Sequence[Any]) -> Sequence[Any]:
-    """The shape, unless no memory could hold an array of it: PyTorch's own count of elements overflows silently."""
+    """The shape, unless no memory could store such an array: PyTorch's own count of elements overflows silently."""
     count = math.prod(size for size in shape if isinstance(size, int))
     if count > _ADDRESSABLE:
-        raise Invalid(f"the node makes an array of shape {tuple(shape)}: {count} elements, more than can be addressed")
+        raise Invalid(
+            f"the node produces an array of shape {tuple(shape)}: {count} elements, more than can be addressed"
+        )
     return shape
 
 
@@ -115,7 +117,7 @@ def cut(x: Tensor, starts: Host, ends: Host, axes: Host = None, steps: Host = No
 
 
 def _backwards(x: Tensor, begin: int, stop: int, axis: int, stride: int) -> Tensor:
-    """The elements from `begin` down to before `stop`: the flipped axis cut forwards."""
+    """The elements from `begin` down to before `stop`: a forward slice of the flipped axis."""
     extent = x.shape[axis]
     first = min(begin + extent if begin < 0 else begin, extent - 1)
     last = max(stop + extent if stop < 0 else stop, -1)

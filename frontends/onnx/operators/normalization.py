@@ -24,7 +24,7 @@ def batch_norm(
     outputs: int,
     training: bool,
 ) -> Tensor | tuple[Tensor, ...]:
-    """ONNX keeps `momentum` of the old statistics, PyTorch takes in that share of the new ones."""
+    """ONNX's `momentum` is the weight of the old statistics, PyTorch's that of the new ones."""
     if training_mode:
         dims = (0, *range(2, x.dim()))
         y = F.batch_norm(x, None, None, scale, bias, True, 0.0, epsilon)

@@ -100,7 +100,7 @@ def max_unpool(
     gone = pads or (0,) * 2 * rank
     own = [(x.shape[2 + j] - 1) * step[j] + kernel_shape[j] - gone[j] - gone[rank + j] for j in range(rank)]
     target = list(x.shape[:2]) + own if extents is None else integers(extents)
-    # Indices count over the result without `extents`; each is taken apart and counted over the wanted one.
+    # Indices count over the result without `extents`; each is decomposed and counted over the requested one.
     place, rest, stride = torch.zeros_like(indices), indices, 1
     for extent, wanted in zip(reversed([*x.shape[:2], *own]), reversed(target), strict=True):
         place = place + rest % extent * stride

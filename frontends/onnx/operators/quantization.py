@@ -1,4 +1,4 @@
-"""Quantised arithmetic."""
+"""Quantized arithmetic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from daceml_train.frontends.onnx.rules import rule
 
 
 def _spread(value: Tensor, x: Tensor, axis: int, block_size: int) -> Tensor:
-    """A scale or zero point in the shape in which it applies to `x`: to all, along an axis, or to blocks."""
+    """A scale or zero point broadcast to `x`: to all elements, along an axis, or to blocks."""
     if value.dim() == 0 or (value.numel() == 1 and not block_size):
         return value.reshape(())
     axis = axis % x.dim()
@@ -73,7 +73,7 @@ def dynamic_quantize(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @rule("MatMulInteger", since=10)
 def matmul_integer(a: Tensor, b: Tensor, a_zero: Tensor | None = None, b_zero: Tensor | None = None) -> Tensor:
-    """In float64, which holds every such sum exactly and has a library product."""
+    """In float64, which represents every such sum exactly and has a library matmul."""
     left, right = a.double(), b.double()
     if a_zero is not None:
         left = left - (a_zero.reshape(-1, 1) if a_zero.dim() == 1 and a_zero.numel() > 1 else a_zero).double()
@@ -94,7 +94,7 @@ def qlinear_matmul(
     y_zero: Tensor,
 ) -> Tensor:
     if y_zero.dtype.is_floating_point:
-        raise Unsupported("QLinearMatMul on float8 is not computed")
+        raise Unsupported("QLinearMatMul on float8 is not supported")
 
     def rows(value: Tensor) -> Tensor:
         return (value.unsqueeze(-1) if value.dim() == 1 and value.numel() > 1 else value).double()

@@ -87,7 +87,7 @@ def _layer(
     outputs: int,
     steps: Callable[[int, Tensor, Tensor], Step],
 ) -> tuple[Tensor, ...]:
-    """All directions: input products of all steps at once, then the recurrence."""
+    """All directions: input matmuls of all steps at once, then the recurrence."""
     if layout:
         x = x.transpose(0, 1)
         states = [None if state is None else state.transpose(0, 1) for state in states]

@@ -59,7 +59,7 @@ _REDUCTIONS: dict[str, tuple[Reduce, Callable[[Tensor], Tensor]]] = {
     "ReduceLogSum": (lambda x, d, k: torch.log(_sum(x, d, k)), torch.log),
     "ReduceLogSumExp": (lambda x, d, k: torch.logsumexp(x, d, k), lambda x: x),
 }
-"""Each reduction, and what is left of it where no axis is reduced."""
+"""Each reduction, and its elementwise remainder if no axis is reduced."""
 
 
 def _count(x: Tensor, dims: list[int]) -> int:

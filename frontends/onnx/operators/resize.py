@@ -1,7 +1,7 @@
-"""Resize in all its modes: along each axis a product with a small matrix of interpolation weights.
+"""Resize in all its modes: along each axis a matmul with a small matrix of interpolation weights.
 
 Coordinates and weights follow ONNX's operator text and reference (`onnx.reference.ops.op_resize`); the common cases
-run in PyTorch's own operator, which gives the same numbers.
+run in PyTorch's own operator, which returns the same numbers.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def resize(
 
 
 def _target(x: Tensor, axes: Sequence[int], scales: Host, sizes: Host, policy: str) -> tuple[list[Any], list[Any]]:
-    """The extents of the result along `axes`, and the factors that coordinates are computed with."""
+    """The extents of the result along `axes`, and the factors for coordinates."""
     if sizes:
         wanted = integers(sizes)
         factors: list[Any] = [extent / x.shape[axis] for extent, axis in zip(wanted, axes, strict=True)]
@@ -74,13 +74,13 @@ def _target(x: Tensor, axes: Sequence[int], scales: Host, sizes: Host, policy: s
         common = min(factors) if policy == "not_larger" else max(factors)
         return [math.floor(common * x.shape[axis] + 0.5) for axis in axes], [common] * len(axes)
     if not scales:
-        raise Invalid("neither scales nor sizes are given")
+        raise Invalid("neither scales nor sizes is given")
     factors = integers(scales)
     return [int(x.shape[axis] * factor) for axis, factor in zip(axes, factors, strict=True)], factors
 
 
 def _coordinates(n: int, o: int, factor: float, mode: str, window: tuple[float, float]) -> Tensor:
-    """Where each of `o` results lies among `n` elements."""
+    """The position of each of `o` results among `n` elements."""
     i = torch.arange(o, dtype=torch.float64)
     if mode == "half_pixel":
         return (i + 0.5) / factor - 0.5
@@ -113,7 +113,7 @@ def _nearest(place: Tensor, mode: str, n: Any) -> Tensor:
 
 
 def _weights(place: Tensor, n: Any, factor: Any, mode: str, antialias: bool, exclude: bool, a: float) -> Tensor:
-    """[results, n]: what each element contributes. Elements beyond the edge count as the edge, or not at all."""
+    """[results, n]: the weight of each element. Elements beyond the edge count as the edge, or not at all."""
     narrow = min(factor, 1.0) if antialias else 1.0
     reach = {"linear": 1, "cubic": 2}.get(mode)
     if reach is None:
@@ -160,5 +160,5 @@ def grid_sample(
 ) -> Tensor:
     names = {"linear": "bilinear", "cubic": "bicubic"}
     if x.dim() == 5 and mode in ("cubic", "bicubic"):
-        raise Unsupported("cubic GridSample over three dimensions is not computed")
+        raise Unsupported("cubic GridSample over three dimensions is not supported")
     return F.grid_sample(x, grid, names.get(mode, mode), padding_mode, bool(align_corners))

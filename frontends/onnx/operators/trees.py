@@ -91,7 +91,7 @@ def _transformed(y: Tensor, post: int | str) -> Tensor:
         return torch.sigmoid(y)
     if name == "SOFTMAX_ZERO":
         return torch.where(y == 0, torch.zeros_like(y), torch.softmax(y.masked_fill(y == 0, -torch.inf), -1))
-    raise Unsupported(f"the transformation {name} of a tree ensemble's result is not computed")
+    raise Unsupported(f"the transformation {name} of a tree ensemble's result is not supported")
 
 
 @rule("TreeEnsemble", domain=ML, since=5)
@@ -115,9 +115,9 @@ def tree_ensemble(
     post_transform: int = 0,
     tree_roots: tuple[int, ...],
 ) -> Tensor:
-    """Every row walks every tree at once: as many steps as the deepest tree has levels."""
+    """All rows traverse all trees at once: as many steps as the deepest tree has levels."""
     count = len(nodes_featureids)
-    # Nodes first, leaves behind them; a leaf leads to itself.
+    # Nodes first, then leaves; a leaf leads to itself.
     leaves = torch.arange(len(leaf_targetids)) + count
     on_true = torch.tensor([n + count * leaf for n, leaf in zip(nodes_truenodeids, nodes_trueleafs, strict=True)])
     on_false = torch.tensor([n + count * leaf for n, leaf in zip(nodes_falsenodeids, nodes_falseleafs, strict=True)])
@@ -170,5 +170,5 @@ def _depth(on_true: list[int], on_false: list[int], roots: tuple[int, ...], coun
         depth += 1
         level = [child for node in level for child in (on_true[node], on_false[node]) if child < count]
         if depth > count:
-            raise Unsupported("the nodes of a tree ensemble lead in a circle")
+            raise Unsupported("the nodes of a tree ensemble form a cycle")
     return depth

@@ -44,7 +44,7 @@ def beyond(
     before: Sequence[int],
     after: Sequence[int],
 ) -> list[int]:
-    """What `ceil_mode` adds behind each dimension, so that the last window, begun inside, is whole."""
+    """The padding that `ceil_mode` adds after each dimension to complete the last window that starts inside."""
     extra = []
     for j, k in enumerate(kernel):
         span = (k - 1) * dilations[j] + 1

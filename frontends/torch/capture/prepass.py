@@ -29,7 +29,7 @@ from daceml_train.frontends.torch.overlap import refuse_lost_writes
 from daceml_train.frontends.torch.rules import linear_algebra
 
 MARK = "daceml_train"
-"""Key of the pre-pass in `meta["custom"]` of traced nodes: `detach` (by the user) or `functorch` (inside `torch.func`)."""
+"""Key of the pre-pass in `meta["custom"]` of traced nodes: `detach` (by the user) or `functorch` (in `torch.func`)."""
 
 _INLINED = frozenset({"wrap", "invoke_subgraph", "tag_activation_checkpoint", "hints_wrapper"})
 _REFUSED = frozenset({"register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "backward"})

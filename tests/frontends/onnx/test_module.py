@@ -47,7 +47,7 @@ def test_which_initializers_train(choice, expected):
 
 
 def test_an_unknown_trainable_name_is_named():
-    with pytest.raises(dt.Invalid, match="'tail', which is no floating-point initializer"):
+    with pytest.raises(dt.Invalid, match="'tail', which is not a floating-point initializer"):
         load(perceptron(), trainable=["tail"])
 
 
