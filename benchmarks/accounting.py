@@ -28,7 +28,7 @@ CAPTURED = "captured"
 
 @dataclass
 class Account:
-    """Bytes in eager execution and by stage of ours; `passes` are (level, name, bytes behind it, seconds).
+    """Bytes in eager execution and by stage; `passes` are (level, name, bytes after it, seconds).
 
     `eager_by_operator` and `ours_by_operator` are sorted, the largest first.
     """
@@ -45,7 +45,7 @@ class Account:
 
     @property
     def ours(self) -> int:
-        """Bytes behind the last level."""
+        """Bytes after the last level."""
         return list(self.stages.values())[-1]
 
     @property
@@ -55,7 +55,7 @@ class Account:
 
     @property
     def grown(self) -> list[str]:
-        """Levels behind which there are more bytes than before them."""
+        """Levels after which there are more bytes than before."""
         pairs = zip(list(self.stages.items())[:-1], list(self.stages.items())[1:], strict=True)
         return [name for (_, before), (name, after) in pairs if after > before]
 
@@ -133,7 +133,7 @@ def captured_module(module: nn.Module, *inputs: Tensor) -> Captured:
 
 
 def account(title: str, eager: Traffic, plain: Graph, graph: Graph, pipeline: Pipeline) -> Account:
-    """Run the pipeline behind `forward` over a joint graph and note the bytes; `plain` went through no pass."""
+    """Run the levels after `forward` on a joint graph and record the bytes; `plain` had no pass applied."""
     stages = {CAPTURED: _bytes(traffic(plain)), "forward": _bytes(traffic(graph))}
     passes: list[tuple[str, str, int, float]] = []
 

@@ -75,7 +75,7 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _update(build: Callable[[], Problem]) -> float:
-    """The same for parameters behind the second step against PyTorch's update with the gradients of our own steps."""
+    """The same for parameters after the second step, against PyTorch's update with the gradients of compiled steps."""
     ours, theirs = build(), build()
     step = dt.training_step(ours.model, ours.loss, ours.optimizer, keep_gradients=True)
     pairs = list(zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True))
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{name:16} agrees: {compare(NETWORKS[name], small=not options.full):.3f} of what is allowed",
                 flush=True,
             )
-        except Exception as error:  # the next networks still tell something
+        except Exception as error:  # the next networks are still informative
             failed = 1
             print(f"{name:16} {type(error).__name__}: {error}", flush=True)
     return failed

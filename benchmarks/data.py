@@ -49,7 +49,7 @@ MODULES = (
 
 @dataclass(frozen=True)
 class Digits:
-    """Images [N, 1, 8, 8] with values about 0 to 1, labels 0 to 9, and a part held out for testing."""
+    """Images [N, 1, 8, 8] with values about 0 to 1, labels 0 to 9, and a held-out part for testing."""
 
     images: Tensor
     labels: Tensor

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from benchmarks.demo import Training
 
 BLUE, ORANGE, GREY, INK = "#0072B2", "#E69F00", "#C8CDD2", "#22272B"
-"""From Okabe & Ito, Color Universal Design (2008): told apart with every kind of color vision."""
+"""From Okabe & Ito, Color Universal Design (2008): distinguishable with every kind of color vision."""
 STYLE = {
     "font.size": 11,
     "axes.titlesize": 13,
@@ -61,7 +61,7 @@ def losses(training: Training, folder: Path) -> Path:
 
 
 def bytes_per_level(trainings: Sequence[Training], folder: Path) -> Path:
-    """A bar per level: what a training step moves behind it."""
+    """A bar per level: the bytes that a training step moves after it."""
     with pyplot.rc_context(STYLE):
         figure, panels = pyplot.subplots(
             1, len(trainings), figsize=(5.4 * len(trainings), 3.4), layout="constrained", squeeze=False

@@ -134,7 +134,7 @@ def measure(name: str, batch: int, turns: int) -> dict[str, Any]:
     logging.disable(logging.WARNING)
     found: dict[str, Any] = {"load": os.getloadavg()[0], "variants": {}}
     with tempfile.TemporaryDirectory(prefix="daceml_train-inference-") as folder, ExitStack() as within:
-        made = variants(name, batch, Path(folder))  # parameters made in inference mode have no versions
+        made = variants(name, batch, Path(folder))  # parameters created in inference mode have no versions
         within.enter_context(torch.inference_mode())
         want = made["eager"]().double()
         scale = max(float(want.abs().max()), 1e-6)
@@ -154,7 +154,7 @@ def measure(name: str, batch: int, turns: int) -> dict[str, Any]:
 
 
 def rested(run: Run, steps: int) -> Visit:
-    """A visit behind a pause, since ONNX Runtime's threads go on waiting actively for a while."""
+    """A visit after a pause, since ONNX Runtime's threads keep spinning for a while."""
     time.sleep(REST)
     return visit(run, steps)
 

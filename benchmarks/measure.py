@@ -43,7 +43,7 @@ class Timing:
 
 
 def others_seconds() -> float:
-    """Processor seconds that all other processes have used since the machine started; 0 where nobody tells."""
+    """Processor seconds that all other processes have used since the machine started; 0 if unknown."""
     try:
         fields = [int(f) for f in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
     except (OSError, ValueError):

@@ -38,7 +38,7 @@ class _Enough(BaseException):
 
 
 def step_graph(network: Network, small: bool = False) -> Graph:
-    """A network's training step behind the levels of fusion and layout."""
+    """A network's training step after the levels of fusion and layout."""
     problem = network.build(small=small)
     found: list[Graph] = []
     last = len(TRAINING) - len(TRAINING.level("global_movement")) - 1
@@ -56,12 +56,12 @@ def step_graph(network: Network, small: bool = False) -> Graph:
         except _Enough:
             pass
     if not found:
-        raise Invalid(f"the step is no single program: {', '.join(step.breaks)}")
+        raise Invalid(f"the step is not a single program: {', '.join(step.breaks)}")
     return found[0]
 
 
 def planned(model: Memory) -> int:
-    """The arena that is planned for all arrays, those that library calls make and hand out included."""
+    """The planned arena for all arrays, including those that library calls allocate."""
     return plan_arena([Lifetime(a.bytes, a.first, a.last) for a in model.arrays])[1]
 
 

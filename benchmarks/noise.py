@@ -1,4 +1,4 @@
-"""Noise: eager execution with noise in the last bit, which tells what rounding can do to a number."""
+"""Noise: eager execution with noise in the last bit, which shows the effect of rounding on a number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 NOISE = 2.0**-23
-"""Relative, of the results of operators; what eager execution makes of it tells how much rounding grows."""
+"""Relative to the results of operators; the noise of eager execution's results shows how much rounding grows."""
 RUNS = 3
 """Runs with noise."""
 LOST = 1e-2
@@ -37,7 +37,7 @@ PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten.
 
 
 class Rounding(TorchDispatchMode):
-    """Noise in the last bit of what every operator makes, forward and backward: Monte Carlo arithmetic (Parker, 1997).
+    """Noise in the last bit of every operator's result, forward and backward: Monte Carlo arithmetic (Parker, 1997).
 
     Where terms cancel, the rounding of each grows to the same size whoever computes them, and eager execution may or
     may not be lucky; its spread under this noise is what rounding can do. With `terms`, the inputs of operators

@@ -39,7 +39,7 @@ def loss_graph(name: str) -> tuple[Graph, dict[str, np.ndarray]]:
     """The captured model and loss of a small network, and numbers for its inputs."""
     problem = TWELVE[name].build(small=True, double=True)
     for module in problem.model.modules():
-        if hasattr(module, "sparse"):  # how a gradient is held changes no number
+        if hasattr(module, "sparse"):  # the storage of a gradient changes no number
             module.sparse = False
     found: list[tuple[Any, Sequence[Any]]] = []
 

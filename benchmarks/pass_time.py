@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def bert_graph(layers: int) -> Graph:
-    """A training step of BERT with Adam behind differentiation, before all passes but those that come before it."""
+    """A training step of BERT with Adam after differentiation, with only the passes before it applied."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     model = Bert(100, 96, 4, layers, 32).train()

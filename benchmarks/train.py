@@ -42,7 +42,7 @@ TUNED = {
     "MALLOC_TRIM_THRESHOLD_": "4294967296",
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
-"""glibc told to keep memory and to ask for huge pages: what a user can do against page faults without any compiler."""
+"""Settings with which glibc keeps memory and requests huge pages: a remedy for page faults without any compiler."""
 Advance = Callable[[float, str], None]
 
 
@@ -130,7 +130,7 @@ class Failure(Exception):
 
 
 class Worker:
-    """A variant in a process of its own (`benchmarks.visit`); `start` is what starting took, calls are visits."""
+    """A variant in a separate process (`benchmarks.visit`); `start` are the seconds of the start, calls are visits."""
 
     def __init__(self, network: str, variant: str, folder: str, environment: Mapping[str, str] = MappingProxyType({})):
         command = [sys.executable, "-m", "benchmarks.visit", network, variant, folder]

@@ -24,7 +24,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Variant:
-    """How to make a step of a problem.
+    """How to create a step of a problem.
 
     `ours` tells this project from PyTorch, `compiled` what starts warm, `mixed` steps in bfloat16 and float32.
     """

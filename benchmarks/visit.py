@@ -22,7 +22,7 @@ from benchmarks.networks import NETWORKS
 from benchmarks.variants import VARIANTS, Ours, Step
 
 STEPS = 5
-"""Steps from which the start is told: what the first takes longer than the fastest of the others."""
+"""Steps that determine the start: the time by which the first exceeds the fastest of the others."""
 
 
 def say(**line: Any) -> None:

@@ -24,7 +24,7 @@ class Distance:
 
 
 def distance(ours: Results, alternatives: Sequence[Results], allowed: int) -> Distance:
-    """Compare with eager execution, which may give different results in different memory layouts: any of them is right.
+    """Compare with eager execution, whose results may depend on the memory layout: any of them is correct.
 
     A gradient that does not exist is zero.
     """
@@ -84,7 +84,7 @@ _NEVER = 2**62
 
 
 def _apart(a: Tensor, b: Tensor) -> Tensor:
-    """Numbers that lie between, and one; far where only one is NaN, or where infinity stands against a plain number."""
+    """The count of numbers in between, plus one; far if only one is NaN, or only one is infinite."""
     words = _WORDS[a.dtype]
     lowest = torch.iinfo(words).min
 

@@ -37,7 +37,7 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 
 
 def text(row: Row) -> str:
-    """A row as it stands in a file: without what is empty."""
+    """A row in the form of a file: without empty entries."""
     return json.dumps({key: value for key, value in dataclasses.asdict(row).items() if value})
 
 

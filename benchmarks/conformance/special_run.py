@@ -65,7 +65,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Case:
-    """A sample, and what eager execution gives in several memory layouts."""
+    """A sample, and the results of eager execution in several memory layouts."""
 
     number: int
     sample: SampleInput
@@ -91,7 +91,7 @@ def swept(stage: Stage, op: Any, cache: str) -> Found:
 
 
 def _case(op: Any, number: int, sample: SampleInput) -> Case | None:
-    """What eager execution gives for the sample as it lies, and with every other element of wider tensors.
+    """Results of eager execution for the sample as it is, and with every other element of wider tensors.
 
     PyTorch's vectorized loops, and its loops over strides and remainders, differ at special values: either is right.
     """

@@ -40,7 +40,7 @@ class Stage:
         try:
             given = list(islice(samples(op, self.dtype, self.gradients), self.count))
         except Exception as error:
-            yield Outcome("0", "left out", f"no samples can be made: {type(error).__name__}")
+            yield Outcome("0", "left out", f"no samples can be created: {type(error).__name__}")
             return
         if op.name in LEFT_OUT:
             yield from (Outcome(str(i), "left out", LEFT_OUT[op.name]) for i in range(len(given)))

@@ -26,7 +26,7 @@ def resident() -> int:
 
 
 def often(count: int, work: Callable[[int], None], say: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Do the work so often; bytes held at points in between, and their growth after a fifth of the run, the warm-up."""
+    """Repeat the work; return the bytes in use at points in between, and their growth after the warm-up, a fifth."""
     every, samples = max(1, count // SAMPLES), []
     for number in range(count):
         work(number)

@@ -1,4 +1,4 @@
-"""Runs: what is done often, and what eager execution makes of the same in float64."""
+"""Runs: repeated work, and the results of eager execution in float64."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def shapes(count: int, cache: Path, say: Say) -> dict[str, Any]:
 
 
 def processes(count: int, cache: Path, say: Say) -> dict[str, Any]:
-    """Children that fork and that spawn after compilation, which train on; each must give the parent's loss."""
+    """Children that fork and that spawn after compilation, which train on; each must return the parent's loss."""
     torch.manual_seed(0)
     pair = Pair(perceptron(), cache)
     pair.train(*batch(0))

@@ -20,7 +20,7 @@ HANG = 60.0
 
 @dataclass
 class Child:
-    """A child, what it told before it ended, and its result."""
+    """A child process, its output, and its result."""
 
     process: int
     pipe: int

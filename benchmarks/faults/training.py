@@ -45,7 +45,7 @@ def model(number: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 
 def train(number: int, cache: Path, marks: int | None = None, save: Path | None = None, steps: int = STEPS) -> Trained:
     """Train model `number`; `marks` is a descriptor that hears of the moments, `save` where the result is stored."""
-    os.environ[CACHE] = str(cache)  # the executor lies there, too
+    os.environ[CACHE] = str(cache)  # the executor is there, too
 
     import daceml_train as dt
     from daceml_train.codegen.cpu import compile as kernels

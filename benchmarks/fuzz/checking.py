@@ -120,7 +120,7 @@ def _called(case: Case, targets: Sequence[Tensor], dtype: torch.dtype, pipeline:
 
 
 def _compiled(case: Case, model: nn.Module, pipeline: Any) -> tuple[Callable[..., Any], list[str]]:
-    """The model as `optimize` or `torch.compile` gives it, and the list in which it keeps what falls back."""
+    """The model from `optimize` or `torch.compile`, and the list of its fallbacks."""
     if case.backend:
         backend = Backend(Options(pipeline, jobs=2).settings())
         return torch.compile(model, backend=backend, dynamic=case.dynamic), backend.breaks
@@ -182,7 +182,7 @@ def _unlimited(given: dt.Pass) -> dt.Pass:
 
 
 def references(case: Case) -> tuple[list[Tensor], list[Values], list[Values]]:
-    """Targets, and what PyTorch makes of steps and of calls: in float64, in float32, with noise. Raises `Rejected`."""
+    """Targets, and PyTorch's results of steps and calls: in float64, in float32, with noise. Raises `Rejected`."""
     torch._dynamo.reset()
     torch.set_num_threads(case.threads)
     try:

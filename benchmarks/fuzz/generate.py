@@ -75,7 +75,7 @@ def _called(random: Random, case: Case) -> Case:
 
 
 def shapes_of(case: Case) -> list[tuple[int, ...]] | None:
-    """Shapes of `h` before and behind each layer, with the first batch size; None where either size fails."""
+    """Shapes of `h` before and after each layer, with the first batch size; None where either size fails."""
     try:
         for number in (3, 0):
             found: list[tuple[int, ...]] = []

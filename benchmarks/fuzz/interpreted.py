@@ -22,11 +22,11 @@ from daceml_train.runtime.gpu.plan import same_strides
 from daceml_train.tensor import evaluate
 
 _graphs: dict[int, tuple[Program, Graph]] = {}
-"""Programs, and the graph behind all passes from which each was lowered."""
+"""Programs, and the graph after all passes from which each was lowered."""
 
 
 class Interpreted:
-    """Stands in for an `Executable`: results lie in the slots, at the offsets and in the strides of the program."""
+    """Replaces an `Executable`: results are in the slots, at the offsets and in the strides of the program."""
 
     def __init__(self, program: Program, *_: Any) -> None:
         self.program, self.device = program, CPU
@@ -37,7 +37,7 @@ class Interpreted:
         return tuple(inputs[index].shape[dim] for index, dim in self.program.symbols.values())
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run. Raises `InputMismatch` where an input lies otherwise than the program takes it."""
+        """Run. Raises `InputMismatch` for an input in another layout than the program's."""
         sizes = dict(zip(self.program.symbols, self.sizes_of(inputs), strict=True))
         arrays = {}
         for index, (tensor, entry) in enumerate(zip(inputs, self.program.inputs, strict=True)):

@@ -55,7 +55,7 @@ def _smaller(case: Case) -> Iterator[Case]:
 
 
 def _without(case: Case, dropped: Sequence[int]) -> Case:
-    """Without some layers; values before a dropped layer are those behind it."""
+    """Without some layers; values before a dropped layer replace those after it."""
     places, left = {}, 0
     for i in range(len(case.layers)):
         places[i] = left

@@ -91,7 +91,7 @@ def outcomes(first: int, models: int, layers: int, flags: str, jobs: int, second
 
 
 def _examined_alone(seed: int, layers: int, flags: str) -> Outcome:
-    """The outcome of a seed in a process of its own; it is wrong if that dies, unless PyTorch alone makes it die."""
+    """The outcome of a seed in a separate process; wrong if the process dies, unless it does so under PyTorch alone."""
     context = multiprocessing.get_context("spawn")
     for function, arguments in ((examined, (seed, layers, flags)), (_taken, (seed, layers))):
         with ProcessPoolExecutor(1, context) as pool:
@@ -105,7 +105,7 @@ def _examined_alone(seed: int, layers: int, flags: str) -> Outcome:
 
 
 def _taken(seed: int, layers: int) -> Outcome:
-    """What a seed's outcome is whose check makes the process die, if PyTorch's own runs do not."""
+    """The outcome of a seed whose check kills the process, if PyTorch's own runs do not."""
     with contextlib.suppress(Rejected):
         references(random_case(seed, layers))
     return Outcome(seed, "wrong", "the process died")
@@ -113,7 +113,7 @@ def _taken(seed: int, layers: int) -> Outcome:
 
 @dataclass
 class Run:
-    """What one run of the command found; a file of results is a list of them, each with the seeds behind the last's."""
+    """The findings of one run of the command; a result file lists runs, each with the seeds after those of the last."""
 
     arguments: dict[str, Any]
     versions: dict[str, str]

@@ -122,7 +122,7 @@ def items(options: argparse.Namespace) -> list[Item]:
 
 
 def steps(rows: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Training steps by network and precision: milliseconds and peak bytes by variant, and what is known of ours."""
+    """Training steps by network and precision: milliseconds and peak bytes by variant, and details."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for key, row in rows.items():
         kind, *names = key.split(" | ")

@@ -28,7 +28,7 @@ DIRECTIONS = ("forward", "backward")
 
 
 def prepared(name: str, direction: str) -> Callable[[], dict[str, Any]]:
-    """A pass, compiled; measuring gives its bytes by the model and by the profiler, or by its time."""
+    """A compiled pass; measuring returns its bytes by the model and by the profiler, or by its time."""
     run = passes(name)[direction]
     for _ in range(3):
         run()

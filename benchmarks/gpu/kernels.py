@@ -78,7 +78,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def prepared(name: str, kind: str) -> Callable[[], dict[str, Any]]:
-    """A case in all faces, compiled; measuring gives its two rows."""
+    """A case in all variants, compiled; measuring returns its two rows."""
     (make, shape), dtype = CASES[name], getattr(torch, kind)
     module = make().to(DEVICE).to(dtype)
     scalar = name == "cross-entropy"
@@ -119,7 +119,7 @@ def _times(called: Any, inputs: list[Tensor]) -> tuple[float, float]:
 
 
 def adam() -> Callable[[], dict[str, Any]]:
-    """One parameter, whose gradient is a product that costs next to nothing beside the update."""
+    """One parameter, whose gradient is a product that costs next to nothing compared with the update."""
     count = 1 << (26 if DEVICE == "cuda" else 12)
     steps: dict[str, Callable[[], object]] = {}
     for face in ("ours", "eager", "compiled"):

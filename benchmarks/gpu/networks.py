@@ -45,7 +45,7 @@ class BertLayers(nn.Module):
 
 
 def hidden(batch: int, length: int, width: int) -> tuple[Tensor, Tensor]:
-    """What an embedding might give, and what a layer stack should make of it."""
+    """A plausible output of an embedding, and targets for a layer stack."""
     return torch.randn(batch, length, width), torch.randn(batch, length, width)
 
 
@@ -122,7 +122,7 @@ GIB = {"FCN-8s": 10.0, "MobileNetV2": 10.0, "EfficientNet-B0": 12.0, "GPT-2": 12
 
 @dataclass
 class Row:
-    """Milliseconds per step and peak bytes of a variant; `launches` are CUDA launches of one recorded step of ours."""
+    """Milliseconds per step and peak bytes of a variant; `launches` are CUDA launches of a step in a CUDA graph."""
 
     milliseconds: float = 0.0
     peak: int = 0
@@ -170,7 +170,7 @@ def prepared(name: str, precision: str, variant: str) -> Callable[[], dict[str, 
 
 
 def on_one_stream() -> None:
-    """From now on, recordings in this process use one stream."""
+    """Let CUDA graphs in this process use one stream from here on."""
     from daceml_train.lowering import streams
     from daceml_train.runtime.gpu import cuda_graph
 

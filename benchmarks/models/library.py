@@ -53,7 +53,7 @@ def library(
     rate: float = 1e-2,
     **options: Any,
 ) -> Model:
-    """The row of a class of the library; imported when it is made, since that takes seconds."""
+    """The row of a class of the library; imported on demand, since that takes seconds."""
 
     def made() -> nn.Module:
         import transformers
@@ -308,4 +308,4 @@ NAMED: tuple[Model, ...] = (
     ),
     Model("detr", _detr, images(64, pixel_mask=lambda: torch.ones(3, 64, 64, dtype=torch.long)), _boxes),
 )
-"""What the promise of `make conformance-models` names."""
+"""The models that `make conformance-models` promises."""

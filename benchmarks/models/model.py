@@ -1,4 +1,4 @@
-"""Model: a row of the tables; how to make a model, a batch for it, and a loss, equally each time."""
+"""Model: a row of the tables; how to create a model, a batch for it, and a loss, equal each time."""
 
 from __future__ import annotations
 

@@ -44,15 +44,15 @@ class Step:
 
 @dataclass
 class Run:
-    """Three steps, and what is there behind them."""
+    """Three steps, and the state after them."""
 
     steps: list[Step] = field(default_factory=list)
     starts: list[dict[str, Tensor]] = field(default_factory=list)
-    """The model's state before each step and behind the last one, where it was asked for."""
+    """The model's state before each step and after the last one, if requested."""
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     evaluated: dict[str, Tensor] = field(default_factory=dict)
-    """The model's results behind the steps, in evaluation and without gradients; a step as one program has none."""
+    """The model's results after the steps, in evaluation mode without gradients; none for a step as one program."""
 
 
 def optimizer_of(model: nn.Module, rate: float) -> torch.optim.Optimizer:
@@ -83,7 +83,7 @@ def train(
 
 
 def evaluated(model: nn.Module, called: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors that `model`, called through `called`, gives in evaluation and without gradients, by position.
+    """The tensors that `model`, called through `called`, returns in evaluation mode without gradients, by position.
 
     It is training before and behind.
     """
@@ -127,7 +127,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def train_with_noise(row: Model, seed: int) -> Run:
-    """The same in eager execution with noise in the last bit of every result, and of the factors of every product."""
+    """The same in eager execution with noise in the last bit of every result, and of the operands of every matmul."""
     model, batch = row.build()
     with Rounding(seed, terms=True):
         return train(row, model, model, batch)

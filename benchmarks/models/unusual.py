@@ -16,7 +16,7 @@ from benchmarks.models.model import Batch, Model
 
 
 class Mixture(nn.Module):
-    """Experts behind a router that sends each token to its two best ones, with a loss that balances them."""
+    """Experts after a router that sends each token to its two best ones, with a loss that balances them."""
 
     def __init__(self, width: int = 16, experts: int = 4) -> None:
         super().__init__()
@@ -295,4 +295,4 @@ def _rows() -> Iterator[Model]:
 
 
 UNUSUAL: tuple[Model, ...] = tuple(_rows())
-"""Each gives its loss."""
+"""Each returns its loss."""

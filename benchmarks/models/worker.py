@@ -70,7 +70,7 @@ def outcome(row: Model, cache: Path) -> Outcome:
 
 
 def _optimized_again(row: Model, cache: Path) -> Run:
-    """The run through `optimize` once more, with the state before each step."""
+    """Repeat the run through `optimize`, with the state before each step."""
     model, batch = row.build()
     return train(row, model, dt.optimize(model, cache=cache), batch, keep=True)
 

@@ -283,4 +283,4 @@ WRITTEN: tuple[Model, ...] = (
     Model("contrastive", Contrastive, lambda: {"x": torch.randn(8, 8), "noise": 0.1 * torch.randn(8, 8)}, _itself),
     Model("physics", Physics, lambda: {"x": torch.rand(12, 2), "y": torch.rand(12)}, _itself),
 )
-"""Each gives its loss."""
+"""Each returns its loss."""

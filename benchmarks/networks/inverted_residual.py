@@ -44,7 +44,7 @@ EFFICIENTNET_B0 = (
 
 
 class SqueezeExcitation(nn.Module):
-    """Scales channels by what a small network makes of their means (Hu et al., Squeeze-and-Excitation, 2018)."""
+    """Scales channels by a small network of their means (Hu et al., Squeeze-and-Excitation, 2018)."""
 
     def __init__(self, channels: int, inner: int, activation: type[nn.Module]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Network: how to make a model, its batch, its loss and its optimizer, equally each time."""
+"""Network: how to create a model, its batch, its loss and its optimizer, equal each time."""
 
 from __future__ import annotations
 

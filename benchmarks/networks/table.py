@@ -160,7 +160,7 @@ TWELVE: dict[str, Network] = {
         small=(partial(LoopLSTM, 20, 16), partial(tokens, 3, 6, 20)),
     ),
 }
-"""Sizes give steps of 0.05 to 3 s on two cores."""
+"""The sizes yield steps of 0.05 to 3 s on two cores."""
 
 NETWORKS: dict[str, Network] = TWELVE | {
     "resnet18": Network(

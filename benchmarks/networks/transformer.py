@@ -1,4 +1,4 @@
-"""Transformers (Vaswani et al., Attention Is All You Need, 2017), with the normalization before or behind."""
+"""Transformers (Vaswani et al., Attention Is All You Need, 2017), with the normalization before or after."""
 
 from __future__ import annotations
 

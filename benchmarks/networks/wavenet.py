@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 class GatedLayer(nn.Module):
-    """A dilated causal convolution of two taps behind a gate; its result goes on and to the skip connection."""
+    """A gated dilated causal convolution of two taps; its result goes to the next layer and the skip connection."""
 
     def __init__(self, channels: int, skip: int, dilation: int) -> None:
         super().__init__()

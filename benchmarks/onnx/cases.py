@@ -51,7 +51,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Light:
-    """A whole network of the suite "light": its weights are constant fills, its output lies beside it."""
+    """A whole network of the suite "light": its weights are constant fills, its output is stored beside it."""
 
     name: str
     path: Path
@@ -64,7 +64,7 @@ class Light:
 
     @property
     def data_sets(self) -> list[tuple[list[Any], list[Any]]]:
-        """The inputs that ONNX's own runner makes for these networks, and the stored output."""
+        """The inputs that ONNX's own runner generates for these networks, and the stored output."""
         declared = _inputs(self.model)
         inputs = [Runner.generate_dummy_data(x, seed=0, name=self.name, random=False) for x in declared]
         output = onnx.TensorProto.FromString(self.path.with_name(f"{self.path.stem}_output_0.pb").read_bytes())

@@ -177,7 +177,7 @@ def _train(row: Row, trip: Trip, original: torch.nn.Module, optimized: torch.nn.
         for name, parameter in theirs.items():
             if parameter.grad is None or name not in used:
                 if parameter.grad is not None and bool(parameter.grad.abs().max() > 0):
-                    row.wrong = f"{name} has a gradient in the original and is no parameter of the imported model"
+                    row.wrong = f"{name} has a gradient in the original and is not a parameter of the imported model"
                     return
                 continue
             got = ours[name].grad

@@ -1,4 +1,4 @@
-"""Damaged models: valid ones with bytes changed, cut or moved must give an error of ours or a model, never a crash.
+"""Damaged models: valid ones with bytes changed, cut or moved must lead to an error or a model, never to a crash.
 
 A child process reads them, so that a crash or a hang of native code is seen and does not end the run.
 """

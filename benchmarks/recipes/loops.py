@@ -38,7 +38,7 @@ def _between(change: Callable[[nn.Module, optim.Optimizer], Any], at: tuple[int,
 
 # ---- averages -------------------------------------------------------------------------------------------------------
 def averaged(**options: Any) -> Callable[[Way], None]:
-    """A running average of the parameters, and statistics made anew for it."""
+    """A running average of the parameters, with recomputed statistics."""
 
     def recipe(way: Way) -> None:
         model = small()
@@ -223,7 +223,7 @@ def _freeze(model: Any, _: Any) -> None:
 
 
 def _add_group(way: Way) -> None:
-    """A layer that stood still gets a parameter group of its own."""
+    """A frozen layer gets a parameter group of its own."""
     model = small()
     model[3].requires_grad_(False)
     optimizer = optim.SGD(model[:3].parameters(), lr=0.1, momentum=0.9)

@@ -28,7 +28,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "Adagrad": [{}, {"lr_decay": 0.1, "initial_accumulator_value": 0.5}],
     "NAdam": [{}, {"decoupled_weight_decay": True, "weight_decay": 0.1}],
 }
-"""Options beyond the defaults, for optimizers that have a rule of ours or a second algorithm inside."""
+"""Options beyond the defaults, for optimizers with a rule in this package or with a second algorithm."""
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda epoch: 0.9**epoch),
     "MultiplicativeLR": lambda o: schedulers.MultiplicativeLR(o, lambda epoch: 0.8),
@@ -88,7 +88,7 @@ def _optimizer(name: str, options: dict[str, Any]) -> Recipe:
 
 
 def _closure(way: Way) -> None:
-    """LBFGS evaluates the loss several times in a step; `training_step` gives it the closure."""
+    """LBFGS evaluates the loss several times in a step; `training_step` passes it the closure."""
     model = small()
     optimizer = optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, line_search_fn="strong_wolfe")
     if way.kind == "training_step":

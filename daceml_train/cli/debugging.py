@@ -57,9 +57,9 @@ def _explain(options: argparse.Namespace) -> int:
 
     model, inputs = called_with(options.model)
     say("capturing")
-    told = explain(model, *inputs)
+    explanation = explain(model, *inputs)
     say("")
-    Console().print(told)
+    Console().print(explanation)
     return 0
 
 
@@ -73,13 +73,13 @@ def _explain_node(options: argparse.Namespace) -> int:
         if len(pipeline):
             say(f"applying {len(pipeline)} passes")
             session.apply(pipeline)
-        told = lineage(session, options.node)
+        found = lineage(session, options.node)
     except DacemlError as error:
         raise Failure(str(error)) from error
     say("")
-    print(told)
+    print(found)
     if options.code is not None:
-        for path in told.write(options.code):
+        for path in found.write(options.code):
             print(f"written: {path}")
     return 0
 

@@ -61,10 +61,10 @@ def _compiler() -> Iterator[str]:
 
     command = compiler_command()
     try:
-        said = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
+        output = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise Failure(f"the C++ compiler {command[0]!r} does not run ({error}); install g++ or set CXX") from None
-    yield f"compiler: {said.splitlines()[0]}"
+    yield f"compiler: {output.splitlines()[0]}"
 
 
 def _folder() -> Iterator[str]:
@@ -94,11 +94,11 @@ def plugins() -> Iterator[str]:
     catalog.load()
     failures = []
     for plugin in load_plugins(*GROUPS):
-        told = f"plugin {plugin.name} ({plugin.target}) of {plugin.package}"
+        label = f"plugin {plugin.name} ({plugin.target}) of {plugin.package}"
         if plugin.failure:
-            failures.append(f"{told} does not load: {plugin.failure}")
+            failures.append(f"{label} does not load: {plugin.failure}")
         else:
-            yield told
+            yield label
     if failures:
         raise Failure("; ".join(failures))
 

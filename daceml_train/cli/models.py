@@ -61,10 +61,10 @@ def made_by(place: str, options: argparse.Namespace | None = None) -> tuple[Any,
     factory = getattr(module, name, None)
     if not callable(factory):
         raise Failure(f"{path} has no function {name!r}")
-    made = factory()
-    if not isinstance(made, tuple) or len(made) not in (2, 4):
+    result = factory()
+    if not isinstance(result, tuple) or len(result) not in (2, 4):
         raise Failure(f"{name}() must return (module, inputs) or (module, inputs, loss, optimizer)")
-    return made
+    return result
 
 
 def onnx_model(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:

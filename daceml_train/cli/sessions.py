@@ -76,10 +76,10 @@ def _replay(options: argparse.Namespace) -> int:
         pipeline = Pipeline.of(options.file)  # report an unreadable file before a model is captured
         session = session_of(options)
         say(f"applying {len(pipeline)} passes")
-        told = session.replay(pipeline)
+        replayed = session.replay(pipeline)
         say("")
-        print(told)
-        well = not told.missed
+        print(replayed)
+        well = not replayed.missed
         if options.verify:
             say("verifying")
             verified = session.verify()

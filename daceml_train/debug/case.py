@@ -80,12 +80,12 @@ def _case(captured: Captured, gm: fx.GraphModule, arguments: Sequence[Any]) -> C
     arrays = {name: array(tensor) for name, tensor in input_tensors(captured, kept).items()}
     if SEED in captured.graph.inputs:
         arrays[SEED] = np.asarray(7)
-    made = Case(captured, gm, kept, arrays)
+    case = Case(captured, gm, kept, arrays)
     values = interpret(captured.graph, arrays).outputs
     random = np.random.default_rng(0)
     for i in differentiable_outputs(captured):
-        made.cotangents[captured.graph.outputs[i]] = np.asarray(random.standard_normal(values[i].shape))
-    return made
+        case.cotangents[captured.graph.outputs[i]] = np.asarray(random.standard_normal(values[i].shape))
+    return case
 
 
 def array(tensor: torch.Tensor) -> Array:
@@ -136,14 +136,14 @@ def eager(case: Case) -> Eager:
     for source, result in zip(case.captured.outputs, results, strict=True):
         if source.kind == "graph":
             outputs.setdefault(case.graph.outputs[source.index], result)
-    held = dict(module.named_parameters()) | dict(module.named_buffers())
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     leaves, after = {}, {}
     for entry in case.captured.inputs:
         if entry.kind == "tensor":
             assert entry.position is not None
             leaves[entry.name], after[entry.name] = wide[entry.position], given[entry.position]
-        elif entry.kind == "attribute" and entry.source in held:
-            leaves[entry.name] = after[entry.name] = held[entry.source]
+        elif entry.kind == "attribute" and entry.source in tensors:
+            leaves[entry.name] = after[entry.name] = tensors[entry.source]
     gradients = _gradients(outputs, case.cotangents, {n: leaves[n] for n in case.wrt if n in leaves})
     writes = {name: array(after[name]) for name in case.graph.writes if name in after}
     return Eager({name: array(value) for name, value in outputs.items()}, writes, gradients)
@@ -167,14 +167,14 @@ def first_departing_node(case: Case) -> tuple[Node, float] | None:
     ours = interpret(case.graph, case.arrays).values
     makers = case.graph.producers()
     tensors = input_tensors(case.captured, case.arguments)
-    held = {s.source: s.value for s in case.captured.inputs if s.kind == "attribute"}
+    attributes = {s.source: s.value for s in case.captured.inputs if s.kind == "attribute"}
     env: dict[fx.Node, Any] = {}
     for node in trace.module.graph.nodes:
         value = trace.arrays.get(node)
         try:
             if node.op == "placeholder":
                 name = value.name if isinstance(value, Value) else ""
-                tensor = tensors.get(name, held.get(name))
+                tensor = tensors.get(name, attributes.get(name))
                 env[node] = tensor.double() if tensor is not None and tensor.is_floating_point() else tensor
                 env[node] = value if tensor is None else env[node]
                 continue
@@ -184,12 +184,12 @@ def first_departing_node(case: Case) -> tuple[Node, float] | None:
                 env[node] = getattr(trace.module, str(node.target))
                 continue
             arguments, keywords = (fx.node.map_arg(a, env.__getitem__) for a in (node.args, node.kwargs))
-            made = node.target(*arguments, **keywords)
+            result = node.target(*arguments, **keywords)
         except Exception:  # what exists in traces only, or float64 where the trace has another type
             return None
-        env[node] = made
-        if isinstance(value, Value) and isinstance(made, torch.Tensor) and value.name in makers:
-            error = departs(ours[value.name], array(made)) if value.name in ours else None
+        env[node] = result
+        if isinstance(value, Value) and isinstance(result, torch.Tensor) and value.name in makers:
+            error = departs(ours[value.name], array(result)) if value.name in ours else None
             if error is not None:
                 return makers[value.name], error
     return None

@@ -101,7 +101,7 @@ class Explanation:
 def explain(model: torch.nn.Module, *inputs: Any, **keywords: Any) -> Explanation:
     """How `model` is captured on these inputs; it runs once, on a copy, in PyTorch."""
     model = copy.deepcopy(original(model))
-    made = Explanation(type(model).__name__)
+    explanation = Explanation(type(model).__name__)
     found: dict[tuple[str, str, str], tuple[str, int]] = {}
 
     def note(kind: str, what: str, where: str, advice: str) -> None:
@@ -115,10 +115,10 @@ def explain(model: torch.nn.Module, *inputs: Any, **keywords: Any) -> Explanatio
         try:
             captured = capture(gm, examples)
         except DacemlError as error:
-            made.graphs.append(0)
+            explanation.graphs.append(0)
             note("refused", error.message, error.where, error.advice or _advice(error.message))
         else:
-            made.graphs.append(len(captured.graph.nodes))
+            explanation.graphs.append(len(captured.graph.nodes))
             for operator, origin in captured.fallbacks:
                 note("fallback", operator, str(origin), _FALLBACK)
         return gm.forward
@@ -130,10 +130,10 @@ def explain(model: torch.nn.Module, *inputs: Any, **keywords: Any) -> Explanatio
     except TorchDynamoException as error:
         note("refused", _sentence(reason(error)), "", _advice(str(error)))
         model(*inputs, **keywords)  # where that fails too, the model is at fault, and PyTorch says so
-    if not made.graphs and not found:
-        note("refused", f"TorchDynamo finds nothing that it can compile in {made.name}.forward", "", _OTHERWISE)
-    made.notes = [Note(*key, advice, count) for key, (advice, count) in found.items()]
-    return made
+    if not explanation.graphs and not found:
+        note("refused", f"TorchDynamo finds nothing that it can compile in {explanation.name}.forward", "", _OTHERWISE)
+    explanation.notes = [Note(*key, advice, count) for key, (advice, count) in found.items()]
+    return explanation
 
 
 def _sentence(text: str) -> str:

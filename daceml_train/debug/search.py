@@ -138,9 +138,9 @@ class _Search:
         return bool(self.result)
 
     def capture(self, case: Case, outputs: Mapping[str, Array], writes: Mapping[str, Array]) -> bool:
-        made = interpret(case.graph, case.arrays)
+        result = interpret(case.graph, case.arrays)
         expected = {**outputs, **writes}
-        given = {**dict(zip(case.graph.outputs, made.outputs, strict=True)), **made.writes}
+        given = {**dict(zip(case.graph.outputs, result.outputs, strict=True)), **result.writes}
         self.result.compared.append(f"{len(expected)} results of a captured graph of {len(case.graph.nodes)} operators")
         errors = {name: departs(given[name], expected[name]) for name in expected}
         worst = next(((name, e) for name, e in errors.items() if e is not None), None)
@@ -150,7 +150,7 @@ class _Search:
         if first is None:
             return self.found("capture", f"the result %{worst[0]}", "", worst[1])
         node, error = first
-        values = {**made.values, **case.arrays}
+        values = {**result.values, **case.arrays}
         part = excerpt(case.graph, [node], list(node.outputs))
         return self.found(
             "capture", str(node), str(node.origin), error, self.operator_script("capture", node, part, values)
@@ -166,9 +166,11 @@ class _Search:
         arrays: Mapping[str, Array],
         expected: Mapping[str, Array] | None,
     ) -> bool:
-        made = interpret(joint, arrays).outputs[len(graph.outputs) :]
+        derivatives = interpret(joint, arrays).outputs[len(graph.outputs) :]
         if expected is not None:
-            errors = [departs(g, expected.get(n, np.zeros_like(g))) for n, g in zip(gradients, made, strict=True)]
+            errors = [
+                departs(g, expected.get(n, np.zeros_like(g))) for n, g in zip(gradients, derivatives, strict=True)
+            ]
             self.result.compared.append(f"{len(gradients)} gradients")
             if all(error is None for error in errors):
                 return False
@@ -218,12 +220,12 @@ class _Search:
             return
         cut = partition(joint, len(graph.outputs))
         first = {name: arrays[name] for name in cut.forward.inputs}
-        made = interpret(cut.forward, first)
+        result = interpret(cut.forward, first)
         whole = interpret(joint, arrays)
         yield cut.forward, first
-        saved = dict(zip(cut.saved, made.outputs[len(graph.outputs) :], strict=True))
+        saved = dict(zip(cut.saved, result.outputs[len(graph.outputs) :], strict=True))
         second = {name: saved[name] if name in saved else arrays[name] for name in cut.backward.inputs}
-        both = [*made.outputs[: len(graph.outputs)], *interpret(cut.backward, second).outputs]
+        both = [*result.outputs[: len(graph.outputs)], *interpret(cut.backward, second).outputs]
         errors = [departs(a, b) for a, b in zip(both, whole.outputs, strict=True)]
         worst = next((e for e in errors if e is not None), None)
         if worst is not None:
@@ -327,9 +329,9 @@ def derivative_error(graph: Graph, node: Node, values: Mapping[str, Array]) -> f
     except Exception:  # an operator without a derivative: nothing flows through it
         return None
     joint.outputs = [value.name for value in found.values() if value is not None]
-    made = interpret(joint, {**arrays, **{of[n].name: seeds[n] for n in results}}).outputs
+    gradients = interpret(joint, {**arrays, **{of[n].name: seeds[n] for n in results}}).outputs
     kept = [name for name, value in found.items() if value is not None]
-    ours = sum(float((g * direction[n]).sum()) for n, g in zip(kept, made, strict=True))
+    ours = sum(float((g * direction[n]).sum()) for n, g in zip(kept, gradients, strict=True))
 
     def along(width: float) -> float:
         ends = []
@@ -340,7 +342,9 @@ def derivative_error(graph: Graph, node: Node, values: Mapping[str, Array]) -> f
         return (ends[0] - ends[1]) / (2 * width)
 
     wide, narrow = along(1e-5), along(1e-6)
-    scale = max(abs(narrow), sum(float(np.abs(g * direction[n]).sum()) for n, g in zip(kept, made, strict=True)), 1e-9)
+    scale = max(
+        abs(narrow), sum(float(np.abs(g * direction[n]).sum()) for n, g in zip(kept, gradients, strict=True)), 1e-9
+    )
     if not np.isfinite(scale) or abs(wide - narrow) > 1e-4 * scale:
         return None
     error = abs(ours - narrow) / scale
@@ -354,11 +358,11 @@ def code_difference(graph: Graph, arrays: Mapping[str, Array], cache: str) -> fl
     rounded = {name: array(t) for name, t in zip(graph.inputs, tensors, strict=True)}
     expected = interpret(graph, rounded)
     compiled = compile_differentiable(graph, (), (), Settings(Pipeline(), Cache(Path(cache))))
-    made = run_with_layout(compiled.forward, tensors)[: len(graph.outputs)]
+    outputs = run_with_layout(compiled.forward, tensors)[: len(graph.outputs)]
     after = {name: array(t) for name, t in zip(graph.inputs, tensors, strict=True) if name in graph.writes}
     pairs = [
         (array(t), value, graph.tensors[name].dtype)
-        for t, value, name in zip(made, expected.outputs, graph.outputs, strict=True)
+        for t, value, name in zip(outputs, expected.outputs, graph.outputs, strict=True)
     ]
     pairs += [(after[n], value, graph.tensors[n].dtype) for n, value in expected.writes.items()]
     errors = (departs(a, b, CODE_TOLERANCE.get(dtype, _FLOAT32)) for a, b, dtype in pairs)
@@ -367,8 +371,8 @@ def code_difference(graph: Graph, arrays: Mapping[str, Array], cache: str) -> fl
 
 def _tensor(value: Array, type_: Any) -> torch.Tensor:
     order = type_.order or tuple(range(value.ndim))
-    made = torch.empty([value.shape[d] for d in order], dtype=torch_dtype(type_.dtype))
-    return made.permute([order.index(d) for d in range(value.ndim)]).copy_(torch.as_tensor(value))
+    tensor = torch.empty([value.shape[d] for d in order], dtype=torch_dtype(type_.dtype))
+    return tensor.permute([order.index(d) for d in range(value.ndim)]).copy_(torch.as_tensor(value))
 
 
 def _where(graph: Graph) -> str:

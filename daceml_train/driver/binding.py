@@ -60,11 +60,11 @@ def laid_out(captured: Captured, outputs: Sequence[torch.Tensor], sizes: Mapping
 
     Other results of a program are copied: its layouts, and arrays that serve as several results, are its own.
     """
-    made = list(outputs)
+    results = list(outputs)
     owners: set[int] = set()
     described = {source.index: source for source in captured.outputs if source.kind == "graph"}
     for index, source in sorted(described.items()):
-        tensor = made[index]
+        tensor = results[index]
         strides = None if source.strides is None else tuple(evaluate(s, sizes) for s in source.strides)
         if strides is not None and not same_strides(tensor, strides):
             tensor = _copied(tensor, strides)
@@ -73,8 +73,8 @@ def laid_out(captured: Captured, outputs: Sequence[torch.Tensor], sizes: Mapping
         if not tensor.is_inference() and tensor._version != source.version:
             torch._C._autograd._unsafe_set_version_counter((tensor,), (source.version,))
         owners.add(tensor.untyped_storage()._cdata)
-        made[index] = tensor
-    return made
+        results[index] = tensor
+    return results
 
 
 def _copied(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:

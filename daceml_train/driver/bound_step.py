@@ -154,7 +154,7 @@ class BoundStep:
     ) -> None:
         step, program = self.step, self.step.executable.program
         given = {id(t): i for i, t in enumerate(flat) if isinstance(t, torch.Tensor)}
-        held = {id(t) for t in self.same.values}
+        known = {id(t) for t in self.same.values}
         sources = {source.name: source for source in captured.inputs}
         rates = torch.frombuffer(self.rates, dtype=torch.float64)
         scaling = self._scaler_state(next(iter(by_name.values())).device)
@@ -184,7 +184,7 @@ class BoundStep:
                     continue
                 if not _same_strides(tensor, strides):
                     raise Unsupported(f"{entry.path} is not dense in memory (strides {tensor.stride()})")
-                if id(tensor) not in held and source.kind == "tensor":
+                if id(tensor) not in known and source.kind == "tensor":
                     self.followed.append(_follow(source.source, scope, code_globals, tensor))
                     if self.followed[-1].number:
                         self.host_positions.append(position)
@@ -221,8 +221,8 @@ class BoundStep:
         self.host: HostScalars | None = None
         if not isinstance(self.device, GPU):
             return
-        held = [i for i, t in enumerate(self.inputs) if t is not _NOTHING and not self.device.holds(t)]
-        positions = sorted({*self.host_positions, *held})
+        host = [i for i, t in enumerate(self.inputs) if t is not _NOTHING and not self.device.holds(t)]
+        positions = sorted({*self.host_positions, *host})
         for position in positions:
             entry = self.step.executable.program.inputs[position]
             if self.inputs[position].ndim or entry.mutable:
@@ -237,9 +237,9 @@ class BoundStep:
         return self.scale
 
     def _state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        held = self.accumulated[id(parameter)] if name == ACCUMULATED else self.optimizer.state[parameter][name]
-        assert isinstance(held, torch.Tensor)
-        return held
+        tensor = self.accumulated[id(parameter)] if name == ACCUMULATED else self.optimizer.state[parameter][name]
+        assert isinstance(tensor, torch.Tensor)
+        return tensor
 
     # ---- every call ---------------------------------------------------------------------------------------------
     def valid(self, scope: dict[str, Any]) -> bool:
@@ -314,9 +314,9 @@ class BoundStep:
                 parameter.grad = _laid_out_like(parameter, gradient)
         self.norm = outputs.pop() if self.step.norm else None
         if self.first:
-            made = outputs[1 + len(self.kept) :]
+            states = outputs[1 + len(self.kept) :]
             owners = dict(zip(self.step.trained, self.trained, strict=True))
-            for (owner, name), tensor in zip(self.step.made, made, strict=True):
+            for (owner, name), tensor in zip(self.step.made, states, strict=True):
                 self.optimizer.state[owners[owner]][name] = _laid_out_like(owners[owner], tensor)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at
         return outputs[0]

@@ -187,13 +187,13 @@ def generate(compiled: Compiled, options: Settings, device: Device) -> dict[str,
     programs, records = compiled.programs, compiled.records
     codes = [code for program in programs for each in program.all for code in each.codes]
     distinct = list({code.key: code for code in codes}.values())
-    made = device.toolchain.addresses(distinct, options.cache.kernels, options.jobs, options.progress)
-    log_kernels(programs, records, {key: path for key, (_, path) in made.items()}, began)
-    for _, path in made.values():
+    addresses = device.toolchain.addresses(distinct, options.cache.kernels, options.jobs, options.progress)
+    log_kernels(programs, records, {key: path for key, (_, path) in addresses.items()}, began)
+    for _, path in addresses.values():
         with contextlib.suppress(OSError):  # so that eviction knows it is used; a cache may be read-only
             os.utime(path)
     records[0].seconds["kernels"] = time.perf_counter() - start
-    return {key: address for key, (address, _) in made.items()}
+    return {key: address for key, (address, _) in addresses.items()}
 
 
 def link(compiled: Compiled, options: Settings, device: Device = CPU, arena: AnyArena | None = None) -> Linked:

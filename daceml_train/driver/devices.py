@@ -18,17 +18,17 @@ def for_device(graph: Graph, device: Device) -> Graph:
     graph = within(graph, lambda body: for_device(body, device))
     if not any(isinstance(n.op, FusedAttention) for n in graph.nodes):
         return graph
-    made = graph.empty()
+    result = graph.empty()
     names: dict[str, str] = {}
     for node in graph.nodes:
         operands = tuple(names.get(n, n) for n in node.inputs)
-        with made.at(node.origin):
+        with result.at(node.origin):
             if isinstance(node.op, FusedAttention):
-                values = _written_out(node.op, [made.value(n) for n in operands])
+                values = _written_out(node.op, [result.value(n) for n in operands])
             else:
-                values = made.append(node.op, operands)
+                values = result.append(node.op, operands)
         names |= dict(zip(node.outputs, (v.name for v in values), strict=True))
-    return graph.finish(made, names)
+    return graph.finish(result, names)
 
 
 def _written_out(op: FusedAttention, operands: list[Value]) -> tuple[Value, ...]:

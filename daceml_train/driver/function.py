@@ -76,8 +76,8 @@ class CompiledGraph:
         names = list(captured.graph.inputs)
         self.names = names
         self.kept = [names.index(name) for name in compiled.kept]
-        held = [name for name in names if name != SEED and name not in captured.draws]
-        self.written = [held.index(name) for name in captured.graph.writes]
+        fixed = [name for name in names if name != SEED and name not in captured.draws]
+        self.written = [fixed.index(name) for name in captured.graph.writes]
         self.changes = [(names.index(name), count) for name, count in captured.changes.items()]
         self.wanted = {names.index(name): k for k, name in enumerate(compiled.gradients)}
         self.differentiable = frozenset(differentiable_outputs(captured))
@@ -99,11 +99,11 @@ class CompiledGraph:
     def forward(self, tensors: Sequence[torch.Tensor], awaited: bool) -> tuple[list[torch.Tensor], Ticket | None]:
         """Run the forward program; the ticket is for `backward`."""
         changed = [(tensors[i], _version(tensors[i]) + count) for i, count in self.changes]
-        made = self._run(tensors, awaited)
+        outputs = self._run(tensors, awaited)
         for tensor, version in changed:
             if not tensor.is_inference():
                 torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
-        return made
+        return outputs
 
     def _run(self, tensors: Sequence[torch.Tensor], awaited: bool) -> tuple[list[torch.Tensor], Ticket | None]:
         executable = self.compiled.forward

@@ -133,10 +133,13 @@ def compile_differentiable(
     graph: Graph, wrt: Sequence[str], outputs: Sequence[int], options: Settings, device: Device = CPU
 ) -> Differentiable:
     """Compile a captured graph for forward calls and for gradients of the outputs `outputs` by the inputs `wrt`."""
-    made = compile_graph(graph, Gradients(wrt, outputs), options, device)
-    forward, *backward = made.executables
+    compiled = compile_graph(graph, Gradients(wrt, outputs), options, device)
+    forward, *backward = compiled.executables
     return Differentiable(
-        forward=forward, backward=backward[0] if backward else None, records=made.records, **vars(made.interface)
+        forward=forward,
+        backward=backward[0] if backward else None,
+        records=compiled.records,
+        **vars(compiled.interface),
     )
 
 
@@ -203,5 +206,5 @@ def compile_step(
 
     Steps with the same `arena` must not run at the same time.
     """
-    made = compile_graph(graph, StepGoal(trained, keep_gradients, gradients), options, device, arena)
-    return WholeStep(executable=made.executables[0], records=made.records, **vars(made.interface))
+    compiled = compile_graph(graph, StepGoal(trained, keep_gradients, gradients), options, device, arena)
+    return WholeStep(executable=compiled.executables[0], records=compiled.records, **vars(compiled.interface))

@@ -49,8 +49,8 @@ class Inference(Goal):
 def compile_inference(graph: Graph, options: Settings) -> Differentiable:
     """Compile a captured graph for calls without gradients, on the CPU, by the pipeline for inference."""
     options = replace(options, pipeline=options.inference or options.pipeline)
-    made = compile_graph(without_detach(graph), Inference(), options)
-    main, *rest = made.executables
+    compiled = compile_graph(without_detach(graph), Inference(), options)
+    main, *rest = compiled.executables
     weights_only = rest[0] if rest else None
     prepacked = None
     if weights_only is not None or any(entry.packing is not None for entry in main.program.inputs):
@@ -58,7 +58,7 @@ def compile_inference(graph: Graph, options: Settings) -> Differentiable:
         read = [names[entry.name] for entry in weights_only.program.inputs] if weights_only else []
         taken = [names[entry.name] for entry in main.program.inputs if entry.name in names]
         prepacked = PrepackedWeights(weights_only, read, taken, main.program.inputs)
-    return Differentiable(forward=main, records=made.records, prepacked=prepacked, **vars(made.interface))
+    return Differentiable(forward=main, records=compiled.records, prepacked=prepacked, **vars(compiled.interface))
 
 
 def without_detach(graph: Graph) -> Graph:
@@ -66,11 +66,11 @@ def without_detach(graph: Graph) -> Graph:
     if not any(isinstance(node.op, Detach) for node in graph.nodes):
         return graph
     other = graph.empty()
-    now: dict[str, str] = {}
+    values: dict[str, str] = {}
     for node in graph.nodes:
-        inputs = tuple(now.get(name, name) for name in node.inputs)
+        inputs = tuple(values.get(name, name) for name in node.inputs)
         if isinstance(node.op, Detach):
-            now[node.outputs[0]] = inputs[0]
+            values[node.outputs[0]] = inputs[0]
         else:
             other.append(node.op, inputs, node.outputs, node.origin)
-    return graph.finish(other, now)
+    return graph.finish(other, values)

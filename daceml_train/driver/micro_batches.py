@@ -198,8 +198,8 @@ def split(inputs: Any, targets: tuple[Any, ...], count: int) -> list[tuple[Any, 
     parts = []
     for start in range(0, size, each):
         cut = [x.narrow(0, start, each) if isinstance(x, torch.Tensor) and x.ndim else x for x in leaves]
-        made = pytree.tree_unflatten(cut, form)
-        parts.append((made[0], tuple(made[1])))
+        part = pytree.tree_unflatten(cut, form)
+        parts.append((part[0], tuple(part[1])))
     return parts
 
 

@@ -101,9 +101,9 @@ class Backend:
             compiled = compile_inference(captured.graph, self.options)
         compiled.records[0].fallbacks = [(target, str(origin)) for target, origin in captured.fallbacks]
         self.records += compiled.records
-        made = CompiledGraph(captured, compiled, as_eager(module), self.options.cuda_graphs, self.note)
-        self.cuda_graphs += [made.cuda_graphs] if made.cuda_graphs is not None else []
-        return made
+        compiled_graph = CompiledGraph(captured, compiled, as_eager(module), self.options.cuda_graphs, self.note)
+        self.cuda_graphs += [compiled_graph.cuda_graphs] if compiled_graph.cuda_graphs is not None else []
+        return compiled_graph
 
 
 def optimized(module: torch.nn.Module, options: Settings) -> torch.nn.Module:
@@ -123,13 +123,13 @@ def optimized(module: torch.nn.Module, options: Settings) -> torch.nn.Module:
     names |= {"__qualname__": source.__qualname__, "__slots__": ("_daceml_train",)}
     methods = [name for name in METHODS if callable(getattr(source, name, None)) and name not in module.__dict__]
     names |= {name: _entry(getattr(source, name), name) for name in methods}
-    made = cast(torch.nn.Module, object.__new__(type(source.__name__, (_Optimized, source), names)))
-    object.__setattr__(made, "__dict__", module.__dict__)
+    twin = cast(torch.nn.Module, object.__new__(type(source.__name__, (_Optimized, source), names)))
+    object.__setattr__(twin, "__dict__", module.__dict__)
     backend = Backend(options)
-    compiled = {name: traced(getattr(source, name), made, backend, dynamic=options.dynamic) for name in methods}
+    compiled = {name: traced(getattr(source, name), twin, backend, dynamic=options.dynamic) for name in methods}
     state = ModuleState(options, source, backend, compiled)
-    object.__setattr__(made, "_daceml_train", state)
-    return made
+    object.__setattr__(twin, "_daceml_train", state)
+    return twin
 
 
 def state_of(module: Any) -> ModuleState | None:
@@ -179,8 +179,8 @@ def _call(
         result = _as_pytorch(module, state, source, error, arguments, keywords)  # TorchDynamo stumbled over user code
     if state.backend.graphs != graphs and logs.speaks(logs.GUARDS):
         _log_guards(state, name)
-    for said in absent_gradients.noted():
-        state.backend.note(said)
+    for note in absent_gradients.noted():
+        state.backend.note(note)
     if not state.worked:
         state.worked = describe((*arguments, *keywords.values()))
         if not state.backend.graphs:

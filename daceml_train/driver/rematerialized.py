@@ -27,11 +27,11 @@ class Rematerialized:
 
 def rematerialized_across(forward: Graph, backward: Graph) -> list[Rematerialized]:
     """Arrays of a forward graph that the backward graph recomputes; those that cost nothing are left out."""
-    made = {name for node in forward.nodes for name in node.outputs}
+    produced = {name for node in forward.nodes for name in node.outputs}
     return [
         _rematerialized(backward, n)
         for n in backward.nodes
-        if not made.isdisjoint(n.outputs) and not isinstance(n.op, FREE)
+        if not produced.isdisjoint(n.outputs) and not isinstance(n.op, FREE)
     ]
 
 

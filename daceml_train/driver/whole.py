@@ -49,15 +49,15 @@ class Wholes:
         key = (id(part.captured), id(whole.captured), *shapes, *own)
         if key not in self.known:
             found = split_loss(batch_of(part, whole, self.count))
-            captured, made = part.captured, None
+            captured, denominators = part.captured, None
             if found.graph is not None:
-                made = self._denominators(found, whole, flat, device)
-                further = zip(found.denominators, made.held, strict=True)
+                denominators = self._denominators(found, whole, flat, device)
+                further = zip(found.denominators, denominators.held, strict=True)
                 sources = [InputSource("attribute", None, name, value=tensor) for name, tensor in further]
                 captured = replace(captured, graph=found.graph, inputs=(*captured.inputs, *sources))
-            self.known[key] = found, captured, (part.captured, whole.captured), made
-        found, captured, _, made = self.known[key]
-        return 1.0 if found.share is None else found.share, captured, made
+            self.known[key] = found, captured, (part.captured, whole.captured), denominators
+        found, captured, _, denominators = self.known[key]
+        return 1.0 if found.share is None else found.share, captured, denominators
 
     def share(self, part: tuple[Any, tuple[Any, ...]], batch: tuple[Any, tuple[Any, ...]]) -> float:
         """The weight of each part's loss where steps run in pieces. Raises `BudgetInfeasible` where it has none."""
@@ -90,8 +90,8 @@ class Wholes:
         inputs = [(position.get(id(tensor)), tensor.detach()) for tensor in tensors]
         types = [graph.tensors[name] for name in graph.outputs]
         sizes = sizes_of(whole.captured, whole.tensors)
-        held = [torch.zeros(bind(t.shape, sizes), dtype=torch_dtype(t.dtype), device=device.torch) for t in types]
-        return Denominators(compiled.forward, inputs, held)
+        buffers = [torch.zeros(bind(t.shape, sizes), dtype=torch_dtype(t.dtype), device=device.torch) for t in types]
+        return Denominators(compiled.forward, inputs, buffers)
 
 
 def _cut(name: str, part: CapturedCall, whole: CapturedCall) -> bool:

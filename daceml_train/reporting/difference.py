@@ -43,28 +43,28 @@ class Difference:
         }
 
     def __str__(self) -> str:
-        told = [f"{function}: {what:16} {_shown(a):>18} {_shown(b):>18}" for function, what, a, b in self.numbers]
+        lines = [f"{function}: {what:16} {_shown(a):>18} {_shown(b):>18}" for function, what, a, b in self.numbers]
         if self.operators:
-            told.append("launches that differ, as count and bytes:")
+            lines.append("launches that differ, as count and bytes:")
             for name, (n, moved), (m, then) in self.operators[:ROWS]:
-                told.append(f"  {name[:60]:60} {n:4} {moved:>15,} -> {m:4} {then:>15,}")
-            told += [f"  and {len(self.operators) - ROWS} more"] if len(self.operators) > ROWS else []
-        told += self.lines
+                lines.append(f"  {name[:60]:60} {n:4} {moved:>15,} -> {m:4} {then:>15,}")
+            lines += [f"  and {len(self.operators) - ROWS} more"] if len(self.operators) > ROWS else []
+        lines += self.lines
         if self.same:
-            told.append("the reports agree")
+            lines.append("the reports agree")
         a, b = self.seconds
         if a is not None and b is not None:
-            told.append(f"measured: {1e3 * a:.3f} ms and {1e3 * b:.3f} ms; a single measurement of each says little")
-        return "\n".join(told)
+            lines.append(f"measured: {1e3 * a:.3f} ms and {1e3 * b:.3f} ms; a single measurement of each says little")
+        return "\n".join(lines)
 
 
 def is_report(path: Path) -> bool:
     """Whether a file is a report as JSON."""
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return isinstance(held, dict) and {"kind", "functions", "breaks"} <= held.keys()
+    return isinstance(data, dict) and {"kind", "functions", "breaks"} <= data.keys()
 
 
 def difference(a: Path, b: Path) -> Difference:
@@ -84,8 +84,8 @@ def difference(a: Path, b: Path) -> Difference:
         numbers += [(x["name"], "peak", *peaks)] if peaks[0] != peaks[1] else []
         lines += _only(_calls(x), _calls(y), f"{x['name']}: ")
         lines += _only(_fallbacks(x), _fallbacks(y), f"{x['name']} falls back: ")
-    for held in (before, after):
-        times = [launch.get("seconds") for f in held for launch in f["launches"]]
+    for report in (before, after):
+        times = [launch.get("seconds") for f in report for launch in f["launches"]]
         known = [t for t in times if t is not None]
         seconds.append(sum(known) if known else None)
     return Difference(tuple(numbers), tuple(_operators(before, after)), tuple(lines), (seconds[0], seconds[1]))

@@ -86,11 +86,11 @@ def _autotuned(counts: Iterable[tuple[int, int]]) -> tuple[int, int]:
 def _recomputed(group: Sequence[Record], sizes: Mapping[str, int]) -> list[Kept]:
     """Rematerialized arrays, the largest first."""
     found = []
-    for again in (a for record in group for a in record.recomputed):
-        size = number(again.tensor.bytes, sizes)
-        shape = ", ".join(str(number(extent, sizes)) for extent in again.tensor.shape)
-        told = f"{again.tensor.dtype.name}[{shape}]"
-        found.append(Kept(told, size if isinstance(size, int) else 0, again.operators, again.module))
+    for array in (a for record in group for a in record.recomputed):
+        size = number(array.tensor.bytes, sizes)
+        shape = ", ".join(str(number(extent, sizes)) for extent in array.tensor.shape)
+        type_text = f"{array.tensor.dtype.name}[{shape}]"
+        found.append(Kept(type_text, size if isinstance(size, int) else 0, array.operators, array.module))
     return sorted(found, key=lambda k: -k.bytes)
 
 

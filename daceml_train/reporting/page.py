@@ -112,9 +112,9 @@ def _function(made: Contents, function: Compiled) -> Iterator[str]:
         yield f"<p>{counted(len(function.kept), 'array')}, {bytes_text(total)}</p>{_arrays(function.kept)}"
     if function.recomputed:
         yield "<h2>Rematerialized in the backward pass</h2>"
-        total = sum(again.bytes for again in function.recomputed)
-        told = f"{counted(len(function.recomputed), 'array')}, {bytes_text(total)} that need not be kept"
-        yield f"<p>{told}</p>{_arrays(function.recomputed)}"
+        total = sum(array.bytes for array in function.recomputed)
+        summary = f"{counted(len(function.recomputed), 'array')}, {bytes_text(total)} that need not be kept"
+        yield f"<p>{summary}</p>{_arrays(function.recomputed)}"
     yield "<h2>Transformations</h2>"
     yield _passes(function)
     yield from _compilation(function)

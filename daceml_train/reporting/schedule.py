@@ -58,15 +58,15 @@ class Schedule:
         """
         turn = len(self.program.launches) - 1 if apart else self._turn
         results = {place.slot for place in self.program.outputs}
-        made = []
+        saved = []
         for number_, slot in enumerate(self.program.slots):
             lives = number_ in results if apart else slot.last > turn
             if slot.home is Allocation.input or turn is None or not 0 <= slot.first <= turn or not lives:
                 continue
             shape = ", ".join(str(number(size, self.sizes)) for size in slot.shape)
             cost = self.costs[slot.first] if slot.first < len(self.costs) else Cost("", "", "", "")
-            made.append(Kept(f"{slot.dtype.name}[{shape}]", self._number(slot.bytes), cost.operators, cost.module))
-        return sorted(made, key=lambda k: -k.bytes)
+            saved.append(Kept(f"{slot.dtype.name}[{shape}]", self._number(slot.bytes), cost.operators, cost.module))
+        return sorted(saved, key=lambda k: -k.bytes)
 
     def _boundary(self) -> int:
         """The launch that produces the first output, in a step the loss; the backward pass follows."""

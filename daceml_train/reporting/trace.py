@@ -15,7 +15,7 @@ def events(made: Contents) -> dict[str, Any]:
     found: list[dict[str, Any]] = []
     for process, function in enumerate(made.functions):
         found.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": function.name}})
-        now = 0.0
+        start = 0.0
         for place, launch in enumerate(function.launches):
             if launch.seconds is None:
                 continue
@@ -26,7 +26,7 @@ def events(made: Contents) -> dict[str, Any]:
                     "tid": launch.program,
                     "name": launch.operators or launch.kernel,
                     "cat": f"{launch.kind},{launch.phase}",
-                    "ts": 1e6 * now,
+                    "ts": 1e6 * start,
                     "dur": 1e6 * launch.seconds,
                     "args": {
                         "module": launch.module,
@@ -39,6 +39,6 @@ def events(made: Contents) -> dict[str, Any]:
             )
             if place < len(function.memory):
                 args = {"arrays": function.memory[place]}
-                found.append({"ph": "C", "pid": process, "name": "memory", "ts": 1e6 * now, "args": args})
-            now += launch.seconds
+                found.append({"ph": "C", "pid": process, "name": "memory", "ts": 1e6 * start, "args": args})
+            start += launch.seconds
     return {"traceEvents": found, "displayTimeUnit": "ms", "otherData": {"of": f"{made.kind} of {made.name}"}}

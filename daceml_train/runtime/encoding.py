@@ -229,10 +229,10 @@ def _decoded(classes: list[list[str]], nodes: list[list[Any]], whole: Any) -> An
         if name not in CLASSES:
             raise Unencodable(f"a stored program names {name}, whose objects are not plain data")
         known.append((CLASSES[name], fields))
-    made: list[Any] = []
+    values: list[Any] = []
 
     def each(value: Any) -> Any:
-        return made[value[0]] if type(value) is list else value
+        return values[value[0]] if type(value) is list else value
 
     for node in nodes:
         tag, *rest = node
@@ -240,9 +240,9 @@ def _decoded(classes: list[list[str]], nodes: list[list[Any]], whole: Any) -> An
             kind, fields = known[rest[0]]
             if len(fields) != len(rest) - 1:
                 raise Unencodable(f"a stored {kind.__qualname__} has other fields")
-            made.append(_object(kind, fields, [made[v[0]] if type(v) is list else v for v in rest[1:]]))
+            values.append(_object(kind, fields, [values[v[0]] if type(v) is list else v for v in rest[1:]]))
         else:
-            made.append(_READERS[tag](rest, each))
+            values.append(_READERS[tag](rest, each))
     return each(whole)
 
 

@@ -27,10 +27,10 @@ def build(source: Path, directory: Path, *, compiler: str | None = None) -> Path
     try:
         version = _output([*command, "--version"])
     except CompilerError:
-        made = [path for path in directory.glob(f"{stem}-*.so") if is_intact(path)]
-        if not made:
+        built = [path for path in directory.glob(f"{stem}-*.so") if is_intact(path)]
+        if not built:
             raise
-        return max(made, key=lambda path: path.stat().st_mtime)
+        return max(built, key=lambda path: path.stat().st_mtime)
     path = directory / f"{stem}-{hashlib.sha256(f'{shlex.join(command)}{version}'.encode()).hexdigest()[:12]}.so"
     if not is_intact(path):
         path = to_write(directory) / path.name
@@ -85,8 +85,8 @@ def _output(command: list[str]) -> str:
             f"the C++ compiler {command[0]!r} cannot be started ({error}); install g++ 11 or newer, or name one in $CXX"
         ) from error
     if finished.returncode != 0:
-        said = f"{' '.join(command)}\n{finished.stderr[-8000:]}"
-        raise CompilerError(f"the C++ compiler failed with status {finished.returncode}:\n{said}")
+        output = f"{' '.join(command)}\n{finished.stderr[-8000:]}"
+        raise CompilerError(f"the C++ compiler failed with status {finished.returncode}:\n{output}")
     return finished.stdout
 
 

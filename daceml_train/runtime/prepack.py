@@ -38,10 +38,10 @@ def pack(program: Program, held: Collection[str]) -> Program:
     for index, launch in enumerate(program.launches):
         if not isinstance(launch, CallLaunch):
             continue
-        made = _convolution(program, launch) or _product(program, launch)
-        if made is None:
+        found = _convolution(program, launch) or _product(program, launch)
+        if found is None:
             continue
-        weight, packing, call = made
+        weight, packing, call = found
         slot = program.slots[weight.slot]
         entry = program.inputs[slot.input] if slot.home is Allocation.input else None
         alone = readers[weight.slot] == [index] and _count(launch.arguments, weight.slot) == 1
@@ -65,8 +65,8 @@ def packed(entry: ProgramInput, tensor: torch.Tensor) -> torch.Tensor:
     if tuple(weight.stride()) != entry.strides:
         weight = torch.empty_strided(entry.shape, entry.strides, dtype=weight.dtype).copy_(weight)
     seen = weight.as_strided(packing.shape, packing.strides, weight.storage_offset() + packing.offset)
-    made: torch.Tensor = getattr(torch.ops.mkldnn, packing.target)(seen, *packing.arguments)
-    return made
+    result: torch.Tensor = getattr(torch.ops.mkldnn, packing.target)(seen, *packing.arguments)
+    return result
 
 
 def _convolution(program: Program, launch: CallLaunch) -> tuple[BufferView, Packing, CallLaunch] | None:

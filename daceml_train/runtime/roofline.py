@@ -51,10 +51,10 @@ def machine(folder: Path | None = None, again: bool = False) -> Machine:
             kept = Machine(**json.loads(path.read_text(encoding="utf-8")))
             if (kept.processor, kept.threads) == (name, threads):
                 return kept
-    made = Machine(name, threads, bandwidth(), peak())
+    measured = Machine(name, threads, bandwidth(), peak())
     if path is not None:
-        keep(path, (json.dumps(asdict(made)) + "\n").encode())
-    return made
+        keep(path, (json.dumps(asdict(measured)) + "\n").encode())
+    return measured
 
 
 def processor() -> str:

@@ -40,15 +40,15 @@ def complete(
 
     Symbolic extents (`batch`) take their value from `sizes`, else 1. Raises `Invalid` for an input without a shape.
     """
-    held = {entry.name for entry in module.held}
+    stored = {entry.name for entry in module.held}
     graph = module.skeleton.graph
-    known = held | {tensor.name for tensor in graph.initializer}
+    known = stored | {tensor.name for tensor in graph.initializer}
     declared = [value for value in graph.input if value.name not in known]
-    made = []
+    tensors = []
     for name, value in zip(module.input_names, declared, strict=True):
         kind = value.type.tensor_type
         if name in given:
-            made.append(given[name])
+            tensors.append(given[name])
         elif not value.type.HasField("tensor_type") or not kind.HasField("shape"):
             raise Invalid(f"input {name!r} declares no shape; give it")
         else:
@@ -56,5 +56,5 @@ def complete(
             shape = [d.dim_value if d.HasField("dim_value") else sizes.get(d.dim_param, 1) for d in extents]
             element = elements.dtype(kind.elem_type, f"input {name!r}")
             random = torch.randn(shape) if element.is_floating_point else torch.zeros(shape)
-            made.append(random.to(element))
-    return tuple(made)
+            tensors.append(random.to(element))
+    return tuple(tensors)

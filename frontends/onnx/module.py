@@ -90,20 +90,20 @@ def _build(source: Source, choice: Trainable, train_mode: bool, supplied: Mappin
         value_types(flat),
     )
     imported = importer.run()
-    made = _class(source.name, imported)()
-    made._options = {"trainable": sorted(chosen), "train_mode": train_mode, "name": source.name}
-    made.held = []
+    module = _class(source.name, imported)()
+    module._options = {"trainable": sorted(chosen), "train_mode": train_mode, "name": source.name}
+    module.held = []
     known = {tensor.name for tensor in flat.graph.initializer}
     statistics = _statistics(flat.graph) if train_mode else set()
     for constant in imported.constants:
         values = constant.value.clone() if constant.name in statistics else constant.value
         initializer = constant.name in known and not constant.path.startswith("constant_")
-        _place(made, constant.path, values, constant.trainable, persistent=initializer)
+        _place(module, constant.path, values, constant.trainable, persistent=initializer)
         if initializer:
-            made.held.append(Held(constant.name, constant.path, constant.trainable))
-    made.notes = _remarks(flat, train_mode) + _still(flat.graph, made.held)
-    made.skeleton = _skeleton(source, {entry.name for entry in made.held})
-    return made
+            module.held.append(Held(constant.name, constant.path, constant.trainable))
+    module.notes = _remarks(flat, train_mode) + _still(flat.graph, module.held)
+    module.skeleton = _skeleton(source, {entry.name for entry in module.held})
+    return module
 
 
 def _class(name: str, imported: Imported) -> type[OnnxModule]:
@@ -227,10 +227,10 @@ def _rebuilt(
     paths = homes(tensor.name for tensor in flat.graph.initializer)
     supplied = {name: state[path] for name, path in paths.items() if path in state}
     source = Source(proto, None, str(options["name"]), True)
-    made = _build(source, options["trainable"], bool(options["train_mode"]), supplied)
-    for name, parameter in made.named_parameters():
+    module = _build(source, options["trainable"], bool(options["train_mode"]), supplied)
+    for name, parameter in module.named_parameters():
         parameter.requires_grad_(training[name])
-    return made.train(mode)
+    return module.train(mode)
 
 
 __all__ = ["Held", "OnnxModule", "load"]

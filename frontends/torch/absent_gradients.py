@@ -42,19 +42,19 @@ def _install() -> None:
     original = applied.trace_forward_graph
 
     def trace(self: Any, tx: Any, ctx: Any, *given: Any, **more: Any) -> Any:
-        made = original(self, tx, ctx, *given, **more)
+        result = original(self, tx, ctx, *given, **more)
         changed = tx.output.side_effects.store_attr_mutations.get(ctx, {})
         if getattr(_traces, "depth", 0) and "materialize_grads" in changed:
             frame = tx.frame_summary()
             where = f"(at {frame.filename.rsplit('/', 1)[-1]}:{frame.lineno})"
-            said = f"an autograd.Function with set_materialize_grads, whose backward is called by PyTorch {where}"
-            _traces.reasons = {**getattr(_traces, "reasons", {}), said: None}
+            message = f"an autograd.Function with set_materialize_grads, whose backward is called by PyTorch {where}"
+            _traces.reasons = {**getattr(_traces, "reasons", {}), message: None}
             unimplemented(
                 gb_type="autograd.Function.apply: set_materialize_grads",
                 context="",
                 explanation="TorchDynamo gives its backward zeros in place of None.",
                 hints=[*graph_break_hints.SUPPORTABLE],
             )
-        return made
+        return result
 
     applied.trace_forward_graph = trace

@@ -95,8 +95,8 @@ class _Function:
     def translated(self, t: Translator, *arguments: Any, **keywords: Any) -> Any:
         """The rule of the frontend."""
         op, operands = self.operator(arguments, keywords)
-        made = t.graph.emit(op, *operands)
-        return made[0] if len(made) == 1 else made
+        results = t.graph.emit(op, *operands)
+        return results[0] if len(results) == 1 else results
 
     def eager(self, *arguments: Any, **keywords: Any) -> Any:
         """The reference, in NumPy."""
@@ -109,9 +109,9 @@ class _Function:
         """Sizes and element types of the results."""
         op, operands = self.operator(arguments, keywords)
         symbols = {types.size(s): s for x in operands for s in x.shape if isinstance(s, torch.SymInt)}
-        made = op.infer(*(types.tensor(x) for x in operands))
-        shapes = [[_torch_size(size, symbols) for size in tensor.shape] for tensor in made]
-        dtypes = [types.TORCH_DTYPES[tensor.dtype] for tensor in made]
+        results = op.infer(*(types.tensor(x) for x in operands))
+        shapes = [[_torch_size(size, symbols) for size in tensor.shape] for tensor in results]
+        dtypes = [types.TORCH_DTYPES[tensor.dtype] for tensor in results]
         return self.packed([operands[0].new_empty(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True)])
 
     def remember(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -150,9 +150,9 @@ def _run(graph: Graph, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         name: (x.detach().double() if x.is_floating_point() else x.detach()).contiguous().numpy()
         for name, x in zip(graph.inputs, operands, strict=True)
     }
-    made = interpret(graph, arrays).outputs
+    results = interpret(graph, arrays).outputs
     dtypes = [types.TORCH_DTYPES[graph.tensors[name].dtype] for name in graph.outputs]
-    return [torch.tensor(array, dtype=dtype) for array, dtype in zip(made, dtypes, strict=True)]
+    return [torch.tensor(array, dtype=dtype) for array, dtype in zip(results, dtypes, strict=True)]
 
 
 def _torch_size(size: Dim, symbols: Mapping[Dim, Any]) -> Any:

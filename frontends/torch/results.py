@@ -119,8 +119,8 @@ def shared_bases(nodes: Iterable[fx.Node], results: Sequence[Any], inputs: Seque
 
 def is_whole(example: Tensor) -> bool:
     """Whether a tensor covers all of its memory, each element once."""
-    held = types.size(example.untyped_storage().nbytes())
-    whole = same(held, types.size(example.numel()) * example.element_size())
+    size = types.size(example.untyped_storage().nbytes())
+    whole = same(size, types.size(example.numel()) * example.element_size())
     return whole and types.order_of(example) is not None and not example.is_conj() and not example.is_neg()
 
 

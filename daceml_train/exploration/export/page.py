@@ -160,12 +160,12 @@ def _graph_parts(view: GraphView) -> Iterator[str]:
 
 
 def _tree(item: Item, shown: set[str]) -> Iterator[str]:
-    told = f'{escape(_short(item.label))}<span class="n">{bytes_text(item.bytes)}</span>'
+    label = f'{escape(_short(item.label))}<span class="n">{bytes_text(item.bytes)}</span>'
     if item.kind == "operator":
         if item.key in shown:
-            yield f'<div class="o">{told}</div>'
+            yield f'<div class="o">{label}</div>'
         return
-    yield f'<details><summary>{told} <span class="s">{counted(len(item.nodes), "operator")}</span></summary>'
+    yield f'<details><summary>{label} <span class="s">{counted(len(item.nodes), "operator")}</span></summary>'
     for child in item.children:
         yield from _tree(child, shown)
     left = sum(child.kind == "operator" and child.key not in shown for child in item.children)
@@ -175,8 +175,8 @@ def _tree(item: Item, shown: set[str]) -> Iterator[str]:
 
 
 def _cards(cards: Sequence[tuple[str, str]]) -> str:
-    told = "".join(f"<div><b>{escape(value)}</b>{escape(label)}</div>" for label, value in cards if value)
-    return f'<div class="cards">{told}</div>'
+    cells = "".join(f"<div><b>{escape(value)}</b>{escape(label)}</div>" for label, value in cards if value)
+    return f'<div class="cards">{cells}</div>'
 
 
 def _table(heading: Sequence[str], rows: Sequence[tuple[str, ...]]) -> str:

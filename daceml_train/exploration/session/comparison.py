@@ -31,11 +31,11 @@ class Comparison:
     def as_dict(self) -> dict[str, Any]:
         """The numbers as plain data."""
         fields = ("bytes", "peak", "flops", "operators", "kernels", "calls")
-        told: dict[str, Any] = {f: [getattr(t, f) for t in self.totals] for f in fields}
-        told |= {"same": self.same, "names": list(self.names), "steps": list(self.steps), "modules": dict(self.modules)}
+        data: dict[str, Any] = {f: [getattr(t, f) for t in self.totals] for f in fields}
+        data |= {"same": self.same, "names": list(self.names), "steps": list(self.steps), "modules": dict(self.modules)}
         if self.times is not None:
-            told["seconds"] = [self.times[name].median for name in self.names]
-        return told
+            data["seconds"] = [self.times[name].median for name in self.names]
+        return data
 
     def __str__(self) -> str:
         a, b = self.totals
@@ -48,8 +48,8 @@ class Comparison:
         if self.times is not None:
             times = [f"{1e6 * self.times[name].median:,.1f} us" for name in self.names]
             ratio = self.times.faster(self.names[1], self.names[0])
-            told = "within the spread" if ratio is None else f"{ratio:.2f} times as fast"
-            lines.append(f"{'time':10} {times[0]:>{width}} {times[1]:>{width}}  {told}")
+            speedup = "within the spread" if ratio is None else f"{ratio:.2f} times as fast"
+            lines.append(f"{'time':10} {times[0]:>{width}} {times[1]:>{width}}  {speedup}")
         if self.modules:
             lines.append("bytes per module, where they differ:")
             shown = list(self.modules.items())

@@ -48,31 +48,33 @@ class EagerCopy:
     def _input(self, leaf: Any, memo: dict[int, Any]) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return copy.deepcopy(leaf)
-        made = leaf.detach().clone(memory_format=torch.preserve_format)
-        if self._wide and made.is_floating_point():
-            made = made.double()
-        if self._last and made.ndim == 4:
-            made = made.contiguous(memory_format=torch.channels_last)
-        memo[id(leaf)] = made.requires_grad_(leaf.requires_grad)
+        copied = leaf.detach().clone(memory_format=torch.preserve_format)
+        if self._wide and copied.is_floating_point():
+            copied = copied.double()
+        if self._last and copied.ndim == 4:
+            copied = copied.contiguous(memory_format=torch.channels_last)
+        memo[id(leaf)] = copied.requires_grad_(leaf.requires_grad)
         return memo[id(leaf)]
 
     @property
     def _held(self) -> dict[str, torch.Tensor]:
         """The copies' parameters and buffers under the paths that inputs of the graph have."""
-        held: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for prefix, module in (("", self.model), ("loss.", self.loss)):
             if isinstance(module, torch.nn.Module):
                 named = [
                     *module.named_parameters(remove_duplicate=False),
                     *module.named_buffers(remove_duplicate=False),
                 ]
-                held |= {prefix + name: tensor for name, tensor in named}
-        return held
+                tensors |= {prefix + name: tensor for name, tensor in named}
+        return tensors
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Captured input -> the copy's tensor, if known."""
-        held = self._held
-        found = {n: held.get(self.subject.path(n), self._memo.get(id(t))) for n, t in self.subject.seen.tensors.items()}
+        tensors = self._held
+        found = {
+            n: tensors.get(self.subject.path(n), self._memo.get(id(t))) for n, t in self.subject.seen.tensors.items()
+        }
         return {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
 
     def forward(self) -> list[torch.Tensor]:
@@ -148,12 +150,12 @@ class EagerCopy:
             torch.manual_seed(DRAWN)
             results = self.forward()
             places = [s.index for s in subject.seen.captured.outputs if s.kind == "graph" and s.view is None]
-            made = [r for r, s in zip(results, subject.seen.captured.outputs, strict=False) if s.kind == "graph"]
+            outputs = [r for r, s in zip(results, subject.seen.captured.outputs, strict=False) if s.kind == "graph"]
             if subject.kind != "module":
-                places, made = [0], results
-            elif len(results) != len(subject.seen.captured.outputs) or len(places) != len(made):
+                places, outputs = [0], results
+            elif len(results) != len(subject.seen.captured.outputs) or len(places) != len(outputs):
                 raise ValueError("the module's results share memory, or are not all tensors")
-            by_place = dict(zip(places, made, strict=True))
+            by_place = dict(zip(places, outputs, strict=True))
             found: Named = {
                 ("result", subject.labels[i] if subject.kind == "module" else "loss"): value.detach().clone()
                 for i, value in by_place.items()

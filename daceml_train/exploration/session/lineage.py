@@ -60,8 +60,8 @@ class Lineage:
         (node, *_), graph = self.nodes, self.first.graph
         lines = [_shown(node)]
         source = node.origin.source
-        held = Sources(self.session.subject.model).lines(source) if source else None
-        text = held["lines"][held["line"] - held["first"]].strip() if held else ""
+        excerpt = Sources(self.session.subject.model).lines(source) if source else None
+        text = excerpt["lines"][excerpt["line"] - excerpt["first"]].strip() if excerpt else ""
         lines += [f"  module  {node.origin.module or '(none)'}", f"  source  {f'{source}  {text}'.strip() or '(none)'}"]
         made, readers = graph.producers(), graph.readers()
         for name in dict.fromkeys(node.inputs):
@@ -166,9 +166,11 @@ def _named(graph: Graph, name: str) -> Node | None:
         if len(fits) == 1:
             return fits[0]
         if fits:
-            told = "\n".join(f"  {_shown(n)}  {n.origin.module}" for n in fits[:MOST])
+            candidates = "\n".join(f"  {_shown(n)}  {n.origin.module}" for n in fits[:MOST])
             more = f"\n  and {len(fits) - MOST} more" if len(fits) > MOST else ""
-            raise Invalid(f"{len(fits)} operators are called {name!r}:\n{told}{more}", advice="name one by its array")
+            raise Invalid(
+                f"{len(fits)} operators are called {name!r}:\n{candidates}{more}", advice="name one by its array"
+            )
     return None
 
 

@@ -37,12 +37,12 @@ class Inputs:
     def of(subject: Subject, rate: float | None = None) -> Inputs:
         """Copies of the present tensors of model, optimizer and batch; `rate` replaces all learning rates."""
         captured = subject.seen.captured
-        made = {name: _copy(tensor) for name, tensor in subject.seen.tensors.items()}
+        tensors = {name: _copy(tensor) for name, tensor in subject.seen.tensors.items()}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(DRAWN)
-            made |= {name: draw({}) for name, draw in captured.draws.items()}
+            tensors |= {name: draw({}) for name, draw in captured.draws.items()}
         if SEED in captured.graph.inputs:
-            made[SEED] = torch.tensor(DRAWN, dtype=torch.int64)
+            tensors[SEED] = torch.tensor(DRAWN, dtype=torch.int64)
         graph = subject.training_graph(captured.graph)
         rest = [name for name in graph.inputs if name not in captured.graph.inputs]
         if subject.kind == "module":
@@ -50,15 +50,15 @@ class Inputs:
             types = {name: graph.inputs[name].tensor for name in rest}
             sizes = {name: [int(size) for size in t.shape] for name, t in types.items()}
             drawn = {n: torch.randn(sizes[n], generator=generator).to(torch_dtype(t.dtype)) for n, t in types.items()}
-            return Inputs(made | drawn)
+            return Inputs(tensors | drawn)
         joint = subject.joint
         groups = subject.optimizer.param_groups if subject.optimizer is not None else []
         rates = rest[: joint.rates]
         for name, group in zip(rates, groups, strict=False):
-            made[name] = torch.tensor(float(group["lr"] if rate is None else rate), dtype=torch.float64)
+            tensors[name] = torch.tensor(float(group["lr"] if rate is None else rate), dtype=torch.float64)
         state = dict(zip(rest[joint.rates :], joint.state, strict=True))
-        made |= {name: _state(subject, *entry) for name, entry in state.items()}
-        return Inputs(made, state)
+        tensors |= {name: _state(subject, *entry) for name, entry in state.items()}
+        return Inputs(tensors, state)
 
     def fresh(self) -> dict[str, torch.Tensor]:
         """Copies, for a run that may write them."""
@@ -78,9 +78,9 @@ class Program:
     @staticmethod
     def of(graph: Graph, options: Settings) -> Program:
         """Lower and compile a graph as it is, without any pass. Raises the errors of lowering and of the compiler."""
-        made = compile_differentiable(graph, (), (), options)
-        record = made.records[0]
-        return Program(graph, made.forward, record.kernels, record.distinct_kernels, sum(record.calls.values()))
+        compiled = compile_differentiable(graph, (), (), options)
+        record = compiled.records[0]
+        return Program(graph, compiled.forward, record.kernels, record.distinct_kernels, sum(record.calls.values()))
 
     def run(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """The outputs in the order of the graph."""
@@ -115,7 +115,7 @@ def _state(subject: Subject, parameter: str, name: str) -> torch.Tensor:
     owner = subject.seen.tensors[parameter]
     if name == ACCUMULATED:
         return accumulated(subject.path(parameter), owner)
-    held = subject.optimizer.state.get(owner, {}).get(name)
-    if held is not None and not isinstance(held, torch.Tensor):
+    value = subject.optimizer.state.get(owner, {}).get(name)
+    if value is not None and not isinstance(value, torch.Tensor):
         raise Invalid(f"the optimizer's {name} is not a tensor")
-    return _copy(held) if held is not None else initial_state(name, owner, subject.optimizer)
+    return _copy(value) if value is not None else initial_state(name, owner, subject.optimizer)

@@ -108,8 +108,10 @@ class Session(History):
 
         def with_gradients(subject: Subject) -> tuple[Graph, list[str]]:
             wider = Session.over(subject, self.options)
-            told = wider.replay(steps)
-            return wider.graph, [f"not in the program whose gradients were compared: {p}: {w}" for p, w in told.missed]
+            replayed = wider.replay(steps)
+            return wider.graph, [
+                f"not in the program whose gradients were compared: {p}: {w}" for p, w in replayed.missed
+            ]
 
         steps, graph = self.pipeline(), self.graph
         return verify_graph(self.subject, graph, with_gradients, self.options)
@@ -135,9 +137,9 @@ class Session(History):
     @classmethod
     def over(cls, subject: Subject, options: Settings) -> Session:
         """A session of a captured subject."""
-        made = object.__new__(cls)
-        History.__init__(made, subject, options)
-        return made
+        session = object.__new__(cls)
+        History.__init__(session, subject, options)
+        return session
 
     @alone
     def save(self, path: Path | str) -> Path:

@@ -124,9 +124,9 @@ class Match(_Told):
         return AtPlace.of(self.graph, self.candidate) if self.arrays else self.transformation
 
     def __str__(self) -> str:
-        told = "" if self.bytes is None else f", {self.bytes:+,} bytes"
+        change = "" if self.bytes is None else f", {self.bytes:+,} bytes"
         refused = f", refused: {self.refusal}" if self.refusal else ""
-        return f"{self.transformation} at {self.where}{told}{refused}"
+        return f"{self.transformation} at {self.where}{change}{refused}"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -248,6 +248,6 @@ def _missing(graph: Graph, other: Graph) -> tuple[Node, ...]:
 
 
 def _shown(node: Node) -> str:
-    made = ", ".join(f"%{name}" for name in node.outputs)
+    outputs = ", ".join(f"%{name}" for name in node.outputs)
     read = ", ".join(f"%{name}" for name in node.inputs)
-    return f"{made} = {described(node.op)}({read})"
+    return f"{outputs} = {described(node.op)}({read})"

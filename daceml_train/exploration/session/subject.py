@@ -89,14 +89,14 @@ class Subject:
                 seen = capture_call(model, inputs, options.randomness)
                 wrt = tuple(name for name, tensor in seen.tensors.items() if tensor.requires_grad)
                 return Subject(model, tuple(inputs), None, None, seen, (), wrt)
-            held = optimizer if optimizer is not None else _any_optimizer(model)
+            trained_by = optimizer if optimizer is not None else _any_optimizer(model)
             if not inputs:
                 raise Invalid("a training step takes inputs and targets, given none")
             clipping, scaler = treatment.clipping, treatment.scaler
-            step = TrainingStep(model, loss, held, options, optimizer is None, clipping, scaler)
+            step = TrainingStep(model, loss, trained_by, options, optimizer is None, clipping, scaler)
             if treatment.micro_batches != 1:
                 count, reduction = treatment.micro_batches, treatment.reduction
-                step = MicroBatchedStep(model, loss, held, options, count, reduction, clipping, scaler)
+                step = MicroBatchedStep(model, loss, trained_by, options, count, reduction, clipping, scaler)
                 first, targets = split(inputs[0], tuple(inputs[1:]), count)[-1]
                 inputs = (first, *targets)
             seen, trained, kept = step.look(inputs[0], *inputs[1:])
@@ -160,10 +160,10 @@ class Subject:
     def labels(self) -> tuple[str, ...]:
         """The user's description of each output of the training graph."""
         forward = ("loss",) if self.kind != "module" else tuple(f"output {i}" for i in range(self.results))
-        made = self.joint.made if self.kind != "module" else []
+        states = self.joint.made if self.kind != "module" else []
         gradients = tuple(f"gradient of {self.path(name)}" for name in self.gradients)
         norm = (NORM,) if self.kind != "module" and self.joint.norm else ()
-        return (*forward, *gradients, *(f"{state} of {self.path(name)}" for name, state in made), *norm)
+        return (*forward, *gradients, *(f"{state} of {self.path(name)}" for name, state in states), *norm)
 
     def with_gradients(self) -> Subject:
         """The same step with the gradients of all trained parameters as outputs."""

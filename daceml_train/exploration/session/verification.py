@@ -87,8 +87,8 @@ class Verification:
     def __str__(self) -> str:
         wrong = [check for check in self.checks if not check.ok]
         counts = {kind: sum(c.kind == kind for c in self.checks) for kind in dict.fromkeys(c.kind for c in self.checks)}
-        told = ", ".join(f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in counts.items())
-        first = f"{len(wrong)} of {len(self.checks)} tensors are wrong" if wrong else f"all right: {told}"
+        summary = ", ".join(f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in counts.items())
+        first = f"{len(wrong)} of {len(self.checks)} tensors are wrong" if wrong else f"all right: {summary}"
         shown = wrong or [c for c in (self.worst,) if c is not None]
         shown += [check for check in self.checks if check.ok and check.noise]
         return "\n".join([f"{first}; compared with {self.reference}", *map(str, shown), *self.notes])
@@ -110,8 +110,8 @@ def verify(
         wider = subject.with_gradients()
         other, differs = with_gradients(wider)
         notes += differs
-        made = _program_results(wider, other, Inputs.of(wider, RATE), options)
-        found |= {key: value for key, value in made.items() if key[0] == "gradient"}
+        results = _program_results(wider, other, Inputs.of(wider, RATE), options)
+        found |= {key: value for key, value in results.items() if key[0] == "gradient"}
     seeds = cotangents(subject, graph, inputs)
     eager, exact, reference = _expected(subject, seeds, notes)
     if exact is None:
@@ -155,9 +155,9 @@ def _meaning(subject: Subject, rounded: bool = False) -> Named:
     subject = subject.with_gradients()
     graph, inputs = subject.training_graph(subject.captured), Inputs.of(subject, RATE)
     arrays = {name: _wide(tensor).numpy() for name, tensor in inputs.tensors.items()}
-    made = interpret(graph, arrays, rounded)
-    outputs = [torch.from_numpy(np.array(value)) for value in made.outputs]
-    after = {name: torch.from_numpy(np.array(value)) for name, value in made.writes.items()}
+    result = interpret(graph, arrays, rounded)
+    outputs = [torch.from_numpy(np.array(value)) for value in result.outputs]
+    after = {name: torch.from_numpy(np.array(value)) for name, value in result.writes.items()}
     return _named(subject, inputs, outputs, after, {name: torch.from_numpy(a) for name, a in arrays.items()})
 
 

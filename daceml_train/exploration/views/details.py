@@ -58,8 +58,8 @@ def details(tree: Tree, item: Item, sizes: Mapping[str, int], sources: Sources) 
     """Everything that a panel shows of a box."""
     graph = tree.graph
     nodes = [graph.nodes[n] for n in item.nodes]
-    made = {name for node in nodes for name in node.outputs}
-    read = dict.fromkeys(name for node in nodes for name in node.inputs if name not in made)
+    outputs = {name for node in nodes for name in node.outputs}
+    read = dict.fromkeys(name for node in nodes for name in node.inputs if name not in outputs)
     inside = {name for node in nodes for name in node.inputs}
     results, own = set(graph.results), set(item.nodes)
     readers = {name for place, node in enumerate(graph.nodes) if place not in own for name in node.inputs}
@@ -78,7 +78,7 @@ def details(tree: Tree, item: Item, sizes: Mapping[str, int], sources: Sources) 
         "seconds": item.seconds,
         "operators": len(nodes),
         "reads": [_array(graph, name, sizes) for name in read][:ROWS],
-        "writes": [_array(graph, name, sizes) for name in written or made - inside][:ROWS],
+        "writes": [_array(graph, name, sizes) for name in written or outputs - inside][:ROWS],
         "lines": lines[:ROWS],
         "source": next((found for line in lines if (found := sources.lines(line))), None),
     }
@@ -118,5 +118,5 @@ def code_of(graph: Graph, node: Node) -> str:
 def _array(graph: Graph, name: str, sizes: Mapping[str, int]) -> dict[str, Any]:
     tensor, entry = graph.tensors[name], graph.inputs.get(name)
     size = number(tensor.bytes, sizes)
-    told = {"name": name, "type": str(tensor), "bytes": size if isinstance(size, int) else None}
-    return told | ({"role": entry.role.value, "path": entry.path} if entry is not None else {})
+    row = {"name": name, "type": str(tensor), "bytes": size if isinstance(size, int) else None}
+    return row | ({"role": entry.role.value, "path": entry.path} if entry is not None else {})

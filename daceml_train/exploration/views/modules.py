@@ -80,8 +80,8 @@ class Modules:
             return None
         count = sum(p.numel() for p in module.parameters())
         text = f"{type(module).__name__}({module.extra_repr()})\n{count:,} parameters, {bytes_text(_bytes(module))}"
-        told = {"key": key, "label": path or type(module).__name__, "kind": "module", "module": path, "phase": ROOT}
-        return {**told, "text": text}
+        row = {"key": key, "label": path or type(module).__name__, "kind": "module", "module": path, "phase": ROOT}
+        return {**row, "text": text}
 
     def _walk(self, path: str, module: nn.Module, depth: int) -> Iterator[tuple[str, nn.Module, int]]:
         yield path, module, depth

@@ -176,8 +176,8 @@ def body(tree: Tree, item: Item) -> tuple[Graph, list[Item]]:
     if isinstance(node.op, Kernel):
         names = dict(zip(node.op.arguments, (v.name for v in operands), strict=True))
         for s in node.op.statements:
-            made = inner.append(s.op, tuple(names[i] for i in s.inputs))
-            names.update(zip(s.outputs, (v.name for v in made), strict=True))
+            result = inner.append(s.op, tuple(names[i] for i in s.inputs))
+            names.update(zip(s.outputs, (v.name for v in result), strict=True))
         inner.outputs = [names[y] for y in node.op.yields]
     else:
         inner.outputs = [v.name for v in node.op.lower(inner, *operands)]

@@ -117,8 +117,8 @@ class GraphView:
         found = []
         for item in self.tree.items.values() if wanted else ():
             node = self.tree.graph.nodes[item.nodes[0]] if item.kind == "operator" else None
-            told = [item.label, item.module, *(node.outputs if node else ()), *([node.origin.source] if node else ())]
-            if item.parent is not None and any(wanted in part.casefold() for part in told):
+            texts = [item.label, item.module, *(node.outputs if node else ()), *([node.origin.source] if node else ())]
+            if item.parent is not None and any(wanted in part.casefold() for part in texts):
                 found.append(item)
         return found[:most]
 
@@ -175,19 +175,19 @@ class GraphView:
         node = self.tree.graph.nodes[item.nodes[0]]
         outer = {f"in{i}": self.tree.root_of.get(name, name) for i, name in enumerate(node.inputs)}
         drawn = {part.key.rsplit("/", 1)[1]: part.key for part in parts}
-        made: dict[str, tuple[str, str | None]] = {n: (name, makers.get(name)) for n, name in outer.items()}
+        produced: dict[str, tuple[str, str | None]] = {n: (name, makers.get(name)) for n, name in outer.items()}
         for statement in inner.nodes:
             if hidden(statement):
-                source = made.get(statement.inputs[0], ("", None)) if statement.inputs else ("", None)
-                made.update(dict.fromkeys(statement.outputs, source))
+                source = produced.get(statement.inputs[0], ("", None)) if statement.inputs else ("", None)
+                produced.update(dict.fromkeys(statement.outputs, source))
                 continue
             key = drawn[statement.outputs[0]]
             for name in statement.inputs:
-                array, source_key = made.get(name, ("", None))
+                array, source_key = produced.get(name, ("", None))
                 join(array, source_key, key)
-            made.update((name, (f"{item.key}/{name}", key)) for name in statement.outputs)
+            produced.update((name, (f"{item.key}/{name}", key)) for name in statement.outputs)
         for name, result in zip(node.outputs, inner.outputs, strict=True):
-            source_key = made.get(result, ("", None))[1]
+            source_key = produced.get(result, ("", None))[1]
             if source_key is not None:
                 makers[name] = source_key
 

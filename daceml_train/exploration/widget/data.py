@@ -48,11 +48,11 @@ def options_data(transformation: Pass) -> dict[str, str]:
 @functools.cache
 def passes_data() -> list[dict[str, Any]]:
     """Every pass: name, level, picture and options."""
-    told = []
+    rows = []
     for transformation in every_pass():
         about = transformation.describe()
         options = [{"name": n, "type": t, "default": d} for n, (t, d) in about.options.items()]
-        told.append(
+        rows.append(
             {
                 "name": about.name,
                 "level": about.level,
@@ -62,4 +62,4 @@ def passes_data() -> list[dict[str, Any]]:
                 "options": options,
             }
         )
-    return told
+    return rows

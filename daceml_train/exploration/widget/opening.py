@@ -67,11 +67,11 @@ class Opening:
 
     def _capture(self) -> None:
         try:
-            made = self._make()
+            session = self._make()
             with self._lock:
                 self._over = True  # no state of this class is shown any more
-            self._done(made, self._modules.touched)
-            self._session = made
+            self._done(session, self._modules.touched)
+            self._session = session
         except Cancelled:
             pass
         except Exception as error:

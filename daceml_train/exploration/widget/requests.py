@@ -310,10 +310,12 @@ class Requests:
         self._current(request)
         array = str(request["array"]).split(REMATERIALIZED)[0]
         steps = self.session.history
-        made = [s for s in steps if isinstance(s.transformation, Rematerialize) and array in s.transformation.recompute]
-        if not made:
+        candidates = [
+            s for s in steps if isinstance(s.transformation, Rematerialize) and array in s.transformation.recompute
+        ]
+        if not candidates:
             raise Invalid(f"no step of the history rematerializes {array} alone", advice="undo the step that does")
-        at, total = made[-1].number, len(steps)
+        at, total = candidates[-1].number, len(steps)
         self.session.jump(at - 1)
         lost = []
         try:
@@ -324,14 +326,14 @@ class Requests:
                     lost.append(f"{step.name}: {message_of(error)}")
         finally:
             self.show()
-        told = f"; of {total - at} later steps {len(lost)} no longer apply: {'; '.join(lost)}" if lost else ""
-        return {"note": f"{array} is kept{told}"}
+        losses = f"; of {total - at} later steps {len(lost)} no longer apply: {'; '.join(lost)}" if lost else ""
+        return {"note": f"{array} is kept{losses}"}
 
     # ---- checking and keeping -------------------------------------------------------------------------------------
     def on_verify(self, _: dict[str, Any]) -> dict[str, Any]:
         """Outputs and gradients against PyTorch."""
-        made = self.session.verify()
-        return self._noted("verified", str(made), str(made).splitlines()[0])
+        verification = self.session.verify()
+        return self._noted("verified", str(verification), str(verification).splitlines()[0])
 
     def on_measure(self, request: dict[str, Any]) -> dict[str, Any]:
         """The times at the start and at present, and the time of each operator of the present graph."""
@@ -352,9 +354,9 @@ class Requests:
         path = _path(request)
         if not path.exists():
             raise Invalid(f"there is no file {path}", advice="give the path of a saved file")
-        told = str(self.session.replay(path))
+        summary = str(self.session.replay(path))
         self.show()
-        return {"note": f"replayed {path}", "report": told}
+        return {"note": f"replayed {path}", "report": summary}
 
     def on_export(self, request: dict[str, Any]) -> dict[str, Any]:
         """Write a page that needs no kernel."""

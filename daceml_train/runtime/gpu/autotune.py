@@ -144,8 +144,8 @@ def reshaped(program: Program, codes: Mapping[int, KernelCode]) -> Program:
                 scratch.append(BufferView(len(slots) - 1, DType.uint8, (size,), (1,)))
             places, written = (*launch.places[:kept], *scratch), [i for i in launch.writes if i < kept]
             launches[index] = replace(launch, places=places, writes=(*written, *range(kept, len(places))))
-    made = [codes.get(number, code) for number, code in enumerate(program.codes)]
-    return replace(program, slots=slots, codes=made, launches=launches)
+    chosen = [codes.get(number, code) for number, code in enumerate(program.codes)]
+    return replace(program, slots=slots, codes=chosen, launches=launches)
 
 
 def shape(code: KernelCode) -> str:

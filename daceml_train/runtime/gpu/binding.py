@@ -52,15 +52,15 @@ class Bound(Protocol):
 
 def placed(program: Program, device: GPU, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The inputs on the device: 0-d ones are copied there, others must be there. Raises `Invalid` by name."""
-    made = []
+    tensors = []
     for entry, tensor in zip(program.inputs, inputs, strict=True):
         if not device.holds(tensor):
             if tensor.ndim or entry.mutable:
                 name = entry.path or entry.name
                 raise DeviceMismatch(f"{name} is on {tensor.device}, the program runs on {device.torch}")
             tensor = tensor.to(device.torch)
-        made.append(tensor)
-    return made
+        tensors.append(tensor)
+    return tensors
 
 
 def schedule_of(plan: Bound, capability: Capability) -> Schedule:

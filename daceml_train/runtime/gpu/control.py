@@ -51,23 +51,23 @@ class Control:
         """The last states, then stacks; of a branch, the results of its body. `slices` are the first of each."""
         if self.kind == "cond":
             assert condition is not None
-            made = self.bodies[0 if device.decide(condition) else 1](shared)
+            produced = self.bodies[0 if device.decide(condition) else 1](shared)
         elif self.kind == "scan":
-            made = self._scan(device, memory, states, slices, shared)
+            produced = self._scan(device, memory, states, slices, shared)
         else:
-            made = self._first(device, memory, states)
-            while device.decide(self.bodies[0]([*made, *shared])[0]):
-                made = self.bodies[1]([*made, *shared])
-        if len(made) != len(self.results):
-            raise Invalid(f"control flow produces {len(made)} results, {len(self.results)} were expected")
-        return made
+            produced = self._first(device, memory, states)
+            while device.decide(self.bodies[0]([*produced, *shared])[0]):
+                produced = self.bodies[1]([*produced, *shared])
+        if len(produced) != len(self.results):
+            raise Invalid(f"control flow produces {len(produced)} results, {len(self.results)} were expected")
+        return produced
 
     def _first(self, device: GPU, memory: Layouts, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies: a loop of no steps returns them, and what it returns must share memory with nothing."""
-        made = [memory.empty(slot) for slot, _ in zip(self.results, states, strict=False)]
-        for copy, state in zip(made, states, strict=True):
+        results = [memory.empty(slot) for slot, _ in zip(self.results, states, strict=False)]
+        for copy, state in zip(results, states, strict=True):
             device.call(torch.ops.aten.copy_.default, (copy, state), {})
-        return made
+        return results
 
     def _scan(
         self,
@@ -81,10 +81,10 @@ class Control:
         stacks = [memory.empty(slot) for slot in self.results[len(states) :]]
         for step in reversed(range(self.trips)) if self.reverse else range(self.trips):
             cut = [_moved(first, step * stride) for first, stride in zip(slices, self.strides, strict=True)]
-            made = self.bodies[0]([*current, *cut, *shared])
-            for stack, value in zip(stacks, made[len(current) :], strict=True):
+            produced = self.bodies[0]([*current, *cut, *shared])
+            for stack, value in zip(stacks, produced[len(current) :], strict=True):
                 device.call(torch.ops.aten.copy_.default, (stack[step], value), {})
-            current = made[: len(current)]
+            current = produced[: len(current)]
         return [*current, *stacks]
 
 

@@ -51,9 +51,9 @@ class CUDA(GPU):
 
     def event(self, timed: bool = False) -> Any:
         """See `GPU`."""
-        made = torch.cuda.Event(enable_timing=timed)
-        made.record(torch.cuda.current_stream(self.torch))
-        return made
+        event = torch.cuda.Event(enable_timing=timed)
+        event.record(torch.cuda.current_stream(self.torch))
+        return event
 
     def wait(self, event: Any) -> None:
         """See `GPU`."""

@@ -21,11 +21,13 @@ def attention(
     """The y and logsumexp of `softmax(scale * q k^T + mask) v`."""
     match _kernel(q, k, causal, mask):
         case "flash":
-            made = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
-            return made[0], made[1]
+            result = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+            return result[0], result[1]
         case "efficient":
-            made = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
-            return made[0], made[1][..., : q.shape[2]]
+            result = torch.ops.aten._scaled_dot_product_efficient_attention(
+                q, k, v, None, True, 0.0, causal, scale=scale
+            )
+            return result[0], result[1][..., : q.shape[2]]
     scores = _scores(q, k, causal, mask, scale)
     level = scores.logsumexp(-1)
     weights = (scores - _finite(level)[..., None]).exp()
@@ -47,7 +49,7 @@ def attention_grad(
     match _kernel(q, k, causal, mask):
         case "flash":
             unused = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout
-            made = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            result = torch.ops.aten._scaled_dot_product_flash_attention_backward(
                 grad,
                 q,
                 k,
@@ -64,15 +66,15 @@ def attention_grad(
                 unused,
                 scale=scale,
             )
-            return made[0], made[1], made[2]
+            return result[0], result[1], result[2]
         case "efficient":
             unused = torch.zeros((), dtype=torch.int64, device=q.device)
             rows = -(-q.shape[2] // 32) * 32
             padded = torch.nn.functional.pad(level, (0, rows - q.shape[2]), value=math.inf).contiguous()
-            made = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            result = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
                 grad, q, k, v, None, y, padded, unused, unused, 0.0, [True, True, True, False], causal, scale=scale
             )
-            return made[0], made[1], made[2]
+            return result[0], result[1], result[2]
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     weights = (_scores(q, k, causal, mask, scale) - level[..., None]).exp()
     wide = weights.dtype

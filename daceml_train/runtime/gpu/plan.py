@@ -90,10 +90,10 @@ class _Run:
     def _over(self, slot: int, offset: int, layout: Layout) -> torch.Tensor:
         tensor, start = self.base(slot)
         dtype, sizes, strides = layout
-        made = torch.empty(0, dtype=dtype, device=tensor.device)
+        view = torch.empty(0, dtype=dtype, device=tensor.device)
         if 0 in sizes:
             return torch.empty_strided(sizes, strides, dtype=dtype, device=tensor.device)
-        return made.set_(tensor.untyped_storage(), (start + offset) // dtype.itemsize, sizes, strides)
+        return view.set_(tensor.untyped_storage(), (start + offset) // dtype.itemsize, sizes, strides)
 
     def own(self, slot: int, made: torch.Tensor, arguments: Sequence[Any]) -> None:
         """Store what a call returned, in the layout of its slot."""
@@ -226,8 +226,8 @@ class DevicePlan:
             values = [_value(run, a) for a in arguments]
             named = [n for n in names or () if n is not None]
             keywords = dict(zip(named, values[positional:], strict=False))
-            made = self.device.call(function, values[:positional], keywords)
-            flat = _flat(made)
+            returned = self.device.call(function, values[:positional], keywords)
+            flat = _flat(returned)
             for result, tensor in zip(results, flat, strict=False):
                 if isinstance(result, PlanView):
                     self.device.call(torch.ops.aten.copy_.default, (run.view(result.number), tensor), {})
@@ -257,7 +257,7 @@ class DevicePlan:
         self.bodies += bodies
         self.decides |= kind != "scan" or any(body.decides for body in bodies)
         strides = tuple(stride for _, stride in slices)
-        made = Control(kind, tuple(body.issue for body in bodies), tuple(results), trips, reverse, strides)
+        control = Control(kind, tuple(body.issue for body in bodies), tuple(results), trips, reverse, strides)
 
         def step(run: _Run) -> None:
             def shown(views: Sequence[PlanView]) -> list[torch.Tensor]:
@@ -265,7 +265,7 @@ class DevicePlan:
 
             asked = None if condition is None else run.view(condition.number)
             arguments = (asked, shown(states), shown(first), shown(shared))
-            for slot, tensor in zip(results, made.run(self.device, run, *arguments), strict=True):
+            for slot, tensor in zip(results, control.run(self.device, run, *arguments), strict=True):
                 run.own(slot, tensor, ())
 
         return self._add(step, tag)

@@ -50,7 +50,7 @@ class CudaToolchain:
             return {}
         distinct = sorted({code.key: code for code in kernels}.values(), key=lambda code: code.key)
         parts = [distinct[i : i + TOGETHER] for i in range(0, len(distinct), TOGETHER)]
-        made: dict[str, tuple[int, Path]] = {}
+        built: dict[str, tuple[int, Path]] = {}
         with ThreadPoolExecutor(max_workers=jobs or os.cpu_count() or 1) as pool:
             running = []
             for part in parts:
@@ -60,9 +60,9 @@ class CudaToolchain:
                 running.append(pool.submit(compile_program, part, folder, self.architecture))
             for part, future in zip(parts, running, strict=True):
                 if progress is not None:
-                    progress(len(made), len(distinct))
+                    progress(len(built), len(distinct))
                 path = future.result()
-                made |= {code.key: (load(path, code.key), path) for code in part}
+                built |= {code.key: (load(path, code.key), path) for code in part}
         if progress is not None:
-            progress(len(made), len(distinct))
-        return made
+            progress(len(built), len(distinct))
+        return built

@@ -35,10 +35,10 @@ def apart(values: Any) -> tuple[Any, ...]:
 def branch_on_data(condition: Tensor, *, then_branch: Body, else_branch: Body) -> tuple[Any, ...]:
     if not torch.compiler.is_compiling():
         return then_branch() if bool(condition) else else_branch()
-    made: tuple[Any, ...] = torch.cond(
+    results: tuple[Any, ...] = torch.cond(
         condition.reshape(()), lambda: apart(then_branch()), lambda: apart(else_branch()), ()
     )
-    return made
+    return results
 
 
 @rule("LoopInSteps", domain=CAPTURED, host="trips go")
@@ -50,14 +50,14 @@ def loop_in_steps(trips: Host, go: Host, *carried: Any, body: Body, outputs: int
         states: tuple[Any, ...] = carried
         rows: list[tuple[Any, ...]] = []
         for i in range(last):
-            made = body(torch.tensor(i), on, *states)[1:]
-            states, rows = made[:count], [*rows, made[count:]]
+            results = body(torch.tensor(i), on, *states)[1:]
+            states, rows = results[:count], [*rows, results[count:]]
         stacks = [torch.stack(column) for column in zip(*rows, strict=True)]
         return (*states, *(stacks if rows else [torch.zeros(0)] * (outputs - count)))
 
     def step(states: Any, i: Tensor) -> Any:
-        made = apart(body(i, on, *states)[1:])
-        return made[:count], made[count:] or (torch.zeros(()),)
+        results = apart(body(i, on, *states)[1:])
+        return results[:count], results[count:] or (torch.zeros(()),)
 
     states, stacks = scanned(step, apart(carried), torch.arange(last))
     return (*states, *stacks)[:outputs]
@@ -190,8 +190,8 @@ def scan_in_steps(
     ]
 
     def step(states: Any, parts: Any) -> Any:
-        made = apart(body(*states, *parts))
-        return made[:first], made[first:]
+        results = apart(body(*states, *parts))
+        return results[:first], results[first:]
 
     states, stacks = scanned(step, apart(operands[:first]), tuple(sequences))
     out_axes = scan_output_axes or (0,) * len(stacks)

@@ -16,8 +16,8 @@ def _complex(x: Tensor) -> Tensor:
         whole: Tensor = torch.view_as_complex(x.contiguous())
         return whole
     real = x.squeeze(-1)
-    made: Tensor = torch.complex(real, torch.zeros_like(real))
-    return made
+    result: Tensor = torch.complex(real, torch.zeros_like(real))
+    return result
 
 
 @rule("DFT", since=20, host="length axis")

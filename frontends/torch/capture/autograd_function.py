@@ -48,11 +48,11 @@ def _traced(t: Translator, module: fx.GraphModule, operands: Sequence[FakeTensor
         raise Unsupported("an autograd.Function that changes its input in place")
     graph = Graph("body")
     inner = Translator(graph, t.fallback, t.randomness)
-    made = inner.run(traced, [graph.input(f"x{i}", types.tensor(o)) for i, o in enumerate(operands)])
+    results = inner.run(traced, [graph.input(f"x{i}", types.tensor(o)) for i, o in enumerate(operands)])
     if "seed" in graph.inputs or inner.draws:
         raise Unsupported("random numbers inside an autograd.Function")
     t.fallbacks += inner.fallbacks
     if gradients is None:
-        return body_of(graph, [v.name for v in made if isinstance(v, Value)])
-    names = [v.name if isinstance(v, Value) else None for v in made]
+        return body_of(graph, [v.name for v in results if isinstance(v, Value)])
+    names = [v.name if isinstance(v, Value) else None for v in results]
     return body_of(graph, (names + [None] * gradients)[:gradients])

@@ -271,10 +271,10 @@ def _refuse_gradients_into_inputs(gm: fx.GraphModule, grad_enabled: bool) -> Non
 
 
 def _source(node: fx.Node) -> str:
-    held = getattr(node, "_dynamo_source", None)
-    if held is None:
+    source = getattr(node, "_dynamo_source", None)
+    if source is None:
         return ""
-    text = held.name
+    text = source.name
     return str(text() if callable(text) else text)
 
 
@@ -285,7 +285,7 @@ def _path(node: fx.Node) -> str:
 def _inputs(
     t: Translator, gm: fx.GraphModule, given: Sequence[object], operands: Sequence[Any], grad_enabled: bool
 ) -> list[InputSource]:
-    made: list[InputSource] = []
+    sources: list[InputSource] = []
     for position, (node, real, example) in enumerate(zip(_placeholders(gm), given, operands, strict=True)):
         text = _source(node)
         if isinstance(example, Tensor):
@@ -293,14 +293,14 @@ def _inputs(
             if grad_enabled and isinstance(real, Tensor) and real.requires_grad:
                 t.require_gradient(t.graph.value(name))
             number = getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False)
-            made.append(InputSource("tensor", position, name, text, None, copy, number))
+            sources.append(InputSource("tensor", position, name, text, None, copy, number))
         elif isinstance(example, torch.SymInt):
-            made.append(InputSource("size", position, "", text, types.size(example)))
+            sources.append(InputSource("size", position, "", text, types.size(example)))
         elif isinstance(example, int | float | bool | str | None):
-            made.append(InputSource("constant", position, "", text, example))
+            sources.append(InputSource("constant", position, "", text, example))
         else:
             raise Unsupported(f"an input of type {type(example).__name__} ({text or node.name})")
-    return made
+    return sources
 
 
 def _attribute(t: Translator, path: str, real: Tensor, example: Tensor) -> InputSource:

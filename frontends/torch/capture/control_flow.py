@@ -86,24 +86,24 @@ def _body(
                 inner.require_gradient(values[-1])
         else:
             values.append(types.size(x) if isinstance(x, torch.SymInt) else x)
-    made = inner.run(traced, values, tokens=signature.input_tokens)[len(signature.output_tokens) :]
-    if not all(isinstance(v, Value) for v in made):
+    results = inner.run(traced, values, tokens=signature.input_tokens)[len(signature.output_tokens) :]
+    if not all(isinstance(v, Value) for v in results):
         raise Unsupported(f"a result of {control.name} that is not a tensor")
-    graph.output(*(inner.dependent(v) for v in made))
+    graph.output(*(inner.dependent(v) for v in results))
     t.count_streams_with(inner)
     t.fallbacks += inner.fallbacks
-    held = []
+    constants = []
     if "seed" in graph.inputs:
         if control.name != "cond":
             raise Unsupported(f"random numbers inside {control.name}")
-        held.append(("seed", t.seed()))
+        constants.append(("seed", t.seed()))
     if inner.draws:
         raise Unsupported(f"random numbers of eager execution inside {control.name}")
     for name, tensor in inner.constants.items():
         outer = t.graph.fresh(name)
         t.constants[outer] = tensor
-        held.append((name, t.graph.input(outer, types.tensor(tensor, laid_out=True), Role.buffer, outer)))
-    return graph, held
+        constants.append((name, t.graph.input(outer, types.tensor(tensor, laid_out=True), Role.buffer, outer)))
+    return graph, constants
 
 
 def _fresh(example: torch.Tensor) -> torch.Tensor:

@@ -136,8 +136,8 @@ def _operands(
         if place not in unread and not (changed and (name in _OVERWRITING or declared.kwarg_only)):
             read += tensors
     own = {_storage(t) for t in (*read, *written)}
-    made = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-    written += [t for t in made if _storage(t) not in own]
+    results = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+    written += [t for t in results if _storage(t) not in own]
     return read, written
 
 
@@ -149,10 +149,10 @@ def _convolution_backward(arguments: tuple[Any, ...], result: Any) -> Iterator[E
     by_input = ConvolutionInputGrad(input_shape=tuple(x.shape), **geometry)
     by_weight = ConvolutionWeightGrad(weight_shape=tuple(weight.shape), **geometry)
     for place, other, op in ((0, weight, by_input), (1, x, by_weight)):
-        made = [r for r in result[place : 2 * place + 1] if r is not None]
-        if made:
+        results = [r for r in result[place : 2 * place + 1] if r is not None]
+        if results:
             reads = {"grad": _size(gradient), "operand": _size(other)}
-            writes = {f"result {i}": _size(r) for i, r in enumerate(made)}
+            writes = {f"result {i}": _size(r) for i, r in enumerate(results)}
             mask = [place == 0, place == 1, False]
             flops = _flops(function, (*arguments[:-1], mask), {}, result)
             operands = types.tensor(gradient, laid_out=True), types.tensor(other, laid_out=True)
@@ -163,8 +163,8 @@ def _geometry(window: Sequence[Any]) -> dict[str, Any]:
     """The options of a convolution, from ATen's arguments after the bias."""
     stride, padding, dilation, transposed, output_padding, groups = window
     spatial = {"stride": stride, "padding": padding, "dilation": dilation, "output_padding": output_padding}
-    made: dict[str, Any] = {name: tuple(value) for name, value in spatial.items()}
-    return made | {"transposed": transposed, "groups": groups}
+    options: dict[str, Any] = {name: tuple(value) for name, value in spatial.items()}
+    return options | {"transposed": transposed, "groups": groups}
 
 
 def _entry(function: Any, reads: dict[str, int], writes: dict[str, int], flops: int, reorders: int) -> Entry:

@@ -65,12 +65,12 @@ def _install() -> None:
 
 def refuse_if_seen(gm: fx.GraphModule) -> None:
     """Raise if the graph returns a leaf of its own, or a view of it: the caller could read its gradient."""
-    made = [node for node in gm.graph.nodes if node.meta.get(MARK) and node.op != "call_method"]
-    if not made:
+    marked = [node for node in gm.graph.nodes if node.meta.get(MARK) and node.op != "call_method"]
+    if not marked:
         return
     (output,) = (node for node in gm.graph.nodes if node.op == "output")
     returned = {_memory(node) for node in output.all_input_nodes}
-    for node in made:
+    for node in marked:
         if _memory(node) in returned:
             raise Unsupported(
                 "requires_grad = True of a tensor that the graph returns",

@@ -96,10 +96,10 @@ def _attention(
 def _custom_vjp(key: int, xs: list[Tensor]) -> list[Tensor]:
     function = custom_functions.get()[key]
     assert isinstance(function, CustomFunction)
-    made = run_forward(function, xs)
-    if not all(isinstance(t, Tensor) for t in made):
+    results = run_forward(function, xs)
+    if not all(isinstance(t, Tensor) for t in results):
         raise Unsupported("an autograd.Function that returns or saves what is not a tensor")
-    return [torch.empty_like(t) for t in made]
+    return [torch.empty_like(t) for t in results]
 
 
 def _control(key: int, xs: list[Tensor]) -> list[Tensor]:

@@ -138,11 +138,11 @@ class _Interpreter(fx.Interpreter):
         if len(examples) != len(leaves):
             raise Unsupported(f"a gradient inside a graph through {node.format_node()}", where=str(origin(node)))
         with fx_traceback.annotate({MARK: "detach"}):
-            made = [
+            results = [
                 leaf.detach() if isinstance(e, torch.Tensor) and e.is_floating_point() and not e.requires_grad else leaf
                 for leaf, e in zip(leaves, examples, strict=True)
             ]
-        return pytree.tree_unflatten(made, structure)
+        return pytree.tree_unflatten(results, structure)
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.node.meta.get(graph_leaves.MARK):
@@ -386,8 +386,8 @@ def _attention(
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
     mask = _additive(attn_mask, query) if attn_mask is not None else None
     if _has_kernel(query, key, value, attn_mask, dropout_p, is_causal) and isinstance(factor, float):
-        made: torch.Tensor = _ops.attention(query, key, value, mask, is_causal, factor)[0]
-        return made
+        result: torch.Tensor = _ops.attention(query, key, value, mask, is_causal, factor)[0]
+        return result
     return _composed_attention(query, key, value, attn_mask, dropout_p, is_causal, factor)
 
 

@@ -69,9 +69,9 @@ class Draw:
         arguments, keywords = pytree.tree_map(
             concrete, (self.arguments, self.keywords), is_leaf=lambda leaf: isinstance(leaf, Like)
         )
-        made = self.target(*arguments, **keywords)
-        assert isinstance(made, Tensor)
-        return made
+        result = self.target(*arguments, **keywords)
+        assert isinstance(result, Tensor)
+        return result
 
 
 def is_random(target: Any) -> bool:

@@ -41,18 +41,18 @@ def fake(mode: FakeTensorMode, operand: Any, name: str, source: Source | None = 
     if not isinstance(operand, Tensor):
         return operand
     if isinstance(operand, FakeTensor) and operand.fake_mode is mode:
-        made: Tensor = operand
+        result: Tensor = operand
     else:
         context = TracingContext.try_get()
         symbolic = context.tensor_to_context.get(operand) if context is not None else None
         source = symbolic.tensor_source if symbolic is not None else source or ConstantSource(name)
-        made = mode.from_tensor(
+        result = mode.from_tensor(
             operand, static_shapes=symbolic is None, symbolic_context=symbolic, source=source, trace=symbolic is None
         )
-    if not made.requires_grad:
-        return made
+    if not result.requires_grad:
+        return result
     with mode, torch.no_grad():
-        return made.detach()
+        return result.detach()
 
 
 @contextlib.contextmanager

@@ -91,8 +91,8 @@ def cov(
 def _divided(x: Tensor, by: Any) -> Tensor:
     """Division by a count that may be 0, which then yields NaN or infinity, as for tensors."""
     if isinstance(by, Tensor) or by != 0:
-        made: Tensor = x / by
-        return made
+        result: Tensor = x / by
+        return result
     nothing: Tensor = x.new_zeros((), dtype=torch.get_default_dtype() if not x.is_floating_point() else x.dtype)
     return x / nothing
 

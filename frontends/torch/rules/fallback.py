@@ -35,16 +35,16 @@ def emit(t: Translator, node: fx.Node, arguments: Sequence[Any], keywords: dict[
     captured = tuple(_captured(a, operands) for a in arguments)
     named = tuple((k, _captured(a, operands)) for k, a in keywords.items() if k != "pin_memory")
     examples, structure = pytree.tree_flatten(_examples(node, operands))
-    made = [e for e in examples if isinstance(e, Tensor)]
-    if any(e.layout is not torch.strided for e in made):
-        raise Unsupported(f"{target}, whose result is of layout {made[0].layout}")
-    if any(_depends_on_data(e) for e in made):
+    tensors = [e for e in examples if isinstance(e, Tensor)]
+    if any(e.layout is not torch.strided for e in tensors):
+        raise Unsupported(f"{target}, whose result is of layout {tensors[0].layout}")
+    if any(_depends_on_data(e) for e in tensors):
         raise Unsupported(f"{target}, whose result's size depends on data")
     op = Aten(
         target=str(call),
         arguments=captured,
         keywords=named,
-        types=tuple(types.tensor(e, laid_out=call is target) for e in made),
+        types=tuple(types.tensor(e, laid_out=call is target) for e in tensors),
         random=torch.Tag.nondeterministic_seeded in target.tags,
     )
     if not op.zero_gradient and any(t.active(v) for v in operands):
@@ -92,8 +92,8 @@ def _examples(node: fx.Node, operands: Sequence[Value]) -> Any:
 def _as_here(example: Tensor, value: Value) -> Tensor:
     """A fake tensor like `example` in the memory order of `value`."""
     order = value.tensor.order or tuple(range(example.dim()))
-    made = torch.empty([example.shape[d] for d in order], dtype=example.dtype, device=example.device)
-    return made.permute([order.index(d) for d in range(example.dim())]).detach()
+    result = torch.empty([example.shape[d] for d in order], dtype=example.dtype, device=example.device)
+    return result.permute([order.index(d) for d in range(example.dim())]).detach()
 
 
 def _functional(target: torch._ops.OpOverload) -> torch._ops.OpOverload:

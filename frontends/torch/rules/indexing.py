@@ -128,8 +128,8 @@ def _at(dim: int, index: Value) -> list[Value | None]:
 def _along(t: Translator, x: Value, dim: int, index: Value, source: Value, accumulate: bool = False) -> Value | None:
     x, dim = _column(x), _axis(dim, len(x.shape))
     source = source if len(source.shape) == len(x.shape) else source.view((1,) * len(x.shape))
-    made = put(t, x, _at(dim, index), source, accumulate)
-    return None if made is None else made.view(t.type.shape)
+    result = put(t, x, _at(dim, index), source, accumulate)
+    return None if result is None else result.view(t.type.shape)
 
 
 @rule("index_add.default")
@@ -177,8 +177,8 @@ def _sort_stable(
 
 @rule("argsort.stable")
 def _argsort(t: Translator, x: Value, *, stable: bool = True, dim: int = -1, descending: bool = False) -> Value | None:
-    made = _sort(t, x, dim, descending)
-    return None if made is None else made[1]
+    result = _sort(t, x, dim, descending)
+    return None if result is None else result[1]
 
 
 @rule("topk.default")

@@ -134,10 +134,10 @@ def _split(t: Translator, x: Value, sizes: Any, dim: int = 0) -> tuple[Value, ..
     dim = _axis(dim, len(x.shape))
     parts: list[Value] = []
     start: Dim = 0
-    for made in t.types:
-        assert made is not None
-        stop = simplify(start + made.shape[dim])
-        parts.append(x if same(made.shape[dim], x.shape[dim]) else x.slice(dim, start, stop))
+    for expected in t.types:
+        assert expected is not None
+        stop = simplify(start + expected.shape[dim])
+        parts.append(x if same(expected.shape[dim], x.shape[dim]) else x.slice(dim, start, stop))
         start = stop
     return tuple(parts)
 
@@ -344,10 +344,10 @@ def _unfold(t: Translator, x: Value, dim: int, size: int, step: int) -> Value:
 
 @rule("full.default", "new_full.default", "full_like.default")
 def _full(t: Translator, like: Any, value: Any, *position: Any, **options: Any) -> Value:
-    made = t.type
+    result = t.type
     if isinstance(value, Value):
-        return value.cast(made.dtype).expand(made.shape)
-    return t.full(value, made.shape, made.dtype)
+        return value.cast(result.dtype).expand(result.shape)
+    return t.full(value, result.shape, result.dtype)
 
 
 def _filled(t: Translator, *arguments: Any, value: int, **options: Any) -> Value:

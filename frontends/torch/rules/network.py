@@ -102,16 +102,16 @@ def _batch_norm(
     y, batch_mean, rstd, batch_variance = t.emit_all("batch_norm", x, *_affine(t, weight, bias), eps=eps)
     count = simplify(product((x.shape[0], *x.shape[2:])))
     following = running_statistics(t.graph, mean, variance, batch_mean, batch_variance, momentum, count)
-    made = (y, batch_mean, rstd, *following)
-    return tuple(v.cast(wanted.dtype) if wanted is not None else v for v, wanted in zip(made, t.types, strict=True))
+    results = (y, batch_mean, rstd, *following)
+    return tuple(v.cast(wanted.dtype) if wanted is not None else v for v, wanted in zip(results, t.types, strict=True))
 
 
 @rule("_native_batch_norm_legit.no_stats")
 def _batch_norm_without_statistics(
     t: Translator, x: Value, weight: Value | None, bias: Value | None, training: bool, momentum: float, eps: float
 ) -> tuple[Value, ...]:
-    made = t.emit_all("batch_norm", x, *_affine(t, weight, bias), eps=eps)[:3]
-    return tuple(v.cast(wanted.dtype) if wanted is not None else v for v, wanted in zip(made, t.types, strict=True))
+    results = t.emit_all("batch_norm", x, *_affine(t, weight, bias), eps=eps)[:3]
+    return tuple(v.cast(wanted.dtype) if wanted is not None else v for v, wanted in zip(results, t.types, strict=True))
 
 
 @rule("_native_batch_norm_legit_no_training.default")
@@ -130,7 +130,7 @@ def _batch_norm_inference(
 
 def _absent(t: Translator) -> tuple[Value, ...]:
     """The empty statistics of a batch norm that uses the running ones."""
-    return tuple(t.full(0, made.shape, made.dtype) for made in t.types[1:3] if made is not None)
+    return tuple(t.full(0, expected.shape, expected.dtype) for expected in t.types[1:3] if expected is not None)
 
 
 def _inference(
@@ -191,10 +191,14 @@ def _embedding_bag(
     """Sums and means over bags of one size, which two-dimensional indices describe."""
     plain = not scale and mode in (0, 1) and per_sample is None and not include_last and padding_idx < 0
     if plain and len(indices.shape) == 1 and not same(offsets.shape[0], 0):
-        made = next((node.op for node in reversed(t.graph.nodes) if offsets.name in node.outputs), None)
-        if isinstance(made, Iota) and made.start == 0 and same(made.step * offsets.shape[0], indices.shape[0]):
+        producer = next((node.op for node in reversed(t.graph.nodes) if offsets.name in node.outputs), None)
+        if (
+            isinstance(producer, Iota)
+            and producer.start == 0
+            and same(producer.step * offsets.shape[0], indices.shape[0])
+        ):
             y = t.emit("embedding_bag", weight, indices, offsets, sparse=sparse)
-            return (y / float(made.step) if mode else y, None, None, None)
+            return (y / float(producer.step) if mode else y, None, None, None)
     _refuse_sparse(t, weight, sparse)
     return None
 

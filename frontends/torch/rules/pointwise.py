@@ -339,8 +339,8 @@ def _gelu(t: Translator, x: Value, approximate: str = "none") -> Value:
 def _logaddexp(t: Translator, a: Number, b: Number, *, base: float = 1.0) -> Value:
     """`base` is the logarithm of the base."""
     x, y = (v if base == 1 else v * base for v in (t.value(o, t.type.dtype) for o in (a, b)))
-    made = t.emit("logaddexp", x, y)
-    return made if base == 1 else made * (1 / base)
+    result = t.emit("logaddexp", x, y)
+    return result if base == 1 else result * (1 / base)
 
 
 def _ignoring_nan(t: Translator, a: Number, b: Number, *, kind: str) -> Value:

@@ -104,9 +104,9 @@ class Translator:
     @property
     def types(self) -> tuple[Tensor | None, ...]:
         """PyTorch's types of the results of the current node; None for an absent one."""
-        made = self.node.meta["val"]
-        made = made if isinstance(made, tuple | list) else (made,)
-        return tuple(types.tensor(t) if isinstance(t, torch.Tensor) else None for t in made)
+        values = self.node.meta["val"]
+        values = values if isinstance(values, tuple | list) else (values,)
+        return tuple(types.tensor(t) if isinstance(t, torch.Tensor) else None for t in values)
 
     def emit(self, name: str, *operands: Value, **attributes: Any) -> Value:
         """The first result of the operator `name`."""
@@ -155,8 +155,8 @@ class Translator:
 
     def uniform(self, shape: Shape, dtype: DType = DType.float32) -> Value:
         """Fresh random numbers in [0, 1)."""
-        made = dtype if dtype is DType.float64 else DType.float32
-        return self.emit("uniform", self.seed(), shape=shape, stream=self.stream(), dtype=made).cast(dtype)
+        wide = dtype if dtype is DType.float64 else DType.float32
+        return self.emit("uniform", self.seed(), shape=shape, stream=self.stream(), dtype=wide).cast(dtype)
 
     def dependent(self, value: Value) -> Value:
         """`value`, made dependent on all earlier checks on which no other value depends."""
@@ -209,20 +209,20 @@ class Translator:
 
     def _constant(self, node: fx.Node, module: fx.GraphModule) -> Any:
         """A constant tensor of the trace: operators if it is small, else an input of the graph."""
-        held: Any = module
+        attribute: Any = module
         for part in str(node.target).split("."):
-            held = getattr(held, part)
-        if not isinstance(held, torch.Tensor):
-            return held
-        shape, dtype = types.sizes(held.shape), types.element_type(held.dtype)
-        if held.numel() == 1:
-            return self.full(held.item(), shape, dtype)
-        if 0 < held.numel() <= 8 and not held.is_complex():
-            parts = [self.full(number, (1,), dtype) for number in held.flatten().tolist()]
+            attribute = getattr(attribute, part)
+        if not isinstance(attribute, torch.Tensor):
+            return attribute
+        shape, dtype = types.sizes(attribute.shape), types.element_type(attribute.dtype)
+        if attribute.numel() == 1:
+            return self.full(attribute.item(), shape, dtype)
+        if 0 < attribute.numel() <= 8 and not attribute.is_complex():
+            parts = [self.full(number, (1,), dtype) for number in attribute.flatten().tolist()]
             return self.emit("concat", *parts, dim=0).view(shape)
         name = self.graph.fresh(str(node.target).strip("_"))
-        self.constants[name] = held.detach()
-        return self.graph.input(name, types.tensor(held, laid_out=True), Role.buffer, name)
+        self.constants[name] = attribute.detach()
+        return self.graph.input(name, types.tensor(attribute, laid_out=True), Role.buffer, name)
 
     def _call(self, node: fx.Node, scope: dict[fx.Node, Any]) -> Any:
         def resolve(argument: Any) -> Any:
@@ -307,13 +307,13 @@ class Translator:
 
     def _check(self, name: str, node: fx.Node, result: Any) -> None:
         """The safety net: the emitted values have PyTorch's types."""
-        made = result if isinstance(result, tuple | list) else (result,)
+        results = result if isinstance(result, tuple | list) else (result,)
         expected = node.meta["val"]
         expected = expected if isinstance(expected, tuple | list) else (expected,)
         for position, example in enumerate(expected):
             if not isinstance(example, torch.Tensor):
                 continue
-            value = made[position] if position < len(made) else None
+            value = results[position] if position < len(results) else None
             if value is None and _unused(node, position):
                 continue
             wanted = types.tensor(example)
