@@ -1,4 +1,4 @@
-"""From kernels to maps, from maps to compiled functions, and the host program that launches them."""
+"""Code generation: from kernels to maps, and from maps to compiled functions."""
 
 import warnings
 

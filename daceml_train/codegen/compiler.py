@@ -1,8 +1,8 @@
-"""Compiler: runs a compiler's command under a time limit, and ends it with all that it started.
+"""Compiler: runs a compiler's command under a time limit and terminates it with all of its child processes.
 
-A compiler that does not answer (a stalled network file system, a license server) must not stop training: after
-`$DACEML_TRAIN_COMPILER_TIMEOUT` seconds (600) the command is killed and counts as failed, and PyTorch goes on. The
-same compiler is not asked a second time in the same process: every further graph would wait as long.
+A compiler that hangs (a stalled network file system, a license server) must not stop training: after
+`$DACEML_TRAIN_COMPILER_TIMEOUT` seconds (600) the command is killed and counts as failed, and PyTorch takes over. The
+same process does not run that compiler again, since every further graph would wait as long.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from daceml_train.errors import CompilerError
 
 TIMEOUT = "DACEML_TRAIN_COMPILER_TIMEOUT"
 SECONDS = 600.0
-"""The limit where the variable is not set: ten times what the largest of our own sources takes."""
+"""The default limit: ten times the compile time of the package's largest source."""
 
 _hung: dict[str, str] = {}
-"""Compiler -> what was said of it when it ran into the limit."""
+"""Compiler -> the message of its timeout."""
 
 
 def compiler_command(compiler: str | None = None) -> list[str]:
@@ -30,21 +30,21 @@ def compiler_command(compiler: str | None = None) -> list[str]:
 
 
 def time_limit() -> float:
-    """Seconds that a compiler may take. Raises `CompilerError` for a variable that is no positive number."""
+    """Seconds that a compiler may take. Raises `CompilerError` for a variable that is not a positive number."""
     given = os.environ.get(TIMEOUT)
     if not given:
         return SECONDS
     with contextlib.suppress(ValueError):
         if (seconds := float(given)) > 0:
             return seconds
-    raise CompilerError(f"{TIMEOUT}={given!r} is no positive number of seconds")
+    raise CompilerError(f"{TIMEOUT}={given!r} is not a positive number of seconds")
 
 
 def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run a command to its end and return what it printed, whatever its exit status.
 
-    Raises `OSError` if it cannot be started, `CompilerError` if it takes longer than the limit. However this function
-    is left, no process that the command started is left.
+    Raises `OSError` if it cannot be started, `CompilerError` if it exceeds the limit. No process that the command
+    started survives this function.
     """
     if command[0] in _hung:
         raise CompilerError(_hung[command[0]])

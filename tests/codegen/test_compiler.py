@@ -52,7 +52,7 @@ def test_training_goes_on_with_a_compiler_that_hangs(
 @pytest.mark.parametrize("given", ["soon", "0", "-1", "nan"])
 def test_a_limit_that_is_no_time_is_named(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TIMEOUT, given)
-    with pytest.raises(CompilerError, match=f"{TIMEOUT}='{given}' is no positive number"):
+    with pytest.raises(CompilerError, match=f"{TIMEOUT}='{given}' is not a positive number"):
         run(["true"])
 
 

@@ -1,7 +1,7 @@
 """Compile: C++ texts to shared libraries in a cache folder, several at a time, each exactly once.
 
-A library is written under a temporary name and renamed: readers never see half of it, and processes that compile the
-same kernel do not disturb one another. Its name holds the kernel's key and a hash of compiler, flags and processor.
+A library is written under a temporary name and renamed, so readers never see a partial file, and processes that compile
+the same kernel do not interfere. Its name contains the kernel's key and a hash of compiler, flags and processor.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ FLAGS = (
     "-fvisibility=hidden",
     *(["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []),
 )
-"""None of them lets the compiler assume that numbers are finite, and none changes the mode of the processor.
+"""The compiler flags. None of them assumes that numbers are finite, and none changes the mode of the processor.
 
-Signs of zeros are kept: without them gcc turns `x * (condition ? 1 : 0)` into a choice, which is 0 where x is NaN.
+Signs of zeros are kept: otherwise gcc turns `x * (condition ? 1 : 0)` into a select, which is 0 where x is NaN.
 
-Left to itself gcc takes vectors half as wide on Intel's processors, lest other programs run at a lower clock.
+By default gcc uses vectors of half the width on Intel processors, to avoid a lower clock rate for other programs.
 """
 HEADERS = Path(__file__).parents[1] / "library" / "native"
 
 
 @functools.cache
 def _machine() -> str:
-    """A hash of the flags and of the processor, as far as `-march=native` looks at it."""
+    """A hash of the flags and of the processor's properties that `-march=native` uses."""
     processor = ""
     if (info := Path("/proc/cpuinfo")).exists():
         wanted = ("flags", "Features", "model name", "cpu family", "model")
@@ -59,7 +59,7 @@ def _machine() -> str:
 
 @functools.cache
 def _toolchain(command: tuple[str, ...]) -> str:
-    """A hash of the compiler and its version. Raises `CompilerError` if it cannot be asked."""
+    """A hash of the compiler and its version. Raises `CompilerError` if it cannot be run."""
     try:
         asked = run([*command, "--version"])
     except OSError as error:
@@ -72,9 +72,9 @@ def _toolchain(command: tuple[str, ...]) -> str:
 
 
 def library_path(key: str, folder: Path, compiler: str | None = None) -> Path:
-    """Where the library of a kernel lies.
+    """The path of a kernel's library.
 
-    Without a compiler that works it is the newest one that any compiler made for this processor; `CompilerError` if
+    Without a working compiler, the newest library that any compiler produced for this processor; `CompilerError` if
     there is none.
     """
     stem = f"kernel_{key}-{_machine()}"
@@ -94,10 +94,10 @@ def compile_kernels(
     progress: Callable[[int, int], None] | None = None,
     compiler: str | None = None,
 ) -> dict[str, Path]:
-    """Key -> library. Only missing libraries are made; `progress(done, total)` counts those.
+    """Key -> library. Only missing libraries are compiled; `progress(done, total)` counts those.
 
-    Raises `CompilerError` with the compiler's last lines; libraries that succeeded stay in the folder. Where something
-    is raised, an interruption among that, what the compiler is at is finished, and nothing more is begun.
+    Raises `CompilerError` with the compiler's last lines; libraries that succeeded remain in the folder. After an
+    exception or interruption, running compilations finish, and no others start.
     """
     distinct = {code.key: code for code in codes}
     folder = usable(folder)
@@ -111,7 +111,7 @@ def compile_kernels(
     pool = ThreadPoolExecutor(jobs or os.cpu_count() or 1)
     try:
         futures = []
-        for code in missing:  # texts are made here, one after the other, while the compiler runs on the previous ones
+        for code in missing:  # texts are generated here sequentially, while the compiler processes the previous ones
             futures.append(pool.submit(build, code.source, paths[code.key], compiler))
         for future in futures:
             future.result()
@@ -146,7 +146,7 @@ def _run(command: list[str], stem: str) -> None:
 
 
 def install(library: Path, path: Path) -> None:
-    """Seal a library that is complete under the name it will have, and move it to its place."""
+    """Seal a complete library under its final name, and move it there."""
     content = library.read_bytes()
     library.write_bytes(sealed(content, path.name))
     library.chmod(0o700)
@@ -154,7 +154,7 @@ def install(library: Path, path: Path) -> None:
 
 
 def intact(path: Path) -> bool:
-    """Whether a library is there, whole, this kernel's and not another's, and written by nobody else."""
+    """Whether a library exists, is undamaged, belongs to this kernel, and was written by a trusted user."""
     return unsealed(path) is not None
 
 
@@ -164,6 +164,6 @@ def load(path: Path, key: str, entry: str = "kernel") -> int:
         library = ctypes.CDLL(str(path))
         address = ctypes.cast(getattr(library, f"{entry}_{key}"), ctypes.c_void_p).value
     except (OSError, AttributeError) as error:
-        raise CompilerError(f"{path} is no library of kernel {key}: {error}") from None
+        raise CompilerError(f"{path} is not a library of kernel {key}: {error}") from None
     assert address is not None
     return address

@@ -1,4 +1,4 @@
-"""Parts of which a kernel's SDFG is built: descriptors, memlets, loops, and tasklets with or without a lane map."""
+"""Building blocks of a kernel's SDFG: descriptors, memlets, loops, and tasklets with or without a lane map."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _CONFLICT = {
 
 
 def sym(name: str) -> Any:
-    """The integer symbol of that name."""
+    """The integer symbol with that name."""
     return dace.symbol(name, dace.int64)
 
 
@@ -57,7 +57,7 @@ def call(name: str, *arguments: Any) -> Any:
 
 
 def after(region: Any, label: str) -> Any:
-    """A new state behind all blocks of a region."""
+    """A new state after all blocks of a region."""
     if not region.number_of_nodes():
         return region.add_state(label, is_start_block=True)
     (previous,) = region.sink_nodes()
@@ -67,13 +67,13 @@ def after(region: Any, label: str) -> Any:
 
 
 def assign(region: Any, assignments: dict[str, str]) -> None:
-    """Give symbols values behind all blocks of a region, which is not empty."""
+    """Assign symbols after all blocks of a nonempty region."""
     (previous,) = region.sink_nodes()
     region.add_edge(previous, region.add_state("at"), dace.InterstateEdge(assignments=assignments))
 
 
 def loop(region: Any, label: str, variable: str, first: Any, last: Any, step: int = 1) -> Any:
-    """A loop behind all blocks of a region."""
+    """A loop after all blocks of a region."""
     begin, end = map(dace.symbolic.symstr, (first, last))
     more = f"{variable} = {variable} + {step}"
     if label in {block.label for block in region.nodes()}:
@@ -119,7 +119,7 @@ def scalar(name: str) -> Memlet:
 
 @dataclass
 class Code:
-    """A tasklet in the making: connectors with memlets and types, and lines of C++."""
+    """A tasklet under construction: connectors with memlets and types, and lines of C++."""
 
     ins: dict[str, tuple[Memlet, Any]] = field(default_factory=dict)
     outs: dict[str, tuple[Memlet, Any]] = field(default_factory=dict)
@@ -129,13 +129,13 @@ class Code:
 
     def write(self, connector: str, memlet: Memlet, dtype: DType, text: str) -> None:
         """Store an expression."""
-        own = Memlet(data=memlet.data, subset=subsets.Range(memlet.subset.ranges))  # an edge shares nothing
+        own = Memlet(data=memlet.data, subset=subsets.Range(memlet.subset.ranges))  # edges must not share memlets
         self.outs[connector] = (own, TYPES[dtype])
         self.lines.append(f"{connector} = {text};")
 
 
 class Emitter:
-    """What building needs of a plan."""
+    """The parts of a plan that the builder uses."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.loops, self.phases, self.values = plan, plan.loops, plan.phases, plan.values
@@ -170,7 +170,7 @@ class Emitter:
         return strides[::-1]
 
     def at(self, name: str, **replaced: Any) -> Memlet:
-        """The element of a planned array that the loops are at."""
+        """The element of a planned array at the current loop indices."""
         array = self.arrays[name]
         index: list[Any] = []
         for axis in array.axes:
@@ -183,7 +183,7 @@ class Emitter:
         return Memlet(data=name, subset=subsets.Range([(i, i, 1) for i in index or [0]]))
 
     def array(self, sdfg: Any, name: str, /, **replaced: Any) -> Memlet:
-        """Declare an array in an SDFG where it is not yet, and point at its element."""
+        """Declare an array in an SDFG if necessary; returns a memlet of its element."""
         self.use(sdfg, name)
         return self.at(name, **replaced)
 
@@ -208,7 +208,7 @@ class Emitter:
 
     # ---- code -----------------------------------------------------------------------------------------------------
     def held(self, name: str) -> DType:
-        """The element type in which a value is held."""
+        """The element type in which a value is computed."""
         return computed(self.leaves[name].dtype)
 
     def constant(self, name: str) -> bool:
@@ -228,7 +228,7 @@ class Emitter:
         if stored in HALVES:
             code.ins[f"half_{value}"] = (memlet, dace.uint16)
             code.lines.append(f"const float {value} = vm::from_{stored.name}(half_{value});")
-        elif held is DType.bool:  # gcc vectorizes tests of bytes, not loads of truth values
+        elif held is DType.bool:  # gcc vectorizes tests of bytes, not loads of booleans
             code.ins[f"byte_{value}"] = (memlet, dace.uint8)
             code.lines.append(f"const bool {value} = byte_{value} != 0;")
         elif wide is not None and wide is not held:
@@ -250,7 +250,7 @@ class Emitter:
 
     # ---- reductions -----------------------------------------------------------------------------------------------
     def how(self, name: str) -> str:
-        """The kind of a reduction as schedules call it."""
+        """The kind of a reduction under the schedules' name."""
         leaf = self.leaves[name]
         assert isinstance(leaf.op, Reduce)
         if leaf.dtype is DType.bool:
@@ -258,11 +258,11 @@ class Emitter:
         return leaf.op.kind
 
     def identity(self, name: str, dtype: DType) -> str:
-        """The result of a reduction over nothing."""
+        """The neutral element of a reduction."""
         return IDENTITY[self.how(name)].format(t=dtype.c)
 
     def combined(self, name: str, dtype: DType, a: str, b: str) -> str:
-        """Two partial results of a reduction as one."""
+        """The combination of two partial results of a reduction."""
         return COMBINE[self.how(name)].format(t=dtype.c, a=a, b=b)
 
     # ---- tasklets -------------------------------------------------------------------------------------------------

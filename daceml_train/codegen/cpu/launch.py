@@ -1,4 +1,4 @@
-"""Launch: a kernel as the runtime sees it: its identity, its C++ source, and what to pass to it."""
+"""Launch: a kernel from the runtime's perspective: its identity, its C++ source, and its arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from daceml_train.tensor import Dim, Tensor, product, simplify, symbol
 __all__ = ["KernelCode", "Layout", "block_count", "generate"]
 
 GRAIN = 1 << 15
-"""Element-operations that are worth a thread: some ten microseconds."""
+"""Element-operations that justify a thread: about ten microseconds."""
 CHUNK = 1024
 """Lanes that make one unit of the parallel loop where rows are cut."""
 
@@ -44,19 +44,19 @@ class KernelCode:
     work: Dim
     plan: Plan | None = field(default=None, repr=False, compare=False)
     text: str = field(default="", repr=False, compare=False)
-    """The C++ text of a kernel that is written by hand, which has no plan."""
+    """The C++ text of a hand-written kernel, which has no plan."""
 
     @property
     def shape(self) -> str:
-        """How the threads of a GPU share out the kernel, in words; empty where there are none."""
+        """A description of the launch configuration on a GPU; empty for the CPU."""
         return ""
 
     @functools.cached_property
     def source(self) -> str:
-        """The C++ text. Made when first asked for: a kernel that is compiled already needs none, and no DaCe."""
+        """The C++ text, generated on first use: a kernel that is already compiled needs neither it nor DaCe."""
         if self.plan is None:
             return self.text
-        importlib.import_module("daceml_train.sdfg.convert")  # brings DaCe in without what it displays in a notebook
+        importlib.import_module("daceml_train.sdfg.convert")  # imports DaCe without its output in a notebook
         from daceml_train.codegen.cpu.source import source
 
         return source(self.plan, self.key)
@@ -71,7 +71,7 @@ def generator_files() -> list[Path]:
 
 @functools.cache
 def generator_version() -> str:
-    """A hash of the code generator itself, so that a cache never returns what an older one generated."""
+    """A hash of the code generator itself, so a cache never returns the output of an older version."""
     digest = hashlib.sha256()
     for path in generator_files():
         digest.update(path.read_bytes())
@@ -79,7 +79,7 @@ def generator_version() -> str:
 
 
 def generate(kernel: Kernel, operands: Sequence[Layout], results: Sequence[Layout]) -> KernelCode:
-    """The code of a kernel on operands and results that lie in memory like this. Raises `Refused` with a sentence."""
+    """The code of a kernel for these operand and result layouts. Raises `Refused` with a reason."""
     plan = Plan(analyze(kernel, [Tensor(o.shape, o.dtype) for o in operands]), operands, results)
     integers = (symbol("blocks"), *plan.integers().values())
     scratch = tuple(simplify(array.bytes) for array in plan.arrays.scratch)
@@ -88,7 +88,7 @@ def generate(kernel: Kernel, operands: Sequence[Layout], results: Sequence[Layou
 
 
 def _units(plan: Plan) -> Dim:
-    """How many parts the parallel loop could have at most."""
+    """The largest possible number of iterations of the parallel loop."""
     rows, lanes = plan.loops.row_axes, plan.loops.lane_axes
     if plan.loops.mode == "rows" or not lanes:
         return product(a.size for a in rows)
@@ -118,5 +118,5 @@ def work(plan: Plan) -> Dim:
 
 
 def block_count(rows: int, work: int, threads: int) -> int:
-    """How many blocks to run in parallel: at least one, at most `threads`, each with enough to do."""
+    """The number of parallel blocks: at least one, at most `threads`, each with enough work."""
     return max(1, min(threads, rows, work // GRAIN))

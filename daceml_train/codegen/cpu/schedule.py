@@ -1,4 +1,4 @@
-"""The two schedules of generated kernels, registered with DaCe when this module is imported.
+"""The two schedules of generated kernels, which this module registers with DaCe on import.
 
     CPU_Blocks   the parallel map over blocks: `#pragma omp parallel for`, one block per thread
     CPU_Lanes    a map around one C++ tasklet: loops, the innermost one with `#pragma omp simd`; what all lanes share is
@@ -23,9 +23,9 @@ from dace.sdfg import nodes
 from dace.sdfg.state import LoopRegion
 
 SEGMENT = 4096
-"""Most lanes that are accumulated in the narrow type."""
+"""The largest number of lanes that are accumulated in the narrow type."""
 CHUNK = 128
-"""Lanes between two requests for what lies ahead."""
+"""Lanes between two prefetches."""
 
 for _name in ("CPU_Blocks", "CPU_Lanes"):
     dtypes.ScheduleType.register(_name)
@@ -44,7 +44,7 @@ COMBINE = {
     "any": "{a} || {b}",
     "all": "{a} && {b}",
 }
-"""Reduction -> how two partial results of C++ type t become one."""
+"""Reduction -> the combination of two partial results of C++ type t."""
 IDENTITY = {
     "sum": "0",
     "prod": "1",
@@ -53,7 +53,7 @@ IDENTITY = {
     "any": "false",
     "all": "true",
 }
-"""Reduction -> its result for nothing."""
+"""Reduction -> its neutral element."""
 _OPERAND, _ROW = re.compile(r"[xy]\d+$"), re.compile(r"r\d+$|row_")
 _CLAUSE = {"sum": "+", "prod": "*", "max": "max", "min": "min", "any": "||", "all": "&&"}
 
@@ -89,7 +89,7 @@ class BlockGenerator(TargetCodeGenerator):
 
 @registry.autoregister_params(name="cpulanes")
 class LaneGenerator(TargetCodeGenerator):
-    """Emits `CPU_Lanes` maps, whole: the loops and the tasklet in them."""
+    """Emits complete `CPU_Lanes` maps: the loops and the tasklet inside."""
 
     title, target_name, language = "lanes", "cpulanes", "cpp"
 
@@ -171,11 +171,11 @@ def _keeps_nan(kind: str, ctype: str) -> bool:
 
 
 def _ahead(sdfg: Any, cfg: Any, reads: Any, writes: Any, lane: str) -> list[str]:
-    """Requests for the cache lines of operands and results that a chunk of lanes will soon need.
+    """Prefetches of the cache lines of operands and results that a chunk of lanes will soon need.
 
-    Processors fetch ahead on their own, but where much is computed per element some do not keep up: GELU's derivative
-    takes 1.5 ns per element from memory, 0.9 ns with these and 0.9 ns from cache; sums take as long either way. Only
-    what differs from row to row is asked for: the rest is at hand.
+    Hardware prefetchers of some processors do not keep up if much is computed per element: GELU's derivative takes
+    1.5 ns per element from memory, 0.9 ns with these prefetches and 0.9 ns from cache; sums take the same time either
+    way. Only arrays that differ from row to row are prefetched; the rest is in cache.
     """
     requests: dict[str, str] = {}
     in_rows = isinstance(cfg, LoopRegion)
@@ -197,8 +197,8 @@ def _read(sdfg: Any, tasklet: Any, edge: Any) -> str:
 
 
 def _invariant(sdfg: Any, memlet: Any, params: Any) -> bool:
-    """Whether all lanes read one element: before the loops it costs nothing, and what follows from it is known to be
-    one value, too, which gcc does not see everywhere.
+    """Whether all lanes read one element: reading it before the loops is free, and makes dependent values provably
+    uniform, which gcc does not always detect.
     """
     return not re.search(rf"\b({'|'.join(params)})\b", _element(sdfg, memlet))
 
@@ -212,6 +212,6 @@ def _element(sdfg: Any, memlet: Any) -> str:
 
 
 def _place(sdfg: Any, memlet: Any) -> Any:
-    """The position in an array of the element that a memlet names."""
+    """The offset in an array of the element that a memlet refers to."""
     strides, none = sdfg.arrays[memlet.data].strides, dace.symbolic.pystr_to_symbolic("0")
     return sum((i * s for i, s in zip(memlet.subset.min_element(), strides, strict=True)), none)

@@ -41,15 +41,15 @@ from daceml_train.codegen.kernel.staging import Columns, Rows, Stage
 from daceml_train.tensor import hint, product
 
 FLUSH = 16
-"""Most rows that are accumulated in the narrow type. The error of a mean grows with it, and a normalization multiplies
-that by mean over deviation; with 8 instead of 128 a step of MobileNetV2 takes some 5 % longer.
+"""The largest number of rows that are accumulated in the narrow type. The error of a mean grows with it, and a
+normalization multiplies that by mean over deviation; with 8 instead of 128 a step of MobileNetV2 takes some 5 % longer.
 """
 TOGETHER = 4
-"""Rows that are added to an accumulator at once: it is read and written a quarter as often."""
+"""Rows that are added to an accumulator at once, so it is read and written a quarter as often."""
 TOGETHER_LANES = 256
-"""Fewest lanes with which that is done; with 64 it takes longer."""
+"""The smallest number of lanes for this; with 64 it is slower."""
 TOGETHER_VALUES = 12
-"""Most values per lane with which that is done."""
+"""The largest number of values per lane for this."""
 _DEFINED = re.compile(r"const [\w:]+ (\w+) = ")
 _NAME = re.compile(r"\b[A-Za-z_]\w*\b")
 _VARIABLES = {"row_index", "row_unit", "row_group", "lane_group", "tile_index"}
@@ -199,7 +199,7 @@ class Builder(Emitter):
         return inner
 
     def set(self, region: Any, assignments: dict[str, str]) -> None:
-        """Give symbols values in a nested SDFG."""
+        """Assign symbols in a nested SDFG."""
         if not region.number_of_nodes():
             after(region, "where")
         assign(region, assignments)
@@ -339,7 +339,7 @@ class Builder(Emitter):
         self.tasklet(region, "row_end", code)
 
     def clear(self, block: Any, region: Any, array: str, name: str) -> None:
-        """Set this block's part of an accumulator to the result for nothing."""
+        """Set this block's part of an accumulator to the neutral element."""
         code, dtype = Code(), self.arrays[array].dtype
         code.write("zero", self.array(block, array), dtype, self.identity(name, dtype))
         self.tasklet(region, f"clear_{array}", code, self.lanes())
@@ -356,7 +356,7 @@ class Builder(Emitter):
 
     # ---- columns --------------------------------------------------------------------------------------------------
     def columns(self, block: Any, region: Any, p: int) -> None:
-        """Combine partial results; then what has no rows, on scalars and on lanes."""
+        """Combine partial results; then compute values without rows, on scalars and on lanes."""
         columns = self.phases.columns[p]
         vectors = [n for n in columns.combined if len(self.arrays[f"part_{n}"].axes) > 1]
         if not self.tiled:
@@ -399,7 +399,7 @@ class Builder(Emitter):
             self.load(code, name, scalar(f"between_{name}"))
 
     def column_scalars(self, block: Any, region: Any, p: int, columns: Columns, parts: Sequence[str]) -> None:
-        """A tasklet for what has neither rows nor lanes."""
+        """A tasklet for values with neither rows nor lanes."""
         code, here = Code(), [*parts, *columns.scalars]
         for n in parts:
             total, name = self.phases.accumulators(n)[1], f"part_{n}"

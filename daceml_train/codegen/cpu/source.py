@@ -1,7 +1,7 @@
 """Source: the C++ text of a kernel, from its SDFG by DaCe's code generator.
 
-DaCe runs with its lean parts only: no validation (tests do that), no simplification, no files. Its frame for state,
-initialization and shutdown is dropped: a kernel has no state.
+DaCe runs with only its essential parts: no validation (tests do that), no simplification, no files. Its frame for
+state, initialization and shutdown is dropped: a kernel has no state.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def source(plan: Plan, key: str) -> str:
 
 
 def code(sdfg: Any) -> tuple[str, list[str]]:
-    """The functions that DaCe generates for an SDFG, without its frame and its marks, and their arguments."""
+    """The functions that DaCe generates for an SDFG, without frame and markers, and their arguments."""
     infer_types.infer_connector_types(sdfg)
     infer_types.set_default_schedule_and_storage_types(sdfg, None)
     frame = framecode.DaCeCodeGenerator(sdfg)
@@ -42,7 +42,7 @@ def code(sdfg: Any) -> tuple[str, list[str]]:
     LaneGenerator(frame, sdfg)
     codegen._get_codegen_targets(sdfg, frame)
     frame.dispatcher.instrumentation = dict.fromkeys(frame.dispatcher.instrumentation)
-    with set_temporary("compiler", "unique_functions", value="none"):  # no function occurs twice: no hashes needed
+    with set_temporary("compiler", "unique_functions", value="none"):  # every function occurs once
         functions, body, *_ = frame.generate_code(sdfg, None)
     text = re.sub(r"[ \t]*////__DACE:[^\n]*", "", str(functions) + str(body))
     text = re.sub(r"\n\s*/{5,}(?=\n)", "", text)

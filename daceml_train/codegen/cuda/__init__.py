@@ -1,1 +1,1 @@
-"""CUDA kernels from the bodies that CPU kernels are made from: geometry, SDFG, text, nvcc."""
+"""CUDA kernels from the same bodies as CPU kernels: launch configuration, SDFG, text, nvcc."""

@@ -1,7 +1,7 @@
 """Compile: the kernels of a program as one CUDA file, by nvcc called directly, into the cache folder.
 
 A library is named by its kernels, the architecture, and compiler with flags; it is written under another name, sealed
-and renamed, as the CPU's are. It holds the CUDA runtime (static where the toolkit has it) and needs nothing of ours.
+and renamed, as the CPU's are. It contains the CUDA runtime (static if the toolkit has it) and no code of the package.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def _candidates(tool: str = "nvcc") -> Iterator[Path]:
 
 
 def find_tool(tool: str) -> Path | None:
-    """A program of the CUDA toolkit, where nvcc is looked for."""
+    """A program of the CUDA toolkit, searched in the same places as nvcc."""
     return next((path for path in _candidates(tool) if path.is_file() and os.access(path, os.X_OK)), None)
 
 
 def find_nvcc() -> Path:
     """The compiler: from $NVCC, PATH, $CUDA_HOME or $CUDA_PATH, /usr/local/cuda, or the packages from PyPI.
 
-    Raises `CompilerError` that says what to install.
+    Raises `CompilerError` with a hint what to install.
     """
     if (path := find_tool("nvcc")) is not None:
         return path
@@ -73,18 +73,18 @@ def _toolchain(nvcc: Path) -> str:
 
 
 def architecture(major: int, minor: int) -> str:
-    """The name for nvcc of a device's architecture, from its compute capability."""
+    """The architecture of a device under nvcc's name, from its compute capability."""
     return f"sm_{major}{minor}"
 
 
 def text(codes: Sequence[CudaCode]) -> str:
-    """One CUDA file with all kernels, each once."""
+    """One CUDA file with every kernel once."""
     distinct = {code.key: code for code in codes}
     return "\n".join(['#include "kernel.cuh"\n', *(distinct[key].source for key in sorted(distinct))])
 
 
 def library_path(codes: Sequence[CudaCode], folder: Path, arch: str, nvcc: Path) -> Path:
-    """Where the library of a program's kernels lies."""
+    """The path of the library of a program's kernels."""
     keys = hashlib.sha256("\n".join(sorted({code.key for code in codes})).encode()).hexdigest()[:20]
     return folder / f"cuda_{keys}-{arch}-{_toolchain(nvcc)}.so"
 
@@ -97,7 +97,7 @@ def compiled(codes: Sequence[CudaCode], folder: Path, arch: str = DEFAULT_ARCHIT
 def compile_program(
     codes: Sequence[CudaCode], folder: Path, arch: str = DEFAULT_ARCHITECTURE, nvcc: Path | None = None
 ) -> Path:
-    """The library of a program's kernels, compiled unless the folder has it.
+    """The library of a program's kernels, compiled unless the folder contains it.
 
     Raises `CompilerError` with nvcc's last lines, or with what to install.
     """
@@ -119,7 +119,7 @@ def compile_program(
 
 
 def run_nvcc(nvcc: Path, options: Sequence[str], arch: str = DEFAULT_ARCHITECTURE) -> str:
-    """Call nvcc with our flags; what it printed. Raises `CompilerError` with its last lines."""
+    """Call nvcc with the package's flags; returns its output. Raises `CompilerError` with its last lines."""
     command = [str(nvcc), *FLAGS, f"-arch={arch}", f"-I{HEADERS}", *options]
     try:
         made = run(command)

@@ -1,11 +1,11 @@
-"""Geometry: how the rows and lanes of a kernel are shared out over the threads of a block.
+"""Geometry: the launch configuration, which distributes the rows and lanes of a kernel over threads.
 
     thread    owns fragments: `width` neighboring lanes each, `fragments` of them at a time
     team      `team` threads that share a row: part of a warp, a warp, or the whole block
     block     `threads` threads: one or more teams, each with rows of its own
 
-Every lane map of a kernel gives the same lanes to the same thread, so what a thread stores for itself, it finds again
-without a barrier. Barriers stand only in reductions over a team or a block, and where a square is turned.
+Every lane map of a kernel assigns the same lanes to the same thread, so a thread reads its own stores without a
+barrier. Barriers are needed only in reductions over a team or a block, and where a square is transposed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from daceml_train.codegen.kernel.staging import Staging
 from daceml_train.tensor import hint, product, same
 
 REGISTERS = 48
-"""Values per thread that are kept in registers at most, beside those of the computation itself."""
+"""The largest number of values that a thread keeps in registers, besides those of the computation itself."""
 VECTOR = 16
 """Bytes of the widest access."""
 MOST_THREADS = 1024
@@ -25,10 +25,10 @@ MOST_THREADS = 1024
 
 @dataclass(frozen=True)
 class Geometry:
-    """The shape of a block. `capacity` lanes are in the hands of a team at one time.
+    """A launch configuration. A team processes `capacity` lanes at a time.
 
-    `resident`: a team, or block, sees only lanes that it can hold at one time; they stay in registers. `full`: there
-    are exactly `capacity` of them, always. `ragged`: the number of lanes need not be a multiple of `width`.
+    `resident`: a team, or block, has no more than `capacity` lanes; they stay in registers. `full`: it has exactly
+    `capacity` lanes. `ragged`: the number of lanes need not be a multiple of `width`.
     """
 
     threads: int
@@ -37,19 +37,19 @@ class Geometry:
     fragments: int = 1
     resident: bool = True
     tiled: bool = False
-    """Whether blocks share out the lanes, too."""
+    """Whether the lanes are distributed over blocks, too."""
     full: bool = False
     ragged: bool = False
     ahead: int = 1
-    """Rows whose loads a team issues together, where no barrier stands between rows."""
+    """Rows whose loads a team issues together, if there is no barrier between rows."""
     each: int = 4
-    """How much a thread does one after the other, which says how many blocks there are, not what they do: fragments of
-    an elementwise kernel, rows of a team that sums them.
+    """The sequential work of a thread (fragments of an elementwise kernel, rows of a team that sums them); it
+    determines the number of blocks, not their code.
     """
 
     @property
     def capacity(self) -> int:
-        """Lanes that a team holds at one time."""
+        """Lanes that a team processes at a time."""
         return self.team * self.width * self.fragments
 
     @property
@@ -59,12 +59,12 @@ class Geometry:
 
 
 def choose(loops: Loops, phases: Staging) -> Geometry:
-    """The geometry of a kernel, from its sizes: symbols count as 64 where that does no harm."""
+    """The geometry of a kernel, from its sizes; symbols count as 64 where correctness does not depend on them."""
     return candidates(loops, phases)[0]
 
 
 def candidates(loops: Loops, phases: Staging) -> list[Geometry]:
-    """What would do for a kernel: first what the sizes suggest, then its neighbors, which a search may measure."""
+    """Candidate geometries of a kernel: first the one that the sizes suggest, then its neighbors, for autotuning."""
     if loops.mode == "flat":
         made = _flat(loops)
     elif loops.mode == "tiles":
@@ -93,7 +93,7 @@ def _flat(loops: Loops) -> list[Geometry]:
 
 
 def _tiles(loops: Loops, phases: Staging, threads: int) -> Geometry:
-    """Tiles of lanes, whose rows a block walks."""
+    """Tiles of lanes; a block iterates over their rows."""
     width, ragged = _width(loops)
     lanes = product(a.size for a in loops.lane_axes)
     full = isinstance(lanes, int) and lanes % (threads * width) == 0
@@ -101,7 +101,7 @@ def _tiles(loops: Loops, phases: Staging, threads: int) -> Geometry:
 
 
 def _passing_rows(loops: Loops, phases: Staging) -> list[Geometry]:
-    """Rows of which nothing is kept: teams of lanes, or blocks that share out the lanes, too."""
+    """Rows without kept values: teams of lanes, or blocks over which the lanes are distributed, too."""
     (widest, ragged), lanes = _width(loops), product(a.size for a in loops.lane_axes)
     made = []
     for threads, width, less, each in (
@@ -122,7 +122,7 @@ def _passing_rows(loops: Loops, phases: Staging) -> list[Geometry]:
 
 
 def _held_rows(loops: Loops, phases: Staging) -> list[Geometry]:
-    """Rows that are read once and held in registers, or, where they are too long, walked in steps."""
+    """Rows that are read once and kept in registers, or, if they are too long, processed in steps."""
     (width, ragged), lanes = _width(loops), product(a.size for a in loops.lane_axes)
     fragments = -(-lanes // width) if isinstance(lanes, int) else 0
     most = min(8, int(REGISTERS / (max(1.0, _held(loops, phases)) * width)))
@@ -152,7 +152,7 @@ def _held_rows(loops: Loops, phases: Staging) -> list[Geometry]:
 
 
 def _ahead(loops: Loops, phases: Staging, width: int) -> int:
-    """Rows that may be read ahead: as many as there are registers for what they load, four at most."""
+    """Rows that may be prefetched: as many as registers permit, four at most."""
     loads = [
         sum(max(2, loops.leaves[v].dtype.bytes) / 4 for stage in rows.stages for v in stage.loads)
         for rows in phases.rows
@@ -162,17 +162,17 @@ def _ahead(loops: Loops, phases: Staging, width: int) -> int:
 
 
 def _power_below(number: float) -> int:
-    """The largest power of two that is no more; 1 at least."""
+    """The largest power of two that is not greater; at least 1."""
     return 1 << (max(1, int(number)).bit_length() - 1)
 
 
 def _power(number: int) -> int:
-    """The smallest power of two that is no less."""
+    """The smallest power of two that is not smaller."""
     return 1 << max(0, number - 1).bit_length()
 
 
 def _width(loops: Loops) -> tuple[int, bool]:
-    """Lanes per fragment, and whether their number may leave a rest.
+    """Lanes per fragment, and whether the last fragment may be partial.
 
     16 bytes of the narrowest elements, where sizes and strides that are known allow whole fragments; the others are
     checked at each launch.
@@ -197,7 +197,7 @@ def _width(loops: Loops) -> tuple[int, bool]:
 
 
 def _held(loops: Loops, phases: Staging) -> float:
-    """Registers per lane for what a thread keeps, in the phase that keeps most."""
+    """Registers per lane for kept values, in the phase that keeps most."""
     most = 0.0
     for rows in phases.rows:
         if rows is None:
@@ -208,5 +208,5 @@ def _held(loops: Loops, phases: Staging) -> float:
         others = max(sum(loops.leaves[v].op is None and v not in again for v in stage.loads) for stage in rows.stages)
         loads = sum(max(2, loops.leaves[v].dtype.bytes) / 4 for v in again)
         kept = sum(max(4, loops.leaves[v].dtype.bytes) / 4 for v in [*rows.kept, *sums])
-        most = max(most, loads + kept + others / 2)  # the compiler reads what is read once a little ahead
+        most = max(most, loads + kept + others / 2)  # the compiler hoists loads of values that are read once
     return most

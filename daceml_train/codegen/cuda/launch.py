@@ -1,4 +1,4 @@
-"""Launch: a CUDA kernel as the runtime sees it: its identity, its text, and what to pass to it."""
+"""Launch: a CUDA kernel from the runtime's perspective: its identity, its text, and its arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from daceml_train.tensor import Dim, Tensor, product, simplify, symbol
 __all__ = ["CudaCode", "Layout", "generate", "variants"]
 
 RESIDENT, RESIDENT_SUMS = 2048, 1024
-"""Threads per multiprocessor: of all kernels, and of those whose blocks leave partial results."""
+"""Threads per multiprocessor: of all kernels, and of those whose blocks store partial results."""
 MOST_BLOCKS = (1 << 31) - 1
 
 
@@ -27,17 +27,17 @@ class CudaCode(KernelCode):
 
     `pointers`, `integers` and `scratch` are as for a CPU kernel: inputs, outputs that update no input, scratch arrays;
     `symbol("blocks")` in integers and scratch stands for the number of thread blocks, which `blocks` proposes. The
-    function launches one kernel or more on the stream and returns CUDA's error code, 0 if all is well. It neither
-    allocates nor waits, and may be captured. Scratch needs no content, and 16 bytes of alignment.
+    function launches one or more kernels on the stream and returns CUDA's error code, 0 on success. It neither
+    allocates nor waits, and may be captured. Scratch may be uninitialized and needs an alignment of 16 bytes.
     """
 
     threads: int = 256
     partial: bool = False
-    """Whether blocks leave partial results, so that more of them cost more."""
+    """Whether blocks store partial results, so more blocks cost more."""
 
     @property
     def shape(self) -> str:
-        """See `KernelCode`: the block, the team that shares a row, and the lanes in the hands of a thread."""
+        """See `KernelCode`: the block, the team that shares a row, and the lanes of a thread."""
         assert isinstance(self.plan, CudaPlan)
         g = self.plan.geometry
         return f"{g.threads} threads, teams of {g.team}, {g.fragments} x {g.width} lanes each"
@@ -51,7 +51,7 @@ class CudaCode(KernelCode):
         return source(self.plan, self.key)
 
     def blocks(self, value: Callable[[Dim], int], processors: int) -> int:
-        """How many blocks to launch on a device of so many multiprocessors; `value` gives numbers for sizes."""
+        """The number of blocks on a device with this many multiprocessors; `value` evaluates sizes."""
         useful = max(1, value(self.rows))
         if not self.partial:
             return min(useful, MOST_BLOCKS)
@@ -60,7 +60,7 @@ class CudaCode(KernelCode):
 
 @functools.cache
 def version() -> str:
-    """A hash of the code generator for CUDA, so that a cache never serves what an older one made."""
+    """A hash of the CUDA code generator, so a cache never returns the output of an older version."""
     digest = hashlib.sha256(generator_version().encode())
     folder = Path(__file__).parent
     for path in sorted([*folder.glob("*.py"), *folder.glob("native/*.cuh")]):
@@ -69,12 +69,12 @@ def version() -> str:
 
 
 def generate(kernel: Kernel, operands: Sequence[Layout], results: Sequence[Layout]) -> CudaCode:
-    """The code of a kernel on operands and results that lie in memory like this. Raises `Refused` with a sentence."""
+    """The code of a kernel for these operand and result layouts. Raises `Refused` with a reason."""
     return _code(CudaPlan(analyze(kernel, [Tensor(o.shape, o.dtype) for o in operands]), operands, results))
 
 
 def variants(code: CudaCode) -> list[CudaCode]:
-    """The kernel in every shape that a search may try, first as it is. They differ in scratch and number of blocks."""
+    """The kernel under every candidate launch configuration, the current one first; scratch and block counts differ."""
     plan = code.plan
     assert isinstance(plan, CudaPlan)
     loops, others = plan.loops, [g for g in plan.choices if g != plan.geometry]
@@ -92,7 +92,7 @@ def _code(plan: CudaPlan) -> CudaCode:
 
 
 def _units(plan: CudaPlan) -> Dim:
-    """How many blocks could be of use."""
+    """The largest useful number of blocks."""
     loops, g = plan.loops, plan.geometry
     rows = product(a.size for a in loops.row_axes)
     if loops.mode == "tiles":

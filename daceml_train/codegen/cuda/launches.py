@@ -1,4 +1,4 @@
-"""The launches of a CUDA kernel's SDFG: what a map over blocks holds, and how tasklets in it touch arrays."""
+"""The launches of a CUDA kernel's SDFG: the content of a map over blocks, and the memlets of its tasklets."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from daceml_train.codegen.kernel.arrays import Array
 
 
 class Launches(Builder):
-    """What a builder of CUDA kernels has to work with. `kernel` begins a launch, `launch` ends it.
+    """The base of a builder of CUDA kernels. `kernel` begins a launch, `launch` ends it.
 
-    `conditions` says, by label, which thread stores what is stored once.
+    `conditions` maps labels to the condition under which a thread stores a value that is stored once.
     """
 
     plan: CudaPlan
@@ -27,9 +27,9 @@ class Launches(Builder):
     def __init__(self, plan: CudaPlan, name: str) -> None:
         self.geometry, self.conditions = plan.geometry, dict[str, str]()
         self.early: list[str] = []
-        """Values of the kernel being built that its threads compute first."""
+        """Values of the current kernel that its threads compute first."""
         self.holding: set[str] = set()
-        """Arguments that are in registers already."""
+        """Arguments that are already in registers."""
         super().__init__(plan, name)
 
     def compute_early(self, block: Any) -> None:
@@ -66,7 +66,7 @@ class Launches(Builder):
         return strides[::-1]
 
     def at(self, name: str, **replaced: Any) -> Memlet:
-        """The element of a planned array that the loops are at."""
+        """The element of a planned array at the current loop indices."""
         index: list[Any] = []
         for axis in self.arrays[name].axes:
             where = replaced.get(axis, sym(axis))
@@ -76,7 +76,7 @@ class Launches(Builder):
         return Memlet(data=name, subset=subsets.Range([(i, i, 1) for i in index or [0]]))
 
     def lanes(self) -> Over:
-        """The loops of a lane map. Blocks, teams and threads share out `lane_begin` to `lane_end` of all lanes."""
+        """The loops of a lane map. `lane_begin` to `lane_end` are distributed over blocks, teams and threads."""
         axes = self.loops.lane_axes
         if len(axes) == 1:
             return [(axes[0].name, sym("lane_begin"), sym("lane_end"))]
@@ -84,7 +84,7 @@ class Launches(Builder):
 
     # ---- launches -------------------------------------------------------------------------------------------------
     def kernel(self, label: str, count: Any, threads: int, mapping: dict[str, Any]) -> Any:
-        """A nested SDFG for the blocks of a launch; `launch` puts it into the outer one."""
+        """A nested SDFG for the blocks of a launch; `launch` inserts it into the outer one."""
         self.early, self.holding = [], set()
         block = dace.SDFG(f"{self.name}_{label}")
         after(block, "first")
@@ -92,17 +92,17 @@ class Launches(Builder):
         return block
 
     def launch(self, block: Any) -> None:
-        """Finish the nested SDFG of a launch, and pass it every array that it uses whole."""
+        """Finish the nested SDFG of a launch, and pass every array that it uses whole."""
         label, count, threads, mapping = self.launching
         self.compute_early(block)
         part = dace.symbolic.int_floor(sym("block"), sym("tiles"))
         mapping = {"part": part, "tiles": sym("tiles"), "parts": sym("parts"), **mapping}
         entry = self.nest(block, label, mapping, count, BLOCKS)
-        if entry is not None:  # else all that it would compute is computed where it is needed
+        if entry is not None:  # else every value it would compute is computed at its uses
             entry.map.gpu_block_size = [threads, 1, 1]
 
     def loop(self, region: Any, variable: str, first: str, last: str, step: str, unroll: int = 1) -> Any:
-        """A loop behind all blocks of a region."""
+        """A loop after all blocks of a region."""
         made = LoopRegion(
             f"{variable}{region.number_of_nodes()}",
             f"{variable} < {last}",
@@ -129,9 +129,9 @@ class Launches(Builder):
         state: Any = None,
         condition: str = "",
     ) -> None:
-        """A state with one tasklet; without outputs, nothing.
+        """A state with one tasklet; none without outputs.
 
-        It is under a lane map if `over` names loops. Else all threads compute it, and one stores what goes to memory.
+        It is under a lane map if `over` names loops. Otherwise all threads compute it, and one stores to memory.
         """
         if not code.outs:
             return

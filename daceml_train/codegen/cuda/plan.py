@@ -1,4 +1,4 @@
-"""Plan of a CUDA kernel: the decisions of a CPU kernel, with what stays in registers, and the shape of a block."""
+"""Plan of a CUDA kernel: the decisions of a CPU kernel, plus register allocation and launch configuration."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from daceml_train.ops.elementwise import Full
 from daceml_train.tensor import Dim, DType, product, simplify, symbol
 
 FEW_ROWS, MANY_LANES = 64, 1 << 17
-"""Where only lanes are shared out: few rows, or as many lanes as fill a device."""
+"""Thresholds for distributing lanes only: few rows, or enough lanes to fill a device."""
 
 
 class CudaLoops(Loops):
-    """Loops of a CUDA kernel: tiles of lanes are what runs in parallel in other places than on the CPU."""
+    """Loops of a CUDA kernel: the criteria for tiles of lanes as the parallel loop differ from the CPU's."""
 
     def _choose_mode(self) -> None:
         super()._choose_mode()
@@ -48,7 +48,7 @@ class CudaLoops(Loops):
 class CudaPlan(Plan):
     """Loops, arrays, phases, texts and geometry of a kernel. Raises `Refused` with a sentence.
 
-    Without a `geometry`, sizes choose it; `choices` are those that a search may try.
+    Without a `geometry`, the sizes determine it; `choices` are the candidates for autotuning.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class CudaPlan(Plan):
         self.choices = candidates(self.loops, self.phases)
         self.geometry = geometry or self.choices[0]
         self.fragments: dict[str, Array] = {}
-        """What threads keep in registers per lane: accumulators, kept values, arguments that are read again."""
+        """Values that threads keep in registers per lane: accumulators, kept values, arguments that are read twice."""
         self.squares: dict[str, Array] = {}
-        """What a block keeps in shared memory: arguments turned square by square."""
+        """Arrays of a block in shared memory: arguments that are transposed square by square."""
         self._keep()
         self._check_order()
         self.values = Values(self.loops)
@@ -126,7 +126,7 @@ class CudaPlan(Plan):
                 stage.scalars = [v for v in stage.scalars if not self.first(v)]
 
     def first(self, name: str) -> bool:
-        """Whether a value depends on no element, and on no reduction: every thread computes it before all else."""
+        """Whether a value depends on no element and no reduction, so every thread computes it first."""
         leaf, loops = self.loops.leaves[name], self.loops
         plain = leaf.op is not None and not isinstance(leaf.op, Full) and not self.phases.phase[name]
         return plain and not loops.has_rows(name) and not loops.has_lanes(name)
@@ -150,20 +150,20 @@ class CudaPlan(Plan):
 
     @property
     def narrow(self) -> bool:
-        """Whether 32 bits number all lanes."""
+        """Whether 32-bit integers can index all lanes."""
         lanes = product(a.size for a in self.loops.lane_axes)
         return isinstance(lanes, int) and lanes < 1 << 31
 
     @property
     def tiles(self) -> Dim:
-        """Parts into which the lanes are cut, where blocks share them out."""
+        """Parts into which the lanes are cut, if they are distributed over blocks."""
         if self.loops.mode != "tiles" and not self.geometry.tiled:
             return 1
         return groups(product(a.size for a in self.loops.lane_axes), self.geometry.capacity)
 
     @property
     def parts(self) -> Dim:
-        """Parts into which the rows are cut: the blocks that see the same lanes, one at least."""
+        """Parts into which the rows are cut: the blocks with the same lanes, at least one."""
         tiles, blocks = self.tiles, symbol("blocks")
         return blocks if tiles == 1 else sympy.Max(1, sympy.floor(blocks / sympy.Max(1, tiles)))
 
@@ -178,16 +178,16 @@ class CudaPlan(Plan):
         for p, columns in enumerate(phases.columns):
             targets = {loops.domain.results[i].target for i in columns.results} - {None}
             rows = phases.rows[p]
-            if not targets or rows is None or p == 0:  # what has no phase before it is stored after the rows
+            if not targets or rows is None or p == 0:  # results without a previous phase are stored after the rows
                 continue
             read = {v for s in rows.stages for v in s.loads + s.reads}
             read |= {i for s in rows.stages for v in s.scalars for i in loops.leaves[v].inputs}
             for v in read:
                 if loops.leaves[v].op is None and loops.leaves[v].argument in targets:
-                    raise Refused(f"argument {loops.leaves[v].argument} is read again after its new value is stored")
+                    raise Refused(f"argument {loops.leaves[v].argument} is read after its new value is stored")
 
     def structure(self) -> str:
-        """All that the source depends on, as text: no names of the user, sizes only where the geometry needs them."""
+        """All properties that the source depends on, as text, without names; sizes only as the geometry needs."""
         held = sorted([*self.fragments, *self.squares])
         return f"{super().structure()}\n{replace(self.geometry, each=0)} {held} {self.narrow}"
 

@@ -1,4 +1,4 @@
-"""The schedules of CUDA kernels, registered with DaCe when this module is imported.
+"""The schedules of CUDA kernels, which this module registers with DaCe on import.
 
     GPU_Blocks    the map over blocks: a `__global__` function, and its launch
     GPU_Lanes     a map over lanes, shared out over the threads of a team: fragment by fragment, in two unrolled loops,
@@ -77,21 +77,21 @@ class BlockGenerator(TargetCodeGenerator):
 
 @registry.autoregister_params(name="cudathreads")
 class ThreadGenerator(TargetCodeGenerator):
-    """Emits what the threads of a block do, and what they keep in registers and in shared memory."""
+    """Emits the code of the threads of a block, their registers and shared memory."""
 
     title, target_name, language = "cudathreads", "cudathreads", "cpp"
 
     def __init__(self, frame: Any, sdfg: Any, geometry: Geometry, conditions: dict[str, str], narrow: bool) -> None:
         self.frame, self.geometry, self.conditions = frame, geometry, conditions
         self.integer = "uint32_t" if narrow else "int64_t"
-        """In which a position among the lanes is divided: 64 bits cost many instructions."""
+        """The integer type of divisions of lane indices: 64-bit divisions cost many instructions."""
         emitters = {LANES: self.lanes, TEAM: self.team, COLUMNS: self.columns, ONCE: self.once, TURN: self.turn}
         self.emitters = emitters
         for schedule in emitters:
             frame.dispatcher.register_map_dispatcher(schedule, self)
         for storage in (FRAGMENT, SQUARE):
             frame.dispatcher.register_array_dispatcher(storage, self)
-            generic = frame.dispatcher.get_generic_node_dispatcher()  # asked for, though maps emit their own accesses
+            generic = frame.dispatcher.get_generic_node_dispatcher()  # required, although maps emit their own accesses
             for other in dtypes.StorageType:
                 frame.dispatcher.register_copy_dispatcher(storage, other, None, generic)
                 frame.dispatcher.register_copy_dispatcher(other, storage, None, generic)
@@ -122,10 +122,10 @@ class ThreadGenerator(TargetCodeGenerator):
         self.frame.dispatcher.defined_vars.add(name, DefinedType.Pointer, dtypes.pointer(desc.dtype).ctype)
 
     def declare_array(self, *_: Any, **__: Any) -> None:
-        """Nothing: allocation declares."""
+        """Nothing, since allocation declares."""
 
     def deallocate_array(self, *_: Any, **__: Any) -> None:
-        """Nothing: registers and shared memory end with the kernel."""
+        """Nothing, since registers and shared memory end with the kernel."""
 
     # ---- maps -----------------------------------------------------------------------------------------------------
     def generate_scope(self, sdfg: Any, cfg: Any, scope: Any, state: int, functions: Any, out: Any) -> None:
@@ -136,7 +136,7 @@ class ThreadGenerator(TargetCodeGenerator):
         out.write("\n".join(["{", *lines, "}"]), cfg, state, entry)
 
     def once(self, m: _Map) -> list[str]:
-        """All threads compute; local values are everyone's, memory is written by one."""
+        """All threads compute local values; one thread writes memory."""
         guarded = [e for e in m.writes if not m.local(e)]
         lines = [m.read(e) for e in m.reads] + m.declarations() + m.code
         lines += [f"{e.data.data} = {e.src_conn};" for e in m.writes if m.local(e)]
@@ -184,7 +184,7 @@ class ThreadGenerator(TargetCodeGenerator):
         return [*lines, "}"]
 
     def team(self, m: _Map) -> list[str]:
-        """The first team's lanes; what it reads from registers is first combined over the teams."""
+        """The first team's lanes; registers that it reads are first combined over the teams."""
         lines = []
         for e in m.reads:
             if e.dst_conn.startswith("near_") and m.register(e):
@@ -346,7 +346,7 @@ class _Map:
         return bool(self._depends(e, self.entry.map.params[:-1]))
 
     def address(self, e: Any) -> str:
-        """Where the element of an edge lies."""
+        """The address of the element of an edge."""
         array = self.sdfg.arrays[e.data.data]
         where = sum(i * s for i, s in zip(e.data.subset.min_element(), array.strides, strict=True))
         return f"{e.data.data} + {cpp.sym2cpp(where)}"
@@ -356,7 +356,7 @@ class _Map:
         return e.data.data if self.local(e) else f"*({self.address(e)})"
 
     def read(self, e: Any) -> str:
-        """Read into the connector; all of an array is a pointer."""
+        """Read into the connector; a whole array is passed as a pointer."""
         kind = self.type_in(e)
         if kind.endswith("*"):
             return f"const {kind} {e.dst_conn} = {e.data.data};"

@@ -3,9 +3,9 @@
     scalars<p>, columns<p>   combine partial results of the blocks, then code on scalars and lanes that has no rows
     rows<p>                  blocks of threads, each with rows and lanes of its own
 
-Each is a launch: what a phase needs of all blocks, the launch before it has stored. Within one, arrays in memory are
-shared by nobody: a thread reads what it wrote itself, at most. What has neither rows nor lanes nor reductions
-(`between_v` of phase 0) every thread computes anew instead of reading it.
+Each is a launch: a phase reads results of all blocks that the previous launch has stored. Within a launch, threads
+share no arrays in memory: a thread reads at most its own stores. Values without rows, lanes and reductions (`between_v`
+of phase 0) are recomputed by every thread instead of being read.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class CudaBuilder(Launches):
         self.launch(block)
 
     def flat_blocks(self, block: Any, p: int, rows: Rows) -> None:
-        """Every thread takes fragments, wherever their row is."""
+        """Every thread processes fragments of any row."""
         self.begin(block, block, rows)
         inner = block
         if self.loops.lane_axes:
@@ -80,7 +80,7 @@ class CudaBuilder(Launches):
         self.end(block, block, rows)
 
     def square_blocks(self, block: Any, p: int, rows: Rows) -> None:
-        """Every block takes squares of rows and lanes: arguments that are contiguous across rows are turned first."""
+        """Every block processes squares of rows and lanes: arguments contiguous across rows are transposed first."""
         self.begin(block, block, rows)
         *outer, last = self.loops.row_axes
         lane = self.loops.lane_axes[-1].name
@@ -103,7 +103,7 @@ class CudaBuilder(Launches):
         self.end(block, block, rows)
 
     def row_blocks(self, block: Any, region: Any, p: int, rows: Rows) -> None:
-        """Every team takes rows; blocks may take tiles of the lanes. Accumulators of columns, then partial results."""
+        """Every team processes rows; blocks may process tiles of the lanes. Accumulators, then partial results."""
         total = " * ".join(f"{a.name}_size" for a in self.loops.lane_axes)
         if not self.tiled:
             self.tile(region, "vm_modulo(block, tiles)" if self.geometry.tiled else "", total)
@@ -122,7 +122,7 @@ class CudaBuilder(Launches):
                 self.clear(block, body, f"sum_{n}", n)
             begin = "(row_group + vm_team())" if teams > 1 else "row_group"
             end = f"vm_least(row_group + {FLUSH} * {step}, {count})"
-        steady = not any(s.rows for s in rows.stages)  # no barriers: rows may be read ahead
+        steady = not any(s.rows for s in rows.stages)  # no barriers, so rows may be prefetched
         axes = self.loops.row_axes
         variable = axes[0].name if len(axes) == 1 else "row_index"
         inner = self.loop(body, variable, begin, end, step, self.geometry.ahead if steady else 1)
@@ -135,7 +135,7 @@ class CudaBuilder(Launches):
         self.end(block, region, rows)
 
     def tile(self, region: Any, tile: str, total: str) -> None:
-        """Which lanes the block sees."""
+        """Set the lanes of the block."""
         if not tile:
             self.set(region, {"lane_begin": "0", "lane_end": total})
             return
@@ -150,7 +150,7 @@ class CudaBuilder(Launches):
             self.stage(block, region, p, k, stage, rows)
 
     def begin(self, block: Any, region: Any, rows: Rows) -> None:
-        """Clear the reductions that go on over all rows of a block."""
+        """Clear the reductions over all rows of a block."""
         code = Code()
         for n in [n for s in rows.stages for n in s.fulls] + rows.scalar_columns:
             total = self.phases.accumulators(n)[1]
@@ -198,7 +198,7 @@ class CudaBuilder(Launches):
             self.load(code, name, self.array(block, f"between_{name}"))
 
     def want_early(self, name: str) -> None:
-        """Note a value that threads compute first, and what it needs."""
+        """Record a value that threads compute first, and its operands."""
         if name in self.early or not self.first(name):
             return
         for i in self.leaves[name].inputs:
@@ -232,7 +232,7 @@ class CudaBuilder(Launches):
 
     # ---- accumulators of columns ----------------------------------------------------------------------------------
     def clear(self, block: Any, region: Any, array: str, name: str) -> None:
-        """Set an accumulator to the result for nothing."""
+        """Set an accumulator to the neutral element."""
         code, dtype = Code(), self.arrays[array].dtype
         code.write("zero", self.array(block, array), dtype, self.identity(name, dtype))
         self.tasklet(region, f"clear_{array}", code, self.lanes(), LANES if array in self.plan.fragments else TEAM)
@@ -272,7 +272,7 @@ class CudaBuilder(Launches):
     def combine_scalars(
         self, block: Any, p: int, scalars: Sequence[str], parts: Sequence[str], results: Sequence[int]
     ) -> None:
-        """One block computes what has neither rows nor lanes."""
+        """One block computes values with neither rows nor lanes."""
         code, here = Code(), [*parts, *scalars]
         for n in parts:
             total, name = self.phases.accumulators(n)[1], f"part_{n}"

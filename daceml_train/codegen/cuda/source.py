@@ -1,8 +1,8 @@
 """Source: the CUDA text of a kernel, from its SDFG by DaCe's code generator.
 
-One namespace per kernel, `k_<key>`, so that the kernels of a program stand in one file. What threads do is a template
-over WIDE: the host function `launch_<key>` has fragments read and written 16 bytes at a time where all pointers and
-strides allow, else element by element.
+One namespace per kernel, `k_<key>`, so the kernels of a program share one file. Device code is a template over WIDE:
+the host function `launch_<key>` selects accesses of 16 bytes if all pointers and strides permit, else of single
+elements.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ def source(plan: CudaPlan, key: str) -> str:
 
 
 def _calls(body: str, kernel: str) -> str:
-    """Calls of functions of the device, which depend on the width."""
+    """Calls of device functions, which depend on the width."""
     wide = "false" if kernel.startswith(("scalars", "columns")) else "WIDE"
     return re.sub(r"\bbody_", f"Device<{wide}>::body_", body)
 
 
 def _generate(builder: CudaBuilder) -> tuple[str, list[tuple[str, int, str]], str, list[str]]:
-    """Functions on the device, kernels, host code, and the arguments of them all."""
+    """Device functions, kernels, host code, and their arguments."""
     sdfg: Any = builder.top
     infer_types.infer_connector_types(sdfg)
     infer_types.set_default_schedule_and_storage_types(sdfg, None)
@@ -137,7 +137,7 @@ def entry(plan: CudaPlan, passed: list[str], types: dict[str, str], key: str) ->
 
 
 def _conditions(plan: CudaPlan) -> list[str]:
-    """When whole fragments are aligned: pointers and strides of all that is contiguous along the lanes, and sizes."""
+    """Conditions for aligned fragments: on sizes, and on pointers and strides of arrays contiguous along the lanes."""
     loops, width = plan.loops, plan.geometry.width
     inner, known = loops.lane_axes[-1].name, plan.integers()
     found: dict[str, None] = {}

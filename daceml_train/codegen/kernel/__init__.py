@@ -1,1 +1,1 @@
-"""The decisions of one kernel before any SDFG exists: domain, loops, staging, arrays, values."""
+"""Planning of one kernel before an SDFG exists: domain, loops, staging, arrays, values."""

@@ -19,17 +19,17 @@ class Array:
     name: str
     dtype: DType
     axes: tuple[str, ...]
-    """Loops that index it; `block` for one part per block."""
+    """Loops that index it; `block` for one element per block."""
     strides: tuple[Dim, ...] = ()
     pointer: tuple[str, int] = ("scratch", 0)
-    """`input`, `output` or `scratch`, and the position there."""
+    """`input`, `output` or `scratch`, and the position among those."""
     offset: Dim = 0
     bytes: Dim = 0
     """Scratch arrays only."""
 
 
 class Arrays:
-    """The arrays of one kernel by name. An argument that is read in two ways is two arrays."""
+    """The arrays of one kernel by name. An argument that is read under two indexings is two arrays."""
 
     def __init__(self, loops: Loops) -> None:
         self.scratch: list[Array] = []
@@ -92,7 +92,7 @@ class Arrays:
         for name in loops.turned:
             dtype = self.named[self.place[name]].dtype
             pointer = ("scratch", len(self.scratch))
-            size = SQUARE_LANES * (SQUARE + 1)  # one more, so that the rows of a square lie in different cache sets
+            size = SQUARE_LANES * (SQUARE + 1)  # one more, so the rows of a square are in different cache sets
             axes = ("block", loops.lane_axes[-1].name, loops.row_axes[-1].name)
             bytes_of = simplify(symbol("blocks") * size * dtype.bytes)
             made = Array(f"square_{name}", dtype, axes, (size, SQUARE + 1, 1), pointer, 0, bytes_of)

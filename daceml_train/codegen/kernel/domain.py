@@ -1,9 +1,9 @@
-"""Domain: the axes over which the body of a kernel runs, and the ways to split them into rows and lanes.
+"""Domain: the axes over which the body of a kernel iterates, and the ways to split them into rows and lanes.
 
-Every dimension of every value is a list of axes. Elementwise operators align them, reductions drop them, movement
-reorders, adds, splits and merges them; so one index per axis says which element of each value is meant. Movement on
-an argument becomes the way in which the argument is read; on a computed value it is only another order of its axes.
-Nothing here knows of memory strides or of DaCe.
+Every dimension of every value is a list of axes. Elementwise operators align them, reductions remove them, movement
+reorders, adds, splits and merges them; so one index per axis identifies an element of each value. Movement on an
+argument becomes the indexing under which the argument is read; on a computed value it only permutes axes. This module
+is independent of memory strides and of DaCe.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class _Transposed(Exception):
 
 
 def divide(a: Dim, b: Dim) -> Dim | None:
-    """`a / b` if that is a whole number for all sizes, else None."""
+    """`a / b` if that is an integer for all sizes, else None."""
     if isinstance(a, int) and isinstance(b, int):
         return None if b == 0 or a % b else a // b
     if same(b, 0):
@@ -137,14 +137,14 @@ class _AxisTable:
         return axis
 
     def resolve(self, axes: Sequence[int]) -> list[int]:
-        """The axes as far as they have been split by now."""
+        """The axes in terms of their current parts."""
         result: list[int] = []
         for axis in map(self.find, axes):
             result += self.resolve(self.parts[axis]) if axis in self.parts else [axis]
         return result
 
     def value(self, dims: Sequence[Sequence[int]]) -> None:
-        """Note that these axes index one value, so that no two of them may ever become equal."""
+        """Record that these axes index one value, so no two of them may become equal."""
         self.values += 1
         for axis in self.resolve([a for dim in dims for a in dim]):
             if self.values in self.users[axis]:
@@ -165,7 +165,7 @@ class _AxisTable:
         return self.parts[axis][1]
 
     def unify(self, a: Sequence[int], b: Sequence[int]) -> None:
-        """Make two lists of axes equal, splitting where needed; walks from the innermost axes outwards."""
+        """Unify two lists of axes, splitting where needed, from the innermost axes outward."""
         left, right = list(a), list(b)
         while True:
             left, right = self.resolve(left), self.resolve(right)
@@ -215,11 +215,11 @@ class _Value:
     dims: tuple[tuple[int, ...], ...]
     tensor: Tensor
     chain: tuple[Operator, ...] | None = None
-    """The movement between the argument and this value; None for computed values."""
+    """The movement from the argument to this value; None for computed values."""
 
 
 class _Analysis:
-    """One attempt. `apart` holds the (statement, operand) pairs that read their argument with axes of their own."""
+    """One attempt. `apart` contains the (statement, operand) pairs that read their argument with axes of their own."""
 
     def __init__(self, kernel: Kernel, operands: Sequence[Tensor], apart: set[tuple[int, int]]) -> None:
         self.kernel, self.operands, self.apart = kernel, operands, apart
@@ -234,7 +234,7 @@ class _Analysis:
         return _Value(_Memory(position, tensor.dtype, terms), dims, tensor, ())
 
     def run(self) -> None:
-        """Follow every statement. On a transposition, `apart` has grown if another attempt is worth it."""
+        """Process every statement. After a transposition, `apart` has grown if another attempt is worthwhile."""
         for number, statement in enumerate(self.kernel.statements):
             inputs = [self.values[name] for name in statement.inputs]
             for position, value in enumerate(inputs):
@@ -251,7 +251,7 @@ class _Analysis:
                     if value.chain is not None and (number, p) not in self.apart and value.dims
                 ]
                 if not fresh:
-                    raise Refused(f"{statement} meets one value under two orders of its dimensions") from None
+                    raise Refused(f"{statement} uses one value under two orders of its dimensions") from None
                 self.apart.add(fresh[-1])
                 raise
 
@@ -266,7 +266,7 @@ class _Analysis:
     def statement(self, statement: Statement, inputs: list[_Value]) -> _Value:
         op = statement.op
         if any(v.tensor.dtype in (DType.complex64, DType.complex128) for v in inputs):
-            raise Refused(f"{statement} computes with complex numbers, which kernels do not")
+            raise Refused(f"{statement} computes with complex numbers, which kernels do not support")
         if isinstance(op, View | Permute | Expand | Slice):
             try:
                 return self.movement(op, inputs[0])
@@ -277,7 +277,7 @@ class _Analysis:
         match op:
             case Elementwise() | Cast():
                 dims = self.elementwise(inputs, tensor.rank)
-            case Reorder():  # where a value lies is said by the layout of the result
+            case Reorder():  # the layout of the result determines the memory order
                 dims, draft.op = list(map(list, inputs[0].dims)), Cast(tensor.dtype)
             case Full():
                 dims = [self.axes.dim(size) for size in tensor.shape]
@@ -296,7 +296,7 @@ class _Analysis:
                 if not draft.reduced:  # over sizes of 1: the value itself
                     draft.op = Cast(tensor.dtype)
             case _:
-                raise Refused(f"{statement} is no operator of kernels")
+                raise Refused(f"{statement} is not an operator of kernels")
         result = _Value(draft, tuple(map(tuple, dims)), tensor)
         self.axes.value(result.dims)
         return result
@@ -341,18 +341,18 @@ class _Analysis:
         if isinstance(value.source, _Draft):
             if isinstance(value.source.op, Full):
                 return value.source, self.axes.dim(count)
-            raise Refused("takes a part of a computed value")
+            raise Refused("slices a computed value")
         memory = self.resolved(value.source)
         terms = {axis: (dim, multiple) for axis, dim, multiple in memory.terms}
         fresh = self.axes.dim(count)
         if any(axis in terms for axis in axes):
             if not all(axis in terms for axis in axes):
-                raise Refused("takes a part of a partly expanded dimension")
+                raise Refused("slices a partly expanded dimension")
             dim, step = terms[axes[-1]]
             whole: Dim = 1
             for axis in reversed(axes):
                 if terms[axis][0] != dim or not same(terms[axis][1], step * whole):
-                    raise Refused("takes a part of several merged dimensions")
+                    raise Refused("slices several merged dimensions")
                 whole = whole * self.axes.size[axis]
             added = tuple((axis, dim, simplify(step * op.step)) for axis in fresh)
             memory = replace(
@@ -363,7 +363,7 @@ class _Analysis:
         return memory, fresh
 
     def resolved(self, memory: _Memory) -> _Memory:
-        """The same index map in terms of the axes as far as they have been split by now."""
+        """The same index map in terms of the current parts of its axes."""
         terms: list[tuple[int, int, Dim]] = []
         for axis, dim, multiple in memory.terms:
             step = multiple
@@ -466,7 +466,7 @@ def _splits(
 def _refusal(
     split: Split, everything: Axes, leaves: dict[str, Leaf], results: Sequence[Result], statements: dict[str, str]
 ) -> str:
-    """Why a split is not legal, or nothing."""
+    """Why a split is not legal, or an empty string."""
     for leaf in leaves.values():
         if leaf.reduced and leaf.reduced not in (split.rows, split.lanes, everything):
             return f"{statements[leaf.name]} reduces dimensions that are neither all rows nor all lanes of the kernel"

@@ -34,13 +34,13 @@ _CALLED = {
     "shift_left",
     "shift_right",
 }
-"""Functions that take integers as they are; the others compute in floating point."""
+"""Functions that accept integers; the others compute in floating point."""
 _OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 _COMPARISONS = {ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="}
 
 
 def computed(dtype: DType) -> DType:
-    """The element type in which values of `dtype` are held inside a kernel."""
+    """The element type in which a kernel computes values of `dtype`."""
     return DType.float32 if dtype in HALVES else dtype
 
 
@@ -72,7 +72,7 @@ def literal(value: float | int | bool, dtype: DType) -> str:
 def elementwise(
     op: Elementwise, texts: Sequence[str], dtypes: Sequence[DType], constants: Sequence[float | int | bool | None]
 ) -> str:
-    """The value of `op` as C++, given the texts of its operands; `constants` holds operands known as numbers."""
+    """The value of `op` as C++, given the texts of its operands; `constants` maps operands to known numbers."""
     operands = dict(zip("abc", zip(texts, dtypes, constants, strict=True), strict=False))
     dtype = computed(dtypes[-1])
     if op.kind == "remainder":  # its expression calls `fmod` four times
@@ -85,12 +85,12 @@ def elementwise(
 
 
 def rounded(text: str, dtype: DType) -> str:
-    """A value that is held in float, as the 16-bit float nearest to it."""
+    """A float value rounded to the nearest 16-bit float."""
     return f"vm::from_{dtype.name}(vm::to_{dtype.name}({text}))"
 
 
 def cast(op: Cast, text: str, source: DType, exact: bool = False) -> str:
-    """A conversion: to booleans by comparison with zero, else as C++ converts.
+    """A conversion: to booleans by comparison with zero, else a C++ conversion.
 
     A value of 16 bits is rounded to them where it is converted, from another type or to one, unless it is `exact`
     already; between conversions, results of operators keep float's digits until they are stored.
@@ -105,13 +105,13 @@ def cast(op: Cast, text: str, source: DType, exact: bool = False) -> str:
         return text
     if target is DType.bool:
         return f"({text} != 0)"
-    if source is DType.bool:  # gcc vectorizes a choice, not the conversion of a truth value
+    if source is DType.bool:  # gcc vectorizes a select, not the conversion of a boolean
         return f"({text} ? {literal(1, target)} : {literal(0, target)})"
     return f"({target.c}){text}"
 
 
 class _Printer:
-    """Prints one expression; every node gives its text and element type."""
+    """Prints one expression; every node returns its text and element type."""
 
     def __init__(self, scope: dict[str, tuple[str, DType, float | int | bool | None]], dtype: DType) -> None:
         self.scope, self.dtype = scope, dtype

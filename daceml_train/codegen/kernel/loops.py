@@ -1,4 +1,4 @@
-"""Loops: which axes of a domain are rows, which are lanes, in which order, and what runs in parallel.
+"""Loops: which axes of a domain are rows or lanes, their order, and the parallel loop.
 
 Axes along which every array is dense are merged into one loop. The innermost lane loop is the one along which most
 elements are contiguous.
@@ -15,16 +15,16 @@ from daceml_train.ops.reduction import Reduce
 from daceml_train.tensor import Dim, DType, hint, product, same, simplify
 
 TILE = 1024
-"""Lanes per tile where tiles of lanes are what runs in parallel."""
+"""Lanes per tile if tiles of lanes run in parallel."""
 SQUARE, SQUARE_LANES = 32, 128
-"""Rows and lanes that are walked together where an array is contiguous across the rows."""
+"""Side of the squares of rows and lanes that are traversed where an array is contiguous across the rows."""
 WIDE = 8192
-"""Lanes from which accumulators for all of them no longer stay in the first-level cache."""
+"""The number of lanes from which their accumulators exceed the first-level cache."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where an operand or result lies: sizes, strides in elements (0 along broadcast dimensions), element type."""
+    """The layout of an operand or result: sizes, strides in elements (0 along broadcast dimensions), element type."""
 
     shape: tuple[Dim, ...]
     strides: tuple[Dim, ...]
@@ -33,7 +33,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Axis:
-    """A loop: its variable and its size, which the generated code knows as `<name>_size`."""
+    """A loop: its variable and its size, which is `<name>_size` in the generated code."""
 
     name: str
     size: Dim
@@ -42,7 +42,7 @@ class Axis:
 class Loops:
     """The loops of one kernel.
 
-    `mode` is `flat` (no reductions but full ones: rows and lanes are shared out), `rows` (blocks of rows) or `tiles`
+    `mode` is `flat` (only full reductions, if any: rows and lanes are distributed), `rows` (blocks of rows) or `tiles`
     (blocks of lanes, each with all rows).
     """
 
@@ -126,7 +126,7 @@ class Loops:
         return product(self.domain.sizes[a] for a in group)
 
     def kind(self, leaf: Leaf) -> str:
-        """`row`, `column` or `full` for reductions, `""` for all else."""
+        """`row`, `column` or `full` for reductions, `""` for others."""
         if not isinstance(leaf.op, Reduce):
             return ""
         if leaf.reduced == self.domain.axes:
@@ -142,14 +142,14 @@ class Loops:
         return bool(self.needs[name] & self.lane_set)
 
     def scattered(self, leaf: Leaf) -> bool:
-        """Whether the lanes of an argument do not lie side by side."""
+        """Whether the lanes of an argument are not contiguous."""
         if leaf.op is not None or not self.lane_axes:
             return False
         stride = self._load_strides(leaf).get(self.innermost[self.lane_axes[-1].name], 0)
         return not same(stride, 0) and not same(stride, 1)
 
     def across(self, name: str) -> bool:
-        """Whether a value exists per element of the loops, not once for all of them."""
+        """Whether a value exists per element of the loops rather than once."""
         return self.has_rows(name) or (self.flat and self.has_lanes(name))
 
     def _choose_mode(self) -> None:
@@ -170,10 +170,10 @@ class Loops:
         across = self.innermost[self.row_axes[-1].name] if self.flat and self.row_axes else -1
         inner = self.innermost[self.lane_axes[-1].name] if self.lane_axes else -1
         self.squares = any(same(s.get(across, 0), 1) for s in self.memory + self.stores)
-        """Whether an array is contiguous across the rows: then rows and lanes are walked in squares."""
+        """Whether an array is contiguous across the rows, so rows and lanes are traversed in squares."""
         self.turned = [
             leaf.name
             for leaf, s in zip(self.reads, self.memory, strict=True)
             if same(s.get(across, 0), 1) and not same(s.get(inner, 0), 0)
         ]
-        """Arguments of which each square is first copied, row by contiguous row."""
+        """Arguments whose squares are first copied, one contiguous row at a time."""

@@ -1,4 +1,4 @@
-"""Plan: all decisions of one kernel before any SDFG exists, and the identity that follows from them."""
+"""Plan: all decisions for one kernel before an SDFG exists, and the kernel's identity, which follows from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from daceml_train.tensor import Dim, same
 
 
 class Plan:
-    """Loops, arrays, phases and texts of a kernel. Sizes, strides and most constants are arguments of its code.
+    """Loops, arrays, phases and texts of a kernel. Sizes, strides and most constants are arguments of the code.
 
     Raises `Refused` with a sentence.
     """
@@ -40,7 +40,7 @@ class Plan:
         return values | self.values.constants
 
     def structure(self) -> str:
-        """All that the source depends on, as text: no names of the user, no sizes."""
+        """All properties that the source depends on, as text, without the user's names or sizes."""
         loops, phases, values = self.loops, self.phases, self.values
         lines = [loops.mode, str(loops.squares), *(a.name for a in loops.row_axes + loops.lane_axes)]
         lines += [*self.integers(), str(values.reals), str(values.constant_text)]

@@ -1,13 +1,13 @@
-"""Phases: in which order the values of a kernel are computed, where they are kept, and when they are stored.
+"""Phases: the order in which the values of a kernel are computed, where they are kept, and when they are stored.
 
     phase by phase (column-reduction depth): columns(0), rows(0), columns(1), rows(1), ...
     rows(p):    parallel blocks { rows { scalars 0; lanes 0; scalars 1; lanes 1; ... } }
     columns(p): combine the blocks' partial results, then code on lanes and scalars that has no rows
 
 A reduction over the lanes ends a lane map and begins the next stage of the row. A reduction over the rows accumulates
-across them and begins the next phase. What a later stage needs is recomputed if that is cheap, else kept: in the
-row of an output that is not yet written, or in one row of scratch per block. Planning goes from the last phase and
-stage to the first, so that each knows what the later ones need.
+across them and begins the next phase. A value that a later stage needs is recomputed if that is cheap, else kept: in
+the row of an output that is not yet written, or in one row of scratch per block. Planning proceeds from the last phase
+and stage to the first, so each knows the needs of later ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KEEP_COST = 8
 RANDOM_COST = 42
 """FLOPs of one random number."""
 SCATTERED_COST = 16
-"""FLOPs that take as long as to read one element of an argument whose lanes do not lie side by side."""
+"""FLOPs that take as long as reading one element of an argument whose lanes are not contiguous."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Stage:
 
 @dataclass
 class Rows:
-    """The plan of `rows(p)`: stages, then what happens once per row after them."""
+    """The plan of `rows(p)`: stages, then the code that runs once per row after them."""
 
     stages: list[Stage]
     kept: dict[str, str]
@@ -77,7 +77,7 @@ def once(items: list[str], item: str) -> None:
 
 
 class Staging:
-    """The phases of one kernel: `rows[p]` (None where there is nothing to do) and `columns[p]`."""
+    """The phases of one kernel: `rows[p]` (None if there is nothing to do) and `columns[p]`."""
 
     def __init__(self, loops: Loops, result_array: Sequence[str]) -> None:
         self.loops, self.leaves, self.result_array = loops, loops.leaves, result_array
@@ -139,8 +139,8 @@ class Staging:
     def accumulators(self, name: str) -> tuple[DType, DType]:
         """Element types in which a reduction is accumulated: within a segment, and beyond.
 
-        Float lanes are added in float, but not where several axes are reduced: these are statistics of normalizations,
-        whose errors every element shares and later sums multiply, and their kernels wait for memory.
+        Float lanes are added in float, except if several axes are reduced: these are statistics of normalizations,
+        whose errors every element shares and later sums multiply, and their kernels are memory-bound.
         """
         leaf = self.leaves[name]
         assert isinstance(leaf.op, Reduce)
@@ -149,7 +149,7 @@ class Staging:
         return (near if near is DType.float32 and not several else total), total
 
     def extent(self, number: int) -> str:
-        """Over what a result is stored: `lanes` (every element), `rows`, or `columns` (no rows)."""
+        """The extent over which a result is stored: `lanes` (every element), `rows`, or `columns` (no rows)."""
         axes = {self.loops.axis_of[a] for a in self.results[number].axes}
         if not axes:
             return "columns"
@@ -200,11 +200,11 @@ class Staging:
                 if p > self.phase[result.leaf]:
                     loads |= {i for v in self.columns[p].lanes + self.columns[p].scalars for i in self.leaves[v].inputs}
                 if any(self.leaves[v].op is None and self.leaves[v].argument == result.target for v in loads):
-                    raise Refused(f"argument {result.target} is read again after its new value is stored")
+                    raise Refused(f"argument {result.target} is read after its new value is stored")
 
 
 class _RowPlan:
-    """Plans `rows(p)`: which stage computes, reads, keeps and stores what."""
+    """Plans `rows(p)`: the values that each stage computes, reads, keeps and stores."""
 
     def __init__(self, phases: Staging, p: int) -> None:
         self.phases, self.p, self.leaves = phases, p, phases.leaves
@@ -212,7 +212,7 @@ class _RowPlan:
         """Kept value -> the last stage that reads it."""
 
     def depth(self, name: str) -> int:
-        """The stage in which a value is first known."""
+        """The stage in which a value first becomes available."""
         return self.phases.depth(name, self.p)
 
     def plan(self) -> Rows | None:
@@ -245,7 +245,7 @@ class _RowPlan:
         return self.rows
 
     def demand(self, ends: Sequence[str], lane_results: Sequence[int]) -> None:
-        """Enter what ends the phase, and what is stored, into its stage."""
+        """Assign reductions that end the phase and stored results to their stages."""
         for n in ends:
             source = self.leaves[n].inputs[0]
             if self.phases.kind(self.leaves[n]) == "full":
@@ -255,7 +255,7 @@ class _RowPlan:
             else:
                 self.scalar(source)
                 self.rows.scalar_columns.append(n)
-        for i in lane_results:  # where it is computed, but last if it overwrites an argument
+        for i in lane_results:  # in the stage that computes it, but last if it overwrites an argument
             result = self.phases.results[i]
             stage = len(self.stages) - 1 if result.target is not None else self.depth(result.leaf)
             self.stages[stage].results.append(i)
@@ -263,7 +263,7 @@ class _RowPlan:
             self.scalar(v)
 
     def scalar(self, v: str) -> None:
-        """Demand a value that all lanes share."""
+        """Request a value that all lanes share."""
         leaf = self.leaves[v]
         if isinstance(leaf.op, Full) or leaf.op is None:
             return
@@ -277,7 +277,7 @@ class _RowPlan:
             self.stages[self.depth(v)].scalars.append(v)
 
     def want(self, v: str, k: int) -> None:
-        """Demand a value in the lane map of stage k."""
+        """Request a value in the lane map of stage k."""
         leaf, stage, p = self.leaves[v], self.stages[k], self.p
         if isinstance(leaf.op, Full) or v in stage.lanes:
             return

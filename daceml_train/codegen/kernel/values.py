@@ -17,7 +17,7 @@ from daceml_train.tensor import Dim, DType, same, simplify
 
 
 class Values:
-    """`text[name]` is the right-hand side of a value. Constants that are no small round number become arguments."""
+    """`text[name]` is the right-hand side of a value. Constants other than small round numbers become arguments."""
 
     def __init__(self, loops: Loops) -> None:
         self.loops, self.leaves = loops, loops.leaves
@@ -38,7 +38,7 @@ class Values:
         return name
 
     def constant(self, leaf: Leaf) -> str:
-        """A constant: small round numbers in the text, others as arguments so that the code is shared."""
+        """A constant: small round numbers in the text, others as arguments, so the code can be shared."""
         assert isinstance(leaf.op, Full)
         value, dtype = leaf.op.value, computed(leaf.dtype)
         if isinstance(value, sympy.Expr) and not value.is_number:
@@ -46,7 +46,7 @@ class Values:
             whole = value.is_integer
             parts = [value] if whole else [numerator, denominator]
             if not all(part.is_integer for part in parts):
-                raise Refused(f"constant {value} is no ratio of whole sizes")
+                raise Refused(f"constant {value} is not a ratio of integer sizes")
             texts = [f"({dtype.c}){self.parameter(simplify(part))}" for part in parts]
             return texts[0] if whole else f"({texts[0]} / {texts[1]})"
         if isinstance(value, sympy.Expr):
@@ -68,7 +68,7 @@ class Values:
         return f"({dtype.c}){name}"
 
     def operand(self, name: str) -> str:
-        """How other code names a value: a constant is written out."""
+        """The name of a value in other code; a constant is written out."""
         leaf = self.leaves[name]
         return self.constant_text[name] if isinstance(leaf.op, Full) else name
 
@@ -104,10 +104,10 @@ class Values:
         raise Refused(f"{op.label} has no C++ form")
 
     def _product(self, leaf: Leaf, texts: list[str]) -> str | None:
-        """A division by a constant as a product: a vector of quotients takes as long as some thirty products.
+        """A division by a constant as a multiplication: a vector division costs as much as about thirty.
 
-        The reciprocal and the product are both rounded. None where the reciprocal could leave the type's range, and in
-        double, whose digits are what other results are compared with.
+        Reciprocal and product are both rounded. None if the reciprocal could leave the type's range, and for double,
+        which serves as the reference of comparisons.
         """
         assert isinstance(leaf.op, Elementwise)
         single = all(computed(self.leaves[i].dtype) is DType.float32 for i in leaf.inputs)

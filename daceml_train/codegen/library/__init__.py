@@ -1,1 +1,1 @@
-"""Hand-written kernels and the launches that run them; their C++ headers lie in `native/`."""
+"""Hand-written kernels and their launches; the C++ headers are in `native/`."""

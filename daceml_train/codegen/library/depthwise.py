@@ -1,8 +1,8 @@
-"""The weight gradient of depthwise convolutions where libraries are several times slower than they could be.
+"""The weight gradient of depthwise convolutions where libraries are several times slower than necessary.
 
-A hand-written loop nest (`native/depthwise.h`), compiled for the kernel's size and element type; all else is passed.
-On one core, it takes 0.5 ms for 8 images of 20x20 with 240 channels and filters of 5x5, where oneDNN takes 6.4. For
-dense filters of 3x3 in float32 oneDNN has code of its own, which is as fast or faster.
+A hand-written loop nest (`native/depthwise.h`), compiled for the kernel's size and element type; other parameters are
+arguments. On one core, it takes 0.5 ms for 8 images of 20x20 with 240 channels and filters of 5x5, where oneDNN takes
+6.4. For dense filters of 3x3 in float32 oneDNN has specialized code, which is as fast or faster.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from daceml_train.tensor import DType, same, simplify, symbol
 FAST = 9
 """Elements of a dense float32 filter up to which oneDNN is as fast."""
 LARGEST = 121
-"""Kernel elements up to which there is code of our own."""
+"""The largest number of kernel elements that is supported."""
 
 
 def depthwise_weight_gradient(
     op: Operator, operands: Sequence[Layout], results: Sequence[Layout] = ()
 ) -> KernelCode | None:
-    """The code for a cotangent and an input that lie like this; None where the library computes the gradient.
+    """The code for a cotangent and an input with these layouts; None if the library computes the gradient.
 
-    Ours are: one filter per channel over images, float32 or float64, both arrays with their channels innermost, and
-    filters that oneDNN has no fast code for: larger than 3x3, or dilated, or of float64. Its pointers are cotangent,
+    Supported are one filter per channel over images, float32 or float64, both arrays channels-last, and filters for
+    which oneDNN has no fast code: larger than 3x3, or dilated, or of float64. Its pointers are cotangent,
     input, result (dense in the weight's row-major order), scratch.
     """
     assert isinstance(op, ConvolutionWeightGrad)

@@ -1,7 +1,7 @@
 """The windows of images as rows of a matrix, and back: hand-written loop nests (`native/im2col.h`).
 
-Libraries put windows into columns of row-major images only. These read images in any layout, so that a convolution
-whose weight outweighs its images can be one matrix product.
+Libraries implement im2col for row-major images only. These kernels read images in any layout, so a convolution whose
+weight is larger than its images can be one matmul.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from daceml_train.ops.resample import Col2Im, Im2Col, Windows
 from daceml_train.tensor import Dim, DType, Tensor, product, same, simplify
 
 LARGEST = 256
-"""Kernel elements up to which there is code of our own: each is a pointer at hand."""
+"""The largest number of kernel elements that is supported: each needs a pointer."""
 GROUP = 64
 """Channels that one block adds up, as in `native/im2col.h`."""
 
@@ -27,7 +27,7 @@ def supported(op: Windows, dtype: DType) -> bool:
 
 
 def windows_of(op: Operator, operands: Sequence[Layout], results: Sequence[Layout]) -> KernelCode | None:
-    """The code of `im2col` whose windows lie one after the other; None leaves it to the library."""
+    """The code of `im2col` with consecutive windows; None leaves it to the library."""
     assert isinstance(op, Im2Col)
     (x,), (y,) = operands, results
     if not op.last or not supported(op, x.dtype):
@@ -37,7 +37,7 @@ def windows_of(op: Operator, operands: Sequence[Layout], results: Sequence[Layou
 
 
 def sums_of(op: Operator, operands: Sequence[Layout], results: Sequence[Layout]) -> KernelCode | None:
-    """The code of `col2im` from windows that lie one after the other; None leaves it to the library."""
+    """The code of `col2im` from consecutive windows; None leaves it to the library."""
     assert isinstance(op, Col2Im)
     (x,), (y,) = operands, results
     wanted = Tensor(x.shape, x.dtype, (0, 2, 1)).strides

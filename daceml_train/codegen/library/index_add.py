@@ -1,7 +1,7 @@
-"""Rows added to a table at the places that indices name: a hand-written loop nest (`native/index_add.h`).
+"""index_add: rows are added to a table at given indices, in a hand-written loop nest (`native/index_add.h`).
 
 The library's `index_put_` sorts the indices or runs on one thread; here every thread adds some columns of all rows, in
-the order of the indices, so that results do not depend on the number of threads.
+the order of the indices, so results do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def add_rows(op: Operator, operands: Sequence[Layout], results: Sequence[Layout]
 def rows_between(
     table: Layout, indices: Layout, rows: Layout, first: Dim, last: Dim, skipped: int = -1
 ) -> KernelCode | None:
-    """The code that adds what belongs to rows `first` to `last`, which are what lies at hand of the table.
+    """The code that adds to rows `first` to `last` of the table, the chunk that is in memory.
 
     Nothing is added to row `skipped`.
     None if there is none for these types, if indices do not lie along one stride, or rows along more than two: those

@@ -1,4 +1,4 @@
-"""The code of a kernel that is written by hand: a launch of a function template in `native/`."""
+"""The code of a hand-written kernel: a launch of a function template in `native/`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def launch_of(
 ) -> KernelCode:
     """A launch of `<call>(pointers, integers)` from `native/<header>`.
 
-    The number of blocks goes in front of the integers; it is at most `rows`, and `work` counts element-operations.
+    The number of blocks precedes the integers; it is at most `rows`, and `work` counts element-operations.
     `text` is C++ that the call refers to.
     """
     key = hashlib.sha256(f"{header} {call}\n{text}\n{generator_version()}".encode()).hexdigest()[:20]

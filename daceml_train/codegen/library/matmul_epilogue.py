@@ -1,5 +1,5 @@
-"""Kernels around a product or a convolution with a packed matrix: the library's loops (`native/matmul.h`), into which
-the elementwise operators on its result are generated.
+"""Matmul epilogues: kernels around a matmul or a convolution with a packed matrix. The elementwise operators on its
+result are generated into the hand-written loops (`native/matmul.h`).
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from daceml_train.ops.packed import PANEL, Images, Packed, PackedConvolution, Pa
 from daceml_train.tensor import Dim, DType, Tensor, product, same, simplify, symbol
 
 ROWS, USUAL, BLOCK, CACHED = 14, 12, 64, 1 << 20
-"""Most rows of a tile and as many as it has usually, tiles whose addresses are at hand, bytes of copied rows.
+"""The largest and the usual number of rows of a tile, the number of tiles with stored addresses, bytes of copied rows.
 
 They are those of `native/matmul.h`.
 """
 GROUP = 128
 """Channels that a thread takes at a time, as in `native/channels.h`."""
 TRANSFORMED, TILES = 5 << 18, 96
-"""Bytes of transformed images, and most tiles of them, as in `native/winograd.h`."""
+"""Bytes of transformed images, and their largest number of tiles, as in `native/winograd.h`."""
 WIDEST = 16
-"""Most lanes of a vector: rows that are shorter are copied."""
+"""The largest number of lanes of a vector: shorter rows are copied."""
 
 
 def matmul_kernel(kernel: Kernel, operands: Sequence[Layout], results: Sequence[Layout]) -> KernelCode | None:
-    """The code of a kernel with a packed product in it; None if there is none. Raises `Refused` with a sentence."""
+    """The code of a kernel with a packed matmul; None if it has none. Raises `Refused` with a reason."""
     if not has_product(kernel):
         return None
     around = MatmulEpilogue.of(kernel, operands, results)
@@ -62,22 +62,22 @@ def matmul_kernel(kernel: Kernel, operands: Sequence[Layout], results: Sequence[
 
 @dataclass(frozen=True)
 class MatmulEpilogue:
-    """A packed product and what is elementwise on its result."""
+    """A packed matmul and the elementwise operators on its result."""
 
     op: Packed
     factors: tuple[Layout, Layout]
     made: Layout
-    """The product's result as it would lie in memory."""
+    """The matmul's result as it would be stored."""
     domain: Domain
     values: Values
     places: tuple[int, int]
-    """Which operands of the kernel the factors are."""
+    """The kernel's operands that are the matmul's operands."""
     others: tuple[tuple[Leaf, int, str], ...]
-    """What else is read: which operand of the kernel it is, and the text of its index."""
+    """Other values that are read: the kernel's operand, and the text of its index."""
 
     @staticmethod
     def of(kernel: Kernel, operands: Sequence[Layout], results: Sequence[Layout]) -> MatmulEpilogue:
-        """That of a kernel. Raises `Refused` where it is another kind of kernel."""
+        """The epilogue of a kernel. Raises `Refused` if it is another kind of kernel."""
         first = next(s for s in kernel.statements if isinstance(s.op, Packed))
         rest = [s for s in kernel.statements if s is not first]
         op, layouts = first.op, dict(zip(kernel.arguments, operands, strict=True))
@@ -87,32 +87,32 @@ class MatmulEpilogue:
         if any(layouts[name].dtype is not DType.float32 for name in first.inputs):
             raise Refused(f"{first} is not of f32")
         if len(results) != 1 or kernel.updates or results[0].dtype is not DType.float32:
-            raise Refused("the kernel around a product has one float32 result, in memory of its own")
+            raise Refused("the kernel around a packed matmul has one float32 result, in memory of its own")
         x, panels = (layouts[name] for name in first.inputs)
         (tensor,) = op.infer(*(Tensor(o.shape, o.dtype) for o in (x, panels)))
         made = Layout(tensor.shape, tensor.strides, tensor.dtype)
         dense = Tensor(panels.shape).strides
         if not all(same(a, b) or same(n, 1) for n, a, b in zip(panels.shape, panels.strides, dense, strict=True)):
-            raise Refused("the matrix does not lie in panels")
+            raise Refused("the matrix is not packed in panels")
         if tiled(op) and not (isinstance(x.shape[1], int) and x.shape[1] % WIDEST == 0 and same(x.strides[1], 1)):
-            raise Refused(f"tiles of {x.shape[1]} channels are no whole vectors, or not side by side")
+            raise Refused(f"tiles of {x.shape[1]} channels are not whole vectors, or not adjacent")
         if isinstance(op, PackedDepthwise) and not same(x.strides[1], 1):
-            raise Refused("channels do not lie side by side")
+            raise Refused("channels are not adjacent in memory")
         names = [name for name in kernel.arguments if name not in first.inputs]
         if any(name in s.inputs for s in rest for name in first.inputs):
-            raise Refused("a factor of the product is read again")
+            raise Refused("an operand of the matmul has a second use")
         body = Kernel((first.outputs[0], *names), tuple(rest), kernel.yields)
         read = [made, *(layouts[name] for name in names)]
         domain = analyze(body, [Tensor(o.shape, o.dtype) for o in read])
         if not all(isinstance(leaf.op, Elementwise | Cast | Full | None) for leaf in domain.leaves.values()):
-            raise Refused("what follows a product in its kernel is elementwise")
+            raise Refused("only elementwise operators may follow a matmul in its kernel")
         loops = Loops(domain, read, results)
         left, right, *places = map(kernel.arguments.index, (*first.inputs, *names))
         others = tuple((leaf, places[leaf.argument - 1], index) for leaf, index in _indexed(loops, op.columns))
         return MatmulEpilogue(op, (x, panels), made, domain, Values(loops), (left, right), others)
 
     def text(self) -> str:
-        """The C++ text of `Body`: what is made of a sum, given its place in the result, and its column."""
+        """The C++ text of `Body`: the epilogue of a sum, given its position in the result and its column."""
         fields, loads, lines, ahead = [], [], [], []
         for leaf, place, index in self.others:
             fields.append(f"    const {leaf.dtype.c}* from_{leaf.name};")
@@ -139,12 +139,12 @@ class MatmulEpilogue:
 
 
 def _indexed(loops: Loops, columns: int) -> list[tuple[Leaf, str]]:
-    """What a body reads besides the product's result, with the text of its index. Raises `Refused`."""
+    """Other values that a body reads besides the matmul's result, with the text of their index. Raises `Refused`."""
     (stored,) = loops.stores
     found = []
     for leaf, strides in zip(loops.reads, loops.memory, strict=True):
         if leaf.offset or leaf.dtype in (DType.bfloat16, DType.float16):
-            raise Refused("a part of an array, or one of 16-bit numbers, is read next to a product")
+            raise Refused("the epilogue of a matmul reads a slice, or an array of 16-bit numbers")
         steps = {a: s for a, s in strides.items() if not same(s, 0) and not same(loops.domain.sizes[a], 1)}
         whole = {a: s for a, s in stored.items() if not same(loops.domain.sizes[a], 1)}
         inner = {a: s for a, s in whole.items() if isinstance(s, int) and s < columns}
@@ -155,7 +155,7 @@ def _indexed(loops: Loops, columns: int) -> list[tuple[Leaf, str]]:
         elif leaf.argument and not steps:
             index = "0"
         else:
-            raise Refused("an array next to a product lies in another order than its result")
+            raise Refused("the epilogue of a matmul reads an array in another order than its result")
         if leaf.argument:
             found.append((leaf, index))
     return found

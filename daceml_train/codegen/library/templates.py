@@ -1,7 +1,7 @@
-"""Templates: kernels written by hand in C++, for operators that are no loop nest over their operands.
+"""Templates: hand-written C++ kernels for operators that are not a loop nest over their operands.
 
-Each is a function template in `native/`, which takes the pointers and integers of a launch; the text made here only
-chooses its types. So they are compiled, cached and launched as generated kernels are, and serve all sizes.
+Each is a function template in `native/`, which takes the pointers and integers of a launch; the text generated here
+only selects its types. So they are compiled, cached and launched like generated kernels, and serve all sizes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from daceml_train.ops.operator import Operator
 from daceml_train.tensor import Dim, DType, product, same, symbol
 
 BAND = 32
-"""Queries per strip of scores, as in `native/attention.h`."""
+"""Queries per block of scores, as in `native/attention.h`."""
 Rule = Callable[[Operator, Sequence[Layout], Sequence[Layout]], KernelCode | None]
 
 
 def written_kernel(op: Operator, operands: Sequence[Layout], results: Sequence[Layout]) -> KernelCode | None:
-    """The kernel written by hand for an operator whose operands and results lie in memory so; None if there is none."""
+    """The hand-written kernel for an operator with these operand and result layouts; None if there is none."""
     rule = TEMPLATES.get(op.label)
     return rule(op, operands, results) if rule is not None else None
 
@@ -80,7 +80,7 @@ def _attention_code(
 
 
 def _bits(number: float) -> int:
-    """A float64 as it lies in memory."""
+    """The bits of a float64 as an integer."""
     return int(struct.unpack("<q", struct.pack("<d", number))[0])
 
 
@@ -103,4 +103,4 @@ TEMPLATES: dict[str, Rule] = {
     "col2im": sums_of,
     "add_rows": add_rows,
 }
-"""Operator -> the kernel for these layouts, None where the library or generated code does better."""
+"""Operator -> the kernel for these layouts, None if the library or generated code is better."""

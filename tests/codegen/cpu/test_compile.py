@@ -52,7 +52,7 @@ def test_a_failing_compiler_is_quoted(tmp_path):
 def test_what_is_no_library_is_named(tmp_path):
     path = tmp_path / "x.so"
     path.write_text("no library")
-    with pytest.raises(CompilerError, match="is no library of kernel k"):
+    with pytest.raises(CompilerError, match="is not a library of kernel k"):
         load(path, "k")
 
 

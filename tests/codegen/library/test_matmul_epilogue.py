@@ -203,11 +203,11 @@ def around(*behind: Statement, y: str = "y") -> Kernel:
     [
         (around(Statement(Reduce("sum", (1,)), ("s",), ("y",))), (4,), "elementwise"),
         (around(Statement(Elementwise("add"), ("s", "o"), ("y",))), (4, 1), "another order"),
-        (around(Statement(Elementwise("exp"), ("x",), ("y",))), (4, 8), "factor of the product is read again"),
+        (around(Statement(Elementwise("exp"), ("x",), ("y",))), (4, 8), "operand of the matmul has a second use"),
         (
             around(Statement(Slice(1, 1, 9), ("o",), ("p",)), Statement(Elementwise("add"), ("s", "p"), ("y",))),
             (4, 9),
-            "a part of an array",
+            "reads a slice",
         ),
     ],
 )
