@@ -50,6 +50,7 @@ def install() -> None:
         parent.addHandler(handler)
     for name, logger in LOGGERS.items():
         if name in names or "all" in names:
+            logger.disabled = False  # by whoever configured logging since
             logger.setLevel(logging.INFO)
 
 

@@ -117,7 +117,7 @@ def differentiate(graph: Graph, of: Mapping[str, Value], wrt: Sequence[str]) -> 
         node = graph.nodes[position]
         if active.isdisjoint(node.outputs) or active.isdisjoint(node.inputs) or not passes_gradient(node.op):
             continue
-        with graph.at(node.origin):
+        with graph.at(node.origin.of(node.op.label, "backward")):
             cotangents = [cotangent_of(name) if name in active else None for name in node.outputs]
             if all(c is None for c in cotangents):
                 continue

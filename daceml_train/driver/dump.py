@@ -15,7 +15,7 @@ from daceml_train.graph.graph import Graph
 from daceml_train.graph.text import show
 from daceml_train.lowering.cost import Cost
 from daceml_train.lowering.listing import listing
-from daceml_train.lowering.program import Program
+from daceml_train.lowering.program import KernelLaunch, Program
 from daceml_train.storage.folders import DUMP, writable_folder
 
 
@@ -65,8 +65,29 @@ class Dump:
         to_sdfg(graph).save(str(self.folder / f"{label}.sdfg"))
         (self.folder / f"{label}.plan").write_text(listing(program, launches), encoding="utf-8")
         distinct = {code.key: code for each in program.all for code in each.codes}
+        heads = _heads(graph, program, launches)
         for number, code in enumerate(distinct.values()):
-            (self.folder / f"{label}_kernel{number:03}_{code.key}.cpp").write_text(code.source, encoding="utf-8")
+            path = self.folder / f"{label}_kernel{number:03}_{code.key}.cpp"
+            path.write_text(heads.get(code.key, "") + code.source, encoding="utf-8")
+
+
+def _heads(graph: Graph, program: Program, launches: Sequence[Cost]) -> dict[str, str]:
+    """Per kernel's key a comment: each place where the program uses it, and the graph's names for what it reads and
+    writes there, in the order of the kernel's pointers. The source itself knows no place, since places share it.
+    """
+    heads: dict[str, str] = {}
+    for launch, node, cost in zip(program.launches, program.nodes, launches, strict=True):
+        if isinstance(launch, KernelLaunch):
+            where = f" (at {cost.source})" if cost.source else ""
+            head = f"// {cost.name or 'operand'}{where}\n"
+            if node >= 0 and cost.name:
+                made, read = (
+                    ", ".join(f"%{n}" for n in ns) for ns in (graph.nodes[node].outputs, graph.nodes[node].inputs)
+                )
+                head += f"//   {made} = ({read})\n"
+            key = program.codes[launch.code].key
+            heads[key] = heads.get(key, "") + head
+    return heads
 
 
 def _file(name: str) -> str:

@@ -83,7 +83,7 @@ def _kernels(program: Program, record: Record) -> Iterator[tuple[str, str]]:
 def _what(record: Record, index: int) -> str:
     cost = record.costs[index]
     where = f" (at {cost.source})" if cost.source else ""
-    return f"{cost.operators}{f', {cost.module}' if cost.module else ''}{where}"
+    return f"{cost.name or 'operand'} [{cost.operators}]{where}"
 
 
 def first_line(graph: Graph) -> str:

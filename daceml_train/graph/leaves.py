@@ -71,7 +71,7 @@ def _lower(
     graph: Graph, lowered: Graph, node: Node, inputs: tuple[str, ...], keep: Collection[str]
 ) -> tuple[Value, ...]:
     builder = _Lowering(graph, lowered, node.outputs[0], keep)
-    with lowered.at(node.origin):
+    with lowered.at(node.origin.of(node.op.label)):
         values = tuple(node.op.lower(builder, *(Value(builder, i, lowered.tensors[i]) for i in inputs)))
     given, expected = [v.tensor for v in values], [graph.tensors[o] for o in node.outputs]
     fits = len(given) == len(expected) and all(

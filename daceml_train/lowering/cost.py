@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from daceml_train.analysis.chunks import update_chains
 from daceml_train.analysis.traffic import Entry, traffic
 from daceml_train.graph.graph import Graph
+from daceml_train.lowering.naming import names
 from daceml_train.lowering.program import CallLaunch, ControlLaunch, CopyLaunch, KernelLaunch, Launch
 from daceml_train.ops.kernel import described
 from daceml_train.ops.operator import Operator
@@ -33,6 +34,8 @@ class Cost:
     flops: Dim = 0
     reordered: Dim = 0
     """Bytes that a library moves between layouts within the call."""
+    name: str = ""
+    """What it computes, and where: `layer1.0.bn2 + relu`; see `lowering.naming`."""
 
     @property
     def bytes(self) -> Dim:
@@ -50,14 +53,15 @@ def costs(graph: Graph, launches: Sequence[Launch], nodes: Sequence[int]) -> lis
     last = {node: index for index, node in enumerate(nodes) if node >= 0}
     parted = {p for c in update_chains(graph).values() for p in (c.gradient, c.rows, c.update)}
     count, done = Counter(nodes), Counter[int]()
+    named = names(graph)
     made = []
     for index, (launch, node) in enumerate(zip(launches, nodes, strict=True)):
         if node in parted:
-            whole = _computed(launch, graph.nodes[node].op, entries[node])
+            whole = _computed(launch, graph.nodes[node].op, entries[node], named[node])
             made.append(_share(whole, done[node], count[node]))
             done[node] += 1
         elif node >= 0 and last[node] == index:
-            made.append(_computed(launch, graph.nodes[node].op, entries[node]))
+            made.append(_computed(launch, graph.nodes[node].op, entries[node], named[node]))
         else:
             made.append(_moved(launch))
     return made
@@ -73,11 +77,11 @@ def _share(whole: Cost, k: int, parts: int) -> Cost:
     return replace(whole, read=read, written=written, flops=flops, reordered=part(whole.reordered))
 
 
-def _computed(launch: Launch, op: Operator, entry: Entry) -> Cost:
+def _computed(launch: Launch, op: Operator, entry: Entry, name: str) -> Cost:
     read, written = sum(entry.reads.values(), start=entry.inner), sum(entry.writes.values(), start=0)
     kind = _KINDS[type(launch)]
     where = entry.origin
-    return Cost(kind, described(op), where.module, where.source, read, written, entry.flops, entry.reorders)
+    return Cost(kind, described(op), where.module, where.source, read, written, entry.flops, entry.reorders, name)
 
 
 def _moved(launch: Launch) -> Cost:

@@ -48,8 +48,8 @@ def _buffer(program: Program, buffer: Buffer) -> str:
 
 
 def _about(cost: Cost) -> str:
-    where = " ".join(part for part in (cost.module, cost.source) if part)
-    return f"{cost.operators}  {where}  {cost.bytes} bytes, {cost.flops} operations"
+    parts = (cost.name, f"[{cost.operators}]", cost.source, f"{cost.bytes} bytes, {cost.flops} operations")
+    return "  ".join(part for part in parts if part)
 
 
 def _launch(program: Program, launch: Launch) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from daceml_train.errors import Invalid
-from daceml_train.ops.operator import Array, Operator
+from daceml_train.ops.operator import Array, Computed, Operator, Origin
 from daceml_train.tensor import Dim, Tensor
 
 _SILENT = frozenset({"view", "permute", "expand", "slice", "full", "cast"})
@@ -91,3 +91,10 @@ def described(op: Operator) -> str:
     if not counted:
         return "copy"
     return " ".join(f"{label}*{count}" if count > 1 else label for label, count in counted.items())
+
+
+def computed(op: Operator, origin: Origin) -> tuple[Computed, ...]:
+    """The operators of the user's model that a node computes; none for one that moves no data by itself."""
+    if origin.computes or isinstance(op, Kernel):
+        return origin.computes
+    return () if op.label in _SILENT else (Computed(origin.module, op.label),)

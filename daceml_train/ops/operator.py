@@ -10,8 +10,8 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,15 +22,33 @@ from daceml_train.tensor import Dim, DType, Shape, Tensor
 Array = np.ndarray[Any, Any]
 
 
+class Computed(NamedTuple):
+    """An operator of the user's model that a node computes all or a part of. It serves names only."""
+
+    module: str
+    operator: str
+    phase: str = "forward"
+    """`forward`, `backward`, or `update`, whose operator names the parameter, too."""
+
+
 @dataclass(frozen=True)
 class Origin:
-    """Where a value comes from: the user's module path (`encoder.layer.3`) and source line (`model.py:12`)."""
+    """Where a value comes from: the user's module path (`encoder.layer.3`) and source line (`model.py:12`).
+
+    `computes` are operators that are not to be read off the node itself, because it is a piece of one, its derivative,
+    or several in one kernel. It is no part of an origin's identity, and graphs' texts leave it out.
+    """
 
     module: str = ""
     source: str = ""
+    computes: tuple[Computed, ...] = field(default=(), compare=False, repr=False)
 
     def __str__(self) -> str:
         return " ".join(part for part in (self.module, self.source) if part)
+
+    def of(self, operator: str, phase: str = "forward") -> Origin:
+        """The origin of a piece of `operator`, unless it is known to be a piece of another one."""
+        return self if self.computes else replace(self, computes=(Computed(self.module, operator, phase),))
 
 
 class Builder(Protocol):

@@ -49,6 +49,8 @@ class Launched:
     flops: int
     seconds: float | None = None
     shape: str = ""
+    name: str = ""
+    """What it computes, and where."""
 
 
 @dataclass(frozen=True)

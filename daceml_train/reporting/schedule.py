@@ -40,6 +40,7 @@ class Schedule:
                 self._number(cost.flops),
                 spent,
                 shapes[index],
+                cost.name,
             )
 
     def memory(self) -> list[int]:

@@ -46,6 +46,8 @@ def _function_lines(function: Compiled) -> Iterator[str]:
     if function.launches:
         yield "largest movers:"
         yield from _aligned([*_movers(function)])
+        yield "largest launches:"
+        yield from _aligned([*_largest(function)])
     if function.calls:
         yield "library calls: " + ", ".join(f"{name} x {count}" for name, count in function.calls.items())
     for operator, line in function.fallbacks:
@@ -70,6 +72,13 @@ def _movers(function: Compiled, count: int = 6) -> Iterator[tuple[str, ...]]:
         spent = "" if group.seconds is None else seconds_text(group.seconds)
         name = group.name if len(group.name) <= 60 else f"{group.name[:57]}..."
         yield f"  {name}", f"x {group.count}", bytes_text(group.bytes), percent(group.bytes / whole), spent
+
+
+def _largest(function: Compiled, count: int = 4) -> Iterator[tuple[str, ...]]:
+    for launch in sorted(function.launches, key=lambda x: -x.bytes)[:count]:
+        name = launch.name or launch.operators
+        spent = "" if launch.seconds is None else seconds_text(launch.seconds)
+        yield f"  {name if len(name) <= 60 else f'{name[:57]}...'}", launch.source, bytes_text(launch.bytes), spent
 
 
 def facts(function: Compiled) -> Iterator[str]:

@@ -24,11 +24,12 @@ def events(made: Contents) -> dict[str, Any]:
                     "ph": "X",
                     "pid": process,
                     "tid": launch.program,
-                    "name": launch.operators or launch.kernel,
+                    "name": launch.name or launch.operators or launch.kernel,
                     "cat": f"{launch.kind},{launch.phase}",
                     "ts": 1e6 * start,
                     "dur": 1e6 * launch.seconds,
                     "args": {
+                        "operators": launch.operators,
                         "module": launch.module,
                         "source": launch.source,
                         "kernel": launch.kernel,

@@ -438,7 +438,7 @@ class BoundPlan:
     def collect(self, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
         """Run, and view the results as the program's outputs."""
         try:
-            owned = run()
+            owned = self._shown(run) if torch._C._autograd._profiler_enabled() else run()
         except ExecutionError as error:
             launch = self.program.launches[error.tag] if 0 <= error.tag < len(self.program.launches) else None
             where = launch.origin if launch else ""
@@ -453,6 +453,12 @@ class BoundPlan:
                 position, sizes, strides, offset = shape
                 outputs.append(owned[position].as_strided(sizes, strides, offset))
         return outputs
+
+    def _shown(self, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+        """Run as one span of the profile that PyTorch records: `training_step`, `forward` or `backward`."""
+        name = self.program.name.removeprefix("forward_")
+        with torch.autograd.profiler.record_function(f"daceml_train: {name}"):
+            return run()
 
 
 def _evaluator(sizes: dict[str, int]) -> Callable[..., int]:

@@ -105,7 +105,10 @@ def joint_graph(
     joint.gradients = tuple(name for name in keep if name in found)
     graph.outputs = [loss.name, *(found[name].name for name in joint.gradients)]
     for entry in updated:
-        with graph.at(Origin(graph.inputs[entry.parameter].path.rpartition(".")[0])):
+        path = graph.inputs[entry.parameter].path
+        rule = "adamw" if getattr(entry.update.op, "decoupled", False) else entry.update.op.name.removesuffix("_update")
+        what = f"{rule} {path or entry.parameter}"
+        with graph.at(Origin(path.rpartition(".")[0]).of(what, "update")):
             _append_update(joint, entry, found[entry.parameter], rate[entry.rate], skip)
     if norm is not None:
         joint.norm = True

@@ -39,6 +39,7 @@ def heard(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
 
 def listen(caplog: pytest.LogCaptureFixture, *names: str) -> None:
     for name in names:
+        logging.getLogger(f"daceml_train.{name}").disabled = False  # whoever configures logging may have disabled it
         caplog.set_level(logging.INFO, logger=f"daceml_train.{name}")
 
 

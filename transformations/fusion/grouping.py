@@ -10,14 +10,14 @@ sort algorithm for directed acyclic graphs", JEA 2006), so a cycle is searched f
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from daceml_train.analysis.reachability import required
 from daceml_train.codegen.kernel.domain import analyze
 from daceml_train.errors import Refused
 from daceml_train.graph.graph import Graph
 from daceml_train.ops.elementwise import Cast, Elementwise, Full, Iota
-from daceml_train.ops.kernel import Kernel, Statement, canonical
+from daceml_train.ops.kernel import Kernel, Statement, canonical, computed
 from daceml_train.ops.movement import Expand, Permute, Reorder, View
 from daceml_train.ops.operator import Operator, Origin
 from daceml_train.ops.random import Uniform
@@ -59,7 +59,8 @@ class Group:
     def origin(self) -> Origin:
         """The origin of the last operator that has one, with the user's line if any operator has that."""
         known = [i.origin for i in reversed(self.items) if str(i.origin)]
-        return next((origin for origin in known if origin.source), known[0] if known else Origin())
+        origin = next((origin for origin in known if origin.source), known[0] if known else Origin())
+        return replace(origin, computes=tuple(dict.fromkeys(c for i in self.items for c in computed(i.op, i.origin))))
 
 
 class Grouping:
