@@ -85,7 +85,8 @@ def run(name: str, recipe: Callable[[Way], None], kinds: Sequence[str] = WAYS[1:
 
 def _tried(recipe: Callable[[Way], None], way: Way) -> Exception | None:
     try:
-        recipe(way)
+        with way.counting():
+            recipe(way)
     except Exception as error:  # each is a finding
         return error
     return None

@@ -336,6 +336,14 @@ def two_optimizers(way: Way) -> None:
     way.finish(second, b)
 
 
+def _cumulative(way: Way) -> None:
+    """A batch normalization whose running statistics are cumulative averages."""
+    model = small()
+    model[1].momentum = None  # type: ignore[assignment]
+    train(way, model, _sgd(model))
+    way.note("output", way.compiled(model.eval())(batch(7)[0]))
+
+
 def partly_used(way: Way) -> None:
     """The model returns a loss and its logits, of which the step uses the loss alone; the batch size varies."""
 
@@ -389,5 +397,6 @@ def recipes() -> Iterator[tuple[str, Callable[[Way], None]]]:
     yield "midway weight normalization", _between(_parametrized)
     yield "midway from float32 to float64", moved
     yield "evaluation between the steps", evaluated
+    yield "statistics as cumulative averages", _cumulative
     yield "two optimizers", two_optimizers
     yield "a loss and results, batch sizes vary", partly_used

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import daceml_train as dt
+from daceml_train.driver.bound_step import BoundStep
+from daceml_train.driver.function import CompiledGraph
 from daceml_train.driver.module import state_of
 
 WAYS = ("eager", "optimize", "training_step")
@@ -37,6 +40,10 @@ class Way:
 
     kind: str
     seen: dict[str, Any] = field(default_factory=dict)
+    calls: int = 0
+    """Steps that were asked for."""
+    ran: int = 0
+    """Programs that ran: forward passes of `optimize`, whole steps (or parts of a batch) of `training_step`."""
     _sources: list[Any] = field(default_factory=list)
 
     def compiled(self, model: nn.Module, **options: Any) -> nn.Module:
@@ -62,7 +69,7 @@ class Way:
         if self.kind == "training_step":
             step = dt.training_step(model, loss, optimizer, keep_gradients="micro_batches" not in options, **options)
             self._sources.append(step)
-            return step
+            return self._counted(step)
         called, scaler = self.compiled(model), options.get("scaler")
 
         def train(x: Any, *targets: Any) -> Tensor:
@@ -80,7 +87,31 @@ class Way:
                 scaler.update()
             return value.detach()
 
-        return train
+        return self._counted(train)
+
+    def _counted(self, step: Step) -> Step:
+        def counted(*arguments: Any) -> Tensor:
+            self.calls += 1
+            return step(*arguments)
+
+        return counted
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the programs that run: what says that it is compiled, and runs as PyTorch does, is found by this."""
+        owner, name = (BoundStep, "run") if self.kind == "training_step" else (CompiledGraph, "forward")
+        run = getattr(owner, name)
+
+        def counted(program: Any, *arguments: Any, **keywords: Any) -> Any:
+            made = run(program, *arguments, **keywords)
+            self.ran += made is not None
+            return made
+
+        setattr(owner, name, counted)
+        try:
+            yield
+        finally:
+            setattr(owner, name, run)
 
     def note(self, name: str, value: Any) -> None:
         """Keep something that is compared: a tensor, a number, or what is equal or not."""
@@ -117,6 +148,8 @@ class Way:
                 found += source.breaks
                 states = [state_of(source.pieces)]
             found += [reason for state in states if state is not None for reason in state.backend.breaks]
+        if not found and self.kind != "eager" and self.ran < max(self.calls, 1):
+            found.append(f"{self.ran} programs ran in {self.calls} steps, and nothing says why")
         return list(dict.fromkeys(found))
 
 

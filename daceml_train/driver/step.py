@@ -53,6 +53,9 @@ Loss = Callable[..., torch.Tensor]
 KEPT_BINDINGS = 64
 """The number of kinds of arguments whose bound steps are kept."""
 
+SHARED = "an argument shares memory with a buffer that the model updates"
+"""Why a call of a bound step runs in pieces."""
+
 ALLOWED_CHANGES = 3
 """How often a step may assign something that its own capture depends on, before it runs in pieces."""
 
@@ -149,11 +152,15 @@ class TrainingStep:
         self, key: Any, flat: Sequence[Any], bound: BoundStep, inputs: Any, targets: tuple[Any, ...]
     ) -> torch.Tensor | None:
         loss = bound.run(flat, self.keep_gradients)
-        if loss is not None:
-            self.gradient_norm = bound.norm
-        if loss is not None and bound.effects:
+        if loss is None:
+            if SHARED not in self.breaks:  # of this call alone: others of its kind may run as one program
+                self.breaks.append(SHARED)
+                logs.event(logs.BREAKS, SHARED)
+            return None
+        self.gradient_norm = bound.norm
+        if bound.effects:
             self._repeat_effects(bound, key, loss, inputs, targets)
-        if loss is not None and bound.first:
+        if bound.first:
             self._bound.pop(key, None)
         return loss
 

@@ -6,6 +6,7 @@ import torch
 from benchmarks.recipes import loops, optimizers
 from benchmarks.recipes.__main__ import differs, run
 from benchmarks.recipes.way import Way
+from daceml_train.driver.step import TrainingStep
 
 
 def test_every_optimizer_and_scheduler_has_a_recipe() -> None:
@@ -29,3 +30,12 @@ def test_lbfgs_is_refused_and_a_difference_is_wrong() -> None:
         way.note("kind", way.kind)
 
     assert [row.kind for row in run("x", recipe)] == ["wrong", "wrong"]
+
+
+@pytest.mark.compiled
+def test_a_step_that_runs_in_pieces_and_does_not_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = dict(loops.recipes())["average SWALR"]
+    assert [row.kind for row in run("x", recipe, ("training_step",))] == ["same"]
+    monkeypatch.setattr(TrainingStep, "_bind", lambda *_: None)
+    (row,) = run("x", recipe, ("training_step",))
+    assert row.kind == "fallback" and row.said == "0 programs ran in 5 steps, and nothing says why"

@@ -142,6 +142,7 @@ def _translated(
         traced, signature = trace(
             gm, attributes, operands, grad_enabled, [*bases, *_unread(gm, randomness)], randomness
         )
+        fallback.refuse_collectives(traced.graph.nodes)
         traced.graph.eliminate_dead_code()
         graph = Graph("forward")
         t = Translator(graph, fallback.emit, randomness)

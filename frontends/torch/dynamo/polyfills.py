@@ -16,6 +16,7 @@ import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
+from torch._dynamo.variables import UserFunctionVariable
 
 
 def gaussian_nll_loss(
@@ -110,6 +111,30 @@ def corrcoef(input: Tensor) -> Tensor:
     return c.clip(-1, 1)
 
 
+def cumulative_batch_norm(self: Any, input: Tensor) -> Tensor:
+    """`forward` of a batch normalization with `momentum=None`: the factor of the cumulative average is a tensor."""
+    self._check_input_dim(input)
+    counts = self.training and self.track_running_stats and self.num_batches_tracked is not None
+    if counts:
+        self.num_batches_tracked.add_(1)
+    own = self.training or (self.running_mean is None and self.running_var is None)
+    mean, var = self.running_mean, self.running_var
+    if self.training and not self.track_running_stats:
+        mean = var = None
+    if not counts or mean is None or var is None or self.momentum is not None:
+        return F.batch_norm(input, mean, var, self.weight, self.bias, own, self.momentum or 0.0, self.eps)
+    # With momentum 1 the batch's own statistics are left in tensors that hold zeros.
+    now = torch.zeros_like(mean), torch.zeros_like(var)
+    result = F.batch_norm(
+        input, *now, self.weight, self.bias, True, 1.0, self.eps
+    )  # which leaves the batch's own there
+    with torch.no_grad():
+        factor = 1.0 / self.num_batches_tracked.double()
+        for running, value in zip((mean, var), now, strict=True):
+            running.copy_(factor.to(value.dtype) * value + (1.0 - factor).to(value.dtype) * running)
+    return result
+
+
 POLYFILLS: dict[Any, Callable[..., Any]] = {
     F.gaussian_nll_loss: gaussian_nll_loss,
     torch.cov: cov,
@@ -124,3 +149,17 @@ def install() -> None:
     for original, ours in POLYFILLS.items():
         get_torch_obj_rule_map().pop(original, None)  # otherwise it enters graphs unchanged, and breaks them there
         torch._dynamo.substitute_in_graph(original, skip_signature_check=True)(ours)
+    _install_cumulative()
+
+
+def _install_cumulative() -> None:
+    """A method is no function that TorchDynamo looks up, and the factor of a plain batch normalization is a number."""
+    original, forward = UserFunctionVariable.call_function, torch.nn.modules.batchnorm._BatchNorm.forward
+    ours: Any = cumulative_batch_norm
+
+    def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.fn is forward and args and getattr(getattr(args[0], "value", None), "momentum", 0) is None:
+            return original(UserFunctionVariable(ours), tx, args, kwargs)
+        return original(self, tx, args, kwargs)
+
+    UserFunctionVariable.call_function = call  # type: ignore[method-assign]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import sympy
@@ -16,11 +16,26 @@ from daceml_train.analysis.reachability import required
 from daceml_train.errors import DacemlError, Unsupported
 from daceml_train.frontends.torch import types
 from daceml_train.frontends.torch.capture.decompositions import derivative_table
+from daceml_train.frontends.torch.dynamo.origin import origin
 from daceml_train.frontends.torch.rules.translate import Translator
 from daceml_train.graph.graph import Graph
 from daceml_train.ops.fallback import Aten, Body, Operand
 from daceml_train.ops.kernel import Statement
 from daceml_train.ops.operator import Value
+
+COLLECTIVES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
+"""Namespaces of the operators by which the processes of `torch.distributed` communicate."""
+
+
+def refuse_collectives(nodes: Iterable[fx.Node]) -> None:
+    """Raise `Unsupported` for the first collective: a program would run it at another time than other processes do."""
+    for node in nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in COLLECTIVES:
+            raise Unsupported(
+                f"the collective {node.target} of torch.distributed inside a compiled graph",
+                advice="call it outside, or put DistributedDataParallel around daceml_train.optimize(...)",
+                where=str(origin(node)),
+            )
 
 
 def emit(t: Translator, node: fx.Node, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
@@ -30,6 +45,7 @@ def emit(t: Translator, node: fx.Node, arguments: Sequence[Any], keywords: dict[
         raise Unsupported(f"the operator {node.args[0]}, which changes its arguments")
     if not isinstance(target, torch._ops.OpOverload):
         raise Unsupported(f"the call of {target}")
+    refuse_collectives([node])
     call = _functional(target)
     operands: list[Value] = []
     captured = tuple(_captured(a, operands) for a in arguments)
