@@ -2,7 +2,7 @@
 
     python -m benchmarks.inference                   # all twelve, batches of 1 and 16; what is measured already is kept
     python -m benchmarks.inference resnet50 --batch 1
-    python -m benchmarks.inference --again           # measure anew
+    python -m benchmarks.inference --again           # measure again
     python -m benchmarks.inference --page            # docs/results/inference.md from the results alone
 
 Each network and batch runs in a process of its own, which compares outputs with eager execution first and then visits
@@ -52,40 +52,41 @@ Run = Callable[[], Any]
 
 HEAD = """# Inference
 
-`dt.optimize(model)` compiles calls without gradients (`torch.no_grad`, `torch.inference_mode`) by a pipeline of their
-own, `INFERENCE`, on the CPU:
+`dt.optimize(model)` compiles calls without gradients (`torch.no_grad`, `torch.inference_mode`) with their own
+pipeline, `INFERENCE`, on the CPU:
 
-- There is no backward pass, so nothing is kept for one, and operators that only end gradients are dropped.
-- `fold_batch_norm` makes normalization by known statistics part of the weights and bias of the convolution or product
-  in front of it. This is exact algebra; results differ by rounding.
-- What depends on parameters and buffers alone (folded weights, their layouts, position embeddings) is a program of its
-  own, which runs at the first call and again when one of them has changed (`analysis.weights_only`,
-  `driver.prepacked`). Parameters stay the module's own. What it makes is kept beside them and takes memory: their
-  size again, 1.8 times that for filters of 3x3 in tiles.
-- Products and convolutions of images with weights that stay run in kernels of our own (`pack_weights`,
-  `codegen/library/native/matmul.h`): 12 rows times 32 columns are summed in registers, the weight lies in panels of 32
-  columns that were laid out once, and the next panel is asked for while this one is in use, so that weights stream from
-  memory. Windows of convolutions are addresses of pixels; nothing is copied. Depthwise convolutions have a kernel, too.
-- What is elementwise on a result (bias, activation, residual) is generated into the kernel and happens while its rows
-  are in cache (`fuse_matmul_epilogue`). NaN stays NaN in a ReLU, which it does not in oneDNN's.
-- Convolutions of 3x3 with stride 1 multiply 2.25 times less, in tiles of 2x2 results (F(2x2, 3x3), Lavin and Gray,
-  2016), where there are 96 pixels at least. Errors stay within a few units in the last place of the sums (the column
-  *differs by*); an infinity or NaN spreads to the tiles that it is in. `tiled` of `pack_weights` is that number.
-- Weights of what remains to oneDNN are laid out for it once (`runtime.prepack`), instead of in every call. That is
-  their size once more, as packed panels are. A weight that several operators read stays plain there.
+- There is no backward pass, so nothing is saved for one, and operators that only stop gradients are dropped.
+- `fold_batch_norm` folds normalization by known statistics into the weights and bias of the preceding convolution or
+  matmul. This is exact algebra; results differ by rounding.
+- The weights-only subgraph (folded weights, their layouts, position embeddings) depends only on parameters and
+  buffers. It is a program of its own, which runs at the first call and whenever one of them has changed
+  (`analysis.weights_only`, `driver.prepacked`). Parameters stay the module's own. The results of that program take
+  memory: the size of the parameters, or 1.8 times that for filters of 3x3 in tiles.
+- Matmuls and convolutions of images with constant weights run in kernels of our own (`pack_weights`,
+  `codegen/library/native/matmul.h`). 12 rows times 32 columns are summed in registers. The weight is in panels of 32
+  columns that were laid out once, and the next panel is prefetched while one is in use, so weights stream from
+  memory. Windows of convolutions are addresses of pixels; nothing is copied. Depthwise convolutions have a kernel,
+  too.
+- Elementwise operators on a result (bias, activation, residual) are generated into the kernel and run while its rows
+  are in cache (`fuse_matmul_epilogue`). NaN stays NaN in a ReLU, unlike in oneDNN's.
+- 3x3 convolutions with stride 1 multiply 2.25 times less, in tiles of 2x2 results (F(2x2, 3x3), Lavin and Gray,
+  2016), if there are at least 96 pixels; the option `tiled` of `pack_weights` is that number. Errors stay within a
+  few units in the last place of the sums (the column *differs by*). An infinity or NaN spreads to its tiles.
+- Weights of the remaining oneDNN calls are prepacked (`runtime.prepack`) instead of being reordered in every call.
+  That takes their size once more, as packed panels do. A weight that several operators read is not prepacked.
 
-A change is seen before each call, by address, by version counter, and by what is in the tensor: all of it up to 512
-numbers, 8 numbers of a larger one. That notices writes that move no version counter (`p.data.mul_(2)`, NumPy) if they
-change one of these. A write through `.data` that changes a few numbers of a large tensor may go unseen; `with
-torch.no_grad(): p[0] = 1` never does. Parameters that were created in inference mode have no version, so theirs is made
-at every call.
+Before each call, changes of weights are detected by address, by version counter, and by content: all numbers of a
+tensor up to 512, and 8 numbers of a larger one. This detects writes that do not change the version counter
+(`p.data.mul_(2)`, NumPy) if they change one of these numbers. A write through `.data` that changes a few numbers of a
+large tensor may not be detected; `with torch.no_grad(): p[0] = 1` always is. Parameters that were created in
+inference mode have no version, so their weights are computed at every call.
 
 ## Measured
 
-`python -m benchmarks.inference`, float32, full-size networks of `benchmarks/networks`: medians over visits in turn, in
-milliseconds, after outputs were compared. *frozen* is `torch.compile` with Inductor's `freezing`, *cl* with weights and
-images in channels-last order. The ratio is the best other variant's time divided by ours: above 1 is faster. \\* marks
-rows during which other processes were busy: those are no figures to rely on.
+`python -m benchmarks.inference`, float32, full-size networks of `benchmarks/networks`: medians over visits in turn,
+in milliseconds, after outputs were compared. *frozen* is `torch.compile` with Inductor's `freezing`, *cl* with
+weights and images in channels-last order. The ratio is the best other variant's time divided by ours: above 1 is
+faster. \\* marks rows during which other processes were busy; do not rely on those figures.
 """
 
 

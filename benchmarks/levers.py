@@ -11,41 +11,41 @@ LEVERS = (
     ),
     ("the update within the graph", "`training_step` over `optimize`: 1.01 (ViT) to 1.25 (DLRM)"),
     (
-        "vectors of full width, constant divisions as products, cache lines asked for ahead",
+        "vectors of full width, divisions by constants as multiplications, prefetched cache lines",
         "EfficientNet-B0 158 to 128 ms, MLP-Mixer 721 to 683, ViT-S 463 to 439",
     ),
-    ("sixteen random numbers at once", "BERT with dropout 375 to 363 ms"),
+    ("sixteen random numbers at a time", "BERT with dropout 375 to 363 ms"),
     (
-        "attention by our own kernel: keys turned in registers, two passes over scores instead of four",
+        "attention by our own kernel: keys transposed in registers, two passes over scores instead of four",
         "BERT 363 to 357 ms; ViT-S 439 to 434 where PyTorch's flash kernel ran",
     ),
     (
-        "weight gradients of long sequences as products",
+        "weight gradients of long sequences as matmuls",
         "WaveNet 180 to 163 ms; 4 times as fast for 512 channels, stride 2",
     ),
     (
-        "convolutions of heavy weights as products (`ConvolutionAsMatmul`)",
+        "convolutions with large weights as matmuls (`ConvolutionAsMatmul`)",
         "FCN-8s and ResNet-50 9 %, EfficientNet-B0 6 % less time",
     ),
-    ("point convolutions of light weights as products", "nothing: EfficientNet, MobileNetV2, ResNet-50 within 0.2 %"),
+    ("point convolutions with small weights as matmuls", "nothing: EfficientNet, MobileNetV2, ResNet-50 within 0.2 %"),
     (
-        "oneDNN instead of MKL for products, chosen by measuring each",
+        "oneDNN instead of MKL for matmuls, chosen by measuring each",
         "up to 2 times where MKL takes narrow vectors; on this processor within 10 % either way",
     ),
     (
-        "a matrix product of our own (panels, tiles of 14 x 32 in registers)",
-        "260 to 300 GF/s where MKL has 290 to 335; left out of steps. With weights packed before, 290 to 325 with what "
-        "follows on the result: inference runs on it",
+        "a GEMM of our own (panels, tiles of 14 x 32 in registers)",
+        "260 to 300 GF/s where MKL has 290 to 335; not used in steps. With prepacked weights, 290 to 325 with its "
+        "epilogue: inference uses it",
     ),
     (
         "F(2x2, 3x3) for convolutions (`native/winograd.h`)",
-        "500 to 650 GF/s in inference; not tried in steps, where weights change and their gradient stays as it is",
+        "500 to 650 GF/s in inference; not tried in steps, where weights change and their gradient is not faster",
     ),
-    ("rows of embeddings and bags by our own kernel", "DLRM's step 0.91 to 1.34 times PyTorch's speed"),
-    ("large gradients made in parts and used up (`ChunkUpdates`)", "GPT-2 1 %, BERT and FCN-8s up to 2 % less time"),
+    ("rows of embeddings and bags by a kernel of our own", "DLRM's step 0.91 to 1.34 times PyTorch's speed"),
+    ("chunked gradients (`ChunkUpdates`)", "GPT-2 1 %, BERT and FCN-8s up to 2 % less time"),
     (
-        "cheap arrays made again in front of late readers (`RematerializeCheap`), for peak memory",
-        "up to half of the planned memory for 0 to 5 % of the time ([docs/guide/memory.md](../guide/memory.md))",
+        "cheap arrays rematerialized (`RematerializeCheap`), for peak memory",
+        "up to half of the planned memory for 0 to 5 % of the time ([Memory](../guide/memory.md))",
     ),
     (
         "activations within the library's calls (post-ops)",
@@ -54,13 +54,13 @@ LEVERS = (
 )
 """Lever -> what it gave, on this processor, when it was made."""
 LIMITS: dict[str, str] = {
-    "vit_s": "Nine tenths of the step are products and attention. Products run at 290 to 315 GFLOP/s of some 350 that "
+    "vit_s": "Nine tenths of the step are matmuls and attention. Matmuls run at 290 to 315 GFLOP/s of some 350 that "
     "the fastest convolutions reach here, in MKL and in oneDNN alike, attention at 160 to 190.",
-    "mixer": "Four fifths are products at 300 to 315 GFLOP/s. The residual stream lies transposed in front of every "
-    "other normalization, which reads it across the rows.",
-    "bert": "Four fifths are products at 300 to 315 GFLOP/s; Adam reads and writes 28 bytes per parameter.",
-    "gpt2": "Products with the 50,257 tokens of the vocabulary are half of the step.",
-    "dlrm": "Six tenths of the peak memory are the tables, which every variant holds.",
+    "mixer": "Four fifths are matmuls at 300 to 315 GFLOP/s. The residual stream is transposed before every second "
+    "normalization, which reads it across the rows.",
+    "bert": "Four fifths are matmuls at 300 to 315 GFLOP/s; Adam reads and writes 28 bytes per parameter.",
+    "gpt2": "Matmuls with the 50,257 tokens of the vocabulary are half of the step.",
+    "dlrm": "Six tenths of the peak memory are the tables, which every variant needs.",
     "lstm": "The peak memory is PyTorch, TorchDynamo and what they import; the step's own arrays are 9 MiB.",
 }
 """Network -> what limits it now."""
@@ -69,18 +69,18 @@ that TorchDynamo and
 the optimizer import in eager execution, too (79), what capturing imports and leaves (57), momentum (97), what the
 step was planned to take (213), and what libraries keep (51). It was 996 MiB before cheap arrays were rematerialized
 (`RematerializeCheap`, 384 MiB of arrays), library calls wrote their results into the arena, and capturing left out
-setuptools (4). NetworkX, which PyTorch's tracing imports, is in the process again since these were measured (12).
-Networks whose arrays are few against what is imported or trained (LSTM, DLRM) can hardly get below what every variant
-has."""
+setuptools (4). NetworkX, which PyTorch's tracing imports, is loaded since these were measured (12).
+Networks whose arrays are small compared with what is imported or trained (LSTM, DLRM) can hardly need less than every
+variant."""
 """Why peak memory is what it is."""
 
 
 def page() -> Iterator[str]:
     """The table of levers in Markdown."""
     yield "\n## What made steps faster\n"
-    yield "Steps before and after a change, or with a pass and without it; milliseconds are sums over launches."
-    yield "They were measured as each change was made, and no command measures them again.\n"
-    yield "| lever | what it gave |"
+    yield "Steps before and after a change, or with and without a pass; milliseconds are sums over launches."
+    yield "They were measured when each change was written, and no command repeats them.\n"
+    yield "| change | effect |"
     yield "|---|---|"
     for lever, gave in LEVERS:
         yield f"| {lever} | {gave} |"

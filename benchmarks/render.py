@@ -38,17 +38,17 @@ Generated; do not edit. To measure again:
     make bench                                            # all: more than an hour on two cores
     .venv/bin/python -m benchmarks.train gpt2 --update    # one network
 
-A figure is the time of one full training step: forward pass, loss, backward pass and update. Before anything is timed,
-loss, gradients, buffers and updated parameters are compared with eager execution's against float64. Each variant runs
-in a process of its own, and all of them are visited in turn, with a learning rate of zero, since a batch that is learnt
-by heart has subnormal gradients; visits during which other processes used more than a tenth of a core do not count (*
-marks rows where too few were left, and the quieter half stands in). *Tuned* are the same variants with glibc told to
-keep memory instead of returning it, and to ask for huge pages, which most users do not do. Ratios divide PyTorch's time
-by ours: above 1 is faster than PyTorch, which may use the fused optimizer and, for images, channels-last; the best of
-its variants counts. The floor is an estimate of what this processor allows. Cold is what a first step takes longer than
-later ones in a fresh process with empty caches (the native executor, which is compiled once per PyTorch version,
-apart), warm the same with the caches filled; peak memory is that of a warm process. Rows stay until they are measured
-again; the date is the newest row's.
+A figure is the time of one full training step: forward pass, loss, backward pass, and update. Before anything is
+timed, loss, gradients, buffers, and updated parameters are compared with those of eager execution, against float64.
+Each variant runs in its own process. The variants alternate, with a learning rate of zero, because a batch that is
+memorized has subnormal gradients. Visits during which other processes used more than a tenth of a core do not count;
+* marks rows with too few remaining visits, where the quieter half is used. *Tuned* means that glibc keeps memory
+instead of returning it and requests huge pages, which most users do not set. Ratios divide PyTorch's time by ours:
+above 1 is faster than PyTorch. The best of PyTorch's variants counts, with the fused optimizer and, for images,
+channels-last. The floor is an estimate of what this processor allows. Cold is the extra time of a first step in a
+fresh process with empty caches, without the native executor, which is compiled once per PyTorch version. Warm is the
+same with filled caches. Peak memory is that of a warm process. Rows stay until they are measured again; the date is
+that of the newest row.
 """
 Networks = Mapping[str, Mapping[str, Any]]
 
@@ -129,7 +129,7 @@ def _starts(found: Mapping[str, Any]) -> dict[str, float]:
     rows, fastest = found["variants"], best(found)
     made = {"cold": rows["step"]["cold"]["seconds"], "warm": rows["step"]["warm"]["seconds"]}
     stages = rows["step"]["warm"]["stages"]
-    made["warm behind capture"] = sum(seconds for stage, seconds in stages.items() if stage != "capture")
+    made["warm after capture"] = sum(seconds for stage, seconds in stages.items() if stage != "capture")
     if fastest:
         made["memory"] = rows["step"]["warm"]["peak_bytes"] / rows[fastest[0]]["warm"]["peak_bytes"]
     if "inductor" in rows:
@@ -179,7 +179,7 @@ def _mixed(networks: Networks) -> Iterator[str]:
         return
     yield "\n## Mixed precision\n"
     yield "`training_step` with `pipeline=dt.MIXED_PRECISION` against PyTorch's best variant under `torch.autocast` in"
-    yield "bfloat16; *error* is that of our gradients as a share of what is allowed, which is 1.5 times autocast's.\n"
+    yield "bfloat16. *Error* is the error of our gradients as a share of the tolerance, 1.5 times autocast's.\n"
     yield "| network | best under autocast | ms | training_step, bf16 ms | × | float32 ms | error |"
     yield "|---|---|---|---|---|---|---|"
     for name, ratio in ratios.items():
@@ -232,9 +232,9 @@ def _summary(networks: Networks) -> Iterator[str]:
         ("the same, worst network", "0.8", extreme({n: r["memory"] for n, r in starts.items() if "memory" in r}, max)),
         ("cold start ÷ torch.compile's, worst network", "0.5", extreme(cold, max)),
         (
-            "seconds of a warm start behind capture, worst network",
+            "seconds of a warm start after capture, worst network",
             "1",
-            extreme({n: row["warm behind capture"] for n, row in starts.items()}, max),
+            extreme({n: row["warm after capture"] for n, row in starts.items()}, max),
         ),
     ]
     yield f"{len(networks)} networks, float32:\n"

@@ -76,7 +76,7 @@ def _traffic(results: dict[str, Any]) -> Iterator[str]:
 def _pass_time(results: dict[str, Any]) -> Iterator[str]:
     last = results["points"][-1]
     yield "\n## Pass time\n"
-    yield f"BERT with {last['layers']} layers, {last['operators']} operators behind differentiation: all passes and"
+    yield f"BERT with {last['layers']} layers, {last['operators']} operators after differentiation: all passes and"
     yield f"their verification take {last['seconds']:.1f} s of one core. Time grows with the number of"
     yield f"operators to the power {results['exponent']:.2f}.\n"
     yield "![pass time](pass_time.png)"

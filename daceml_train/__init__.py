@@ -1,6 +1,6 @@
 """A training compiler for PyTorch models, built on DaCe.
 
-The public names are imported at first use, so `import daceml_train` is quick. No submodule bears a public name:
+The public names are imported at first use, so `import daceml_train` is quick. No submodule has a public name:
 importing it would bind it as an attribute here, where it would hide the function of the same name.
 """
 
