@@ -51,14 +51,14 @@ def concat_alias(
     name = node.inputs[position]
     while (maker := producers.get(name)) is not None and isinstance(maker.op, View | Permute):
         (source,) = maker.inputs
-        before = behind(maker.op, graph.tensors[name].shape, strides, graph.tensors[source].shape)
+        before = operand_strides(maker.op, graph.tensors[name].shape, strides, graph.tensors[source].shape)
         if before is None:
             return None
         name, strides = source, before
     return name, ConcatAlias(outer.whole if outer is not None else whole, strides, offset)
 
 
-def behind(
+def operand_strides(
     op: View | Permute, shape: Sequence[Dim], strides: tuple[Dim, ...], source: tuple[Dim, ...]
 ) -> tuple[Dim, ...] | None:
     """The strides of an alias's operand of sizes `source`, given those of its result; None if none exist."""

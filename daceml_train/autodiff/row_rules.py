@@ -291,11 +291,11 @@ def _moved(a: Applied) -> list[Kind]:
 
 def _viewed(a: Applied, kind: Kind) -> Kind:
     (shape,), (made,) = a.reads, a.makes
-    before, behind = product(shape[: kind.dim]) * kind.outer, kind.inner * product(shape[kind.dim + 1 :])
+    before, after = product(shape[: kind.dim]) * kind.outer, kind.inner * product(shape[kind.dim + 1 :])
     for d in a.grown():
         lead, rest = product(made[:d]), product(made[d + 1 :])
-        if lead and rest and before % lead == 0 and behind % rest == 0:
-            outer, inner = before // lead, behind // rest
+        if lead and rest and before % lead == 0 and after % rest == 0:
+            outer, inner = before // lead, after // rest
             if made[d] == outer * a.rows * inner:
                 return replace(kind, dim=d, outer=outer, inner=inner)
     raise Undecided("cuts the batch dimension in two")

@@ -98,13 +98,13 @@ class MergeSummedBatch(Rewrite):
         return {"p": p, "apart": apart, "x": x, "g": p.inputs[1]}
 
     def legality(self, match: Match) -> Iterator[tuple[bool, str]]:
-        uses, parts, g = match.uses, match.bindings, match.bindings["g"]
-        p, apart = parts["p"], parts["apart"]
+        uses, bindings, g = match.uses, match.bindings, match.bindings["g"]
+        p, apart = bindings["p"], bindings["apart"]
         alone = uses.only_reader(p.outputs[0], apart or match.root)
         if apart is not None:
             alone = alone and uses.only_reader(apart.outputs[0], match.root)
         yield alone, f"the matmul %{p.outputs[0]} has another reader"
-        free = parts["x"] is not None and dense(uses, parts["x"])
+        free = bindings["x"] is not None and dense(uses, bindings["x"])
         yield free, f"%{p.inputs[0]} is no transposed array without gaps: viewing it as one matrix would copy it"
         yield dense(uses, g), f"%{g} would have to be copied to view it as one matrix"
 

@@ -83,7 +83,7 @@ class _Narrowed:
             elif is_alias(node.op) and node.outputs[0] in self.wanted:
                 self.wanted.add(node.inputs[0])
         self.other = graph.empty()
-        self.now = {name: self.other.value(name) for name in graph.inputs}
+        self.values = {name: self.other.value(name) for name in graph.inputs}
         """Arrays as float32 operators read them: rounded where they are stored in bfloat16."""
         self.exact: dict[str, Value] = {}
         """Wanted arrays as they were produced."""
@@ -98,13 +98,13 @@ class _Narrowed:
                 else:
                     self.same(node)
         self.other.applied = self.graph.applied + self.count
-        names = {old: value.name for old, value in (self.now | self.exact).items()}
+        names = {old: value.name for old, value in (self.values | self.exact).items()}
         return without_dead_code(self.graph.finish(self.other, names))
 
     def same(self, node: Node) -> None:
         """Copy an operator; results that matmuls read are rounded, unless they are sums."""
         alias = is_alias(node.op)
-        self.append(node, [self.now[name] for name in node.inputs])
+        self.append(node, [self.values[name] for name in node.inputs])
         if alias and node.inputs[0] in self.exact:
             (name,) = node.outputs
             self.exact[name] = self.exact[node.inputs[0]].apply(node.op)
@@ -119,7 +119,7 @@ class _Narrowed:
         if len(read) < len(node.inputs):
             (name,) = node.outputs
             matmul = operands[0].apply(Matmul(), operands[1]).cast(WIDE)
-            self.now[name] = matmul + self.now[node.inputs[0]]
+            self.values[name] = matmul + self.values[node.inputs[0]]
             if name in self.wanted:
                 self.round(name)
             return
@@ -128,13 +128,13 @@ class _Narrowed:
             node.outputs, self.other.append(op, tuple(v.name for v in operands), names, node.origin), strict=True
         ):
             self.small[name] = value
-            (self.now[name],) = self.other.append(Cast(WIDE), (value.name,), [self.free(name)], node.origin)
+            (self.values[name],) = self.other.append(Cast(WIDE), (value.name,), [self.free(name)], node.origin)
 
     def round(self, name: str) -> None:
         """Store an array in bfloat16; float32 readers see it rounded."""
-        self.exact[name] = self.now[name]
-        self.small[name] = self.now[name].cast(NARROW)
-        self.now[name] = self.small[name].cast(WIDE)
+        self.exact[name] = self.values[name]
+        self.small[name] = self.values[name].cast(NARROW)
+        self.values[name] = self.small[name].cast(WIDE)
 
     def narrow(self, name: str) -> Value:
         """An array in bfloat16: a view of its source's bfloat16 array, or an input's own copy."""
@@ -143,13 +143,13 @@ class _Narrowed:
             if node is not None and is_alias(node.op):
                 self.small[name] = self.narrow(node.inputs[0]).apply(node.op)
             else:
-                self.small[name] = self.now[name].cast(NARROW)
+                self.small[name] = self.values[name].cast(NARROW)
         return self.small[name]
 
     def append(self, node: Node, inputs: list[Value]) -> None:
         names = [self.free(name) for name in node.outputs]
         made = self.other.append(node.op, tuple(v.name for v in inputs), names, node.origin)
-        self.now.update(zip(node.outputs, made, strict=True))
+        self.values.update(zip(node.outputs, made, strict=True))
 
     def free(self, name: str) -> str:
         return name if name not in self.other.tensors else self.other.fresh(name)
