@@ -42,68 +42,68 @@ STYLE = """
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def document(made: Contents) -> str:
+def document(report: Contents) -> str:
     """A whole page."""
-    title = escape(f"{made.kind} of {made.name}")
+    title = escape(f"{report.kind} of {report.name}")
     dark = "<style>body{margin:24px}@media (prefers-color-scheme:dark){body{background:#14181b}}</style>"
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f'<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">{dark}'
-        f"</head><body>{fragment(made)}</body></html>\n"
+        f"</head><body>{fragment(report)}</body></html>\n"
     )
 
 
-def fragment(made: Contents) -> str:
+def fragment(report: Contents) -> str:
     """The contents of a page or a notebook."""
-    return f'<style>{STYLE}</style><div class="daceml-report">{"".join(_parts(made))}</div>'
+    return f'<style>{STYLE}</style><div class="daceml-report">{"".join(_parts(report))}</div>'
 
 
-def _parts(made: Contents) -> Iterator[str]:
-    yield f"<h1>{escape(made.kind)} of {escape(made.name)}</h1>"
-    if made.empty:
+def _parts(report: Contents) -> Iterator[str]:
+    yield f"<h1>{escape(report.kind)} of {escape(report.name)}</h1>"
+    if report.empty:
         yield "<p>nothing is compiled yet: the first call compiles</p>"
-    for place, function in enumerate(made.functions, 1):
-        if len(made.functions) > 1:
+    for place, function in enumerate(report.functions, 1):
+        if len(report.functions) > 1:
             yield f"<h1>[{place}] {escape(function.name)}</h1>"
-        yield from _function(made, function)
-    if made.cuda_graphs:
-        yield f"<h2>CUDA graphs</h2><ul>{_items(made.cuda_graphs)}</ul>"
-    if made.breaks:
-        yield f"<h2>Runs in PyTorch, because</h2><ul>{_items(made.breaks)}</ul>"
-    elif not made.empty and not any(function.fallbacks for function in made.functions):
+        yield from _function(report, function)
+    if report.cuda_graphs:
+        yield f"<h2>CUDA graphs</h2><ul>{_items(report.cuda_graphs)}</ul>"
+    if report.breaks:
+        yield f"<h2>Runs in PyTorch, because</h2><ul>{_items(report.breaks)}</ul>"
+    elif not report.empty and not any(function.fallbacks for function in report.functions):
         yield "<p>No graph breaks, and no operator runs in PyTorch for lack of a rule.</p>"
-    if made.eager is not None:
-        largest = list(made.eager.by_operator.items())[:ROWS]
-        rows = [(escape(name), bytes_text(size), _bar(size, made.eager.bytes)) for name, size in largest]
+    if report.eager is not None:
+        largest = list(report.eager.by_operator.items())[:ROWS]
+        rows = [(escape(name), bytes_text(size), _bar(size, report.eager.bytes)) for name, size in largest]
         yield "<h2>What PyTorch moves in eager execution</h2>"
         yield _table(("operator", "bytes", ""), rows)
 
 
-def _function(made: Contents, function: Compiled) -> Iterator[str]:
+def _function(report: Contents, function: Compiled) -> Iterator[str]:
     if function.sizes:
         yield f"<p>at the sizes last used, {escape(', '.join(f'{n} = {v}' for n, v in function.sizes.items()))}</p>"
-    cards = "".join(f"<div><b>{escape(v)}</b>{escape(k)}</div>" for k, v in _cards(made, function))
+    cards = "".join(f"<div><b>{escape(v)}</b>{escape(k)}</div>" for k, v in _cards(report, function))
     yield f'<div class="cards">{cards}</div>'
     yield "<h2>Bytes moved</h2>"
-    yield picture.bars(function, made.eager if len(made.functions) == 1 else None)
+    yield picture.bars(function, report.eager if len(report.functions) == 1 else None)
     groups = grouped(function.launches, lambda x: x.operators)
     if groups:
         yield "<h2>Largest movers</h2>"
-        yield _groups("operators of a kernel or call", groups, function, made.machine)
-    if made.machine is not None and (drawn := picture.roofline(groups, made.machine)):
+        yield _groups("operators of a kernel or call", groups, function, report.machine)
+    if report.machine is not None and (drawn := picture.roofline(groups, report.machine)):
         yield "<h2>Roofline</h2>"
-        threads = counted(made.machine.threads, "thread")
-        yield f"<p>{escape(made.machine.processor)}, {threads}; areas are times</p>{drawn}"
+        threads = counted(report.machine.threads, "thread")
+        yield f"<p>{escape(report.machine.processor)}, {threads}; areas are times</p>{drawn}"
     if groups:
         yield "<h2>By pass of the step</h2>"
-        yield _groups("pass", grouped(function.launches, lambda x: x.phase), function, made.machine)
+        yield _groups("pass", grouped(function.launches, lambda x: x.phase), function, report.machine)
         yield "<h2>By module</h2>"
-        yield _groups("module", grouped(function.launches, _module), function, made.machine)
+        yield _groups("module", grouped(function.launches, _module), function, report.machine)
     if function.device != "cpu":
         yield f"<h2>On the device</h2><p>{escape(', '.join(text.on_device(function)))}</p>"
         shaped = grouped((x for x in function.launches if x.shape), lambda x: x.shape)
-        yield _groups("threads of a kernel", shaped, function, made.machine)
+        yield _groups("threads of a kernel", shaped, function, report.machine)
     if function.memory:
         yield f"<h2>Memory over the step</h2>{picture.memory(function)}"
     if function.kept:
@@ -120,9 +120,9 @@ def _function(made: Contents, function: Compiled) -> Iterator[str]:
     yield from _compilation(function)
 
 
-def _cards(made: Contents, function: Compiled) -> Iterator[tuple[str, str]]:
-    if made.eager is not None and isinstance(function.moved, int) and len(made.functions) == 1:
-        yield "of PyTorch's bytes", f"{100 * function.moved / max(made.eager.bytes, 1):.0f} %"
+def _cards(report: Contents, function: Compiled) -> Iterator[tuple[str, str]]:
+    if report.eager is not None and isinstance(function.moved, int) and len(report.functions) == 1:
+        yield "of PyTorch's bytes", f"{100 * function.moved / max(report.eager.bytes, 1):.0f} %"
     yield "moved", bytes_text(function.moved)
     if isinstance(function.flops, int):
         yield "arithmetic", flops_text(function.flops)
@@ -130,8 +130,8 @@ def _cards(made: Contents, function: Compiled) -> Iterator[tuple[str, str]]:
         yield "peak memory", bytes_text(function.peak)
     if (spent := function.seconds) is not None:
         yield "measured", seconds_text(spent)
-        if made.machine is not None:
-            least = sum(made.machine.seconds(x.bytes, x.flops) for x in function.launches)
+        if report.machine is not None:
+            least = sum(report.machine.seconds(x.bytes, x.flops) for x in function.launches)
             yield "of the roofline", percent(least / spent)
     yield "kernels, distinct", f"{function.kernels}, {function.distinct_kernels}"
     yield "library calls", str(sum(function.calls.values()))

@@ -8,25 +8,25 @@ from daceml_train.reporting.model import Change, Compiled, Contents, grouped
 from daceml_train.reporting.numbers import bytes_text, counted, percent, seconds_text
 
 
-def lines(made: Contents) -> Iterator[str]:
+def lines(report: Contents) -> Iterator[str]:
     """The report line by line."""
-    yield f"{made.kind} of {made.name}"
-    if made.empty:
+    yield f"{report.kind} of {report.name}"
+    if report.empty:
         yield "nothing is compiled yet: the first call compiles"
-    for place, function in enumerate(made.functions, 1):
-        if len(made.functions) > 1:
+    for place, function in enumerate(report.functions, 1):
+        if len(report.functions) > 1:
             yield f"\n[{place}]"
         yield from _function_lines(function)
-    if made.eager is not None:
-        moved = [f.moved for f in made.functions]
+    if report.eager is not None:
+        moved = [f.moved for f in report.functions]
         ours = sum(size for size in moved if isinstance(size, int))
-        yield f"PyTorch's own kernels move {bytes_text(made.eager.bytes)} for the same"
-        if len(moved) == 1 and made.eager.bytes:
-            yield f"what is moved here is {100 * ours / made.eager.bytes:.1f} % of that"
-    yield from made.cuda_graphs
-    if made.breaks:
+        yield f"PyTorch's own kernels move {bytes_text(report.eager.bytes)} for the same"
+        if len(moved) == 1 and report.eager.bytes:
+            yield f"what is moved here is {100 * ours / report.eager.bytes:.1f} % of that"
+    yield from report.cuda_graphs
+    if report.breaks:
         yield "\nruns in PyTorch, because"
-        yield from (f"  {reason}" for reason in made.breaks)
+        yield from (f"  {reason}" for reason in report.breaks)
 
 
 def _function_lines(function: Compiled) -> Iterator[str]:

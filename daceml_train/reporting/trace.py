@@ -10,10 +10,10 @@ from typing import Any
 from daceml_train.reporting.model import Contents
 
 
-def events(made: Contents) -> dict[str, Any]:
+def events(report: Contents) -> dict[str, Any]:
     """One event per launch, in microseconds from the start; a process per function, a thread per program."""
     found: list[dict[str, Any]] = []
-    for process, function in enumerate(made.functions):
+    for process, function in enumerate(report.functions):
         found.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": function.name}})
         start = 0.0
         for place, launch in enumerate(function.launches):
@@ -42,4 +42,4 @@ def events(made: Contents) -> dict[str, Any]:
                 args = {"arrays": function.memory[place]}
                 found.append({"ph": "C", "pid": process, "name": "memory", "ts": 1e6 * start, "args": args})
             start += launch.seconds
-    return {"traceEvents": found, "displayTimeUnit": "ms", "otherData": {"of": f"{made.kind} of {made.name}"}}
+    return {"traceEvents": found, "displayTimeUnit": "ms", "otherData": {"of": f"{report.kind} of {report.name}"}}
