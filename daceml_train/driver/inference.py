@@ -22,7 +22,7 @@ class Inference(Goal):
     """Calls without gradients: a weights-only program, and a main program that takes its results as further inputs.
 
     The captured graph is divided twice: before fusion, which would compute parameter arithmetic within kernels, and
-    after layouts, which lay weights out anew.
+    after layouts, which change the layout of weights.
     """
 
     @property

@@ -48,7 +48,7 @@ class Options:
             The most compiler processes at once. None: one per core.
         dump: Dump | Path | str | None = None
             A folder that receives the graph's text after each pass, an SDFG for DaCe's viewers, the plan of buffers
-            and launches, and the kernels' C++ or CUDA. Programs are compiled anew for that. None:
+            and launches, and the kernels' C++ or CUDA. Programs are compiled for that even if they are cached. None:
             `$DACEML_TRAIN_DUMP`, else nothing is written.
         pass_callback: Watcher | None = None
             A function that is called with a `Step` after each pass, also for a program that comes from the cache.

@@ -1,7 +1,7 @@
 """Devices: where a program runs, its kernel generator, and its memory, streams and CUDA graphs.
 
 The processor runs launch lists natively (`runtime.executor`). A GPU runs them through `runtime.gpu.plan`, on one
-allocation of PyTorch's, on PyTorch's current stream, and can record them. What a GPU does is behind `GPU`, so that
+allocation of PyTorch's, on PyTorch's current stream, and can record them. `GPU` abstracts what a GPU does, so that
 tests put another one in its place: `device_override`.
 """
 

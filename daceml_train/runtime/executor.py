@@ -243,7 +243,7 @@ class Plan:
 
     Declare the slots, add launches, `finalize`, then `run` as often as wanted, from any thread. Launches return their
     position. Errors: Invalid for what breaks the contract, InputMismatch before anything ran, ExecutionError with the
-    launch's tag while running; after it, the plan can be run again.
+    launch's tag while running; after it, the plan can still be run.
     """
 
     def __init__(self, n_slots: int, arena: Arena | None = None) -> None:

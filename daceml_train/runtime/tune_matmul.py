@@ -68,7 +68,7 @@ class MatmulTuner:
             try:
                 known = json.loads(self.path.read_text())
                 self.chosen.update((key, way) for key, way in known.items() if way in get_args(Way))
-            except (OSError, ValueError, AttributeError):  # damaged: measured anew
+            except (OSError, ValueError, AttributeError):  # damaged: measured again
                 self.chosen.clear()
 
     def way(self, product: MatmulShape) -> Way:

@@ -1,7 +1,7 @@
 """One word for one thing: names and phrases that the project has given up, each with its replacement.
 
 `daceml_train.renamed` lists the old identifiers; it and its tests are the only places where they may be written. Phrases
-are looked for in the pages, and, where `everywhere` is True, in docstrings and comments, too.
+are looked for in the pages and in the docstrings and comments of the package.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ class Phrase:
 
     pattern: str
     instead: str
-    everywhere: bool = False
 
 
 PHRASES = (
@@ -58,17 +57,17 @@ PHRASES = (
     Phrase(r"\bproducts? of matrices", "matmul, GEMM in prose"),
     Phrase(r"\b(?:made|make|makes|computed) again\b", "rematerialized, or recomputed within a kernel"),
     Phrase(r"\bruns? again\b", "runs a second time, rematerialization"),
-    Phrase(r"\bbehind\b", "after"),
+    Phrase(r"\bbehind\b(?! \w+'s back)", "after"),
     Phrase(r"\bin front of (?:the|a|an|it|its|all|every|each|readers|late)\b", "before"),
-    Phrase(r"\bbears?\b", "has, produces", everywhere=True),
-    Phrase(r"\b[Ff]rom now on is\b", "is", everywhere=True),
+    Phrase(r"\bbears?\b", "has, produces"),
+    Phrase(r"\b[Ff]rom now on is\b", "is"),
     Phrase(r"\banew\b", "again, or the verb alone"),
-    Phrase(r"\blearnt\b", "learned", everywhere=True),
-    Phrase(r"\bdearer\b", "more expensive", everywhere=True),
+    Phrase(r"\blearnt\b", "learned"),
+    Phrase(r"\bdearer\b", "more expensive"),
     Phrase(r"\bas ever\b", "as usual, as before"),
     Phrase(r"\bshapes? of (?:a|the|each|large) kernels?\b", "kernel launch configuration"),
-    Phrase(r"\bin strips\b", "blocked", everywhere=True),
-    Phrase(r"\bmerge equal\b|\bequal operators merged\b", "CSE", everywhere=True),
+    Phrase(r"\bin strips\b", "blocked"),
+    Phrase(r"\bmerge equal\b|\bequal operators merged\b", "CSE"),
     Phrase(r"\bgradients? in parts\b", "chunked gradient"),
 )
 
@@ -147,10 +146,9 @@ def test_names_of_passes_modules_and_options_in_pages_and_docstrings() -> None:
 @pytest.mark.parametrize("phrase", PHRASES, ids=lambda phrase: phrase.instead)
 def test_phrases(phrase: Phrase) -> None:
     found = _pages([page for page in PAGES if page != GLOSSARY], phrase.pattern, phrase.instead)
-    if phrase.everywhere:
-        for path in SOURCES:
-            if path.parts[len(ROOT.parts)] in OWN:
-                found += _found(path, _prose(path), phrase.pattern, phrase.instead)
+    for path in SOURCES:
+        if path.parts[len(ROOT.parts)] in OWN:
+            found += _found(path, _prose(path), phrase.pattern, phrase.instead)
     _report(found)
 
 

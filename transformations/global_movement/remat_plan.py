@@ -34,7 +34,7 @@ class RematPlan:
 
 
 class RematStages:
-    """The integer program of items in an order. `pure` marks the items that may run again, at the given `costs`.
+    """The integer program of items in an order. `pure` marks the items that may run twice, at the given `costs`.
 
     `kept` blocks are never freed early; those in `dropped` must not outlive their stage.
     """

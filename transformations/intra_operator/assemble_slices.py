@@ -233,7 +233,7 @@ def _sample(size: Dim) -> Dim:
 
 
 def gaps(row: Row, size: Dim) -> list[tuple[int, Dim]]:
-    """Where zeros stand in a row: (position of the plan behind them, how many)."""
+    """Where zeros stand in a row: (position of the plan after them, how many)."""
     starts = [*(start for start, _ in row.places), size]
     stops = [0, *(stop for _, stop in row.places)]
     widths = [simplify(start - stop) for start, stop in zip(starts, stops, strict=True)]

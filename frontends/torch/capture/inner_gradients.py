@@ -107,7 +107,7 @@ def _reaching(between: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Se
 
 
 def written_before(node: fx.Node, changed: Callable[[fx.Node], fx.Node | None]) -> bool:
-    """Whether anything in the graph before `node` is changed in place, so that its operators cannot run again."""
+    """Whether anything in the graph before `node` is changed in place, so that its operators cannot run twice."""
     for other in node.graph.nodes:
         if other is node:
             return False
