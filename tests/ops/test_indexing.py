@@ -115,7 +115,7 @@ def test_errors() -> None:
         Index((1, 0)).infer(x, index, index)
     with pytest.raises(Invalid, match=r"index_put into f32\[5, 3\] expects values \[2, 3\] of its type"):
         IndexPut((0,)).infer(x, Tensor((3, 3)), index)
-    with pytest.raises(Invalid, match="no larger than it elsewhere"):
+    with pytest.raises(Invalid, match="no larger than it in other dimensions"):
         Gather(0).infer(x, Tensor((2, 4), DType.int64))
     with pytest.raises(Invalid, match="scatter into"):
         Scatter(0).infer(x, Tensor((2, 3), DType.int64), Tensor((1, 3)))

@@ -88,7 +88,7 @@ def test_errors() -> None:
     x, s = Tensor((2, 0)), symbol("s")
     with pytest.raises(Invalid, match=r"expects ascending dimensions in 0\.\.1 .* given \(1, 0\)"):
         Reduce("sum", (1, 0)).infer(x)
-    with pytest.raises(Invalid, match="no elements to choose from"):
+    with pytest.raises(Invalid, match="has no elements"):
         Reduce("max", (1,)).infer(x)
     with pytest.raises(Invalid, match="expects one of sum, max, min, prod, given 'median'"):
         Reduce("median", (1,)).infer(x)
