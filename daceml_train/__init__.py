@@ -15,6 +15,8 @@ _HOME = {
     "optimize": "daceml_train.driver",
     "training_step": "daceml_train.driver",
     "Options": "daceml_train.driver",
+    "to_sdfg": "daceml_train.driver.given",
+    "from_sdfg": "daceml_train.driver.given",
     "load_onnx": "daceml_train.driver",
     "save_onnx": "daceml_train.driver",
     "report": "daceml_train.reporting",

@@ -53,8 +53,17 @@ def inside_module(captured: Captured, root: str) -> Captured:
     return replace(captured, graph=graph, fallbacks=tuple((name, at(origin)) for name, origin in captured.fallbacks))
 
 
-def capture_call(model: torch.nn.Module, inputs: Sequence[Any], randomness: Randomness = "seeded") -> CapturedCall:
-    """What `model(*inputs)` computes, as one graph. Raises `Unsupported` where it is not exactly one graph."""
+def capture_call(
+    model: torch.nn.Module,
+    inputs: Sequence[Any],
+    randomness: Randomness = "seeded",
+    keywords: Mapping[str, Any] | None = None,
+    dynamic: bool = False,
+) -> CapturedCall:
+    """What `model(*inputs, **keywords)` computes, as one graph; for all sizes if `dynamic`.
+
+    Raises `Unsupported` where it is not exactly one graph.
+    """
 
     def backend(module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         captured = capture(module, examples, randomness)
@@ -64,10 +73,10 @@ def capture_call(model: torch.nn.Module, inputs: Sequence[Any], randomness: Rand
 
         return stop
 
-    options = {"dynamic": False, "fullgraph": True}
+    options = {"dynamic": dynamic, "fullgraph": True}
     try:
         with tracing(), torch.enable_grad():
-            traced(type(model).forward, model, backend, **options)(*inputs)
+            traced(type(model).forward, model, backend, **options)(*inputs, **(keywords or {}))
     except CaptureDone as stop:
         return CapturedCall.of(stop.captured, stop.arguments)
     except TorchDynamoException as error:

@@ -65,6 +65,9 @@ class Part:
 class Goal(ABC):
     """What a captured graph is compiled for."""
 
+    from_capture = True
+    """Whether the graph is as captured, so that the passes of level `forward` are still to be applied."""
+
     @property
     @abstractmethod
     def description(self) -> str:
@@ -135,7 +138,8 @@ class Linked:
 # ---- stages ---
 def forward(compilation: Compilation) -> None:
     """Apply the passes that see the forward graph alone."""
-    compilation.graph = compilation.passes(compilation.graph, ("forward",))
+    if compilation.goal.from_capture:
+        compilation.graph = compilation.passes(compilation.graph, ("forward",))
 
 
 def adapt(compilation: Compilation) -> None:

@@ -14,15 +14,17 @@ from torch._dynamo.exc import TorchDynamoException
 
 from daceml_train import logs
 from daceml_train.driver.binding import differentiable_outputs, input_tensors
+from daceml_train.driver.capture_only import capture_call
 from daceml_train.driver.events import first_line
 from daceml_train.driver.function import CompiledGraph
 from daceml_train.driver.goals import compile_differentiable
 from daceml_train.driver.inference import compile_inference
 from daceml_train.driver.records import Record
+from daceml_train.driver.sdfg_programs import sdfg_of
 from daceml_train.driver.settings import Settings
-from daceml_train.errors import Invalid, why
+from daceml_train.errors import DacemlError, Invalid, Unsupported, why
 from daceml_train.frontends.torch import absent_gradients
-from daceml_train.frontends.torch.capture.capture import capture
+from daceml_train.frontends.torch.capture.capture import Captured, capture
 from daceml_train.frontends.torch.capture.checkpointed import as_eager
 from daceml_train.frontends.torch.dynamo.tracing import describe, guards, reason, recompilation, traced, tracing
 from daceml_train.lowering.device import CPU
@@ -64,6 +66,8 @@ class Backend:
     cuda_graphs: list[CudaGraphPairs] = field(default_factory=list)
     """The CUDA graphs of forward and backward passes, per captured graph."""
     __name__ = "daceml_train"
+    alone = False
+    """Whether PyTorch may not run a call in its place."""
 
     def __call__(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         self.graphs += 1
@@ -85,9 +89,21 @@ class Backend:
         if reason not in self.breaks:
             self.break_off(reason)
 
+    def capture(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Captured:
+        """The graph that is compiled for one of Dynamo's."""
+        return capture(module, examples, self.options.randomness)
+
+    def eager(self, module: torch.fx.GraphModule) -> Callable[..., Any]:
+        """What runs where a compiled graph does not: for the gradient of a gradient, for instance."""
+        return as_eager(module)
+
+    def sdfg(self, captured: Captured, owner: object) -> Any:
+        """What is compiled for a captured call of `owner`, as an SDFG of operators."""
+        return sdfg_of(captured.graph, "module", captured.graph, owner)
+
     def compile(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """The compiled form of one Dynamo graph. Raises `DacemlError` where it cannot be compiled."""
-        captured = capture(module, examples, self.options.randomness)
+        captured = self.capture(module, examples)
         given = input_tensors(captured, examples)
         if logs.speaks(logs.RECOMPILES) and (changed := recompilation()):
             logs.event(logs.RECOMPILES, f"{first_line(captured.graph)}: {changed}")
@@ -101,12 +117,12 @@ class Backend:
             compiled = compile_inference(captured.graph, self.options)
         compiled.records[0].fallbacks = [(target, str(origin)) for target, origin in captured.fallbacks]
         self.records += compiled.records
-        compiled_graph = CompiledGraph(captured, compiled, as_eager(module), self.options.cuda_graphs, self.note)
+        compiled_graph = CompiledGraph(captured, compiled, self.eager(module), self.options.cuda_graphs, self.note)
         self.cuda_graphs += [compiled_graph.cuda_graphs] if compiled_graph.cuda_graphs is not None else []
         return compiled_graph
 
 
-def optimized(module: torch.nn.Module, options: Settings) -> torch.nn.Module:
+def optimized(module: torch.nn.Module, options: Settings, backend: Backend | None = None) -> torch.nn.Module:
     """A compiled twin of `module`: an object of a subclass of its class over the same attributes, modes and parameters.
 
     Names in `state_dict` are unchanged; the original stays usable. Nothing is compiled before the first call.
@@ -123,9 +139,10 @@ def optimized(module: torch.nn.Module, options: Settings) -> torch.nn.Module:
     names |= {"__qualname__": source.__qualname__, "__slots__": ("_daceml_train",)}
     methods = [name for name in METHODS if callable(getattr(source, name, None)) and name not in module.__dict__]
     names |= {name: _entry(getattr(source, name), name) for name in methods}
+    names |= {} if hasattr(module, "sdfg") else {"sdfg": _sdfg}
     twin = cast(torch.nn.Module, object.__new__(type(source.__name__, (_Optimized, source), names)))
     object.__setattr__(twin, "__dict__", module.__dict__)
-    backend = Backend(options)
+    backend = backend or Backend(options)
     compiled = {name: traced(getattr(source, name), twin, backend, dynamic=options.dynamic) for name in methods}
     state = ModuleState(options, source, backend, compiled)
     object.__setattr__(twin, "_daceml_train", state)
@@ -196,12 +213,27 @@ def _log_guards(state: ModuleState, name: str) -> None:
         logs.event(logs.GUARDS, f"{state.source.__name__}.{name}: {condition}")
 
 
+def _sdfg(self: Any, /, *arguments: Any, **keywords: Any) -> Any:
+    """What the module computes on these arguments, as an SDFG of library nodes, for `daceml_train.from_sdfg`.
+
+    One library node stands for an operator. Gradients are not in it: they follow from it.
+    """
+    state: ModuleState = self._daceml_train
+    options = state.options
+    seen = capture_call(original(self), arguments, options.randomness, keywords, options.dynamic is True)
+    return state.backend.sdfg(seen.captured, self)
+
+
 class _Optimized(torch.nn.Module):
     __slots__ = ()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = state_of(self)
         assert state is not None
+        if state.backend.alone:
+            raise Invalid(
+                "a module from an SDFG is neither copied nor pickled", advice="save the SDFG, and call from_sdfg"
+            )
         return optimized, (original(self), state.options)
 
 
@@ -223,6 +255,9 @@ def _as_pytorch(
     keywords: Mapping[str, Any],
 ) -> Any:
     """The call without a compiler: PyTorch's own error for arguments that do not fit, else the result."""
+    if state.backend.alone:
+        cause = error.__cause__ or getattr(error, "inner_exception", None)
+        raise cause if isinstance(cause, DacemlError) else Unsupported(reason(error)) from error
     try:
         result = source(module, *arguments, **keywords)
     except Exception as own:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from daceml_train.driver.goals import WholeStep, compile_step
 from daceml_train.driver.module import optimized, state_of
 from daceml_train.driver.options import ScheduleKind
 from daceml_train.driver.records import Record
+from daceml_train.driver.sdfg_programs import sdfg_of
 from daceml_train.driver.settings import Settings
 from daceml_train.errors import BudgetInfeasible, DeviceMismatch, Invalid, Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured, capture
@@ -172,6 +174,26 @@ class TrainingStep:
         seen, trained, kept = self.look(inputs, *targets)
         graph = seen.captured.graph if forward is None else forward.run(seen.captured.graph, ("forward",))
         return joint_graph(graph, trained, kept, self._gradients()).graph
+
+    def sdfg(self, inputs: Any, *targets: Any, extent: str = "step") -> Any:
+        """The step on these arguments as an SDFG of library nodes, one per operator, for `daceml_train.from_sdfg`.
+
+        `extent` is "step", with gradients and update, or "loss", the forward pass up to the loss, from which gradients
+        and update follow. Sizes are those of the arguments, unless the step is `dynamic=True`. Nothing is compiled,
+        run or changed. Raises what keeps the step from being one program.
+        """
+        if extent not in ("step", "loss") or type(self) is not TrainingStep:
+            what = f"extent {extent!r}" if type(self) is TrainingStep else "micro-batches, which are several programs"
+            raise Invalid(f"an SDFG of a training step: {what}", advice='extent is "step" or "loss"')
+        options = replace(self.options, dynamic=self.options.dynamic is True)
+        looking = TrainingStep(self.model, self.loss, self.optimizer, options, self.keep_gradients)
+        seen, trained, kept = looking.look(inputs, *targets)
+        graph = captured = seen.captured.graph
+        if extent == "step":
+            graph = self.options.pipeline.run(captured, ("forward",))
+            later = [replace(entry, first=False) for entry in trained]
+            graph = joint_graph(graph, later, kept, self._gradients()).graph
+        return sdfg_of(graph, "step" if extent == "step" else "loss", captured, self)
 
     def look(self, inputs: Any, *targets: Any) -> tuple[CapturedCall, list[Trained], list[str]]:
         """What is captured on these arguments, the parameters that are updated, and those whose gradients are kept.

@@ -53,9 +53,9 @@ with _no_notebook(), warnings.catch_warnings():
     from dace.properties import ListProperty, Property
     from dace.transformation.transformation import ExpandTransformation
 
-_FRAME, _NAME, _CONTROL = "// frame: ", "// name: ", "// control: "
-"""Prefixes of comments in the global code: a line of the graph's frame, an array's name in SDFG and graph, or
-properties of control flow that the regions do not express.
+_FRAME, _NAME, _CONTROL, _SOURCE = "// frame: ", "// name: ", "// control: ", "// source: "
+"""Prefixes of comments in the global code: a line of the graph's frame, an array's name in SDFG and graph, properties
+of control flow that the regions do not express, or what the SDFG was made from.
 """
 _PLAIN = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _TYPES = {dtype: getattr(dace, "bool_" if dtype is DType.bool else dtype.name) for dtype in DType}
@@ -85,6 +85,18 @@ class OperatorNode(dace.nodes.LibraryNode):
     results = ListProperty(element_type=str, default=[], desc="Types of the results")
     module = Property(dtype=str, default="", desc="Path of the module in the user's model")
     source = Property(dtype=str, default="", desc="The user's source line")
+
+    @classmethod
+    def new(cls, operator: str, operands: int = 1) -> OperatorNode:
+        """A library node for an operator in the notation of graph texts, such as `gelu()`, to be put into a state."""
+        op = _operator(operator)
+        made = cls(
+            re.sub(r"\W", "_", op.label),
+            inputs={f"_in{i}": None for i in range(operands)},
+            outputs={f"_out{i}": None for i in range(len(op.results))},
+        )
+        made.label, made.operator = op.label, operator
+        return made
 
     @classmethod
     def of(cls, node: Node, graph: Graph) -> OperatorNode:
@@ -183,8 +195,12 @@ def to_sdfg(graph: Graph) -> dace.SDFG:
 
 
 def from_sdfg(sdfg: dace.SDFG) -> Graph:
-    """The graph that `to_sdfg` converted. Raises `Invalid` for an SDFG with any other content."""
-    comments = sdfg.global_code["frame"].as_string.splitlines() if "frame" in sdfg.global_code else []
+    """The graph that `to_sdfg` converted, with the changes made to the SDFG since.
+
+    A copy between arrays is the identity. Raises `Invalid` for an SDFG with any other content, and for an array whose
+    description contradicts its operator.
+    """
+    comments = _comments(sdfg)
     frame = [line.removeprefix(_FRAME) for line in comments if line.startswith(_FRAME)]
     if not frame:
         raise Invalid(f"SDFG {sdfg.name!r} is not one of operators", advice="to_sdfg creates such SDFGs")
@@ -194,41 +210,115 @@ def from_sdfg(sdfg: dace.SDFG) -> Graph:
     records = [json.loads(line.removeprefix(_CONTROL)) for line in comments if line.startswith(_CONTROL)]
     reader = RegionReader(dace, lambda state: _found(sdfg, state), {record["label"]: record for record in records})
     for op, inputs, outputs, origin in reader.operators(sdfg):
-        graph.append(op, tuple(names.get(i, i) for i in inputs), tuple(names.get(o, o) for o in outputs), origin)
+        read, made = tuple(names.get(i, i) for i in inputs), tuple(names.get(o, o) for o in outputs)
+        if op is None:
+            op = View(graph.tensors[read[0]].shape)
+        try:
+            graph.append(op, read, made, origin)
+        except Invalid as error:
+            raise Invalid(f"SDFG {sdfg.name!r}: {error.message}", where=str(origin), advice=error.advice) from None
     verify(graph)
+    _check_descriptions(sdfg, graph, names)
     return graph
 
 
+def note_source(sdfg: dace.SDFG, source: str) -> None:
+    """Keep one line of text in the SDFG that says where it comes from; files and copies of the SDFG have it, too."""
+    sdfg.append_global_code(f"{_SOURCE}{source}\n")
+
+
+def source_of(sdfg: dace.SDFG) -> str:
+    """The line that `note_source` put into an SDFG; empty if there is none."""
+    found = [line.removeprefix(_SOURCE) for line in _comments(sdfg) if line.startswith(_SOURCE)]
+    return found[-1] if found else ""
+
+
+def _comments(sdfg: dace.SDFG) -> list[str]:
+    return sdfg.global_code["frame"].as_string.splitlines() if "frame" in sdfg.global_code else []
+
+
 def _found(sdfg: dace.SDFG, state: dace.SDFGState) -> Iterator[Found]:
-    for node in _in_order(sdfg, state):
-        reads = {e.dst_conn: e.data.data for e in state.in_edges(node)}
-        makes = {e.src_conn: e.data.data for e in state.out_edges(node)}
+    """The operators of a state and, with None for an operator, its copies."""
+    for moved in _in_order(sdfg, state):
+        if not isinstance(moved, OperatorNode):
+            yield None, [moved.src.data], [moved.dst.data], Origin()
+            continue
+        reads: dict[str, str] = {}
+        makes: dict[str, str] = {}
+        for edges, connectors, named in (
+            (state.in_edges(moved), moved.in_connectors, reads),
+            (state.out_edges(moved), moved.out_connectors, makes),
+        ):
+            for edge in edges:
+                connector = edge.dst_conn if edge.dst is moved else edge.src_conn
+                named[connector] = _array_of(sdfg, edge, moved)
+            if missing := [c for c in connectors if c not in named]:
+                raise Invalid(f"nothing is connected to {', '.join(missing)} of {moved.label} in SDFG {sdfg.name!r}")
         inputs, outputs = ([edges[c] for c in sorted(edges, key=_position)] for edges in (reads, makes))
-        yield node.op, inputs, outputs, Origin(node.module, node.source)
+        yield moved.op, inputs, outputs, Origin(moved.module, moved.source)
+
+
+def _array_of(sdfg: dace.SDFG, edge: Any, node: OperatorNode) -> str:
+    """The array that an edge of an operator moves. Raises `Invalid` unless it is a whole one."""
+    name, memlet = edge.data.data, edge.data
+    whole = name is not None and memlet.subset == dace.subsets.Range.from_array(sdfg.arrays[name])
+    if not whole or memlet.wcr is not None:
+        raise Invalid(f"{node.label} of SDFG {sdfg.name!r} moves {memlet}, operators read and write whole arrays")
+    return str(name)
 
 
 def _position(connector: str) -> int:
     return int(connector.lstrip("_inout"))
 
 
-def _in_order(sdfg: dace.SDFG, state: dace.SDFGState) -> Iterator[OperatorNode]:
-    """The operators in topological order, with ties in the order of insertion."""
+def _in_order(sdfg: dace.SDFG, state: dace.SDFGState) -> Iterator[Any]:
+    """Operators and the edges of copies in topological order, with ties in the order of insertion."""
     nodes = [node for node in state.nodes() if not isinstance(node, dace.nodes.AccessNode)]
     for node in nodes:
         if not isinstance(node, OperatorNode):
             raise Invalid(f"SDFG {sdfg.name!r} holds {node}, which is no operator", advice="it may have been expanded")
-    position = {node: index for index, node in enumerate(nodes)}
-    maker = {e.data.data: node for node in nodes for e in state.out_edges(node)}
+    copies = [e for e in state.edges() if not {type(e.src), type(e.dst)} & {OperatorNode}]
+    for edge in copies:
+        ends = [sdfg.arrays[end.data] for end in (edge.src, edge.dst)]
+        if not edge.data.is_empty() and edge.data.subset != dace.subsets.Range.from_array(sdfg.arrays[edge.data.data]):
+            raise Invalid(f"SDFG {sdfg.name!r} copies {edge.data}, only whole arrays are copied")
+        if ends[0].dtype != ends[1].dtype or not _equal(ends[0].shape, ends[1].shape):
+            raise Invalid(f"SDFG {sdfg.name!r} copies {edge.src.data} to {edge.dst.data}, which is of another type")
+    moved = [*nodes, *copies]
+    reads = [[e.data.data for e in state.in_edges(n)] for n in nodes] + [[e.src.data] for e in copies]
+    makes = [[e.data.data for e in state.out_edges(n)] for n in nodes] + [[e.dst.data] for e in copies]
+    maker = {name: index for index, made in enumerate(makes) for name in made}
     order = nx.DiGraph()
-    order.add_nodes_from(nodes)
-    order.add_edges_from(
-        (maker[e.data.data], node) for node in nodes for e in state.in_edges(node) if e.data.data in maker
-    )
+    order.add_nodes_from(range(len(moved)))
+    order.add_edges_from((maker[name], index) for index, names in enumerate(reads) for name in names if name in maker)
     try:
-        yield from nx.lexicographical_topological_sort(order, key=position.__getitem__)
+        yield from (moved[index] for index in nx.lexicographical_topological_sort(order))
     except nx.NetworkXUnfeasible:
-        cycle = " -> ".join(node.label for node, _ in nx.find_cycle(order))
+        cycle = " -> ".join(str(getattr(moved[index], "label", "copy")) for index, _ in nx.find_cycle(order))
         raise Invalid(f"operators of SDFG {sdfg.name!r} read each other's results: {cycle}") from None
+
+
+def _check_descriptions(sdfg: dace.SDFG, graph: Graph, names: Mapping[str, str]) -> None:
+    """Raise `Invalid` for an array that is described otherwise than its operator makes it."""
+    for short, array in sdfg.arrays.items():
+        tensor = graph.tensors.get(names.get(short, short))
+        if tensor is None:
+            continue
+        shape, strides = (_sizes(tensor.shape), _sizes(tensor.strides)) if tensor.rank else ((1,), (1,))
+        same = array.dtype == _TYPES[tensor.dtype] and _equal(array.shape, shape) and _equal(array.strides, strides)
+        if not same:
+            given = f"{array.dtype}{list(array.shape)} in strides {list(array.strides)}"
+            raise Invalid(
+                f"SDFG {sdfg.name!r} describes {short} as {given}, its operator makes {tensor}",
+                advice="sizes, types and strides follow from operators: insert one that makes what is wanted",
+            )
+
+
+def _equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether sizes are the same, those of a file, whose symbols are other objects, included."""
+    return len(a) == len(b) and all(
+        x == y or str(sympy.sympify(str(x)) - sympy.sympify(str(y))) == "0" for x, y in zip(a, b, strict=True)
+    )
 
 
 def _identifiers(graph: Graph) -> dict[str, str]:

@@ -25,7 +25,9 @@ from daceml_train.ops.operator import Operator, Origin
 from daceml_train.tensor import Tensor
 
 OPERATORS = "operators"
-"""The prefix of labels of states with library nodes; all other states only copy."""
+"""The prefix of labels of states with library nodes."""
+_MOVES = ("enter", "leave", "load", "store", "advance", "start")
+"""The prefixes of labels of states that only copy, around and in regions."""
 _SIDES = ("then", "orelse")
 GOES_ON = "_goes_on"
 """The suffix of labels of branches that are the body of a loop, after its condition."""
@@ -239,8 +241,8 @@ class Writer:
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
-Found = tuple[Operator, list[str], list[str], Origin]
-"""An operator with the names of its operands and results in the SDFG."""
+Found = tuple[Operator | None, list[str], list[str], Origin]
+"""An operator with the arrays, by their names in the SDFG, that it reads and makes; None stands for a copy."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +259,7 @@ class RegionReader:
         block = region.start_block if region.nodes() else None
         while block is not None:
             if isinstance(block, kinds.SDFGState):
-                if block.label.startswith(OPERATORS):
+                if not block.label.startswith(_MOVES):
                     yield from self.state(block)
             elif block.label in self.records:
                 yield self._control(block, self.records[block.label])
@@ -289,8 +291,9 @@ class RegionReader:
 
     def _body(self, region: Any, entry: Mapping[str, Any]) -> Body:
         names = entry["names"]
-        statements = [
-            Statement(op, tuple(names[i] for i in inputs), tuple(names[o] for o in outputs))
-            for op, inputs, outputs, _ in self.operators(region)
-        ]
+        statements = []
+        for op, inputs, outputs, _ in self.operators(region):
+            if op is None or not {*inputs, *outputs} <= names.keys():
+                raise Invalid(f"region {region.label} holds arrays or copies of others than its own operators")
+            statements.append(Statement(op, tuple(names[i] for i in inputs), tuple(names[o] for o in outputs)))
         return Body(tuple(entry["arguments"]), tuple(statements), tuple(entry["yields"]))

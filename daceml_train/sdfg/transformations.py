@@ -18,7 +18,7 @@ from daceml_train.errors import Invalid, Refused
 from daceml_train.graph.graph import Graph
 from daceml_train.passes.base import Candidate, Pass
 from daceml_train.passes.options import option_types, read_option, restored, show_option
-from daceml_train.sdfg.convert import OperatorNode, dace, from_sdfg, to_sdfg
+from daceml_train.sdfg.convert import OperatorNode, dace, from_sdfg, note_source, source_of, to_sdfg
 from daceml_train.transformations import catalog
 
 _xf: Any = dace.transformation.transformation
@@ -99,6 +99,8 @@ def _ends(transformation: Pass, sdfg: Any) -> dict[str, Candidate]:
 def put_into(sdfg: Any, graph: Graph) -> None:
     """Replace the content of `sdfg` by the SDFG of `graph`."""
     made = to_sdfg(graph)
+    if source := source_of(sdfg):
+        note_source(made, source)
     (state,), (fresh,) = sdfg.nodes(), made.nodes()
     for node in list(state.nodes()):
         state.remove_node(node)
