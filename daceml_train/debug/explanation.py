@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,9 @@ from daceml_train.driver.module import original
 from daceml_train.errors import DacemlError
 from daceml_train.frontends.torch.capture.capture import capture
 from daceml_train.frontends.torch.dynamo.tracing import reason, traced, tracing
+from daceml_train.graph.graph import Graph
+from daceml_train.passes.base import Match
+from daceml_train.transformations.pipelines import TRAINING
 
 _ADVICE = (
     (
@@ -51,9 +54,12 @@ _FALLBACK = (
 )
 
 
+_NEAR = "it is compiled; written as the pass expects it, it would be faster"
+
+
 @dataclass(frozen=True)
 class Note:
-    """One thing that is not compiled: `kind` is `break`, `fallback` or `refused`."""
+    """One thing that is not compiled, `kind` is `break`, `fallback` or `refused`, or a `near miss` of a pass."""
 
     kind: str
     what: str
@@ -74,7 +80,7 @@ class Explanation:
     @property
     def whole(self) -> bool:
         """Whether the model is one graph without fallbacks."""
-        return len(self.graphs) == 1 and not self.notes
+        return len(self.graphs) == 1 and len(self.of("near miss")) == len(self.notes)
 
     def of(self, kind: str) -> list[Note]:
         """The notes of one kind."""
@@ -84,7 +90,7 @@ class Explanation:
         count = len(self.graphs)
         operators = f"{sum(self.graphs)} operators in {count} graph{'s' if count != 1 else ''}"
         table = Table("", "what", "where", "what to change", title=f"{self.name}: {operators}", title_justify="left")
-        if not self.notes:
+        if len(self.of("near miss")) == len(self.notes):
             table.add_row("", "everything is compiled", "", "")
         for note in self.notes:
             times = f" x {note.count}" if note.count > 1 else ""
@@ -121,6 +127,8 @@ def explain(model: torch.nn.Module, *inputs: Any, **keywords: Any) -> Explanatio
             explanation.graphs.append(len(captured.graph.nodes))
             for operator, origin in captured.fallbacks:
                 note("fallback", operator, str(origin), _FALLBACK)
+            for name, sentence, where in near_misses(captured.graph):
+                note("near miss", f"{name}: {sentence}", where, _NEAR)
         return gm.forward
 
     torch._dynamo.reset()
@@ -134,6 +142,15 @@ def explain(model: torch.nn.Module, *inputs: Any, **keywords: Any) -> Explanatio
         note("refused", f"TorchDynamo finds nothing that it can compile in {explanation.name}.forward", "", _OTHERWISE)
     explanation.notes = [Note(*key, advice, count) for key, (advice, count) in found.items()]
     return explanation
+
+
+def near_misses(graph: Graph) -> Iterator[tuple[str, str, str]]:
+    """Pass, sentence and line of each place that a pass on the forward graph almost recognizes."""
+    for transformation in TRAINING.level("forward"):
+        for candidate in transformation.matches(graph):
+            if isinstance(candidate, Match) and candidate.near_miss:
+                yield transformation.name, candidate.near_miss, str(candidate.root.origin)
+        graph = transformation.run(graph)
 
 
 def _sentence(text: str) -> str:

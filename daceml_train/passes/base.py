@@ -197,6 +197,8 @@ class Match:
     root: Node
     bindings: Mapping[str, Any]
     """The result of `match`, under the names in the rewrite's picture."""
+    near_miss: str = ""
+    """Why the pattern almost matches, where it does not match."""
 
     @property
     def parts(self) -> Mapping[str, Any]:
@@ -213,6 +215,8 @@ class Match:
     @property
     def refusal(self) -> str | None:
         """Why this match must not be rewritten, or None."""
+        if self.near_miss:
+            return self.near_miss
         return next((why for holds, why in self.rewrite.legality(self) if not holds), None)
 
     @property
@@ -233,7 +237,7 @@ class Match:
     @property
     def traffic(self) -> Dim:
         """Bytes that applying adds (negative: saves)."""
-        return self.rewrite.traffic(self)
+        return 0 if self.near_miss else self.rewrite.traffic(self)
 
     def apply(self) -> Graph:
         """The graph with this one match rewritten. Raises `Refused` with the reason where it is not legal."""
@@ -253,8 +257,11 @@ class Rewrite(Pass):
         super().__init_subclass__(**options)
 
     @abstractmethod
-    def match(self, uses: Uses, node: Node) -> Mapping[str, Any] | None:
-        """The bindings of a match whose last operator is `node`, or None if the pattern does not match."""
+    def match(self, uses: Uses, node: Node) -> Mapping[str, Any] | str | None:
+        """The bindings of a match whose last operator is `node`, or None if the pattern does not match.
+
+        A sentence says why it almost matches, and names the user's line; `explain` and sessions show it.
+        """
 
     def legality(self, match: Match) -> Iterator[tuple[bool, str]]:
         """Conditions (holds, sentence that explains a refusal), lazily: the first that fails is the reason."""
@@ -269,10 +276,14 @@ class Rewrite(Pass):
         """Build replacements of the root's results; `values` maps arrays of the old graph to those of the new one."""
 
     def matches(self, graph: Graph) -> list[Match]:
-        """Every match of the pattern, refused ones included."""
+        """Every match and near miss of the pattern, refused ones included."""
         uses = Uses.of(graph)
         found = ((node, self.match(uses, node)) for node in graph.nodes)
-        return [Match(self, uses, node, bindings) for node, bindings in found if bindings is not None]
+        return [
+            Match(self, uses, node, {}, near_miss=made) if isinstance(made, str) else Match(self, uses, node, made)
+            for node, made in found
+            if made is not None
+        ]
 
     def run(self, graph: Graph) -> Graph:
         chosen = {id(m.root): m for m in self.matches(graph) if m.refusal is None}

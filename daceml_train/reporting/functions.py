@@ -73,6 +73,7 @@ def _compiled(group: Sequence[Record]) -> Compiled:
         kept=tuple(kept),
         recomputed=tuple(_recomputed(group, sizes)),
         device=linked[0].device.name if linked else "cpu",
+        left_out=tuple(first.left_out),
         autotuned=_autotuned(executable.autotuned() for executable in linked),
     )
 

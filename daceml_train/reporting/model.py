@@ -97,6 +97,8 @@ class Compiled:
     recomputed: tuple[Kept, ...] = ()
     """Arrays that are rematerialized instead of being kept; their bytes are those that keeping would take."""
     device: str = "cpu"
+    left_out: tuple[str, ...] = ()
+    """The pipeline's passes that are not for the device."""
     autotuned: tuple[int, int] = (0, 0)
     """The number of autotuned kernels on a GPU, and how many of them do not have the default configuration."""
 

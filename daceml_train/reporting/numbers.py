@@ -57,3 +57,8 @@ def flops_text(count: float) -> str:
         if count >= factor:
             return f"{count / factor:.3g} {unit}"
     return f"{count / 1e3:.3g} kFLOP"
+
+
+def roofline_text(part: float | None) -> str:
+    """A share of the roofline. More than all of it means that bytes came from a cache instead of memory."""
+    return "from cache" if part is not None and part > 1 else percent(part)

@@ -7,7 +7,7 @@ from html import escape
 
 from daceml_train.reporting import picture, text
 from daceml_train.reporting.model import Change, Compiled, Contents, Group, Kept, Launched, grouped
-from daceml_train.reporting.numbers import bytes_text, counted, flops_text, percent, seconds_text, share
+from daceml_train.reporting.numbers import bytes_text, counted, flops_text, percent, roofline_text, seconds_text, share
 from daceml_train.runtime.roofline import Machine
 
 ROWS = 20
@@ -132,7 +132,7 @@ def _cards(report: Contents, function: Compiled) -> Iterator[tuple[str, str]]:
         yield "measured", seconds_text(spent)
         if report.machine is not None:
             least = sum(report.machine.seconds(x.bytes, x.flops) for x in function.launches)
-            yield "of the roofline", percent(least / spent)
+            yield "of the roofline", roofline_text(least / spent)
     yield "kernels, distinct", f"{function.kernels}, {function.distinct_kernels}"
     yield "library calls", str(sum(function.calls.values()))
 
@@ -146,7 +146,7 @@ def _groups(heading: str, groups: Sequence[Group], function: Compiled, machine: 
         row.append(flops_text(group.flops) if group.flops else "")
         if timed:
             row.append("" if group.seconds is None else seconds_text(group.seconds))
-            row.append(percent(group.roofline(machine)))
+            row.append(roofline_text(group.roofline(machine)))
         rows.append(tuple(row))
     times = ("time", "of roofline") if timed else ()
     return _table((heading, "launches", "bytes", "", "arithmetic", *times), rows) + _more(len(groups))

@@ -63,7 +63,9 @@ def roofline(groups: Sequence[Group], machine: Machine, count: int = 80) -> str:
         radius = 3 + 16 * math.sqrt((group.seconds or 0.0) / total)
         share = group.roofline(machine) or 0.0
         title = f"{group.name} × {group.count}: {seconds_text(group.seconds or 0.0)}, {bytes_text(group.bytes)}, "
-        title += f"{flops_text(group.flops)}, {100 * share:.0f} % of the roofline"
+        title += f"{flops_text(group.flops)}, " + (
+            "from cache" if share > 1 else f"{100 * share:.0f} % of the roofline"
+        )
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}"><title>{escape(title)}</title></circle>')
     caption = f"{machine.bandwidth / 1e9:.1f} GB/s, {machine.peak / 1e9:.0f} GFLOP/s"
     parts.append(f'<text class="number" x="{right}" y="{upper - 4}" text-anchor="end">{caption}</text>')

@@ -102,6 +102,8 @@ def on_device(function: Compiled) -> Iterator[str]:
     measured, changed = function.autotuned
     if measured:
         yield f"{counted(measured, 'kernel')} autotuned, {changed} changed"
+    if function.left_out:
+        yield f"without passes that are not for it: {', '.join(function.left_out)}"
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

@@ -9,6 +9,8 @@ from html.parser import HTMLParser
 import pytest
 
 from daceml_train.reporting import Change, Compiled, Eager, Kept, Launched, Report, grouped
+from daceml_train.reporting.numbers import roofline_text
+from daceml_train.reporting.text import on_device
 from daceml_train.runtime.roofline import Machine
 
 EVIL = '<script src="https://example.org/x.js">alert(1)</script>&'
@@ -144,3 +146,15 @@ def test_save(tmp_path, ending: str) -> None:
     if ending == ".json":
         assert json.loads(text)["functions"][0]["launches"][0]["operators"] == "mul add"
     assert text.startswith({".html": "<!doctype html>", ".json": "{", ".txt": "training step of"}[ending])
+
+
+def test_more_than_the_roofline_is_from_cache() -> None:
+    assert roofline_text(1.5) == "from cache" and roofline_text(0.5) == "50.0 %" and roofline_text(None) == ""
+
+
+def test_the_device_line_says_which_passes_are_left_out() -> None:
+    made = dataclasses.replace(compiled([launched()]), device="an accelerator", left_out=("pack_weights", "fold"))
+    sentence = "without passes that are not for it: pack_weights, fold"
+    assert sentence in ", ".join(on_device(made))
+    report = Report("training step", "Model", (made,), ())
+    assert sentence in str(report) and sentence in report.to_html()

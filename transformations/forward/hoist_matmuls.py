@@ -36,11 +36,11 @@ class HoistMatmuls(Pass):
     def matches(self, graph: Graph) -> list[Family]:
         """The families of matmuls that share a matrix, refused ones included."""
         uses = Uses.of(graph)
-        found: dict[tuple[str, str, int], list[Member]] = {}
+        found: dict[tuple[str, str, int, bool], list[Member]] = {}
         for node in graph.nodes:
             member = member_of(uses, node)
             if member is not None:
-                found.setdefault((member.x, node.inputs[1], member.cut.dim), []).append(member)
+                found.setdefault((member.x, node.inputs[1], member.cut.dim, bool(member.miss)), []).append(member)
         return [Family(self, uses, tuple(members)) for members in found.values() if len(members) >= self.least]
 
 
@@ -51,6 +51,8 @@ class Member:
     node: Node
     cut: Slice
     x: str
+    miss: str = ""
+    """Why it is almost a member."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +77,8 @@ class Family:
     @property
     def refusal(self) -> str | None:
         """Why the matmuls must not be joined, or None."""
+        if miss := self.members[0].miss:
+            return miss
         x = self.members[0].x
         size = self.uses.graph.tensors[x].shape[self.members[0].cut.dim]
         reached: Dim = 0
@@ -109,9 +113,14 @@ def member_of(uses: Uses, node: Node) -> Member | None:
         return None
     (x,), cut = maker.inputs, maker.op
     sizes, matrix = uses.graph.tensors[x].shape, uses.graph.tensors[node.inputs[0]].shape
-    whole = isinstance(cut.start, int) and isinstance(cut.stop, int) and cut.step == 1
-    rows = cut.dim < len(sizes) - 1 and same_shape(matrix[-1:], sizes[-1:])
-    return Member(node, cut, x) if whole and rows else None
+    if not (cut.dim < len(sizes) - 1 and same_shape(matrix[-1:], sizes[-1:])):
+        return None
+    where = f" (at {maker.origin})" if str(maker.origin) else ""
+    if cut.step != 1:
+        return Member(node, cut, x, f"%{maker.outputs[0]} takes rows of %{x} in steps of {cut.step}{where}")
+    if not (isinstance(cut.start, int) and isinstance(cut.stop, int)):
+        return Member(node, cut, x, f"where %{maker.outputs[0]} is cut from %{x} depends on a size{where}")
+    return Member(node, cut, x)
 
 
 def hoisted(graph: Graph, families: Sequence[Family]) -> Graph:

@@ -53,7 +53,7 @@ class RecognizeAttention(Rewrite):
 
     level = "forward"
 
-    def match(self, uses: Uses, node: Node) -> Mapping[str, Any] | None:
+    def match(self, uses: Uses, node: Node) -> Mapping[str, Any] | str | None:
         if not isinstance(node.op, Matmul):
             return None
         found = WrittenAttention(v=node.inputs[1])
@@ -74,11 +74,11 @@ class RecognizeAttention(Rewrite):
                 case Elementwise() if found.softmax is not None:
                     following = self.step(uses, maker, found)
                     if following is None:
-                        return None
+                        return near_miss(uses, maker, found)
                     name, reader = following, maker
                     continue
                 case _:
-                    return None
+                    return near_miss(uses, maker, found)
             name, reader = maker.inputs[0], maker
         return None
 
@@ -161,6 +161,32 @@ class RecognizeAttention(Rewrite):
         if len(lead) == 1 and len(mask.shape) == 3:
             return mask.view((mask.shape[0], 1, *mask.shape[1:]))
         return mask
+
+
+def near_miss(uses: Uses, node: Node, found: WrittenAttention) -> str | None:
+    """What stands between the scores' product and the softmax, or after the softmax, that attention has not; None
+    where nothing tells that this is attention.
+    """
+    after = found.softmax is None
+    if not (leads_to_softmax(uses, node) if after else any(leads_to_product(uses, name) for name in node.inputs)):
+        return None
+    place = "between the softmax and the values" if after else "between the scores and their softmax"
+    where = f" (at {node.origin})" if str(node.origin) else ""
+    if found.scaled and isinstance(node.op, Elementwise) and node.op.kind in ("add", "where"):
+        return f"the mask is applied before the scores are scaled, by {node}{where}: scale them first"
+    return f"attention has no {node.op.label} {place}: {node}{where}"
+
+
+def leads_to_softmax(uses: Uses, node: Node) -> bool:
+    """Whether weights come from a softmax of scores through elementwise operators."""
+    waiting = list(node.inputs)
+    for _ in range(16):
+        maker = uses.producers.get(waiting.pop(0)) if waiting else None
+        if maker is not None and isinstance(maker.op, Softmax):
+            return leads_to_product(uses, maker.inputs[0])
+        if maker is not None and isinstance(maker.op, ViewOp | Elementwise):
+            waiting += maker.inputs
+    return False
 
 
 def constant(uses: Uses, name: str) -> float | None:

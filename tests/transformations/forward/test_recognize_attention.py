@@ -142,7 +142,9 @@ def squared(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("function", [scaled_mask, squared])
 def test_other_functions_are_no_match(function: Callable[..., Any]) -> None:
-    assert not RecognizeAttention().matches(written(function))
+    (match,) = RecognizeAttention().matches(written(function))
+    assert match.near_miss and match.refusal == match.near_miss
+    assert RecognizeAttention().run(match.uses.graph) is match.uses.graph
 
 
 @pytest.mark.compiled
