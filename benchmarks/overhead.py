@@ -71,7 +71,7 @@ def measured(layers: int) -> tuple[float, float, float, float]:
     step(x, y)
     if step.breaks:
         raise SystemExit(f"the step is not one program: {step.breaks[0]}")
-    (bound,) = step._bound.values()
+    ((bound,),) = step._bound.values()
     plan, addresses = bound.plan, bound.addresses
 
     def launches() -> float:

@@ -26,9 +26,26 @@ def input_tensors(captured: Captured, arguments: Sequence[Any]) -> dict[str, tor
         if source.kind == "tensor":
             assert source.position is not None
             found[source.name] = arguments[source.position]
+        elif source.kind == "number" and source.name:
+            assert source.position is not None
+            found[source.name] = torch.tensor(_known(arguments[source.position]))
         elif source.kind == "attribute":
             found[source.name] = source.value
     return found
+
+
+def _known(number: Any) -> int:
+    """A number, or the example behind a symbolic one, of which PyTorch then notes nothing."""
+    return int(number.node.hint if isinstance(number, torch.SymInt) else number)
+
+
+def numbers_of(captured: Captured, arguments: Sequence[Any]) -> dict[str, int]:
+    """The values of the symbols that stand for integers which no shape tells."""
+    return {
+        str(source.value): _known(arguments[source.position])
+        for source in captured.inputs
+        if source.kind == "number" and source.position is not None
+    }
 
 
 def differentiable_outputs(captured: Captured) -> tuple[int, ...]:
@@ -84,7 +101,7 @@ def _copied(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
 def results_of(captured: Captured, outputs: Sequence[torch.Tensor], arguments: Sequence[Any]) -> Any:
     """The results in the structure that the captured code returns."""
     sized = any(source.view is not None or source.kind == "size" for source in captured.outputs)
-    sizes = sizes_of(captured, input_tensors(captured, arguments)) if sized else {}
+    sizes = sizes_of(captured, input_tensors(captured, arguments)) | numbers_of(captured, arguments) if sized else {}
     leaves = [
         _result(source, detached, outputs, arguments, sizes)
         for source, detached in zip(captured.outputs, captured.detached, strict=True)

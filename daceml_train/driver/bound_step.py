@@ -23,6 +23,7 @@ from daceml_train.driver.goals import WholeStep
 from daceml_train.errors import DeviceMismatch, ExecutionError, Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.frontends.torch.capture.rng_draws import Draw
+from daceml_train.frontends.torch.dynamo.tracing import failing_guard
 from daceml_train.lowering.device import GPU
 from daceml_train.lowering.program import ProgramInput
 from daceml_train.runtime.executable import BoundPlan, torch_dtype
@@ -72,21 +73,33 @@ class Argument:
     strides: tuple[int, ...] | None
 
 
-@dataclass(frozen=True)
+@dataclass
 class SourceGuard:
-    """Source guard: a tensor, or a number in one, that the captured code finds by an expression of its own."""
+    """Source guard: a tensor, or a number in one, that the captured code finds by an expression of its own.
+
+    What the user's code replaces (`self.state = h.detach()`) is another tensor of the same type at each call.
+    """
 
     code: types.CodeType
     globals: dict[str, Any]
     tensor: torch.Tensor
     number: bool
+    position: int
+    strides: tuple[int, ...]
+    moving: bool
+    """Whether another tensor of the same type may stand there."""
 
     def holds(self, scope: dict[str, Any]) -> bool:
-        """Whether the tensor is still there; a number is updated."""
+        """Whether a tensor that fits is still there; a number is updated."""
         found = eval(self.code, {"G": self.globals, "L": scope})
-        if not self.number:
-            return found is self.tensor
-        self.tensor.fill_(found)
+        if self.number:
+            self.tensor.fill_(found)
+            return True
+        if found is self.tensor:
+            return True
+        if not self.moving or not _alike(found, self.tensor):
+            return False
+        self.tensor = found
         return True
 
 
@@ -116,6 +129,8 @@ class BoundStep:
     ) -> None:
         self.cuda_graphs, self.device = cuda_graphs, step.executable.device
         self.accumulated, self.scaler, self.scaling = accumulated, scaler, scaling_of(scaler)
+        self.further: list[torch.Tensor] = []
+        """What the user's code keeps of the last call."""
         self.norm: torch.Tensor | None = None
         """The norm of the last call's gradients before clipping."""
         self.step, self.guard, self.optimizer = step, guard, optimizer
@@ -184,8 +199,9 @@ class BoundStep:
                     continue
                 if not _same_strides(tensor, strides):
                     raise Unsupported(f"{entry.path} is not dense in memory (strides {tensor.stride()})")
-                if id(tensor) not in known and source.kind == "tensor":
-                    self.followed.append(_follow(source.source, scope, code_globals, tensor))
+                if id(tensor) not in known and source.kind in ("tensor", "number"):
+                    moving = self.effects and not entry.mutable
+                    self.followed.append(_follow(source.source, scope, code_globals, tensor, position, strides, moving))
                     if self.followed[-1].number:
                         self.host_positions.append(position)
             elif entry.name == SEED:
@@ -266,7 +282,7 @@ class BoundStep:
         """What is not as it was bound, for messages; the first call of a new kind of state is not asked about."""
         optimizer = self.optimizer
         if not self.guard(scope):
-            return "a guard of the captured code does not hold"
+            return failing_guard(self.guard, scope) or "a guard of the captured code does not hold"
         if any(self.empty_hooks):
             return "a hook was added"
         if optimizer.state is not self.state_object or not self.same.holds():
@@ -290,6 +306,12 @@ class BoundStep:
                     return None
                 alive.append(tensor := tensor.clone(memory_format=torch.preserve_format))
             self._put(argument.position, tensor)
+        for followed in self.followed:
+            if followed.moving and followed.tensor is not self.inputs[followed.position]:
+                tensor = followed.tensor
+                if tensor.untyped_storage()._cdata in self.updated:
+                    alive.append(tensor := tensor.clone(memory_format=torch.preserve_format))
+                self._put(followed.position, tensor)
         device_rates = []
         for position, (group, _, _) in enumerate(self.groups):
             if isinstance(group["lr"], torch.Tensor) and group["lr"].device.type != "cpu":
@@ -306,6 +328,8 @@ class BoundStep:
         except ExecutionError as error:
             error.add_note("The step failed half-way: parameters and optimizer state may be partly updated.")
             raise
+        self.further = outputs[1 : 1 + self.step.further]
+        del outputs[1 : 1 + self.step.further]
         if self.attached()[0]:
             for leaf in self.leaves:
                 leaf.grad = None
@@ -372,16 +396,34 @@ def _laid_out_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tenso
     return torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(tensor)
 
 
-def _follow(source: str, scope: dict[str, Any], code_globals: dict[str, Any], tensor: torch.Tensor) -> SourceGuard:
+def _alike(found: Any, tensor: torch.Tensor) -> bool:
+    """Whether a tensor has the type of the one that was captured, and no history that gradients would flow into."""
+    if type(found) is not type(tensor) or found.requires_grad or found.dtype is not tensor.dtype:
+        return False
+    return found.shape == tensor.shape and found.stride() == tensor.stride() and found.device == tensor.device
+
+
+def _follow(
+    source: str,
+    scope: dict[str, Any],
+    code_globals: dict[str, Any],
+    tensor: torch.Tensor,
+    position: int,
+    strides: tuple[int, ...],
+    moving: bool,
+) -> SourceGuard:
     try:
         code = compile(source, "<captured>", "eval")
         found = eval(code, {"G": code_globals, "L": scope})
     except Exception as error:
         raise Unsupported(f"a tensor that cannot be found at the next call ({source})") from error
-    number = isinstance(found, float) and tensor.ndim == 0
+    number = isinstance(found, float | int) and tensor.ndim == 0
     if not number and found is not tensor:
         raise Unsupported(f"a tensor that each call creates anew ({source})")
-    return SourceGuard(code, code_globals, tensor, number)
+    if not number and tensor.requires_grad and not tensor.is_leaf:
+        raise Unsupported(f"a tensor that carries a gradient from before the step ({source})")
+    moving = moving and not number and not tensor.requires_grad
+    return SourceGuard(code, code_globals, tensor, number, position, strides, moving)
 
 
 def _check_state(entry: ProgramInput, tensor: torch.Tensor, strides: Sequence[int]) -> None:

@@ -53,6 +53,25 @@ def inside_module(captured: Captured, root: str) -> Captured:
     return replace(captured, graph=graph, fallbacks=tuple((name, at(origin)) for name, origin in captured.fallbacks))
 
 
+def loss_first(captured: Captured) -> Captured:
+    """The same with the loss as the graph's first output: the only one that carries a gradient.
+
+    What the user's code keeps (`self.state = h.detach()`) are further results. Raises `Unsupported` where one of those
+    carries a gradient, too.
+    """
+    pairs = zip(captured.outputs, captured.detached, strict=True)
+    losses = {o.index for o, detached in pairs if o.kind == "graph" and not detached}
+    if len(captured.graph.outputs) < 2 or not losses:
+        return captured
+    if len(losses) > 1:
+        raise Unsupported("the model or the loss keeps tensors that carry a gradient in Python objects")
+    graph = captured.graph.copy()
+    order = sorted(range(len(graph.outputs)), key=lambda i: i not in losses)
+    graph.outputs = [graph.outputs[i] for i in order]
+    outputs = tuple(replace(o, index=order.index(o.index)) if o.kind == "graph" else o for o in captured.outputs)
+    return replace(captured, graph=graph, outputs=outputs)
+
+
 def capture_call(
     model: torch.nn.Module,
     inputs: Sequence[Any],

@@ -72,6 +72,8 @@ class CompiledGraph:
         note: Callable[[str], None] | None = None,
     ) -> None:
         self.note = note
+        self.runs = 0
+        """How often it has run."""
         self.captured, self.compiled, self.eager = captured, compiled, eager
         names = list(captured.graph.inputs)
         self.names = names
@@ -152,6 +154,7 @@ class CompiledGraph:
         return run_with_layout(executable, tensors)
 
     def __call__(self, *arguments: Any) -> Any:
+        self.runs += 1
         by_name = input_tensors(self.captured, arguments)
         tensors = list(by_name.values())
         if self.written and (shares_memory(tensors, self.written) or self._forbidden(tensors)):

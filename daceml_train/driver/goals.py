@@ -176,14 +176,16 @@ class StepGoal(Goal):
     trained: Sequence[Trained]
     keep: Sequence[str]
     gradients: GradientOptions
+    further: int = 0
+    """How many outputs after the loss the user's code keeps."""
 
     @property
     def description(self) -> str:
         updates = "; ".join(map(repr, self.trained))
-        return f"step keep={tuple(self.keep)} updates={updates} {self.gradients}"
+        return f"step keep={tuple(self.keep)} further={self.further} updates={updates} {self.gradients}"
 
     def extend(self, graph: Graph) -> Graph:
-        self.joint: Joint = joint_graph(graph, self.trained, self.keep, self.gradients)
+        self.joint: Joint = joint_graph(graph, self.trained, self.keep, self.gradients, self.further)
         return self.joint.graph
 
     def divide(self, compilation: Compilation) -> Iterator[Part]:
@@ -201,10 +203,14 @@ def compile_step(
     arena: AnyArena | None = None,
     gradients: GradientOptions = PLAIN,
     device: Device = CPU,
+    further: int = 0,
 ) -> WholeStep:
     """Compile a captured graph whose first output is the loss into a step with gradients and update.
 
+    The `further` outputs after the loss are outputs of the program, after the loss.
+
     Steps with the same `arena` must not run at the same time.
     """
-    compiled = compile_graph(graph, StepGoal(trained, keep_gradients, gradients), options, device, arena)
+    goal = StepGoal(trained, keep_gradients, gradients, further)
+    compiled = compile_graph(graph, goal, options, device, arena)
     return WholeStep(executable=compiled.executables[0], records=compiled.records, **vars(compiled.interface))

@@ -42,6 +42,8 @@ Reduction = Literal["batch", "mean", "sum"]
 class _Part(TrainingStep):
     """A training step on the parts of a batch."""
 
+    keeps_state = False
+
     share: float | None = 1.0
     """The weight of each part; None: derived for each kind of batch."""
     counts = 1.0

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 import torch._dynamo
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import SkipFrame, TorchDynamoException
 
 from daceml_train import logs
 from daceml_train.driver.binding import differentiable_outputs, input_tensors
@@ -26,7 +26,15 @@ from daceml_train.errors import DacemlError, Invalid, Unsupported, why
 from daceml_train.frontends.torch import absent_gradients
 from daceml_train.frontends.torch.capture.capture import Captured, capture
 from daceml_train.frontends.torch.capture.checkpointed import as_eager
-from daceml_train.frontends.torch.dynamo.tracing import describe, guards, reason, recompilation, traced, tracing
+from daceml_train.frontends.torch.dynamo.tracing import (
+    describe,
+    frame,
+    guards,
+    reason,
+    recompilation,
+    traced,
+    tracing,
+)
 from daceml_train.lowering.device import CPU
 from daceml_train.runtime.gpu.cuda_graph_pair import CudaGraphPairs
 from daceml_train.runtime.placement import common_device
@@ -52,6 +60,10 @@ class ModuleState:
     """The arguments of the first call, for messages about later ones."""
 
 
+STORM = 8
+"""How many programs of one function may be compiled one after the other of which none runs more than twice."""
+
+
 @dataclass
 class Backend:
     """A TorchDynamo backend: captures, differentiates and compiles each graph Dynamo hands over.
@@ -65,14 +77,23 @@ class Backend:
     graphs: int = 0
     cuda_graphs: list[CudaGraphPairs] = field(default_factory=list)
     """The CUDA graphs of forward and backward passes, per captured graph."""
+    programs: dict[int | None, list[CompiledGraph]] = field(default_factory=dict)
+    """The last programs of each function of the user's."""
     __name__ = "daceml_train"
     alone = False
     """Whether PyTorch may not run a call in its place."""
 
     def __call__(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         self.graphs += 1
+        recent = self.programs.setdefault(frame(), [])
+        if len(recent) >= STORM and all(program.runs <= 2 for program in recent):
+            changed = recompilation().split("  #")[0].split(" # ")[0]
+            self.break_off(f"a program compiled anew at nearly every call, since {changed} changes; PyTorch runs it")
+            raise SkipFrame(self.breaks[-1])
         try:
-            return self.compile(module, examples)
+            made = self.compile(module, examples)
+            self.programs[frame()] = [*recent[1 - STORM :], made]
+            return made
         except Exception as error:  # training continues whatever fails in here
             self.break_off(why(error))
         return as_eager(module).forward
@@ -101,7 +122,7 @@ class Backend:
         """What is compiled for a captured call of `owner`, as an SDFG of operators."""
         return sdfg_of(captured.graph, "module", captured.graph, owner)
 
-    def compile(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+    def compile(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> CompiledGraph:
         """The compiled form of one Dynamo graph. Raises `DacemlError` where it cannot be compiled."""
         captured = self.capture(module, examples)
         given = input_tensors(captured, examples)

@@ -17,9 +17,9 @@ import torch._dynamo
 import torch.utils._pytree as pytree
 
 from daceml_train import logs
-from daceml_train.driver.binding import input_tensors
+from daceml_train.driver.binding import input_tensors, laid_out, numbers_of, results_of, sizes_of
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks, hook_tables, step_hooks
-from daceml_train.driver.capture_only import CapturedCall, CaptureDone, inside_module
+from daceml_train.driver.capture_only import CapturedCall, CaptureDone, inside_module, loss_first
 from daceml_train.driver.checking import check, check_tensors, loss_of
 from daceml_train.driver.events import first_line
 from daceml_train.driver.goals import WholeStep, compile_step
@@ -33,6 +33,7 @@ from daceml_train.frontends.torch.capture.capture import Captured, capture
 from daceml_train.frontends.torch.dynamo.tracing import (
     RECOMPILATIONS,
     describe,
+    failing_guard,
     guards,
     has_effects,
     reason,
@@ -58,8 +59,13 @@ KEPT_BINDINGS = 64
 SHARED = "an argument shares memory with a buffer that the model updates"
 """Why a call of a bound step runs in pieces."""
 
+WAYS = 8
+"""Bound steps that are kept for a kind of arguments: ways through the user's code, such as two sides of a branch."""
+
 ALLOWED_CHANGES = 3
-"""How often a step may assign something that its own capture depends on, before it runs in pieces."""
+"""How often a step may be captured anew because it assigned something that its capture depends on, before it runs in
+pieces.
+"""
 
 
 class TrainingStep:
@@ -70,6 +76,9 @@ class TrainingStep:
     None unless `keep_gradients`. Where the step cannot be one program, `breaks` says why, and PyTorch's autograd and
     optimizer run around the compiled model.
     """
+
+    keeps_state = True
+    """Whether a program may hand tensors to what the user's code keeps."""
 
     def __init__(
         self,
@@ -94,12 +103,17 @@ class TrainingStep:
         """The reasons why kinds of arguments run in pieces."""
         self.pieces: torch.nn.Module | None = None
         """The compiled model of steps in pieces."""
-        self._bound: dict[Any, BoundStep] = {}
+        self._bound: dict[Any, list[BoundStep]] = {}
+        """Per kind of arguments the bound steps, the last one first: one for each way through the user's code."""
         self._steps: dict[Any, tuple[Captured, WholeStep]] = {}
         self._in_pieces: dict[Any, str] = {}
         self._worked = ""
-        self._known: torch.Tensor | None = None
+        self._known: list[torch.Tensor] | None = None
         self._changes: dict[Any, int] = {}
+        """Per kind of arguments how often the step was captured anew because of what it assigned."""
+        self._changed: dict[Any, str] = {}
+        """Per kind of arguments what the last step assigned that its own capture depends on."""
+        self._captures = 0
         self._warned: set[str] = set()
         self._lock = threading.Lock()
         self._hooks: list[int] | None = None
@@ -142,12 +156,16 @@ class TrainingStep:
         if not all(isinstance(a, torch.Tensor) for a in flat):
             flat = pytree.tree_leaves(flat)
         key = (torch.get_num_threads(), len(targets), *map(_kind, flat))
-        bound = self._bound.get(key)
-        if bound is None or not bound.valid({"self": self, "inputs": inputs, "targets": targets}):
-            if bound is not None and logs.speaks(logs.RECOMPILES):
-                changed = bound.changed({"self": self, "inputs": inputs, "targets": targets})
+        scope, ways = {"self": self, "inputs": inputs, "targets": targets}, self._bound.get(key, [])
+        bound = next((way for way in ways if way.valid(scope)), None)
+        if bound is None:
+            if ways and logs.speaks(logs.RECOMPILES):
+                changed = ways[0].changed(scope)
                 logs.event(logs.RECOMPILES, f"training step of {type(self.model).__name__} is bound anew: {changed}")
             bound = self._bind(key, inputs, targets, flat)
+        elif bound is not ways[0]:
+            ways.remove(bound)
+            ways.insert(0, bound)
         return key, flat, bound
 
     def _run_bound(
@@ -163,7 +181,7 @@ class TrainingStep:
         if bound.effects:
             self._repeat_effects(bound, key, loss, inputs, targets)
         if bound.first:
-            self._bound.pop(key, None)
+            self._bound[key] = [way for way in self._bound.get(key, []) if way is not bound]
         return loss
 
     def graph(self, inputs: Any, *targets: Any, forward: Pipeline | None = None) -> Graph:
@@ -235,6 +253,7 @@ class TrainingStep:
         if key in self._in_pieces:
             return None
         scope = {"self": self, "inputs": inputs, "targets": targets}
+        captures = self._captures
         try:
             self._call_traced(inputs, targets)
         except CaptureDone as stop:
@@ -246,6 +265,13 @@ class TrainingStep:
         else:
             self._break(key, Unsupported("the step captured no tensor operation"))
             return None
+        if self._captures > captures and (changed := self._changed.get(key)):
+            self._changes[key] = self._changes.get(key, 0) + 1  # an attribute set once is not a counter
+            if self._changes[key] >= ALLOWED_CHANGES:
+                self._break(
+                    key, Unsupported(f"the model or the loss changes Python objects that it depends on: {changed}")
+                )
+                return None
         try:
             bound = self._bind_captured(captured, arguments, flat, scope)
         except (BudgetInfeasible, DeviceMismatch):
@@ -258,7 +284,7 @@ class TrainingStep:
                 logs.event(logs.GUARDS, f"training step of {type(self.model).__name__}: {condition}")
         while len(self._bound) >= KEPT_BINDINGS:
             del self._bound[next(iter(self._bound))]
-        self._bound[key] = bound
+        self._bound[key] = [bound, *self._bound.get(key, [])[: WAYS - 1]]
         self._worked = self._worked or describe(flat)
         return bound
 
@@ -279,15 +305,17 @@ class TrainingStep:
 
     def _collect(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """A Dynamo backend that captures, and stops instead of running, unless the loss is already known."""
-        captured = inside_module(capture(module, examples, self.options.randomness), "model")
+        captured = loss_first(inside_module(capture(module, examples, self.options.randomness), "model"))
         captured.graph.name = "training_step"
+        self._captures += 1
         if self._known is None and logs.speaks(logs.RECOMPILES) and (changed := recompilation()):
             logs.event(logs.RECOMPILES, f"{first_line(captured.graph)}: {changed}")
 
         def stop(*arguments: Any) -> Any:
             if self._known is None:
                 raise CaptureDone(captured, arguments)
-            return [self._known]
+            sizes = sizes_of(captured, input_tensors(captured, arguments)) | numbers_of(captured, arguments)
+            return results_of(captured, laid_out(captured, self._known, sizes), arguments)
 
         return stop
 
@@ -295,16 +323,13 @@ class TrainingStep:
         self, bound: BoundStep, key: Any, loss: torch.Tensor, inputs: Any, targets: tuple[Any, ...]
     ) -> None:
         """Execute what model and loss assign to Python objects, by the code that Dynamo generated for it."""
-        self._known = loss
+        self._known = [loss, *bound.further]
         try:
             self._call_traced(inputs, targets)
         finally:
             self._known = None
-        if not bound.guard({"self": self, "inputs": inputs, "targets": targets}):
-            self._bound.pop(key, None)
-            self._changes[key] = self._changes.get(key, 0) + 1  # an attribute set once is not a counter
-            if self._changes[key] >= ALLOWED_CHANGES:
-                self._break(key, Unsupported("the model or the loss changes Python objects that it depends on"))
+        scope = {"self": self, "inputs": inputs, "targets": targets}
+        self._changed[key] = "" if bound.guard(scope) else failing_guard(bound.guard, scope) or "what it depends on"
 
     def _hooked(self) -> list[int]:
         """The identities of objects with hooks."""
@@ -325,7 +350,8 @@ class TrainingStep:
         if found is None:
             raise Unsupported("the step depends on something that its own capture changed")
         effects = has_effects(found.code)
-        if effects and [o.kind for o in captured.outputs] != ["graph"]:
+        further = len(captured.graph.outputs) - 1
+        if further and not (effects and self.keeps_state):
             raise Unsupported("the model or the loss keeps tensors in Python objects (an attribute, a list, a global)")
         modules = self._modules()
         if any(m._backward_hooks or m._backward_pre_hooks for m in modules):
@@ -336,7 +362,7 @@ class TrainingStep:
         given = {id(t) for t in flat}
         if any(id(t) in given and t.requires_grad for t in by_name.values()):
             raise Unsupported("an argument requires a gradient")
-        step = self._compiled(captured, *self._wanted(by_name, given), self._device(by_name, flat))
+        step = self._compiled(captured, *self._wanted(by_name, given), self._device(by_name, flat), further)
         for name, entry in step.state:
             if entry not in SCALER:
                 self._make_state(by_name[name], entry)
@@ -404,14 +430,15 @@ class TrainingStep:
         return self.cuda_graphs.setdefault(device, CudaGraphs(device))
 
     def _compiled(
-        self, captured: Captured, trained: Sequence[Trained], kept: Sequence[str], device: Device
+        self, captured: Captured, trained: Sequence[Trained], kept: Sequence[str], device: Device, further: int = 0
     ) -> WholeStep:
         gradients = self._gradients()
         key = (id(captured), tuple(trained), tuple(kept), gradients)
         if key not in self._steps:
             if device not in self.arenas:
                 self.arenas[device] = new_arena(device)
-            step = compile_step(captured.graph, trained, kept, self.options, self.arenas[device], gradients, device)
+            arena = self.arenas[device]
+            step = compile_step(captured.graph, trained, kept, self.options, arena, gradients, device, further)
             step.records[0].fallbacks = step.records[0].fallbacks or [(t, str(o)) for t, o in captured.fallbacks]
             self._steps[key] = captured, step  # `captured` is held so that its id stays its own
             self.records += step.records

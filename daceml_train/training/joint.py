@@ -57,6 +57,8 @@ class StepInterface:
     gradients: tuple[str, ...] = ()
     made: list[tuple[str, str]] = field(default_factory=list)
     norm: bool = False
+    further: int = 0
+    """How many outputs stand between the loss and the gradients: what the user's code keeps."""
 
 
 @dataclass(kw_only=True)
@@ -72,13 +74,17 @@ class Joint(StepInterface):
 
 
 def joint_graph(
-    graph: Graph, trained: Sequence[Trained], keep: Sequence[str], options: GradientOptions = PLAIN
+    graph: Graph, trained: Sequence[Trained], keep: Sequence[str], options: GradientOptions = PLAIN, further: int = 0
 ) -> Joint:
-    """A captured graph whose first output is the loss, with gradients and update appended."""
+    """A captured graph whose first output is the loss, with gradients and update appended.
+
+    The `further` outputs after the loss stay, all others go.
+    """
     graph = graph.copy()
+    kept = graph.outputs[1 : 1 + further]
     loss = graph.value(graph.outputs[0])
     rates = max((t.rate for t in trained), default=-1) + 1
-    joint = Joint(graph=graph, rates=rates)
+    joint = Joint(graph=graph, rates=rates, further=further)
     rate = [graph.input(graph.fresh(f"rate{i}"), Tensor((), DType.float64), Role.state) for i in range(rates)]
     if options.scaling is None:
         scaler: list[Value] = []
@@ -103,7 +109,7 @@ def joint_graph(
     gradients, norm = clip(options.clipping, gradients)
     found |= {t.parameter: g for t, g in zip(updated, gradients, strict=True)}
     joint.gradients = tuple(name for name in keep if name in found)
-    graph.outputs = [loss.name, *(found[name].name for name in joint.gradients)]
+    graph.outputs = [loss.name, *kept, *(found[name].name for name in joint.gradients)]
     for entry in updated:
         path = graph.inputs[entry.parameter].path
         rule = "adamw" if getattr(entry.update.op, "decoupled", False) else entry.update.op.name.removesuffix("_update")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +28,8 @@ from daceml_train.frontends.torch.rules import fallback, table
 from daceml_train.frontends.torch.rules.translate import Translator, Unproven
 from daceml_train.graph.graph import Graph, Node, Role
 from daceml_train.ops.operator import Origin, Value
-from daceml_train.tensor import Dim, symbol
+from daceml_train.tensor import Dim, DType, symbol
+from daceml_train.tensor import Tensor as TensorType
 
 assert table.RULES  # filled by importing the table
 
@@ -37,8 +39,9 @@ class InputSource:
     """The origin of one operand of the captured graph.
 
     `kind` is `tensor` (graph input `name`), `size` (an integer: `value` is its symbol's name, or its expression),
-    `constant` (`value`, burned in), or `attribute` (graph input `name`, bound to the tensor `value`). `position` is
-    that of the placeholder, None for an attribute. `copy`: the tensor is not dense and has to be copied.
+    `number` (an integer that reaches no shape: `value` is its symbol, graph input `name` holds it where operators read
+    it), `constant` (`value`, burned in), or `attribute` (graph input `name`, bound to the tensor `value`). `position`
+    is that of the placeholder, None for an attribute. `copy`: the tensor is not dense and has to be made contiguous.
     """
 
     kind: str
@@ -100,7 +103,7 @@ def capture(
         fake(mode, x, node.name, getattr(node, "_dynamo_source", None))
         for node, x in zip(_placeholders(gm), example_inputs, strict=True)
     ]
-    _specialize(operands, _told(operands))
+    _specialize(operands, _told(operands), _without_shapes(gm, operands))
     held = dict(gm.named_parameters(remove_duplicate=False)) | dict(gm.named_buffers(remove_duplicate=False))
     attributes = {name: fake(mode, t, name) for name, t in held.items()}
     _annotate(gm, mode, operands)
@@ -108,7 +111,9 @@ def capture(
     graph_leaves.refuse_if_seen(gm)
     try:
         captured, trace = _translated(gm, example_inputs, operands, held, attributes, grad_enabled, randomness)
-    except Unproven:
+    except Unsupported as error:
+        if not isinstance(error, Unproven) and not any(isinstance(x, torch.SymInt) for x in operands):
+            raise
         captured, trace = _with_fewer_symbols(gm, example_inputs, operands, held, attributes, grad_enabled, randomness)
     return replace(captured, trace=trace) if keep_trace else captured
 
@@ -148,7 +153,7 @@ def _translated(
         t = Translator(graph, fallback.emit, randomness)
         inputs = _inputs(t, gm, example_inputs, operands, grad_enabled)
         bound = [_attribute(t, name, held[name], example) for name, example in attributes.items()]
-        values = [graph.value(i.name) if i.name else i.value for i in (*bound, *inputs)]
+        values = [graph.value(i.name) if i.name and i.kind != "number" else i.value for i in (*bound, *inputs)]
         made = t.run(traced, values, tokens=signature.input_tokens)
     finally:
         custom_functions.reset(token)
@@ -184,6 +189,8 @@ def _dropped(graph: Graph, entry: InputSource) -> InputSource:
     if entry.name in used or not entry.number:
         return entry
     del graph.inputs[entry.name], graph.tensors[entry.name]
+    if entry.kind == "number":  # which Python alone sees
+        return replace(entry, name="")
     return InputSource("constant", entry.position, "", entry.source)
 
 
@@ -245,15 +252,30 @@ def _tied(operands: Sequence[Any]) -> set[sympy.Symbol]:
     return {symbol(s.name) for equation in equations for s in equation.free_symbols}
 
 
-def _specialize(operands: Sequence[Any], symbols: set[sympy.Symbol]) -> None:
+def _specialize(
+    operands: Sequence[Any], symbols: set[sympy.Symbol], numbers: AbstractSet[sympy.Symbol] = frozenset()
+) -> None:
     """Burn in all sizes but those over `symbols`, each with a guard: Dynamo recompiles for others.
 
-    Graphs take their sizes from shapes only, so integers that no shape determines are always burned in.
+    Graphs take their sizes from shapes alone, so integers that no shape tells are burned in, but for `numbers`, which
+    reach no shape.
     """
     for x in operands:
         for size in x.shape if isinstance(x, Tensor) else (x,):
-            if isinstance(size, torch.SymInt) and not _free(types.size(size)) <= symbols:
+            if isinstance(size, torch.SymInt) and not _free(types.size(size)) <= symbols | numbers:
                 guard_int(size)
+
+
+def _without_shapes(gm: fx.GraphModule, operands: Sequence[Any]) -> set[sympy.Symbol]:
+    """The symbols of integer operands that occur in no tensor's sizes, strides or offset."""
+    given = {s for x in operands if isinstance(x, torch.SymInt) for s in _free(types.size(x))}
+    for node in gm.graph.nodes if given else ():
+        for example in pytree.tree_leaves(example_of(node)):
+            if isinstance(example, Tensor) and example.layout is torch.strided:
+                for size in (*example.shape, *example.stride(), example.storage_offset()):
+                    if isinstance(size, torch.SymInt):
+                        given -= {symbol(str(s)) for s in size.node.expr.free_symbols}
+    return given
 
 
 def _free(size: Dim) -> set[sympy.Symbol]:
@@ -296,7 +318,13 @@ def _inputs(
             number = getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False)
             sources.append(InputSource("tensor", position, name, text, None, copy, number))
         elif isinstance(example, torch.SymInt):
-            sources.append(InputSource("size", position, "", text, types.size(example)))
+            size = types.size(example)
+            if isinstance(size, sympy.Symbol) and size not in _told(operands):
+                name = t.graph.fresh(re.sub(r"\W+", "_", _path(node)).strip("_") or "number")
+                t.number(str(size), t.graph.input(name, TensorType((), DType.int64), Role.input, _path(node)))
+                sources.append(InputSource("number", position, name, text, size, number=True))
+            else:
+                sources.append(InputSource("size", position, "", text, size))
         elif isinstance(example, int | float | bool | str | None):
             sources.append(InputSource("constant", position, "", text, example))
         else:

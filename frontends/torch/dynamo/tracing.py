@@ -81,7 +81,11 @@ def tracing() -> Iterator[None]:
     logger, config = logging.getLogger("torch._subclasses.fake_tensor"), torch._dynamo.config
     before = logger.disabled, config.allow_rnn, symbols.use_duck_shape
     logger.disabled, config.allow_rnn, symbols.use_duck_shape = True, True, False
-    options: dict[str, Any] = {"trace_autograd_ops": True, "ignore_logging_functions": _ONCE}
+    options: dict[str, Any] = {
+        "trace_autograd_ops": True,
+        "ignore_logging_functions": _ONCE,
+        "allow_unspec_int_on_nn_module": True,  # a module's counter is an operand once it has changed
+    }
     options = {name: value for name, value in options.items() if hasattr(config, name)}  # not all in every version
     theirs = {name: getattr(config, name) for name in options}
     for name, value in options.items():
@@ -121,6 +125,21 @@ def guards(code: types.CodeType) -> list[str]:
             found |= dict.fromkeys(" ".join(str(part).split()) for part in guard.verbose_code_parts())
         waiting += reversed(manager.get_child_managers())
     return list(found)
+
+
+def frame() -> int | None:
+    """Which of the user's functions Dynamo is compiling now, as a number."""
+    current = CompileContext.current_compile_id()
+    return None if current is None else current.frame_id
+
+
+def failing_guard(check: Callable[[dict[str, Any]], bool], scope: dict[str, Any]) -> str:
+    """Which of the conditions of a guard manager's `check` fails; empty if it does not say."""
+    try:
+        parts = check.__self__.check_verbose(scope).verbose_code_parts  # type: ignore[attr-defined]
+    except (AttributeError, TypeError):  # not in every version
+        return ""
+    return str(parts[0]).split("  #")[0].strip() if parts else ""
 
 
 def has_effects(code: types.CodeType) -> bool:

@@ -143,6 +143,10 @@ class Translator:
         self._streams += 1
         return self._streams - 1
 
+    def number(self, symbol: str, value: Value) -> None:
+        """Say that `value`, a 0-d array, holds the number for which PyTorch writes `symbol`."""
+        self._numbers[symbol] = value
+
     def count_streams_with(self, other: Translator) -> None:
         """Number random operators after those that `other` has numbered: they share a seed."""
         self._streams = max(self._streams, other._streams)
@@ -227,7 +231,7 @@ class Translator:
     def _call(self, node: fx.Node, scope: dict[fx.Node, Any]) -> Any:
         def resolve(argument: Any) -> Any:
             if isinstance(argument, fx.Node):
-                return scope[argument]
+                return self._read(scope[argument])
             if isinstance(argument, tuple | list):
                 return [resolve(a) for a in argument]
             return argument
@@ -235,8 +239,10 @@ class Translator:
         if node.target is operator.getitem:
             return resolve(node.args[0])[node.args[1]]
         value = node.meta.get("val")
-        if isinstance(value, torch.SymInt | int) and not isinstance(value, bool):
-            return types.size(value)
+        if isinstance(value, torch.SymInt):
+            return self._integer(value, node)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
         if isinstance(value, torch.SymFloat | torch.SymBool | float | bool):
             return self._number(node, value, resolve)
         name = str(node.target)
@@ -279,6 +285,39 @@ class Translator:
             return self._evaluate(expression)
         except DacemlError as error:
             raise Unsupported(error.message, where=str(origin(node))) from error
+
+    def _integer(self, value: torch.SymInt, node: fx.Node) -> Any:
+        """A size, or an expression over numbers that no shape tells, of which `_read` makes operators."""
+        try:
+            return types.size(value)
+        except DacemlError as error:
+            raise Unsupported(error.message, where=str(origin(node))) from error
+
+    def _read(self, value: Any) -> Any:
+        """What an operator reads: of an expression over numbers that no shape tells, the 0-d array."""
+        if not isinstance(value, sympy.Expr) or self._numbers.keys().isdisjoint(map(str, value.free_symbols)):
+            return value
+        return self._evaluate_integer(value)
+
+    def _evaluate_integer(self, expression: sympy.Expr) -> Value:
+        """An expression over integers as operators on int64."""
+        if expression.is_Symbol:
+            known = self._numbers.get(str(expression))
+            return self.value(expression, DType.int64) if known is None else known
+        if expression.is_Integer:
+            return self.full(int(expression), (), DType.int64)
+        if isinstance(expression, sympy.floor):
+            above, below = map(self._evaluate_integer, sympy.fraction(sympy.together(expression.args[0])))
+            return self.emit("floor_divide", above, below)
+        power = expression.exp if isinstance(expression, sympy.Pow) else None
+        if power is not None and power.is_Integer and 1 < power <= 64:
+            return functools.reduce(
+                lambda a, b: self.emit("mul", a, b), [self._evaluate_integer(expression.base)] * int(power)
+            )
+        kind = {sympy.Add: "add", sympy.Mul: "mul", sympy.Max: "maximum", sympy.Min: "minimum"}.get(expression.func)
+        if kind is None:
+            raise Unproven(f"the number {expression}")
+        return functools.reduce(lambda a, b: self.emit(kind, a, b), map(self._evaluate_integer, expression.args))
 
     def _evaluate(self, expression: Any) -> Any:
         """An expression in which numbers of tensor inputs may occur: 0-d tensors then."""

@@ -1,0 +1,207 @@
+"""What models keep in Python from step to step: counters, schedules, states; each is as in eager execution, and programs
+are compiled for structures, not for values.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+import daceml_train as dt
+from daceml_train.driver.module import STORM, state_of
+
+pytestmark = pytest.mark.compiled
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l, self.r = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.calls, self.rate = 0, 1.0
+        self.counts: dict[str, Any] = {"n": 0}
+        self.state, self.mean = torch.zeros(4, 6), torch.zeros(6)
+        self.seen: list[Any] = []
+
+
+class Counter(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.l(x).tanh()
+
+
+class Scaled(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.l(x).tanh() * self.calls + (2 * self.calls - 3)
+
+
+class Divided(Model):
+    """An integer that is divided, rounded down, and taken to a power."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 3
+        return self.l(x).tanh() / self.calls + self.calls // 2 + self.calls**2 * 1e-3
+
+
+class DictCounter(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts["n"] += x.shape[0]
+        return self.l(x).tanh()
+
+
+class Schedule(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        self.rate *= 0.9
+        return self.l(x).tanh() * self.rate
+
+
+class Branch(Model):
+    """One way every third call, another one otherwise: two programs, not one for each call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.l(x).tanh() if self.calls % 3 == 0 else self.l(x).relu()
+
+
+class Recurrent(Model):
+    """Truncated backpropagation through time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.l(x) + self.r(self.state))
+        self.state = h.detach()
+        return h
+
+
+class Average(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.l(x)
+        self.mean = 0.9 * self.mean + 0.1 * h.mean(0).detach()
+        return (h - self.mean).tanh()
+
+
+class Views(Model):
+    """What is kept shares memory with other values, and with a parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.l(x)
+        self.counts |= {"h": h.detach(), "t": h.detach().t(), "w": self.l.weight.detach()}
+        return h.tanh()
+
+
+MODELS = (Counter, Scaled, Divided, DictCounter, Schedule, Branch, Recurrent, Average, Views)
+
+
+def kept(model: nn.Module) -> dict[str, Any]:
+    return {name: getattr(model, name) for name in ("calls", "rate", "counts", "state", "mean", "seen")}
+
+
+def assert_same_state(ours: nn.Module, theirs: nn.Module) -> None:
+    (one, form), (other, expected) = pytree.tree_flatten(kept(ours)), pytree.tree_flatten(kept(theirs))
+    assert form == expected
+    for a, b in zip(one, other, strict=True):
+        assert type(a) is type(b)
+        if isinstance(a, Tensor):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+            assert a.stride() == b.stride() and a.requires_grad == b.requires_grad
+        else:
+            assert a == b
+
+
+def train(model: nn.Module, way: str, cache: Path, steps: int) -> tuple[int, list[str]]:
+    """Train a model and its copy in eager execution; programs compiled, and what breaks the step or the module."""
+    torch._dynamo.reset()
+    eager = copy.deepcopy(model)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, eager))
+    step: Any = (
+        dt.training_step(model, torch.sum, ours, cache=cache) if way == "step" else dt.optimize(model, cache=cache)
+    )
+    for number in range(steps):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
+        if way == "step":
+            loss = step(x)
+        else:
+            loss = step(x).sum()
+            ours.zero_grad()
+            loss.backward()
+            ours.step()
+        expected = eager(x).sum()
+        theirs.zero_grad()
+        expected.backward()
+        theirs.step()
+        torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-5, atol=1e-5)
+        assert_same_state(step if way == "optimize" else model, eager)
+    for a, b in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    state = state_of(step if way == "optimize" else step.pieces)
+    graphs = 0 if state is None else state.backend.graphs
+    breaks = step.breaks if way == "step" else state.backend.breaks  # type: ignore[union-attr]
+    return graphs + (step._captures if way == "step" else 0), list(breaks)
+
+
+@pytest.mark.parametrize("way", ["step", "optimize"])
+@pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
+def test_programs_are_for_structures(kind: type[Model], way: str, tmp_path: Path) -> None:
+    programs, breaks = train(kind(), way, tmp_path, 12)
+    assert not breaks and programs <= 4, (programs, breaks)
+
+
+@pytest.mark.parametrize("way", ["step", "optimize"])
+def test_a_storm_of_recompilations_ends_and_is_named(way: str, tmp_path: Path) -> None:
+    """TorchDynamo compiles anew for each length of a list."""
+
+    class Listing(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.l(x)
+            self.seen.append(h.detach().mean())
+            return h.tanh()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        programs, breaks = train(Listing(), way, tmp_path, STORM + 8)
+    assert programs <= 2 * STORM and any("len(" in text and "seen" in text for text in breaks), breaks
+    assert any("seen" in str(w.message) for w in caught)
+
+
+def test_a_state_that_carries_a_gradient_runs_in_pieces(tmp_path: Path) -> None:
+    class Carrying(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.l(x) + self.r(x))
+            self.counts["h"] = h
+            return h
+
+    _, breaks = train_without_state(Carrying(), tmp_path)
+    assert any("carry a gradient" in text for text in breaks)
+
+
+def train_without_state(model: nn.Module, cache: Path) -> tuple[Tensor, list[str]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step = dt.training_step(model, torch.sum, torch.optim.SGD(model.parameters(), lr=0.1), cache=cache)
+        loss = step(torch.ones(4, 6))
+    assert model.counts["h"].requires_grad
+    return loss, step.breaks
+
+
+def test_a_step_that_raises_keeps_nothing(tmp_path: Path) -> None:
+    class Checked(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.l(x) + self.r(self.state))
+            torch._assert_async((x < 100).all(), "large")
+            self.state = h.detach()
+            return h
+
+    model = Checked()
+    step = dt.training_step(model, torch.sum, torch.optim.SGD(model.parameters(), lr=0.1), cache=tmp_path)
+    step(torch.ones(4, 6))
+    before = model.state, [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match="large"):
+        step(torch.full((4, 6), 200.0))
+    assert model.state is before[0]
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before[1], strict=True))
