@@ -193,7 +193,7 @@ def test_side_effects_happen_at_every_step() -> None:
     for calls in (1, 2, 3):
         pair.step(*batch())
         assert pair.ours.calls == calls
-    assert "Python objects" in pair.call.breaks[0]
+    assert not pair.call.breaks and pair.call._captures <= 3
 
 
 def test_side_effects_of_a_step_that_is_one_program() -> None:
@@ -250,4 +250,4 @@ def test_a_step_that_depends_on_what_it_assigns() -> None:
     for calls in (1, 2, 3, 4):
         pair.step(*batch())
         assert pair.ours.calls == calls
-    assert "that it depends on" in pair.call.breaks[0]
+    assert not pair.call.breaks and pair.call._captures <= 3
