@@ -15,6 +15,7 @@ _HOME = {
     "optimize": "daceml_train.driver",
     "training_step": "daceml_train.driver",
     "Options": "daceml_train.driver",
+    "dace_operator": "daceml_train.driver.dace_operator",
     "to_sdfg": "daceml_train.driver.given",
     "from_sdfg": "daceml_train.driver.given",
     "load_onnx": "daceml_train.driver",
