@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 WANTED = {"interactive", "onnx_training", "own_operator", "own_pass", "quickstart"}
 MOST = 300_000
 """Bytes of a notebook at most, outputs and pictures included."""
