@@ -49,10 +49,10 @@ class GivenStep(TrainingStep):
         return sdfg_of(self.given, self.source.extent, captured, self)
 
     def _compiled(
-        self, captured: Captured, trained: Sequence[Trained], kept: Sequence[str], device: Device
+        self, captured: Captured, trained: Sequence[Trained], kept: Sequence[str], device: Device, further: int = 0
     ) -> WholeStep:
         if self.source.extent == "loss":
-            return super()._compiled(self._with_given(captured), trained, kept, device)
+            return super()._compiled(self._with_given(captured), trained, kept, device, further)
         gradients = self._gradients()
         key = (id(captured), tuple(trained), tuple(kept), gradients)
         if key not in self._steps:
@@ -63,7 +63,7 @@ class GivenStep(TrainingStep):
                     advice="run the unchanged step once before",
                 )
             forward = self.options.pipeline.run(captured.graph, ("forward",))
-            like = joint_graph(forward, trained, kept, gradients)
+            like = joint_graph(forward, trained, kept, gradients, further)
             arena = self.arenas.setdefault(device, new_arena(device))
             step = compile_given(self.given, like, self.options, arena, device)
             self._steps[key] = captured, step  # `captured` is held so that its id stays its own

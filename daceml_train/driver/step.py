@@ -210,7 +210,7 @@ class TrainingStep:
         if extent == "step":
             graph = self.options.pipeline.run(captured, ("forward",))
             later = [replace(entry, first=False) for entry in trained]
-            graph = joint_graph(graph, later, kept, self._gradients()).graph
+            graph = joint_graph(graph, later, kept, self._gradients(), len(captured.outputs) - 1).graph
         return sdfg_of(graph, "step" if extent == "step" else "loss", captured, self)
 
     def look(self, inputs: Any, *targets: Any) -> tuple[CapturedCall, list[Trained], list[str]]:
