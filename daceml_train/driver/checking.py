@@ -10,6 +10,8 @@ import torch
 import torch.distributed
 
 from daceml_train.errors import Invalid
+from daceml_train.lowering.device import Device
+from daceml_train.runtime.placement import common_device
 
 
 def check_tensors(flat: Sequence[Any]) -> None:
@@ -50,3 +52,22 @@ def loss_of(output: Any) -> Any:
         shape = list(output.shape)
         raise Invalid(f"loss=None uses the result's `loss`, and the result is a tensor {shape}", advice=advice)
     return output["loss"] if isinstance(output, Mapping) else output.loss
+
+
+def device_of(model: torch.nn.Module, by_name: Mapping[str, torch.Tensor], flat: Sequence[Any]) -> Device:
+    """The device of all inputs. Raises `Invalid` that names two inputs on different ones."""
+    position = {id(leaf): f"argument {i}" for i, leaf in enumerate(flat)}
+    paths = {id(p): n for n, p in (*model.named_parameters(), *model.named_buffers())}
+    names = {id(t): position.get(id(t)) or paths.get(id(t)) or name for name, t in by_name.items()}
+    return common_device({names[id(t)]: t for t in by_name.values()})
+
+
+def refuse_mixed_devices(model: torch.nn.Module, flat: Sequence[Any]) -> None:
+    """Raise `DeviceMismatch` if devices are why the step cannot be captured."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    common_device(named | {f"argument {i}": t for i, t in enumerate(flat) if isinstance(t, torch.Tensor)})
+
+
+def kind_of(leaf: Any) -> Any:
+    """The properties of an argument that select a bound step; Dynamo's guards compare the rest."""
+    return (leaf.shape, leaf.dtype, leaf.stride(), leaf.device) if isinstance(leaf, torch.Tensor) else type(leaf)

@@ -34,6 +34,8 @@ from daceml_train.training.joint import Trained, joint_graph
 class GivenStep(TrainingStep):
     """A training step that runs a given graph. It runs as one program, or raises an error: never in pieces."""
 
+    keeps_state = False
+
     def __init__(self, step: TrainingStep, given: Graph, source: Source) -> None:
         own = (_sized(step.options, given), step.keep_gradients, step.clipping, step.scaler, step.schedule)
         super().__init__(step.model, step.loss, step.optimizer, *own)

@@ -19,6 +19,7 @@ import torch.utils._pytree as pytree
 
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks
 from daceml_train.driver.capture_only import CapturedCall
+from daceml_train.driver.checking import device_of
 from daceml_train.driver.options import ScheduleKind
 from daceml_train.driver.settings import Settings
 from daceml_train.driver.step import Loss, TrainingStep
@@ -59,7 +60,7 @@ class _Part(TrainingStep):
             self.counts = self.share
             return super()._bind_captured(captured, arguments, flat, scope)
         seen = CapturedCall.of(captured, arguments)
-        device = self._device(seen.tensors, flat)
+        device = device_of(self.model, seen.tensors, flat)
         self.counts, captured, denominators = self.wholes.split(seen, *self.batch, device)
         bound = super()._bind_captured(captured, arguments, flat, scope)
         bound.share, bound.denominators = self.counts, denominators

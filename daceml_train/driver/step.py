@@ -7,7 +7,6 @@ cannot be one program runs in pieces: PyTorch's autograd and optimizer around th
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,11 +19,11 @@ from daceml_train import logs
 from daceml_train.driver.binding import input_tensors, laid_out, numbers_of, results_of, sizes_of
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks, hook_tables, step_hooks
 from daceml_train.driver.capture_only import CapturedCall, CaptureDone, inside_module, loss_first
-from daceml_train.driver.checking import check, check_tensors, loss_of
+from daceml_train.driver.checking import check, check_tensors, device_of, kind_of, refuse_mixed_devices
 from daceml_train.driver.events import first_line
 from daceml_train.driver.goals import WholeStep, compile_step
-from daceml_train.driver.module import optimized, state_of
 from daceml_train.driver.options import ScheduleKind
+from daceml_train.driver.pieces import InPieces
 from daceml_train.driver.records import Record
 from daceml_train.driver.sdfg_programs import sdfg_of
 from daceml_train.driver.settings import Settings
@@ -46,7 +45,6 @@ from daceml_train.lowering.device import GPU, Device
 from daceml_train.passes.pipeline import Pipeline
 from daceml_train.runtime.executable import AnyArena, new_arena
 from daceml_train.runtime.gpu.cuda_graph import CudaGraphs
-from daceml_train.runtime.placement import common_device
 from daceml_train.training.gradients import SCALER, Clipping, GradientOptions, scaling_of
 from daceml_train.training.joint import ACCUMULATED, Trained, joint_graph
 from daceml_train.training.optimizers import initial_state, makes_its_state, number_types, ready, update_of
@@ -68,7 +66,7 @@ pieces.
 """
 
 
-class TrainingStep:
+class TrainingStep(InPieces):
     """`step(inputs, *targets)` trains `model` once and returns the loss as a detached 0-d tensor.
 
     It computes `loss(model(inputs), *targets)`; a tuple, list or dict of inputs is unpacked into `model`; `loss=None`
@@ -155,7 +153,7 @@ class TrainingStep:
         flat: Sequence[Any] = (inputs, *targets)
         if not all(isinstance(a, torch.Tensor) for a in flat):
             flat = pytree.tree_leaves(flat)
-        key = (torch.get_num_threads(), len(targets), *map(_kind, flat))
+        key = (torch.get_num_threads(), len(targets), *map(kind_of, flat))
         scope, ways = {"self": self, "inputs": inputs, "targets": targets}, self._bound.get(key, [])
         bound = next((way for way in ways if way.valid(scope)), None)
         if bound is None:
@@ -259,7 +257,7 @@ class TrainingStep:
         except CaptureDone as stop:
             captured, arguments = stop.captured, stop.arguments
         except Exception as error:
-            self._refuse_mixed_devices(flat)
+            refuse_mixed_devices(self.model, flat)
             self._break(key, error)
             return None
         else:
@@ -362,7 +360,7 @@ class TrainingStep:
         given = {id(t) for t in flat}
         if any(id(t) in given and t.requires_grad for t in by_name.values()):
             raise Unsupported("an argument requires a gradient")
-        step = self._compiled(captured, *self._wanted(by_name, given), self._device(by_name, flat), further)
+        step = self._compiled(captured, *self._wanted(by_name, given), device_of(self.model, by_name, flat), further)
         for name, entry in step.state:
             if entry not in SCALER:
                 self._make_state(by_name[name], entry)
@@ -412,18 +410,6 @@ class TrainingStep:
         if state[name].device != parameter.device:  # a count of steps, which PyTorch keeps on the CPU
             state[name] = state[name].to(parameter.device)
 
-    def _device(self, by_name: Mapping[str, torch.Tensor], flat: Sequence[Any]) -> Device:
-        """The device of all inputs. Raises `Invalid` that names two inputs on different ones."""
-        position = {id(leaf): f"argument {i}" for i, leaf in enumerate(flat)}
-        paths = {id(p): n for n, p in (*self.model.named_parameters(), *self.model.named_buffers())}
-        names = {id(t): position.get(id(t)) or paths.get(id(t)) or name for name, t in by_name.items()}
-        return common_device({names[id(t)]: t for t in by_name.values()})
-
-    def _refuse_mixed_devices(self, flat: Sequence[Any]) -> None:
-        """Raise `DeviceMismatch` if devices are why the step cannot be captured."""
-        named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        common_device(named | {f"argument {i}": t for i, t in enumerate(flat) if isinstance(t, torch.Tensor)})
-
     def _new_cuda_graphs(self, device: Device) -> CudaGraphs | None:
         if self.schedule == "plain" or not isinstance(device, GPU):
             return None
@@ -444,69 +430,6 @@ class TrainingStep:
             self.records += step.records
         return self._steps[key][1]
 
-    # ---- in pieces ----------------------------------------------------------------------------------------------
-    def _run_in_pieces(self, key: Any, inputs: Any, targets: Sequence[Any]) -> torch.Tensor:
-        """The same step with PyTorch's autograd and optimizer around the compiled model."""
-        loss = self._loss_in_pieces(key, inputs, targets)
-        parameters = self._parameters()
-        for parameter in parameters:
-            parameter.grad = None
-        self._backward_in_pieces(loss)
-        self._update_in_pieces()
-        if not self.keep_gradients:
-            for parameter in parameters:
-                parameter.grad = None
-        self._worked = self._worked or describe([inputs, *targets])
-        self._warn(key)
-        return loss.detach()
-
-    def _backward_in_pieces(self, loss: torch.Tensor) -> None:
-        scaled = loss if self.scaler is None else self.scaler.scale(loss)
-        scaled.backward()
-
-    def _update_in_pieces(self) -> None:
-        """Unscale, clip, update and adapt the scale in PyTorch."""
-        clipped = [p for group in self.optimizer.param_groups for p in group["params"]]
-        if self.scaler is None:
-            self.gradient_norm = self.clipping.apply(clipped)
-            self.optimizer.step()
-            return
-        self.scaler.unscale_(self.optimizer)
-        self.gradient_norm = self.clipping.apply(clipped)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-
-    def _loss_in_pieces(self, key: Any, inputs: Any, targets: Sequence[Any]) -> torch.Tensor:
-        """The loss, of the compiled model under PyTorch's autograd."""
-        if self.pieces is None:
-            self.pieces = self.model if state_of(self.model) is not None else optimized(self.model, self.options)
-        model = self.pieces
-        try:
-            if isinstance(inputs, Mapping):
-                output = model(**inputs)
-            elif isinstance(inputs, tuple | list):
-                output = model(*inputs)
-            else:
-                output = model(inputs)
-            if self.loss is not None:
-                loss = self.loss(output, *targets)
-            else:
-                loss = loss_of(output)
-        except Exception as error:
-            if self._in_pieces.pop(key, None) is not None:  # the arguments were at fault, not a break of the step
-                del self.breaks[-1]
-            worked = f"; a step that worked took {self._worked}" if self._worked else ""
-            error.add_note(f"daceml_train: the step was given {describe([inputs, *targets])}{worked}")
-            raise
-        return loss
-
-    def _warn(self, key: Any) -> None:
-        """Warn once that and why steps run in pieces, unless the compiled model has done so."""
-        why, state = self._in_pieces.get(key), state_of(self.pieces)
-        if why is not None and why not in self._warned and state is not None and not state.backend.breaks:
-            self._warned.add(why)
-            warnings.warn(f"daceml_train runs a training step in pieces: {why}", stacklevel=5)
-
     def _modules(self) -> list[torch.nn.Module]:
         """All modules of model and loss."""
         roots = [m for m in (self.model, self.loss) if isinstance(m, torch.nn.Module)]
@@ -517,11 +440,6 @@ class TrainingStep:
         found = [p for m in self._modules() for p in m._parameters.values() if p is not None]
         found += [p for group in self.optimizer.param_groups for p in group["params"]]
         return list({id(p): p for p in found}.values())
-
-
-def _kind(leaf: Any) -> Any:
-    """The properties of an argument that select a bound step; Dynamo's guards compare the rest."""
-    return (leaf.shape, leaf.dtype, leaf.stride(), leaf.device) if isinstance(leaf, torch.Tensor) else type(leaf)
 
 
 __all__ = ["TrainingStep"]

@@ -1,0 +1,99 @@
+"""A training step in pieces: PyTorch's autograd and optimizer around the compiled model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from daceml_train.driver.checking import loss_of
+from daceml_train.driver.module import optimized, state_of
+from daceml_train.driver.settings import Settings
+from daceml_train.frontends.torch.dynamo.tracing import describe
+from daceml_train.training.gradients import Clipping
+
+
+class InPieces:
+    """What a `TrainingStep` does where it cannot be one program."""
+
+    model: torch.nn.Module
+    loss: Callable[..., torch.Tensor] | None
+    optimizer: torch.optim.Optimizer
+    options: Settings
+    keep_gradients: bool
+    clipping: Clipping
+    scaler: torch.amp.GradScaler | None
+    gradient_norm: torch.Tensor | None
+    breaks: list[str]
+    pieces: torch.nn.Module | None
+    _in_pieces: dict[Any, str]
+    _worked: str
+    _warned: set[str]
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """All parameters of model, loss and optimizer."""
+        raise NotImplementedError
+
+    def _run_in_pieces(self, key: Any, inputs: Any, targets: Sequence[Any]) -> torch.Tensor:
+        """The same step with PyTorch's autograd and optimizer around the compiled model."""
+        loss = self._loss_in_pieces(key, inputs, targets)
+        parameters = self._parameters()
+        for parameter in parameters:
+            parameter.grad = None
+        self._backward_in_pieces(loss)
+        self._update_in_pieces()
+        if not self.keep_gradients:
+            for parameter in parameters:
+                parameter.grad = None
+        self._worked = self._worked or describe([inputs, *targets])
+        self._warn(key)
+        return loss.detach()
+
+    def _backward_in_pieces(self, loss: torch.Tensor) -> None:
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        scaled.backward()
+
+    def _update_in_pieces(self) -> None:
+        """Unscale, clip, update and adapt the scale in PyTorch."""
+        clipped = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if self.scaler is None:
+            self.gradient_norm = self.clipping.apply(clipped)
+            self.optimizer.step()
+            return
+        self.scaler.unscale_(self.optimizer)
+        self.gradient_norm = self.clipping.apply(clipped)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def _loss_in_pieces(self, key: Any, inputs: Any, targets: Sequence[Any]) -> torch.Tensor:
+        """The loss, of the compiled model under PyTorch's autograd."""
+        if self.pieces is None:
+            self.pieces = self.model if state_of(self.model) is not None else optimized(self.model, self.options)
+        model = self.pieces
+        try:
+            if isinstance(inputs, Mapping):
+                output = model(**inputs)
+            elif isinstance(inputs, tuple | list):
+                output = model(*inputs)
+            else:
+                output = model(inputs)
+            if self.loss is not None:
+                loss = self.loss(output, *targets)
+            else:
+                loss = loss_of(output)
+        except Exception as error:
+            if self._in_pieces.pop(key, None) is not None:  # the arguments were at fault, not a break of the step
+                del self.breaks[-1]
+            worked = f"; a step that worked took {self._worked}" if self._worked else ""
+            error.add_note(f"daceml_train: the step was given {describe([inputs, *targets])}{worked}")
+            raise
+        return loss
+
+    def _warn(self, key: Any) -> None:
+        """Warn once that and why steps run in pieces, unless the compiled model has done so."""
+        why, state = self._in_pieces.get(key), state_of(self.pieces)
+        if why is not None and why not in self._warned and state is not None and not state.backend.breaks:
+            self._warned.add(why)
+            warnings.warn(f"daceml_train runs a training step in pieces: {why}", stacklevel=5)
