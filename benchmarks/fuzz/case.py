@@ -23,6 +23,11 @@ OPTIMIZERS = (
     "Adam(p, lr=1e-3, eps=1e-3)",
     "AdamW(p, lr=1e-3, eps=1e-3, amsgrad=True)",
     "AdamW(p, lr=1e-3, eps=1e-3, weight_decay=0.1)",
+    "Adadelta(p, lr=0.1, eps=1e-3)",
+    "Adamax(p, lr=1e-3, eps=1e-2)",
+    "NAdam(p, lr=1e-3, eps=1e-3, weight_decay=0.01)",
+    "RAdam(p, lr=1e-3, eps=1e-3, betas=(0.9, 0.6))",
+    "ASGD(p, lr=0.02, t0=1, lambd=0.01)",
 )
 
 

@@ -125,9 +125,7 @@ def cumulative_batch_norm(self: Any, input: Tensor) -> Tensor:
         return F.batch_norm(input, mean, var, self.weight, self.bias, own, self.momentum or 0.0, self.eps)
     # With momentum 1 the batch's own statistics are left in tensors that hold zeros.
     now = torch.zeros_like(mean), torch.zeros_like(var)
-    result = F.batch_norm(
-        input, *now, self.weight, self.bias, True, 1.0, self.eps
-    )  # which leaves the batch's own there
+    result = F.batch_norm(input, *now, self.weight, self.bias, True, 1.0, self.eps)
     with torch.no_grad():
         factor = 1.0 / self.num_batches_tracked.double()
         for running, value in zip((mean, var), now, strict=True):
