@@ -2,7 +2,8 @@
 
     python -m benchmarks.conformance_models [NAME ...] [--update] [--all] [--list] [--timeout 600] [--json FILE]
 
-Each model trains in a process of its own, three times: eagerly, through `optimize`, and through `training_step`.
+Each model trains in a process of its own: eagerly, through `optimize`, through `training_step`, and through `optimize`
+with `dynamic=True`, returning its loss and results that nobody uses. The last step is on a batch of another size.
 Dropout is off in all of them. What may differ is said in `benchmarks.models.training`. Without names: the models that
 the project promises (`--all`: every one there is), and the results go to `benchmarks/results/` and into
 `docs/results/models.md`. Exits with 1 if a model is wrong, raises or takes too long, or if less than 95 % of its
@@ -68,7 +69,8 @@ def failed(outcome: Outcome) -> bool:
 
 
 # ---- report ---------------------------------------------------------------------------------------------------------
-COLUMNS = ("model", "result", "graphs", "breaks", "operators", "in graphs", "native", "step", "Dynamo s", "ours s")
+_MEASURED = ("graphs", "breaks", "operators", "in graphs", "native", "step", "Dynamo s", "ours s")
+COLUMNS = ("model", "result", "batches", *_MEASURED)
 
 
 def cells(outcome: Outcome) -> tuple[str, ...]:
@@ -79,6 +81,7 @@ def cells(outcome: Outcome) -> tuple[str, ...]:
     return (
         outcome.name,
         outcome.kind,
+        outcome.sizes,
         str(outcome.graphs),
         str(len(outcome.breaks)),
         str(outcome.operators),
@@ -113,6 +116,7 @@ def page(found: Sequence[Outcome]) -> str:
 def _reasons(outcome: Outcome) -> Iterator[str]:
     told = ([outcome.detail] if failed(outcome) and outcome.detail else []) + outcome.breaks
     told += [f"the training step: {outcome.whole}"] if outcome.whole else []
+    told += [f"with dynamic=True: {outcome.dynamic}"] if outcome.dynamic else []
     if outcome.noise and not failed(outcome):
         told.append(f"right, but not by plain eager runs alone: {outcome.noise}")
     for reason in told:

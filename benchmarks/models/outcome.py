@@ -13,7 +13,8 @@ class Outcome:
     `breaks` are those of `optimize`; `share` is the share of eager's operators, of the forward pass, that run in
     graphs; `native` the share of the graphs' operators that have a rule of ours, `fallbacks` names the others. `whole`
     says why the training step is not one program. `noise` is what differs by more than plain eager runs do, but not by
-    more than noise in eager execution's last bit makes. `seconds` are those of the first call, by stage.
+    more than noise in eager execution's last bit makes. `sizes` are the batch sizes it
+    trained on, `dynamic` says what fell back with `dynamic=True`. `seconds` are those of the first call, by stage.
     """
 
     name: str
@@ -28,4 +29,6 @@ class Outcome:
     whole: str = ""
     noise: str = ""
     control_flow: str = ""
+    sizes: str = ""
+    dynamic: str = ""
     seconds: dict[str, float] = field(default_factory=dict)

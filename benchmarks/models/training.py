@@ -16,7 +16,7 @@ float32 has no float64 run: it is compared with eager, at 1e-4.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from benchmarks.models.model import Model
+from benchmarks.models.model import Batch, Model
+from benchmarks.models.sizes import batches
 from benchmarks.noise import Rounding
 
 STEPS = 3
@@ -61,16 +62,22 @@ def optimizer_of(model: nn.Module, rate: float) -> torch.optim.Optimizer:
 
 
 def train(
-    row: Model, model: nn.Module, called: nn.Module, batch: Mapping[str, Any], steps: int = STEPS, keep: bool = False
+    row: Model,
+    model: nn.Module,
+    called: nn.Module,
+    batch: Batch,
+    steps: int = STEPS,
+    keep: bool = False,
+    objective: Callable[[Any], Tensor] | None = None,
 ) -> Run:
-    """Steps in a loop of PyTorch's own, of `model` called through `called`."""
-    optimizer = optimizer_of(model, row.rate)
+    """Steps in a loop of PyTorch's own, of `model` called through `called`; the last one on another batch size."""
+    optimizer, objective = optimizer_of(model, row.rate), objective or row.objective
     run = Run()
-    for _ in range(steps):
+    for given in batches(row, batch, steps):
         if keep:
             run.starts.append(_state(model))
         optimizer.zero_grad()
-        loss = row.objective(called(**batch))
+        loss = objective(called(**given))
         loss.backward()
         run.steps.append(_step(model, loss))
         optimizer.step()
@@ -94,13 +101,13 @@ def evaluated(model: nn.Module, called: nn.Module, batch: Mapping[str, Any]) -> 
     return {str(i): result.clone() for i, result in enumerate(results) if isinstance(result, Tensor)}
 
 
-def retrace(row: Model, model: nn.Module, batch: Mapping[str, Any], starts: Sequence[Mapping[str, Tensor]]) -> Run:
+def retrace(row: Model, model: nn.Module, batch: Batch, starts: Sequence[Mapping[str, Tensor]]) -> Run:
     """Loss and gradients of eager execution from the state before each step of another run."""
     run = Run()
-    for state in starts[:-1]:
+    for state, given in zip(starts[:-1], batches(row, batch, len(starts) - 1), strict=True):
         model.load_state_dict(state)
         model.zero_grad()
-        loss = row.objective(model(**batch))
+        loss = row.objective(model(**given))
         loss.backward()
         run.steps.append(_step(model, loss))
     return run
@@ -136,10 +143,10 @@ def train_with_noise(row: Model, seed: int) -> Run:
 def train_whole(row: Model, step: Any, model: nn.Module, batch: Any, steps: int = STEPS, keep: bool = False) -> Run:
     """The same by a `training_step` that keeps gradients."""
     run = Run()
-    for _ in range(steps):
+    for given in batches(row, batch, steps):
         if keep:
             run.starts.append(_state(model))
-        loss = step(batch)
+        loss = step(given)
         run.steps.append(_step(model, loss))
     if keep:
         run.starts.append(_state(model))

@@ -15,6 +15,7 @@ from torch.autograd.profiler import profile, record_function
 import daceml_train as dt
 from benchmarks.models.model import Model
 from benchmarks.models.outcome import Outcome
+from benchmarks.models.sizes import LossAndResults, of_other_size, rows_of, takes_other_sizes
 from benchmarks.models.training import (
     NOISY_RUNS,
     Run,
@@ -38,6 +39,8 @@ def outcome(row: Model, cache: Path) -> Outcome:
     """Train `row` in all ways and compare."""
     made = Outcome(row.name, "right", control_flow=row.control_flow)
     model, batch = row.build()
+    both = rows_of(batch), rows_of(of_other_size(batch))
+    made.sizes = f"{both[0]}, {both[1]}" if takes_other_sizes(row) else str(both[0])
     eager = train(row, model, model, batch)
     others = _channels_last(row)
     exact = _exact(row)
@@ -58,10 +61,13 @@ def outcome(row: Model, cache: Path) -> Outcome:
         if not made.detail:
             said = differing(_through_step(row, cache, made), lambda: _through_step(row, cache, made, keep=True))
             made.detail = f"training_step: {said}" if said else ""
+        if not made.detail:
+            said = differing(_with_results(row, cache, made), lambda: _with_results(row, cache, made, keep=True))
+            made.detail = f"dynamic=True, results unused: {said}" if said else ""
     except Exception as error:
         made.kind, made.detail = "raised", f"{type(error).__name__}: {error}"
         return made
-    internal = [reason for reason in (*made.breaks, made.whole) if "internal error" in reason]
+    internal = [reason for reason in (*made.breaks, made.whole, made.dynamic) if "internal error" in reason]
     if made.detail:
         made.kind = "wrong"
     elif internal:
@@ -136,6 +142,17 @@ def _through_step(row: Model, cache: Path, made: Outcome, keep: bool = False) ->
     step = dt.training_step(model, row.loss, optimizer_of(model, row.rate), keep_gradients=True, cache=cache)
     run = train_whole(row, step, model, batch, keep=keep)
     made.whole = "; ".join(dict.fromkeys(step.breaks))
+    return run
+
+
+def _with_results(row: Model, cache: Path, made: Outcome, keep: bool = False) -> Run:
+    """Through `optimize(dynamic=True)`, of a model that returns its loss and results that nobody uses."""
+    model, batch = row.build()
+    compiled = dt.optimize(LossAndResults(model, row), dynamic=True, cache=cache)
+    run = train(row, model, compiled, batch, keep=keep, objective=lambda results: results[0])
+    state = state_of(compiled)
+    assert state is not None
+    made.dynamic = "; ".join(dict.fromkeys(state.backend.breaks))
     return run
 
 
