@@ -157,8 +157,12 @@ class CompiledGraph:
         self.runs += 1
         by_name = input_tensors(self.captured, arguments)
         tensors = list(by_name.values())
-        if self.written and (shares_memory(tensors, self.written) or self._forbidden(tensors)):
-            return self.eager(*arguments)  # kernels assume that what they write is writable and aliases nothing else
+        if self.written and self._forbidden(tensors):
+            return self.eager(*arguments)  # which raises PyTorch's error
+        if self.written and shares_memory(tensors, self.written):  # kernels assume that what they write has no alias
+            if self.note is not None:
+                self.note("an argument, a parameter, or a buffer shares memory with one that the model writes")
+            return self.eager(*arguments)
         if self.captured.random:
             sizes = sizes_of(self.captured, by_name) if self.captured.draws else {}
             drawn = {name: draw(sizes) for name, draw in self.captured.draws.items()}

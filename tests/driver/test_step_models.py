@@ -195,6 +195,32 @@ def test_layouts_and_aliases_of_arguments() -> None:
     pair.whole()
 
 
+def test_an_argument_that_shares_memory_with_a_buffer_that_is_updated() -> None:
+    class Remembering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 4)
+            self.register_buffer("last", torch.zeros(6, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last.mul_(0.5)
+            return self.fc(x) + self.last.sum()
+
+    pair = Pair(Remembering())
+    x, y = batch()
+    pair.step(x, y)
+    pair.whole()
+    pair.their_optimizer.zero_grad()
+    loss = F.mse_loss(pair.theirs(pair.theirs.last[:]), y)
+    loss.backward()
+    pair.their_optimizer.step()
+    assert distance(pair.call(pair.ours.last[:], y), loss) < 1e-4
+    pair.compare()
+    assert pair.call.breaks == ["an argument shares memory with a buffer that the model updates"]
+    pair.step(x, y)
+    assert len(pair.call.breaks) == 1
+
+
 def test_parameters_that_share_memory() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
