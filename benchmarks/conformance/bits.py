@@ -15,35 +15,53 @@ _WORDS[torch.float16] = torch.int16
 
 
 @dataclass(frozen=True)
-class Distance:
-    """The worst of a comparison: what is of another kind (or more than `ulps` away), and how often only a sign is."""
+class Limit:
+    """What is allowed: units in the last place, or multiples of the type's epsilon times 1 or the largest element.
+
+    `largest`: the multiples are of the largest finite element where it exceeds 1. `signs`: zeros have eager's signs.
+    `nonfinite`: NaN and infinities may stand for one another. `gradients`: they are compared.
+    """
 
     ulps: int = 0
+    epsilons: int = 0
+    largest: bool = False
+    signs: bool = True
+    nonfinite: bool = False
+    gradients: bool = True
+
+
+@dataclass(frozen=True)
+class Distance:
+    """The worst of a comparison: units in the last place, epsilons where those are more than a few, signs of zeros."""
+
+    ulps: int = 0
+    epsilons: float = 0.0
     signs: int = 0
     wrong: str = ""
 
 
-def distance(ours: Results, alternatives: Sequence[Results], allowed: int) -> Distance:
+def distance(ours: Results, alternatives: Sequence[Results], limit: Limit) -> Distance:
     """Compare with eager execution, whose results may depend on the memory layout: any of them is correct.
 
     A gradient that does not exist is zero.
     """
-    ulps, signs = 0, 0
+    worst = Distance()
     first = alternatives[0]
-    for what in ("values", "gradients"):
+    for what in ("values", "gradients") if limit.gradients else ("values",):
         found = getattr(ours, what)
         if len(found) != len(getattr(first, what)):
             return Distance(wrong=f"{len(found)} {what} instead of {len(getattr(first, what))}")
         for i, a in enumerate(found):
             others = [getattr(other, what)[i] for other in alternatives]
-            made = _tensor(a, others, allowed)
-            if made.wrong:
-                return Distance(wrong=f"{what}[{i}]: {made.wrong}")
-            ulps, signs = max(ulps, made.ulps), signs + made.signs
-    return Distance(ulps, signs)
+            made = _tensor(a, others, limit)
+            wrong = f"{what}[{i}]: {made.wrong}" if made.wrong and not worst.wrong else worst.wrong
+            worst = Distance(
+                max(worst.ulps, made.ulps), max(worst.epsilons, made.epsilons), worst.signs + made.signs, wrong
+            )
+    return worst
 
 
-def _tensor(ours: Tensor | None, others: Sequence[Tensor | None], allowed: int) -> Distance:
+def _tensor(ours: Tensor | None, others: Sequence[Tensor | None], limit: Limit) -> Distance:
     if ours is None or others[0] is None:
         left = [t for t in (ours, *others) if t is not None]
         one = any(bool(t.count_nonzero()) for t in left)
@@ -55,32 +73,42 @@ def _tensor(ours: Tensor | None, others: Sequence[Tensor | None], allowed: int) 
         return Distance()
     if not ours.is_floating_point():
         off = torch.stack([ours != e for e in eager]).all(0)
-        where = off.nonzero()[0].tolist() if bool(off.any()) else None
-        return Distance(wrong=f"{int(off.sum())} of {off.numel()} elements, at {where} {ours[tuple(where)]} instead of "
-                              f"{eager[0][tuple(where)]}" if where is not None else "")  # fmt: skip
+        return Distance(wrong=_said(ours, eager[0], off, off) if bool(off.any()) else "")
     apart = torch.stack([_apart(ours, e) for e in eager]).amin(0)
-    if allowed > 0:  # a function that underflows does so a little earlier or later
-        tiny = torch.stack([(ours - e).abs() for e in eager]).nan_to_num(torch.inf).amin(0)
-        apart = torch.where(tiny <= 64 * torch.finfo(ours.dtype).eps, 0, apart)
-    if allowed < 0:  # relative to the largest number, as sums are
-        finite = eager[0][eager[0].isfinite()]
-        largest = finite.abs().max() if finite.numel() else torch.zeros((), dtype=ours.dtype)
-        eps, size = torch.finfo(ours.dtype).eps, largest.clamp(min=1.0)
-        apart_by = torch.stack([(ours - e).abs() for e in eager]).nan_to_num(torch.inf).amin(0)
-        near = apart_by <= -allowed * eps * size
-        apart = torch.where(near & ours.isfinite(), 0, apart)
-        allowed = -allowed
-    bad = apart > allowed
-    if bool(bad.any()):
-        at = tuple(torch.where(bad, apart, -1).reshape(-1).argmax().reshape(1).tolist())
-        a, b = ours.reshape(-1)[at], eager[0].reshape(-1)[at]
-        said = f"{a.item():.9g} instead of {b.item():.9g}"
-        return Distance(wrong=f"{int(bad.sum())} of {bad.numel()} elements, at {at[0]} {said}")
+    unit = torch.finfo(ours.dtype).eps * (_largest(eager[0]) if limit.largest else 1.0)
+    away = torch.stack([(ours.double() - e.double()).abs() / unit for e in eager]).nan_to_num(torch.inf).amin(0)
+    if limit.nonfinite:
+        apart = torch.where(~ours.isfinite() & torch.stack([~e.isfinite() for e in eager]).any(0), 0, apart)
+    bad = (apart > limit.ulps) & ((apart >= _NEVER) | (away > limit.epsilons))
     signs = torch.stack([(ours == 0) & (ours.signbit() != e.signbit()) for e in eager]).all(0)
-    return Distance(int(apart.max()), int(signs.sum()))
+    signs &= apart == 0
+    further = apart[(apart < _NEVER) & ~bad]
+    epsilons = away[(apart > max(limit.ulps, FEW)) & ~bad]
+    wrong = ""
+    if bool(bad.any()):
+        wrong = _said(ours, eager[0], bad, apart)
+    elif limit.signs and bool(signs.any()):
+        wrong = f"{_said(ours, eager[0], signs, signs)} (its sign)"
+    most = int(further.max()) if further.numel() else 0
+    return Distance(most, float(epsilons.max()) if epsilons.numel() else 0.0, int(signs.sum()), wrong)
 
 
+FEW = 4
+"""Units in the last place that need no other measure."""
 _NEVER = 2**62
+
+
+def _largest(eager: Tensor) -> float:
+    finite = eager[eager.isfinite()].abs()
+    return max(1.0, float(finite.max())) if finite.numel() else 1.0
+
+
+def _said(ours: Tensor, eager: Tensor, bad: Tensor, by: Tensor) -> str:
+    """How many elements are wrong, and the worst."""
+    at = int(torch.where(bad, by.to(torch.int64), -1).reshape(-1).argmax())
+    a, b = ours.reshape(-1)[at].item(), eager.reshape(-1)[at].item()
+    shown = (f"{a:.9g}", f"{b:.9g}") if ours.is_floating_point() else (str(a), str(b))
+    return f"{int(bad.sum())} of {bad.numel()} elements, at {at} {shown[0]} instead of {shown[1]}"
 
 
 def _apart(a: Tensor, b: Tensor) -> Tensor:
@@ -92,5 +120,9 @@ def _apart(a: Tensor, b: Tensor) -> Tensor:
         bits = x.contiguous().view(words).to(torch.int64)
         return torch.where(bits < 0, lowest - bits, bits)
 
-    far = torch.where(a == b, 0, (ordered(a).double() - ordered(b).double()).abs().clamp(max=2.0**61).to(torch.int64))
-    return torch.where(a.isnan() & b.isnan(), 0, torch.where(a.isnan() | b.isnan(), _NEVER, far))
+    first, second = ordered(a), ordered(b)
+    about = (first.double() - second.double()).abs().clamp(max=2.0**61)
+    far = torch.where(about < 2.0**60, (first - second).abs(), about.to(torch.int64))
+    far = torch.where(a == b, 0, far)
+    other = (a.isnan() != b.isnan()) | ((a.isinf() | b.isinf()) & (a != b))
+    return torch.where(a.isnan() & b.isnan(), 0, torch.where(other, _NEVER, far))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,17 +17,21 @@ from torch.testing._internal.opinfo.core import SampleInput
 
 import daceml_train as dt
 from benchmarks.conformance import compiled
-from benchmarks.conformance.bits import distance
+from benchmarks.conformance.bits import Limit, distance
 from benchmarks.conformance.captured import Prepared, eager, flattened, graph_of, interpreted, seeds
 from benchmarks.conformance.compare import Results
+from benchmarks.conformance.outcome import general
 from benchmarks.conformance.samples import label
-from benchmarks.conformance.special import by_element, special_samples, without
-from benchmarks.conformance.special_limits import limit
+from benchmarks.conformance.special import by_element, one_shape, special_samples, without
+from benchmarks.conformance.special_limits import INTERPRETED, limit
 from daceml_train.driver.module import state_of
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.capture.capture import capture
 
-TOGETHER = 8
+TOGETHER = {False: 16, True: 24}
+"""Samples in one graph, interpreted and compiled: most of the time goes into each trace and each compilation."""
+Notice = Callable[[int, bool], None]
+"""Told the number of the sample that is run next, and whether eager execution runs it."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +61,13 @@ class Found:
     entry: str
     samples: int = 0
     ulps: int = 0
+    epsilons: float = 0.0
     signs: int = 0
     left_out: int = 0
     as_pytorch: int = 0
     aten: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+    """Why samples are left out, and why PyTorch runs them."""
     wrong: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -73,28 +82,44 @@ class Case:
     cotangents: list[Tensor]
 
 
-def swept(stage: Stage, op: Any, cache: str) -> Found:
-    """All special samples of one entry."""
+def swept(
+    stage: Stage,
+    op: Any,
+    cache: str,
+    notice: Notice = lambda number, eager: None,
+    skipped: Mapping[int, str] = MappingProxyType({}),
+    together: int | None = None,
+) -> Found:
+    """All special samples of one entry, but those that are to be `skipped`, each for a reason."""
     found = Found(stage.name, label(op))
     start = time.perf_counter()
-    cases: list[Case] = []
+    cases, left = [], Counter[str]()
+    reason = None if stage.compiled else INTERPRETED.get(label(op))
     for number, sample in enumerate(special_samples(op, stage.dtype, stage.dtype.is_floating_point)):
-        made = None if without(op, sample, stage.dtype) else _case(op, number, sample)
-        found.left_out += made is None
-        cases += [made] if made is not None else []
-    found.samples = len(cases)
+        notice(number, True)
+        made = reason or skipped.get(number) or _case(op, number, sample, stage.dtype)
+        if isinstance(made, str):
+            left[made] += 1
+        else:
+            cases.append(made)
+    found.samples, found.left_out, found.reasons = len(cases), left.total(), dict(left)
     run = _compiled if stage.compiled else _interpreted
-    for first in range(0, len(cases), TOGETHER):
-        run(stage, op, cases[first : first + TOGETHER], found, cache)
+    size = together or TOGETHER[stage.compiled]
+    for first in range(0, len(cases), size):
+        notice(cases[first].number, False)
+        run(stage, op, cases[first : first + size], found, cache)
     found.seconds = round(time.perf_counter() - start, 2)
     return found
 
 
-def _case(op: Any, number: int, sample: SampleInput) -> Case | None:
+def _case(op: Any, number: int, sample: SampleInput, dtype: torch.dtype) -> Case | str:
     """Results of eager execution for the sample as it is, and with every other element of wider tensors.
 
     PyTorch's vectorized loops, and its loops over strides and remainders, differ at special values: either is right.
+    Otherwise why the sample cannot be compared.
     """
+    if without(op, sample, dtype):
+        return "division of integers by 0 or -1, which may end the process"
     call, tensors, _ = flattened(op, sample)
     try:
         plain, through, _, _ = eager(call, tensors, None)
@@ -108,10 +133,10 @@ def _case(op: Any, number: int, sample: SampleInput) -> Case | None:
             with contextlib.suppress(Exception):
                 others += [_first(r, expected) for r in [eager(_tiled(call), tensors, _wider(given))[0]]]
         again = eager(call, tensors, None)[0]
-    except Exception:
-        return None
-    if distance(again, [plain], 0).wrong:
-        return None  # it draws random numbers
+    except Exception as error:
+        return f"eager execution raises {type(error).__name__}"
+    if distance(again, [plain], Limit()).wrong:
+        return "draws random numbers"
     return Case(number, sample, (expected, *others), cotangents)
 
 
@@ -151,10 +176,17 @@ def _first(tiled: Results, like: Results) -> Results:
 
 
 def _judge(op: Any, stage: Stage, case: Case, ours: Results, found: Found) -> None:
-    made = distance(ours, case.expected, limit(op))
-    found.ulps, found.signs = max(found.ulps, made.ulps), found.signs + made.signs
+    made = distance(ours, case.expected, limit(op, not by_element(op) or not one_shape(case.sample)))
+    found.ulps, found.epsilons = max(found.ulps, made.ulps), max(found.epsilons, round(made.epsilons, 3))
+    found.signs += made.signs
     if made.wrong:
         found.wrong.append(f"#{case.number} {_shown(case.sample)}: {made.wrong}")
+
+
+def _as_pytorch(found: Found, reason: str) -> None:
+    reason = f"as PyTorch: {general(reason)}"
+    found.as_pytorch += 1
+    found.reasons[reason] = found.reasons.get(reason, 0) + 1
 
 
 def _raised(case: Case, error: Exception) -> str:
@@ -177,7 +209,7 @@ def _interpreted(stage: Stage, op: Any, cases: Sequence[Case], found: Found, cac
             for case in cases:
                 _interpreted(stage, op, [case], found, cache)
         elif isinstance(error, Unsupported):
-            found.as_pytorch += 1
+            _as_pytorch(found, str(error.message))
         else:
             found.wrong.append(_raised(cases[0], error))
         return
@@ -216,7 +248,8 @@ def _compiled(stage: Stage, op: Any, cases: Sequence[Case], found: Found, cache:
         for case in cases:
             _compiled(stage, op, [case], found, cache)
         return
-    found.as_pytorch += len(state.backend.breaks) > 0
+    if state.backend.breaks:
+        _as_pytorch(found, state.backend.breaks[0])
     found.wrong += [b for b in state.backend.breaks if b.startswith("internal error")]
     found.aten += len(cases) if any(record.fallbacks for record in state.backend.records) else 0
     for case, own in zip(cases, _parts(ours, cases), strict=True):

@@ -72,8 +72,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sign": lambda x: np.where(x > 0, 1, np.where(x < 0, -1, 0)),
     "pow": _pow,
     "fmod": np.fmod,
-    "max": np.maximum,
-    "min": np.minimum,
+    "max": lambda a, b: np.where((a > b) | (a != a), a, b),
+    "min": lambda a, b: np.where((a < b) | (a != a), a, b),
     "where": np.where,
     "isnan": np.isnan,
     "sigmoid": lambda x: np.where(x >= 0, 1 / (1 + np.exp(-np.abs(x))), np.exp(-np.abs(x)) / (1 + np.exp(-np.abs(x)))),
@@ -84,8 +84,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "logical_or": np.logical_or,
     "logical_not": np.logical_not,
 }
-"""Functions an expression may call, with their NumPy meaning, which is PyTorch's: `max` and `min` keep NaN, the sign of
-NaN is 0."""
+"""Functions an expression may call, with their NumPy meaning, which is PyTorch's: `max` and `min` keep NaN and return
+the second of equal operands, such as zeros of different signs; the sign of NaN is 0."""
 
 
 @dataclass(frozen=True)
@@ -142,12 +142,12 @@ TABLE: dict[str, Row] = {
         "min(a, b)", ("where(a > b, 0, where(a == b, g / 2, g))", "where(b > a, 0, where(a == b, g / 2, g))")
     ),
     "clamp": Row(
-        "min(max(a, b), c)",
+        "min(c, max(b, a))",
         ("where((a >= b) & (a <= c), g, 0)", "where((a < b) & (b < c), g, 0)", "where(a > c, g, where(c < b, g, 0))"),
         2,
     ),
-    "clamp_min": Row("max(a, b)", ("where(a >= b, g, 0)", "where(a < b, g, 0)")),
-    "clamp_max": Row("min(a, b)", ("where(a <= b, g, 0)", "where(a > b, g, 0)")),
+    "clamp_min": Row("max(b, a)", ("where(a >= b, g, 0)", "where(a < b, g, 0)")),
+    "clamp_max": Row("min(b, a)", ("where(a <= b, g, 0)", "where(a > b, g, 0)")),
     "where": Row("where(a, b, c)", (None, "where(a, g, 0)", "where(a, 0, g)")),
     "neg": Row("-a", ("-g",)),
     "abs": Row("abs(a)", ("g * sign(a)",)),
@@ -217,6 +217,41 @@ TABLE: dict[str, Row] = {
         ("where((a == 0) & (b <= 0), 0, xlogy(g, b))", "g * a / b"),
         13,
     ),
+    "xlog1py": Row(
+        "where(isnan(b), b, where(a == 0, 0, a * log1p(b)))",
+        ("where((a == 0) & (b <= -1), 0, xlog1py(g, b))", "g * a / (b + 1)"),
+        13,
+    ),
+    # The terms that addcmul and addcdiv add; `c` is their number.
+    "scaled_mul": Row("c * a * b", ("g * (b * c)", "g * (a * c)", "g * (a * b)"), 2),
+    "scaled_div": Row("c * a / b", ("g * (c / b)", "-g * ((c * a) / (b * b))", "g * (a / b)"), 5),
+    # Losses of a difference `a`, linear beyond `b`; `where` around a square would have NaN from it as a gradient.
+    "smooth_l1": Row(
+        "where(abs(a) < b, 0.5 * a * a / b, abs(a) - 0.5 * b)",
+        ("smooth_l1_slope(a, b) * g", "g * where(abs(a) < b, -0.5 * a * a / (b * b), -0.5)"),
+        7,
+    ),
+    "smooth_l1_slope": Row(
+        "where(abs(a) >= b, sign(a), a / b)",
+        ("where(abs(a) >= b, 0, g / b)", "where(abs(a) >= b, 0, -g * a / (b * b))"),
+        6,
+    ),
+    "huber": Row(
+        "where(abs(a) <= b, 0.5 * a * a, b * (abs(a) - 0.5 * b))",
+        ("huber_slope(a, b) * g", "where(abs(a) <= b, 0, g * (abs(a) - b))"),
+        7,
+    ),
+    "huber_slope": Row("min(max(a, -b), b)", ("where(abs(a) > b, 0, g)", "where(abs(a) > b, g * sign(a), 0)"), 3),
+    "logsigmoid": Row("min(a, 0) - log1p(exp(-abs(a)))", ("g * sigmoid(-a)",), 25),
+    "entr": Row(
+        "where(a > 0, -a * log(a), where(a < 0, -1e999, where(a == 0, 0, a)))", ("g * -(1 + log(a))",), 13
+    ),  # beyond the largest number lies infinity
+    "mish": Row(
+        "a * tanh(max(a, 0) + log1p(exp(-abs(a))))",
+        ("g * (tanh(softplus(a)) + a * sigmoid(a) * (1 - tanh(softplus(a)) * tanh(softplus(a))))",),
+        40,
+    ),
+    "prelu": Row("where(a > 0, a, b * a)", ("where(a > 0, g, b * g)", "where(a > 0, 0, a * g)"), 2),
     "logit": Row("log(a / (1 - a))", ("where(a < 0, log(a), where(a > 1, log(1 - a), g / abs(a * (1 - a))))",), 15),
     "softplus": Row("max(a, 0) + log1p(exp(-abs(a)))", ("g * sigmoid(a)",), 25),
     "floor": Row("floor(a)", ("0",)),

@@ -179,7 +179,7 @@ def test_bits_of_integers() -> None:
 
 
 def body_of(name, a, b, m):
-    operands = {"where": (m, a, b)}.get(name, (a, b)[: len(TABLE[name].operands)])
+    operands = {"where": (m, a, b)}.get(name, (a, b, a)[: len(TABLE[name].operands)])
     return operands[0].apply(make(name), *operands[1:])
 
 

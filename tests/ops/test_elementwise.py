@@ -35,6 +35,17 @@ TORCH: dict[str, Any] = {
     ),  # PyTorch's gradient has no derivative
     "hardswish": F.hardswish,
     "clamp": lambda *xs: torch.clamp(*torch.broadcast_tensors(*xs)),
+    "xlog1py": torch.special.xlog1py,
+    "scaled_mul": lambda a, b, c: c * a * b,
+    "scaled_div": lambda a, b, c: c * a / b,
+    "smooth_l1": lambda a, b: torch.where(a.abs() < b, 0.5 * a * a / b, a.abs() - 0.5 * b),
+    "smooth_l1_slope": lambda a, b: torch.where(a.abs() < b, a / b, a.detach().sign()),
+    "huber": lambda a, b: torch.where(a.abs() <= b, 0.5 * a * a, b * (a.abs() - 0.5 * b)),
+    "huber_slope": lambda a, b: torch.where(a.abs() <= b, a, a.detach().sign() * b),
+    "entr": torch.special.entr,
+    "logsigmoid": F.logsigmoid,
+    "mish": F.mish,
+    "prelu": lambda a, b: torch.where(a > 0, a, a * b),
     "shift_left": torch.bitwise_left_shift,
     "shift_right": torch.bitwise_right_shift,
 }
@@ -47,6 +58,7 @@ RANGES = (
     dict.fromkeys(("sqrt", "rsqrt", "log", "log1p", "log2", "log10", "pow"), (0.1, 3.0))
     | dict.fromkeys(("asin", "acos", "atanh"), (-0.9, 0.9))
     | {"acosh": (1.1, 3.0), "bce": (0.1, 0.9), "logit": (0.1, 0.9), "xlogy": (0.1, 3.0)}
+    | dict.fromkeys(("xlog1py", "entr", "smooth_l1", "smooth_l1_slope", "huber", "huber_slope"), (0.1, 3.0))
 )
 
 
@@ -83,7 +95,11 @@ def test_broadcasting(kind: str) -> None:
                 check_gradient(Elementwise(kind), xs, reference(kind), wrt, [0])
 
 
-@pytest.mark.parametrize("kind", REALS)
+BY_PARTS = ("scaled_mul", "scaled_div", "smooth_l1", "smooth_l1_slope", "huber", "huber_slope", "prelu")
+"""Parts of operators of PyTorch's: their special points are swept by `make conformance-special`."""
+
+
+@pytest.mark.parametrize("kind", [kind for kind in REALS if kind not in BY_PARTS])
 def test_special_points(kind: str) -> None:
     """Zeros of either sign, infinities, NaN, +-100 and ties: the values and first derivatives of PyTorch."""
     count = len(TABLE[kind].operands)

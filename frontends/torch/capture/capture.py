@@ -214,7 +214,8 @@ def _results(gm: fx.GraphModule) -> Any:
 
 def _annotate(gm: fx.GraphModule, mode: Any, operands: Sequence[Any]) -> None:
     """Add the examples that Dynamo's nodes have to a graph that does not come from Dynamo."""
-    if all("example_value" in n.meta for n in _placeholders(gm)):
+    given = _placeholders(gm) or [n for n in gm.graph.nodes if n.op.startswith("call_")][:1]
+    if all("example_value" in n.meta for n in given):
         return
 
     class Annotator(fx.Interpreter):

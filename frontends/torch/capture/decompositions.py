@@ -14,7 +14,9 @@ _KEPT = """
 detach graft overwrite attention custom_vjp control
 convolution native_layer_norm native_group_norm _native_batch_norm_legit _native_batch_norm_legit_functional
 embedding _embedding_bag _softmax _safe_softmax _log_softmax logsumexp native_dropout linalg_vector_norm
-gelu silu mish leaky_relu elu celu xlogy logit softplus hardtanh hardsigmoid hardswish threshold tanh sigmoid
+gelu silu mish leaky_relu elu celu _prelu_kernel xlogy special_xlog1py special_entr logit
+softplus log_sigmoid_forward hardtanh hardsigmoid hardswish threshold tanh sigmoid
+addcmul addcdiv _softmax_backward_data smooth_l1_loss huber_loss
 nll_loss_forward nll_loss2d_forward mse_loss binary_cross_entropy _ctc_loss
 max_pool2d_with_indices avg_pool2d split split_with_sizes unbind stack
 std var std_mean var_mean sinc special_log_ndtr logaddexp logaddexp2

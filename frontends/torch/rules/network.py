@@ -159,6 +159,13 @@ def _safe_softmax(t: Translator, x: Value, dim: int, dtype: Any = None) -> Value
     return alive.where(_along(t, alive.where(x, 0.0), dim, "softmax"), 0.0)
 
 
+@rule("_softmax_backward_data.default")
+def _softmax_backward(t: Translator, grad: Value, y: Value, dim: int, dtype: Any) -> Value | None:
+    if not y.shape or 0 in y.shape or grad.dtype is not t.type.dtype:
+        return None
+    return y * (grad - (grad * y).sum((dim % len(y.shape),), keepdim=True))
+
+
 def _along(t: Translator, x: Value, dim: int, name: str) -> Value:
     if 0 in x.shape:
         return x
@@ -294,7 +301,7 @@ def _adaptive_avg_pool2d(t: Translator, x: Value, size: Sequence[Any]) -> Value 
     if 0 in x.shape or not all(isinstance(n, int) and isinstance(m, int) and m and n % m == 0 for n, m in sides):
         return None
     window = (sides[0][0] // sides[0][1], sides[1][0] // sides[1][1])
-    return x if window == (1, 1) else t.emit("avg_pool2d", x, kernel=window, stride=window)
+    return x + 0.0 if window == (1, 1) else t.emit("avg_pool2d", x, kernel=window, stride=window)
 
 
 @rule("avg_pool2d.default")
@@ -354,6 +361,24 @@ def _nll_loss(
 def _mse_loss(t: Translator, x: Value, target: Value, reduction: int = 1) -> Value:
     dtype = t.type.dtype
     return t.emit("mse_loss", x.cast(dtype), target.cast(dtype), reduction=REDUCTIONS[reduction])
+
+
+def _of_difference(t: Translator, x: Value, target: Value, reduction: int, kind: str, bound: float) -> Value:
+    """A loss of `x - target` that is linear beyond `bound`."""
+    dtype = t.type.dtype
+    losses = t.emit(kind, x.cast(dtype) - target.cast(dtype), t.value(bound, dtype))
+    dims = tuple(range(len(losses.shape)))
+    return losses if reduction == 0 or not dims else losses.mean(dims) if reduction == 1 else losses.sum(dims)
+
+
+@rule("smooth_l1_loss.default")
+def _smooth_l1_loss(t: Translator, x: Value, target: Value, reduction: int = 1, beta: float = 1.0) -> Value:
+    return _of_difference(t, x, target, reduction, "smooth_l1", beta)
+
+
+@rule("huber_loss.default")
+def _huber_loss(t: Translator, x: Value, target: Value, reduction: int = 1, delta: float = 1.0) -> Value:
+    return _of_difference(t, x, target, reduction, "huber", delta)
 
 
 # ---- windows and grids -------------------------------------------------------------------------------------------

@@ -306,6 +306,42 @@ def _xlogy(t: Translator, a: Number, b: Number) -> Value:
     return _binary(t, a, b, kind="xlogy")
 
 
+@rule("special_xlog1py.default", "special_xlog1py.other_scalar", "special_xlog1py.self_scalar")
+def _xlog1py(t: Translator, a: Number, b: Number) -> Value:
+    return _binary(t, a, b, kind="xlog1py")
+
+
+@rule("addcmul.default")
+def _addcmul(t: Translator, x: Value, a: Value, b: Value, *, value: Number = 1) -> Value:
+    return _with_term(t, x, a, b, value, "scaled_mul")
+
+
+@rule("addcdiv.default")
+def _addcdiv(t: Translator, x: Value, a: Value, b: Value, *, value: Number = 1) -> Value:
+    return _with_term(t, x, a, b, value, "scaled_div")
+
+
+def _with_term(t: Translator, x: Value, a: Value, b: Value, value: Number, kind: str) -> Value:
+    dtype = t.type.dtype
+    return x.cast(dtype) + t.emit(kind, a.cast(dtype), b.cast(dtype), t.value(value, dtype))
+
+
+@rule("special_entr.default")
+def _entr(t: Translator, x: Value) -> Value:
+    return x.cast(_float(t)).unary("entr")
+
+
+@rule("log_sigmoid_forward.default")
+def _log_sigmoid(t: Translator, x: Value) -> tuple[Value, None]:
+    """The second result is for PyTorch's own derivative."""
+    return x.unary("logsigmoid"), None
+
+
+@rule("_prelu_kernel.default")
+def _prelu(t: Translator, x: Value, weight: Value) -> Value:
+    return t.emit("prelu", x, weight)
+
+
 @rule("logit.default")
 def _logit(t: Translator, x: Value, eps: float | None = None) -> Value | None:
     if eps is not None and math.isnan(eps):
@@ -328,7 +364,7 @@ def _softplus(t: Translator, x: Value, beta: float = 1, threshold: float = 20) -
 
 @rule("mish.default")
 def _mish(t: Translator, x: Value) -> Value:
-    return x * x.unary("softplus").unary("tanh")
+    return x.unary("mish")
 
 
 @rule("gelu.default")

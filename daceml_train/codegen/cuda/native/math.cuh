@@ -66,11 +66,18 @@ template <typename T> VM T floor_divide(T a, T b) {
   T q = truncate_divide(a, b);
   return b == 0 ? 0 : (T)(q - ((q * b != a) & ((a < 0) != (b < 0))));
 }
-VM float floor_divide(float a, float b) { return floorf(a / b); }
-VM double floor_divide(double a, double b) { return ::floor(a / b); }
 template <typename T> VM T fmod(T a, T b) { return b == 0 || b == (T)-1 ? 0 : (T)(a % b); }
 VM float fmod(float a, float b) { return fmodf(a, b); }
 VM double fmod(double a, double b) { return ::fmod(a, b); }
+template <typename T> VM T quotient(T a, T b) {  // rounded down; from the remainder, which rounding does not touch
+  T r = fmod(a, b), q = (a - r) / b;
+  q = r != 0 && (b < 0) != (r < 0) ? q - 1 : q;
+  T whole = ::floor(q);
+  whole = q - whole > (T)0.5 ? whole + 1 : whole;
+  return b == 0 ? a / b : q == 0 ? 0 * (a / b) : whole;
+}
+VM float floor_divide(float a, float b) { return quotient<float>(a, b); }
+VM double floor_divide(double a, double b) { return quotient<double>(a, b); }
 template <typename T> VM T remainder(T a, T b) {  // with the sign of b
   T r = fmod(a, b), s = (T)(r + b);
   return ((r < 0) & (b > 0)) | ((r > 0) & (b < 0)) ? s : r;

@@ -55,7 +55,7 @@ VM float fmod(float a, float b) {  // exact while the quotient is below 2^29
   double x = a, y = __builtin_fabs((double)b);
   double r = x - y * __builtin_trunc(x / y);
   r = r * x < 0 ? r + (x < 0 ? -y : y) : r;  // the quotient was rounded up
-  return y == __builtin_inf() && x - x == 0 ? a : (float)r;
+  return y == __builtin_inf() && x - x == 0 ? a : (float)__builtin_copysign(r, x);
 }
 VM double fmod(double a, double b) { return __builtin_fmod(a, b); }
 template <typename T> VM T fmod(T a, T b) { return b == 0 || b == (T)-1 ? 0 : (T)(a % b); }
@@ -63,8 +63,15 @@ template <typename T> VM T remainder(T a, T b) {  // with the sign of b
   T r = fmod(a, b), s = (T)(r + b);
   return ((r < 0) & (b > 0)) | ((r > 0) & (b < 0)) ? s : r;
 }
-VM float floor_divide(float a, float b) { return __builtin_floorf(a / b); }
-VM double floor_divide(double a, double b) { return __builtin_floor(a / b); }
+template <typename T> VM T quotient(T a, T b) {  // rounded down; from the remainder, which rounding does not touch
+  T r = fmod(a, b), q = (a - r) / b;
+  q = (r != 0) & ((b < 0) != (r < 0)) ? q - 1 : q;
+  T whole = floor(q);
+  whole = q - whole > (T)0.5 ? whole + 1 : whole;
+  return b == 0 ? a / b : q == 0 ? 0 * (a / b) : whole;
+}
+VM float floor_divide(float a, float b) { return quotient<float>(a, b); }
+VM double floor_divide(double a, double b) { return quotient<double>(a, b); }
 template <typename T> VM T truncate_divide(T a, T b) { return b == 0 ? 0 : b == (T)-1 ? (T)(0 - a) : (T)(a / b); }
 template <typename T> VM T floor_divide(T a, T b) {
   T q = truncate_divide(a, b);
@@ -144,7 +151,7 @@ VM float expm1(float x) {
   p = __builtin_fmaf(p, x, 0.5f);
   float near = __builtin_fmaf(p, z, x);
   float far = exp(x) - 1.0f;
-  return __builtin_fabsf(x) <= 0.5f ? near : far;
+  return __builtin_copysignf(__builtin_fabsf(x) <= 0.5f ? near : far, x);  // -0 is not its sum with 0
 }
 VM float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
 VM float tanh(float x) {
@@ -154,9 +161,9 @@ VM float tanh(float x) {
   p = __builtin_fmaf(p, z, -5.37397155531e-2f);
   p = __builtin_fmaf(p, z, 1.33314422036e-1f);
   p = __builtin_fmaf(p, z, -3.33332819422e-1f);
-  float near = __builtin_fmaf(p * z, x, x);
-  float far = __builtin_copysignf(1.0f - 2.0f / (exp(2.0f * a) + 1.0f), x);
-  return a < 0.625f ? near : far;
+  float near = __builtin_fmaf(p * z, a, a);
+  float far = 1.0f - 2.0f / (exp(2.0f * a) + 1.0f);
+  return __builtin_copysignf(a < 0.625f ? near : far, x);
 }
 VM float erf(float x) {  // 1 - exp(polynomial) beyond 0.93, an odd polynomial below (N. Juffa)
   float a = __builtin_fabsf(x), z = x * x;
@@ -180,11 +187,11 @@ VM float erf(float x) {  // 1 - exp(polynomial) beyond 0.93, an odd polynomial b
 // ---- trigonometry -------------------------------------------------------------------------------------------------
 VM float sine(float x, int32_t quarter) {  // sin(x + quarter * pi / 2)
   double n = __builtin_rint((double)x * 0.63661977236758134308);
-  float r = (float)((double)x - n * 1.57079632679489661923);
+  float r = n == 0 ? x : (float)((double)x - n * 1.57079632679489661923);
   int32_t q = ((int32_t)n + quarter) & 3;
   float z = r * r;
   float s = __builtin_fmaf(__builtin_fmaf(-1.9515295891e-4f, z, 8.3321608736e-3f), z, -1.6666654611e-1f);
-  s = __builtin_fmaf(s * z, r, r);
+  s = r == 0.0f ? r : __builtin_fmaf(s * z, r, r);
   float c = __builtin_fmaf(__builtin_fmaf(2.443315711809948e-5f, z, -1.388731625493765e-3f), z, 4.166664568298827e-2f);
   c = __builtin_fmaf(c * z, z, __builtin_fmaf(-0.5f, z, 1.0f));
   float y = (q & 1) ? c : s;
