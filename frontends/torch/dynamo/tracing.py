@@ -24,7 +24,7 @@ from torch.fx.experimental import _config as symbols
 from daceml_train.errors import INTERNAL, DacemlError, internal
 from daceml_train.frontends.torch import absent_gradients
 from daceml_train.frontends.torch.capture import graph_leaves
-from daceml_train.frontends.torch.dynamo import polyfills
+from daceml_train.frontends.torch.dynamo import formats, polyfills
 
 RECOMPILATIONS = 64
 """Programs per module or step before Dynamo stops: modes, frozen sets of parameters and kinds of arguments."""
@@ -76,6 +76,8 @@ def tracing() -> Iterator[None]:
     failed traces: the error itself reaches the user.
     """
     polyfills.install()
+    formats.install()
+    formats.install()
     graph_leaves.enter()
     absent_gradients.enter()
     logger, config = logging.getLogger("torch._subclasses.fake_tensor"), torch._dynamo.config
