@@ -8,7 +8,7 @@ ARGS ?=             # passed through: make test ARGS="-k softmax"
 VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-browser lint bench traffic conformance-ops conformance-special conformance-models conformance-onnx fuzz orders recipes gpu-bundle test-gpu bench-gpu clean conformance-cuda faults endurance
+.PHONY: help setup demo test test-browser lint bench bench-programs traffic conformance-ops conformance-special conformance-models conformance-onnx fuzz orders recipes gpu-bundle test-gpu bench-gpu clean conformance-cuda faults endurance
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ fuzz: setup ## random models against PyTorch and float64 (ARGS="--models 50 --se
 
 recipes: setup ## training loops: optimizers, schedulers, averages, checkpoints, changes midway (ARGS="midway")
 	@$(VENV_PYTHON) -m benchmarks.recipes $(ARGS)
+
+bench-programs: setup ## imperative programs against eager PyTorch and torch.compile (ARGS="counter --update")
+	@OMP_NUM_THREADS=1 $(VENV_PYTHON) -m benchmarks.programs $(ARGS)
 
 orders: setup ## every prefix and 200 random orders of the passes on the twelve networks (ARGS=)
 	@$(VENV_PYTHON) -m benchmarks.orders $(ARGS)

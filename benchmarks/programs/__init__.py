@@ -1,0 +1,1 @@
+"""Imperative PyTorch programs: models whose forward pass is Python, not a graph."""
