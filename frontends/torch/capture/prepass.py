@@ -7,13 +7,10 @@ Lost without it, each silently: `detach` and `no_grad` regions, the backward of 
 from __future__ import annotations
 
 import contextlib
-import math
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 from torch.fx import traceback as fx_traceback
 from torch.utils import _pytree as pytree
@@ -21,19 +18,17 @@ from torch.utils import _pytree as pytree
 from daceml_train.errors import DacemlError, Unsupported
 from daceml_train.frontends.torch.capture import graph_leaves, inner_gradients
 from daceml_train.frontends.torch.capture.checkpointed import refuse_repeated_changes
+from daceml_train.frontends.torch.capture.composed import REPLACED, REPLACED_IN_FUNCTORCH, REPLACED_METHODS
 from daceml_train.frontends.torch.capture.control import CONTROL, control_of
 from daceml_train.frontends.torch.capture.operators import CustomFunction, custom_functions, result_counts
 from daceml_train.frontends.torch.dynamo.origin import origin
-from daceml_train.frontends.torch.dynamo.polyfills import POLYFILLS
 from daceml_train.frontends.torch.overlap import refuse_lost_writes
-from daceml_train.frontends.torch.rules import linear_algebra
 
 MARK = "daceml_train"
 """Key of the pre-pass in `meta["custom"]` of traced nodes: `detach` (by the user) or `functorch` (in `torch.func`)."""
 
 _INLINED = frozenset({"wrap", "invoke_subgraph", "tag_activation_checkpoint", "hints_wrapper"})
 _REFUSED = frozenset({"register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "backward"})
-_SDPA = F.scaled_dot_product_attention
 _ops = torch.ops.daceml_train
 
 
@@ -103,7 +98,7 @@ class _Interpreter(fx.Interpreter):
             return self._higher_order(name, args, kwargs)
         if name == "_grad_increment_nesting" or name == "_vmap_increment_nesting":
             self.state.nesting += 1
-        rule = _REPLACED.get(target) if not self.state.nesting else _REPLACED_IN_FUNCTORCH.get(target)
+        rule = REPLACED.get(target) if not self.state.nesting else REPLACED_IN_FUNCTORCH.get(target)
         function: Callable[..., Any] = rule or target
         result = self._under_grad_mode(lambda: function(*args, **kwargs), args, kwargs)
         if name == "_grad_decrement_nesting" or name == "_vmap_decrement_nesting":
@@ -149,7 +144,7 @@ class _Interpreter(fx.Interpreter):
             return args[0]
         if target in _REFUSED:
             raise Unsupported(f"{target} inside a compiled graph", where=str(origin(self.node)))
-        rule = _REPLACED_METHODS.get(target) if not self.state.nesting else None
+        rule = REPLACED_METHODS.get(target) if not self.state.nesting else None
         call: Callable[[], Any] = lambda: super(_Interpreter, self).call_method(target, args, kwargs)  # noqa: E731
         if rule is not None:
             function = rule
@@ -367,214 +362,3 @@ def _storage(example: Any) -> int | None:
 
 
 # ---- operators that a trace without autograd would decompose differently ----------------------------------------
-
-
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """Attention as one operator if a library has it, else composed of operators with correct gradients."""
-    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    mask = _additive(attn_mask, query) if attn_mask is not None else None
-    if _has_kernel(query, key, value, attn_mask, dropout_p, is_causal) and isinstance(factor, float):
-        result: torch.Tensor = _ops.attention(query, key, value, mask, is_causal, factor)[0]
-        return result
-    return _composed_attention(query, key, value, attn_mask, dropout_p, is_causal, factor)
-
-
-def _has_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    causal: bool,
-) -> bool:
-    """Whether ATen's flash kernel computes this attention, by the conditions of `use_flash_attention_cpp`."""
-    ranks = {query.dim(), key.dim(), value.dim()}
-    sizes = query.shape[-1] == key.shape[-1] == value.shape[-1] and key.shape[-2] == value.shape[-2]
-    batches = ranks == {4} and query.shape[:2] == key.shape[:2] == value.shape[:2]
-    return (
-        dropout == 0
-        and batches
-        and sizes
-        and query.dtype.is_floating_point
-        and query.device.type in ("cpu", "cuda")
-        and (mask is None or (mask.dim() in (2, 4) and not causal and not mask.requires_grad))
-        and all(not isinstance(s, int) or s > 0 for t in (query, key) for s in t.shape)
-    )
-
-
-def _additive(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """A boolean mask as numbers to add to the scores."""
-    if mask.dtype is not torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), -math.inf)
-
-
-def _composed_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    causal: bool,
-    scale: float,
-) -> torch.Tensor:
-    scores = query @ key.transpose(-2, -1) * scale
-    if causal:
-        mask = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
-    if mask is None:
-        weights = scores.softmax(-1)
-    else:
-        # A fully masked row yields zeros and zero gradients, not NaN.
-        alive = (mask if mask.dtype is torch.bool else mask != -math.inf).any(-1, keepdim=True)
-        if mask.dtype is torch.bool:
-            scores = scores.masked_fill((mask | ~alive).logical_not(), -math.inf)
-        else:
-            scores = scores + mask.where(alive, 0.0)
-        weights = scores.softmax(-1).where(alive, 0.0)
-    return F.dropout(weights, dropout) @ value
-
-
-def _embedding(input: torch.Tensor, weight: torch.Tensor, *options: Any, **more: Any) -> torch.Tensor:
-    """`F.embedding`, whose `max_norm` changes the weight behind autograd's back."""
-    given = dict(zip(("padding_idx", "max_norm", "norm_type"), options, strict=False)) | more
-    given |= dict(zip(("scale_grad_by_freq", "sparse"), options[3:], strict=False))
-    largest, kind = given.pop("max_norm", None), given.pop("norm_type", 2.0)
-    if largest is not None:
-        _renormalize(weight, input, largest, kind)
-    return F.embedding(input, weight, **given)
-
-
-def _embedding_bag(input: torch.Tensor, weight: torch.Tensor, *options: Any, **more: Any) -> torch.Tensor:
-    """`F.embedding_bag`, see `_embedding`."""
-    names = (
-        "offsets max_norm norm_type scale_grad_by_freq mode sparse per_sample_weights include_last_offset padding_idx"
-    )
-    given = dict(zip(names.split(), options, strict=False)) | more
-    largest, kind = given.pop("max_norm", None), given.pop("norm_type", 2.0)
-    if largest is not None:
-        _renormalize(weight, input, largest, kind)
-    return F.embedding_bag(input, weight, **given)
-
-
-def _renormalize(weight: torch.Tensor, indices: torch.Tensor, largest: float, kind: float) -> None:
-    before = weight.clone()
-    torch.embedding_renorm_(weight.detach(), indices.contiguous(), largest, kind)
-    weight.copy_(_ops.graft(before, weight.clone()))
-
-
-def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """A product with a matrix as one matmul, as PyTorch folds it when gradients are needed."""
-    if a.dim() >= 3 and b.dim() == 2 and a.numel() != 0:
-        return (a.reshape(-1, a.shape[-1]) @ b).view(*a.shape[:-1], b.shape[-1])
-    return torch.matmul(a, b)
-
-
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    if x.dim() >= 2 and weight.dim() == 2:
-        rows = x.reshape(-1, x.shape[-1])
-        y = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
-        return y.view(*x.shape[:-1], weight.shape[0])
-    return F.linear(x, weight, bias)
-
-
-def _layer_by_layer(kind: str) -> Callable[..., Any]:
-    """A recurrent network with dropout between its layers, which PyTorch's decomposition leaves out."""
-    function = getattr(torch, kind)
-
-    def run(x: torch.Tensor, hidden: Any, weights: Any, *options: Any) -> Any:
-        if isinstance(weights, torch.Tensor):  # a packed sequence
-            return function(x, hidden, weights, *options)
-        biases, layers, dropout, train, both, batch_first = options
-        if dropout == 0 or not train or layers == 1:
-            return function(x, hidden, weights, *options)
-        states = hidden if kind == "lstm" else (hidden,)
-        held, turns = len(weights) // layers, 2 if both else 1
-        x = x.transpose(0, 1) if batch_first else x
-        last = []
-        for i in range(layers):
-            own = [s[turns * i : turns * (i + 1)] for s in states]
-            part = weights[held * i : held * (i + 1)]
-            x, *following = function(x, own if kind == "lstm" else own[0], part, biases, 1, 0.0, train, both, False)
-            last.append(following)
-            x = F.dropout(x, dropout) if i < layers - 1 else x
-        x = x.transpose(0, 1) if batch_first else x
-        return (x, *(torch.cat(parts) for parts in zip(*last, strict=True)))
-
-    return run
-
-
-def _cosine_similarity(x1: torch.Tensor, x2: torch.Tensor, dim: int = 1, eps: float = 1e-8) -> torch.Tensor:
-    """PyTorch clamps the norms without telling autograd."""
-    x1, x2 = torch.broadcast_tensors(x1, x2)
-
-    def normalized(x: torch.Tensor) -> torch.Tensor:
-        norm = torch.linalg.vector_norm(x, 2, dim, keepdim=True)
-        clamped: torch.Tensor = _ops.graft(norm, norm.clamp_min(eps))
-        return x / clamped
-
-    kind = torch.promote_types(x1.dtype, x2.dtype)
-    return (normalized(x1.to(kind)) * normalized(x2.to(kind))).sum(dim)
-
-
-def _adaptive_average(pool: Callable[..., torch.Tensor], dims: int) -> Callable[..., torch.Tensor]:
-    """Adaptive pooling; to a single element it is the mean, without PyTorch's change of strides afterwards."""
-
-    def pooled(x: torch.Tensor, output_size: Any) -> torch.Tensor:
-        sizes = tuple(output_size) if isinstance(output_size, Sequence) else (output_size,) * dims
-        return x.mean(tuple(range(-dims, 0)), keepdim=True) if sizes == (1,) * dims else pool(x, output_size)
-
-    return pooled
-
-
-_REPLACED: dict[Any, Callable[..., Any]] = {
-    _SDPA: _attention,
-    F.adaptive_avg_pool1d: _adaptive_average(F.adaptive_avg_pool1d, 1),
-    F.adaptive_avg_pool2d: _adaptive_average(F.adaptive_avg_pool2d, 2),
-    F.adaptive_avg_pool3d: _adaptive_average(F.adaptive_avg_pool3d, 3),
-    torch.matmul: _matmul,
-    operator.matmul: _matmul,
-    torch._C._nn.linear: _linear,
-    F.embedding: _embedding,
-    F.embedding_bag: _embedding_bag,
-    **{getattr(torch, kind): _layer_by_layer(kind) for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
-    F.cosine_similarity: _cosine_similarity,
-    torch.cosine_similarity: _cosine_similarity,
-    **POLYFILLS,
-    **linear_algebra.FUNCTIONS,
-    # Without gradients these omit the vectors that their derivatives need.
-    torch.linalg.eigvalsh: lambda x, *options, **more: torch.linalg.eigh(x, *options, **more)[0],
-    torch.linalg.svdvals: lambda x, **more: torch.linalg.svd(x, full_matrices=False, **more)[1],
-}
-_REPLACED_METHODS: dict[str, Callable[..., Any]] = {"matmul": _matmul, "__matmul__": _matmul, **linear_algebra.METHODS}
-
-
-def _attention_in_functorch(*operands: Any, **options: Any) -> torch.Tensor:
-    """Attention composed of operators that `torch.func` can transform."""
-    names: Sequence[str] = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = dict(zip(names, operands, strict=False)) | options
-    query = given["query"]
-    scale = given.get("scale") or 1 / math.sqrt(query.shape[-1])
-    return _composed_attention(
-        query,
-        given["key"],
-        given["value"],
-        given.get("attn_mask"),
-        given.get("dropout_p", 0.0),
-        given.get("is_causal", False),
-        scale,
-    )
-
-
-_REPLACED_IN_FUNCTORCH: dict[Any, Callable[..., Any]] = {_SDPA: _attention_in_functorch}
