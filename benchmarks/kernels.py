@@ -43,6 +43,15 @@ class Family:
 def families() -> Iterator[Family]:
     """The families, with the sizes of ordinary models."""
     torch.manual_seed(0)
+    yield from _normalizations()
+    yield from _activations()
+    yield from _batch_norms()
+    yield from _updates()
+    yield from _sums_and_moves()
+
+
+def _normalizations() -> Iterator[Family]:
+    """Layer norm and softmax, and their derivatives."""
     r, e = torch.randn, torch.empty
     x, g, w, b = r(1024, 1024), r(1024, 1024), r(1024), r(1024)
     mean, rstd = x.mean(1, True), (x.var(1, unbiased=False, keepdim=True) + 1e-5).rsqrt()
@@ -71,6 +80,11 @@ def families() -> Iterator[Family]:
         [e(1024, 1024)],
         lambda g, y: torch.ops.aten._softmax_backward_data(g, y, 1, torch.float32),
     )
+
+
+def _activations() -> Iterator[Family]:
+    """A bias and an activation, and their derivatives."""
+    r, e = torch.randn, torch.empty
     x4, g4, b4 = r(1024, 4096), r(1024, 4096), r(4096)
     yield Family(
         "bias+gelu_tanh [1024x4096]",
@@ -101,6 +115,11 @@ def families() -> Iterator[Family]:
         [e(1024, 4096), e(4096)],
         gelu_backward("none"),
     )
+
+
+def _batch_norms() -> Iterator[Family]:
+    """Batch norm and ReLU, in both memory layouts."""
+    r, e = torch.randn, torch.empty
     image, gi, wc, bc, run = r(8, 64, 48, 48), r(8, 64, 48, 48), r(64), r(64), torch.zeros(64)
     stats = [image.mean((0, 2, 3)), (image.var((0, 2, 3), unbiased=False) + 1e-5).rsqrt()]
 
@@ -142,6 +161,11 @@ def families() -> Iterator[Family]:
         [torch.empty_like(last[0]), *small[:2]],
         batch_norm_backward,
     )
+
+
+def _updates() -> Iterator[Family]:
+    """An optimizer's update."""
+    r = torch.randn
     p, gr, m, v = (r(5_000_000).abs() for _ in range(4))
     steps = torch.tensor(3.0)
 
@@ -170,6 +194,12 @@ def families() -> Iterator[Family]:
     yield Family(
         "adam, 5 M", groups.adam, [p, gr, m, v, steps], [p, m, v], adam, ((0, 0), (1, 2), (2, 3)), adam_in_steps
     )
+
+
+def _sums_and_moves() -> Iterator[Family]:
+    """Sums, a loss, dropout, and arrays in another order."""
+    r, e = torch.randn, torch.empty
+    x = r(1024, 1024)
     yield Family("column sum [8192x1024]", groups.column_sum, [r(8192, 1024)], [e(1024)], lambda x: x.sum(0))
     yield Family("column sum [1024x1024]", groups.column_sum, [x], [e(1024)], lambda x: x.sum(0))
     yield Family("column sum [512x30522]", groups.column_sum, [r(512, 30522)], [e(30522)], lambda x: x.sum(0))

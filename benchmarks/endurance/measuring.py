@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from daceml_train.runtime.executor import pool_trim
+from daceml_train.runtime.native_library import pool_trim
 
 SAMPLES = 40
 """Measurements over a run."""

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.fuzz.layers import Layer
+from benchmarks.fuzz.drawing import Layer
 
 LOSSES = ("cross_entropy", "cross_entropy", "mse_loss", "l1_loss", "binary_cross_entropy_with_logits", "smooth_l1_loss")
 OPTIMIZERS = (

@@ -9,7 +9,8 @@ from random import Random
 
 import daceml_train as dt
 from benchmarks.fuzz.case import LOSSES, OPTIMIZERS, Case
-from benchmarks.fuzz.layers import PROPOSALS, Draw, Layer
+from benchmarks.fuzz.drawing import Draw, Layer
+from benchmarks.fuzz.layers import PROPOSALS
 
 INPUTS = ([6], [4, 5], [3, 8], [2, 6, 6], [4, 5, 7], [3, 4], [1, 9])
 LARGEST = 3000

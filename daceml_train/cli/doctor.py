@@ -80,7 +80,7 @@ def _folder() -> Iterator[str]:
 
 
 def _executor() -> Iterator[str]:
-    from daceml_train.runtime.executor import library
+    from daceml_train.runtime.native_library import library
 
     library()
     yield "native executor: built and loaded"

@@ -26,9 +26,9 @@ from daceml_train.frontends.torch.capture.rng_draws import Draw
 from daceml_train.frontends.torch.dynamo.tracing import failing_guard
 from daceml_train.lowering.device import GPU
 from daceml_train.lowering.program import ProgramInput
-from daceml_train.runtime.executable import BoundPlan, torch_dtype
-from daceml_train.runtime.executor import Leaves
+from daceml_train.runtime.bound_plan import BoundPlan, torch_dtype
 from daceml_train.runtime.gpu.cuda_graph import CudaGraphs, HostScalars
+from daceml_train.runtime.native_library import Leaves
 from daceml_train.training.gradients import SCALER, scaler_state, scaling_of
 from daceml_train.training.joint import ACCUMULATED
 

@@ -9,7 +9,7 @@ import torch
 
 from daceml_train.lowering.program import ProgramInput
 from daceml_train.runtime.executable import Executable
-from daceml_train.runtime.executor import fingerprint
+from daceml_train.runtime.native_library import fingerprint
 from daceml_train.runtime.prepack import packed
 
 Run = Callable[[Executable, Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -30,8 +30,8 @@ class PrepackedWeights:
 
     `weights_only` computes arrays from the graph's inputs `read`; the main program takes the graph's inputs `taken`,
     then those arrays, as its `entries` say, some of them laid out by a library. A change is detected by address,
-    version counter and sampled numbers; see `runtime.executor.fingerprint`. Parameters created in inference mode have
-    no version, so their arrays are computed at every call.
+    version counter and sampled numbers; see `native_library.fingerprint`. Parameters created in inference mode have no
+    version, so their arrays are computed at every call.
     """
 
     def __init__(

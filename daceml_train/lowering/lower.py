@@ -25,6 +25,7 @@ from daceml_train.graph.graph import Graph, Node
 from daceml_train.lowering.aten import Result, call_for, show
 from daceml_train.lowering.chunks import launch_in_parts
 from daceml_train.lowering.device import CPU, Device
+from daceml_train.lowering.lifetimes import _layout, _seen, set_lifetimes
 from daceml_train.lowering.program import (
     Allocation,
     Buffer,
@@ -35,7 +36,6 @@ from daceml_train.lowering.program import (
     KernelLaunch,
     Program,
     ProgramInput,
-    touched,
 )
 from daceml_train.ops.control import Cond, ControlFlow, Scan, While
 from daceml_train.ops.elementwise import Cast, Full, Iota
@@ -433,30 +433,3 @@ class _Lowering:
         if owned and not (apart and place.slot in {p.slot for p in self.program.outputs}) and (whole or not self.body):
             return place
         return self.copy_of(place, place.shape, Allocation.fresh, "output")
-
-
-def _seen(place: BufferView, seen: Sequence[int | None]) -> BufferView:
-    """A library call's view of a buffer view; see `lowering.aten.Call.seen`."""
-    if not seen or len(place.shape) != sum(d is not None for d in seen):
-        return place
-    shape: list[Dim] = []
-    strides: list[Dim] = []
-    for d in reversed(seen):
-        if d is None:
-            shape, strides = [1, *shape], [simplify(shape[0] * strides[0]), *strides]
-        else:
-            shape, strides = [place.shape[d], *shape], [place.strides[d], *strides]
-    return replace(place, shape=tuple(shape), strides=tuple(strides))
-
-
-def _layout(place: BufferView) -> Layout:
-    return Layout(place.shape, place.strides, place.dtype)
-
-
-def set_lifetimes(program: Program) -> None:
-    """Set each slot's first and last launch."""
-    for index, launch in enumerate(program.launches):
-        for slot in touched(launch):
-            entry = program.slots[slot]
-            entry.first = index if entry.first < 0 else entry.first
-            entry.last = index

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from daceml_train.codegen.kernel.domain import analyze
+from daceml_train.codegen.kernel.analysis import analyze
 from daceml_train.errors import Refused
 from daceml_train.ops.kernel import Kernel
 from daceml_train.ops.operator import Value, make

@@ -61,7 +61,7 @@ def answer(process: subprocess.Popen[str]) -> tuple[list[str], int, bool, bool, 
 
 def with_native(folder: Path) -> Path:
     """A new cache that holds the executor, whose compilation takes half a minute, and nothing else."""
-    from daceml_train.runtime.executor import library
+    from daceml_train.runtime.native_library import library
 
     library()
     folder.mkdir()

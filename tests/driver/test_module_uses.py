@@ -162,7 +162,7 @@ def test_as_a_backend_of_torch_compile() -> None:
 
 
 def test_saved_tensors_are_freed() -> None:
-    from daceml_train.runtime.executor import pool_statistics
+    from daceml_train.runtime.native_library import pool_statistics
 
     model, x = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)), torch.randn(512, 64)
     optimized = dt.optimize(model)

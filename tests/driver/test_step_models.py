@@ -267,7 +267,7 @@ def test_many_steps_in_a_process() -> None:
 
 
 def test_random_layers_do_not_grow_memory() -> None:
-    from daceml_train.runtime.executor import pool_statistics
+    from daceml_train.runtime.native_library import pool_statistics
 
     model = nn.Sequential(nn.Linear(64, 256), nn.Dropout(0.1), nn.Linear(256, 64))
     step: TrainingStep = dt.training_step(model, F.mse_loss, torch.optim.Adam(model.parameters()))

@@ -7,7 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from daceml_train.errors import Invalid
-from daceml_train.runtime.executor import Arena, pool_statistics
+from daceml_train.runtime.executor import Arena
+from daceml_train.runtime.native_library import pool_statistics
 from tests.runtime.executing import F32, Builder, call_once
 
 pytestmark = pytest.mark.compiled

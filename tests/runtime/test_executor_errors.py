@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from daceml_train.errors import ExecutionError, Invalid
-from daceml_train.runtime.executor import InputMismatch, Plan, PlanView, pool_statistics
+from daceml_train.runtime.executor import InputMismatch, Plan, PlanView
+from daceml_train.runtime.native_library import pool_statistics
 from tests.runtime.executing import F32, Builder
 
 pytestmark = pytest.mark.compiled
@@ -226,7 +227,7 @@ def test_an_operator_in_python_that_raises() -> None:
         _, view = builder.input(x)
         builder.plan.call(name, "", [view], [None], tag=4)
         builder.plan.finalize(0, [])
-        with pytest.raises(ExecutionError, match=r"KeyError: 'no such thing'(.|\n)*test_executor.py") as caught:
+        with pytest.raises(ExecutionError, match=r"KeyError: 'no such thing'(.|\n)*test_executor_errors.py") as caught:
             builder.plan.run([x])
         assert caught.value.tag == 4
 

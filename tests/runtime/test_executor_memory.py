@@ -8,8 +8,9 @@ import threading
 import pytest
 import torch
 
-from daceml_train.runtime import executor
-from daceml_train.runtime.executor import Arena, Plan, pool_statistics, pool_trim, pooled
+from daceml_train.runtime import executor, native_library
+from daceml_train.runtime.executor import Arena, Plan
+from daceml_train.runtime.native_library import pool_statistics, pool_trim, pooled
 from tests.runtime.executing import Builder
 
 pytestmark = pytest.mark.compiled
@@ -266,4 +267,4 @@ def test_dtype_numbers_are_those_of_this_pytorch() -> None:
         torch.complex64: "ComplexFloat",
     }
     for dtype, name in names.items():
-        assert executor.library().executor_dtype_name(executor.DTYPE_NUMBERS[dtype]).decode() == name
+        assert native_library.library().executor_dtype_name(executor.DTYPE_NUMBERS[dtype]).decode() == name

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from daceml_train.runtime.executor import Leaves
+from daceml_train.runtime.native_library import Leaves
 
 pytestmark = pytest.mark.compiled
 

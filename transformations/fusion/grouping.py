@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from daceml_train.analysis.reachability import required
-from daceml_train.codegen.kernel.domain import analyze
+from daceml_train.codegen.kernel.analysis import analyze
 from daceml_train.errors import Refused
 from daceml_train.graph.graph import Graph
 from daceml_train.ops.elementwise import Cast, Elementwise, Full, Iota

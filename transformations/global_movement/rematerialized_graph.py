@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from daceml_train.analysis.memory import number
-from daceml_train.codegen.kernel.domain import analyze
+from daceml_train.codegen.kernel.analysis import analyze
 from daceml_train.errors import Refused
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.kernel import Kernel

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from daceml_train.analysis.memory import Blocks
-from daceml_train.codegen.kernel.domain import analyze
+from daceml_train.codegen.kernel.analysis import analyze
 from daceml_train.codegen.kernel.loops import Layout
 from daceml_train.codegen.kernel.plan import Plan
 from daceml_train.errors import Refused

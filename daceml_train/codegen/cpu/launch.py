@@ -11,7 +11,7 @@ from pathlib import Path
 
 import sympy
 
-from daceml_train.codegen.kernel.domain import analyze
+from daceml_train.codegen.kernel.analysis import analyze
 from daceml_train.codegen.kernel.loops import SQUARE, TILE, Layout
 from daceml_train.codegen.kernel.plan import Plan
 from daceml_train.codegen.kernel.staging import RANDOM_COST

@@ -21,19 +21,8 @@ import dace
 from dace import subsets
 from dace.memlet import Memlet
 
-from daceml_train.codegen.cpu.emitter import (
-    TYPES,
-    Code,
-    Emitter,
-    after,
-    assign,
-    call,
-    indices,
-    loop,
-    outside,
-    scalar,
-    sym,
-)
+from daceml_train.codegen.cpu import emitter
+from daceml_train.codegen.cpu.emitter import TYPES, Code, Emitter, assign, call, indices, loop, outside, scalar, sym
 from daceml_train.codegen.cpu.schedule import BLOCKS
 from daceml_train.codegen.kernel.loops import SQUARE, SQUARE_LANES, TILE
 from daceml_train.codegen.kernel.plan import Plan
@@ -129,7 +118,7 @@ class Builder(Emitter):
             if name not in block.symbols:
                 block.add_symbol(name, dace.float64 if name in self.values.reals else dace.int64)
         symbols = {name: mapping.get(name, sym(name)) for name in block.symbols if name not in self.inner}
-        state, count = after(self.top, label), sym("blocks") if count is None else count
+        state, count = emitter.after(self.top, label), sym("blocks") if count is None else count
         entry, leave = state.add_map(label, {"block": subsets.Range([(0, count - 1, 1)])}, schedule=schedule)
         node = state.add_nested_sdfg(block, dict.fromkeys(read), dict.fromkeys(written), symbols)
         for name in read:
@@ -201,7 +190,7 @@ class Builder(Emitter):
     def set(self, region: Any, assignments: dict[str, str]) -> None:
         """Assign symbols in a nested SDFG."""
         if not region.number_of_nodes():
-            after(region, "where")
+            emitter.after(region, "where")
         assign(region, assignments)
         self.inner |= set(assignments)
 

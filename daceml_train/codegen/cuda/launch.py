@@ -10,7 +10,7 @@ from pathlib import Path
 
 from daceml_train.codegen.cpu.launch import KernelCode, Layout, generator_version, work
 from daceml_train.codegen.cuda.plan import CudaPlan, groups
-from daceml_train.codegen.kernel.domain import analyze
+from daceml_train.codegen.kernel.analysis import analyze
 from daceml_train.ops.kernel import Kernel
 from daceml_train.tensor import Dim, Tensor, product, simplify, symbol
 

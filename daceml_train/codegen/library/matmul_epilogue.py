@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from daceml_train.codegen.cpu.launch import KernelCode, groups
-from daceml_train.codegen.kernel.domain import Domain, Leaf, analyze
+from daceml_train.codegen.kernel.analysis import analyze
+from daceml_train.codegen.kernel.domain import Domain, Leaf
 from daceml_train.codegen.kernel.expression import computed
 from daceml_train.codegen.kernel.loops import Layout, Loops
 from daceml_train.codegen.kernel.values import Values

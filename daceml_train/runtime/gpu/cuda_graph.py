@@ -14,7 +14,7 @@ import torch
 
 from daceml_train.errors import OutOfMemory
 from daceml_train.lowering.device import GPU
-from daceml_train.runtime.executable import BoundPlan
+from daceml_train.runtime.bound_plan import BoundPlan
 from daceml_train.runtime.gpu.binding import placed, schedule_of
 from daceml_train.runtime.gpu.plan import DevicePlan
 

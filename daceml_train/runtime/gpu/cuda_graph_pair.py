@@ -18,7 +18,7 @@ import torch
 
 from daceml_train.errors import OutOfMemory
 from daceml_train.lowering.device import GPU
-from daceml_train.runtime.executable import BoundPlan
+from daceml_train.runtime.bound_plan import BoundPlan
 from daceml_train.runtime.executor import InputMismatch
 from daceml_train.runtime.gpu.binding import placed
 from daceml_train.runtime.gpu.cuda_graph import PLAIN_RUNS, CudaGraph

@@ -1,13 +1,14 @@
 """The rule table: ATen overload -> operators of the graph. Importing this module fills `translate.RULES`."""
 
 from daceml_train.frontends.torch.capture import autograd_function, control_flow, requirements
-from daceml_train.frontends.torch.rules import indexing, movement, network, pointwise, reductions
+from daceml_train.frontends.torch.rules import creation, indexing, movement, network, pointwise, reductions
 from daceml_train.frontends.torch.rules.translate import RULES
 
 __all__ = [
     "RULES",
     "autograd_function",
     "control_flow",
+    "creation",
     "indexing",
     "movement",
     "network",

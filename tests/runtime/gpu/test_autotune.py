@@ -17,7 +17,7 @@ import daceml_train as dt
 from daceml_train.driver import TrainingStep
 from daceml_train.errors import CompilerError
 from daceml_train.lowering.program import KernelLaunch
-from daceml_train.runtime.executable import BoundPlan
+from daceml_train.runtime.bound_plan import BoundPlan
 from daceml_train.runtime.gpu import autotune
 from daceml_train.runtime.gpu.autotune import Autotuner, shape
 from tests.runtime.emulation import Emulated, EmulatedCuda, emulated

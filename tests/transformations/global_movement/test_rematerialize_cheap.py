@@ -8,7 +8,7 @@ from daceml_train.analysis.memory import memory
 from daceml_train.analysis.traffic import traffic
 from daceml_train.analysis.verify import verify
 from daceml_train.autodiff.reverse import differentiate
-from daceml_train.codegen.kernel.domain import analyze
+from daceml_train.codegen.kernel.analysis import analyze
 from daceml_train.graph.graph import Graph, Role
 from daceml_train.ops.kernel import Kernel
 from daceml_train.ops.operator import Value, make

@@ -1,0 +1,377 @@
+"""A program bound to one set of sizes: the plan that the executor runs, on tensors or on addresses."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+
+from daceml_train.codegen.cpu.launch import KernelCode
+from daceml_train.errors import ExecutionError, OutOfMemory, execution_error
+from daceml_train.lowering.arena import Lifetime, plan_arena
+from daceml_train.lowering.aten import Placeholder
+from daceml_train.lowering.device import CPU, GPU, Device
+from daceml_train.lowering.program import (
+    Allocation,
+    BufferView,
+    CallLaunch,
+    ControlLaunch,
+    CopyLaunch,
+    KernelLaunch,
+    Launch,
+    Program,
+    library_results,
+)
+from daceml_train.runtime.executor import Arena, Plan, PlanView
+from daceml_train.runtime.gpu.arena import DeviceArena
+from daceml_train.runtime.gpu.autotune import Autotuner
+from daceml_train.runtime.gpu.binding import biggest, placed
+from daceml_train.runtime.gpu.plan import DevicePlan
+from daceml_train.runtime.timing import Timing
+from daceml_train.runtime.tune_matmul import Added, MatmulShape, MatmulTuner, onednn_call
+from daceml_train.tensor import Dim, DType, Tensor, evaluate, same_shape
+
+AnyArena = Arena | DeviceArena
+
+
+def new_arena(device: Device) -> AnyArena:
+    """An arena for programs on this device."""
+    return DeviceArena(device) if isinstance(device, GPU) else Arena()
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """The `torch.dtype` of an element type."""
+    found: torch.dtype = getattr(torch, dtype.name)
+    return found
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A matmul in oneDNN: what is added, and the slot of its result (None: the result is copied over the matrix that
+    is added).
+    """
+
+    added: Added
+    slot: int | None
+
+
+class BoundPlan:
+    """A program for one set of sizes and one thread count. `base` is the original program: `program` may have other
+    launch configurations.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        addresses: dict[str, int],
+        sizes: dict[str, int],
+        threads: int,
+        arena: AnyArena,
+        products: MatmulTuner,
+        device: Device = CPU,
+        work: Callable[[int, Callable[[Dim], int]], tuple[int, int]] | None = None,
+        search: Autotuner | None = None,
+    ) -> None:
+        self.value, self.base = _evaluator(sizes), program
+        self.compared = (0, 0)
+        """How many kernels were autotuned, and how many of them changed."""
+        if search is not None and isinstance(device, GPU):
+            program, addresses = search.tuned(program, addresses, self.value, device)
+            changed = sum(a is not b for a, b in zip(program.codes, self.base.codes, strict=True))
+            self.compared = len(search.measured), changed
+        self.program, self.threads, self.sizes, self.products = program, threads, sizes, products
+        self.device, self.work = device, work
+        self.onednn = self._choose_products(products) if device is CPU else {}
+        """Matmul launches that run in oneDNN."""
+        self.stand_in = len(program.slots)
+        """An extra slot, at the arena's start, for arrays whose elements no call reads."""
+        self.plan: Plan | DevicePlan = (
+            DevicePlan(self.stand_in + 1, arena) if isinstance(arena, DeviceArena) else Plan(self.stand_in + 1, arena)
+        )
+        self.offsets: dict[int, int] = {}
+        """The offsets of slots in the arena."""
+        self.plan.arena_slot(self.stand_in, 0)
+        self.used = [i for i, s in enumerate(program.slots) if s.first >= 0 or s.home is Allocation.input]
+        self._views: dict[tuple[Any, ...], PlanView] = {}
+        self.arena_bytes = self._slots()
+        self._placeholder_bytes = 0
+        self.timing: Timing | None = None
+        self._order: list[int] = []
+        """Per entry of the plan, the launch of the program; releases count as the launch before them."""
+        self._last_use: dict[int, list[int]] = {}
+        keep = {place.slot for place in program.outputs}
+        for slot in self.used:
+            entry = program.slots[slot]
+            if self._home(slot) in (Allocation.fresh, Allocation.result) and slot not in keep:
+                self._last_use.setdefault(entry.last, []).append(slot)
+        for index, launch in enumerate(program.launches):
+            self._launch(index, launch, addresses)
+            for slot in self._last_use.get(index, ()):
+                self.plan.release(slot, tag=index)
+            self._order += [index] * (1 + len(self._last_use.get(index, ())))
+        self.owners = list(dict.fromkeys(place.slot for place in program.outputs))
+        self.plan.finalize(max(self.arena_bytes, self._placeholder_bytes), self.owners)
+        self._shapes = [self._output(place) for place in program.outputs]
+
+    def _choose_products(self, products: MatmulTuner) -> dict[int, Chosen]:
+        chosen: dict[int, Chosen] = {}
+        for index, launch in enumerate(self.program.launches):
+            if isinstance(launch, CallLaunch) and launch.direct and launch.target in ("mm", "addmm"):
+                out, *c, a, b = launch.arguments
+                slot, over = self.program.slots[out.slot], bool(c) and c[0].slot == out.slot
+                whole = slot.home is not Allocation.input and same_shape(out.shape, slot.shape)
+                if out.dtype is not DType.float32 or not (whole or over):
+                    continue
+                added: Added = "nothing" if not c else "row" if len(c[0].shape) == 1 else "result" if over else "matrix"
+                (rows, inner), columns = self._ints(a.shape), self.value(b.shape[1])
+                product = MatmulShape(
+                    rows, inner, columns, self._pair(a.strides), self._pair(b.strides), added, self.threads
+                )
+                if products.way(product) == "onednn":
+                    chosen[index] = Chosen(added, None if over else out.slot)
+        return chosen
+
+    def _pair(self, strides: Sequence[Dim]) -> tuple[int, int]:
+        outer, inner = self._ints(strides)
+        return outer, inner
+
+    # ---- slots --------------------------------------------------------------------------------------------------
+    def _home(self, slot: int) -> Allocation:
+        """Declare where a slot's memory comes from; oneDNN allocates what it computes."""
+        return Allocation.result if slot in self._returned else self.program.slots[slot].home
+
+    @functools.cached_property
+    def _returned(self) -> frozenset[int]:
+        return frozenset(chosen.slot for chosen in self.onednn.values() if chosen.slot is not None)
+
+    def _slots(self) -> int:
+        program = self.program
+        offered = self._offered()
+        planned = [i for i in self.used if self._home(i) is Allocation.arena or i in offered]
+        slots = [program.slots[i] for i in planned]
+        lifetimes = [Lifetime(self.bytes_of(i), s.first, s.last) for i, s in zip(planned, slots, strict=True)]
+        offsets, size = plan_arena(lifetimes)
+        for slot, offset in zip(planned, offsets, strict=True):
+            if slot not in offered:
+                self.plan.arena_slot(slot, offset)
+            self.offsets[slot] = offset
+        for i in self.used:
+            entry, home = program.slots[i], self._home(i)
+            if home is Allocation.arena:
+                continue
+            layout = (torch_dtype(entry.dtype), self._ints(entry.shape), self._ints(entry.strides))
+            if entry.opaque:
+                assert isinstance(self.plan, Plan)
+                self.plan.opaque_slot(i, entry.input, *layout)
+            elif home is Allocation.input:
+                self.plan.input_slot(i, entry.input, *layout, entry.mutable)
+            elif home is Allocation.fresh:
+                self.plan.fresh_slot(i, *layout)
+            else:
+                self.plan.result_slot(i, *layout)
+                if i in offered:
+                    assert isinstance(self.plan, Plan)
+                    self.plan.offer(i, self.offsets[i])
+        return size
+
+    def _offered(self) -> frozenset[int]:
+        """Results that library calls place in the arena: those of PyTorch's own operators, on CPUs.
+
+        Others may keep what they allocate.
+        """
+        if not isinstance(self.plan, Plan):
+            return frozenset()
+        handed = {place.slot for place in self.program.outputs}
+        return (self._returned - handed) | library_results(self.program)
+
+    def _ints(self, dims: Sequence[Dim]) -> list[int]:
+        return [self.value(d) for d in dims]
+
+    # ---- launches -----------------------------------------------------------------------------------------------
+    def _launch(self, index: int, launch: Launch, addresses: dict[str, int]) -> None:
+        match launch:
+            case KernelLaunch(code=number, places=places):
+                code = self.program.codes[number]
+                blocks = self._blocks(code)
+                integers = [self.value(d, blocks) for d in code.integers]
+                pointers = [(p.slot, self.value(p.offset) * p.dtype.bytes) for p in places]
+                self.plan.kernel(addresses[code.key], pointers, integers, tag=index)
+            case CopyLaunch(target=target, source=source):
+                size = self.value(Tensor(source.shape, source.dtype).bytes)
+                to = (target.slot, self.value(target.offset) * target.dtype.bytes)
+                self.plan.copy(to, (source.slot, self.value(source.offset) * source.dtype.bytes), size, tag=index)
+            case CallLaunch(target=name, overload=overload, arguments=arguments, returns=returns, direct=direct):
+                if index in self.onednn:
+                    self._onednn(index, arguments)
+                    return
+                values = [self._argument(a) for a in arguments]
+                if direct:
+                    getattr(self.plan, name)(*values, tag=index)
+                else:
+                    self.plan.call(name, overload, values, returns, tag=index)
+
+            case ControlLaunch():
+                self._control(index, launch, addresses)
+
+    def _control(self, index: int, launch: ControlLaunch, addresses: dict[str, int]) -> None:
+        """Launch control flow, whose bodies have plans and an arena of their own: one of them runs at a time."""
+        plan: Any = self.plan
+        arena = plan.arena.inner
+        inner = [
+            BoundPlan(body, addresses, self.sizes, self.threads, arena, self.products, self.device).plan
+            for body in launch.bodies
+        ]
+        trips = self.value(launch.trips)
+        strides = [self.value(p.strides[0]) * p.dtype.bytes for p in launch.slices]
+        first = [replace(p, shape=p.shape[1:], strides=p.strides[1:]) for p in launch.slices] if trips else []
+        plan.control(
+            launch.kind,
+            inner,
+            None if launch.condition is None else self._view(launch.condition),
+            [self._view(p) for p in launch.states],
+            [(self._view(p), stride) for p, stride in zip(first, strides, strict=bool(first))],
+            [self._view(p) for p in launch.shared],
+            launch.returns,
+            trips,
+            launch.reverse,
+            tag=index,
+        )
+
+    def _onednn(self, index: int, arguments: tuple[BufferView, ...]) -> None:
+        """Launch a matmul in oneDNN, which takes the second operand transposed."""
+        chosen = self.onednn[index]
+        out, *c, a, b = arguments
+        transposed = replace(b, shape=b.shape[::-1], strides=b.strides[::-1])
+        operands = self._view(a), self._view(transposed), self._view(c[0]) if c else None
+        overload, values = onednn_call(*operands, chosen.added)
+        returned = [self._view(out) if chosen.slot is None else chosen.slot]
+        self.plan.call("mkldnn::_linear_pointwise", overload, values, returned, tag=index)
+
+    def _argument(self, argument: Any) -> Any:
+        match argument:
+            case BufferView():
+                return self._view(argument)
+            case Placeholder(tensor=tensor):
+                self._placeholder_bytes = max(self._placeholder_bytes, self.value(tensor.bytes))
+                return self._view(BufferView(self.stand_in, tensor.dtype, tensor.shape, tensor.strides))
+            case DType():
+                return torch_dtype(argument)
+            case tuple() | list():
+                return [self._argument(a) for a in argument]
+            case sympy.Expr():
+                return self.value(argument)
+        return argument
+
+    def _view(self, place: BufferView) -> PlanView:
+        layout = (torch_dtype(place.dtype), tuple(self._ints(place.shape)), tuple(self._ints(place.strides)))
+        empty = 0 in layout[1]  # an empty slice may begin past the end
+        offset = 0 if empty else self.value(place.offset) * place.dtype.bytes
+        key = (place.slot, offset, *layout)
+        if key not in self._views:
+            self._views[key] = self.plan.view(place.slot, offset, *layout)
+        return self._views[key]
+
+    def _output(self, place: BufferView) -> tuple[int, list[int], list[int], int] | int:
+        """The position among the owners, with a layout if the output is not the whole slot as it is."""
+        slot, position = self.program.slots[place.slot], self.owners.index(place.slot)
+        layout = (self._ints(place.shape), self._ints(place.strides), self.value(place.offset))
+        if layout == (self._ints(slot.shape), self._ints(slot.strides), 0):
+            return position
+        return (position, *layout)
+
+    def bytes_of(self, slot: int) -> int:
+        """Bytes of a slot; the size of scratch memory depends on the blocks of its kernel."""
+        return self.value(self.program.slots[slot].bytes, self._scratch_blocks.get(slot, self.threads))
+
+    def shape(self, launch: Launch) -> str:
+        """The launch configuration of a launch's kernel; empty for other launches, and on CPUs."""
+        if not isinstance(launch, KernelLaunch) or not isinstance(self.device, GPU):
+            return ""
+        code = self.program.codes[launch.code]
+        return f"{code.shape}, {self._blocks(code)} blocks" if code.shape else ""
+
+    def _blocks(self, code: KernelCode) -> int:
+        return self.device.toolchain.blocks(code, self.value, self.threads)
+
+    @functools.cached_property
+    def _scratch_blocks(self) -> dict[int, int]:
+        """Slot -> blocks, of scratch memory."""
+        found: dict[int, int] = {}
+        for launch in self.program.launches:
+            if isinstance(launch, KernelLaunch) and (kept := len(self.program.codes[launch.code].scratch)):
+                blocks = self._blocks(self.program.codes[launch.code])
+                found |= {place.slot: blocks for place in launch.places[-kept:]}
+        return found
+
+    def owners_of(self, outputs: int | None) -> frozenset[int]:
+        """The positions of the program's first `outputs` outputs among the plan's; all of them, if None."""
+        return frozenset(shape if isinstance(shape, int) else shape[0] for shape in self._shapes[:outputs])
+
+    # ---- running ------------------------------------------------------------------------------------------------
+    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run on `inputs`; see `Executable.__call__`."""
+        timing = self.timing
+        if isinstance(self.device, GPU):
+            inputs = placed(self.program, self.device, inputs)
+        outputs = self.collect(lambda: self.plan.run(inputs, profile=timing is not None))
+        if timing is not None:
+            timing.add(self._order, self.plan.seconds())
+        return outputs
+
+    def run_addresses(self, inputs: ctypes.Array[ctypes.c_void_p]) -> list[torch.Tensor]:
+        """Run on an array of `tensor._cdata`, on the CPU."""
+        timing, plan = self.timing, self.plan
+        assert isinstance(plan, Plan)
+        outputs = self.collect(lambda: plan.run_addresses(inputs, profile=timing is not None))
+        if timing is not None:
+            timing.add(self._order, self.plan.seconds())
+        return outputs
+
+    def collect(self, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+        """Run, and view the results as the program's outputs."""
+        try:
+            owned = self._shown(run) if torch._C._autograd._profiler_enabled() else run()
+        except ExecutionError as error:
+            launch = self.program.launches[error.tag] if 0 <= error.tag < len(self.program.launches) else None
+            where = launch.origin if launch else ""
+            raise execution_error(error.message, error.tag, where=where) from error
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(biggest(self, str(error))) from error
+        outputs = []
+        for shape in self._shapes:
+            if isinstance(shape, int):
+                outputs.append(owned[shape])
+            else:
+                position, sizes, strides, offset = shape
+                outputs.append(owned[position].as_strided(sizes, strides, offset))
+        return outputs
+
+    def _shown(self, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+        """Run as one span of the profile that PyTorch records: `training_step`, `forward` or `backward`."""
+        name = self.program.name.removeprefix("forward_")
+        with torch.autograd.profiler.record_function(f"daceml_train: {name}"):
+            return run()
+
+
+def _evaluator(sizes: dict[str, int]) -> Callable[..., int]:
+    """A function from size expressions to integers; `blocks` may be given where the expression has it."""
+    known: dict[Any, int] = {}
+
+    @functools.cache
+    def free(expression: sympy.Expr) -> bool:
+        return any(str(s) == "blocks" for s in expression.free_symbols)
+
+    def value(size: Dim, blocks: int = 1) -> int:
+        if isinstance(size, int):
+            return size
+        key = (size, blocks) if free(size) else size
+        if key not in known:
+            known[key] = evaluate(size, {**sizes, "blocks": blocks})
+        return known[key]
+
+    return value
