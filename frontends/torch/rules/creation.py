@@ -115,13 +115,3 @@ def _randint(t: Translator, *arguments: Any, **options: Any) -> Value | None:
     numbers = [a for a in arguments[1 if "like" in name else 0 :] if isinstance(a, int)]
     low, high = (numbers[0], numbers[1]) if "low" in name else (0, numbers[0])
     return (t.uniform(t.type.shape, DType.float64) * (high - low) + low).unary("floor").cast(t.type.dtype)
-
-
-_VIEWS = """
-diagonal.default expand.default permute.default select.int slice.Tensor split.Tensor
-split_with_sizes.default squeeze.default squeeze.dim squeeze.dims t.default transpose.int unbind.int unfold.default
-unsqueeze.default view.default
-"""
-for _name in _VIEWS.split():
-    _packet, _overload = _name.split(".")
-    RULES[f"aten.{_packet}_copy.{_overload}"] = RULES[f"aten.{_name}"]

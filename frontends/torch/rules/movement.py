@@ -335,3 +335,13 @@ def _unfold(t: Translator, x: Value, dim: int, size: int, step: int) -> Value:
     lying = (*shape[:-1], 1)
     parts = [w.view(lying) for w in windows]
     return parts[0] if len(parts) == 1 else t.emit("concat", *parts, dim=len(shape) - 1)
+
+
+_VIEWS = """
+diagonal.default expand.default permute.default select.int slice.Tensor split.Tensor
+split_with_sizes.default squeeze.default squeeze.dim squeeze.dims t.default transpose.int unbind.int unfold.default
+unsqueeze.default view.default
+"""
+for _name in _VIEWS.split():
+    _packet, _overload = _name.split(".")
+    RULES[f"aten.{_packet}_copy.{_overload}"] = RULES[f"aten.{_name}"]
