@@ -35,7 +35,7 @@ def input_tensors(captured: Captured, arguments: Sequence[Any]) -> dict[str, tor
 
 
 def _known(number: Any) -> int:
-    """A number, or the example behind a symbolic one, of which PyTorch then notes nothing."""
+    """A number, or the example of a symbolic one, of which PyTorch then notes nothing."""
     return int(number.node.hint if isinstance(number, torch.SymInt) else number)
 
 

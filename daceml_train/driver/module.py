@@ -88,7 +88,7 @@ class Backend:
         recent = self.programs.setdefault(frame(), [])
         if len(recent) >= STORM and all(program.runs <= 2 for program in recent):
             changed = recompilation().split("  #")[0].split(" # ")[0]
-            self.break_off(f"a program compiled anew at nearly every call, since {changed} changes; PyTorch runs it")
+            self.break_off(f"recompiled at nearly every call, since {changed} changes; PyTorch runs it")
             raise SkipFrame(self.breaks[-1])
         try:
             made = self.compile(module, examples)

@@ -61,7 +61,7 @@ WAYS = 8
 """Bound steps that are kept for a kind of arguments: ways through the user's code, such as two sides of a branch."""
 
 ALLOWED_CHANGES = 3
-"""How often a step may be captured anew because it assigned something that its capture depends on, before it runs in
+"""How often a step may be captured again because it assigned something that its capture depends on, before it runs in
 pieces.
 """
 
@@ -108,7 +108,7 @@ class TrainingStep(InPieces):
         self._worked = ""
         self._known: list[torch.Tensor] | None = None
         self._changes: dict[Any, int] = {}
-        """Per kind of arguments how often the step was captured anew because of what it assigned."""
+        """Per kind of arguments how often the step was captured again because of what it assigned."""
         self._changed: dict[Any, str] = {}
         """Per kind of arguments what the last step assigned that its own capture depends on."""
         self._captures = 0

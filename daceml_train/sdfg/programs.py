@@ -1,7 +1,7 @@
 """Functions written in DaCe: what they take and return, compiled for the CPU, and their derivatives by `dace.autodiff`.
 
 Arguments that a program only reads are operands. What it returns, and arguments that it only writes, are results. The
-derivative is a program of its own: the SDFG with the sum of all results times their cotangents behind it, which
+derivative is a program of its own: the SDFG with the sum of all results times their cotangents after it, which
 `dace.autodiff` differentiates in reverse mode.
 """
 

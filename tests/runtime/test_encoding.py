@@ -69,7 +69,9 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: f"{type(value).__name__} {value}")
+@pytest.mark.parametrize(
+    "value", VALUES, ids=lambda value: f"{type(value).__name__} {sorted(value) if isinstance(value, set) else value}"
+)
 def test_what_comes_back_is_what_was_stored(value: Any) -> None:
     back = decode(encode(value))
     assert type(back) is type(value) and back == value
