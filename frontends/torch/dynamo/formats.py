@@ -10,21 +10,23 @@ from __future__ import annotations
 from typing import Any
 
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-from torch._dynamo.variables import SymNodeVariable
 from torch._dynamo.variables.misc import StringFormatVariable
+from torch._dynamo.variables.tensor import SymNodeVariable
 
 CONVERSIONS = ("", "!s", "!r", "!a")
-_of_constants: Any = InstructionTranslatorBase._format_value
+_translators: Any = InstructionTranslatorBase
+_of_constants: Any = _translators._format_value
 
 
 def _format_value(translator: Any, form: Any, flags: int) -> None:
     """A part of an f-string: the number on the stack in the format `form`."""
     if not isinstance(translator.stack[-1], SymNodeVariable):
-        return _of_constants(translator, form, flags)
+        _of_constants(translator, form, flags)
+        return
     template = f"{{{CONVERSIONS[flags & 3]}:{form.as_python_constant()}}}"
     translator.push(StringFormatVariable.create(template, [translator.pop()], {}))
 
 
 def install() -> None:
     """Let TorchDynamo delay the formats of numbers."""
-    InstructionTranslatorBase._format_value = _format_value  # type: ignore[method-assign]
+    _translators._format_value = _format_value
