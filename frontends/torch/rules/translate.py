@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import sympy
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 
 from daceml_train.errors import DacemlError, Invalid, Unsupported
@@ -265,6 +266,11 @@ class Translator:
         self.node = node
         try:
             return self._emit(name, node, arguments, keywords)
+        except TypeError as error:  # an attribute that is an expression over sizes, or an array that holds a number
+            symbolic = pytree.tree_leaves([arguments, keywords])
+            if not any(isinstance(a, sympy.Expr) for a in symbolic) and not self._numbers:
+                raise
+            raise Unproven(f"{name} with a symbolic attribute", where=str(origin(node))) from error
         except Unsupported as error:
             raise error if error.where else type(error)(error.message, where=str(origin(node))) from error
         except Invalid as error:
