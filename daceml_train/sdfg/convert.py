@@ -49,6 +49,8 @@ def _no_notebook() -> Iterator[None]:
 with _no_notebook(), warnings.catch_warnings():
     warnings.simplefilter("ignore")  # from DaCe's own code, which would be errors under `python -W error`
     import dace as dace  # re-exported
+    import dace.codegen.codegen
+    import dace.codegen.targets.cpu
     import dace.library
     from dace.properties import ListProperty, Property
     from dace.transformation.transformation import ExpandTransformation

@@ -78,6 +78,8 @@ class Interpreting:
 
 
 def tensor_of(source: InputSource, operands: Sequence[Any]) -> Any:
+    if source.kind == "number":
+        return torch.tensor(operands[source.position])
     return source.value if source.kind == "attribute" else operands[source.position]
 
 
