@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,7 +62,7 @@ class ModuleState:
 
 
 STORM = 8
-"""How many programs of one function may be compiled one after the other of which none runs more than twice."""
+"""How many programs of one function may be compiled for one condition of which none runs more than twice."""
 
 
 @dataclass
@@ -79,15 +80,19 @@ class Backend:
     """The CUDA graphs of forward and backward passes, per captured graph."""
     programs: dict[int | None, list[CompiledGraph]] = field(default_factory=dict)
     """The last programs of each function of the user's."""
+    changes: dict[int | None, list[str]] = field(default_factory=dict)
+    """Per function, why each of its programs was compiled, without numbers."""
     __name__ = "daceml_train"
     alone = False
     """Whether PyTorch may not run a call in its place."""
 
     def __call__(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         self.graphs += 1
-        recent = self.programs.setdefault(frame(), [])
-        if len(recent) >= STORM and all(program.runs <= 2 for program in recent):
-            changed = recompilation().split("  #")[0].split(" # ")[0]
+        recent, changes = self.programs.setdefault(frame(), []), self.changes.setdefault(frame(), [])
+        changed = recompilation().split("  #")[0].split(" # ")[0]
+        changes.append(re.sub(r"[\d.]+", "0", changed))
+        same = len(set(changes[1 - STORM :])) == 1  # one condition, and not a module that is called in many modes
+        if len(recent) >= STORM and same and all(program.runs <= 2 for program in recent):
             self.break_off(f"recompiled at nearly every call, since {changed} changes; PyTorch runs it")
             raise SkipFrame(self.breaks[-1])
         try:
