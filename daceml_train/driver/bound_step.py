@@ -356,6 +356,7 @@ class BoundStep:
         if self.cuda_graphs is None or self.first:
             return self.plan.run(self.inputs)
         moving = [*(a.position for a in self.arguments), *(place for place, _, _ in self.draws.values())]
+        moving += [f.position for f in self.followed if f.moving]  # another tensor at each call
         return self.cuda_graphs.run(self, self.plan, self.inputs, moving)
 
 

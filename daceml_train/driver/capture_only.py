@@ -57,14 +57,18 @@ def loss_first(captured: Captured) -> Captured:
     """The same with the loss as the graph's first output: the only one that carries a gradient.
 
     What the user's code keeps (`self.state = h.detach()`) are further results. Raises `Unsupported` where one of those
-    carries a gradient, too.
+    carries a gradient, too, or where the loss is a part of one: the graph's output is then the whole of their memory,
+    whose gradient is another one.
     """
-    pairs = zip(captured.outputs, captured.detached, strict=True)
-    losses = {o.index for o, detached in pairs if o.kind == "graph" and not detached}
-    if len(captured.graph.outputs) < 2 or not losses:
+    if len(captured.outputs) < 2:
         return captured
-    if len(losses) > 1:
+    pairs = zip(captured.outputs, captured.detached, strict=True)
+    found = [o for o, detached in pairs if o.kind == "graph" and not detached]
+    losses = {o.index for o in found}
+    if len(losses) != 1:
         raise Unsupported("the model or the loss keeps tensors that carry a gradient in Python objects")
+    if any(o.view is not None for o in found):
+        raise Unsupported("the loss shares memory with a tensor that the model or the loss keeps in a Python object")
     graph = captured.graph.copy()
     order = sorted(range(len(graph.outputs)), key=lambda i: i not in losses)
     graph.outputs = [graph.outputs[i] for i in order]

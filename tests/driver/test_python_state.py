@@ -189,6 +189,20 @@ def train_without_state(model: nn.Module, cache: Path) -> tuple[Tensor, list[str
     return loss, step.breaks
 
 
+class PartOfWhatIsKept(Model):
+    """The loss is one element of a tensor that is kept: its gradient is not that of the whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.l(x).sum(1)
+        self.state = h.detach()
+        return h[0]
+
+
+def test_a_loss_that_is_a_part_of_what_is_kept(tmp_path: Path) -> None:
+    _, breaks = train(PartOfWhatIsKept(), "step", tmp_path, 3)
+    assert any("shares memory" in text for text in breaks)
+
+
 def test_a_step_that_raises_keeps_nothing(tmp_path: Path) -> None:
     class Checked(Model):
         def forward(self, x: Tensor) -> Tensor:
