@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import daceml_train as dt
 from daceml_train.driver.module import state_of
-from daceml_train.errors import DeviceMismatch, Invalid, OutOfMemory
+from daceml_train.errors import DeviceMismatch, Invalid, OutOfMemory, Unsupported
 from daceml_train.runtime.gpu.arena import DeviceArena
 from daceml_train.runtime.gpu.cuda_graph import HostScalars
 from daceml_train.runtime.placement import common_device, device_of
@@ -88,7 +88,7 @@ def test_other_devices_are_refused_by_name() -> None:
     here, there = torch.zeros(3), torch.zeros(3, device="meta")
     with pytest.raises(DeviceMismatch, match=r"model.weight is on cpu and x on meta: a program runs on one device"):
         common_device({"model.weight": here, "x": there})
-    with pytest.raises(Invalid, match="CPUs and CUDA devices, not on meta"):
+    with pytest.raises(Unsupported, match="CPUs and CUDA devices, not on meta"):
         device_of(torch.device("meta"))
     assert common_device({"x": torch.zeros(()), "y": here}).target == "cpu"
     model = mlp()

@@ -1,5 +1,8 @@
 """The two schedules of generated kernels, which this module registers with DaCe on import.
 
+The classes that emit them are not registered: DaCe instantiates every registered one for each SDFG that it compiles,
+the user's own included. `source` instantiates them.
+
     CPU_Blocks   the parallel map over blocks: `#pragma omp parallel for`, one block per thread
     CPU_Lanes    a map around one C++ tasklet: loops, the innermost one with `#pragma omp simd`; what all lanes share is
                  read before them
@@ -16,7 +19,7 @@ import re
 from typing import Any
 
 import dace
-from dace import dtypes, registry
+from dace import dtypes
 from dace.codegen.target import TargetCodeGenerator
 from dace.codegen.targets import cpp
 from dace.sdfg import nodes
@@ -58,7 +61,6 @@ _OPERAND, _ROW = re.compile(r"[xy]\d+$"), re.compile(r"r\d+$|row_")
 _CLAUSE = {"sum": "+", "prod": "*", "max": "max", "min": "min", "any": "||", "all": "&&"}
 
 
-@registry.autoregister_params(name="cpublocks")
 class BlockGenerator(TargetCodeGenerator):
     """Emits `CPU_Blocks` maps."""
 
@@ -87,7 +89,6 @@ class BlockGenerator(TargetCodeGenerator):
         out.write("}")
 
 
-@registry.autoregister_params(name="cpulanes")
 class LaneGenerator(TargetCodeGenerator):
     """Emits complete `CPU_Lanes` maps: the loops and the tasklet inside."""
 

@@ -1,5 +1,8 @@
 """The schedules of CUDA kernels, which this module registers with DaCe on import.
 
+The classes that emit them are not registered: DaCe instantiates every registered one for each SDFG that it compiles,
+the user's own included. `source` instantiates them.
+
     GPU_Blocks    the map over blocks: a `__global__` function, and its launch
     GPU_Lanes     a map over lanes, shared out over the threads of a team: fragment by fragment, in two unrolled loops,
                   first every load, then one C++ tasklet and the stores
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dace import dtypes, registry
+from dace import dtypes
 from dace.codegen.dispatcher import DefinedType
 from dace.codegen.prettycode import CodeIOStream
 from dace.codegen.target import TargetCodeGenerator
@@ -44,7 +47,6 @@ FRAGMENT = dtypes.StorageType.GPU_Fragment
 SQUARE = dtypes.StorageType.GPU_Square
 
 
-@registry.autoregister_params(name="cudablocks")
 class BlockGenerator(TargetCodeGenerator):
     """Emits `GPU_Blocks` maps; `kernels` collects the `__global__` functions."""
 
@@ -75,7 +77,6 @@ class BlockGenerator(TargetCodeGenerator):
         out.write(f"LAUNCH({entry.map.label}, {cpp.sym2cpp(last + 1)}, {threads})")
 
 
-@registry.autoregister_params(name="cudathreads")
 class ThreadGenerator(TargetCodeGenerator):
     """Emits the code of the threads of a block, their registers and shared memory."""
 
