@@ -32,7 +32,7 @@ from daceml_train.transformations.pipelines import TRAINING
 TOLERANCE = 1e-8
 """Largest difference in units of the largest element of an array: sums in another order, in float64."""
 FLOOR = 1e-3
-"""Least unit: a shift in front of a normalization has a gradient of zero, of which only rounding is left."""
+"""Least unit: a shift before a normalization has a gradient of zero, of which only rounding is left."""
 
 
 def loss_graph(name: str) -> tuple[Graph, dict[str, np.ndarray]]:

@@ -104,7 +104,7 @@ def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
         axes.plot(xs, ys, "o-", color=BLUE, label="all passes and their verification")
         axes.set(
             title="Pass time, BERT's training graph of 1 to 12 layers",
-            xlabel="operators behind differentiation",
+            xlabel="operators after differentiation",
             ylabel="processor seconds",
             xlim=(0, None),
             ylim=(0, None),

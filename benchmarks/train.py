@@ -1,7 +1,7 @@
 """`make bench`: full training steps against PyTorch's own ways to run them, network by network.
 
     python -m benchmarks.train                       # the twelve networks, all variants
-    python -m benchmarks.train resnet50 --update     # this one's row anew; the others' stay
+    python -m benchmarks.train resnet50 --update     # replace this one's row; the others' stay
     python -m benchmarks.train gpt2 --variants eager-fused,step --no-starts --json figures.json
 
 Gradients, buffers and update are compared with PyTorch's first. Then each variant runs in a process of its own, since

@@ -292,6 +292,6 @@ class _Finder(MetaPathFinder):
 
 
 def install() -> None:
-    """Make old modules importable: a finder behind all others."""
+    """Make old modules importable: a finder after all others."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())

@@ -1,4 +1,4 @@
-"""What every test runs under: one cache folder per session, fixed seeds, few threads, golden texts behind one flag."""
+"""What every test runs under: one cache folder per session, fixed seeds, few threads, golden texts written under one flag."""
 
 import os
 import re

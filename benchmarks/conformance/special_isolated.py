@@ -17,7 +17,8 @@ SECONDS = 900.0
 def results(work: Sequence[tuple[Stage, Any]], cache: str, seconds: float = SECONDS) -> Iterator[Found]:
     """What is found for each stage and entry, in order.
 
-    A sample in whose eager execution the process ends is left out, one in ours is wrong; then the entry is run anew.
+    A sample in whose eager execution the process ends is left out, one in ours is wrong; then the entry runs a second
+    time.
     """
     context = multiprocessing.get_context("fork")
     place = context.Array("q", [0, 0])

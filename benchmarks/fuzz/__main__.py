@@ -4,7 +4,7 @@
 
 A number is wrong if it is further from float64 than three times eager execution is, with and without noise in the last
 bit of every operator's result, and than 1e-5 of the largest. What fails is shrunk and printed as a script that runs.
-With `--results`, a run goes on behind the seeds of the runs that the file has, until there are `--models` in all.
+With `--results`, a run goes on after the seeds of the runs that the file has, until there are `--models` in all.
 With `--views`, programs of views and changes in place take the place of models; `--layers` bounds their statements.
 """
 

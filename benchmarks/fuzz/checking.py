@@ -133,7 +133,7 @@ def _compiled(case: Case, model: nn.Module, pipeline: Any) -> tuple[Callable[...
 def wrong_in(found: Values, eager: Values, noisy: Sequence[Values], exact: Values) -> str:
     """Which number is wrong, or nothing.
 
-    Where eager execution with noise loses a gradient (the sign of what is 0 but for rounding decides it), steps behind
+    Where eager execution with noise loses a gradient (the sign of what is 0 but for rounding decides it), steps after
     that one train from other parameters: nothing of them can be compared.
     """
     if found.keys() != eager.keys():

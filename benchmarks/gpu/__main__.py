@@ -3,7 +3,7 @@
 --only kernels small streams networks bytes    parts of it
 --modes default reduce-overhead max-autotune   of torch.compile
 --minutes 7.2                                  nothing new is begun after that; the next call goes on
---again                                        measure anew what is there
+--again                                        measure what is there a second time
 --dry                                          without a device: tries the measurements themselves, on tiny sizes
 
 Each measurement is a process of its own (`benchmarks.gpu.worker`); several get ready at the same time, since most of

@@ -1,6 +1,6 @@
 """Three optimizer steps of a model, eagerly, through `optimize` and through `training_step`, and how they compare.
 
-Behind the steps in a loop the model is evaluated once, without gradients.
+After the steps of a loop the model is evaluated once, without gradients.
 
 Eager execution in float32 is compared with a float64 run of the same model. A compiled result may be as far from
 float64 as ten times eager is, or as 2e-5 of the tensor's largest element, whichever is more; elements of gradients that
@@ -92,7 +92,7 @@ def train(
 def evaluated(model: nn.Module, called: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors that `model`, called through `called`, returns in evaluation mode without gradients, by position.
 
-    It is training before and behind.
+    It is training before and after.
     """
     model.eval()
     with torch.no_grad():

@@ -72,7 +72,7 @@ class ResNet18(nn.Module):
 class ResNet50(nn.Module):
     """A 7x7 stem, stages of bottleneck blocks, a global mean and a linear classifier.
 
-    `wide` multiplies the channels of the 3x3 convolutions, `base` is the number of channels behind the stem.
+    `wide` multiplies the channels of the 3x3 convolutions, `base` is the number of channels after the stem.
     """
 
     def __init__(

@@ -128,7 +128,7 @@ class Maml(Program):
 
 
 class Generating(nn.Module):
-    """The generator in front of a critic."""
+    """The generator before a critic."""
 
     def __init__(self, generator: nn.Module, critic: nn.Module) -> None:
         super().__init__()

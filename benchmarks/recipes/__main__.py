@@ -31,7 +31,7 @@ RESULTS, PAGE = ROOT / "benchmarks" / "results" / "recipes.json", ROOT / "docs" 
 MARKS = "<!-- figures: begin -->", "<!-- figures: end -->"
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 """In units of the largest element: rounding of five steps in another order of additions. Gradients below the floor are
-zero but for rounding (of a bias in front of a batch normalization)."""
+zero but for rounding (of a bias before a batch normalization)."""
 FLOOR = 1e-2
 BFLOAT16 = 4 * 2.0**-8
 """Where autocast rounds to bfloat16, fused kernels round less often than operators one by one."""

@@ -52,7 +52,7 @@ def add(commands: Any) -> None:
         help="this machine's bandwidth and peak",
         description="Copy bandwidth and peak rate of float32 matmuls, measured once per machine and thread count.",
     )
-    roofline.add_argument("--again", action="store_true", help="measure anew")
+    roofline.add_argument("--again", action="store_true", help="measure again")
     roofline.set_defaults(run=_roofline)
 
 

@@ -420,7 +420,7 @@ def _follow(
         raise Unsupported(f"a tensor that cannot be found at the next call ({source})") from error
     number = isinstance(found, float | int) and tensor.ndim == 0
     if not number and found is not tensor:
-        raise Unsupported(f"a tensor that each call creates anew ({source})")
+        raise Unsupported(f"a tensor that each call creates ({source})")
     if not number and tensor.requires_grad and not tensor.is_leaf:
         raise Unsupported(f"a tensor that carries a gradient from before the step ({source})")
     moving = moving and not number and not tensor.requires_grad
@@ -440,9 +440,9 @@ def _check_apart(mutable: Sequence[torch.Tensor], fixed: Sequence[torch.Tensor])
     """Raise `Unsupported` if a tensor that the step updates shares memory with another tensor of the step."""
     both = [*((t, True) for t in mutable), *((t, False) for t in fixed)]
     spans = sorted((*memory_span(t), written) for t, written in both if t.numel())
-    end, behind_written = 0, False
+    end, previous_written = 0, False
     for start, stop, written in spans:
-        if start < end and (written or behind_written):
+        if start < end and (written or previous_written):
             raise Unsupported("parameters, buffers or optimizer state that share memory with one another")
-        behind_written = written if stop >= end else behind_written
+        previous_written = written if stop >= end else previous_written
         end = max(end, stop)

@@ -32,9 +32,16 @@ class InPieces:
     _worked: str
     _warned: set[str]
 
+    def _modules(self) -> list[torch.nn.Module]:
+        """All modules of model and loss."""
+        roots = [m for m in (self.model, self.loss) if isinstance(m, torch.nn.Module)]
+        return list({id(m): m for root in roots for m in root.modules()}.values())
+
     def _parameters(self) -> list[torch.Tensor]:
         """All parameters of model, loss and optimizer."""
-        raise NotImplementedError
+        found = [p for m in self._modules() for p in m._parameters.values() if p is not None]
+        found += [p for group in self.optimizer.param_groups for p in group["params"]]
+        return list({id(p): p for p in found}.values())
 
     def _run_in_pieces(self, key: Any, inputs: Any, targets: Sequence[Any]) -> torch.Tensor:
         """The same step with PyTorch's autograd and optimizer around the compiled model."""

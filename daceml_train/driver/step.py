@@ -159,7 +159,7 @@ class TrainingStep(InPieces):
         if bound is None:
             if ways and logs.speaks(logs.RECOMPILES):
                 changed = ways[0].changed(scope)
-                logs.event(logs.RECOMPILES, f"training step of {type(self.model).__name__} is bound anew: {changed}")
+                logs.event(logs.RECOMPILES, f"training step of {type(self.model).__name__} is rebound: {changed}")
             bound = self._bind(key, inputs, targets, flat)
         elif bound is not ways[0]:
             ways.remove(bound)
@@ -429,17 +429,6 @@ class TrainingStep(InPieces):
             self._steps[key] = captured, step  # `captured` is held so that its id stays its own
             self.records += step.records
         return self._steps[key][1]
-
-    def _modules(self) -> list[torch.nn.Module]:
-        """All modules of model and loss."""
-        roots = [m for m in (self.model, self.loss) if isinstance(m, torch.nn.Module)]
-        return list({id(m): m for root in roots for m in root.modules()}.values())
-
-    def _parameters(self) -> list[torch.Tensor]:
-        """All parameters of model, loss and optimizer."""
-        found = [p for m in self._modules() for p in m._parameters.values() if p is not None]
-        found += [p for group in self.optimizer.param_groups for p in group["params"]]
-        return list({id(p): p for p in found}.values())
 
 
 __all__ = ["TrainingStep"]

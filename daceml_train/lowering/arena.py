@@ -63,8 +63,8 @@ def _by_size(lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
         top = max(top, offsets[i] + need)
         bisect.insort(placed, (offsets[i], offsets[i] + need, life.first, life.last))
     rest = order[PLACED_BY_SIZE:]
-    behind, size = _by_time([lifetimes[i] for i in rest])
-    for i, offset in zip(rest, behind, strict=True):
+    above, size = _by_time([lifetimes[i] for i in rest])
+    for i, offset in zip(rest, above, strict=True):
         offsets[i] = top + offset
     return offsets, top + size
 

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from daceml_train.ops.operator import Builder, Operator, Value
-from daceml_train.ops.optimizer import check_update, directed, lerp
+from daceml_train.ops.optimizer import CountedUpdate, check_update, directed, lerp
 from daceml_train.tensor import Dim, DType, Tensor, simplify
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdadeltaUpdate(Operator):
+class AdadeltaUpdate(CountedUpdate):
     """`torch.optim.Adadelta`: operands p, grad, lr, step, square_avg and acc_delta; results the next p and state."""
 
     name = "adadelta_update"
@@ -24,11 +24,6 @@ class AdadeltaUpdate(Operator):
     eps: float = 1e-6
     weight_decay: float = 0.0
     maximize: bool = False
-
-    def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        p, grad, lr, step, *state = operands
-        check_update(self, p, grad, (lr, step), state)
-        return p, step, p, p
 
     def lower(self, b: Builder, *operands: Value) -> Sequence[Value]:
         p, grad, lr, step, square_avg, acc_delta = operands
@@ -44,7 +39,7 @@ class AdadeltaUpdate(Operator):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamaxUpdate(Operator):
+class AdamaxUpdate(CountedUpdate):
     """`torch.optim.Adamax`: operands p, grad, lr, step, exp_avg and exp_inf; results the next p and state."""
 
     name = "adamax_update"
@@ -55,11 +50,6 @@ class AdamaxUpdate(Operator):
     eps: float = 1e-8
     weight_decay: float = 0.0
     maximize: bool = False
-
-    def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        p, grad, lr, step, *state = operands
-        check_update(self, p, grad, (lr, step), state)
-        return p, step, p, p
 
     def lower(self, b: Builder, *operands: Value) -> Sequence[Value]:
         p, grad, lr, step, exp_avg, exp_inf = operands
@@ -125,7 +115,7 @@ class NAdamUpdate(Operator):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RAdamUpdate(Operator):
+class RAdamUpdate(CountedUpdate):
     """`torch.optim.RAdam`: operands p, grad, lr, step, exp_avg and exp_avg_sq; results the next p and state.
 
     The adaptive step size counts from the step on in which its variance is tractable, which is decided on a 0-d value.
@@ -140,11 +130,6 @@ class RAdamUpdate(Operator):
     weight_decay: float = 0.0
     decoupled: bool = False
     maximize: bool = False
-
-    def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        p, grad, lr, step, *state = operands
-        check_update(self, p, grad, (lr, step), state)
-        return p, step, p, p
 
     def lower(self, b: Builder, *operands: Value) -> Sequence[Value]:
         p, grad, lr, step, exp_avg, exp_avg_sq = operands
@@ -168,7 +153,7 @@ class RAdamUpdate(Operator):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RpropUpdate(Operator):
+class RpropUpdate(CountedUpdate):
     """`torch.optim.Rprop`: operands p, grad, lr, step, prev and step_size; results the next p and state.
 
     The learning rate is where the step sizes start, and counts no more. Where the gradient has changed its sign, the
@@ -183,11 +168,6 @@ class RpropUpdate(Operator):
     smallest: float = 1e-6
     largest: float = 50.0
     maximize: bool = False
-
-    def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        p, grad, lr, step, *state = operands
-        check_update(self, p, grad, (lr, step), state)
-        return p, step, p, p
 
     def lower(self, b: Builder, *operands: Value) -> Sequence[Value]:
         p, grad, _, step, prev, step_size = operands

@@ -27,6 +27,15 @@ def check_update(op: Operator, p: Tensor, grad: Tensor, scalars: Sequence[Tensor
             raise Invalid(f"{op.label} expects 0-d floats for the learning rate and the step, given {t}")
 
 
+class CountedUpdate(Operator):
+    """An update of p by grad, lr, step and state like p (further operands); results are the next p, step and state."""
+
+    def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        p, grad, lr, step, *state = operands
+        check_update(self, p, grad, (lr, step), state)
+        return p, step, *(p for _ in state)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SGDUpdate(Operator):
     """`torch.optim.SGD`: operands p, grad, lr and, from the second step on with momentum, the momentum buffer.
@@ -169,7 +178,7 @@ class RMSpropUpdate(Operator):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdagradUpdate(Operator):
+class AdagradUpdate(CountedUpdate):
     """`torch.optim.Adagrad`: operands p, grad, lr, step and sum; results the next p, step and sum."""
 
     name = "adagrad_update"
@@ -179,11 +188,6 @@ class AdagradUpdate(Operator):
     eps: float = 1e-10
     weight_decay: float = 0.0
     maximize: bool = False
-
-    def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        p, grad, lr, step, *state = operands
-        check_update(self, p, grad, (lr, step), state)
-        return p, step, p
 
     def lower(self, b: Builder, *operands: Value) -> Sequence[Value]:
         p, grad, lr, step, total = operands

@@ -13,7 +13,7 @@ from daceml_train.reporting.numbers import number
 from daceml_train.reporting.schedule import Schedule
 from daceml_train.tensor import Dim
 
-_BEHIND = LEVELS[1:]
+_LATER = LEVELS[1:]
 """The levels that see forward and backward pass; what runs before them sees the forward pass alone."""
 
 
@@ -106,7 +106,7 @@ def _passes(group: Sequence[Record], sizes: Mapping[str, int]) -> Iterator[tuple
 def _levels(group: Sequence[Record], sizes: Mapping[str, int]) -> Iterator[Change]:
     """One change per level; for levels after the partition, forward and backward pass are added up."""
     before: Sequence[PassRecord] = ()
-    for level in _BEHIND:
+    for level in _LATER:
         of_level = [[p for p in record.passes if p.level == level] for record in group]
         starts, ends = [ps[0] for ps in of_level if ps], [ps[-1] for ps in of_level if ps]
         if not starts:

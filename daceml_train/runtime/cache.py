@@ -69,7 +69,7 @@ class Cache:
         try:
             text = encode(entry)
         except Unencodable as error:
-            warn_once(f"daceml_train compiles a program anew in each process: {error}")
+            warn_once(f"daceml_train compiles a program in each process: {error}")
             return
         keep(path, sealed(text, path.name))
         self.evict()

@@ -1,4 +1,4 @@
-"""What is moved in front of a graph, and what stays."""
+"""What is moved before a graph, and what stays."""
 
 import numpy as np
 import pytest
@@ -94,7 +94,7 @@ def test_writes_stay_in_the_main_part() -> None:
     assert not made.prologue.writes
 
 
-def test_what_passes_leave_moves_behind_the_first_prologue() -> None:
+def test_what_passes_leave_moves_after_the_first_prologue() -> None:
     body = "%a = exp(%w)\n%y = matmul(%x, %a)\n%z = add(%y, %g)"
     graph = program("x: f32[3, 4], w: f32[4, 4] parameter, g: f32[4] parameter", body, "%z")
     first = split(graph)

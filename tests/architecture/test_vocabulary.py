@@ -1,7 +1,8 @@
 """One word for one thing: names and phrases that the project has given up, each with its replacement.
 
 `daceml_train.renamed` lists the old identifiers; it and its tests are the only places where they may be written. Phrases
-are looked for in the pages and in the docstrings and comments of the package.
+are looked for in the pages, in the docstrings and comments of the sources, tests and benchmarks, in the C++ sources,
+and in the notebooks.
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ SOURCES = [
 ]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 GLOSSARY = ROOT / "docs" / "glossary.md"
+TEXTS = [
+    *(page for page in PAGES if page != GLOSSARY),
+    *sorted((ROOT / "notebooks").glob("*.ipynb")),
+    *(path for kind in ("h", "cpp", "cu", "cuh") for path in sorted((ROOT / "daceml_train").rglob(f"*.{kind}"))),
+]
+"""Files of which every line is looked at."""
 
 ORDINARY = {
     *("Items", "Pair", "Place", "Recipe", "Recorder", "Seen", "Stages", "View"),
@@ -145,10 +152,9 @@ def test_names_of_passes_modules_and_options_in_pages_and_docstrings() -> None:
 
 @pytest.mark.parametrize("phrase", PHRASES, ids=lambda phrase: phrase.instead)
 def test_phrases(phrase: Phrase) -> None:
-    found = _pages([page for page in PAGES if page != GLOSSARY], phrase.pattern, phrase.instead)
+    found = _pages(TEXTS, phrase.pattern, phrase.instead)
     for path in SOURCES:
-        if path.parts[len(ROOT.parts)] in OWN:
-            found += _found(path, _prose(path), phrase.pattern, phrase.instead)
+        found += _found(path, _prose(path), phrase.pattern, phrase.instead)
     _report(found)
 
 

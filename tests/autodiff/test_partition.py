@@ -15,7 +15,7 @@ from tests.transformations.checking import arrays, program
 
 
 def joint_of(graph: Graph, wrt: list[str]) -> tuple[Graph, int]:
-    """The graph with the gradients of its outputs behind them, and how many results it had."""
+    """The graph with the gradients of its outputs after them, and how many results it had."""
     joint, results = graph.copy(), len(graph.outputs)
     seeds = {}
     for name in graph.outputs:

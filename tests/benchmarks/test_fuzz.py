@@ -74,7 +74,7 @@ def test_rounding_is_not_wrong_and_a_wrong_number_is() -> None:
     assert wrong_in({}, eager, [eager], exact)
 
 
-def test_nothing_is_compared_behind_a_gradient_that_noise_decides() -> None:
+def test_nothing_is_compared_after_a_gradient_that_noise_decides() -> None:
     """What is 0 but for rounding has one sign or the other, and so has the gradient of its magnitude."""
     names = ("loss 0", "step 0 gradient p", "loss 1", "step 1 gradient p", "parameter p")
     exact = {name: torch.tensor([1.0], dtype=torch.float64) for name in names}

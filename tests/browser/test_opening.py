@@ -71,7 +71,7 @@ def test_bert_opens_on_its_modules_while_it_is_captured(page: Any, lab: Lab, sho
         assert found[name]["modules"] < found[name]["captured"]
         ended(page, number)
         shots(page, name)
-        if name == "cold":  # the cell behind waits for the session
+        if name == "cold":  # the next cell waits for the session
             start_cell(page, 2)
             ended(page, 2)
             output = page.locator(".jp-CodeCell").nth(2).locator(".jp-OutputArea-output")

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from daceml_train.codegen.cpu.compile import FLAGS, HEADERS, compile_kernels, compiler_command, load
-from daceml_train.ops.elementwise import FUNCTIONS, TABLE
+from daceml_train.ops.elementwise import TABLE
+from daceml_train.ops.functions import FUNCTIONS
 from daceml_train.ops.operator import make
 from tests.codegen.running import FOLDER, Case, describe, kernel_of
 

@@ -104,7 +104,7 @@ assert not any(m == "dace" or m.startswith("dace.") for m in sys.modules), "dace
 
 
 @pytest.mark.compiled
-def test_nothing_is_printed_or_left_behind(tmp_path):
+def test_nothing_is_printed_or_left(tmp_path):
     program = """
 from tests.codegen.test_keys import code_of, groups, Tensor
 code_of(groups.layer_norm, Tensor((8, 32)), Tensor((32,)), Tensor((32,)))[1].source

@@ -102,7 +102,7 @@ def test_a_wrong_derivative_against_pytorch(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_wrong_meaning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from daceml_train.ops.elementwise import FUNCTIONS
+    from daceml_train.ops.functions import FUNCTIONS
 
     monkeypatch.setitem(FUNCTIONS, "tanh", lambda x: np.tanh(x) * 1.01)
     found = bisect(Net(), torch.randn(4, 6), folder=tmp_path, code=False)
@@ -132,7 +132,7 @@ def test_wrong_generated_code(
     assert run(script, capsys)[0] == 0
 
 
-def test_graphs_that_draw_random_numbers_and_graphs_behind_a_break(tmp_path: Path) -> None:
+def test_graphs_that_draw_random_numbers_and_graphs_after_a_break(tmp_path: Path) -> None:
     class Breaks(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -22,7 +22,7 @@ Optimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass
 class Run:
-    """What a training run left behind."""
+    """What a training run leaves."""
 
     losses: list[float] = field(default_factory=list)
     first_gradients: dict[str, Tensor] = field(default_factory=dict)

@@ -190,7 +190,7 @@ def lazy() -> nn.Module:
 
 
 OBJECTS = ANY
-"""Values are assigned to attributes, which a step repeats in Python behind its program."""
+"""Values are assigned to attributes, which a step repeats in Python after its program."""
 feature("weight norm", lambda: parametrizations.weight_norm(nn.Linear(4, 4)))
 feature("weight norm by hooks", lambda: nn.utils.weight_norm(nn.Linear(4, 4)), step=OBJECTS, wide=True)
 feature("spectral norm", lambda: parametrizations.spectral_norm(nn.Linear(4, 4)), step=OBJECTS)

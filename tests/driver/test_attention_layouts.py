@@ -1,4 +1,4 @@
-"""PyTorch's flash kernel reads rows as dense whatever their stride: what is not dense is copied in front of it."""
+"""PyTorch's flash kernel reads rows as dense whatever their stride: what is not dense is copied before it."""
 
 from __future__ import annotations
 

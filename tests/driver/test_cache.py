@@ -1,4 +1,4 @@
-"""The cache and the compiler behind it, over process boundaries: training goes on whatever state they are in."""
+"""The cache and the compiler that fills it, over process boundaries: training goes on whatever state they are in."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_two_processes_then_warm_then_damaged(tmp_path: Path) -> None:
     assert answer(run(cache, cxx="/nonexistent")) == (losses, 0, True, False, True)
     assert answer(run(cache, cxx="false")) == (losses, 0, True, False, True)
 
-    # What is damaged is made again.
+    # What is damaged is rebuilt.
     for path in programs:
         path.write_bytes(path.read_bytes()[:-7])
     for path in kernels:

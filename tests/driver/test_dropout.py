@@ -1,4 +1,4 @@
-"""Dropout in compiled code: PyTorch's generator decides, layers and calls draw anew, backward sees the same mask."""
+"""Dropout in compiled code: PyTorch's generator decides, each layer and call draws its own, backward sees the same mask."""
 
 from __future__ import annotations
 

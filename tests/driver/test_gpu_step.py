@@ -220,7 +220,7 @@ def test_a_capture_that_fails() -> None:
 
 
 def test_random_numbers_advance() -> None:
-    """Dropout draws anew in every replay of a graph, and the same after the same seed."""
+    """Dropout draws new numbers in every replay of a graph, and the same after the same seed."""
     model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 4))
     x, y = numbers()
     found = []

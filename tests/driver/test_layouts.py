@@ -22,7 +22,7 @@ class Images(nn.Module):
         self.wide = nn.Conv2d(8, 16, 1)
         self.depthwise = nn.Conv2d(16, 16, 5, 1, 2, groups=16)
         self.gate = nn.Conv2d(16, 16, 1)
-        self.narrow = nn.Conv2d(16, 8, 1)  # no normalization behind the gate: its gradient would be all cancellation
+        self.narrow = nn.Conv2d(16, 8, 1)  # no normalization after the gate: its gradient would be all cancellation
         self.down = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(8, 12, 3, padding=1), nn.SiLU())
         self.up = nn.ConvTranspose2d(12, 8, 2, 2)
         self.last = nn.Conv2d(16, 6, 3, padding=1)

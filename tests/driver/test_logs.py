@@ -92,7 +92,7 @@ def test_what_binds_a_step_anew(caplog: pytest.LogCaptureFixture, tmp_path: Path
     step(x, x)
     step.optimizer.param_groups[0]["weight_decay"] = 0.5
     step(x, x)
-    assert "training step of Scaled is bound anew: the optimizer has other options" in heard(caplog, "recompiles")
+    assert "training step of Scaled is rebound: the optimizer has other options" in heard(caplog, "recompiles")
     model.inner.weight = nn.Parameter(model.inner.weight.detach().clone())
     step(x, x)
     assert any("is another object" in line for line in heard(caplog, "recompiles"))

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.compiled
 
 
 def network() -> nn.Module:
-    """No bias in front of the normalization: its gradient is rounding, which Adam would scale up to whole steps."""
+    """No bias before the normalization: its gradient is rounding, which Adam would scale up to whole steps."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(12, 32, bias=False), nn.BatchNorm1d(32), nn.GELU(), nn.Linear(32, 5)).train()
 

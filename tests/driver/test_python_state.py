@@ -154,7 +154,7 @@ def test_programs_are_for_structures(kind: type[Model], way: str, tmp_path: Path
 
 @pytest.mark.parametrize("way", ["step", "optimize"])
 def test_a_storm_of_recompilations_ends_and_is_named(way: str, tmp_path: Path) -> None:
-    """TorchDynamo compiles anew for each length of a list."""
+    """TorchDynamo compiles once for each length of a list."""
 
     class Listing(Model):
         def forward(self, x: Tensor) -> Tensor:

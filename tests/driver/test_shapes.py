@@ -155,7 +155,7 @@ def test_no_and_single_elements() -> None:
 
 @pytest.mark.parametrize("select", ["nonzero", "mask", "unique"])
 def test_sizes_that_data_decide(select: str) -> None:
-    """A graph break around the operator; what stands before and behind is compiled."""
+    """A graph break around the operator; what stands before and after it is compiled."""
 
     class Choosing(nn.Module):
         def __init__(self) -> None:

@@ -63,7 +63,7 @@ def test_the_example_in_an_environment_of_its_own(tmp_path: Path) -> None:
     python = folder / "bin" / "python"
     (packages,) = folder.glob("lib/python*/site-packages")
     (packages / "ours.pth").write_text(f"{ROOT}\n{sysconfig.get_path('purelib')}\n")
-    source = tmp_path / "plugin"  # builds leave files behind
+    source = tmp_path / "plugin"  # builds leave files
     subprocess.run(["cp", "-r", str(PLUGIN), str(source)], check=True)
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-index", "--no-deps"]
     subprocess.run([*install, "--no-build-isolation", str(source)], check=True)

@@ -68,7 +68,7 @@ GRAPHS = {
     "product of transposed views": program(
         "x: f32[5, 3], w: f32[5, 4]", "%t = permute(%x, dims=(1, 0))\n%y = matmul(%t, %w)", "%y"
     ),
-    "product with a broadcast operand": program(
+    "matmul with a broadcast operand": program(
         "x: f32[2, 3, 4], w: f32[4, 5]", "%e = expand(%w, shape=(2, 4, 5))\n%y = matmul(%x, %e)", "%y"
     ),
     "a mask of two index arrays": program(

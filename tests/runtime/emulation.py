@@ -81,7 +81,7 @@ class Operation:
     run: Callable[[], None]
     stream: int
     waits: list[int] = field(default_factory=list)
-    """Positions of operations behind which it runs."""
+    """Positions of operations after which it runs."""
 
 
 @dataclass

@@ -136,7 +136,7 @@ def test_what_is_no_text_is_refused(text: bytes) -> None:
 
 
 def test_a_cache_entry_that_cannot_be_stored_is_told_of(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="compiles a program anew in each process.*Foreign"):
+    with pytest.warns(UserWarning, match="compiles a program in each process.*Foreign"):
         Cache(tmp_path).store("key", Foreign())
     assert Cache(tmp_path).load("key") is None
 

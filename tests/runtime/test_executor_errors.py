@@ -95,7 +95,7 @@ def test_finalize_follows_every_value(kernels) -> None:
     refused("returns into slot 1, which is no result slot; give a view", into_arena)
     refused("output slot 1 is never written", lambda builder, _: [builder.fresh([3])[0]])
     refused("output slot 0 is not owned", lambda builder, _: [0])
-    refused("ends at 40, behind the arena of 39 bytes", lambda builder, _: [builder.arena(16, [6])[0]][:0], 39)
+    refused("ends at 40, past the arena of 39 bytes", lambda builder, _: [builder.arena(16, [6])[0]][:0], 39)
 
 
 # Inputs
@@ -135,7 +135,7 @@ def test_a_storage_without_memory_is_refused() -> None:
     builder.plan.finalize(0, [])
     builder.plan.run([x])
     x.untyped_storage().resize_(0)
-    with pytest.raises(InputMismatch, match="without memory behind it"):
+    with pytest.raises(InputMismatch, match="without storage of its own"):
         builder.plan.run([x])
 
 

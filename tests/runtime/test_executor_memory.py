@@ -76,7 +76,7 @@ def test_the_same_output_may_be_asked_for_twice() -> None:
     torch.testing.assert_close(second, torch.relu(x))
 
 
-def test_the_pool_serves_only_behind_its_gate() -> None:
+def test_the_pool_serves_only_within_its_gate() -> None:
     before = pool_statistics().in_use
     ordinary = torch.empty(1 << 20)
     assert pool_statistics().in_use == before

@@ -20,7 +20,7 @@ def test_gradients_and_hooks_are_seen() -> None:
     assert leaves.attached() == (False, True)
 
 
-def test_hooks_behind_accumulation_are_seen() -> None:
+def test_hooks_after_accumulation_are_seen() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4))
     leaves = Leaves([parameter])
     parameter.register_post_accumulate_grad_hook(lambda p: None)

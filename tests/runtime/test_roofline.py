@@ -1,4 +1,4 @@
-"""The machine's figures: plausible, kept, and measured anew where they are of another machine or damaged."""
+"""The machine's figures: plausible, kept, and measured again where they are of another machine or damaged."""
 
 import json
 

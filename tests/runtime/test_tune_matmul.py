@@ -1,4 +1,4 @@
-"""The choice of library for a matrix product: both ways agree, the choice is remembered, damage is survived."""
+"""The choice of library for a matmul: both ways agree, the choice is remembered, damage is survived."""
 
 from pathlib import Path
 from typing import get_args

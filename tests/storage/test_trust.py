@@ -1,4 +1,4 @@
-"""What others may have written is not run: it is refused by name, and made anew."""
+"""What others may have written is not run: it is refused by name, and rebuilt."""
 
 from __future__ import annotations
 

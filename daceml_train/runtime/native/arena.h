@@ -34,8 +34,8 @@ class Arena {
     char* start = static_cast<char*>(range);
     char* aligned = reinterpret_cast<char*>(round_up(reinterpret_cast<uintptr_t>(range), huge_page_bytes));
     if (aligned > start) munmap(start, static_cast<size_t>(aligned - start));
-    const size_t behind = static_cast<size_t>(start + huge_page_bytes - aligned);
-    if (behind > 0) munmap(aligned + wanted, behind);
+    const size_t excess = static_cast<size_t>(start + huge_page_bytes - aligned);
+    if (excess > 0) munmap(aligned + wanted, excess);
     madvise(aligned, wanted, MADV_HUGEPAGE);
     // Moving page tables costs nothing next to copying, and both ends are aligned for huge pages.
     if (base_ != nullptr && mremap(base_, capacity_, capacity_, MREMAP_MAYMOVE | MREMAP_FIXED, aligned) == MAP_FAILED) {

@@ -50,7 +50,7 @@ inline bool fits(const c10::TensorImpl& tensor, const Layout& layout) {
     given = "a tensor that is not plain strided memory (a subclass, sparse, symbolic, or lazily conjugated)";
   } else {
     given = describe(c10::typeMetaToScalarType(tensor->dtype()), tensor->sizes(), tensor->strides());
-    if (tensor->sizes() == c10::IntArrayRef(layout.sizes) && !is_backed(*tensor, layout)) given += " without memory behind it";
+    if (tensor->sizes() == c10::IntArrayRef(layout.sizes) && !is_backed(*tensor, layout)) given += " without storage of its own";
   }
   throw InputMismatch(index, "input " + std::to_string(index) + ": expected " + describe(layout) + " on cpu, given " + given);
 }

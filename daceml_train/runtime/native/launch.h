@@ -1,4 +1,4 @@
-// What a plan does, step by step: kernels, matrix products, boxed calls, releases, copies; control flow is in control.h.
+// What a plan does, step by step: kernels, matmuls, boxed calls, releases, copies; control flow is in control.h.
 #pragma once
 
 #include <cstdint>

@@ -70,7 +70,7 @@ class Lifetime {
       const Slot& slot = values_.slots[view.slot];
       TORCH_CHECK_VALUE(slot.home != Home::arena || slot.offset + view.offset + view.layout.bytes <= arena_bytes,
                         "a view of slot ", view.slot, " ends at ", slot.offset + view.offset + view.layout.bytes,
-                        ", behind the arena of ", arena_bytes, " bytes");
+                        ", past the arena of ", arena_bytes, " bytes");
     }
   }
 

@@ -1,4 +1,4 @@
-// A caching CPU allocator behind PyTorch's own: best fit with coalescing over one reserved address range.
+// A caching CPU allocator in place of PyTorch's own: best fit with coalescing over one reserved address range.
 //
 // A fresh page costs 1.2-2 microseconds per 4 KiB on first touch, and glibc hands large blocks back to the system at every
 // free. The pool keeps them. It serves only threads whose gate is on; for every other allocation it calls the allocator

@@ -214,7 +214,7 @@ def scan_of_batches(
     directions: tuple[int, ...] | None = None,
     outputs: int,
 ) -> tuple[Any, ...]:
-    """Version 8 has a batch dimension in front of everything."""
+    """Version 8 has a leading batch dimension everywhere."""
     results = []
     for entry in range(operands[0].shape[0]):
         one = [x[entry] for x in operands]

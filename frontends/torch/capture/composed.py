@@ -123,7 +123,7 @@ def _renormalize(weight: torch.Tensor, indices: torch.Tensor, largest: float, ki
 
 
 def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """A product with a matrix as one matmul, as PyTorch folds it when gradients are needed."""
+    """A batched matmul with one matrix as a single matmul, as PyTorch folds it when gradients are needed."""
     if a.dim() >= 3 and b.dim() == 2 and a.numel() != 0:
         return (a.reshape(-1, a.shape[-1]) @ b).view(*a.shape[:-1], b.shape[-1])
     return torch.matmul(a, b)

@@ -1,4 +1,4 @@
-"""Kernels around products with packed matrices: all windows, tails of rows and columns, threads, what follows."""
+"""Kernels around matmuls with packed weights: all windows, tails of rows and columns, threads, what follows."""
 
 import ctypes
 import math
@@ -193,9 +193,9 @@ def test_products_equal_pytorchs(transposed: bool, tmp_path: Path) -> None:
             torch.testing.assert_close(result, want, rtol=1e-5, atol=1e-6 * depth)
 
 
-def around(*behind: Statement, y: str = "y") -> Kernel:
+def around(*following: Statement, y: str = "y") -> Kernel:
     first = Statement(PackedMatmul(columns=8), ("x", "w"), ("s",))
-    return Kernel(("x", "w", "o"), (first, *behind), (y,))
+    return Kernel(("x", "w", "o"), (first, *following), (y,))
 
 
 @pytest.mark.parametrize(

@@ -36,11 +36,11 @@ class _Scales(Pass):
         other = graph.copy()
         last = next(n for n in reversed(other.nodes) if n.op.label == "reduce.sum" and "0" in n.origin.module)
         at = other.nodes.index(last)
-        behind, other.nodes = other.nodes[at + 1 :], other.nodes[: at + 1]
+        rest, other.nodes = other.nodes[at + 1 :], other.nodes[: at + 1]
         (factor,) = other.emit(Full(1.01, (), other.tensors[last.outputs[0]].dtype))
         scaled = other.value(last.outputs[0]) * factor
         swap = {last.outputs[0]: scaled.name}
-        other.nodes += [type(n)(n.op, tuple(swap.get(i, i) for i in n.inputs), n.outputs, n.origin) for n in behind]
+        other.nodes += [type(n)(n.op, tuple(swap.get(i, i) for i in n.inputs), n.outputs, n.origin) for n in rest]
         other.outputs = [swap.get(name, name) for name in other.outputs]
         return other
 

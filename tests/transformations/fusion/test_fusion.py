@@ -177,7 +177,7 @@ def test_slices_move_in_front_of_elementwise_operators(golden: Golden) -> None:
     assert traffic(fused).bytes == 4 * (24 + 6 + 12)
 
 
-def test_overlapping_slices_stay_behind() -> None:
+def test_overlapping_slices_stay() -> None:
     graph = program(
         "x: f32[6]",
         "%s = exp(%x)\n%a = slice(%s, dim=0, start=0, stop=4)\n%b = slice(%s, dim=0, start=2, stop=6)",
@@ -187,6 +187,6 @@ def test_overlapping_slices_stay_behind() -> None:
     assert refusals == {"the slices of s overlap, so elements would be computed twice"}
 
 
-def test_a_whole_reader_keeps_the_slice_behind() -> None:
+def test_a_whole_reader_keeps_the_slice_before_it() -> None:
     graph = program("x: f32[6]", "%s = exp(%x)\n%a = slice(%s, dim=0, start=0, stop=4)\n%b = neg(%s)", "%a, %b")
     assert [m.refusal for m in SliceFirst().matches(graph)] == ["s is also read by neg as a whole"]

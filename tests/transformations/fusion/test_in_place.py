@@ -1,4 +1,4 @@
-"""Fusion behind updates in place: what is stored over an input stays so, behind its readers, and promises are kept."""
+"""Fusion after updates in place: what is stored over an input stays so, after its readers, and promises are kept."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def updates(graph: Graph) -> int:
 
 
 @pytest.mark.parametrize("transformation", [FuseElementwise(), FuseSiblings(), DuplicateCheapProducers()])
-def test_promises_are_kept_behind_updates_in_place(transformation: Pass) -> None:
+def test_promises_are_kept_after_updates_in_place(transformation: Pass) -> None:
     graph = updated()
     assert updates(graph) == 2
     matches = [match for match in transformation.matches(graph) if match.refusal is None]
@@ -55,14 +55,14 @@ def test_promises_are_kept_behind_updates_in_place(transformation: Pass) -> None
         assert matches
 
 
-def test_a_reader_is_not_moved_behind_what_overwrites_its_operand() -> None:
+def test_a_reader_is_not_moved_after_what_overwrites_its_operand() -> None:
     after = FuseSiblings().run(updated())
     order = [name for node in after.nodes for name in node.outputs]
     assert order.index("a" if "a" in order else "e") < order.index("n")
 
 
 def test_what_was_overwritten_is_not_computed_again() -> None:
-    """The cheap `a` would be computed again from `p` for `c`, which stands behind the update of `p`."""
+    """The cheap `a` would be recomputed from `p` for `c`, which stands after the update of `p`."""
     body = "%a = neg(%p)\n%h = matmul(%a, %a)\n%n = sub(%p, %h)\n%k = matmul(%h, %n)\n%c = mul(%k, %a)\nwrite p <- %n"
     graph = UpdateInPlace().run(program("p: f32[6, 6]", body, "%c"))
     after = DuplicateCheapProducers().run(graph)

@@ -45,7 +45,7 @@ SIGNATURE = "p: f32[8, 5], m: f32[8, 5], r: f32[5], a: f32[8, 4], b: f32[4, 5]"
 
 
 def updated(signature: str = SIGNATURE, body: str = UPDATE, result: str = "") -> Graph:
-    """The graph as it is in front of the pass."""
+    """The graph as it is before the pass."""
     return ReuseOperands(min_bytes=0).run(UpdateInPlace().run(FuseElementwise().run(program(signature, body, result))))
 
 
@@ -156,7 +156,7 @@ def test_a_chain_that_breaks_is_found() -> None:
         verify(after)
 
 
-def test_a_pass_behind_that_breaks_a_chain_makes_it_whole() -> None:
+def test_a_later_pass_that_breaks_a_chain_makes_it_whole() -> None:
     class Between(Pass):
         """Put a reader of nothing between the two."""
 

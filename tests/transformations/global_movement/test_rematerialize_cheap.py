@@ -1,4 +1,4 @@
-"""Steps keep less for a little time: peaks shrink as estimated, values stay, matmuls never run again."""
+"""Steps keep less for a little time: peaks shrink as estimated, values stay, matmuls never run twice."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -97,7 +97,7 @@ def test_what_another_kernel_reads_is_made_again_in_it() -> None:
 
 
 def test_moments_are_kept() -> None:
-    """A normalization is made again from its root mean square: no reduction runs twice."""
+    """A normalization is rematerialized from its root mean square: no reduction runs twice."""
     after = CHEAP.run(network(normalize=True))
 
     def reductions(graph: Graph) -> int:

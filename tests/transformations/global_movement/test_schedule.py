@@ -38,7 +38,7 @@ def test_an_order_that_cannot_be_better_stays() -> None:
 
 
 def layers(count: int, size: int = 16) -> Graph:
-    """Matmuls whose updates stand at the end, the learning rate's cast in front of them."""
+    """Matmuls whose updates stand at the end, the learning rate's cast before them."""
     inputs = ", ".join(f"w{i}: f32[{size}, {size}]" for i in range(count))
     body = [f"%h{i + 1} = matmul(%h{i}, %w{i})" for i in range(count)]
     body += [f"%g{i} = matmul(%h{i}, %h{count})" for i in range(count)] + ["%rate = cast(%lr, dtype=f32)"]
@@ -47,7 +47,7 @@ def layers(count: int, size: int = 16) -> Graph:
     return program(f"h0: f32[{size}, {size}], lr: f64[], {inputs}", "\n".join(body), f"%h{count}")
 
 
-def test_an_update_stands_behind_the_gradient() -> None:
+def test_an_update_stands_after_the_gradient() -> None:
     """The activations live, and one gradient at a time, in the memory of an activation that its matmul frees."""
     before = TRAINING.only("fuse_elementwise", "update_in_place").run(layers(8))
     after = Schedule().run(before)
@@ -58,14 +58,14 @@ def test_an_update_stands_behind_the_gradient() -> None:
     check_same(layers(8), after, exact=False)
 
 
-def test_updates_stay_behind_the_readers_of_the_old_value() -> None:
+def test_updates_stay_after_the_readers_of_the_old_value() -> None:
     body = "%q = exp(%p)\n%n = add(%p, %g)\n%z = mul(%q, %g)\nwrite p <- %n"
     after = Schedule().run(UpdateInPlace().run(program("p: f32[64], g: f32[64]", body, "%z")))
     verify(after)
     assert [n.outputs[0] for n in after.nodes].index("q") < [n.outputs[0] for n in after.nodes].index("n")
 
 
-def test_rows_are_added_behind_the_readers_of_the_table() -> None:
+def test_rows_are_added_after_the_readers_of_the_table() -> None:
     """In place, the table takes no memory of its own, and who reads the old table stays in front."""
     body = "%e = exp(%t)\n%s = neg(%e)\n%n = add_rows(%t, %i, %r)\nwrite t <- %n"
     before = UpdateInPlace().run(program("t: f32[64, 8], i: i64[4], r: f32[4, 8]", body, "%s"))

@@ -1,4 +1,4 @@
-"""Rows of a table updated where they lie: picture, refusals, and the update in place behind it."""
+"""Rows of a table updated where they lie: picture, refusals, and the update in place after it."""
 
 import pytest
 

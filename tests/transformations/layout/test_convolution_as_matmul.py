@@ -34,19 +34,19 @@ def graphs(case: str, order: str, visible: bool = True) -> dict[str, Graph]:
     w, order = (g[1], x[1], *kernel), "@021" if order and len(x) == 3 else order
     image, gradient, weight = text(x, order), text(g, order), text(w)
     result = "%y" if visible else "%r"
-    behind = "" if visible else "\n%r = exp(%y)"
+    following = "" if visible else "\n%r = exp(%y)"
     return {
         "convolution": program(
-            f"x: {image}, w: {weight}, b: f32[{g[1]}]", f"%y = convolution(%x, %w, %b, {geometry}){behind}", result
+            f"x: {image}, w: {weight}, b: f32[{g[1]}]", f"%y = convolution(%x, %w, %b, {geometry}){following}", result
         ),
         "input_grad": program(
             f"g: {gradient}, w: {weight}",
-            f"%y = convolution_input_grad(%g, %w, input_shape={x}, {geometry}){behind}",
+            f"%y = convolution_input_grad(%g, %w, input_shape={x}, {geometry}){following}",
             result,
         ),
         "weight_grad": program(
             f"g: {gradient}, x: {image}",
-            f"%y = convolution_weight_grad(%g, %x, weight_shape={w}, {geometry}){behind}",
+            f"%y = convolution_weight_grad(%g, %x, weight_shape={w}, {geometry}){following}",
             result,
         ),
     }

@@ -127,7 +127,7 @@ def test_a_chain_goes_into_the_kernel(golden: Golden) -> None:
 
 
 @pytest.mark.parametrize(
-    ("behind", "result", "sentence"),
+    ("following", "result", "sentence"),
     [
         ("%y = exp(%s)", "%y, %s", "%s has another reader"),
         ("%y = mul(%s, %s)", "%y", "%s has another reader"),
@@ -135,8 +135,8 @@ def test_a_chain_goes_into_the_kernel(golden: Golden) -> None:
         ("%q = view(%o, shape=(32, 5))\n%t = permute(%q, dims=(1, 0))\n%y = add(%s, %t)", "%y", "another order"),
     ],
 )
-def test_what_stays_behind(behind: str, result: str, sentence: str | None) -> None:
-    graph = program(PRODUCT, f"%s = packed_matmul(%x, %p, columns=32)\n{behind}", result)
+def test_what_stays(following: str, result: str, sentence: str | None) -> None:
+    graph = program(PRODUCT, f"%s = packed_matmul(%x, %p, columns=32)\n{following}", result)
     found = FuseMatmulEpilogue().matches(graph)
     if sentence is None:
         assert not found
@@ -168,7 +168,7 @@ class Block(nn.Module):
 @pytest.mark.compiled
 @pytest.mark.parametrize("size", [(2, 3, 33, 30), (1, 3, 8, 8), (5, 3, 64, 32)])
 def test_a_network(size: tuple[int, ...]) -> None:
-    """Compared with eager execution, before and behind a change of parameters."""
+    """Compared with eager execution, before and after a change of parameters."""
     torch.manual_seed(0)
     model = Block().eval()
     model.norm.running_mean.normal_()

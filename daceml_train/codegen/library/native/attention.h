@@ -133,7 +133,7 @@ template <typename T> inline void ahead(int64_t rows, int64_t columns, const T* 
     for (int64_t c = 0; c < columns; c += Lanes<T>::count) __builtin_prefetch(from + r * row + c, 0, 2);
 }
 
-// What forward and backward share. Integers behind the blocks: batch, heads, queries, keys, size of a head, whether
+// What forward and backward share. Integers after the blocks: batch, heads, queries, keys, size of a head, whether
 // there is dropout, its stream, then as bits of doubles its threshold, 1 / (1 - p), and the scale; then (batch, head,
 // row, column) strides per array.
 template <typename T> struct Attention {

@@ -10,7 +10,7 @@ namespace depthwise {
 template <typename T, int L> struct Lanes { typedef T type __attribute__((vector_size(L * sizeof(T)), aligned(sizeof(T)))); };
 template <typename T> struct Lanes<T, 1> { typedef T type; };
 
-// Sizes and strides in elements, in the order in which the launch passes them behind the number of blocks.
+// Sizes and strides in elements, in the order in which the launch passes them after the number of blocks.
 struct Shape {
   int64_t images, channels, height, width, rows, columns;       // rows and columns are the result's
   int64_t x_image, x_row, x_column, g_image, g_row, g_column;

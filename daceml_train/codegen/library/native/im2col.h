@@ -6,7 +6,7 @@
 
 namespace columns {
 
-// Sizes and strides in elements, in the order in which the launch passes them behind the number of blocks.
+// Sizes and strides in elements, in the order in which the launch passes them after the number of blocks.
 struct Shape {
   int64_t images, channels, height, width, rows, columns;  // rows and columns are those of windows
   int64_t x_image, x_channel, x_row, x_column;

@@ -6,7 +6,7 @@
 
 namespace rows {
 
-// Sizes, and strides in elements, in the order in which the launch passes them behind the number of blocks. The table
+// Sizes, and strides in elements, in the order in which the launch passes them after the number of blocks. The table
 // holds rows `first` to `last` of a larger one; what belongs to other rows, or to row `skipped`, is left out.
 struct Shape {
   int64_t count, width, first, last, skipped;

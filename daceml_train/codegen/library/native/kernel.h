@@ -14,7 +14,7 @@ static inline int64_t vm_share(int64_t lanes, int64_t part, int64_t parts) {
   return begin < lanes ? begin : lanes;
 }
 
-// Asks for the cache lines 2 KiB behind those of `count` elements, to be read, or written if W.
+// Asks for the cache lines 2 KiB after those of `count` elements, to be read, or written if W.
 template <int W, typename T> static inline void vm_ahead(const T* first, int64_t count) {
   const char* lines = (const char*)first + 2048;
   for (int64_t at = 0; at < count * (int64_t)sizeof(T); at += 64) __builtin_prefetch(lines + at, W);

@@ -21,7 +21,7 @@ constexpr int64_t BLOCK = 64;         // tiles of rows whose addresses are at ha
 constexpr int64_t CACHED = 1 << 20;   // bytes of rows that a panel meets before the next one comes
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-// Sizes and strides in elements, in the order in which the launch passes them behind the number of blocks. A product of
+// Sizes and strides in elements, in the order in which the launch passes them after the number of blocks. A matmul of
 // matrices is a convolution of images of one pixel.
 struct Shape {
   int64_t images, channels, height, width, rows, columns, outer;  // rows and columns are the result's, outer its channels
@@ -175,7 +175,7 @@ class Rows {
     return {first + bytes * share / shares, (bytes + s_.depth() * shares - 1) / (s_.depth() * shares)};
   }
 
-  // One of `shares` parts of the panel behind this one.
+  // One of `shares` parts of the panel after this one.
   Ahead panel_after(const float* panel, int64_t share, int64_t shares) const {
     int64_t bytes = s_.depth() * PANEL * sizeof(float);
     return {(const char*)panel + bytes + bytes * share / shares, (int64_t)(PANEL * sizeof(float)) / shares};

@@ -124,7 +124,7 @@ class Tiles {
   float *zero_, *images_, *sums_;
 };
 
-// As `run`; the panels are those of the 16 transformed weights, one behind the other.
+// As `run`; the panels are those of the 16 transformed weights, one after the other.
 template <typename Body, int X, int MATRIX, int Y>
 void run_in_tiles(void** pointers, const int64_t* integers) {
   int64_t blocks = integers[0];

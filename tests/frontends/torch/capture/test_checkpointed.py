@@ -18,7 +18,7 @@ from daceml_train.driver.module import state_of
 
 
 class Normalized(nn.Module):
-    """A convolution, a batch norm and dropout in a region that is run again for the backward pass."""
+    """A convolution, a batch norm and dropout in a region that is recomputed in the backward pass."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Counting(Normalized):
 MODELS: dict[str, Callable[[], Normalized]] = {
     "batch norm": Normalized,
     "reentrant": lambda: Normalized(use_reentrant=True),
-    "random numbers anew": lambda: Normalized(preserve_rng_state=False),
+    "fresh random numbers": lambda: Normalized(preserve_rng_state=False),
     "nested": Nested,
     "counter": Counting,
 }
