@@ -23,7 +23,7 @@ from daceml_train.driver.goals import WholeStep
 from daceml_train.errors import DeviceMismatch, ExecutionError, Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.frontends.torch.capture.rng_draws import Draw
-from daceml_train.frontends.torch.dynamo.tracing import failing_guard
+from daceml_train.frontends.torch.dynamo.tracing import failing_guard, first_to_run
 from daceml_train.lowering.device import GPU
 from daceml_train.lowering.program import ProgramInput
 from daceml_train.runtime.bound_plan import BoundPlan, torch_dtype
@@ -115,7 +115,7 @@ class BoundStep:
         self,
         captured: Captured,
         step: WholeStep,
-        guard: Callable[[dict[str, Any]], bool],
+        manager: Any,
         modules: Sequence[torch.nn.Module],
         optimizer: torch.optim.Optimizer,
         by_name: Mapping[str, torch.Tensor],
@@ -133,7 +133,10 @@ class BoundStep:
         """What the user's code keeps of the last call."""
         self.norm: torch.Tensor | None = None
         """The norm of the last call's gradients before clipping."""
-        self.step, self.guard, self.optimizer = step, guard, optimizer
+        self.step, self.optimizer = step, optimizer
+        self.manager = manager
+        """TorchDynamo's guards of the captured code."""
+        self.guard: Callable[[dict[str, Any]], bool] = manager.check
         self.effects = effects
         """Whether the code that Dynamo generated does more than compute the loss."""
         program = step.executable.program
@@ -277,6 +280,12 @@ class BoundStep:
         if self.attached()[1] and any(map(has_gradient_hooks, self.leaves)):
             return False
         return self.guard(scope) and all(followed.holds(scope) for followed in self.followed)
+
+    def repeatable(self, code: types.CodeType, scope: dict[str, Any]) -> bool:
+        """Whether TorchDynamo, asked for the effects, would run the code that was bound: another one whose guards hold
+        as well has other outputs.
+        """
+        return not self.effects or first_to_run(code, scope, self.manager) is self.manager
 
     def changed(self, scope: dict[str, Any]) -> str:
         """What is not as it was bound, for messages; the first call of a new kind of state is not asked about."""

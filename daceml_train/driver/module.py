@@ -91,7 +91,8 @@ class Backend:
         recent, changes = self.programs.setdefault(frame(), []), self.changes.setdefault(frame(), [])
         changed = recompilation().split("  #")[0].split(" # ")[0]
         changes.append(re.sub(r"[\d.]+", "0", changed))
-        same = len(set(changes[1 - STORM :])) == 1  # one condition, and not a module that is called in many modes
+        del changes[: 1 - STORM]
+        same = len(set(changes)) == 1  # one condition, and not a module that is called in many modes
         if len(recent) >= STORM and same and all(program.runs <= 2 for program in recent):
             self.break_off(f"recompiled at nearly every call, since {changed} changes; PyTorch runs it")
             raise SkipFrame(self.breaks[-1])

@@ -60,7 +60,7 @@ SHARED = "an argument shares memory with a buffer that the model updates"
 WAYS = 8
 """Bound steps that are kept for a kind of arguments: ways through the user's code, such as two sides of a branch."""
 
-ALLOWED_CHANGES = 3
+ALLOWED_CHANGES = 8
 """How often a step may be captured again because it assigned something that its capture depends on, before it runs in
 pieces.
 """
@@ -155,7 +155,7 @@ class TrainingStep(InPieces):
             flat = pytree.tree_leaves(flat)
         key = (torch.get_num_threads(), len(targets), *map(kind_of, flat))
         scope, ways = {"self": self, "inputs": inputs, "targets": targets}, self._bound.get(key, [])
-        bound = next((way for way in ways if way.valid(scope)), None)
+        bound = next((way for way in ways if way.valid(scope) and way.repeatable(self._code.__code__, scope)), None)
         if bound is None:
             if ways and logs.speaks(logs.RECOMPILES):
                 changed = ways[0].changed(scope)
@@ -367,7 +367,7 @@ class TrainingStep(InPieces):
         return BoundStep(
             captured,
             step,
-            found.guard_manager.check,
+            found.guard_manager,
             modules,
             self.optimizer,
             by_name,

@@ -129,6 +129,15 @@ def guards(code: types.CodeType) -> list[str]:
     return list(found)
 
 
+def first_to_run(code: types.CodeType, scope: dict[str, Any], holding: Any = None) -> Any:
+    """The guards of the compilation of this code that Dynamo would run in this scope; None if it would compile.
+
+    Those of `holding` are known to hold.
+    """
+    entries = (e.guard_manager for e in torch._dynamo.eval_frame._debug_get_cache_entry_list(code))
+    return next((guards for guards in entries if guards is holding or guards.check(scope)), None)
+
+
 def frame() -> int | None:
     """Which of the user's functions Dynamo is compiling now, as a number."""
     current = CompileContext.current_compile_id()
