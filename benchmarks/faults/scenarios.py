@@ -62,7 +62,7 @@ def _train(number: int, cache: Path, marks: int) -> Any:
 
 
 def _private_folders() -> set[str]:
-    return {str(p) for p in Path(tempfile.gettempdir()).glob("daceml_train-private-*")}
+    return {p.name for p in Path(tempfile.gettempdir()).glob("daceml_train-private-*")}
 
 
 def _limited(number: int, cache: Path, marks: int) -> Any:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +16,16 @@ import daceml_train as dt
 from benchmarks.fuzz.checking import Rejected
 from benchmarks.fuzz.interpreted import interpreting
 from benchmarks.fuzz.view_programs import ViewProgram
+from benchmarks.fuzz.view_steps import ViewStep
 from daceml_train.driver.module import Backend, state_of
 from daceml_train.driver.options import Options
 from daceml_train.errors import DacemlError
 
-WAYS = ("interpreted", "compiled", "optimize")
-"""Kernels in NumPy; kernels by the compiler; and TorchDynamo before them, as users run it."""
+WAYS = ("interpreted", "compiled", "optimize", "step")
+"""Kernels in NumPy; kernels by the compiler; TorchDynamo before them, as users run it; and whole training steps."""
+
+STEPS, RATE = 3, 0.125
+"""Of what is trained."""
 
 Seen = dict[str, Any]
 
@@ -39,30 +42,43 @@ def check(program: ViewProgram, way: str) -> Verdict:
     """Run a program both ways. Raises `Rejected` where PyTorch refuses it."""
     torch._dynamo.reset()
     module = program.module()
-    try:
-        expected = observed(module, module, program)
-    except (RuntimeError, IndexError, ValueError, NameError, TypeError, AttributeError) as error:
-        raise Rejected(str(error)) from error
-    module = program.module()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            if way == "interpreted":
-                with interpreting():
-                    found, breaks = observed(_compiled(module, program), module, program), ()
-            elif way == "compiled":
-                found, breaks = observed(_compiled(module, program), module, program), ()
+            if isinstance(program, ViewStep):
+                expected = trained(_eager_step(module, module, program), module, program)
             else:
-                called = dt.optimize(module)
-                found = observed(called, module, program)
-                state = state_of(called)
-                breaks = tuple(state.backend.breaks) if state is not None else ()
+                expected = observed(module, module, program)
+        except (RuntimeError, IndexError, ValueError, NameError, TypeError, AttributeError) as error:
+            raise Rejected(str(error)) from error
+        try:
+            found, breaks = _ours(program, way)
         except DacemlError as error:
             return Verdict("" if _refused(error) else f"{type(error).__name__}: {error}", (str(error),))
         except Exception as error:
             return Verdict(f"{type(error).__name__}: {error}")
     internal = [reason for reason in breaks if "internal error" in reason]
     return Verdict(internal[0] if internal else differences(expected, found), breaks)
+
+
+def _ours(program: ViewProgram, way: str) -> tuple[Seen, tuple[str, ...]]:
+    """What is seen of a program that this project runs, and why PyTorch runs it."""
+    module = program.module()
+    if way == "step" and isinstance(program, ViewStep):
+        step = dt.training_step(module, _loss(program), torch.optim.SGD([module.w], lr=RATE))
+        return trained(lambda x, y: step((x, y)), module, program), tuple(step.breaks)
+    if way == "interpreted":
+        with interpreting():
+            return observed(_compiled(module, program), module, program), ()
+    if way == "compiled":
+        return observed(_compiled(module, program), module, program), ()
+    called = dt.optimize(module)
+    if isinstance(program, ViewStep):
+        found = trained(_eager_step(called, module, program), module, program)
+    else:
+        found = observed(called, module, program)
+    state = state_of(called)
+    return found, tuple(state.backend.breaks) if state is not None else ()
 
 
 def _refused(error: DacemlError) -> bool:
@@ -89,6 +105,19 @@ def observed(called: Callable[..., Any], owner: Any, program: ViewProgram) -> Se
     results = called(x, y)
     held = {"x": x, "y": y, "w": owner.w, "b": owner.b}
     named: dict[str, Tensor] = {**held, **{f"result {i}": r for i, r in enumerate(results)}}
+    seen = described(named)
+    loss = torch.zeros(())
+    for i, r in enumerate(results):
+        if r.requires_grad:
+            loss = loss + (r * torch.linspace(-1, 1 + i, r.numel()).view(r.shape)).sum()
+    wanted = [x, owner.w]
+    found = torch.autograd.grad(loss, wanted, allow_unused=True) if loss.requires_grad else (None, None)
+    seen |= {f"gradient of {name}": g for name, g in zip("xw", found, strict=True)}
+    return seen
+
+
+def described(named: dict[str, Tensor]) -> Seen:
+    """Values, kinds, versions, whose memory it is, and where in it they are."""
     storages = [t.untyped_storage()._cdata for t in named.values()]
     tensors = {id(t): t.untyped_storage()._cdata for t in named.values()}
     seen: Seen = {}
@@ -102,14 +131,47 @@ def observed(called: Callable[..., Any], owner: Any, program: ViewProgram) -> Se
             seen[f"{name} place"] = strides, t.storage_offset(), t.untyped_storage().nbytes()
         elif _is_dense(t):
             seen[f"{name} strides"] = strides
-    loss = torch.zeros(())
-    for i, r in enumerate(results):
-        if r.requires_grad:
-            loss = loss + (r * torch.linspace(-1, 1 + i, r.numel()).view(r.shape)).sum()
-    wanted = [x, owner.w]
-    found = torch.autograd.grad(loss, wanted, allow_unused=True) if loss.requires_grad else (None, None)
-    seen |= {f"gradient of {name}": g for name, g in zip("xw", found, strict=True)}
     return seen
+
+
+def trained(step: Callable[..., Tensor], owner: Any, program: ViewStep) -> Seen:
+    """What can be seen of training steps: losses, the parameter, buffer and inputs, and what the model keeps.
+
+    The loss's memory and versions in the parameter's are not: a step returns a loss of its own, and an update is one
+    change here.
+    """
+    found: Seen = {}
+    for number in range(STEPS):
+        x, y = (t.mul_(1 + number / 2) for t in program.inputs())
+        loss = step(x, y)
+        named = {"x": x, "y": y, "w": owner.w, "b": owner.b, "k": owner.kept}
+        named |= {f"kept {i}": t for i, t in enumerate(owner.seen)}
+        seen = described(named)
+        for name, t in named.items():
+            if t.untyped_storage()._cdata == owner.w.untyped_storage()._cdata:
+                del seen[f"{name} version"]
+        found |= {f"{name} of step {number}": value for name, value in seen.items()}
+        found[f"loss of step {number}"] = loss.detach().clone()
+    return found
+
+
+def _loss(program: ViewStep) -> Callable[[Tensor], Tensor]:
+    made: Callable[[Tensor], Tensor] = eval(f"lambda h: {program.loss}")
+    return made
+
+
+def _eager_step(called: Any, owner: Any, program: ViewStep) -> Callable[..., Tensor]:
+    """A training step of PyTorch's around a module, compiled or not."""
+    optimizer, loss_of = torch.optim.SGD([owner.w], lr=RATE), _loss(program)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(called(x, y))
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return loss
+
+    return step
 
 
 def _is_dense(t: Tensor) -> bool:
@@ -139,7 +201,7 @@ def differences(expected: Seen, found: Seen) -> str:
 def shrunk(program: ViewProgram, way: str) -> ViewProgram:
     """A smaller program that still fails: without lines, results and views of results that it does not need."""
     while True:
-        for smaller in _smaller(program):
+        for smaller in program.smaller():
             try:
                 if check(smaller, way).wrong:
                     program = smaller
@@ -148,15 +210,3 @@ def shrunk(program: ViewProgram, way: str) -> ViewProgram:
                 continue
         else:
             return program
-
-
-def _smaller(program: ViewProgram) -> list[ViewProgram]:
-    lines, results = program.lines, program.results
-    fewer = range(len(results)) if len(results) > 1 else ()
-    found = [replace(program, results=(*results[:i], *results[i + 1 :])) for i in fewer]
-    found += [replace(program, lines=(*lines[:i], *lines[i + 1 :])) for i in reversed(range(len(lines)))]
-    for i, result in enumerate(results):
-        if (name := re.match(r"\w+", result)) and name[0] != result:
-            found.append(replace(program, results=(*results[:i], name[0], *results[i + 1 :])))
-    plain = replace(program, layouts=("plain", "plain"))
-    return found + ([plain] if plain != program else [])

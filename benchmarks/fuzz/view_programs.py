@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +48,18 @@ class ViewProgram:
         generator = torch.Generator().manual_seed(self.seed + 1)
         x, y = (_laid_out(torch.randn(self.shape, generator=generator), layout) for layout in self.layouts)
         return x.requires_grad_(), y
+
+    def smaller(self) -> Iterator[ViewProgram]:
+        """Programs that lack a result, a statement, a view of a result, or the layouts of the inputs."""
+        results, lines = self.results, self.lines
+        for i in range(len(results) if len(results) > 1 else 0):
+            yield replace(self, results=(*results[:i], *results[i + 1 :]))
+        yield from (replace(self, lines=(*lines[:i], *lines[i + 1 :])) for i in reversed(range(len(lines))))
+        for i, result in enumerate(results):
+            if (name := re.match(r"\w+", result)) and name[0] != result:
+                yield replace(self, results=(*results[:i], name[0], *results[i + 1 :]))
+        if self.layouts != ("plain", "plain"):
+            yield replace(self, layouts=("plain", "plain"))
 
 
 def _laid_out(values: Tensor, layout: str) -> Tensor:
@@ -183,9 +196,15 @@ def random_program(seed: int, statements: int = 8) -> ViewProgram:
     program = ViewProgram(seed, shape, (r.choice(("plain", "plain", *_LAYOUTS[1:])), r.choice(_LAYOUTS)), (), ())
     module, (x, y) = program.module(), program.inputs()
     known: dict[str, Any] = {"x": x, "y": y, "w": module.w, "b": module.b}
+    lines = random_lines(r, known, r.randint(3, statements))
+    return replace(program, lines=lines, results=_results(r, known))
+
+
+def random_lines(r: random.Random, known: dict[str, Tensor], count: int) -> tuple[str, ...]:
+    """Statements on the tensors that are known, to which their values are added. Raises `Rejected`."""
     scope: dict[str, Any] = {"torch": torch, **known}
     lines: list[str] = []
-    for wanted in range(r.randint(3, statements)):
+    for wanted in range(count):
         for _ in range(4):
             line = _statement(r, f"v{wanted}", known)
             try:
@@ -199,7 +218,7 @@ def random_program(seed: int, statements: int = 8) -> ViewProgram:
                     raise Rejected("a size out of bounds")
                 known[f"v{wanted}"] = made
             break
-    return ViewProgram(seed, shape, program.layouts, tuple(lines), _results(r, known))
+    return tuple(lines)
 
 
 def _statement(r: random.Random, target: str, known: dict[str, Tensor]) -> str:

@@ -15,19 +15,27 @@ from rich.console import Console
 from benchmarks.fuzz.checking import Rejected
 from benchmarks.fuzz.sweep import Outcome, Run, commit, read, write
 from benchmarks.fuzz.view_checking import check, shrunk
-from benchmarks.fuzz.view_programs import random_program
+from benchmarks.fuzz.view_programs import ViewProgram, random_program
+from benchmarks.fuzz.view_steps import random_step
 
 
 def way_of(seed: int) -> str:
     """How a seed's program runs: most without a compiler, which takes most of the time."""
-    return "optimize" if seed % 50 == 0 else "compiled" if seed % 50 == 25 else "interpreted"
+    if seed % 10 == 3:
+        return "step"
+    return "optimize" if seed % 50 in (0, 4) else "compiled" if seed % 50 == 25 else "interpreted"
+
+
+def program_of(seed: int, statements: int) -> ViewProgram:
+    """The program of a seed: every tenth and some others are training steps, of which a few run around a module."""
+    return random_step(seed, statements) if seed % 10 == 3 or seed % 50 == 4 else random_program(seed, statements)
 
 
 def examined(seed: int, statements: int) -> Outcome:
     """Make and check the program of a seed."""
     before = sum(os.times()[:4])
     try:
-        verdict = check(random_program(seed, statements), way_of(seed))
+        verdict = check(program_of(seed, statements), way_of(seed))
     except Rejected:
         return Outcome(seed, "rejected", seconds=sum(os.times()[:4]) - before)
     breaks = tuple({reason.split("\n", maxsplit=1)[0][:120] for reason in verdict.breaks})
@@ -69,7 +77,7 @@ def _outcomes(first: int, wanted: int, statements: int, end: float) -> Iterator[
 def _report(console: Console, outcome: Outcome, arguments: argparse.Namespace) -> None:
     console.rule(f"seed {outcome.seed}, {way_of(outcome.seed)}")
     console.print(outcome.wrong, markup=False, soft_wrap=True)
-    program = random_program(outcome.seed, arguments.layers)
+    program = program_of(outcome.seed, arguments.layers)
     if arguments.shrink:
         program = shrunk(program, way_of(outcome.seed))
         console.print(f"shrunk: {check(program, way_of(outcome.seed)).wrong}", markup=False, soft_wrap=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -70,6 +70,18 @@ def memory_span(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses of a tensor's first byte and of the byte after its last one."""
     reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size() * bool(tensor.numel())
+
+
+def changed_often(captured: Captured, by_name: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    """Tensors that captured code changes in place more than once, and how often more; a program writes them once."""
+    return [(by_name[name], count - 1) for name, count in captured.changes.items() if count > 1 and name in by_name]
+
+
+def raise_versions(changed: Iterable[tuple[torch.Tensor, int]]) -> None:
+    """Advance the versions of tensors by so many changes."""
+    for tensor, count in changed:
+        if not tensor.is_inference():
+            torch._C._autograd._unsafe_set_version_counter((tensor,), (tensor._version + count,))
 
 
 def laid_out(captured: Captured, outputs: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from daceml_train.driver.binding import SEED, memory_span, sizes_of
+from daceml_train.driver.binding import SEED, changed_often, memory_span, raise_versions, sizes_of
 from daceml_train.driver.denominators import Denominators
 from daceml_train.driver.goals import WholeStep
 from daceml_train.errors import DeviceMismatch, ExecutionError, Unsupported
@@ -228,8 +228,8 @@ class BoundStep:
         self.sizes = sizes_of(captured, by_name) if self.draws else {}
         _check_apart(mutable, fixed)
         self.updated = frozenset(t.untyped_storage()._cdata for t in mutable)
-        buffers = [by_name[n] for n in captured.graph.writes if n in by_name]
-        self.buffers = frozenset(t.untyped_storage()._cdata for t in buffers)
+        self.buffers = frozenset(by_name[n].untyped_storage()._cdata for n in captured.graph.writes if n in by_name)
+        self.changed_often = changed_often(captured, by_name)
 
     def _put(self, position: int, tensor: torch.Tensor) -> None:
         self.addresses[position] = tensor._cdata
@@ -337,6 +337,7 @@ class BoundStep:
         except ExecutionError as error:
             error.add_note("The step failed half-way: parameters and optimizer state may be partly updated.")
             raise
+        raise_versions(self.changed_often)
         self.further = outputs[1 : 1 + self.step.further]
         del outputs[1 : 1 + self.step.further]
         if self.attached()[0]:

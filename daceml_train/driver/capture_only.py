@@ -58,14 +58,16 @@ def loss_first(captured: Captured) -> Captured:
 
     What the user's code keeps (`self.state = h.detach()`) are further results. Raises `Unsupported` where one of those
     carries a gradient, too, or where the loss is a part of one: the graph's output is then the whole of their memory,
-    whose gradient is another one.
+    whose gradient is another one. So it is where the loss is a part of a parameter, which is no output of the graph.
     """
-    if len(captured.outputs) < 2:
-        return captured
     pairs = zip(captured.outputs, captured.detached, strict=True)
     found = [o for o, detached in pairs if o.kind == "graph" and not detached]
     losses = {o.index for o in found}
-    if len(losses) != 1:
+    if not losses:
+        raise Unsupported("the loss is a view of a parameter or of an argument, or carries no gradient")
+    if len(captured.outputs) < 2:
+        return captured
+    if len(losses) > 1:
         raise Unsupported("the model or the loss keeps tensors that carry a gradient in Python objects")
     if any(o.view is not None for o in found):
         raise Unsupported("the loss shares memory with a tensor that the model or the loss keeps in a Python object")

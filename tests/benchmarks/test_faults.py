@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from benchmarks.faults.__main__ import well
+from benchmarks.faults.__main__ import RESULTS, well, without
 from benchmarks.faults.children import begin, finished
 from benchmarks.faults.kills import _judge
 from benchmarks.faults.training import Trained
@@ -43,3 +43,10 @@ def test_a_child_is_killed_at_the_moment_it_told_of() -> None:
 def test_anything_found_is_not_well() -> None:
     assert well({"wrong": [], "left": [], "hangs": 0})
     assert not well({"left": ["x"]}) and not well({"hangs": 1}) and not well({"next run right": False})
+
+
+def test_results_hold_no_paths_of_the_machine() -> None:
+    told = {"said": ["/tmp/x-1/cache cannot be written", "no"], "kills": {"hangs": 0, "failed": ["in /tmp/x-1"]}}
+    assert "/tmp" not in str(without(told, "/tmp/x-1"))
+    assert without(told, "/tmp/y") == told
+    assert "/tmp" not in RESULTS.read_text()

@@ -7,9 +7,11 @@ import pytest
 from benchmarks.fuzz.checking import Rejected
 from benchmarks.fuzz.view_checking import check, shrunk
 from benchmarks.fuzz.view_programs import ViewProgram, random_program
-from daceml_train.driver import binding
+from benchmarks.fuzz.view_steps import ViewStep, random_step
+from daceml_train.driver import binding, step
 
 COLUMN = ViewProgram(0, (3, 4), ("plain", "plain"), ("v0 = x * w", "v0.t()[2].add_(1.0)"), ("v0", "v0[0]"))
+PART = ViewStep(0, (3, 4), ("plain", "plain"), ("v0 = (x * w).sum(1)",), ("v0[0]",), ("v0.detach()",))
 
 
 def test_programs_repeat() -> None:
@@ -49,3 +51,29 @@ def test_a_base_in_another_layout_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("way", ["compiled", "optimize"])
 def test_other_ways(way: str) -> None:
     assert not check(COLUMN, way).wrong
+
+
+def test_training_steps_repeat() -> None:
+    made = 0
+    for seed in range(12):
+        try:
+            program = random_step(seed)
+        except Rejected:
+            continue
+        made += 1
+        assert program == random_step(seed)
+        compile(program.source(), "source", "exec")
+    assert made > 5
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("way", ["step", "optimize"])
+def test_a_loss_that_is_a_part_of_what_is_kept(way: str) -> None:
+    assert not check(PART, way).wrong
+
+
+@pytest.mark.compiled
+def test_a_wrong_loss_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss differentiated as the whole of the kept tensor's memory."""
+    monkeypatch.setattr(step, "loss_first", lambda captured: captured)
+    assert "w of step 0" in check(PART, "step").wrong

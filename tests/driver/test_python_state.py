@@ -253,6 +253,48 @@ def test_a_loss_that_is_a_part_of_what_is_kept(tmp_path: Path) -> None:
     assert any("shares memory" in text for text in step.breaks)
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_loss_that_is_a_part_of_a_parameter(keeps: bool, tmp_path: Path) -> None:
+    class Part(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            if keeps:
+                self.seen = [self.l.weight]
+            return self.l.weight.flatten()[-1]
+
+    model = Part()
+    wanted = model.l.weight.detach().clone()
+    wanted[-1, -1] -= 0.1
+    step = dt.training_step(model, lambda y: y, torch.optim.SGD(model.parameters(), lr=0.1), cache=tmp_path)
+    step(torch.ones(4, 6))
+    torch.testing.assert_close(model.l.weight.detach(), wanted)
+    assert any("view of a parameter" in text for text in step.breaks)
+
+
+def test_versions_count_changes_in_place(tmp_path: Path) -> None:
+    """Eager execution counts each change of a buffer and of what is kept; a program writes each once."""
+
+    class Changing(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("b", torch.zeros(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.b.add_(1.0)
+            self.b[1:].mul_(2.0)
+            self.mean.neg_().add_(1.0).mul_(3.0)
+            return self.l(x) + self.b + self.mean
+
+    model, eager = Changing(), Changing()
+    step = dt.training_step(model, torch.sum, torch.optim.SGD(model.parameters(), lr=0.1), cache=tmp_path)
+    for _ in range(3):
+        step(torch.ones(4, 6))
+        eager(torch.ones(4, 6))
+    assert not step.breaks
+    for ours, theirs in ((model.b, eager.b), (model.mean, eager.mean)):
+        torch.testing.assert_close(ours, theirs)
+        assert ours._version == theirs._version
+
+
 def test_a_step_that_raises_keeps_nothing(tmp_path: Path) -> None:
     class Checked(Model):
         def forward(self, x: Tensor) -> Tensor:
