@@ -5,7 +5,7 @@ import pytest
 from daceml_train.analysis.traffic import traffic
 from daceml_train.errors import Refused
 from daceml_train.transformations.forward.hoist_matmuls import HoistMatmuls
-from tests.transformations.checking import Golden, check_pass, check_same, program
+from tests.transformations.checking import assert_text, check_pass, check_same, program
 
 STEPS = """
     %a = slice(%x, dim=1, start=0, stop=1)
@@ -19,10 +19,25 @@ STEPS = """
 """
 
 
-def test_steps_of_a_sequence(golden: Golden) -> None:
+def test_steps_of_a_sequence() -> None:
     graph = program("x: f32[4, 2, 5], w: f32[5, 6]", STEPS, "%r")
     (family,) = HoistMatmuls().matches(graph)
-    after = check_pass(graph, HoistMatmuls(), golden, exact=False)
+    after = check_pass(graph, HoistMatmuls(), exact=False)
+    assert_text(
+        after,
+        """
+        %view: f32[8, 5] = view(%x, shape=(8, 5))
+        %matmul: f32[8, 6] = matmul(%view, %w)
+        %view_1: f32[4, 2, 6] = view(%matmul, shape=(4, 2, 6))
+        %slice: f32[4, 1, 6] = slice(%view_1, dim=1, start=0, stop=1)
+        %view_2: f32[4, 6] = view(%slice, shape=(4, 6))
+        %c: f32[4, 6] = tanh(%view_2)
+        %slice_1: f32[4, 1, 6] = slice(%view_1, dim=1, start=1, stop=2)
+        %view_3: f32[4, 6] = view(%slice_1, shape=(4, 6))
+        %r: f32[4, 6] = add(%c, %view_3)
+        return %r
+        """,
+    )
     assert traffic(after).bytes - traffic(graph).bytes == family.traffic == -5 * 6 * 4
     assert HoistMatmuls().matches(after) == []
     assert family.arrays == ("p", "q")

@@ -3,7 +3,7 @@ from daceml_train.graph.graph import Graph
 from daceml_train.ops.embedding import AddRows
 from daceml_train.transformations.global_movement.reuse_operands import ReuseOperands
 from daceml_train.transformations.intra_operator.accumulate_rows import AccumulateRows
-from tests.transformations.checking import Golden, check_refused, check_rewrite, check_same, program
+from tests.transformations.checking import assert_text, check_refused, check_rewrite, check_same, program
 
 OPERANDS = "g: f32[2, 4, 64], i: i64[2, 4], a: f32[100, 5], b: f32[5, 64]"
 GRADIENT = "%d = embedding_grad(%g, %i, rows=100)\n"
@@ -15,13 +15,30 @@ def tied(result: str = "%y") -> Graph:
     return program(OPERANDS, TIED, result)
 
 
-def test_tied_weights(golden: Golden) -> None:
-    check_rewrite(tied(), AccumulateRows(), golden, exact=False)
+def test_tied_weights() -> None:
+    after = check_rewrite(tied(), AccumulateRows(), exact=False)
+    assert_text(
+        after,
+        """
+        %matmul: f32[100, 64] = matmul(%a, %b)
+        %add_rows: f32[100, 64] = add_rows(%matmul, %i, %g)
+        %y: f32[100, 64] = exp(%add_rows)
+        return %y
+        """,
+    )
 
 
-def test_in_either_order(golden: Golden) -> None:
+def test_in_either_order() -> None:
     body = "%c = matmul(%a, %b)\n" + GRADIENT + "%y = add(%c, %d)"
-    check_rewrite(program(OPERANDS, body, "%y"), AccumulateRows(), golden, exact=False)
+    after = check_rewrite(program(OPERANDS, body, "%y"), AccumulateRows(), exact=False)
+    assert_text(
+        after,
+        """
+        %matmul: f32[100, 64] = matmul(%a, %b)
+        %add_rows: f32[100, 64] = add_rows(%matmul, %i, %g)
+        return %add_rows
+        """,
+    )
 
 
 def test_rows_are_added_where_the_sum_lies() -> None:
