@@ -21,6 +21,7 @@ demo: setup ## the demonstration (ARGS=)
 
 lint: setup ## ruff and mypy
 	$(VENV_PYTHON) -m ruff check .
+	$(VENV_PYTHON) -m ruff format --check .
 	$(VENV_PYTHON) -m mypy
 
 test: lint ## lint, then all tests (JOBS=, ARGS=)

@@ -27,7 +27,7 @@ def assert_text(graph: Graph, expected: str) -> None:
     lines = str(graph).rstrip("\n").splitlines()
     start = next(i for i, line in enumerate(lines) if line.endswith("{")) + 1
     text = "\n".join([" " * 8 + line.removeprefix("  ") for line in lines[start:-1]])
-    assert_expected_inline(f"\n{text}\n        ", expected, skip=1)
+    assert_expected_inline(f"{text}\n        ", expected, skip=1)
 
 
 def program(signature: str, body: str, result: str = "") -> Graph:

@@ -17,7 +17,7 @@ def test_few_keys() -> None:
     after = check_rewrite(graph, BlockedAttention(), exact=False)
     assert_text(
         after,
-        """
+        """\
         %fused_attention, %fused_attention_1: f32[2, 3, 5, 4]@0213, f32[2, 3, 5] = fused_attention(%q, %k, %v, scale=0.5)
         %t: f32[2, 5, 3, 4] = permute(%fused_attention, dims=(0, 2, 1, 3))
         %z: f32[2, 5, 12] = view(%t, shape=(2, 5, 12))
@@ -36,7 +36,7 @@ def test_a_scale_and_a_batch_of_any_size() -> None:
     after = check_rewrite(graph, BlockedAttention(), exact=False, n=2)
     assert_text(
         after,
-        """
+        """\
         %fused_attention, %fused_attention_1: f32[n, 3, 5, 4]@0213, f32[n, 3, 5] = fused_attention(%q, %k, %v, scale=0.5)
         %t: f32[n, 5, 3, 4] = permute(%fused_attention, dims=(0, 2, 1, 3))
         %z: f32[n, 5, 12] = view(%t, shape=(n, 5, 12))

@@ -24,7 +24,7 @@ def test_total_and_further_dimensions() -> None:
     after = check_rewrite(graph, FuseSoftmaxCrossEntropy(), exact=False)
     assert_text(
         after,
-        """
+        """\
         %cross_entropy, %cross_entropy_1, %cross_entropy_2, %cross_entropy_3: f32[], f32[2, 4], f32[2, 4], f32[] = cross_entropy(%x, %t)
         return %cross_entropy, %cross_entropy_3
         """,
@@ -36,7 +36,7 @@ def test_one_sample() -> None:
     after = check_rewrite(program("x: f32[20], t: i64[]", body, "%loss"), FuseSoftmaxCrossEntropy(), exact=False)
     assert_text(
         after,
-        """
+        """\
         %cross_entropy, %cross_entropy_1, %cross_entropy_2, %cross_entropy_3: f32[], f32[], f32[], f32[] = cross_entropy(%x, %t)
         return %cross_entropy
         """,

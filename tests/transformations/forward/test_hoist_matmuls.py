@@ -25,7 +25,7 @@ def test_steps_of_a_sequence() -> None:
     after = check_pass(graph, HoistMatmuls(), exact=False)
     assert_text(
         after,
-        """
+        """\
         %view: f32[8, 5] = view(%x, shape=(8, 5))
         %matmul: f32[8, 6] = matmul(%view, %w)
         %view_1: f32[4, 2, 6] = view(%matmul, shape=(4, 2, 6))

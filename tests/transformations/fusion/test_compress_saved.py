@@ -41,7 +41,7 @@ def test_late_readers_read_what_is_stored() -> None:
     verify(after)
     assert_text(
         after,
-        """
+        """\
         %a, %a_stored: f32[8, 8], bf16[8, 8] = kernel(x0=%x) {
           %v0 = exp(%x0)
           %v1 = cast(%v0, dtype=bf16)

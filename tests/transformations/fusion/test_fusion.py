@@ -78,7 +78,7 @@ def test_softmax_becomes_one_kernel() -> None:
     check_same(SOFTMAX, graph)
     assert_text(
         graph,
-        """
+        """\
         %y: f32[4, 6] = kernel(x0=%x) {
           %v0 = reduce(%x0, kind="max", dims=(1,), keepdim=True)
           %v1 = sub(%x0, %v0)
@@ -114,7 +114,7 @@ def test_siblings_read_once() -> None:
     after = check_pass(graph, FuseSiblings())
     assert_text(
         after,
-        """
+        """\
         %a, %b: f32[4, 6], f32[4, 6] = kernel(x0=%x, x1=%z) {
           %v0 = exp(%x0)
           %v1 = mul(%x0, %x1)
@@ -153,7 +153,7 @@ def test_a_cheap_value_is_computed_again() -> None:
     after = check_pass(DUPLICATE, DuplicateCheapProducers())
     assert_text(
         after,
-        """
+        """\
         %y: f32[4, 6] = kernel(x0=%x, x1=%m) {
           %v0 = sub(%x0, %x1)
           %v1 = exp(%v0)
@@ -215,7 +215,7 @@ def test_slices_move_in_front_of_elementwise_operators() -> None:
     check_same(GATES, after)
     assert_text(
         after,
-        """
+        """\
         %slice: f32[4, 3] = slice(%x, dim=1, start=0, stop=3)
         %slice_1: f32[3] = slice(%b, dim=0, start=0, stop=3)
         %add: f32[4, 3] = add(%slice, %slice_1)

@@ -19,7 +19,7 @@ def test_chains() -> None:
     after = check_pass(program(TWO, body, "%y, %d"), CommonSubexpressions())
     assert_text(
         after,
-        """
+        """\
         %a: f32[3] = exp(%x)
         %b: f32[3] = neg(%a)
         %y: f32[3] = mul(%b, %b)

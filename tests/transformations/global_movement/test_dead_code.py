@@ -11,7 +11,7 @@ def test_operators() -> None:
     after = check_pass(program("x: f32[3]", body, "%b"), DeadCode())
     assert_text(
         after,
-        """
+        """\
         %a: f32[3] = exp(%x)
         %b: f32[3] = neg(%a)
         return %b
@@ -34,7 +34,7 @@ def test_results_of_kernels() -> None:
     after = check_pass(program("x: f32[3]", body, "%w, %u"), DeadCode())
     assert_text(
         after,
-        """
+        """\
         %a: f32[3] = exp(%x)
         %u, %w: f32[3], f32[3] = kernel(x0=%a, x2=%x) {
           %v0 = neg(%x0)
@@ -60,7 +60,7 @@ def test_updates_in_place() -> None:
     after = check_pass(program("p: f32[3], g: f32[3]", body), DeadCode())
     assert_text(
         after,
-        """
+        """\
         %b: f32[3] = kernel(x0=%g, x1=%p) {
           %v1 = neg(%x0)
           yield %v1 over %x1

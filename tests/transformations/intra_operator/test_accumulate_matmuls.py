@@ -12,7 +12,7 @@ def test_one() -> None:
     after = check_rewrite(program(OPERANDS, SUM, "%y"), AccumulateMatmuls())
     assert_text(
         after,
-        """
+        """\
         %matmul_add: f32[4, 5] = matmul_add(%c, %a, %b)
         return %matmul_add
         """,
@@ -24,7 +24,7 @@ def test_symbolic_batch() -> None:
     after = check_rewrite(program(operands, "%p = matmul(%a, %b)\n%y = add(%p, %c)", "%y"), AccumulateMatmuls(), s0=3)
     assert_text(
         after,
-        """
+        """\
         %matmul_add: f32[s0, 4, 5] = matmul_add(%c, %a, %b)
         return %matmul_add
         """,
@@ -42,7 +42,7 @@ def test_sum_of_products() -> None:
     after = check_rewrite(program(f"{OPERANDS}, a2: f32[4, 3], a3: f32[4, 3]", body, "%y"), AccumulateMatmuls())
     assert_text(
         after,
-        """
+        """\
         %p: f32[4, 5] = matmul(%a, %b)
         %matmul_add: f32[4, 5] = matmul_add(%p, %a2, %b)
         %matmul_add_1: f32[4, 5] = matmul_add(%matmul_add, %a3, %b)
@@ -60,7 +60,7 @@ def test_through_views() -> None:
     after = check_rewrite(program("c: f32[2, 2, 5], a: f32[4, 3], b: f32[3, 5]", body, "%y"), AccumulateMatmuls())
     assert_text(
         after,
-        """
+        """\
         %view: f32[4, 5] = view(%c, shape=(4, 5))
         %matmul_add: f32[4, 5] = matmul_add(%view, %a, %b)
         %view_1: f32[2, 2, 5] = view(%matmul_add, shape=(2, 2, 5))

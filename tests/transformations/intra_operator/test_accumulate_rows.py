@@ -19,7 +19,7 @@ def test_tied_weights() -> None:
     after = check_rewrite(tied(), AccumulateRows(), exact=False)
     assert_text(
         after,
-        """
+        """\
         %matmul: f32[100, 64] = matmul(%a, %b)
         %add_rows: f32[100, 64] = add_rows(%matmul, %i, %g)
         %y: f32[100, 64] = exp(%add_rows)
@@ -33,7 +33,7 @@ def test_in_either_order() -> None:
     after = check_rewrite(program(OPERANDS, body, "%y"), AccumulateRows(), exact=False)
     assert_text(
         after,
-        """
+        """\
         %matmul: f32[100, 64] = matmul(%a, %b)
         %add_rows: f32[100, 64] = add_rows(%matmul, %i, %g)
         return %add_rows

@@ -68,7 +68,7 @@ def test_nested_views() -> None:
     after = check_rewrite(before, AssembleSlices())
     assert_text(
         after,
-        """
+        """\
         %slice: f32[1, 8, 16] = slice(%c, dim=0, start=0, stop=1)
         %view: f32[8, 16] = view(%slice, shape=(8, 16))
         %slice_1: f32[8, 1, 16] = slice(%x, dim=1, start=0, stop=1)
@@ -133,7 +133,7 @@ def test_gaps_and_order() -> None:
     after = check_rewrite(program("x: f32[2], y: f32[1]", body, "%s"), AssembleSlices())
     assert_text(
         after,
-        """
+        """\
         %full: f32[2] = full(value=0.0, shape=(2,))
         %full_1: f32[2] = full(value=0.0, shape=(2,))
         %full_2: f32[1] = full(value=0.0, shape=(1,))
@@ -152,7 +152,7 @@ def test_symbolic_ranges() -> None:
     after = check_rewrite(program("x: f32[s0, 3], y: f32[2*s0, 3]", body, "%s"), AssembleSlices(), s0=2)
     assert_text(
         after,
-        """
+        """\
         %concat: f32[3*s0, 3] = concat(%x, %y, dim=0)
         return %concat
         """,
@@ -172,7 +172,7 @@ def test_equal_places_and_other_terms() -> None:
     after = check_rewrite(program(signature, body, "%u"), AssembleSlices(), exact=False)
     assert_text(
         after,
-        """
+        """\
         %add: f32[3, 2] = add(%x, %z)
         %concat: f32[3, 4] = concat(%add, %y, dim=1)
         %add_1: f32[3, 4] = add(%concat, %w)
@@ -189,7 +189,7 @@ def test_tiles() -> None:
     after = check_rewrite(program(signature, "\n".join(body), "%c"), AssembleSlices())
     assert_text(
         after,
-        """
+        """\
         %concat: f32[2, 6] = concat(%x00, %x01, dim=1)
         %concat_1: f32[2, 6] = concat(%x10, %x11, dim=1)
         %concat_2: f32[4, 6] = concat(%concat, %concat_1, dim=0)
@@ -208,7 +208,7 @@ def test_common_margin() -> None:
     after = check_rewrite(program("x: f32[2, 3], y: f32[2, 3]", body, "%s"), AssembleSlices())
     assert_text(
         after,
-        """
+        """\
         %concat: f32[4, 3] = concat(%x, %y, dim=0)
         %pad: f32[4, 5] = pad(%concat, pads=((0, 0), (1, 1)))
         return %pad
@@ -226,7 +226,7 @@ def test_through_permute() -> None:
     after = check_rewrite(program("x: f32[2, 3], y: f32[3, 2]", body, "%s"), AssembleSlices())
     assert_text(
         after,
-        """
+        """\
         %permute: f32[3, 2]@10 = permute(%x, dims=(1, 0))
         %concat: f32[3, 4] = concat(%permute, %y, dim=1)
         return %concat
@@ -245,7 +245,7 @@ def test_a_view_that_mixes_dimensions_starts_a_new_piece() -> None:
     after = check_rewrite(program("x: f32[4, 1], y: f32[2]", body, "%s"), AssembleSlices())
     assert_text(
         after,
-        """
+        """\
         %a: f32[4, 2] = pad(%x, pads=((0, 0), (0, 1)))
         %v: f32[8] = view(%a, shape=(8,))
         %concat: f32[10] = concat(%v, %y, dim=0)

@@ -23,7 +23,7 @@ def test_expanded_matrix() -> None:
     after = check_rewrite(program("x: f32[s0, 4, 3], w: f32[3, 5]", body, "%y"), MergeBatch(), exact=False, s0=2)
     assert_text(
         after,
-        """
+        """\
         %view: f32[4*s0, 3] = view(%x, shape=(4*s0, 3))
         %matmul: f32[4*s0, 5] = matmul(%view, %w)
         %view_1: f32[s0, 4, 5] = view(%matmul, shape=(s0, 4, 5))
@@ -43,7 +43,7 @@ def test_transposed_and_merged_batch() -> None:
     after = check_rewrite(program("x: f32[12, 4, 3], w: f32[5, 3]", body, "%y"), MergeBatch(), exact=False)
     assert_text(
         after,
-        """
+        """\
         %v: f32[1, 1, 5, 3] = view(%w, shape=(1, 1, 5, 3))
         %view: f32[5, 3] = view(%v, shape=(5, 3))
         %view_1: f32[48, 3] = view(%x, shape=(48, 3))
@@ -60,7 +60,7 @@ def test_sum_of_products() -> None:
     after = check_rewrite(graph, MergeSummedBatch(), exact=False, s0=2)
     assert_text(
         after,
-        """
+        """\
         %view: f32[4*s0, 3] = view(%x, shape=(4*s0, 3))
         %view_1: f32[4*s0, 5] = view(%g, shape=(4*s0, 5))
         %permute: f32[3, 4*s0]@10 = permute(%view, dims=(1, 0))
@@ -80,7 +80,7 @@ def test_sum_over_two_batches() -> None:
     after = check_rewrite(program("x: f32[6, 4, 3], g: f32[6, 4, 5]", body, "%y"), MergeSummedBatch(), exact=False)
     assert_text(
         after,
-        """
+        """\
         %view: f32[24, 3] = view(%x, shape=(24, 3))
         %view_1: f32[24, 5] = view(%g, shape=(24, 5))
         %permute: f32[3, 24]@10 = permute(%view, dims=(1, 0))
@@ -104,7 +104,7 @@ def test_gradient_of_a_shared_factor() -> None:
     check_same(graph, after, exact=False, s0=2)
     assert_text(
         after,
-        """
+        """\
         %view: f32[4*s0, 3] = view(%x, shape=(4*s0, 3))
         %matmul: f32[4*s0, 5] = matmul(%view, %w)
         %view_1: f32[s0, 4, 5] = view(%matmul, shape=(s0, 4, 5))

@@ -20,7 +20,7 @@ def test_a_chain_that_begins_with_a_product() -> None:
     after = check_rewrite(graph, ConcatenateMatmuls(), exact=False)
     assert_text(
         after,
-        """
+        """\
         %concat: f32[8, 4] = concat(%a0, %a1, %a2, %a3, dim=1)
         %concat_1: f32[4, 9] = concat(%b0, %b1, %b2, %b3, dim=0)
         %matmul: f32[8, 9] = matmul(%concat, %concat_1)
@@ -35,7 +35,7 @@ def test_a_chain_that_begins_with_a_matrix() -> None:
     after = check_rewrite(graph, ConcatenateMatmuls(), exact=False)
     assert_text(
         after,
-        """
+        """\
         %concat: f32[8, 5] = concat(%a0, %a1, %a2, %a3, %a4, dim=1)
         %concat_1: f32[5, 9] = concat(%b0, %b1, %b2, %b3, %b4, dim=0)
         %matmul_add: f32[8, 9] = matmul_add(%c, %concat, %concat_1)
@@ -51,7 +51,7 @@ def test_transposed_factors_are_joined_by_rows() -> None:
     after = check_rewrite(graph, ConcatenateMatmuls(), exact=False)
     assert_text(
         after,
-        """
+        """\
         %concat: f32[4, 8] = concat(%x0, %x1, %x2, %x3, dim=0)
         %permute: f32[8, 4]@10 = permute(%concat, dims=(1, 0))
         %concat_1: f32[4, 9] = concat(%b0, %b1, %b2, %b3, dim=0)
@@ -66,7 +66,7 @@ def test_a_sum_that_is_used_on_the_way_ends_the_chain() -> None:
     after = check_rewrite(graph, ConcatenateMatmuls(), exact=False)
     assert_text(
         after,
-        """
+        """\
         %s0: f32[8, 9] = matmul(%a0, %b0)
         %s1: f32[8, 9] = matmul_add(%s0, %a1, %b1)
         %concat: f32[8, 4] = concat(%a2, %a3, %a4, %a5, dim=1)

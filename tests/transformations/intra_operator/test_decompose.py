@@ -11,7 +11,7 @@ def test_nested_composites() -> None:
     after = check_pass(graph, Decompose(), s0=3)
     assert_text(
         after,
-        """
+        """\
         %v.sum: f32[s0, 1] = reduce(%x, kind="sum", dims=(1,), keepdim=True)
         %v.full: f32[] = full(value=4.0)
         %v.div: f32[s0, 1] = div(%v.sum, %v.full)
@@ -32,7 +32,7 @@ def test_kept_composites() -> None:
     after = check_pass(program("x: f32[3, 4]", body, "%y"), Decompose(keep=("softmax", "mean")))
     assert_text(
         after,
-        """
+        """\
         %s: f32[3, 4] = softmax(%x, dim=1)
         %y.mean: f32[3, 1] = mean(%s, dims=(1,), keepdim=True)
         %y.sub: f32[3, 4] = sub(%s, %y.mean)

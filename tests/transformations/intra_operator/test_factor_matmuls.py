@@ -9,7 +9,7 @@ def test_a_common_right_factor() -> None:
     after = check_rewrite(program(OPERANDS, BODY, "%y"), FactorMatmuls(), exact=False)
     assert_text(
         after,
-        """
+        """\
         %add: f32[4, 3, 3] = add(%a, %c)
         %matmul: f32[4, 3, 16] = matmul(%add, %b)
         return %matmul
@@ -24,7 +24,7 @@ def test_a_common_left_factor() -> None:
     )
     assert_text(
         after,
-        """
+        """\
         %add: f32[4, 5] = add(%a, %c)
         %matmul: f32[16, 5] = matmul(%b, %add)
         return %matmul
@@ -38,7 +38,7 @@ def test_a_matrix_and_its_transpose() -> None:
     after = check_rewrite(program("a: f32[4, 3, 3], b: f32[4, 3, 16]", body, "%y"), FactorMatmuls(), exact=False)
     assert_text(
         after,
-        """
+        """\
         %t: f32[4, 3, 3]@021 = permute(%a, dims=(0, 2, 1))
         %add: f32[4, 3, 3] = add(%a, %t)
         %matmul: f32[4, 3, 16] = matmul(%add, %b)

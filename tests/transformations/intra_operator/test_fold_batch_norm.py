@@ -27,7 +27,7 @@ def folded(graph: Graph) -> Graph:
 def test_convolution() -> None:
     assert_text(
         folded(program(IMAGE, CONVOLUTION, "%z")),
-        """
+        """\
         %full: f32[] = full(value=1e-05)
         %add: f32[4] = add(%var, %full)
         %rsqrt: f32[4] = rsqrt(%add)

@@ -52,7 +52,7 @@ def test_what_a_product_reads_is_kept_in_bfloat16_alone() -> None:
     after = MIXED.run(graph)
     assert_text(
         after,
-        """
+        """\
         %a: f32[16, 8] = exp(%x)
         %cast: bf16[16, 8] = cast(%a, dtype=bf16)
         %cast_1: f32[16, 8] = cast(%cast, dtype=f32)

@@ -9,7 +9,7 @@ def test_matrices() -> None:
     after = check_rewrite(graph, TransposeMatmul(), exact=False)
     assert_text(
         after,
-        """
+        """\
         %permute: f32[5, 4]@10 = permute(%b, dims=(1, 0))
         %permute_1: f32[4, 3]@10 = permute(%a, dims=(1, 0))
         %matmul: f32[5, 3] = matmul(%permute, %permute_1)
@@ -23,7 +23,7 @@ def test_batches() -> None:
     after = check_rewrite(graph, TransposeMatmul(), exact=False, n=2)
     assert_text(
         after,
-        """
+        """\
         %permute: f32[n, 5, 4]@021 = permute(%b, dims=(0, 2, 1))
         %permute_1: f32[n, 4, 3]@021 = permute(%a, dims=(0, 2, 1))
         %matmul: f32[n, 5, 3] = matmul(%permute, %permute_1)

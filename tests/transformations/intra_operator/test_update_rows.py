@@ -18,7 +18,7 @@ def test_rows() -> None:
     after = check_rewrite(program(SIGNATURE, body, "%n"), UpdateRows(), exact=False)
     assert_text(
         after,
-        """
+        """\
         %cast: f32[] = cast(%rate, dtype=f32)
         %neg: f32[] = neg(%cast)
         %mul: f32[5, 4] = mul(%g, %neg)
@@ -39,7 +39,7 @@ def test_rows_that_repeat_are_scaled_once() -> None:
     after = check_rewrite(program(signature, body, "%n"), UpdateRows(), exact=False)
     assert_text(
         after,
-        """
+        """\
         %one: f32[5, 1, 4] = view(%g, shape=(5, 1, 4))
         %cast: f32[] = cast(%rate, dtype=f32)
         %mul: f32[5, 1, 4] = mul(%one, %cast)

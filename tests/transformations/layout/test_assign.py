@@ -42,7 +42,7 @@ def test_a_chain_reorders_at_its_borders() -> None:
     after = check_pass(FuseElementwise().run(graph), AssignLayouts())
     assert_text(
         after,
-        """
+        """\
         %reorder: f32[2, 3, 40, 40]@0231 = reorder(%x, order=(0, 2, 3, 1))
         %reorder_1: f32[4, 3, 3, 3]@0231 = reorder(%u, order=(0, 2, 3, 1))
         %a: f32[2, 4, 40, 40]@0231 = convolution(%reorder, %reorder_1, stride=(1, 1), padding=(1, 1), dilation=(1, 1), output_padding=(0, 0))

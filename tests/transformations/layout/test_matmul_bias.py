@@ -10,7 +10,7 @@ def test_operator() -> None:
     after = check_rewrite(program(OPERANDS, "%p = matmul(%a, %b)\n%y = add(%p, %bias)", "%y"), FuseMatmulBias(), s0=4)
     assert_text(
         after,
-        """
+        """\
         %matmul_add: f32[s0, 5] = matmul_add(%bias, %a, %b)
         return %matmul_add
         """,
@@ -28,7 +28,7 @@ def test_kernel_of_one_addition() -> None:
     after = check_rewrite(program(OPERANDS, body, "%y"), FuseMatmulBias(), s0=4)
     assert_text(
         after,
-        """
+        """\
         %matmul_add: f32[s0, 5] = matmul_add(%bias, %a, %b)
         return %matmul_add
         """,
@@ -44,7 +44,7 @@ def test_through_a_view() -> None:
     after = check_rewrite(program("a: f32[4, 3], b: f32[3, 5], bias: f32[5]", body, "%y"), FuseMatmulBias())
     assert_text(
         after,
-        """
+        """\
         %matmul_add: f32[4, 5] = matmul_add(%bias, %a, %b)
         %view: f32[2, 2, 5] = view(%matmul_add, shape=(2, 2, 5))
         return %view

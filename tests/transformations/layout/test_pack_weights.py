@@ -117,7 +117,7 @@ def test_what_follows_goes_into_the_kernel() -> None:
     after = check_rewrite(program(PRODUCT, body, "%t, %z"), FuseMatmulEpilogue(), exact=False)
     assert_text(
         after,
-        """
+        """\
         %kernel: f32[5, 32] = kernel(x0=%x, x1=%p, x2=%b) {
           %v0 = packed_matmul(%x0, %x1, columns=32)
           %v1 = mul(%v0, %x2)
@@ -137,7 +137,7 @@ def test_a_chain_goes_into_the_kernel() -> None:
     check_same(before, after, exact=False)
     assert_text(
         after,
-        """
+        """\
         %kernel: f32[5, 32] = kernel(x0=%x, x1=%p, x2=%b, x3=%o) {
           %v0 = packed_matmul(%x0, %x1, columns=32)
           %v1 = add(%v0, %x2)
