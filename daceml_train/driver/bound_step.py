@@ -28,6 +28,7 @@ from daceml_train.lowering.device import GPU
 from daceml_train.lowering.program import ProgramInput
 from daceml_train.runtime.bound_plan import BoundPlan, torch_dtype
 from daceml_train.runtime.gpu.cuda_graph import CudaGraphs, HostScalars
+from daceml_train.runtime.gpu.plan import DevicePlan
 from daceml_train.runtime.native_library import Leaves
 from daceml_train.training.gradients import SCALER, scaler_state, scaling_of
 from daceml_train.training.joint import ACCUMULATED
@@ -247,7 +248,8 @@ class BoundStep:
             if self.inputs[position].ndim or entry.mutable:
                 where = f"{self.inputs[position].device}, the program runs on {self.device.torch}"
                 raise DeviceMismatch(f"{entry.path or entry.name} is on {where}")
-        self.host = HostScalars(self.device, [self.inputs[i] for i in positions])
+        assert isinstance(self.plan.plan, DevicePlan)
+        self.host = HostScalars(self.plan.plan.arena, [self.inputs[i] for i in positions])
         for position, copy in zip(positions, self.host.copies, strict=True):
             self.inputs[position] = copy
 
@@ -358,11 +360,8 @@ class BoundStep:
     def _launch(self, device_rates: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Tensor]:
         if self.host is None:
             return self.plan.run_addresses(self.addresses)
-        self.host.refresh()
-        of_group = {rate: position for position, rate in self.rate_positions.items()}
-        for rate, tensor in device_rates:
-            if rate in of_group:
-                self.inputs[of_group[rate]].copy_(tensor)
+        inputs = {rate: self.inputs[position] for position, rate in self.rate_positions.items()}
+        self.host.refresh([(inputs[rate], tensor) for rate, tensor in device_rates if rate in inputs])
         if self.cuda_graphs is None or self.first:
             return self.plan.run(self.inputs)
         moving = [*(a.position for a in self.arguments), *(place for place, _, _ in self.draws.values())]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -142,6 +143,16 @@ class GPU(Device):
     @abstractmethod
     def new_stream(self) -> Hashable:
         """An additional stream."""
+
+    def side_streams(self, count: int) -> list[Hashable]:
+        """Streams beside the current one, the same at each call: libraries keep workspaces for each stream."""
+        while len(self._side_streams) < count:
+            self._side_streams.append(self.new_stream())
+        return self._side_streams[:count]
+
+    @functools.cached_property
+    def _side_streams(self) -> list[Hashable]:
+        return []
 
     @abstractmethod
     def on(self, stream: Hashable) -> contextlib.AbstractContextManager[Any]:

@@ -114,7 +114,7 @@ def test_out_of_memory_names_the_biggest_arrays(monkeypatch: pytest.MonkeyPatch)
 
 def test_numbers_of_the_cpu_are_copied_when_they_change() -> None:
     sources = [torch.tensor(1, dtype=torch.int32), torch.tensor(0.5, dtype=torch.float64), torch.tensor(True)]
-    mirror = HostScalars(Emulated(), sources)
+    mirror = HostScalars(DeviceArena(Emulated()), sources)
     sources[1].fill_(0.25)
     assert [c.dtype for c in mirror.copies] == [s.dtype for s in sources]
     assert mirror.copies[1] == 0.5

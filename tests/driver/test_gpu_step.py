@@ -315,3 +315,54 @@ def test_bytes_of_the_arena_are_those_planned() -> None:
         executable = both.step.records[0].executable
         assert executable is not None
         assert arena.capacity == executable.plan(()).arena_bytes > 0
+
+
+def test_more_kinds_than_graphs_are_kept_for() -> None:
+    """Captures of kinds that take turns become rare, instead of one at each call."""
+    with emulated():
+        both = Both(mlp(), F.mse_loss, adam)
+        for turn in range(120):
+            both.step(*numbers(3 + turn % 6))
+        assert len(both.graphs.graphs) == 4 and both.graphs.captured <= 36
+
+
+def test_settings_that_alternate() -> None:
+    with emulated() as device:
+        both = Both(mlp(), F.mse_loss, adam)
+        for turn in range(40):
+            device.flags = turn % 2
+            both.step(*numbers())
+        assert both.graphs.captured <= 8
+
+
+class Ordered(Emulated):
+    """Logs which stream waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+
+    def wait(self, event: Any) -> None:
+        self.log.append("wait")
+        super().wait(event)
+
+
+def test_numbers_of_the_host_are_updated_after_the_last_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step on another stream overwrites the rate that the last step may still read."""
+    device = Ordered()
+    copied = Tensor.copy_
+
+    def copy(self: Tensor, other: Tensor, non_blocking: bool = False) -> Tensor:
+        if non_blocking:
+            device.log.append("rate")
+        return copied(self, other)
+
+    monkeypatch.setattr(Tensor, "copy_", copy)
+    with emulated(device):
+        both = Both(mlp(), F.mse_loss, adam)
+        for turn in range(6):
+            both.our_optimizer.param_groups[0]["lr"] = 0.1 / (1 + turn)
+            device.log.clear()
+            with device.on(1000 + turn % 2):
+                both.step(*numbers())
+            assert turn == 0 or device.log[:2] == ["wait", "rate"]

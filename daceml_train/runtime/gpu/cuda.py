@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,16 @@ import torch
 from daceml_train.lowering.device import GPU, Capability
 from daceml_train.runtime.gpu.toolchain import CudaToolchain
 
+_CAPTURE = threading.Lock()
+"""CUDA allows one capture per process at a time."""
 _LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+
+
+_MATMUL_SETTINGS = (
+    "fp32_precision",
+    "allow_fp16_accumulation",
+    *(f"allow_{dtype}_reduced_precision_reduction{rest}" for dtype in ("fp16", "bf16") for rest in ("", "_split_k")),
+)
 
 
 class CUDA(GPU):
@@ -79,12 +89,45 @@ class CUDA(GPU):
         return torch.cuda.graph_pool_handle()
 
     def record(self, issue: Callable[[], None], pool: Any) -> Callable[[], None]:
-        """See `GPU`. Other threads may do what a capture forbids."""
+        """See `GPU`. Other threads may do what a capture forbids.
+
+        The graph gets cuBLAS workspaces of its own, since it may run at the same time as other work.
+        """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self.torch), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            issue()
+        failures: list[BaseException] = []
+
+        def issued() -> None:
+            try:
+                issue()
+            except BaseException as failure:  # leaving the context raises another error, which hides this one
+                failures.append(failure)
+                raise
+
+        with _CAPTURE, torch.cuda.device(self.torch), _workspaces():
+            before = torch.cuda.current_stream(self.torch)
+            options: dict[str, Any] = {"stream": self._capture_stream, "capture_error_mode": "thread_local"}
+            try:
+                with torch.cuda.graph(graph, pool=pool, **options):
+                    issued()
+            except BaseException as error:
+                self._abandon(graph, pool)
+                raise (failures[0] if failures else error) from None
+            finally:  # `torch.cuda.graph` does not restore the stream if the capture was invalid
+                torch.cuda.set_stream(before)
         replay: Callable[[], None] = graph.replay
         return replay
+
+    @functools.cached_property
+    def _capture_stream(self) -> torch.cuda.Stream:
+        """That of `torch.cuda.graph` belongs to whichever device captured first."""
+        return torch.cuda.Stream(self.torch)
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        """End a capture in the allocator, which would otherwise defer what is freed until the capture ends."""
+        with contextlib.suppress(RuntimeError):  # it has ended there
+            torch._C._cuda_endAllocateToPool(self.torch.index, pool)
+            torch._C._cuda_releasePool(self.torch.index, pool)
+        graph.reset()
 
     def capturing(self) -> bool:
         """See `GPU`."""
@@ -100,17 +143,21 @@ class CUDA(GPU):
 
     def settings(self) -> Hashable:
         """See `GPU`."""
-        backends, cudnn = torch.backends.cuda, torch.backends.cudnn
+        backends, matmul, cudnn = torch.backends.cuda, torch.backends.cuda.matmul, torch.backends.cudnn
+        owners: tuple[Any, ...] = (torch.backends, cudnn.conv, cudnn.rnn)  # type: ignore[attr-defined]
         return (
-            torch.get_float32_matmul_precision(),
-            backends.matmul.allow_tf32,
-            backends.matmul.allow_fp16_reduced_precision_reduction,
-            backends.matmul.allow_bf16_reduced_precision_reduction,
-            cudnn.allow_tf32,
+            *(owner.fp32_precision for owner in owners),  # `allow_tf32` raises where these were set one by one
+            *(getattr(matmul, name, None) for name in _MATMUL_SETTINGS),
+            torch._C._get_blas_preferred_backend(),
+            torch._C._get_linalg_preferred_backend(),
             cudnn.enabled,
             cudnn.benchmark,
             cudnn.deterministic,
             torch.are_deterministic_algorithms_enabled(),
+            backends.flash_sdp_enabled(),
+            backends.mem_efficient_sdp_enabled(),
+            backends.cudnn_sdp_enabled(),
+            backends.math_sdp_enabled(),
         )
 
     def quiet(self) -> contextlib.AbstractContextManager[Any]:
@@ -119,6 +166,16 @@ class CUDA(GPU):
         stack.enter_context(torch.cuda.device(self.torch))
         stack.enter_context(super().quiet())
         return stack
+
+
+@contextlib.contextmanager
+def _workspaces() -> Iterator[None]:
+    """Within it, cuBLAS allocates new workspaces; it keeps those of each stream otherwise."""
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 @functools.cache

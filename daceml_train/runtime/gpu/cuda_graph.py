@@ -15,6 +15,7 @@ import torch
 from daceml_train.errors import OutOfMemory
 from daceml_train.lowering.device import GPU
 from daceml_train.runtime.bound_plan import BoundPlan
+from daceml_train.runtime.gpu.arena import DeviceArena
 from daceml_train.runtime.gpu.binding import placed, schedule_of
 from daceml_train.runtime.gpu.plan import DevicePlan
 
@@ -27,11 +28,12 @@ PLAIN_RUNS = 1
 class HostScalars:
     """0-d CPU tensors with copies on a GPU, which one transfer updates if any of them has changed."""
 
-    def __init__(self, device: GPU, sources: Sequence[torch.Tensor]) -> None:
+    def __init__(self, arena: DeviceArena, sources: Sequence[torch.Tensor]) -> None:
+        self._arena = arena
         self._order = sorted(range(len(sources)), key=lambda i: -sources[i].element_size())  # aligned without gaps
         self._parts = [sources[i].view(1).view(torch.uint8) for i in self._order]
         self._last = torch.cat(self._parts) if sources else torch.empty(0, dtype=torch.uint8)
-        self._buffer = self._last.to(device.torch, copy=True)
+        self._buffer = self._last.to(arena.device.torch, copy=True)
         copies, start = {}, 0
         for i in self._order:
             size = sources[i].element_size()
@@ -39,14 +41,43 @@ class HostScalars:
             start += size
         self.copies = [copies[i] for i in range(len(sources))]
 
-    def refresh(self) -> None:
-        """Update the copies."""
-        if not self._parts:
+    def refresh(self, others: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
+        """Update the copies, then copy each second tensor of `others` to the first."""
+        current = torch.cat(self._parts) if self._parts else self._last
+        changed = not torch.equal(current, self._last)
+        if not changed and not others:
             return
-        current = torch.cat(self._parts)
-        if not torch.equal(current, self._last):
-            self._buffer.copy_(current, non_blocking=True)  # from pageable memory: it is read before this returns
-            self._last = current
+        with self._arena.turn:
+            self._arena.enter()  # the last run, perhaps on another stream, still reads what is overwritten here
+            if changed:
+                self._buffer.copy_(current, non_blocking=True)  # from pageable memory: it is read before this returns
+                self._last = current
+            for copy, tensor in others:
+                copy.copy_(tensor)
+
+
+class Patience:
+    """When a plan is captured: after its first runs; at once when its graph was dropped, but later each time.
+
+    Otherwise more kinds of arguments than graphs are kept, or alternating settings, mean a capture at each call.
+    """
+
+    def __init__(self) -> None:
+        self._runs, self._plain_runs, self._drops = 0, PLAIN_RUNS, 0
+
+    def count(self) -> None:
+        """Count a run."""
+        self._runs += 1
+
+    @property
+    def over(self) -> bool:
+        """Whether the run that was counted last may be captured."""
+        return self._runs > self._plain_runs
+
+    def dropped(self) -> None:
+        """A graph was dropped: 0, 1, 2, 4, ... runs follow without one."""
+        self._runs, self._plain_runs = 1, (1 << self._drops) >> 1
+        self._drops += 1
 
 
 class CudaGraph:
@@ -122,7 +153,7 @@ class CudaGraphs:
         self.captured = self.replayed = 0
         """The numbers of captures and of replays."""
         self._pool: object = None
-        self._runs: dict[int, int] = {}
+        self._patience: dict[int, Patience] = {}
         self._refused: set[int] = set()
 
     def run(
@@ -130,19 +161,19 @@ class CudaGraphs:
     ) -> list[torch.Tensor]:
         """Run the plan for `owner`, whose inputs have the same addresses at each call except those in `moving`."""
         key = id(owner)
-        if key not in self._runs:
-            self._runs[key] = 0
+        if key not in self._patience:
+            self._patience[key] = Patience()
             weakref.finalize(owner, self.forget, key)
         if plan.timing is not None or key in self._refused or self.device.capturing():
             return plan.run(inputs)
         inputs = placed(plan.program, self.device, inputs)
+        self._patience[key].count()
         graph = self.graphs.get(key)
         if graph is not None and not graph.valid(inputs):
-            self.graphs.pop(key)
-            graph, self._runs[key] = None, 0
+            self._drop(key)
+            graph = None
         if graph is None:
-            self._runs[key] += 1
-            if self._runs[key] <= PLAIN_RUNS:
+            if not self._patience[key].over:
                 return plan.run(inputs)
             graph = self._capture(key, plan, inputs, moving)
             if graph is None:
@@ -155,7 +186,7 @@ class CudaGraphs:
         self, key: int, plan: BoundPlan, inputs: Sequence[torch.Tensor], moving: Sequence[int]
     ) -> CudaGraph | None:
         while len(self.graphs) >= KEPT_GRAPHS:
-            self.graphs.popitem(last=False)
+            self._drop(next(iter(self.graphs)))
         if isinstance(plan.plan, DevicePlan) and plan.plan.decides:
             self._refuse(key, "a branch or loop in it depends on data, which the CPU waits for")
             return None
@@ -171,6 +202,10 @@ class CudaGraphs:
         self.graphs[key] = graph
         return graph
 
+    def _drop(self, key: int) -> None:
+        self.graphs.pop(key)
+        self._patience[key].dropped()
+
     def messages(self) -> list[str]:
         """What is captured, on how many streams, and what is not, in sentences."""
         return [*(graph.summary() for graph in self.graphs.values()), *self.reasons]
@@ -182,5 +217,5 @@ class CudaGraphs:
     def forget(self, key: int) -> None:
         """Drop the state kept for an owner."""
         self.graphs.pop(key, None)
-        self._runs.pop(key, None)
+        self._patience.pop(key, None)
         self._refused.discard(key)

@@ -21,7 +21,7 @@ from daceml_train.lowering.device import GPU
 from daceml_train.runtime.bound_plan import BoundPlan
 from daceml_train.runtime.executor import InputMismatch
 from daceml_train.runtime.gpu.binding import placed
-from daceml_train.runtime.gpu.cuda_graph import PLAIN_RUNS, CudaGraph
+from daceml_train.runtime.gpu.cuda_graph import PLAIN_RUNS, CudaGraph, Patience
 from daceml_train.runtime.gpu.plan import DevicePlan
 
 KEPT_PAIRS = 2
@@ -40,12 +40,17 @@ class CudaGraphPair:
     """The graphs for one set of sizes, in a memory pool that no other graph uses."""
 
     pool: object = None
-    runs: int = 0
+    patience: Patience = field(default_factory=Patience)
     forward: CudaGraph | None = None
     backward: CudaGraph | None = None
     backward_runs: int = 0
     refused: bool = False
     open: weakref.ref[Ticket] | None = None
+
+    def drop(self) -> None:
+        """Drop the graphs."""
+        self.forward = self.backward = None
+        self.patience.dropped()
 
     @property
     def awaited(self) -> bool:
@@ -75,13 +80,15 @@ class CudaGraphPairs:
         """Outputs of a forward pass. `awaited`: a backward pass may follow, which takes the ticket."""
         with self._lock:
             pair = self._pair(plan)
-            pair.runs += 1
-            if pair.refused or pair.awaited or pair.runs <= PLAIN_RUNS or self._observed(plan):
+            pair.patience.count()
+            if pair.refused or pair.awaited or self._observed(plan):
                 return plan.run(inputs), None
             inputs = placed(plan.program, self.device, inputs)
-            if pair.forward is None or not pair.forward.valid(inputs):
+            if pair.forward is not None and not pair.forward.valid(inputs):
+                pair.drop()
+            if pair.forward is None and pair.patience.over:
                 pair.pool = self.device.new_pool()
-                pair.forward, pair.backward = self._capture(pair, plan, inputs, self.moving), None
+                pair.forward = self._capture(pair, plan, inputs, self.moving)
             if pair.forward is None:
                 return plan.run(inputs), None
             outputs = pair.forward.replay(inputs, self.results)
@@ -120,7 +127,7 @@ class CudaGraphPairs:
             weakref.finalize(plan, self.pairs.pop, key, None)
             idle = [pair for pair in self.pairs.values() if pair.forward is not None and not pair.awaited]
             for pair in idle[: max(0, len(idle) - KEPT_PAIRS + 1)]:
-                pair.forward = pair.backward = None
+                pair.drop()
         self.pairs.move_to_end(key)
         return self.pairs[key]
 

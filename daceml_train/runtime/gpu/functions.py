@@ -88,13 +88,22 @@ def _kernel(q: torch.Tensor, k: torch.Tensor, causal: bool, mask: Mask) -> str:
 
     PyTorch's kernels differ in causal rows past the last key, and in masks.
     """
-    size, half = q.shape[-1], q.dtype in (torch.float16, torch.bfloat16)
     if q.device.type != "cuda" or mask is not None or (causal and q.shape[2] != k.shape[2]):
         return "plain"
-    modern = torch.cuda.get_device_capability(q.device) >= (8, 0)
-    if half and modern and size % 8 == 0 and size <= 256:
-        return "flash"
-    if q.dtype is torch.float32 and size % 4 == 0 and size <= 128:
+    return kernel_for(torch.cuda.get_device_capability(q.device), q.dtype, q.shape[-1])
+
+
+def kernel_for(capability: tuple[int, int], dtype: torch.dtype, size: int) -> str:
+    """The kernel for heads of this size on devices of this compute capability, in both directions.
+
+    These are the conditions under which PyTorch itself takes these kernels for training; it builds them up to 12.1.
+    """
+    if capability > (12, 1):
+        return "plain"
+    if dtype in (torch.float16, torch.bfloat16) and capability >= (8, 0) and size % 8 == 0 and size <= 256:
+        small = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)  # too little shared memory for the gradient
+        return "plain" if small and 192 < size <= 224 else "flash"
+    if dtype is torch.float32 and size % 4 == 0 and size <= 128:
         return "efficient"
     return "plain"
 

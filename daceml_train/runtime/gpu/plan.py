@@ -390,7 +390,7 @@ class _Streams:
     def __init__(self, device: GPU, schedule: Schedule) -> None:
         self.device, self.schedule = device, schedule
         self.main = device.stream()
-        self.streams = [self.main, *(device.new_stream() for _ in range(schedule.streams - 1))]
+        self.streams = [self.main, *device.side_streams(schedule.streams - 1)]
         start = device.event()
         for stream in self.streams[1:]:
             with device.on(stream):
