@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
 def _doctor(options: argparse.Namespace) -> int:
     """Run all checks, also after one that fails."""
     well = True
-    for check in (_python, _versions, _compiler, _folder, _executor, plugins, _training):
+    for check in (_python, _versions, _compiler, _folder, _executor, plugins, _training, _gpu):
         try:
             for line in check():
                 print(f"ok    {line}")
@@ -103,7 +103,37 @@ def plugins() -> Iterator[str]:
         raise Failure("; ".join(failures))
 
 
-def _training() -> Iterator[str]:
+def _gpu() -> Iterator[str]:
+    """A kernel is compiled for a GPU; where there is one, two layers are trained on it."""
+    import tempfile
+    from pathlib import Path
+
+    import torch
+
+    from daceml_train.codegen.cuda.compile import architecture, nvcc_version, run_nvcc, target
+    from daceml_train.errors import CompilerError
+    from daceml_train.runtime.gpu.toolchain import suitable_nvcc
+
+    device = torch.cuda.is_available()
+    try:
+        nvcc = suitable_nvcc()
+    except CompilerError as error:
+        if device:
+            raise Failure(str(error)) from None
+        yield f"no CUDA device; programs for one cannot be compiled: {error}"
+        return
+    arch = target(nvcc, architecture(*torch.cuda.get_device_capability())) if device else "sm_90"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "probe.cu"
+        source.write_text('#include "kernel.cuh"\nextern "C" __global__ void probe(float* x) { *x += 1; }\n')
+        run_nvcc(nvcc, ["-ptx", str(source), "-o", str(source.with_suffix(".ptx"))], arch)
+    major, minor = nvcc_version(nvcc)
+    yield f"nvcc {major}.{minor} ({nvcc}) compiles for {arch}"
+    if device:
+        yield from _training("cuda")
+
+
+def _training(device: str = "cpu") -> Iterator[str]:
     """Two layers, three steps of Adam, against the same in eager execution."""
     import copy
 
@@ -113,9 +143,9 @@ def _training() -> Iterator[str]:
     import daceml_train as dt
 
     torch.manual_seed(0)
-    eager = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    eager = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).to(device)
     model = copy.deepcopy(eager)
-    x, y = torch.randn(8, 16), torch.randint(0, 4, (8,))
+    x, y = torch.randn(8, 16, device=device), torch.randint(0, 4, (8,), device=device)
     theirs, ours = (torch.optim.Adam(m.parameters(), lr=1e-2) for m in (eager, model))
     step = dt.training_step(model, nn.functional.cross_entropy, ours)
     for _ in range(3):
@@ -128,4 +158,4 @@ def _training() -> Iterator[str]:
             raise Failure(f"a compiled step returns loss {float(own)}, eager execution {float(loss.detach())}")
     if step.breaks:
         raise Failure(f"two layers do not compile to one program: {step.breaks[0]}")
-    yield "two layers trained for three steps: the losses are eager execution's"
+    yield f"two layers trained for three steps on {device}: the losses are eager execution's"

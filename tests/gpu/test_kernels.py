@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from daceml_train.codegen.cuda.compile import architecture, compile_program, load
+from daceml_train.runtime.gpu.toolchain import suitable_nvcc
 from daceml_train.storage.folders import cache_folder
 from tests.codegen.cuda.running import code_of
 from tests.codegen.running import Case, number
@@ -26,7 +27,8 @@ SHAPES = [(23, 52), (5, 130), (300, 1024)]
 def on_device(cases: list[Case]) -> list[str]:
     """Run each case once on the device, and say which are wrong."""
     codes = [code_of(case) for case in cases]
-    path = compile_program(codes, cache_folder() / "cuda", architecture(*torch.cuda.get_device_capability()))
+    arch = architecture(*torch.cuda.get_device_capability())
+    path = compile_program(codes, cache_folder() / "cuda", arch, suitable_nvcc())
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     wrong = []
     for case, code in zip(cases, codes, strict=True):

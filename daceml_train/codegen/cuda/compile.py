@@ -10,6 +10,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -50,26 +51,69 @@ def find_tool(tool: str) -> Path | None:
     return next((path for path in _candidates(tool) if path.is_file() and os.access(path, os.X_OK)), None)
 
 
-def find_nvcc() -> Path:
+def find_nvcc(newest: int | None = None) -> Path:
     """The compiler: from $NVCC, PATH, $CUDA_HOME or $CUDA_PATH, /usr/local/cuda, or the packages from PyPI.
 
-    Raises `CompilerError` with a hint what to install.
+    The first whose major version is at most `newest`, if given: libraries contain the runtime of the toolkit that built
+    them, which needs a driver of at least that major version. Raises `CompilerError` with a hint what to install.
     """
-    if (path := find_tool("nvcc")) is not None:
-        return path
+    newer: list[str] = []
+    for path in _candidates("nvcc"):
+        if not (path.is_file() and os.access(path, os.X_OK)):
+            continue
+        major = nvcc_version(path)[0] if newest else 0
+        if not newest or major <= newest:
+            return path
+        newer.append(f"{path} is of CUDA {major}")
+        if str(path) == os.environ.get("NVCC"):
+            break
+    if newer:
+        raise CompilerError(
+            f"PyTorch and its driver run programs up to CUDA {newest}, and {', '.join(dict.fromkeys(newer))}; install "
+            f"NVIDIA's CUDA toolkit {newest} and name its nvcc in NVCC"
+        )
     raise CompilerError(f"no nvcc was found, which compiles the kernels for the GPU; {ADVICE}")
 
 
 @functools.cache
-def _toolchain(nvcc: Path) -> str:
-    """A hash of nvcc and its version."""
+def nvcc_version(nvcc: Path) -> tuple[int, int]:
+    """Major and minor version; zeros if the compiler does not say."""
+    said = re.search(r"release (\d+)\.(\d+)", _version_text(nvcc))
+    return (int(said[1]), int(said[2])) if said else (0, 0)
+
+
+@functools.cache
+def target(nvcc: Path, arch: str) -> str:
+    """The architecture that nvcc compiles for: `arch`, or for a device newer than nvcc the PTX of its newest one.
+
+    The driver compiles PTX for the device when the library is loaded.
+    """
+    asked = run([str(nvcc), "--list-gpu-code"]).stdout.split()
+    known = sorted((int(m[1]), name) for name in asked if (m := re.fullmatch(r"sm_(\d+)", name)))
+    if not known or arch in asked:
+        return arch
+    number = int(re.sub(r"\D", "", arch))
+    older = [name for n, name in known if n < number]
+    if not older:
+        raise CompilerError(f"{nvcc} compiles for {known[0][1]} and newer, the device is {arch}; {ADVICE}")
+    return older[-1].replace("sm_", "compute_")
+
+
+@functools.cache
+def _version_text(nvcc: Path) -> str:
     try:
         asked = run([str(nvcc), "--version"])
     except OSError as error:
         raise CompilerError(f"{nvcc} cannot be started ({error}); {ADVICE}") from None
     if asked.returncode != 0:
         raise CompilerError(f"{nvcc} --version failed (exit {asked.returncode}); {ADVICE}")
-    return hashlib.sha256("\n".join([asked.stdout, *FLAGS]).encode()).hexdigest()[:12]
+    return asked.stdout
+
+
+@functools.cache
+def _toolchain(nvcc: Path) -> str:
+    """A hash of nvcc's version and the flags."""
+    return hashlib.sha256("\n".join([_version_text(nvcc), *FLAGS]).encode()).hexdigest()[:12]
 
 
 def architecture(major: int, minor: int) -> str:
@@ -89,9 +133,11 @@ def library_path(codes: Sequence[CudaCode], folder: Path, arch: str, nvcc: Path)
     return folder / f"cuda_{keys}-{arch}-{_toolchain(nvcc)}.so"
 
 
-def compiled(codes: Sequence[CudaCode], folder: Path, arch: str = DEFAULT_ARCHITECTURE) -> bool:
+def compiled(
+    codes: Sequence[CudaCode], folder: Path, arch: str = DEFAULT_ARCHITECTURE, nvcc: Path | None = None
+) -> bool:
     """Whether the folder has the library of a program's kernels."""
-    return intact(library_path(codes, usable(folder), arch, find_nvcc()))
+    return intact(library_path(codes, usable(folder), arch, nvcc or find_nvcc()))
 
 
 def compile_program(
@@ -120,7 +166,7 @@ def compile_program(
 
 def run_nvcc(nvcc: Path, options: Sequence[str], arch: str = DEFAULT_ARCHITECTURE) -> str:
     """Call nvcc with the package's flags; returns its output. Raises `CompilerError` with its last lines."""
-    command = [str(nvcc), *FLAGS, f"-arch={arch}", f"-I{HEADERS}", *options]
+    command = [str(nvcc), *FLAGS, f"-arch={target(nvcc, arch)}", f"-I{HEADERS}", *options]
     try:
         made = run(command)
     except OSError as error:

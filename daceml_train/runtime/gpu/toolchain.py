@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
+
 from daceml_train.codegen.cpu.launch import KernelCode, Layout
-from daceml_train.codegen.cuda.compile import architecture, compile_program, compiled, load
+from daceml_train.codegen.cuda.compile import architecture, compile_program, compiled, find_nvcc, load
 from daceml_train.codegen.cuda.launch import CudaCode, generate, variants, version
 from daceml_train.lowering.device import Progress
 from daceml_train.ops.kernel import Kernel
@@ -16,6 +19,20 @@ from daceml_train.tensor import Dim
 
 TOGETHER = 24
 """Kernels per file, which takes nvcc a few seconds; a model with more kernels has several files, built in parallel."""
+
+
+def newest_runtime() -> int | None:
+    """The major version of CUDA up to which programs run: PyTorch's, or the driver's; None without CUDA."""
+    if torch.version.cuda is None:
+        return None
+    driver: int = getattr(torch._C, "_cuda_getDriverVersion", int)()
+    return max(int(torch.version.cuda.split(".")[0]), driver // 1000)
+
+
+@functools.cache
+def suitable_nvcc() -> Path:
+    """The nvcc whose programs run in this process. Raises `CompilerError`."""
+    return find_nvcc(newest_runtime())
 
 
 class CudaToolchain:
@@ -48,16 +65,17 @@ class CudaToolchain:
         kernels = [code for code in codes if isinstance(code, CudaCode)]
         if not kernels:
             return {}
+        nvcc = suitable_nvcc()
         distinct = sorted({code.key: code for code in kernels}.values(), key=lambda code: code.key)
         parts = [distinct[i : i + TOGETHER] for i in range(0, len(distinct), TOGETHER)]
         built: dict[str, tuple[int, Path]] = {}
         with ThreadPoolExecutor(max_workers=jobs or os.cpu_count() or 1) as pool:
             running = []
             for part in parts:
-                if not compiled(part, folder, self.architecture):
+                if not compiled(part, folder, self.architecture, nvcc):
                     for code in part:
                         _ = code.source  # generated here: DaCe's generator is not thread-safe
-                running.append(pool.submit(compile_program, part, folder, self.architecture))
+                running.append(pool.submit(compile_program, part, folder, self.architecture, nvcc))
             for part, future in zip(parts, running, strict=True):
                 if progress is not None:
                     progress(len(built), len(distinct))
