@@ -163,8 +163,8 @@ def page(results: dict[str, Any]) -> str:
         best = {start: _least(r["milliseconds"], start) for start in over}
         peak = r["peak"].get("ours", math.nan) / _least(r["peak"], "compile")
         if name in networks.LARGE:
-            for start, times in over.items():
-                times.append(best[start] / own)
+            for start, ratios in over.items():
+                ratios.append(best[start] / own)
         shown = f"{own:.2f} | {best['eager'] / own:.2f} | {best['compile'] / own:.2f} | {peak:.2f} | {r['launches']}"
         lines.append(f"| {name} | {precision} | {shown} | {'; '.join(r['notes'])} |")
         if one := r["milliseconds"].get("one stream"):

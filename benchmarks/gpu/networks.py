@@ -68,7 +68,7 @@ class Branchy(nn.Module):
         """Class scores."""
         x = self.stem(x)
         for cell in self.cells:
-            x = sum(branch(x) for branch in cell) / 6  # type: ignore[attr-defined,operator]
+            x = sum(branch(x) for branch in cell) / 6  # type: ignore[attr-defined,operator,assignment]
         return self.head(x.mean((2, 3)))
 
 

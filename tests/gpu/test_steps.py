@@ -15,6 +15,7 @@ import daceml_train as dt
 from benchmarks.networks.table import NETWORKS
 from daceml_train.driver.module import state_of
 from daceml_train.errors import DeviceMismatch, OutOfMemory
+from daceml_train.runtime.gpu.cuda_graph import CudaGraphs
 from tests.driver.conformity import distance
 from tests.driver.networks import mlp
 from tests.driver.test_control_flow import Two, both_signs, branch_in_a_loop, each_row, nested_branches
@@ -74,7 +75,7 @@ class Both:
         return found
 
     @property
-    def graphs(self) -> Any:
+    def graphs(self) -> CudaGraphs:
         (graphs,) = self.step.cuda_graphs.values()
         return graphs
 

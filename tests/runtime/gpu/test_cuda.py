@@ -72,7 +72,8 @@ def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
     return lambda: setattr(owner, name, value)
 
 
-MATMUL, CUDNN = torch.backends.cuda.matmul, torch.backends.cudnn
+MATMUL: Any = torch.backends.cuda.matmul
+CUDNN: Any = torch.backends.cudnn
 CHANGES: dict[str, Callable[[], None]] = {
     "allow_tf32": lambda: setattr(MATMUL, "allow_tf32", not MATMUL.allow_tf32),
     "matmul_precision": lambda: torch.set_float32_matmul_precision("high"),
