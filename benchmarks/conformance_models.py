@@ -29,6 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benchmarks.models.outcome import Outcome
+from benchmarks.provenance import commit, origin
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "models.json", ROOT / "docs" / "results" / "models.md"
@@ -110,6 +111,7 @@ def page(found: Sequence[Outcome]) -> str:
     reasons = [line for outcome in found for line in _reasons(outcome)]
     right = sum(not failed(outcome) for outcome in found)
     head = f"{right} of {len(found)} models hold the promise, {sum(not o.whole for o in found)} as one program."
+    head += f"\n{origin((o.commit for o in found), 'models')}"
     return "\n".join([head, "", *lines, *(["", "What is to be said:", "", *reasons] if reasons else [])])
 
 
@@ -181,7 +183,8 @@ def main() -> int:
         task = progress.add_task("", total=len(chosen))
         for name in chosen:
             progress.update(task, description=name)
-            found.append(made := isolated(name, options.cache, options.timeout))
+            made = dataclasses.replace(isolated(name, options.cache, options.timeout), commit=commit())
+            found.append(made)
             if failed(made):
                 progress.console.print(f"{name}: {made.kind}, {made.detail}", markup=False, highlight=False)
             progress.advance(task)

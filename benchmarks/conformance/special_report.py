@@ -10,6 +10,7 @@ from pathlib import Path
 
 from benchmarks.conformance.special_limits import GRADIENTS, INTERPRETED, NONFINITE, SIGNS, SUM, ULPS
 from benchmarks.conformance.special_run import Found
+from benchmarks.provenance import origin
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/conformance_special.jsonl"
@@ -51,6 +52,7 @@ def page(found: Sequence[Found]) -> str:
         "# Special values",
         "",
         *_HEAD.splitlines(),
+        origin(f.commit for f in found),
         "",
         "| stage | entries | samples | as PyTorch | left out | signs of zeros | entries wrong |",
         "|---|---:|---:|---:|---:|---:|---:|",

@@ -24,6 +24,7 @@ from benchmarks.conformance.outcome import general
 from benchmarks.conformance.samples import label
 from benchmarks.conformance.special import by_element, one_shape, special_samples, without
 from benchmarks.conformance.special_limits import INTERPRETED, limit
+from benchmarks.provenance import commit
 from daceml_train.driver.module import state_of
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.capture.capture import capture
@@ -70,6 +71,7 @@ class Found:
     """Why samples are left out, and why PyTorch runs them."""
     wrong: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    commit: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def swept(
     together: int | None = None,
 ) -> Found:
     """All special samples of one entry, but those that are to be `skipped`, each for a reason."""
-    found = Found(stage.name, label(op))
+    found = Found(stage.name, label(op), commit=commit())
     start = time.perf_counter()
     cases, left = [], Counter[str]()
     reason = None if stage.compiled else INTERPRETED.get(label(op))

@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.faults.kills import sweep
 from benchmarks.faults.scenarios import SCENARIOS, run
+from benchmarks.provenance import commit
 
 RESULTS = Path(__file__).parents[1] / "results" / "faults.json"
 
@@ -35,7 +36,7 @@ def main() -> None:
     import daceml_train.sdfg.convert  # noqa: F401  both so that children need not import them
     from daceml_train.runtime.native_build import executor
 
-    found: dict[str, Any] = {"scenarios": {}}
+    found: dict[str, Any] = {"commit": commit(), "scenarios": {}}
     with tempfile.TemporaryDirectory(prefix="daceml_train-faults-") as name:
         folder = Path(name)
         native = folder / "native"

@@ -26,8 +26,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.fuzz.checking import check
 from benchmarks.fuzz.generate import random_case
 from benchmarks.fuzz.shrink import shrunk
-from benchmarks.fuzz.sweep import Outcome, Run, commit, outcomes, read, write
+from benchmarks.fuzz.sweep import Outcome, Run, outcomes, read, write
 from benchmarks.fuzz.view_sweep import run_views
+from benchmarks.provenance import commit
 
 KINDS = {
     "compiled": "compiled",

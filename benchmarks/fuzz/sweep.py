@@ -9,7 +9,6 @@ import logging
 import multiprocessing
 import os
 import re
-import subprocess
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -159,15 +158,3 @@ def read(path: Path | None) -> list[Run]:
 def write(path: Path, runs: Sequence[Run]) -> None:
     """Keep the runs in a file."""
     path.write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n")
-
-
-def commit() -> str:
-    """The commit of this project, with a mark if files differ from it; empty where git does not say."""
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parent,
-    )
-    return found.stdout.strip()

@@ -13,10 +13,11 @@ import torch
 from rich.console import Console
 
 from benchmarks.fuzz.checking import Rejected
-from benchmarks.fuzz.sweep import Outcome, Run, commit, read, write
+from benchmarks.fuzz.sweep import Outcome, Run, read, write
 from benchmarks.fuzz.view_checking import check, shrunk
 from benchmarks.fuzz.view_programs import ViewProgram, random_program
 from benchmarks.fuzz.view_steps import random_step
+from benchmarks.provenance import commit
 
 
 def way_of(seed: int) -> str:

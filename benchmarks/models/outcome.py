@@ -32,3 +32,4 @@ class Outcome:
     sizes: str = ""
     dynamic: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
+    commit: str = ""

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.provenance import commit, origin
 from benchmarks.recipes import loops, optimizers
 from benchmarks.recipes.way import WAYS, Way
 from daceml_train.errors import INTERNAL, Invalid
@@ -45,6 +46,7 @@ class Row:
     way: str
     kind: str
     said: str = ""
+    commit: str = ""
 
 
 def differs(name: str, found: Any, expected: Any, loose: bool, narrow: bool = False) -> str:
@@ -79,7 +81,7 @@ def run(name: str, recipe: Callable[[Way], None], kinds: Sequence[str] = WAYS[1:
         torch.manual_seed(0)
         way = Way(kind)
         error = _tried(recipe, way)
-        rows.append(Row(name, kind, *_compared(name, way, eager, error, raised)))
+        rows.append(Row(name, kind, *_compared(name, way, eager, error, raised), commit()))
     return rows
 
 
@@ -125,6 +127,7 @@ def page(rows: Sequence[Row]) -> str:
     names = list(dict.fromkeys(row.recipe for row in rows))
     lines = [f"{len(names)} recipes in two ways, PyTorch {torch.__version__}: {counts['same']} the same and compiled,"]
     lines += [f"{counts['fallback']} the same with a fallback, {counts['refused']} refused, {counts['wrong']} wrong."]
+    lines += [origin((row.commit for row in rows), "runs")]
     lines += [""]
     lines += ["| recipe | " + " | ".join(WAYS[1:]) + " |", "|---|---|---|"]
     kinds = {(row.recipe, row.way): row.kind for row in rows}
