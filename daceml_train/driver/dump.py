@@ -23,7 +23,7 @@ from daceml_train.storage.folders import DUMP, writable_folder
 class Dump:
     """Writes into `folder`: `001_training_step_fusion_fuse_elementwise.txt` and so on in the order of the passes, then
     per program an SDFG of its operators (`training_step.sdfg`, for DaCe's viewers), the plan of buffers and launches
-    (`training_step.plan`), and the source of each distinct kernel.
+    (`training_step.plan`), and the source of each distinct kernel, whose arrays are named after the graph's values.
 
     Several programs of one name are numbered: `forward`, `forward_2`.
     """
@@ -65,10 +65,11 @@ class Dump:
         to_sdfg(graph).save(str(self.folder / f"{label}.sdfg"))
         (self.folder / f"{label}.plan").write_text(listing(program, launches), encoding="utf-8")
         distinct = {code.key: code for each in program.all for code in each.codes}
-        heads = _heads(graph, program, launches)
+        heads, values = _heads(graph, program, launches), _values(graph, program)
         for number, code in enumerate(distinct.values()):
             path = self.folder / f"{label}_kernel{number:03}_{code.key}.cpp"
-            path.write_text(heads.get(code.key, "") + code.source, encoding="utf-8")
+            text = _with_names(code.source, values.get(code.key, ()))
+            path.write_text(heads.get(code.key, "") + text, encoding="utf-8")
 
 
 def _heads(graph: Graph, program: Program, launches: Sequence[Cost]) -> dict[str, str]:
@@ -88,6 +89,34 @@ def _heads(graph: Graph, program: Program, launches: Sequence[Cost]) -> dict[str
             key = program.codes[launch.code].key
             heads[key] = heads.get(key, "") + head
     return heads
+
+
+def _values(graph: Graph, program: Program) -> dict[str, list[str]]:
+    """Per kernel's key the graph's values at its pointers, where the program first uses it."""
+    values: dict[str, list[str]] = {}
+    for launch, position in zip(program.launches, program.nodes, strict=True):
+        if isinstance(launch, KernelLaunch) and position >= 0:
+            node = graph.nodes[position]
+            over = {result for result, _ in getattr(node.op, "updates", ())}
+            results = [name for i, name in enumerate(node.outputs) if i not in over]
+            values.setdefault(program.codes[launch.code].key, [*node.inputs, *results])
+    return values
+
+
+def _with_names(source: str, values: Sequence[str]) -> str:
+    """Generated C++ whose arrays are named after the graph's values: `x1` becomes `x1_model_fc_weight`."""
+    name = r"\b([xy]\d+)\b"
+    signature = re.search(r"^void __program_\w+_internal\((.*)\)$", source, re.MULTILINE)
+    call = re.search(r"^ +__program_\w+_internal\((.*)\);$", source, re.MULTILINE)
+    if signature and call:
+        given = zip(signature[1].split(", "), re.split(r", (?![^()]*\))", call[1]), strict=True)
+        pairs = [(re.search(name, a), re.search(r"pointers\[(\d+)\]", b)) for a, b in given]
+        positions = {a[1]: int(b[1]) for a, b in pairs if a and b}
+    else:  # a CUDA kernel's entry assigns the pointers
+        assigned = re.findall(rf"{name} = \([\w ]+\*\)pointers\[(\d+)\]", source)
+        positions = {array: int(position) for array, position in assigned}
+    names = {a: f"{a}_{_file(values[i])}" for a, i in positions.items() if i < len(values)}
+    return re.sub(name, lambda match: names.get(match[1], match[1]), source)
 
 
 def _file(name: str) -> str:

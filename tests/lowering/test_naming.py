@@ -1,5 +1,6 @@
 """Names of kernels and calls: what they compute and where."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,12 @@ def test_dumped_sources_say_where_they_are_used(tmp_path: Path) -> None:
     texts = [path.read_text() for path in (tmp_path / "dump").glob("*.cpp")]
     assert any("// layer1.0.bn1" in text and "test_naming.py:" in text for text in texts)
     assert any(text.startswith("// ") and "%" in text.split("\n")[1] for text in texts)
+    named = 0
+    for text in (t for t in texts if "_internal(" in t):  # the first use of a kernel names its arrays
+        made, read = text.split("\n")[1].removeprefix("//   ").rstrip(")").split(" = (")
+        values = {re.sub(r"\W+", "_", value.removeprefix("%")) for value in f"{made}, {read}".split(", ")}
+        named += bool(set(re.findall(r"\b[xy]\d+_(\w+)\b", text)) & values)
+    assert named > 3
 
 
 def test_a_profile_shows_programs_by_name(tmp_path: Path) -> None:
