@@ -7,17 +7,22 @@ does not run here, is compared here: the tensor objects of the modules and of th
 from __future__ import annotations
 
 import ctypes
-import itertools
-import operator
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from daceml_train.driver.binding import SEED, changed_often, memory_span, raise_versions, sizes_of
+from daceml_train.driver.bound_optimizer import (
+    IdentityGuard,
+    OptimizerGuard,
+    check_state,
+    options,
+    same_strides,
+    step_hooks,
+)
 from daceml_train.driver.denominators import Denominators
 from daceml_train.driver.goals import WholeStep
 from daceml_train.errors import DeviceMismatch, ExecutionError, Unsupported
@@ -25,44 +30,21 @@ from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.frontends.torch.capture.rng_draws import Draw
 from daceml_train.frontends.torch.dynamo.tracing import failing_guard, first_to_run
 from daceml_train.lowering.device import GPU
-from daceml_train.lowering.program import ProgramInput
-from daceml_train.runtime.bound_plan import BoundPlan, torch_dtype
+from daceml_train.runtime.bound_plan import BoundPlan
 from daceml_train.runtime.gpu.cuda_graph import CudaGraphs, HostScalars
 from daceml_train.runtime.gpu.plan import DevicePlan
 from daceml_train.runtime.native_library import Leaves
 from daceml_train.training.gradients import SCALER, scaler_state, scaling_of
 from daceml_train.training.joint import ACCUMULATED
 
-_END = object()
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
-
-
-class IdentityGuard:
-    """Identity guard: the values of some dictionaries, compared by identity."""
-
-    def __init__(self, dictionaries: Iterable[Mapping[Any, Any]]) -> None:
-        self.dictionaries = [d for d in dictionaries if d]
-        self.values = [*self._now(), _END]
-
-    def _now(self) -> Iterable[Any]:
-        return itertools.chain.from_iterable(map(dict.values, self.dictionaries))  # type: ignore[arg-type]
-
-    def holds(self) -> bool:
-        """Whether each dictionary still contains the same objects in the same order."""
-        return all(map(operator.is_, itertools.chain(self._now(), (_END,)), self.values))
 
 
 def hook_tables(modules: Iterable[torch.nn.Module]) -> list[Mapping[int, Any]]:
     """The dictionaries of the hooks of these modules, and of global module hooks."""
     everywhere = [getattr(torch.nn.modules.module, name) for name in _GLOBAL_HOOKS]
     return [*everywhere, *(getattr(module, name) for module in modules for name in _HOOKS)]
-
-
-def step_hooks(optimizer: torch.optim.Optimizer) -> list[Mapping[int, Any]]:
-    """The dictionaries of the hooks of an optimizer's step."""
-    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    return [*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]
 
 
 @dataclass(frozen=True)
@@ -155,12 +137,10 @@ class BoundStep:
     # ---- binding ------------------------------------------------------------------------------------------------
     def _observe(self, modules: Sequence[torch.nn.Module]) -> None:
         optimizer = self.optimizer
-        self.state_object, self.states = optimizer.state, list(optimizer.state.values())
+        self.bound_optimizer = OptimizerGuard(optimizer)
         tables = (table for m in modules for table in (m._modules, m._parameters, m._buffers))
-        self.same = IdentityGuard([*tables, optimizer.state, *self.states])
+        self.same = IdentityGuard(tables)
         self.empty_hooks = [table for table in (*hook_tables(modules), *step_hooks(optimizer)) if not table]
-        self.groups = [(group, _options(group), [*group["params"]]) for group in optimizer.param_groups]
-        self.rates = (ctypes.c_double * max(len(self.groups), 1))()
         self.patched = optimizer.__dict__.get("step")
 
     def _bind_inputs(
@@ -173,12 +153,11 @@ class BoundStep:
     ) -> None:
         step, program = self.step, self.step.executable.program
         given = {id(t): i for i, t in enumerate(flat) if isinstance(t, torch.Tensor)}
-        known = {id(t) for t in self.same.values}
+        known = {id(t) for t in (*self.same.values, *self.bound_optimizer.same.values)}
         sources = {source.name: source for source in captured.inputs}
-        rates = torch.frombuffer(self.rates, dtype=torch.float64)
         scaling = self._scaler_state(next(iter(by_name.values())).device)
         state = [scaling[name] if name in SCALER else self._state(by_name[p], name) for p, name in step.state]
-        own_rates = rates[: step.rates].unbind()
+        own_rates = self.bound_optimizer.rate_tensors(step.rates)
         further = iter([*own_rates, *state])
         self.addresses = (ctypes.c_void_p * len(program.inputs))()
         self.inputs: list[torch.Tensor] = [_NOTHING] * len(program.inputs)
@@ -198,10 +177,10 @@ class BoundStep:
                 if id(tensor) in given:
                     if entry.mutable:
                         raise Unsupported(f"the model changes its argument {entry.path} in place")
-                    fits = _same_strides(tensor, strides)
+                    fits = same_strides(tensor, strides)
                     self.arguments.append(Argument(position, given[id(tensor)], None if fits else strides))
                     continue
-                if not _same_strides(tensor, strides):
+                if not same_strides(tensor, strides):
                     raise Unsupported(f"{entry.path} is not dense in memory (strides {tensor.stride()})")
                 if id(tensor) not in known and source.kind in ("tensor", "number"):
                     moving = self.effects and not entry.mutable
@@ -216,7 +195,7 @@ class BoundStep:
                 continue
             else:
                 tensor = next(further)
-                _check_state(entry, tensor, strides)
+                check_state(entry, tensor, strides)
                 rate = next((i for i, own in enumerate(own_rates) if own is tensor), None)
                 if rate is not None:
                     self.host_positions.append(position)
@@ -266,19 +245,14 @@ class BoundStep:
     def valid(self, scope: dict[str, Any]) -> bool:
         """Whether the model, the loss and the optimizer still contain all that was bound."""
         optimizer = self.optimizer
-        if optimizer.state is not self.state_object or not self.same.holds() or any(self.empty_hooks):
+        if not self.same.holds() or any(self.empty_hooks) or not self.bound_optimizer.holds(optimizer):
             return False
-        if len(optimizer.param_groups) != len(self.groups) or optimizer.__dict__.get("step") is not self.patched:
+        if optimizer.__dict__.get("step") is not self.patched:
             return False
         if scaling_of(self.scaler) != self.scaling:
             return False
         if any(getattr(self.scaler, name) is not tensor for name, tensor in self.scale.items()):
             return False
-        for group, (bound, options, parameters) in zip(optimizer.param_groups, self.groups, strict=True):
-            if group is not bound or _options(group) != options or len(group["params"]) != len(parameters):
-                return False
-            if not all(map(operator.is_, group["params"], parameters)):
-                return False
         if self.attached()[1] and any(map(has_gradient_hooks, self.leaves)):
             return False
         return self.guard(scope) and all(followed.holds(scope) for followed in self.followed)
@@ -296,11 +270,11 @@ class BoundStep:
             return failing_guard(self.guard, scope) or "a guard of the captured code does not hold"
         if any(self.empty_hooks):
             return "a hook was added"
-        if optimizer.state is not self.state_object or not self.same.holds():
+        if not self.same.holds() or not self.bound_optimizer.same.holds():
             return "a parameter, a buffer, a submodule or the optimizer's state is another object"
         if scaling_of(self.scaler) != self.scaling:
             return "the scaler has other settings"
-        if [_options(g) for g in optimizer.param_groups] != [options for _, options, _ in self.groups]:
+        if [options(g) for g in optimizer.param_groups] != [known for _, known, _ in self.bound_optimizer.groups]:
             return "the optimizer has other options"
         return "the optimizer has other parameters, or a tensor that the step follows was replaced"
 
@@ -323,12 +297,7 @@ class BoundStep:
                 if tensor.untyped_storage()._cdata in self.updated:
                     alive.append(tensor := tensor.clone(memory_format=torch.preserve_format))
                 self._put(followed.position, tensor)
-        device_rates = []
-        for position, (group, _, _) in enumerate(self.groups):
-            if isinstance(group["lr"], torch.Tensor) and group["lr"].device.type != "cpu":
-                device_rates.append((position, group["lr"]))  # reading it would wait for the device
-            else:
-                self.rates[position] = group["lr"]
+        device_rates = self.bound_optimizer.refresh()
         if self.seed is not None:
             self.seed.random_()
         for place, draw, strides in self.draws.values():
@@ -382,26 +351,16 @@ def _all_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _options(group: Mapping[str, Any]) -> list[Any]:
-    """A parameter group's options, except learning rate and parameters."""
-    return [v for k, v in group.items() if k != "params" and k != "lr" and k != "initial_lr"]
-
-
-def _same_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
-    pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
-    return tensor.numel() < 2 or all(size == 1 or a == b for size, a, b in pairs)
-
-
 def _in_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """The tensor, or a copy of it, in these strides."""
-    if _same_strides(tensor, strides):
+    if same_strides(tensor, strides):
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _laid_out_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """A gradient or a state in its parameter's memory layout, as PyTorch has it."""
-    if _same_strides(tensor, parameter.stride()):
+    if same_strides(tensor, parameter.stride()):
         return tensor
     return torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(tensor)
 
@@ -434,15 +393,6 @@ def _follow(
         raise Unsupported(f"a tensor that carries a gradient from before the step ({source})")
     moving = moving and not number and not tensor.requires_grad
     return SourceGuard(code, code_globals, tensor, number, position, strides, moving)
-
-
-def _check_state(entry: ProgramInput, tensor: torch.Tensor, strides: Sequence[int]) -> None:
-    expected = torch_dtype(entry.dtype)
-    if tensor.dtype is not expected or not _same_strides(tensor, strides):
-        raise Unsupported(
-            f"the optimizer's {entry.name} is {tensor.dtype} of strides {tensor.stride()}, expected {expected} of "
-            f"strides {tuple(strides)}"
-        )
 
 
 def _check_apart(mutable: Sequence[torch.Tensor], fixed: Sequence[torch.Tensor]) -> None:

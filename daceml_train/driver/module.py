@@ -20,6 +20,7 @@ from daceml_train.driver.events import first_line
 from daceml_train.driver.function import CompiledGraph
 from daceml_train.driver.goals import compile_differentiable
 from daceml_train.driver.inference import compile_inference
+from daceml_train.driver.optimizer_updates import update_for
 from daceml_train.driver.records import Record
 from daceml_train.driver.sdfg_programs import sdfg_of
 from daceml_train.driver.settings import Settings
@@ -173,6 +174,7 @@ def optimized(module: torch.nn.Module, options: Settings, backend: Backend | Non
     compiled = {name: traced(getattr(source, name), twin, backend, dynamic=options.dynamic) for name in methods}
     state = ModuleState(options, source, backend, compiled)
     object.__setattr__(twin, "_daceml_train", state)
+    update_for(twin, options)
     return twin
 
 

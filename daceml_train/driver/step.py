@@ -17,7 +17,8 @@ import torch.utils._pytree as pytree
 
 from daceml_train import logs
 from daceml_train.driver.binding import input_tensors, laid_out, numbers_of, results_of, sizes_of
-from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks, hook_tables, step_hooks
+from daceml_train.driver.bound_optimizer import step_hooks
+from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks, hook_tables
 from daceml_train.driver.capture_only import CapturedCall, CaptureDone, inside_module, loss_first
 from daceml_train.driver.checking import check, check_tensors, device_of, kind_of, refuse_mixed_devices
 from daceml_train.driver.events import first_line

@@ -111,17 +111,31 @@ def joint_graph(
     joint.gradients = tuple(name for name in keep if name in found)
     graph.outputs = [loss.name, *kept, *(found[name].name for name in joint.gradients)]
     for entry in updated:
-        path = graph.inputs[entry.parameter].path
-        rule = "adamw" if getattr(entry.update.op, "decoupled", False) else entry.update.op.name.removesuffix("_update")
-        what = f"{rule} {path or entry.parameter}"
-        with graph.at(Origin(path.rpartition(".")[0]).of(what, "update")):
-            _append_update(joint, entry, found[entry.parameter], rate[entry.rate], skip)
+        _append_named(joint, entry, found[entry.parameter], rate[entry.rate], skip)
     if norm is not None:
         joint.norm = True
         graph.output(norm)
     joint.graph = without_dead_code(graph)
     refuse_sparse(joint.graph, joint.graph.outputs, _plain_descent)
     return joint
+
+
+def update_graph(trained: Sequence[Trained], tensors: Sequence[Tensor], paths: Sequence[str]) -> Joint:
+    """The update of parameters by gradients that are inputs, named as `gradient_name` says."""
+    graph = Graph("update")
+    joint = Joint(graph=graph, rates=max(t.rate for t in trained) + 1, trained=[t.parameter for t in trained])
+    for entry, tensor, path in zip(trained, tensors, paths, strict=True):
+        graph.input(entry.parameter, tensor, Role.parameter, path)
+    rate = [graph.input(f"rate{i}", Tensor((), DType.float64), Role.state) for i in range(joint.rates)]
+    for entry, tensor, path in zip(trained, tensors, paths, strict=True):
+        gradient = graph.input(gradient_name(entry.parameter), tensor, path=path)
+        _append_named(joint, entry, gradient, rate[entry.rate], None)
+    return joint
+
+
+def gradient_name(parameter: str) -> str:
+    """The input of an update that is the gradient of a parameter."""
+    return f"grad_{parameter}"
 
 
 def _plain_descent(op: Operator) -> bool:
@@ -142,6 +156,14 @@ def _accumulated(joint: Joint, entry: Trained, gradient: Value) -> Value:
         if entry.accumulates:
             graph.write(label, gradient)
     return gradient
+
+
+def _append_named(joint: Joint, entry: Trained, gradient: Value, rate: Value, skip: Value | None) -> None:
+    """The update of a parameter, under a name that says whose it is."""
+    path = joint.graph.inputs[entry.parameter].path
+    rule = "adamw" if getattr(entry.update.op, "decoupled", False) else entry.update.op.name.removesuffix("_update")
+    with joint.graph.at(Origin(path.rpartition(".")[0]).of(f"{rule} {path or entry.parameter}", "update")):
+        _append_update(joint, entry, gradient, rate, skip)
 
 
 def _append_update(joint: Joint, entry: Trained, gradient: Value, rate: Value, skip: Value | None) -> None:
