@@ -16,6 +16,7 @@ _HOME = {
     "training_step": "daceml_train.driver",
     "Options": "daceml_train.driver",
     "dace_operator": "daceml_train.driver.dace_operator",
+    "expression": "daceml_train.frontends.torch.expressions.function",
     "to_sdfg": "daceml_train.driver.given",
     "from_sdfg": "daceml_train.driver.given",
     "load_onnx": "daceml_train.driver",

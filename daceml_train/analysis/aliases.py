@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from daceml_train.graph.graph import Graph
 from daceml_train.ops.movement import Expand, Permute, Slice, View
 from daceml_train.ops.operator import Operator
+from daceml_train.ops.read import Read
 from daceml_train.tensor import Dim, Shape, Tensor, same, simplify
 
 
 def is_alias(op: Operator) -> bool:
     """Whether the result of `op` aliases its operand: such an operator moves no bytes."""
-    return isinstance(op, View | Permute | Expand | Slice)
+    return isinstance(op, View | Permute | Expand | Slice | Read)
 
 
 def roots(graph: Graph) -> dict[str, str]:

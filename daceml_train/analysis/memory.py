@@ -23,6 +23,7 @@ from daceml_train.ops.elementwise import Full, Iota
 from daceml_train.ops.fused_attention import FusedAttention, FusedAttentionGrad
 from daceml_train.ops.movement import Expand, Permute, Slice, View
 from daceml_train.ops.operator import Operator
+from daceml_train.ops.read import Read
 from daceml_train.ops.resample import Windows
 from daceml_train.tensor import Dim, Tensor, same, same_shape
 
@@ -330,4 +331,6 @@ def moved_strides(
             return (*([0] * lead), *kept)
         case Slice(dim=dim, step=step):
             return tuple(s * step if d == dim else s for d, s in enumerate(strides))
+        case Read():
+            return op.strides(strides)[0]
     return view_strides(before.shape, strides, shape)

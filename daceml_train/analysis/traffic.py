@@ -32,6 +32,7 @@ from daceml_train.ops.embedding import AddRows, Embedding, EmbeddingBag
 from daceml_train.ops.kernel import Kernel
 from daceml_train.ops.movement import Concat, Expand, Permute, Slice, View
 from daceml_train.ops.operator import Operator, Origin
+from daceml_train.ops.read import Read
 from daceml_train.tensor import Dim, Shape, Tensor, product, same, simplify
 
 CACHED = 1 << 23
@@ -189,6 +190,9 @@ def _shown(op: Operator, part: _Part, before: Tensor, after: Tensor) -> _Part:
                 return part  # repeated elements: fewer repetitions
             extents = tuple(after.shape[d] if d == dim else e for d, e in enumerate(part.extents))
             return dataclasses.replace(part, extents=extents)
+        case Read():  # windows overlap: the elements of the operand count, not their repetitions
+            size = op.distinct(part.extents)
+            return _Part(part.root, (1,) * after.rank, simplify(part.factor * size))
         case View():
             if part.extents == before.shape or same(after.size, 0):
                 return dataclasses.replace(part, extents=after.shape)

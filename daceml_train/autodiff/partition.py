@@ -16,8 +16,9 @@ from daceml_train.graph.graph import Graph, Input, Node, Role
 from daceml_train.ops.elementwise import Cast, Elementwise, Full, Iota
 from daceml_train.ops.movement import Expand, Permute, Slice, View
 from daceml_train.ops.random import Uniform
+from daceml_train.ops.read import Read
 
-FREE = (View, Permute, Expand, Slice, Full, Iota)
+FREE = (View, Permute, Expand, Slice, Read, Full, Iota)
 POINTWISE = (Elementwise, Cast, Uniform)
 
 

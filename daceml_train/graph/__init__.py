@@ -4,6 +4,7 @@ Functions of a graph such as `verify`, `traffic` and `interpret` are in `analysi
 imported from here.
 """
 
+from daceml_train.expressions.operator import Expression as Expression  # which registers it: texts name it
 from daceml_train.graph.graph import Graph, Input, Node, Role
 from daceml_train.graph.text import canonical_text, parse, show
 

@@ -44,6 +44,7 @@ from daceml_train.ops.kernel import Kernel, Statement
 from daceml_train.ops.movement import Concat, Expand, Permute, Slice
 from daceml_train.ops.operator import Operator
 from daceml_train.ops.packed import has_product
+from daceml_train.ops.read import Read
 from daceml_train.tensor import Dim, DType, Shape, Tensor, same, same_shape, simplify
 
 
@@ -195,6 +196,9 @@ class _Lowering:
                 steps[dim] = simplify(x.strides[dim] * step)
                 offset = simplify(x.offset + start * x.strides[dim])
                 return replace(x, shape=shape, strides=tuple(steps), offset=offset)
+            case Read():
+                moved, start = op.strides(x.strides)
+                return replace(x, shape=shape, strides=moved, offset=simplify(x.offset + start))
         viewed = view_strides(x.shape, x.strides, shape)
         if viewed is not None:
             return replace(x, shape=shape, strides=viewed)

@@ -12,6 +12,7 @@ from daceml_train.ops.kernel import Kernel, Statement
 from daceml_train.ops.movement import Expand, Permute, Reorder, Slice, View
 from daceml_train.ops.operator import Operator
 from daceml_train.ops.random import Uniform
+from daceml_train.ops.read import Read
 from daceml_train.ops.reduction import Reduce
 from daceml_train.tensor import Dim, DType, Tensor, same, simplify
 
@@ -181,7 +182,7 @@ class _Analysis:
         op = statement.op
         if any(v.tensor.dtype in (DType.complex64, DType.complex128) for v in inputs):
             raise Refused(f"{statement} computes with complex numbers, which kernels do not support")
-        if isinstance(op, View | Permute | Expand | Slice):
+        if isinstance(op, View | Permute | Expand | Slice | Read):
             try:
                 return self.movement(op, inputs[0])
             except Refused as refusal:
@@ -239,6 +240,8 @@ class _Analysis:
                 dims = self.view(dims, tensor)
             case Slice():
                 source, dims[op.dim] = self.slice(op, value)
+            case Read():
+                source, dims = self.read(op, value)
         result = replace(value, source=source, dims=tuple(map(tuple, dims)), tensor=tensor)
         self.axes.value(result.dims)
         return result if value.chain is None else replace(result, chain=(*value.chain, op))
@@ -258,6 +261,8 @@ class _Analysis:
             raise Refused("slices a computed value")
         memory = self.resolved(value.source)
         terms = {axis: (dim, multiple) for axis, dim, multiple in memory.terms}
+        if len(terms) < len(memory.terms):
+            raise Refused("slices a diagonal")
         fresh = self.axes.dim(count)
         if any(axis in terms for axis in axes):
             if not all(axis in terms for axis in axes):
@@ -275,6 +280,33 @@ class _Analysis:
                 offset=(*memory.offset, (dim, simplify(step * op.start))),
             )
         return memory, fresh
+
+    def read(self, op: Read, value: _Value) -> tuple[_Memory | _Draft, list[list[int]]]:
+        """An argument under an affine index map: one axis per dimension of the result."""
+        if isinstance(value.source, _Draft):
+            raise Refused("reads a computed value under an index map")
+        memory = self.resolved(value.source)
+        terms = {axis: (dim, multiple) for axis, dim, multiple in memory.terms}
+        if len(terms) < len(memory.terms):
+            raise Refused("reads a diagonal under another index map")
+        fresh = [self.axes.dim(size) for size in op.shape]
+        added: list[tuple[int, int, Dim]] = []
+        offset = list(memory.offset)
+        for of, axes in enumerate(value.dims):
+            own = [axis for axis in self.axes.resolve(axes) if not same(self.axes.size[axis], 1)]
+            if not any(axis in terms for axis in own):  # a size of 1, or repeated elements
+                continue
+            if not all(axis in terms for axis in own):
+                raise Refused("reads a partly expanded dimension under an index map")
+            dim, step = terms[own[-1]]
+            whole: Dim = 1
+            for axis in reversed(own):
+                if terms[axis][0] != dim or not same(terms[axis][1], step * whole):
+                    raise Refused("reads several merged dimensions under an index map")
+                whole = whole * self.axes.size[axis]
+            offset.append((dim, simplify(step * op.offsets[of])))
+            added += [(a, dim, simplify(step * c)) for d, k, c in op.terms if k == of for a in fresh[d]]
+        return replace(memory, terms=tuple(added), offset=tuple(offset)), fresh
 
     def resolved(self, memory: _Memory) -> _Memory:
         """The same index map in terms of the current parts of its axes."""

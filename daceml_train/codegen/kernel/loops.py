@@ -58,7 +58,10 @@ class Loops:
 
     def _load_strides(self, leaf: Leaf) -> dict[int, Dim]:
         strides = self.operands[leaf.argument].strides
-        return {axis: simplify(strides[dim] * multiple) for axis, dim, multiple in leaf.terms}
+        found: dict[int, Dim] = {}
+        for axis, dim, multiple in leaf.terms:  # several of one axis read a diagonal
+            found[axis] = simplify(found.get(axis, 0) + strides[dim] * multiple)
+        return found
 
     def _result_strides(self, position: int) -> dict[int, Dim]:
         result, strides = self.domain.results[position], {}

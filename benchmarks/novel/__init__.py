@@ -1,0 +1,1 @@
+"""Novel operators as expressions, against the best composition of PyTorch operators."""

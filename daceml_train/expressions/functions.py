@@ -1,0 +1,49 @@
+"""Functions of the notation: the elementwise operators of `ops.elementwise`, on terms and NumPy scalars."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from daceml_train.expressions import term as terms
+from daceml_train.expressions.term import Term, apply, cast, lift
+from daceml_train.ops.elementwise import TABLE, Elementwise
+
+_ALIASES = {
+    "max": "maximum",
+    "min": "minimum",
+    "bit_and": "bitwise_and",
+    "bit_or": "bitwise_or",
+    "bit_xor": "bitwise_xor",
+    "bit_not": "bitwise_not",
+}
+"""Names in the formulas of `ops.elementwise` -> operators."""
+
+
+def _function(kind: str) -> Any:
+    def function(*operands: Any) -> Any:
+        if any(isinstance(v, Term) for v in operands):
+            return apply(kind, *operands)
+        arrays = [np.asarray(v) for v in operands]
+        numeric = arrays[1:] if kind == "where" else arrays
+        dtype = np.result_type(*numeric) if kind not in terms.FLOATS else np.result_type(*numeric, np.float16)
+        cast_to = [a.astype(dtype) for a in numeric]
+        return Elementwise(kind).evaluate(*([arrays[0], *cast_to] if kind == "where" else cast_to))[0][()]
+
+    function.__name__ = function.__qualname__ = kind
+    function.__doc__ = f"The elementwise operator `{kind}`: `{TABLE[kind].expression}`."
+    return function
+
+
+FUNCTIONS: dict[str, Any] = {kind: _function(kind) for kind in TABLE}
+"""Operator -> a function of terms or NumPy scalars."""
+FORMULAS: dict[str, Any] = {**FUNCTIONS, **{name: FUNCTIONS[kind] for name, kind in _ALIASES.items()}}
+"""The names that formulas of `ops.elementwise` use."""
+
+
+def to_float(value: Any) -> Any:
+    """An index, an integer or a condition as a number of the expression's floating-point type."""
+    if isinstance(value, Term):
+        return cast(lift(value), terms._default_float[-1])
+    return float(value)

@@ -1,0 +1,71 @@
+"""Loops: what a thread traces, sizes that yield an index, and views of arrays. Shared by tracing and the reference."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from daceml_train.errors import Invalid
+from daceml_train.expressions.program import Stage
+from daceml_train.expressions.term import Axis, at, location
+
+
+class Frame:
+    """One comprehension while it is entered."""
+
+    def __init__(self, code: Any) -> None:
+        self.code = code
+        self.axes: list[Axis] = []
+        self.sizes: list[int] = []
+
+
+class _State(threading.local):
+    """What this thread traces; no stages where the reference runs."""
+
+    def __init__(self) -> None:
+        self.stages: list[Stage] | None = None
+        self.frames: list[Frame] = []
+
+
+state = _State()
+
+
+class Size(int):
+    """A size. Iterating it yields one index while a function is traced; arithmetic keeps it a size."""
+
+    def __iter__(self) -> Iterator[Any]:
+        # A generator function: Python calls iter() of the outermost `for` before `array` is entered.
+        if not state.frames:
+            raise Invalid("a loop over a size outside of an expression", where=location(), advice="use range()")
+        if state.stages is None:
+            state.frames[-1].sizes.append(int(self))
+            yield from range(int(self))
+            return
+        axis = Axis(int(self))
+        state.frames[-1].axes.append(axis)
+        yield at(axis)
+
+
+def _keep_size(name: str) -> None:
+    function = getattr(int, name)
+
+    def method(self: Size, *others: Any) -> Any:
+        result = function(int(self), *others)
+        return Size(result) if isinstance(result, int) else result
+
+    setattr(Size, name, method)
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "rfloordiv", "mod", "rmod", "neg"):
+    _keep_size(f"__{_name}__")
+
+
+class View:
+    """An array with a rule for what lies outside."""
+
+    def __init__(self, get: Callable[[Any], Any]) -> None:
+        self._get = get
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._get(index)

@@ -1,0 +1,364 @@
+"""Lowering: from stages to operators of the graph.
+
+An affine read is a `Read` of the array, padded where it may leave it; other reads index by arrays. A body is
+elementwise operators over the axes of its stage, a reduction follows, and phases are interleaved to their target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from daceml_train.errors import Unsupported
+from daceml_train.expressions.affine import Map, affine, interval, of_map
+from daceml_train.expressions.contract import Factor, contracted
+from daceml_train.expressions.program import Program, Stage
+from daceml_train.expressions.term import Array, Axis, Term, children, constant, substituted
+from daceml_train.ops.indexing import Index, IndexPut, zeros
+from daceml_train.ops.movement import Concat, Pad
+from daceml_train.ops.operator import Builder, Value, make
+from daceml_train.ops.read import Read
+from daceml_train.ops.reduction import wide
+from daceml_train.tensor import DType
+
+Place = tuple[int, int, int]
+"""Where a dimension of a stage's result lies in its target: first index, step, and size of the target's dimension."""
+_ARGUMENTS = {"argmax": "max", "argmin": "min"}
+_REDUCE = {"sum": "sum", "amax": "max", "amin": "min", "prod": "prod"}
+
+
+class Lowering:
+    """The lowering of one program."""
+
+    def __init__(self, builder: Builder, program: Program, operands: Sequence[Value]) -> None:
+        self.builder, self.program = builder, program
+        self.values: dict[Array, Value] = dict(zip(program.inputs, operands, strict=True))
+
+    def results(self) -> list[Value]:
+        """The values of the outputs."""
+        pending: dict[Array, list[tuple[list[Place], Value]]] = {}
+        for stage in map(_forwards, self.program.stages):
+            for array in {t.array for t in stage.loads() if t.array is not None}:
+                self.settle(array, pending)
+            result = self.stage(stage)
+            if stage.plain:
+                self.values[stage.target] = result
+            elif stage.scatters:
+                whole = [(0, 1, n) for n in stage.target.shape]
+                pending.setdefault(stage.target, []).append((whole, self.scattered(stage, result)))
+            else:
+                places, result = self.placed(stage, result)
+                pending.setdefault(stage.target, []).append((places, result))
+        for array in self.program.outputs:
+            self.settle(array, pending)
+        return [self.values[o] for o in self.program.outputs]
+
+    def settle(self, array: Array, pending: dict[Array, list[tuple[list[Place], Value]]]) -> None:
+        """Combine the parts of an array that several stages write."""
+        if array in self.values:
+            return
+        parts = pending.pop(array, [])
+        self.values[array] = self.combined(array, parts) if parts else zeros(self.builder, array.shape, array.dtype)
+
+    # ---- stages -----------------------------------------------------------------------------------------------------
+    def stage(self, stage: Stage) -> Value:
+        """The value of a stage, over its axes."""
+        sizes = tuple(a.size for a in stage.axes)
+        product = self.contraction(stage)
+        if product is not None:
+            return product
+        domain = (*stage.axes, *stage.reduced)
+        body = self.value(stage.body, domain, {})
+        body = body if stage.kind in _ARGUMENTS else body.cast(stage.target.dtype)
+        if stage.kind == "point":
+            return body.expand(sizes)
+        lead, rank = len(sizes), len(domain)
+        body = body.expand((*body.shape[:lead], *(a.size for a in stage.reduced)))
+        dims = tuple(range(lead, rank))
+        if stage.kind in _ARGUMENTS:
+            flat = body.view((*body.shape[:lead], prod(a.size for a in stage.reduced)))
+            return self.builder.emit(make("extremum", kind=_ARGUMENTS[stage.kind], dim=lead), flat)[1].expand(sizes)
+        if stage.kind == "lse":
+            return body.apply(make("logsumexp", dims=dims)).expand(sizes)
+        body = wide(body) if stage.kind in ("sum", "prod") else body
+        return body.reduce(_REDUCE[stage.kind], dims).cast(stage.target.dtype).expand(sizes)
+
+    def contraction(self, stage: Stage) -> Value | None:
+        """A sum of the products of two reads as a matmul, where it has rows, columns, and a depth."""
+        if stage.kind != "sum" or not stage.target.dtype.is_float:
+            return None
+        parts = _factors(stage.body)
+        loads = [p for p in parts if p.op == "load" and p.dtype is stage.target.dtype]
+        numbers = [p.value for p in parts if p.op == "number"]
+        if len(loads) != 2 or len(loads) + len(numbers) != len(parts):
+            return None
+        maps = [self.maps(t) for t in loads]
+        if None in maps:
+            return None
+        factors = [Factor([a for a in m or {} if a is not None]) for m in (_axes_of(t) for t in loads)]
+        layout = contracted(stage.axes, stage.reduced, factors)
+        if layout is None:
+            return None
+        made = [self.read(t, order) for t, order in zip(loads, layout.orders, strict=True)]
+        result = layout.emit(*made)
+        for n in numbers:
+            result = result * float(n)
+        return result
+
+    # ---- terms ------------------------------------------------------------------------------------------------------
+    def value(self, term: Term, domain: Sequence[Axis], memo: dict[Term, Value]) -> Value:
+        """A term over `domain`: one dimension per axis, of size 1 where it does not depend on the axis."""
+        if term not in memo:
+            memo[term] = self.computed(term, domain, memo)
+        return memo[term]
+
+    def computed(self, term: Term, domain: Sequence[Axis], memo: dict[Term, Value]) -> Value:
+        rank = len(domain)
+        if term.axis is not None:
+            shape = tuple(a.size if a is term.axis else 1 for a in domain)
+            dim = next(d for d, a in enumerate(domain) if a is term.axis)
+            return self.builder.emit(make("iota", shape=shape, dim=dim, dtype=DType.int64))[0]
+        if term.op == "number":
+            dtype = DType.float32 if isinstance(term.value, float) else DType.int64
+            return self.number(term.value, DType.bool if isinstance(term.value, bool) else dtype, rank)
+        if term.op == "load":
+            return self.load(term, domain, memo)
+        if term.op == "cast":
+            assert term.dtype is not None
+            if term.args[0].op == "number":
+                return self.number(term.args[0].value, term.dtype, rank)
+            value = self.value(term.args[0], domain, memo)
+            return (
+                value.compare("ne", 0)
+                if term.dtype is DType.bool and value.dtype is not DType.bool
+                else value.cast(term.dtype)
+            )
+        dtype = next((a.dtype for a in term.args[::-1] if a.dtype is not None), DType.int64)
+        given = []
+        for a in term.args:
+            own = dtype if a is not term.args[0] or term.op != "where" else DType.bool
+            given.append(self.number(a.value, own, rank) if a.op == "number" else self.value(a, domain, memo))
+        return self.builder.emit(make(term.op), *given)[0]
+
+    def number(self, value: Any, dtype: DType, rank: int) -> Value:
+        value = bool(value) if dtype is DType.bool else float(value) if dtype.is_float else int(value)
+        return self.builder.emit(make("full", value=value, shape=(1,) * rank, dtype=dtype))[0]
+
+    def load(self, term: Term, domain: Sequence[Axis], memo: dict[Term, Value]) -> Value:
+        if self.maps(term) is not None:
+            return self.read(term, domain)
+        assert term.array is not None
+        x, shape = self.values[term.array], term.array.shape
+        index, inside = [], None
+        for i, n in zip(term.args, shape, strict=True):
+            value = self.typed(i, domain, memo)
+            bounds = interval(i)
+            if bounds is None or bounds[0] < 0 or bounds[1] >= n:
+                value, within = self.guarded(value, n, term.fill is None)
+                inside = within if inside is None else self.builder.emit(make("logical_and"), inside, within)[0]
+            index.append(value)
+        if 0 in shape and term.fill is not None:
+            return self.number(term.fill, term.array.dtype, len(domain))
+        taken = x.apply(Index(tuple(range(len(index)))), *index)
+        if term.fill is None or inside is None:
+            return taken
+        return inside.where(taken, taken.constant(term.fill))
+
+    def guarded(self, index: Value, size: int, checked: bool) -> tuple[Value, Value]:
+        """An index that is brought inside, and whether it was. A `checked` one becomes an error of the library call."""
+        inside = self.builder.emit(make("logical_and"), index.compare("ge", 0), index.compare("lt", size))[0]
+        return inside.where(index, size if checked else 0), inside
+
+    def typed(self, index: Term, domain: Sequence[Axis], memo: dict[Term, Value]) -> Value:
+        """An index as an array of integers."""
+        if index.op == "number":
+            return self.number(index.value, DType.int64, len(domain))
+        return self.value(index, domain, memo).cast(DType.int64)
+
+    # ---- reads ------------------------------------------------------------------------------------------------------
+    def maps(self, term: Term) -> list[Map] | None:
+        """The affine map of each index, under `.clamp` and `.wrap`; None where one is not affine."""
+        assert term.array is not None
+        found = [affine(_inner(i, n)) for i, n in zip(term.args, term.array.shape, strict=True)]
+        known = [m for m in found if m is not None]
+        return known if len(known) == len(found) and 0 not in term.array.shape else None
+
+    def read(self, term: Term, domain: Sequence[Axis]) -> Value:
+        """An affine read over `domain`."""
+        assert term.array is not None
+        maps = self.maps(term)
+        assert maps is not None
+        x, pads = self.values[term.array], []
+        for dim, (index, n, m) in enumerate(zip(term.args, term.array.shape, maps, strict=True)):
+            low, high = interval(of_map(m)) or (0, 0)
+            before, after = max(0, -low), max(0, high - n + 1)
+            m[None] = m.get(None, 0) + before
+            around = _inner(index, n) is not index
+            if around and (before or after):
+                x = self.surrounded(x, dim, n, before, after, index.op)
+            pads.append((0, 0) if around else (before, after))
+        if any(p != (0, 0) for p in pads):
+            fill = term.fill if term.fill is not None else 0
+            x = x.apply(Pad(tuple(pads), fill))
+        flipped = _turned(maps, x.tensor.strides)
+        used = {a for m in maps for a in m}
+        shape = tuple(a.size if a in used else 1 for a in domain)
+        terms = tuple((domain.index(a), d, c) for d, m in enumerate(maps) for a, c in m.items() if a is not None)
+        offsets = tuple(m.get(None, 0) for m in maps)
+        y = _plain(x, shape, terms, offsets)
+        backwards = tuple(d for d, a in enumerate(domain) if a in flipped)
+        return y.apply(make("flip", dims=backwards)) if backwards else y
+
+    def surrounded(self, x: Value, dim: int, n: int, before: int, after: int, kind: str) -> Value:
+        """An array with what lies around it copied along one dimension."""
+        size = before + n + after
+        index = self.builder.emit(make("iota", shape=(size,), dim=0, dtype=DType.int64, start=-before))[0]
+        if kind == "clamp":
+            index = self.builder.emit(make("clamp"), index, index.constant(0), index.constant(n - 1))[0]
+        else:
+            index = self.builder.emit(make("remainder"), index, index.constant(n))[0]
+        return x.apply(Index((dim,)), index)
+
+    # ---- stores -----------------------------------------------------------------------------------------------------
+    def scattered(self, stage: Stage, result: Value) -> Value:
+        """Zeros to which the results are added at indices that depend on data; those outside are dropped."""
+        memo: dict[Term, Value] = {}
+        sizes = tuple(a.size for a in stage.axes)
+        index, inside = [], None
+        for i, n in zip(stage.store, stage.target.shape, strict=True):
+            value, bounds = self.typed(i, stage.axes, memo), interval(i)
+            if bounds is None or bounds[0] < 0 or bounds[1] >= n:
+                value, within = self.guarded(value, n, checked=False)
+                inside = within if inside is None else self.builder.emit(make("logical_and"), inside, within)[0]
+            index.append(value.expand(sizes))
+        if inside is not None:
+            result = inside.where(result, result.constant(0.0)).expand(sizes)
+        put = IndexPut(tuple(range(len(index))), accumulate=True)
+        return zeros(self.builder, stage.target.shape, stage.target.dtype).apply(put, result, *index)
+
+    def placed(self, stage: Stage, result: Value) -> tuple[list[Place], Value]:
+        """Where the dimensions of a result lie in its target."""
+        places: list[Place] = []
+        order: list[int] = []
+        sizes: list[int] = []
+        for index, n in zip(stage.store, stage.target.shape, strict=True):
+            found = affine(index) or {}
+            axes = sorted((a for a in found if a is not None), key=lambda a: -found[a])  # as digits of a number
+            order += [next(d for d, other in enumerate(stage.axes) if other is a) for a in axes]
+            places.append((found.get(None, 0), found[axes[-1]] if axes else 1, n))
+            sizes.append(prod(a.size for a in axes))
+        if sorted(order) != list(range(len(stage.axes))):
+            dropped = [d for d in range(len(stage.axes)) if d not in order and stage.axes[d].size == 1]
+            if sorted([*order, *dropped]) != list(range(len(stage.axes))):
+                raise Unsupported(f"a store at {stage.store!r}")
+            result = result.permute((*order, *dropped))
+        else:
+            result = result.permute(order)
+        return places, result.view(sizes)
+
+    def combined(self, array: Array, parts: list[tuple[list[Place], Value]]) -> Value:
+        """The sum of the parts of an array, dimension by dimension: phases are interleaved."""
+        for dim, n in enumerate(array.shape):
+            groups: dict[Any, list[tuple[list[Place], Value]]] = {}
+            for places, value in parts:
+                _, step, size = places[dim]
+                key = (step, size, *(p for d, p in enumerate(places) if d != dim))
+                groups.setdefault(key, []).append((places, value))
+            parts = []
+            for members in groups.values():
+                step = members[0][0][dim][1]
+                merged = self.interleaved(dim, n, step, [(p[dim][0], v) for p, v in members])
+                places = [(0, 1, n) if d == dim else p for d, p in enumerate(members[0][0])]
+                parts.append((places, merged))
+        total = parts[0][1]
+        for _, value in parts[1:]:
+            total = total + value
+        return total
+
+    def interleaved(self, dim: int, n: int, step: int, members: list[tuple[int, Value]]) -> Value:
+        """Values at `start, start + step, ...` of a dimension of size `n`; what no value covers is zero."""
+        lanes: dict[int, Value] = {}
+        for start, value in members:
+            count, lane, skipped = value.shape[dim], start % step, start // step
+            whole = -(-(n - lane) // step) if step > 1 else n
+            if skipped or count < whole:
+                pads = tuple(
+                    (skipped, whole - skipped - count) if d == dim else (0, 0) for d in range(len(value.shape))
+                )
+                value = value.apply(Pad(pads, 0.0 if value.dtype.is_float else 0))
+            lanes[lane] = lanes[lane] + value if lane in lanes else value
+        if step == 1:
+            return lanes[0]
+        whole = -(-n // step)
+        pieces: list[Value] = []
+        like = next(iter(lanes.values()))
+        shape = tuple(whole if d == dim else size for d, size in enumerate(like.shape))
+        for lane in range(step):
+            value = lanes[lane] if lane in lanes else zeros(self.builder, shape, like.dtype)
+            if (missing := whole - value.shape[dim]) > 0:
+                pads = tuple((0, missing) if d == dim else (0, 0) for d in range(len(shape)))
+                value = value.apply(Pad(pads, 0.0 if value.dtype.is_float else 0))
+            pieces.append(value.view((*shape[: dim + 1], 1, *shape[dim + 1 :])))
+        (joined,) = self.builder.emit(Concat(dim + 1), *pieces)
+        joined = joined.view((*shape[:dim], whole * step, *shape[dim + 1 :]))
+        return joined.slice(dim, 0, n) if whole * step > n else joined
+
+
+def _forwards(stage: Stage) -> Stage:
+    """The same stage with reduced axes reversed that are read backwards: views have no negative strides."""
+    signs: dict[Axis, set[bool]] = {}
+    for term in stage.loads():
+        for index in term.args:
+            for axis, c in (affine(index) or {}).items():
+                if axis is not None:
+                    signs.setdefault(axis, set()).add(c > 0)
+    turned = {a: of_map({a: -1, None: a.size - 1}) for a in stage.reduced if signs.get(a) == {False}}
+    if not turned or stage.kind in _ARGUMENTS:
+        return stage
+    body = substituted(stage.body, turned)
+    return Stage(stage.target, stage.axes, stage.kind, stage.reduced, body, stage.store, stage.adds)
+
+
+def _inner(index: Term, size: int) -> Term:
+    """The affine index under `.clamp` or `.wrap`; the index itself where it is neither."""
+    wraps = index.op == "remainder" and constant(index.args[1]) == size
+    clamps = index.op == "clamp" and tuple(map(constant, index.args[1:])) == (0, size - 1)
+    return index.args[0] if wraps or clamps else index
+
+
+def _axes_of(term: Term) -> dict[Axis, None]:
+    return {t.axis: None for t in children(term) if t.axis is not None}
+
+
+def _factors(term: Term) -> list[Term]:
+    return [f for a in term.args for f in _factors(a)] if term.op == "mul" else [term]
+
+
+def _turned(maps: list[Map], strides: Sequence[Any]) -> set[Axis]:
+    """Reverse the axes along which a row-major array would be read backwards; returns them."""
+    total: dict[Axis, int] = {}
+    for m, stride in zip(maps, strides, strict=True):
+        for axis, c in m.items():
+            if axis is not None:
+                total[axis] = total.get(axis, 0) + c * stride
+    turned = {axis for axis, stride in total.items() if stride < 0}
+    for m in maps:
+        for axis in [a for a in m if a in turned]:
+            assert axis is not None
+            m[None], m[axis] = m[None] + m[axis] * (axis.size - 1), -m[axis]
+    return turned
+
+
+def _plain(
+    x: Value, shape: tuple[int, ...], terms: tuple[tuple[int, int, int], ...], offsets: tuple[int, ...]
+) -> Value:
+    """A read; as a permutation with sizes of 1 where it is one, which every pass knows."""
+    own = [d for d, _, _ in terms]
+    simple = len(set(own)) == len(own) == len({of for _, of, _ in terms}) and all(c == 1 for _, _, c in terms)
+    whole = all(o == 0 for o in offsets) and all(shape[d] == x.shape[of] for d, of, _ in terms)
+    ones = all(x.shape[of] == 1 for of in range(len(x.shape)) if of not in {t[1] for t in terms})
+    if not (simple and whole and ones):
+        return x.apply(Read(shape, terms, offsets))
+    dims = [of for _, of, _ in sorted(terms)] + [of for of in range(len(x.shape)) if of not in {t[1] for t in terms}]
+    return x.permute(dims).view(shape)

@@ -1,0 +1,1 @@
+"""Expressions in PyTorch: the operator of the dispatcher, its evaluation, and `dt.expression`."""

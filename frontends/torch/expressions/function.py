@@ -1,0 +1,118 @@
+"""Function: `dt.expression`, and the operator of PyTorch's dispatcher that every expression is.
+
+There is one operator, `daceml_train::expression(Tensor[] operands, str program) -> Tensor[]`. Its derivative is the
+same operator with the adjoint program, so derivatives of every order exist.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from daceml_train.errors import Invalid
+from daceml_train.expressions.adjoint import derivative, with_saved
+from daceml_train.expressions.notation import trace
+from daceml_train.expressions.program import Program, parsed
+from daceml_train.expressions.reference import reference
+from daceml_train.expressions.term import Array
+from daceml_train.frontends.torch import types
+from daceml_train.frontends.torch.expressions.evaluate import evaluate
+
+NAME = "daceml_train::expression"
+_library = torch.library.Library("daceml_train", "FRAGMENT")
+
+
+def _run(operands: Sequence[torch.Tensor], program: str) -> list[torch.Tensor]:
+    return evaluate(parsed(program), operands)
+
+
+def _fake(operands: Sequence[torch.Tensor], program: str) -> list[torch.Tensor]:
+    made = parsed(program)
+    device = operands[0].device if operands else torch.device("cpu")
+    return [torch.empty(o.shape, dtype=types.TORCH_DTYPES[o.dtype], device=device) for o in made.outputs]
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor]) -> None:
+    """Keep what the derivative reads of the operands and the results."""
+    operands, ctx.program = inputs
+    made = parsed(ctx.program)
+    ctx.wanted = tuple(a.dtype.is_float and x.requires_grad for a, x in zip(made.inputs, operands, strict=True))
+    everything = tuple(o.dtype.is_float for o in made.outputs)
+    ctx.kept = [i for i in derivative(ctx.program, everything, ctx.wanted)[1] if i < len(operands) + len(output)]
+    ctx.save_for_backward(*((*operands, *output)[i] for i in ctx.kept))
+
+
+def _backward(ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> Any:
+    made = parsed(ctx.program)
+    count = len(made.inputs)
+    seeded = tuple(g is not None and o.dtype.is_float for g, o in zip(cotangents, made.outputs, strict=True))
+    if not any(seeded) or not any(ctx.wanted):
+        return [None] * count, None
+    text, reads = derivative(ctx.program, seeded, ctx.wanted)
+    given = dict(zip(ctx.kept, ctx.saved_tensors, strict=True))
+    present = [g for g, s in zip(cotangents, seeded, strict=True) if s]
+    given |= {count + len(made.outputs) + i: g for i, g in enumerate(present) if g is not None}
+    found = iter(_operator([given[i] for i in reads], with_saved(text)))
+    return [next(found) if w else None for w in ctx.wanted], None
+
+
+_library.define("expression(Tensor[] operands, str program) -> Tensor[]")
+_library.impl("expression", _run, "CompositeExplicitAutograd")
+torch.library.register_fake(NAME, _fake, lib=_library)
+torch.library.register_autograd(NAME, _backward, setup_context=_remember, lib=_library)
+_operator: Callable[..., Any] = torch.ops.daceml_train.expression
+
+
+@functools.lru_cache(maxsize=4096)
+def _traced(function: Callable[..., Any], kinds: tuple[Any, ...], options: tuple[tuple[str, Any], ...]) -> Program:
+    operands = [Array(name, shape, dtype) for name, shape, dtype in kinds]
+    return trace(function, operands, dict(options))
+
+
+def _bound(function: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> tuple[Any, Any]:
+    """The operands and the options of a call, by name."""
+    try:
+        given = inspect.signature(function).bind(*arguments, **keywords).arguments
+    except TypeError as error:
+        raise Invalid(f"{function.__name__}: {error}") from None
+    operands = {n: v for n, v in given.items() if isinstance(v, torch.Tensor)}
+    if not operands:
+        raise Invalid(f"the expression {function.__name__} is called without a tensor")
+    return operands, {n: v for n, v in given.items() if n not in operands}
+
+
+def _program(function: Callable[..., Any], operands: dict[str, torch.Tensor], options: dict[str, Any]) -> Program:
+    kinds = tuple((n, tuple(map(int, x.shape)), types.tensor(x).dtype) for n, x in operands.items())
+    try:
+        hash(tuple(options.items()))
+    except TypeError as error:
+        message = f"an option of the expression {function.__name__} is of an {error}"
+        raise Invalid(message, advice="options are numbers, strings, or tuples of them") from None
+    return _traced(function, kinds, tuple(options.items()))
+
+
+def expression(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose results are comprehensions over index axes, as a function of tensors.
+
+    It has derivatives of every order, works under `torch.compile`, and is an operator of the graph in `optimize` and
+    `training_step`. Tensors among its arguments are its operands, and all others are options. Its attribute `program`
+    returns the program for such arguments; `reference` runs the function itself on NumPy arrays, element by element.
+    """
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        operands, options = _bound(function, arguments, keywords)
+        program = _program(function, operands, options)
+        made = _operator(list(operands.values()), with_saved(program.text))[: len(program.outputs)]
+        return made[0] if len(made) == 1 else tuple(made)
+
+    def program_of(*arguments: Any, **keywords: Any) -> Program:
+        return _program(function, *_bound(function, arguments, keywords))
+
+    call.program = program_of  # type: ignore[attr-defined]
+    call.reference = functools.partial(reference, function)  # type: ignore[attr-defined]
+    return torch.compiler.allow_in_graph(call)  # type: ignore[no-any-return]

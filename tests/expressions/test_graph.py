@@ -1,0 +1,37 @@
+"""Expressions as operators of the graph: their lowering against the evaluation through PyTorch."""
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.novel import operators
+from benchmarks.novel.cases import SMALL, operands
+from daceml_train.analysis.interpret import interpret
+from daceml_train.autodiff.reverse import differentiate
+from daceml_train.expressions.operator import Expression
+from daceml_train.frontends.torch import types
+from daceml_train.graph.graph import Graph
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_lowering_and_derivative(name: str) -> None:
+    """The graph of the operator and of its derivative, interpreted, against eager execution and autograd."""
+    torch.manual_seed(0)
+    given = operands(SMALL[name])
+    operator = getattr(operators, name)
+    results = operator(*given)
+    results = results if isinstance(results, tuple) else (results,)
+    seeds = [torch.randn_like(r) for r in results]
+    wanted = [x for x in given if x.requires_grad]
+    expected = [*results, *torch.autograd.grad(results, wanted, seeds)]
+
+    graph = Graph()
+    values = [graph.input(f"x{i}", types.tensor(x)) for i, x in enumerate(given)]
+    made = graph.emit(Expression(operator.program(*given).text), *values)
+    cotangents = {r.name: graph.input(f"g{i}", r.tensor) for i, r in enumerate(made)}
+    names = [v.name for v, x in zip(values, given, strict=True) if x.requires_grad]
+    gradients = differentiate(graph, cotangents, names)
+    graph.output(*made, *(gradients[n] for n in names))
+    arrays = dict(zip(graph.inputs, (x.detach().numpy() for x in (*given, *seeds)), strict=True))
+    for a, b in zip(interpret(graph, arrays).outputs, expected, strict=True):
+        np.testing.assert_allclose(a, b.detach().numpy(), rtol=0, atol=1e-10)

@@ -1,0 +1,241 @@
+"""The notation: what it accepts, what it refuses, and where its errors point."""
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+
+import daceml_train as dt
+from daceml_train.errors import Invalid, OutOfRange
+from daceml_train.expressions import (
+    argmax,
+    array,
+    exp,
+    largest,
+    least,
+    logsumexp,
+    product,
+    size,
+    tanh,
+    to_float,
+    total,
+    where,
+)
+from daceml_train.expressions.program import parsed
+
+X = torch.arange(12.0, dtype=torch.float64).reshape(3, 4)
+
+
+def line_of(function, text: str) -> str:
+    """`file:line` of the first line of a function that contains a text."""
+    lines, first = inspect.getsourcelines(inspect.unwrap(function))
+    return f"{__file__.rsplit('/', 1)[-1]}:{first + next(i for i, line in enumerate(lines) if text in line)}"
+
+
+def refuse(function, *operands, match: str, at: str = "") -> None:
+    with pytest.raises(Invalid, match=match) as raised:
+        dt.expression(function)(*operands)
+    if at:
+        assert raised.value.where == line_of(function, at)
+
+
+def test_index_out_of_bounds() -> None:
+    def shifted(x):
+        rows, columns = x.shape
+        return array(
+            x[i - 1, j]  # here
+            for i in rows
+            for j in columns
+        )
+
+    refuse(shifted, X, match=r"dimension 0 has size 3, the index runs over -1\.\.1", at="# here")
+
+
+def test_truth_values() -> None:
+    def filtered(x):
+        return array(x[i, 0] for i in x.shape[0] if i > 1)
+
+    def conditional(x):
+        return array(x[i, 0] if i > 1 else 0.0 for i in x.shape[0])
+
+    def both(x):
+        return array(where(i > 0 and i < 2, x[i, 0], 0.0) for i in x.shape[0])
+
+    def chained(x):
+        return array(where(0 < i < 2, x[i, 0], 0.0) for i in x.shape[0])
+
+    for function in (filtered, conditional, both, chained):
+        refuse(function, X, match="has no truth value")
+
+
+def test_names() -> None:
+    def free(x):
+        kept = []
+        array(total(kept.append(j) or x[i, j] for j in x.shape[1]) for i in x.shape[0])
+        return array(x[i, kept[0]] for i in x.shape[0])
+
+    def shadowed(x):
+        return array(total(x[i, 0] for i in x.shape[0]) for i in x.shape[0])
+
+    def twice(x):
+        return array(x[i, i] for i in x.shape[0] for i in x.shape[0])
+
+    refuse(free, X, match="an index of another comprehension is used")
+    refuse(shadowed, X, match="the loop over i hides an index of the same name")
+    refuse(twice, X, match="two loops of one comprehension use the same name")
+
+
+def test_shapes_and_types() -> None:
+    def rank(x):
+        return array(x[i] for i in x.shape[0])
+
+    def real(x):
+        return array(x[i * 0.5, 0] for i in x.shape[0])
+
+    def nothing(x):
+        return array(largest(x[i, j] for j in size(0)) for i in x.shape[0])
+
+    def plain(x):
+        return array(x[i, 0] for i in range(3))
+
+    def number(x):
+        return 3.0
+
+    def itself(x):
+        return x
+
+    def whole(x):
+        return array(x * 2 for i in x.shape[0])
+
+    refuse(rank, X, match="x has 2 dimensions, given 1 indices")
+    refuse(real, X, match="which is no integer")
+    refuse(nothing, X, match="largest over a size of 0")
+    refuse(plain, X, match="expects loops over sizes")
+    refuse(number, X, match="an expression returns arrays")
+    refuse(itself, X, match="returns an operand")
+    with pytest.raises(TypeError):
+        dt.expression(whole)(X)
+    with pytest.raises(Invalid, match="without a tensor"):
+        dt.expression(rank)(3)
+    with pytest.raises(Invalid, match="option"):
+        dt.expression(lambda x, o: None)(X, [1])
+
+
+def test_indices_in_the_data() -> None:
+    @dt.expression
+    def rows(table, ids):
+        return array(table[ids[i], j] for i in ids.shape[0] for j in table.shape[1])
+
+    torch.testing.assert_close(rows(X, torch.tensor([2, 0])), X[[2, 0]])
+    for wrong in (3, -1):
+        with pytest.raises(OutOfRange, match="index 0 of table runs over .*out of range for size 3") as raised:
+            rows(X, torch.tensor([0, wrong]))
+        assert raised.value.where == line_of(rows, "return array")
+
+
+def test_reductions() -> None:
+    @dt.expression
+    def reduced(x):
+        rows, columns = x.shape
+        return (
+            array(total(x[i, j] for j in columns) + 1 for i in rows),
+            array(largest(x[i, j] for i in rows for j in columns) - x[k, 0] for k in rows),
+            array(least(x[i, j] for j in columns) for i in rows),
+            array(product(x[i, j] for j in columns) for i in rows),
+            array(logsumexp(x[i, j] for j in columns) for i in rows),
+            array(argmax(-abs(x[i, j] - 5) for j in columns) for i in rows),
+        )
+
+    found = reduced(X)
+    expected = (X.sum(1) + 1, X.max() - X[:, 0], X.amin(1), X.prod(1), X.logsumexp(1), (-(X - 5).abs()).argmax(1))
+    for a, b, c in zip(found, expected, reduced.reference(X.numpy()), strict=True):
+        torch.testing.assert_close(a, b)
+        np.testing.assert_allclose(b.numpy(), c)
+
+
+def test_product_with_zeros() -> None:
+    @dt.expression
+    def products(x):
+        return array(product(x[i, j] for j in x.shape[1]) for i in x.shape[0])
+
+    x = torch.tensor([[0.0, 2, 3], [0, 0, 4], [1, 2, 3]], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(products, (x,))
+    assert torch.autograd.gradgradcheck(products, (x,))
+    (g,) = torch.autograd.grad(products(x).sum(), x)
+    torch.testing.assert_close(g, torch.autograd.grad(x.prod(1).sum(), x)[0])
+
+
+def test_outside() -> None:
+    @dt.expression
+    def around(x):
+        rows, columns = x.shape
+        shape = [(r, c) for r in (rows,) for c in (columns,)]
+        assert len(shape) == 1
+        return (
+            array(x.outside(7)[i - 1, j + 1] for i in rows for j in columns),
+            array(x.clamp[i - 1, j + 1] for i in rows for j in columns),
+            array(x.wrap[i - 1, j + 1] for i in rows for j in columns),
+        )
+
+    for a, b in zip(around(X), around.reference(X.numpy()), strict=True):
+        np.testing.assert_array_equal(a.numpy(), b)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64]
+)
+def test_element_types(dtype: torch.dtype) -> None:
+    @dt.expression
+    def mixed(x):
+        return array(where(x[i, j] > 3, x[i, j] * 2, x[i, j] + j) for i in x.shape[0] for j in x.shape[1])
+
+    x = X.to(dtype)
+    expected = torch.where(x > 3, x * 2, x + torch.arange(4))
+    torch.testing.assert_close(mixed(x), expected)
+
+
+def test_promotion() -> None:
+    @dt.expression
+    def both(x, n):
+        return array(x[i, j] * n[j] + to_float(i) / 2 for i in x.shape[0] for j in x.shape[1])
+
+    n = torch.tensor([1, 2, 3, 4])
+    expected = X.float() * n + torch.arange(3)[:, None] / 2
+    torch.testing.assert_close(both(X.float(), n), expected)
+
+
+def test_options_and_helpers() -> None:
+    def window(x, i, j, radius):
+        return total(x.outside(0)[i, j + k - radius] for k in size(2 * radius + 1))
+
+    @dt.expression
+    def smooth(x, radius=1, steps=2):
+        for _ in range(steps):
+            x = array(window(x, i, j, radius) / (2 * radius + 1) for i in x.shape[0] for j in x.shape[1])
+        return x
+
+    for options in ({}, {"radius": 2}, {"steps": 1}):
+        np.testing.assert_allclose(smooth(X, **options).numpy(), smooth.reference(X.numpy(), **options))
+
+
+def test_text_is_read_back() -> None:
+    def softmax(x):
+        norm = array(logsumexp(x[i, j] for j in x.shape[1]) for i in x.shape[0])
+        y = array(exp(x[i, j] - norm[i]) for i in x.shape[0] for j in x.shape[1])
+        return array(tanh(y[i, j]) * tanh(y[i, j]) for i in x.shape[0] for j in x.shape[1]), norm
+
+    text = dt.expression(softmax).program(X).text
+    assert parsed(text).text == text
+    assert ":=" in text  # the shared tanh is named
+    for wrong in ("", "t0[i0] = 1", text.replace("input x0", "input y"), text.replace("exp(", "expp(")):
+        with pytest.raises(Invalid):
+            parsed(wrong)
+
+
+def test_the_notation_outside_of_an_expression() -> None:
+    with pytest.raises(Invalid, match="outside of an expression"):
+        for _ in size(3):
+            pass
+    with pytest.raises(Invalid, match="expects a comprehension"):
+        dt.expression(lambda x: array([1, 2]))(X)
