@@ -8,7 +8,7 @@ ARGS ?=             # passed through: make test ARGS="-k softmax"
 VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-browser lint bench bench-programs traffic conformance-ops conformance-special conformance-models conformance-onnx fuzz orders recipes gpu-bundle test-gpu bench-gpu clean conformance-cuda faults endurance
+.PHONY: help setup demo test test-browser lint bench bench-programs traffic conformance-ops conformance-special conformance-models conformance-clients conformance-onnx fuzz orders recipes gpu-bundle test-gpu bench-gpu clean conformance-cuda faults endurance
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ conformance-special: setup ## NaN, infinities and the extremes of each type thro
 
 conformance-models: setup ## whole models, through three training steps (ARGS="bert --timeout 300")
 	@$(VENV_PYTHON) -m benchmarks.conformance_models $(ARGS)
+
+conformance-clients: setup ## Trainer, Lightning, timm and others, each in an environment of its own (ARGS="timm_models --update")
+	@OMP_NUM_THREADS=1 $(VENV_PYTHON) -m benchmarks.clients $(ARGS)
 
 conformance-onnx: setup ## the official ONNX cases through the compiler (ARGS=)
 	@$(VENV_PYTHON) -m benchmarks.onnx cases $(ARGS)

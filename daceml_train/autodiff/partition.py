@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from daceml_train.analysis.reachability import ancestors
-from daceml_train.analysis.sizes import derivation, symbols_of
-from daceml_train.graph.graph import Graph, Input, Node, Role
+from daceml_train.analysis.sizes import symbols_of
+from daceml_train.graph.graph import Graph, Node, Role
 from daceml_train.ops.elementwise import Cast, Elementwise, Full, Iota
 from daceml_train.ops.movement import Expand, Permute, Slice, View
 from daceml_train.ops.random import Uniform
@@ -105,11 +105,14 @@ def partition(joint: Graph, results: int) -> Halves:
 
 
 def _carriers(joint: Graph, nodes: Sequence[Node], given: Sequence[str]) -> Iterator[str]:
-    """Inputs that are kept for their sizes alone: size symbols of `nodes` that no array in `given` determines."""
-    inputs = {name: Input(joint.tensors[name], Role.saved) for name in given}
+    """Inputs that are kept for their sizes alone: symbols of the backward pass that are no size of an array in `given`.
+
+    A program reads each symbol where it is a size of an input; that `n + 1` is one does not tell it `n`.
+    """
     needed = {symbol for node in nodes for symbol in symbols_of(node.op)}
-    needed.update(symbol for entry in inputs.values() for symbol in entry.tensor.symbols)
-    missing = needed - {step.symbol for step in derivation(inputs)} if needed else needed
+    needed.update(s for node in nodes for name in node.outputs for s in joint.tensors[name].symbols)
+    needed.update(symbol for name in given for symbol in joint.tensors[name].symbols)
+    missing = needed - {size for name in given for size in joint.tensors[name].shape} if needed else needed
     for name, entry in joint.inputs.items():
         told = missing.intersection(entry.tensor.shape)
         if told and name not in joint.writes and entry.role is not Role.cotangent:

@@ -89,6 +89,8 @@ class Backend:
 
     def __call__(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         self.graphs += 1
+        if any(isinstance(t, torch.Tensor) and t.is_meta for t in examples):  # shapes alone, as Keras builds a model
+            return as_eager(module).forward
         recent, changes = self.programs.setdefault(frame(), []), self.changes.setdefault(frame(), [])
         changed = recompilation().split("  #")[0].split(" # ")[0]
         changes.append(re.sub(r"[\d.]+", "0", changed))

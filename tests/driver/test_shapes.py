@@ -19,6 +19,19 @@ from tests.driver.networks import Block, ResNet, TiedLM, mlp
 pytestmark = pytest.mark.compiled
 
 
+class SelfLoops(nn.Module):
+    """A graph convolution: only `edges + nodes` is a size of what its backward pass reads, not `edges`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, edges: Tensor) -> Tensor:
+        full = torch.cat([edges, torch.arange(4).expand(2, -1)], 1)
+        weights = (self.table[full[0]] * self.table[full[1]]).exp()
+        return torch.zeros(4, 8).index_add(0, full[1], weights)
+
+
 class Patches(nn.Module):
     """Sizes enter a product of sizes: only the batch can vary."""
 
@@ -55,6 +68,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], Sequence
     "batch": (mlp, lambda b: torch.randn(b, 8), BATCHES),
     "batch of images": (lambda: ResNet().eval(), lambda b: torch.randn(b, 3, 32, 32), BATCHES),
     "batch of patches": (Patches, lambda b: torch.randn(b, 3, 8, 8), BATCHES),
+    "edges and self-loops": (SelfLoops, lambda n: torch.randint(0, 4, (2, n)), [(3,), (9,), (5,), (7,), (3,)]),
     "batch and length": (
         lambda: Block(8, 2, before=True, fused=True, gelu="tanh"),
         lambda b, t: torch.randn(b, t, 8),
@@ -175,3 +189,11 @@ def test_sizes_that_data_decide(select: str) -> None:
     torch.manual_seed(0)
     model = Choosing()
     assert check(model, lambda b: torch.randn(b, 8), [(9,), (12,), (9,)]) >= 2
+
+
+def test_shapes_without_data_are_left_to_pytorch() -> None:
+    """A call on `meta` computes nothing: it is neither compiled nor a break."""
+    module = dt.optimize(nn.Linear(4, 3).to("meta"))
+    assert module(torch.empty(2, 4, device="meta")).shape == (2, 3)
+    state = state_of(module)
+    assert state is not None and not state.backend.breaks and not state.backend.records
