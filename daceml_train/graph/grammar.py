@@ -3,7 +3,8 @@
     names     x, layer.0_weight; any other name as a JSON string: "a b"
     types     f32[8, 2*s0 + 1], i64[], f32[8, 3, 4, 4]@0231 (with the order of its dimensions in memory)
     values    1, -2.5, inf, nan, True, None, "text", (1, 2), (1,), f32 (an element type), a type,
-              a size (s0 // 2 is written floor(s0/2)), operand(0) (an operand in a fallback's arguments)
+              a size (s0 // 2 is written floor(s0/2)), operand(0) (an operand in a fallback's arguments),
+              complex(0.0, 1.0)
 
 A size symbol whose name has another meaning in this grammar is written symbol("f32").
 """
@@ -44,7 +45,7 @@ _FUNCTIONS: dict[str, Callable[..., sympy.Expr]] = {
     "Abs": sympy.Abs,
     "sqrt": sympy.sqrt,
 }
-_TAKEN = {*_DTYPES, *_CONSTANTS, *_FUNCTIONS, "symbol", "operand", "body"}
+_TAKEN = {*_DTYPES, *_CONSTANTS, *_FUNCTIONS, "symbol", "operand", "complex", "body"}
 _LARGEST_POWER = 64
 
 
@@ -94,6 +95,8 @@ def show_value(value: Any) -> str:
             return repr(value)
         case float():
             return float.__repr__(value)
+        case complex():
+            return f"complex({value.real!r}, {value.imag!r})"
         case str():
             return json.dumps(value)
         case tuple():
@@ -335,6 +338,12 @@ class Reader:
             place = self.next()
             self.sign(")")
             return Operand(int(place))
+        if name == "complex":
+            self.sign("(")
+            parts = self._parenthesis()
+            if not isinstance(parts, tuple) or len(parts) != 2:
+                raise self.error("a complex number has two parts")
+            return complex(*map(float, parts))
         if name in _FUNCTIONS:
             self.sign("(")
             arguments = self._parenthesis()

@@ -75,7 +75,7 @@ class PlanView:
 
 Items: TypeAlias = "Sequence[PlanView | None] | Sequence[bool] | Sequence[int] | Sequence[float]"
 Argument: TypeAlias = (
-    "PlanView | bool | int | float | str | torch.device | torch.dtype | torch.layout | torch.memory_format "
+    "PlanView | bool | int | float | complex | str | torch.device | torch.dtype | torch.layout | torch.memory_format "
     "| Items | None"
 )
 
@@ -373,6 +373,8 @@ class Plan:
             added = native.call_integer(handle, value)
         elif isinstance(value, float):
             added = native.call_double(handle, value)
+        elif isinstance(value, complex):
+            added = native.call_complex(handle, value.real, value.imag)
         elif isinstance(value, str):
             added = native.call_string(handle, value.encode())
         elif isinstance(value, torch.device):

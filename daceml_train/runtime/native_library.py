@@ -47,6 +47,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "call_tensors": (c_int, [_HANDLE, _POINTER, c_int]),
     "call_integer": (c_int, [_HANDLE, c_int64]),
     "call_double": (c_int, [_HANDLE, c_double]),
+    "call_complex": (c_int, [_HANDLE, c_double, c_double]),
     "call_boolean": (c_int, [_HANDLE, c_int]),
     "call_string": (c_int, [_HANDLE, c_char_p]),
     "call_device": (c_int, [_HANDLE, c_char_p]),

@@ -114,6 +114,9 @@ VALUES = [
     Tensor((2, s0), DType.int8, (1, 0)),
     Tensor(()),
     (s0, DType.int64, Tensor((1,))),
+    symbol("complex"),
+    1j,
+    complex(-0.0, math.inf),
 ]
 
 
@@ -152,7 +155,7 @@ def test_sizes_read_from_python_notation() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [[1], {1: 2}, object(), 1j, sympy.sin(s0), sympy.Function("FloorDiv")(s0, 2)],
+    [[1], {1: 2}, object(), sympy.sin(s0), sympy.Function("FloorDiv")(s0, 2)],
     ids=lambda value: type(value).__name__,
 )
 def test_values_that_texts_refuse(value: object) -> None:

@@ -251,6 +251,9 @@ EXPORT int call_tensors(PlanHandle* handle, const int* views, int count) {
 }
 EXPORT int call_integer(PlanHandle* handle, int64_t value) { return add_constant(handle, value); }
 EXPORT int call_double(PlanHandle* handle, double value) { return add_constant(handle, value); }
+EXPORT int call_complex(PlanHandle* handle, double real, double imaginary) {
+  return add_constant(handle, c10::complex<double>(real, imaginary));
+}
 EXPORT int call_boolean(PlanHandle* handle, int value) { return add_constant(handle, value != 0); }
 EXPORT int call_string(PlanHandle* handle, const char* value) { return add_constant(handle, std::string(value)); }
 EXPORT int call_device(PlanHandle* handle, const char* value) {
