@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from daceml_train.graph.graph import Graph
+from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.movement import Expand, Permute, Slice, View
 from daceml_train.ops.operator import Operator
 from daceml_train.ops.read import Read
@@ -23,6 +23,34 @@ def roots(graph: Graph) -> dict[str, str]:
         for output in node.outputs:
             root[output] = root.get(node.inputs[0], node.inputs[0]) if is_alias(node.op) else output
     return root
+
+
+def memories(graph: Graph) -> dict[str, str]:
+    """Array -> the first array in its memory, through aliases and in-place results."""
+    root = roots(graph)
+    first: dict[str, str] = {}
+    for node in graph.nodes:
+        for result, argument in node.op.updates:
+            operand = root[node.inputs[argument]]
+            first[node.outputs[result]] = first.get(operand, operand)
+    return {name: first.get(base, base) for name, base in root.items()}
+
+
+def root_of(producers: Mapping[str, Node], name: str) -> str:
+    """The array under the aliases that `producers` produce: `roots` for one array."""
+    while (node := producers.get(name)) is not None and is_alias(node.op):
+        name = node.inputs[0]
+    return name
+
+
+def readers_of_memory(graph: Graph, root: Mapping[str, str]) -> dict[str, list[int]]:
+    """Root of aliases -> the positions of nodes that read it, also through aliases, which themselves read nothing."""
+    readers: dict[str, list[int]] = {}
+    for position, node in enumerate(graph.nodes):
+        if not is_alias(node.op):
+            for name in dict.fromkeys(root[i] for i in node.inputs):
+                readers.setdefault(name, []).append(position)
+    return readers
 
 
 def view_strides(shape: Shape, strides: Sequence[Dim], target: Shape) -> tuple[Dim, ...] | None:

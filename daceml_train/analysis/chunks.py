@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from daceml_train.analysis.aliases import roots
+from daceml_train.analysis.aliases import memories
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.contraction import Matmul
 from daceml_train.ops.elementwise import Cast, Elementwise, Full
@@ -84,17 +84,6 @@ def readers_of(graph: Graph) -> dict[str, list[int]]:
     for name in graph.results:
         found.setdefault(name, []).append(len(graph.nodes))
     return found
-
-
-def memories(graph: Graph) -> dict[str, str]:
-    """Array -> the first array in its memory, through aliases and in-place results."""
-    root = roots(graph)
-    first: dict[str, str] = {}
-    for node in graph.nodes:
-        for result, argument in node.op.updates:
-            operand = root[node.inputs[argument]]
-            first[node.outputs[result]] = first.get(operand, operand)
-    return {name: first.get(base, base) for name, base in root.items()}
 
 
 def update_chain_of(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import sympy
 
-from daceml_train.analysis.aliases import is_alias, view_strides
+from daceml_train.analysis.aliases import is_alias, memories, roots, view_strides
 from daceml_train.analysis.chunks import chunk_rows, chunks_of, update_chains
 from daceml_train.analysis.concat_aliases import concat_aliases
 from daceml_train.graph.graph import Graph, Node, Role
@@ -147,7 +147,7 @@ class Blocks:
         self.last: dict[str, int] = {}
         """Block -> the last position that touches it, where that differs from the first."""
         self.pooled: set[str] = set()
-        self.base = bases(graph)
+        self.base = roots(graph)
         self.visible = {self.base.get(name, name) for name in graph.outputs}
         self.takes = summands(graph, self.base)
         """Results of matmuls -> the summands into which they may accumulate in place, if those have no later reader."""
@@ -253,41 +253,30 @@ def summands(graph: Graph, base: Mapping[str, str]) -> dict[str, str]:
     """Results of matmuls with a summand -> that summand, where accumulation in place is possible.
 
     The summand is a whole array of the result's layout that a node produced and that is no result of the graph. `base`
-    maps aliases to the arrays they alias.
+    maps arrays to the roots of their aliases.
     """
-    makers = graph.producers()
-    visible = {base.get(name, name) for name in graph.results} | concat_aliases(graph).keys()
+    makers, memory = graph.producers(), memories(graph)
+    visible = {base[name] for name in graph.results} | concat_aliases(graph).keys()
     found: dict[str, str] = {}
     for node in graph.nodes:
         if not isinstance(node.op, MatmulAdd):
             continue
         (name,), summand = node.outputs, node.inputs[0]
-        root = base.get(summand, summand)
+        root = base[summand]
         maker = makers.get(root)
         if maker is None or isinstance(maker.op, Full | Iota) or root in visible or name in visible:
             continue
-        if _memory(makers, base, root) in graph.inputs:
+        if memory[root] in graph.inputs:
             continue
         here, there = graph.tensors[name], graph.tensors[root]
         alike = same_shape(graph.tensors[summand].shape, here.shape) and same(here.size, there.size)
         if not alike or here.dtype is not there.dtype or here.order or there.order:
             continue
-        if any(base.get(other, other) == root for other in node.inputs[1:]):
+        if any(base[other] == root for other in node.inputs[1:]):
             continue
         if _only_views(makers, summand, root):
             found[name] = summand
     return found
-
-
-def _memory(makers: Mapping[str, Node], base: Mapping[str, str], name: str) -> str:
-    """The first array in the memory of `name`, following in-place results."""
-    while (maker := makers.get(name)) is not None:
-        argument = dict(maker.op.updates).get(maker.outputs.index(name))
-        if argument is None:
-            break
-        operand = maker.inputs[argument]
-        name = base.get(operand, operand)
-    return name
 
 
 def _only_views(makers: Mapping[str, Node], name: str, root: str) -> bool:
@@ -304,18 +293,9 @@ def overwrites(graph: Graph, base: Mapping[str, str], takes: Mapping[str, str]) 
     last: dict[str, int] = {}
     for position, node in enumerate(graph.nodes):
         for name in node.inputs:
-            last[base.get(name, name)] = position
+            last[base[name]] = position
     positions = {node.outputs[0]: position for position, node in enumerate(graph.nodes)}
-    return {made: name for made, name in takes.items() if last[base.get(name, name)] == positions[made]}
-
-
-def bases(graph: Graph) -> dict[str, str]:
-    """Alias -> the array that it aliases."""
-    base: dict[str, str] = {}
-    for node in graph.nodes:
-        if is_alias(node.op):
-            base[node.outputs[0]] = base.get(node.inputs[0], node.inputs[0])
-    return base
+    return {made: name for made, name in takes.items() if last[base[name]] == positions[made]}
 
 
 def moved_strides(

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import sympy
 
-from daceml_train.analysis.aliases import is_alias, roots
-from daceml_train.analysis.chunks import chunks_of, memories, readers_of, update_chain_of
+from daceml_train.analysis.aliases import is_alias, memories, readers_of_memory, roots
+from daceml_train.analysis.chunks import chunks_of, readers_of, update_chain_of
 from daceml_train.analysis.concat_aliases import concat_alias
 from daceml_train.analysis.sizes import derivation, symbols_of
 from daceml_train.errors import DacemlError, Invalid
@@ -191,12 +191,8 @@ def _in_parts(graph: Graph) -> None:
 def _updates(graph: Graph) -> None:
     """An in-place update overwrites its argument: nothing may read it, or an alias of it, afterward."""
     root = roots(graph)
-    last: dict[str, Node] = {}
-    position: dict[str, int] = {}
-    for index, node in enumerate(graph.nodes):
-        if not is_alias(node.op):
-            for name in node.inputs:
-                last[root[name]], position[root[name]] = node, index
+    position = {name: readers[-1] for name, readers in readers_of_memory(graph, root).items()}
+    last = {name: graph.nodes[index] for name, index in position.items()}
     visible = {root[name]: name for name in graph.results}
     for index, node in enumerate(graph.nodes):
         for result, argument in node.op.updates:

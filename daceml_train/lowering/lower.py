@@ -13,10 +13,10 @@ from typing import Any
 
 import sympy
 
-from daceml_train.analysis.aliases import is_alias, view_strides
+from daceml_train.analysis.aliases import is_alias, root_of, roots, view_strides
 from daceml_train.analysis.chunks import update_chains
 from daceml_train.analysis.concat_aliases import concat_aliases
-from daceml_train.analysis.memory import bases, overwrites, summands
+from daceml_train.analysis.memory import overwrites, summands
 from daceml_train.codegen.cpu.launch import KernelCode, Layout
 from daceml_train.codegen.library.templates import has_template, written_kernel
 from daceml_train.errors import Invalid, Refused, Unsupported
@@ -67,7 +67,7 @@ class _Lowering:
         self.numbers: dict[tuple[Operator, tuple[Layout, ...], tuple[Layout, ...]], int] = {}
         """Kernels generated so far, by structure and layouts: networks repeat their blocks."""
         self.visible = {self.base(name) for name in graph.outputs}
-        aliases = bases(graph)
+        aliases = roots(graph)
         self.overwrites = overwrites(graph, aliases, summands(graph, aliases))
         self.pieces = concat_aliases(graph)
         self.chains = update_chains(graph)
@@ -77,9 +77,7 @@ class _Lowering:
 
     def base(self, name: str) -> str:
         """The array whose memory `name` is a view of, if all movement operators on the way can be views."""
-        while (node := self.nodes.get(name)) is not None and is_alias(node.op):
-            name = node.inputs[0]
-        return name
+        return root_of(self.nodes, name)
 
     def run(self, results: int) -> Program:
         self.inputs()

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from daceml_train.analysis.chunks import UpdateChain, memories, readers_of, update_chain_of
+from daceml_train.analysis.aliases import memories
+from daceml_train.analysis.chunks import UpdateChain, readers_of, update_chain_of
 from daceml_train.analysis.memory import number
 from daceml_train.analysis.traffic import traffic
 from daceml_train.errors import Refused

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from daceml_train.analysis.aliases import is_alias, roots
+from daceml_train.analysis.aliases import readers_of_memory, roots
 from daceml_train.analysis.concat_aliases import ConcatAlias, concat_alias, concat_aliases
 from daceml_train.errors import Refused
 from daceml_train.graph.graph import Graph, Node
@@ -70,11 +70,7 @@ class Known:
     def of(graph: Graph) -> Known:
         """The lookups of a graph."""
         base = roots(graph)
-        readers: dict[str, list[Node]] = {}
-        for node in graph.nodes:
-            if not is_alias(node.op):
-                for name in {base[i] for i in node.inputs}:
-                    readers.setdefault(name, []).append(node)
+        readers = {name: [graph.nodes[i] for i in found] for name, found in readers_of_memory(graph, base).items()}
         visible = frozenset(base[name] for name in graph.results)
         return Known(graph.producers(), base, readers, visible, concat_aliases(graph))
 

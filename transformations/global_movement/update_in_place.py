@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from daceml_train.analysis.aliases import is_alias, roots
+from daceml_train.analysis.aliases import readers_of_memory, roots
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.elementwise import Cast, Elementwise, Full
 from daceml_train.ops.embedding import AddRows
@@ -33,11 +33,7 @@ class UpdateInPlace(Pass):
 
     def run(self, graph: Graph) -> Graph:
         base = roots(graph)
-        readers: dict[str, list[int]] = {}
-        for index, node in enumerate(graph.nodes):
-            if not is_alias(node.op):
-                for name in dict.fromkeys(base[i] for i in node.inputs):
-                    readers.setdefault(name, []).append(index)
+        readers = readers_of_memory(graph, base)
         seen = {base[name] for name in graph.outputs} | {base[n] for t, n in graph.writes.items() if base[n] != t}
         targets = {value: target for target, value in graph.writes.items()}
         made = {name: index for index, node in enumerate(graph.nodes) for name in node.outputs}

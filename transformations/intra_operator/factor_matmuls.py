@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from daceml_train.analysis.aliases import is_alias
+from daceml_train.analysis.aliases import root_of
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.contraction import Matmul, MatmulAdd
 from daceml_train.ops.operator import Value
@@ -65,6 +65,4 @@ def _others(match: Match) -> tuple[str, str]:
 
 def _array(uses: Uses, name: str) -> str:
     """The array whose memory `name` shares."""
-    while (node := uses.producers.get(name)) is not None and is_alias(node.op):
-        name = node.inputs[0]
-    return name
+    return root_of(uses.producers, name)

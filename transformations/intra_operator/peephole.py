@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from daceml_train.analysis.aliases import is_alias
+from daceml_train.analysis.aliases import root_of
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.elementwise import Elementwise, Full
 from daceml_train.ops.operator import Operator, Value
@@ -49,9 +49,7 @@ class Site:
 
     def constant(self, value: Value) -> float | int | bool | None:
         """The real number that every element of `value` provably equals; None also for expressions over sizes."""
-        node = self.sweep.makers.get(value.name)
-        while node is not None and is_alias(node.op):
-            node = self.sweep.makers.get(node.inputs[0])
+        node = self.sweep.makers.get(root_of(self.sweep.makers, value.name))
         if node is None or not isinstance(node.op, Full) or not isinstance(node.op.value, bool | int | float):
             return None
         return None if value.dtype.short[0] == "c" else node.op.value
