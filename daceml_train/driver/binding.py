@@ -59,7 +59,7 @@ def differentiable_outputs(captured: Captured) -> tuple[int, ...]:
 def sizes_of(captured: Captured, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """The values of the graph's size symbols on these inputs."""
     sizes: dict[str, int] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in tensors.items() if captured.sized else ():
         for size, value in zip(captured.graph.inputs[name].tensor.shape, tensor.shape, strict=True):
             if isinstance(size, sympy.Symbol):
                 sizes[str(size)] = value
@@ -91,8 +91,7 @@ def laid_out(captured: Captured, outputs: Sequence[torch.Tensor], sizes: Mapping
     """
     results = list(outputs)
     owners: set[int] = set()
-    described = {source.index: source for source in captured.outputs if source.kind == "graph"}
-    for index, source in sorted(described.items()):
+    for index, source in captured.arrays:
         tensor = results[index]
         strides = None if source.strides is None else tuple(evaluate(s, sizes) for s in source.strides)
         if strides is not None and not same_strides(tensor, strides):
@@ -118,7 +117,7 @@ def results_of(captured: Captured, outputs: Sequence[torch.Tensor], arguments: S
         _result(source, detached, outputs, arguments, sizes)
         for source, detached in zip(captured.outputs, captured.detached, strict=True)
     ]
-    return pytree.tree_unflatten(leaves, captured.out_spec)
+    return tuple(leaves) if captured.flat else pytree.tree_unflatten(leaves, captured.out_spec)
 
 
 def _result(

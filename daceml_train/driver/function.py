@@ -122,8 +122,8 @@ class CompiledGraph:
 
     def laid_out(self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Outputs of the forward program on `tensors`, in the strides of eager execution."""
-        sizes = sizes_of(self.captured, dict(zip(self.names, tensors, strict=True)))
-        return laid_out(self.captured, outputs, sizes)
+        by_name = dict(zip(self.names, tensors, strict=True)) if self.captured.sized else {}
+        return laid_out(self.captured, outputs, sizes_of(self.captured, by_name))
 
     def owners(self, results: Any, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Graph output -> its value in a call of `eager`, for outputs through which gradients flow."""

@@ -35,7 +35,6 @@ from daceml_train.frontends.torch.dynamo.tracing import (
     reason,
     recompilation,
     traced,
-    tracing,
 )
 from daceml_train.lowering.device import CPU
 from daceml_train.runtime.gpu.cuda_graph_pair import CudaGraphPairs
@@ -216,8 +215,7 @@ def _call(
         state.backend.note(f"a call inside {transform}")
         return source(module, *arguments, **keywords)
     try:
-        with tracing():
-            result = state.compiled[name](*arguments, **keywords)
+        result = state.compiled[name](*arguments, **keywords)
     except TorchDynamoException as error:
         result = _as_pytorch(module, state, source, error, arguments, keywords)
     except Exception as error:

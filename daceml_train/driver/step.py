@@ -32,13 +32,13 @@ from daceml_train.errors import BudgetInfeasible, DeviceMismatch, Invalid, Unsup
 from daceml_train.frontends.torch.capture.capture import Captured, capture
 from daceml_train.frontends.torch.dynamo.tracing import (
     RECOMPILATIONS,
+    compiled,
     describe,
     failing_guard,
     guards,
     has_effects,
     reason,
     recompilation,
-    tracing,
     with_own_code,
 )
 from daceml_train.graph.graph import Graph
@@ -295,12 +295,11 @@ class TrainingStep(InPieces):
             self._in_pieces.clear()
             self._code = with_own_code(TrainingStep._objective)
             dynamic = self.options.dynamic
-            self._traced = torch.compile(self._code, backend=self._collect, fullgraph=True, dynamic=dynamic)
+            limits = {"recompile_limit": RECOMPILATIONS, "skip_nnmodule_hook_guards": True}
+            self._traced = compiled(self._code, self._collect, limits, fullgraph=True, dynamic=dynamic)
 
     def _call_traced(self, inputs: Any, targets: tuple[Any, ...]) -> None:
-        limits = {"recompile_limit": RECOMPILATIONS, "skip_nnmodule_hook_guards": True}
-        with torch._dynamo.config.patch(limits), tracing():
-            self._traced(self, inputs, *targets)
+        self._traced(self, inputs, *targets)
 
     def _collect(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """A Dynamo backend that captures, and stops instead of running, unless the loss is already known."""

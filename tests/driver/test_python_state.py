@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import daceml_train as dt
 from daceml_train.driver.module import STORM, state_of
 from daceml_train.driver.step import ALLOWED_CHANGES
+from daceml_train.frontends.torch.dynamo import tracing
 
 pytestmark = pytest.mark.compiled
 
@@ -311,3 +312,25 @@ def test_a_step_that_raises_keeps_nothing(tmp_path: Path) -> None:
         step(torch.full((4, 6), 200.0))
     assert model.state is before[0]
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before[1], strict=True))
+
+
+@pytest.mark.parametrize("way", ["step", "optimize"])
+def test_compiled_code_runs_without_the_settings_of_traces(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take as long as the small programs between which Python runs."""
+    model, entered, settings = Counter(), [], tracing.tracing
+
+    def counted() -> Any:
+        entered.append(torch._dynamo.config.allow_rnn)
+        return settings()
+
+    monkeypatch.setattr(tracing, "tracing", counted)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    step: Any = dt.optimize(model, cache=tmp_path) if way == "optimize" else dt.training_step(model, torch.sum, sgd)
+    for _ in range(4):
+        step(torch.ones(4, 6))
+    assert entered and not torch._dynamo.config.allow_rnn
+    entered.clear()
+    step(torch.ones(4, 6))
+    assert not entered and model.calls == 5

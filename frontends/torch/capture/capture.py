@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -83,7 +84,22 @@ class Captured:
     changes: dict[str, int] = field(default_factory=dict)
     """Graph inputs that are written, and the number of in-place changes in eager execution."""
 
-    @property
+    @functools.cached_property
+    def sized(self) -> bool:
+        """Whether the graph is for more than one set of sizes."""
+        return bool(self.graph.symbols)
+
+    @functools.cached_property
+    def arrays(self) -> tuple[tuple[int, OutputSource], ...]:
+        """What each graph output is that a result names."""
+        return tuple(sorted({s.index: s for s in self.outputs if s.kind == "graph"}.items()))
+
+    @functools.cached_property
+    def flat(self) -> bool:
+        """Whether the results are a plain tuple of leaves."""
+        return bool(self.out_spec == pytree.tree_structure((0,) * len(self.outputs)))
+
+    @functools.cached_property
     def random(self) -> bool:
         """Whether random numbers are drawn: the graph then has the input `seed`, or inputs with the numbers."""
         return "seed" in self.graph.inputs or bool(self.draws)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import functools
 import inspect
 import itertools
 import logging
@@ -51,7 +52,39 @@ def traced(function: Callable[..., Any], owner: object, backend: Callable[..., A
     """`torch.compile` of a method of `owner`, independent of those of all other objects of its class."""
     known = {"recompile_limit": RECOMPILATIONS, "isolate_recompiles": True}
     options |= {name: value for name, value in known.items() if name in _KNOWN}
-    return torch.compile(types.MethodType(with_own_code(function), owner), backend=backend, **options)
+    return compiled(types.MethodType(with_own_code(function), owner), backend, **options)
+
+
+def compiled(function: Callable[..., Any], backend: Callable[..., Any], limits: Any = None, **options: Any) -> Any:
+    """`torch.compile`, with the settings of `tracing`, and `limits` of TorchDynamo, while it traces.
+
+    A call of compiled code then costs no more than its guards.
+    """
+    made = torch.compile(function, backend=backend, **options)
+    cells = dict(zip(made.__code__.co_freevars, made.__closure__ or (), strict=True))
+    if "callback" in cells:
+        cells["callback"].cell_contents = _Callback(cells["callback"].cell_contents, limits or {})
+        return made
+
+    @functools.wraps(made)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        with torch._dynamo.config.patch(limits or {}), tracing():
+            return made(*arguments, **keywords)
+
+    return call
+
+
+class _Callback:
+    """What TorchDynamo calls for a function that it has no code for, with our settings."""
+
+    def __init__(self, callback: Callable[..., Any], limits: dict[str, Any]) -> None:
+        functools.wraps(callback)(self)
+        self._torchdynamo_orig_backend = callback  # by which TorchDynamo finds whose code it is
+        self.limits = limits
+
+    def __call__(self, *arguments: Any) -> Any:
+        with torch._dynamo.config.patch(self.limits), tracing():
+            return self._torchdynamo_orig_backend(*arguments)
 
 
 class _SaidOnce(set[Any]):
@@ -76,7 +109,6 @@ def tracing() -> Iterator[None]:
     failed traces: the error itself reaches the user.
     """
     polyfills.install()
-    formats.install()
     formats.install()
     graph_leaves.enter()
     absent_gradients.enter()
