@@ -46,3 +46,29 @@ def operands(specification: Sequence[Any], dtype: torch.dtype = torch.float64) -
     """The operands of a case; those with a floating-point type require gradients."""
     made = [s() if callable(s) else torch.randn(s, dtype=dtype) for s in specification]
     return [m.to(dtype).requires_grad_() if m.is_floating_point() else m for m in made]
+
+
+LARGE: dict[str, list[Any]] = {
+    "involution": [(4, 4, 16, 28, 28), (4, 4, 7, 7, 28, 28)],
+    "correlate": [(2, 64, 32, 32)] * 2,
+    "local_attention": [(2, 4, 16, 28, 28)] * 3,
+    "capsule": [(4, 16, 14, 14, 4, 4), (16, 16, 3, 3, 4, 4)],
+    "deformable": [(4, 32, 128), near(4, 3, 128, low=-1.4, high=1.4), (32, 32, 3)],
+    "tropical": [(128, 256), (256, 256)],
+    "manhattan": [(256, 128), (256, 128)],
+    "circulant": [(32, 8, 32), (16, 8, 32)],
+    "ring_conv": [(8, 64, 256), (64, 64, 5)],
+    "mi_lstm": [(64, 784), (64, 256), (64, 256), (4, 256, 784), (4, 256, 256)] + [(4, 256)] * 4,
+    "pixel_shuffle": [(8, 64, 28, 28)],
+    "subspace_attention": [(4, 4, 16, 28, 28), (4, 16), (4, 16)],
+    "bilinear": [(4, 32, 28, 28), near(4, 784, 2, low=0, high=27)],
+    "shift": [(8, 64, 28, 28), ints(64, low=-1, high=2), ints(64, low=-1, high=2)],
+    "strided_lse": [(64, 512)],
+    "causal_decay": [(16, 256), near(16, low=0.1, high=1)],
+    "embed_sum": [(1000, 64), ints(256, 16, low=0, high=1000)],
+    "diagonal_gate": [(512, 512)] * 2,
+    "sparse_stride": [(256, 1025), (2,)],
+}
+"""Operator -> its operands for measurements."""
+WINDOWS = ("involution", "correlate", "local_attention", "capsule", "deformable")
+"""The operators that read windows."""

@@ -69,7 +69,8 @@ class Lowering:
         if product is not None:
             return product
         domain = (*stage.axes, *stage.reduced)
-        body = self.value(stage.body, domain, {})
+        bare = stage.kind == "point" and self.readable(stage.body)
+        body = self.read(stage.body, domain, True) if bare else self.value(stage.body, domain, {})
         body = body if stage.kind in _ARGUMENTS else body.cast(stage.target.dtype)
         if stage.kind == "point":
             return body.expand(sizes)
@@ -100,7 +101,7 @@ class Lowering:
         layout = contracted(stage.axes, stage.reduced, factors)
         if layout is None:
             return None
-        made = [self.read(t, order) for t, order in zip(loads, layout.orders, strict=True)]
+        made = [self.read(t, order, True) for t, order in zip(loads, layout.orders, strict=True)]
         result = layout.emit(*made)
         for n in numbers:
             result = result * float(n)
@@ -184,8 +185,12 @@ class Lowering:
         known = [m for m in found if m is not None]
         return known if len(known) == len(found) and 0 not in term.array.shape else None
 
-    def read(self, term: Term, domain: Sequence[Axis]) -> Value:
-        """An affine read over `domain`."""
+    def readable(self, term: Term) -> bool:
+        """Whether a term is an affine read."""
+        return term.op == "load" and self.maps(term) is not None
+
+    def read(self, term: Term, domain: Sequence[Axis], forwards: bool = False) -> Value:
+        """An affine read over `domain`. Kernels may read backwards; library calls need views that go `forwards`."""
         assert term.array is not None
         maps = self.maps(term)
         assert maps is not None
@@ -201,7 +206,7 @@ class Lowering:
         if any(p != (0, 0) for p in pads):
             fill = term.fill if term.fill is not None else 0
             x = x.apply(Pad(tuple(pads), fill))
-        flipped = _turned(maps, x.tensor.strides)
+        flipped = _turned(maps, x.tensor.strides) if forwards else set[Axis]()
         used = {a for m in maps for a in m}
         shape = tuple(a.size if a in used else 1 for a in domain)
         terms = tuple((domain.index(a), d, c) for d, m in enumerate(maps) for a, c in m.items() if a is not None)

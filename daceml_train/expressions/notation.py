@@ -198,9 +198,24 @@ def array(generator: Any) -> Any:
     if body.op in REDUCTIONS:
         kind, reduced, inner = body.op, body.axes, body.args[0]
     target = Array(f"t{len(stages)}", [a.size for a in axes], result_type(kind, inner))
-    inner = inner if kind != "point" else cast(inner, target.dtype)
+    inner = _hoisted(inner, (*axes, *reduced), stages) if kind != "point" else cast(inner, target.dtype)
     stages.append(Stage(target, axes, kind, reduced, inner))
     return Operand(target)
+
+
+def _hoisted(body: Term, domain: Sequence[Axis], stages: list[Stage]) -> Term:
+    """A product whose computed factors that use fewer axes are stages of their own: computed once per element."""
+    if body.op != "mul":
+        return body
+    factors = [_hoisted(f, domain, stages) for f in body.args]
+    for n, factor in enumerate(factors):
+        axes = tuple(free_axes(factor))
+        computed = factor.op not in ("load", "number", "mul") and factor.dtype is not None and factor.dtype.is_float
+        if computed and factor.dtype is not None and 0 < len(axes) < len(domain):
+            target = Array(f"t{len(stages)}", [a.size for a in axes], factor.dtype)
+            stages.append(Stage(target, axes, "point", (), factor))
+            factors[n] = load(target, map(at, axes))
+    return apply("mul", *factors)
 
 
 def _split(body: Term, stages: list[Stage]) -> Term:

@@ -6,6 +6,7 @@ products is one einsum: windows, strides, dilations, and permutations become mat
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -171,7 +172,7 @@ class _Run:
             aligned.append(
                 (tensor.reshape(shape) if tensor.dim() != len(shape) else tensor, [a in own for a in reduced])
             )
-        for point in torch.cartesian_prod(*(torch.arange(a.size) for a in reduced)).reshape(-1, len(reduced)).tolist():
+        for point in itertools.product(*(range(a.size) for a in reduced)):
             factors = [t[tuple(p for p, own in zip(point, owned, strict=True) if own)] for t, owned in aligned]
             first = factors[0] if len(factors) == 2 else math.prod(factors[:-1], start=torch.ones((), dtype=out.dtype))
             out.addcmul_(first, factors[-1])
