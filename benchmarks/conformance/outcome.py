@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from benchmarks.provenance import commit
+
 KINDS = ("native", "ATen", "as PyTorch", "left out", "wrong", "raised")
 """In a graph of our operators alone; in a graph, with calls of PyTorch's; run by PyTorch, with the reason; not
 comparable, with the reason; and the two that must not be."""
@@ -35,6 +37,7 @@ class Row:
     failures: list[str] = field(default_factory=list)
     fallbacks: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
+    commit: str = ""
 
 
 def row(stage: str, entry: str, outcomes: Iterable[Outcome], seconds: float) -> Row:
@@ -47,7 +50,7 @@ def row(stage: str, entry: str, outcomes: Iterable[Outcome], seconds: float) -> 
     failures = [f"#{o.sample} {o.kind}: {o.detail}"[:300] for o in made if o.kind in FAILURES]
     fallbacks = collections.Counter(name for o in made for name in o.fallbacks)
     counts = {kind: kinds[kind] for kind in KINDS if kinds[kind]}
-    return Row(stage, entry, counts, dict(reasons), failures, dict(fallbacks), round(seconds, 2))
+    return Row(stage, entry, counts, dict(reasons), failures, dict(fallbacks), round(seconds, 2), commit())
 
 
 def general(reason: str) -> str:

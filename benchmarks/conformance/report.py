@@ -14,6 +14,7 @@ from rich.table import Table
 from benchmarks.conformance.outcome import FAILURES, KINDS, Row
 from benchmarks.conformance.samples import LEFT_OUT
 from benchmarks.conformance.stages import STAGES
+from benchmarks.provenance import origin
 
 RESULTS = Path(__file__).parents[1] / "results" / "conformance.jsonl"
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "conformance.md"
@@ -97,7 +98,7 @@ def page(rows: Sequence[Row]) -> str:
         cells = " | ".join(str(found[kind]) for kind in KINDS)
         entries = str(len(here)) if len(here) == len(stage.entries()) else f"{len(here)} of {len(stage.entries())}"
         lines.append(f"| {stage.title} | {entries} | {found.total()} | {cells} | {in_graph(found):.1%} |")
-    lines += ["", _KINDS]
+    lines += ["", _KINDS, "", origin((row.commit for row in rows), "entries")]
     for kind, title in (("as PyTorch", "What runs as PyTorch, and why"), ("left out", "What is left out, and why")):
         lines += ["", f"## {title}", "", "| reason | samples | entries |", "|---|---:|---|"]
         lines += _reasons(rows, kind)

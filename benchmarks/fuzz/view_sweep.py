@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.fuzz.checking import Rejected
-from benchmarks.fuzz.sweep import Outcome, Run, read, write
+from benchmarks.fuzz.sweep import Outcome, Run, read, set_flags, write
 from benchmarks.fuzz.view_checking import check, shrunk
 from benchmarks.fuzz.view_programs import ViewProgram, random_program
 from benchmarks.fuzz.view_steps import random_step
@@ -34,6 +34,7 @@ def program_of(seed: int, statements: int) -> ViewProgram:
 
 def examined(seed: int, statements: int) -> Outcome:
     """Make and check the program of a seed."""
+    set_flags("O3" if seed // 50 % 4 == 0 else "O0")  # what is compared is the road to kernels, not their vectors
     before = sum(os.times()[:4])
     try:
         verdict = check(program_of(seed, statements), way_of(seed))
