@@ -78,6 +78,8 @@ class _Adjoint:
         self.stages: list[Stage] = []
         self.pending: dict[Array, list[tuple[Sequence[Term], Sequence[Axis], Term]]] = {}
         self.gradients: dict[Array, Array] = {}
+        self.zeros: set[Array] = set()
+        """Gradients without a stage: every read lies outside."""
         self.active = set(wanted)
         for stage in program.stages:
             reads = any(t.array in self.active for t in children(stage.body) if t.op == "load")
@@ -98,6 +100,8 @@ class _Adjoint:
             self.stages.append(Stage(made, axes, "point", (), load(seed, map(at, axes)), (), True))
         for index, domain, value in parts:
             self.stages += gathers(made, index, domain, value)
+        if not any(stage.target is made for stage in self.stages):
+            self.zeros.add(made)
         self.gradients[array] = made
         return made
 
@@ -108,7 +112,10 @@ class _Adjoint:
             if target not in self.active or (target not in self.pending and not self._reached(target)):
                 continue
             outside = 0.0 if stage.scatters else None
-            seed = load(self.gradient(target), stage.store, outside)
+            found = self.gradient(target)
+            if found in self.zeros:
+                continue
+            seed = load(found, stage.store, outside)
             for read, value in partials(stage.body, self.seed(stage, seed)):
                 if read.array in self.active and read.array is not None:
                     self.pending.setdefault(read.array, []).append((read.args, (*stage.axes, *stage.reduced), value))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +33,12 @@ class _State(threading.local):
 state = _State()
 
 
+@functools.lru_cache(maxsize=4096)
+def targets(code: Any) -> tuple[str, ...]:
+    """The names that a comprehension's loops assign, in their order."""
+    return tuple(str(i.argval) for i in dis.get_instructions(code) if i.opname in ("STORE_FAST", "STORE_DEREF"))
+
+
 class Size(int):
     """A size. Iterating it yields one index while a function is traced; arithmetic keeps it a size."""
 
@@ -42,8 +50,10 @@ class Size(int):
             state.frames[-1].sizes.append(int(self))
             yield from range(int(self))
             return
-        axis = Axis(int(self))
-        state.frames[-1].axes.append(axis)
+        frame = state.frames[-1]
+        names = targets(frame.code)
+        axis = Axis(int(self), names[len(frame.axes)] if len(frame.axes) < len(names) else "")
+        frame.axes.append(axis)
         yield at(axis)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from daceml_train.errors import Invalid, Unsupported
 from daceml_train.expressions import term as terms
 from daceml_train.expressions.affine import inside, interval
-from daceml_train.expressions.loops import Frame, Size, View, state
+from daceml_train.expressions.loops import Frame, Size, View, state, targets
 from daceml_train.expressions.program import Program, Stage, result_type
 from daceml_train.expressions.reference import listed, reduced
 from daceml_train.expressions.term import (
@@ -149,9 +149,9 @@ def _entered(generator: Any, what: str) -> Iterator[Frame]:
         raise Invalid(message, where=location(), advice=f"{what}(... for i in I)")
     frame = Frame(code)
     enclosing = state.frames[-1] if state.frames else None
-    names = set(_targets(frame.code))
-    if enclosing is not None and frame.code in enclosing.code.co_consts and names & set(_targets(enclosing.code)):
-        shadowed = ", ".join(sorted(names & set(_targets(enclosing.code))))
+    names = set(targets(frame.code))
+    if enclosing is not None and frame.code in enclosing.code.co_consts and names & set(targets(enclosing.code)):
+        shadowed = ", ".join(sorted(names & set(targets(enclosing.code))))
         raise Invalid(f"the loop over {shadowed} hides an index of the same name", where=location())
     state.frames.append(frame)
     try:
@@ -159,11 +159,6 @@ def _entered(generator: Any, what: str) -> Iterator[Frame]:
     finally:
         state.frames.pop()
         generator.close()
-
-
-def _targets(code: Any) -> Sequence[str]:
-    """The names that a comprehension's `for`s assign."""
-    return [n for n in (*code.co_varnames, *code.co_cellvars) if n != ".0"]
 
 
 def _first(generator: Any, frame: Frame, what: str) -> tuple[Term, tuple[Axis, ...]]:
@@ -176,7 +171,7 @@ def _first(generator: Any, frame: Frame, what: str) -> tuple[Term, tuple[Axis, .
         raise Invalid(f"{what}: {error}", where=location()) from None
     if not frame.axes:
         raise Invalid(f"{what} expects loops over sizes", where=location(), advice="size(n) makes a size of a number")
-    if len(set(_targets(frame.code))) < len(frame.axes):
+    if len(set(targets(frame.code))) < len(frame.axes):
         raise Invalid("two loops of one comprehension use the same name", where=location())
     return lift(body), tuple(frame.axes)
 

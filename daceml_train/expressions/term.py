@@ -41,11 +41,11 @@ def location() -> str:
 class Axis:
     """An index axis: runs over `0..size-1`. Axes are equal if they are the same object."""
 
-    def __init__(self, size: int) -> None:
-        self.size, self.number = int(size), next(_numbers)
+    def __init__(self, size: int, name: str = "") -> None:
+        self.size, self.number, self.name = int(size), next(_numbers), name
 
     def __repr__(self) -> str:
-        return f"i{self.number}"
+        return self.name or f"i{self.number}"
 
 
 class Array:
@@ -56,6 +56,14 @@ class Array:
 
     def __repr__(self) -> str:
         return f"{self.name}: {self.dtype.short}[{', '.join(map(str, self.shape))}]"
+
+
+_INFIX = {"add": "+", "sub": "-", "mul": "*", "floor_divide": "//", "remainder": "%"}
+
+
+def _grouped(term: Term, within: str) -> str:
+    text = repr(term)
+    return f"({text})" if term.op in _INFIX and (within != "add" or term.op not in ("add", "mul")) else text
 
 
 class Term:
@@ -168,6 +176,8 @@ class Term:
             return repr(self.value)
         if self.op == "axis":
             return repr(self.axis)
+        if self.op in _INFIX:
+            return f" {_INFIX[self.op]} ".join(_grouped(a, self.op) for a in self.args)
         inner = ", ".join(map(repr, self.args))
         if self.op == "load":
             assert self.array is not None

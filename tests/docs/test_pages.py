@@ -17,6 +17,7 @@ PAGES = [
     "docs/guide/accounting.md",
     "docs/guide/debugging.md",
     "docs/guide/explore.md",
+    "docs/guide/expressions.md",
     "docs/guide/interactive.md",
     "docs/guide/mixed-precision.md",
     "docs/guide/pipelines.md",
