@@ -25,7 +25,7 @@ from torch.fx.experimental import _config as symbols
 from daceml_train.errors import INTERNAL, DacemlError, internal
 from daceml_train.frontends.torch import absent_gradients
 from daceml_train.frontends.torch.capture import graph_leaves
-from daceml_train.frontends.torch.dynamo import formats, polyfills
+from daceml_train.frontends.torch.dynamo import formats, polyfills, prints
 
 RECOMPILATIONS = 64
 """Programs per module or step before Dynamo stops: modes, frozen sets of parameters and kinds of arguments."""
@@ -112,12 +112,14 @@ def tracing() -> Iterator[None]:
     formats.install()
     graph_leaves.enter()
     absent_gradients.enter()
+    prints.enter()
     logger, config = logging.getLogger("torch._subclasses.fake_tensor"), torch._dynamo.config
     before = logger.disabled, config.allow_rnn, symbols.use_duck_shape
     logger.disabled, config.allow_rnn, symbols.use_duck_shape = True, True, False
     options: dict[str, Any] = {
         "trace_autograd_ops": True,
         "ignore_logging_functions": _ONCE,
+        "reorderable_logging_functions": {*config.reorderable_logging_functions, print},
         "allow_unspec_int_on_nn_module": True,  # a module's counter is an operand once it has changed
     }
     options = {name: value for name, value in options.items() if hasattr(config, name)}  # not all in every version
@@ -129,6 +131,7 @@ def tracing() -> Iterator[None]:
     finally:
         graph_leaves.leave()
         absent_gradients.leave()
+        prints.leave()
         logger.disabled, config.allow_rnn, symbols.use_duck_shape = before
         for name, value in theirs.items():
             setattr(config, name, value)

@@ -1,0 +1,103 @@
+"""Lines that a model prints: those of eager execution, in its order, and those of numbers do not break a step."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import daceml_train as dt
+
+pytestmark = pytest.mark.compiled
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l, self.calls, self.rate, self.note = nn.Linear(4, 4), 0, 1.0, ""
+
+
+def mean_of(x: Tensor, what: str) -> Tensor:
+    print(what, f"{x.mean().item():+.2f}", 3)
+    return x
+
+
+class Lines(Model):
+    """Lines of a function that is called twice, between assignments."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.rate *= 0.5
+        h = mean_of(self.l(x), "first")
+        print("call", self.calls, self.rate, f"{self.rate:.1e}")
+        print()
+        return mean_of(h.tanh(), "second")
+
+
+class Objects(Model):
+    """A tensor that is changed later, a stream, and a text of the user's: each line breaks the graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.note += "x"
+        h = self.l(x)
+        kept = h.detach().clone()
+        print(kept.sum().item() > 1e9, end="!\n")
+        print(kept)
+        kept.add_(1)
+        print("err", kept.shape, file=sys.stderr)
+        print(self.note)
+        return h.tanh() + kept
+
+
+class Raising(Model):
+    """Nothing is printed of a step that raises, as nothing is assigned."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.l(x)
+        torch._assert_async((x < 100).all(), "large")
+        print("mean", f"{h.mean().item():.2f}")
+        return h
+
+
+@pytest.mark.parametrize("way", ["step", "optimize"])
+@pytest.mark.parametrize("kind", [Lines, Objects])
+def test_lines(kind: type[Model], way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch._dynamo.reset()
+    ours = kind()
+    theirs = copy.deepcopy(ours)
+    if way == "step":
+        optimizer = torch.optim.SGD(ours.parameters(), lr=0.0)
+        call: Any = dt.training_step(ours, lambda y: print("loss", 1) or y.sum(), optimizer, cache=tmp_path)
+    else:
+        call = dt.optimize(ours, cache=tmp_path)
+    for number in range(5):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = call(x)
+        printed = capsys.readouterr()
+        expected = theirs(x)
+        if way == "step":
+            print("loss", 1)
+            expected = expected.sum()
+        assert printed == capsys.readouterr()
+        torch.testing.assert_close(found, expected.detach() if way == "step" else expected)
+        assert (ours.calls, ours.rate, ours.note) == (theirs.calls, theirs.rate, theirs.note)
+    if kind is Lines and way == "step":
+        assert not call.breaks and len(call.records) <= 3
+
+
+def test_a_step_that_raises_prints_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Raising()
+    step = dt.training_step(model, torch.sum, torch.optim.SGD(model.parameters(), lr=0.1), cache=tmp_path)
+    step(torch.ones(3, 4))
+    assert capsys.readouterr().out.startswith("mean") and not step.breaks
+    with pytest.raises(RuntimeError, match="large"):
+        step(torch.full((3, 4), 200.0))
+    assert not capsys.readouterr().out
