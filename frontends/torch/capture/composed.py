@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -131,10 +132,44 @@ def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     if x.dim() >= 2 and weight.dim() == 2:
+        if (order := _rows_in_memory(x)) is not None:  # no copy of `x`: its rows are multiplied in the order of memory
+            back = sorted(range(x.dim()), key=order.__getitem__)
+            return _linear(x.permute(order), weight, bias).permute(back).contiguous()
         rows = x.reshape(-1, x.shape[-1])
         y = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
         return y.view(*x.shape[:-1], weight.shape[0])
     return F.linear(x, weight, bias)
+
+
+def _rows_in_memory(x: torch.Tensor) -> list[int] | None:
+    """The order in which the rows of a permuted tensor lie in memory without gaps; None if they lie in their order."""
+    strides = x.stride()
+    if x.dim() < 3 or not all(isinstance(stride, int) for stride in strides):
+        return None
+    order = sorted(range(x.dim()), key=lambda dim: -strides[dim])  # a stable sort: dimensions of size one stay
+    expected: Any = 1
+    for dim in reversed(order):
+        if not isinstance(expected, int) or strides[dim] != expected:
+            return None
+        expected = expected * x.shape[dim]
+    return order if order != list(range(x.dim())) and order[-1] == x.dim() - 1 else None
+
+
+def _calling(function: Any, **replaced: Any) -> Callable[..., Any]:
+    """A function of PyTorch's, in whose code some names mean other functions."""
+    scope = {**function.__globals__, **replaced}
+    made = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def _multi_head_attention() -> Callable[..., Any]:
+    """`F.multi_head_attention_forward`, a single call to TorchDynamo, of the functions that replace those it calls."""
+    inner: dict[str, Any] = {"linear": _linear, "scaled_dot_product_attention": _attention}
+    inner["has_torch_function"] = lambda tensors: False  # else the tracer's mode is handed PyTorch's function
+    projections = ("_in_projection", "_in_projection_packed")
+    helpers = {name: _calling(getattr(F, name), **inner) for name in projections if hasattr(F, name)}
+    return _calling(F.multi_head_attention_forward, **inner, **helpers)
 
 
 def _layer_by_layer(kind: str) -> Callable[..., Any]:
@@ -194,6 +229,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.matmul: _matmul,
     operator.matmul: _matmul,
     torch._C._nn.linear: _linear,
+    F.multi_head_attention_forward: _multi_head_attention(),
     F.embedding: _embedding,
     F.embedding_bag: _embedding_bag,
     **{getattr(torch, kind): _layer_by_layer(kind) for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")},

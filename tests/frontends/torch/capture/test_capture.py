@@ -254,3 +254,14 @@ def test_a_sparse_input_is_refused_by_name() -> None:
     graph.output((graph.call_function(torch.sparse.mm, (x, x)),))
     with pytest.raises(Unsupported, match="layout"):
         capture(fx.GraphModule({}, graph), [torch.eye(3).to_sparse_csr()])
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_multi_head_attention_is_no_batch_of_matmuls(need_weights: bool, batch_first: bool) -> None:
+    """PyTorch's function is a single call to TorchDynamo; its projections are single matmuls, and no weight is expanded."""
+    layer = nn.MultiheadAttention(8, 2, batch_first=batch_first)
+    captured = check(lambda x: layer(x, x, x, need_weights=need_weights)[0], torch.randn(3, 5, 8, requires_grad=True))
+    ranks = [captured.graph.tensors[n.outputs[0]].rank for n in captured.graph.nodes if n.op.label == "matmul"]
+    assert ranks == ([2, 3, 3, 2] if need_weights else [2, 2])
+    assert ("attention" in operators(captured)) is not need_weights
