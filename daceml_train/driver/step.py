@@ -62,8 +62,8 @@ WAYS = 8
 """Bound steps that are kept for a kind of arguments: ways through the user's code, such as two sides of a branch."""
 
 ALLOWED_CHANGES = 8
-"""How often a step may be captured again because it assigned something that its capture depends on, before it runs in
-pieces.
+"""How often a step may be captured again because it assigned something that its capture depends on, or compiled again
+because options of the optimizer changed, before it runs in pieces.
 """
 
 
@@ -421,6 +421,9 @@ class TrainingStep(InPieces):
         gradients = self._gradients()
         key = (id(captured), tuple(trained), tuple(kept), gradients)
         if key not in self._steps:
+            updates = {tuple(t.update for t in known[1]) for known in self._steps if known[0] == id(captured)}
+            if len(updates - {tuple(t.update for t in trained)}) >= ALLOWED_CHANGES:
+                raise Unsupported("options of the optimizer other than the learning rate change at every step")
             if device not in self.arenas:
                 self.arenas[device] = new_arena(device)
             arena = self.arenas[device]

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import daceml_train as dt
 from daceml_train.driver import optimizer_updates
 from daceml_train.driver.optimizer_updates import PROGRAMS, BoundUpdate
+from daceml_train.driver.step import ALLOWED_CHANGES
 from tests.driver.test_optimizers import TOLERANCE, assert_alike, batch, model_of
 from tests.ops.test_adaptive_optimizers import OPTIONS
 
@@ -214,6 +215,25 @@ def test_a_step_in_pieces(runs: list[bool]) -> None:
         torch.testing.assert_close(step(x, y), expected.detach())
         assert_alike((ours, optimizers[0]), (theirs, optimizers[1]), TOLERANCE[torch.float32])
     assert runs.count(True) == 5
+
+
+def test_momentum_that_is_scheduled_ends_in_pieces() -> None:
+    """A whole step is compiled for options: a schedule of them may not compile a program at every step."""
+    ours, theirs = model_of(torch.float32), model_of(torch.float32)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9) for m in (ours, theirs)]
+    schedules = [torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=40) for o in optimizers]
+    step = dt.training_step(ours, F.mse_loss, optimizers[0])
+    for number in range(2 * ALLOWED_CHANGES):
+        x, y = batch(number, torch.float32)
+        optimizers[1].zero_grad()
+        expected = F.mse_loss(theirs(x), y)
+        expected.backward()
+        optimizers[1].step()
+        torch.testing.assert_close(step(x, y), expected.detach())
+        for schedule in schedules:
+            schedule.step()
+    assert_alike((ours, optimizers[0]), (theirs, optimizers[1]), TOLERANCE[torch.float32])
+    assert len(step.records) == ALLOWED_CHANGES and any("options of the optimizer" in text for text in step.breaks)
 
 
 @pytest.fixture(autouse=True)
