@@ -1,6 +1,6 @@
 """Train for long in one process: `make endurance`. Memory may not grow by 1 % after warm-up, losses are eager's.
 
-python -m benchmarks.endurance [--scale 1.0] [--only steps] [--results FILE]
+python -m benchmarks.endurance [--scale 1.0] [--only steps [--update]] [--results FILE]
 """
 
 from __future__ import annotations
@@ -35,17 +35,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--scale", type=float, default=1.0, help="part of the steps, models and shapes")
     parser.add_argument("--only", choices=RUNS)
+    parser.add_argument("--update", action="store_true", help="keep the other parts of the results")
     parser.add_argument("--results", type=Path, help=f"default: {RESULTS.name} in benchmarks/results for a full run")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    path = options.results or (RESULTS if options.only is None and options.scale == 1 else None)
-    found: dict[str, Any] = {"commit": commit()}
+    complete = options.update or (options.only is None and options.scale == 1)
+    path = options.results or (RESULTS if complete else None)
+    found: dict[str, Any] = json.loads(path.read_text()) if options.update and path and path.exists() else {}
     with tempfile.TemporaryDirectory(prefix="daceml_train-endurance-") as folder:
         for name, (run, count) in RUNS.items():
             if options.only in (None, name):
                 start = time.monotonic()
-                found[name] = run(max(1, int(count * options.scale)), Path(folder), say)
-                say(f"{name}: {time.monotonic() - start:.0f} s, {'well' if well(found[name]) else 'WRONG'}")
+                found[name] = {"commit": commit(), **run(max(1, int(count * options.scale)), Path(folder), say)}
+                found[name]["seconds"] = round(time.monotonic() - start, 1)
+                say(f"{name}: {found[name]['seconds']:.0f} s, {'well' if well(found[name]) else 'WRONG'}")
                 if path:  # what was measured stays if a later run is stopped
                     path.write_text(json.dumps(found, indent=1) + "\n")
     sys.exit(0 if well(found) else 1)

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 
+from benchmarks.endurance.__main__ import well as endured
 from benchmarks.faults.__main__ import RESULTS, well, without
 from benchmarks.faults.children import begin, finished
 from benchmarks.faults.kills import _judge
@@ -50,3 +51,9 @@ def test_results_hold_no_paths_of_the_machine() -> None:
     assert "/tmp" not in str(without(told, "/tmp/x-1"))
     assert without(told, "/tmp/y") == told
     assert "/tmp" not in RESULTS.read_text()
+
+
+def test_endurance_parts_are_well_together() -> None:
+    assert endured({"steps": {"commit": "a", "growth": 0.0, "difference": 1e-16, "breaks": 0}, "threads": {}})
+    assert not endured({"steps": {"commit": "a", "mlp": {"growth": 0.02}}})
+    assert not endured({"threads": {"difference": 1e-3}})
