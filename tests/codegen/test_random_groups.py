@@ -1,5 +1,7 @@
 """Random fusion groups: whatever is not refused computes what its body says."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -70,16 +72,51 @@ def body(r: Random, steps: int):
 
 
 def group(seed: int) -> Case | None:
-    """The case of a seed, or None if it is refused."""
+    """The case of a seed, or None if it is refused. Some results are stored over a state that they add up in."""
     r = Random(seed)
     torch.manual_seed(seed)
     inputs = operands(r)
-    steps = r.randint(1, 12)
-    kernel = kernel_of(body(r, steps), *map(describe, inputs))
-    try:
-        return Case(f"seed {seed}", kernel, inputs, blocks=r.choice([1, 2, 3]), tolerance=1e-5)
-    except Refused:
-        return None
+    steps, chosen = r.randint(1, 12), r.randint(0, 1 << 30)
+    kernel = kernel_of(body(Random(chosen), steps), *map(describe, inputs))
+    types = kernel.infer(*map(describe, inputs))
+    stored = [i for i, t in enumerate(types) if t.rank and r.random() < 0.4]
+    for updated in dict.fromkeys((tuple(stored), ())):
+        states = [in_some_order(r, torch.randn(tuple(map(int, types[i].shape)))) for i in updated]
+        kernel = kernel_of(with_states(body(Random(chosen), steps), updated), *map(describe, [*inputs, *states]))
+        pairs = tuple((result, len(inputs) + k) for k, result in enumerate(updated))
+        try:
+            name, blocks = f"seed {seed}, {len(updated)} updates", r.choice([1, 2, 3])
+            return Case(name, replace(kernel, updates=pairs), [*inputs, *states], blocks=blocks, tolerance=1e-5)
+        except Refused:
+            continue
+    return None
+
+
+def in_some_order(r: Random, x: torch.Tensor) -> torch.Tensor:
+    """The array with its dimensions in some order in memory."""
+    order = r.choice([[*range(x.dim())], r.sample(range(x.dim()), x.dim())])
+    return x.permute(order).contiguous().permute([order.index(d) for d in range(x.dim())])
+
+
+def with_states(build, updated: Sequence[int]):
+    """The body, with these results averaged into further arguments."""
+
+    def stepped(*arguments: Value) -> list[Value]:
+        split = len(arguments) - len(updated)
+        values = build(*arguments[:split])
+        for position, state in zip(updated, arguments[split:], strict=True):
+            values[position] = state * 0.5 + values[position]
+        return values
+
+    return stepped
+
+
+@pytest.mark.parametrize("first", [0, 60])
+def test_results_are_stored_over_states(first: int) -> None:
+    """Elements, rows and columns; the plan refuses what would be read after it is overwritten."""
+    cases = [c for c in map(group, range(first, first + 60)) if c is not None and c.kernel.updates]
+    assert len(cases) >= 15
+    check(cases)
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))

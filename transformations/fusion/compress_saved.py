@@ -13,7 +13,7 @@ from daceml_train.ops.kernel import Kernel, Statement, canonical
 from daceml_train.ops.operator import Value
 from daceml_train.passes.base import Pass, without_dead_code
 from daceml_train.tensor import DType, hint
-from daceml_train.transformations.global_movement.update_in_place import as_kernel
+from daceml_train.transformations.global_movement.scalar_updates import as_kernel
 
 STORED = {"bfloat16": DType.bfloat16, "float16": DType.float16}
 """Types in which arrays can be saved."""

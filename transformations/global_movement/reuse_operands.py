@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from daceml_train.analysis.memory import Blocks
-from daceml_train.codegen.kernel.analysis import analyze
-from daceml_train.codegen.kernel.loops import Layout
-from daceml_train.codegen.kernel.plan import Plan
-from daceml_train.errors import Refused
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.embedding import AddRows
-from daceml_train.ops.kernel import Kernel
 from daceml_train.passes.base import Pass
 from daceml_train.tensor import Tensor, same
-from daceml_train.transformations.global_movement.update_in_place import as_kernel
+from daceml_train.transformations.global_movement.scalar_updates import as_kernel
+from daceml_train.transformations.global_movement.update_in_place import can_store
 
 
 @dataclass(frozen=True)
@@ -132,22 +127,4 @@ def legal(graph: Graph, blocks: Blocks, node: Node, pairs: Mapping[int, int]) ->
         return True  # it works in place by definition
     kernel = as_kernel(node)
     assert kernel is not None
-    op = replace(kernel, updates=(*kernel.updates, *pairs.items()))
-    operands = [
-        Layout(t.shape, blocks.places[name].strides if name in blocks.places else t.strides, t.dtype)
-        for name in node.inputs
-        for t in (graph.tensors[name],)
-    ]
-    results = [Layout(t.shape, t.strides, t.dtype) for name in node.outputs for t in (graph.tensors[name],)]
-    for result, argument in op.updates:
-        results[result] = operands[argument]
-    return _plannable(op, tuple(operands), tuple(results))
-
-
-@functools.lru_cache(maxsize=4096)
-def _plannable(kernel: Kernel, operands: tuple[Layout, ...], results: tuple[Layout, ...]) -> bool:
-    try:
-        Plan(analyze(kernel, [Tensor(o.shape, o.dtype) for o in operands]), operands, results)
-    except Refused:
-        return False
-    return True
+    return can_store(graph, blocks, node, kernel, (*kernel.updates, *pairs.items()))

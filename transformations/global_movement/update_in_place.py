@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from daceml_train.analysis.aliases import readers_of_memory, roots
+from daceml_train.analysis.memory import Blocks
+from daceml_train.codegen.kernel.analysis import analyze
+from daceml_train.codegen.kernel.loops import Layout
+from daceml_train.codegen.kernel.plan import Plan
+from daceml_train.errors import Refused
 from daceml_train.graph.graph import Graph, Node
-from daceml_train.ops.elementwise import Cast, Elementwise, Full
 from daceml_train.ops.embedding import AddRows
-from daceml_train.ops.kernel import Kernel, Statement, canonical
-from daceml_train.ops.movement import Reorder
+from daceml_train.ops.kernel import Kernel
 from daceml_train.ops.operator import Operator
 from daceml_train.passes.base import Pass
-from daceml_train.tensor import same_memory
-
-POINTWISE = (Elementwise, Cast, Full, Reorder)
+from daceml_train.tensor import Tensor, same_memory
+from daceml_train.transformations.global_movement.scalar_updates import as_kernel, with_scalar_updates
 
 
 @dataclass(frozen=True)
@@ -24,15 +27,17 @@ class UpdateInPlace(Pass):
 
         p, g -> [update] -> p_next;  write p <- p_next      =>      p, g -> [update over p]
 
-    The gradient's memory is free from then on. A kernel qualifies if it is elementwise over one domain (so each element
-    is read before it is overwritten, and never after) and if every other reader of the input can run before it.
-    `add_rows` qualifies, too: it touches only the rows that its indices name.
+    The gradient's memory is free from then on. A kernel qualifies if it reads each element before it overwrites it and
+    never after, which `codegen.kernel.plan` decides, and if every other reader of the input can run before it. Values
+    of rank 0, which all elements read, get a kernel of their own. `add_rows` qualifies, too: it touches only the rows
+    that its indices name.
     """
 
     level = "global_movement"
 
     def run(self, graph: Graph) -> Graph:
-        base = roots(graph)
+        graph = with_scalar_updates(graph)
+        base, blocks = roots(graph), Blocks(graph, len(graph.outputs))
         readers = readers_of_memory(graph, base)
         seen = {base[name] for name in graph.outputs} | {base[n] for t, n in graph.writes.items() if base[n] != t}
         targets = {value: target for target, value in graph.writes.items()}
@@ -43,19 +48,18 @@ class UpdateInPlace(Pass):
             kernel = as_kernel(node)
             if kernel is None and not rows:
                 continue
-            pairs = []
+            pairs: list[tuple[int, int]] = []
             for position, name in enumerate(node.outputs):
                 target = targets.get(name, "")
-                if graph.tensors[name].rank == 0 and len(node.outputs) > 1:
-                    continue  # another thread may still read the old scalar
-                if target not in node.inputs:
+                if target not in node.inputs or (graph.tensors[name].rank == 0 and not _only_scalars(graph, node)):
                     continue
                 once = [base[i] for i in node.inputs].count(target) == 1
-                fits = kernel is None or (alike(graph, name, target) and self.elementwise(graph, node, kernel))
-                if once and target not in seen and fits:
+                pair = (position, node.inputs.index(target))
+                if once and target not in seen and (kernel is None or alike(graph, name, target)):
                     others = [r for r in readers[target] if r != index]
-                    if not others or max(others) < index or not later(node, graph, base, readers):
-                        pairs.append((position, node.inputs.index(target)))
+                    free = not others or max(others) < index or not later(node, graph, base, readers)
+                    if free and (kernel is None or can_store(graph, blocks, node, kernel, (*pairs, pair))):
+                        pairs.append(pair)
             if pairs:
                 nodes[index] = replace(node, op=over(node.op if kernel is None else kernel, tuple(pairs)))
                 needs = [made[i] for i in node.inputs if i in made]
@@ -65,11 +69,32 @@ class UpdateInPlace(Pass):
         other.nodes = [nodes[i] for i in sorted(range(len(nodes)), key=lambda i: (wanted[i], i))]
         return other
 
-    def elementwise(self, graph: Graph, node: Node, kernel: Kernel) -> bool:
-        """Whether every statement works element by element over one domain."""
-        shapes = {graph.tensors[o].shape for o in node.outputs} - ({()} if len(node.outputs) > 1 else set())
-        pointwise = all(isinstance(s.op, POINTWISE) for s in kernel.statements)
-        return pointwise and len(shapes) == 1
+
+def _only_scalars(graph: Graph, node: Node) -> bool:
+    """Whether a node has no larger arrays; otherwise, another thread may still read the old value."""
+    return not any(graph.tensors[name].rank for name in (*node.inputs, *node.outputs))
+
+
+def can_store(graph: Graph, blocks: Blocks, node: Node, kernel: Kernel, pairs: tuple[tuple[int, int], ...]) -> bool:
+    """Whether a kernel can be generated that stores these results over these arguments."""
+    operands = [
+        Layout(t.shape, blocks.places[name].strides if name in blocks.places else t.strides, t.dtype)
+        for name in node.inputs
+        for t in (graph.tensors[name],)
+    ]
+    results = [Layout(t.shape, t.strides, t.dtype) for name in node.outputs for t in (graph.tensors[name],)]
+    for result, argument in pairs:
+        results[result] = operands[argument]
+    return _plannable(replace(kernel, updates=pairs), tuple(operands), tuple(results))
+
+
+@functools.lru_cache(maxsize=4096)
+def _plannable(kernel: Kernel, operands: tuple[Layout, ...], results: tuple[Layout, ...]) -> bool:
+    try:
+        Plan(analyze(kernel, [Tensor(o.shape, o.dtype) for o in operands]), operands, results)
+    except Refused:
+        return False
+    return True
 
 
 def alike(graph: Graph, a: str, b: str) -> bool:
@@ -90,12 +115,3 @@ def over(op: Operator, pairs: tuple[tuple[int, int], ...]) -> Operator:
         return replace(op, in_place=True)
     assert isinstance(op, Kernel)
     return replace(op, updates=pairs)
-
-
-def as_kernel(node: Node) -> Kernel | None:
-    """The node as a kernel, if it is one or a single elementwise operator."""
-    if isinstance(node.op, Kernel):
-        return node.op
-    if isinstance(node.op, Elementwise | Cast):
-        return canonical(node.inputs, [Statement(node.op, node.inputs, node.outputs)], node.outputs)[0]
-    return None

@@ -1,0 +1,150 @@
+"""What is stored over the array it replaces: elements, columns and rows, permuted gradients, numbers of rank 0."""
+
+from __future__ import annotations
+
+import pytest
+
+from daceml_train.graph.graph import Graph
+from daceml_train.lowering.lower import lower
+from daceml_train.lowering.program import CopyLaunch, KernelLaunch
+from daceml_train.transformations.fusion.producer_consumer import FuseElementwise, FuseEpilogue, FuseIntoReduction
+from daceml_train.transformations.fusion.siblings import FuseSiblings
+from daceml_train.transformations.global_movement.scalar_updates import MOST, with_scalar_updates
+from daceml_train.transformations.global_movement.update_in_place import UpdateInPlace
+from tests.transformations.checking import check_same, program
+
+FUSION = FuseElementwise(), FuseIntoReduction(), FuseEpilogue(), FuseSiblings()
+
+
+def updated(signature: str, body: str, result: str = "") -> Graph:
+    """The graph after fusion and updates in place, which computes the same."""
+    graph = program(signature, body, result)
+    after = graph
+    for transformation in FUSION:
+        after = transformation.run(after)
+    after = UpdateInPlace().run(after)
+    check_same(graph, after, exact=False)
+    return after
+
+
+def in_place(graph: Graph) -> set[str]:
+    """The inputs that a kernel overwrites."""
+    return {node.inputs[argument] for node in graph.nodes for _, argument in node.op.updates}
+
+
+def launches(graph: Graph) -> tuple[int, int]:
+    """Kernels and copies."""
+    made = lower(graph).launches
+    return sum(isinstance(x, KernelLaunch) for x in made), sum(isinstance(x, CopyLaunch) for x in made)
+
+
+def test_a_permuted_gradient() -> None:
+    body = "%t = permute(%g, dims=(1, 0))\n%n = sub(%p, %t)\nwrite p <- %n"
+    graph = updated("p: f32[4, 6], g: f32[6, 4]", body)
+    assert in_place(graph) == {"p"} and launches(graph) == (1, 0)
+
+
+def test_columns() -> None:
+    """A bias, whose gradient is a sum over rows, and a weight that the rows read before."""
+    body = """
+    %y = mul(%g, %w)
+    %h = mul(%g, %x)
+    %gw = reduce(%h, kind="sum", dims=(0,))
+    %gb = reduce(%g, kind="sum", dims=(0,))
+    %nw = sub(%w, %gw)
+    %nb = sub(%b, %gb)
+    write w <- %nw
+    write b <- %nb
+    """
+    graph = updated("g: f32[50, 40], x: f32[50, 40], w: f32[40], b: f32[40]", body, "%y")
+    assert in_place(graph) == {"w", "b"} and launches(graph)[1] == 0
+
+
+def test_rows() -> None:
+    body = '%s = reduce(%x, kind="sum", dims=(1,))\n%n = add(%m, %s)\nwrite m <- %n'
+    graph = updated("x: f32[50, 40], m: f32[50]", body)
+    assert in_place(graph) == {"m"} and launches(graph) == (1, 0)
+
+
+STEP = """
+%one{i} = full(shape=(), value=1.0, dtype=f32)
+%s{i} = add(%p{i}_step, %one{i})
+%f{i} = div(%rate, %s{i})
+%m{i} = mul(%p{i}_grad, %f{i})
+%n{i} = sub(%p{i}, %m{i})
+"""
+WRITES = "write p{i}_step <- %s{i}\nwrite p{i} <- %n{i}\n"
+
+
+def steps(count: int) -> tuple[str, str]:
+    """Parameters with a step counter each."""
+    arrays = "p{i}: f32[8, {n}], p{i}_grad: f32[8, {n}], p{i}_step: f32[]"
+    signature = ", ".join(["rate: f32[]", *(arrays.format(i=i, n=i + 3) for i in range(count))])
+    return signature, "".join(text.format(i=i) for text in (STEP, WRITES) for i in range(count))
+
+
+def test_step_counters_are_one_kernel() -> None:
+    graph = updated(*steps(5))
+    assert in_place(graph) == {f"p{i}{rest}" for i in range(5) for rest in ("", "_step")}
+    assert launches(graph) == (6, 0)
+    (counters,) = [node for node in graph.nodes if len(node.outputs) == 5]
+    assert all(graph.tensors[name].rank == 0 for name in (*counters.inputs, *counters.outputs))
+
+
+def test_many_step_counters_are_several_kernels() -> None:
+    graph = updated(*steps(MOST + 2))
+    assert launches(graph) == (MOST + 2 + 2, 0)
+
+
+@pytest.mark.parametrize("old", ["%p0_step", "%p1_step"])
+def test_a_counter_that_is_read_later_is_copied(old: str) -> None:
+    """The old value is a result: it cannot be overwritten before, so one number is copied at the end."""
+    signature, body = steps(2)
+    graph = updated(signature, body, old)
+    assert in_place(graph) == {"p0", "p1", "p0_step", "p1_step"} - {old[1:]}
+    assert launches(graph)[1] >= 1
+
+
+def test_counters_that_depend_on_one_another() -> None:
+    body = """
+    %one = full(shape=(), value=1.0, dtype=f32)
+    %a = add(%s, %one)
+    %b = mul(%t, %a)
+    %c = mul(%p, %b)
+    %d = mul(%q, %a)
+    write s <- %a
+    write t <- %b
+    write p <- %c
+    write q <- %d
+    """
+    graph = updated("s: f32[], t: f32[], p: f32[8], q: f32[9]", body)
+    assert {"p", "q"} <= in_place(graph)
+
+
+def test_a_number_from_a_reduction_stays_in_its_kernel() -> None:
+    body = '%s = reduce(%x, kind="sum", dims=(0, 1))\n%n = add(%m, %s)\n%y = mul(%x, %s)\nwrite m <- %n'
+    graph = program("x: f32[8, 6], m: f32[]", body, "%y")
+    assert with_scalar_updates(graph) is graph
+    assert "m" not in in_place(updated("x: f32[8, 6], m: f32[]", body, "%y"))
+
+
+def test_a_value_under_another_index_is_copied() -> None:
+    """`p` is read transposed as well: its element may be needed after it was overwritten."""
+    body = "%t = permute(%p, dims=(1, 0))\n%n = add(%p, %t)\nwrite p <- %n"
+    graph = updated("p: f32[6, 6]", body)
+    assert not in_place(graph) and isinstance(lower(graph).launches[-1], CopyLaunch)
+
+
+def test_a_column_that_later_rows_read_is_copied() -> None:
+    """The rows of the second phase need the old weight after its new value is known."""
+    body = """
+    %h = mul(%g, %x)
+    %gw = reduce(%h, kind="sum", dims=(0,))
+    %nw = sub(%w, %gw)
+    %m = mul(%x, %w)
+    %y = mul(%m, %gw)
+    write w <- %nw
+    """
+    graph = updated("g: f32[50, 40], x: f32[50, 40], w: f32[40]", body, "%y")
+    kernels = [node for node in graph.nodes if "w" in node.inputs and len(node.outputs) == 2]
+    assert not kernels or "w" not in in_place(graph)
