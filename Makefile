@@ -8,7 +8,7 @@ ARGS ?=             # passed through: make test ARGS="-k softmax"
 VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-browser lint bench bench-programs traffic conformance-ops conformance-special conformance-models conformance-clients conformance-onnx fuzz orders recipes gpu-bundle test-gpu bench-gpu clean conformance-cuda faults endurance
+.PHONY: help setup demo test test-versions test-browser lint bench bench-programs traffic conformance-ops conformance-special conformance-models conformance-clients conformance-onnx fuzz orders recipes gpu-bundle test-gpu bench-gpu clean conformance-cuda faults endurance
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ conformance-clients: setup ## Trainer, Lightning, timm and others, each in an en
 
 conformance-onnx: setup ## the official ONNX cases through the compiler (ARGS=)
 	@$(VENV_PYTHON) -m benchmarks.onnx cases $(ARGS)
+
+test-versions: setup ## the tests under each Python and PyTorch that is admitted (ARGS="--only 3.12 --all")
+	@$(VENV_PYTHON) scripts/versions.py $(ARGS)
 
 fuzz: setup ## random models against PyTorch and float64 (ARGS="--models 50 --seed 0")
 	@$(VENV_PYTHON) -m benchmarks.fuzz $(ARGS)

@@ -55,7 +55,12 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    try:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    except (ImportError, AttributeError) as error:
+        if refusal := importlib.import_module("daceml_train.internals").refusal():
+            raise ImportError(refusal) from error
+        raise
     globals()[name] = value
     return value
 

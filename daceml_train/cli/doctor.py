@@ -11,6 +11,7 @@ from importlib.metadata import requires, version
 from typing import Any
 
 from daceml_train.cli.failing import Failure
+from daceml_train.internals import refusal
 
 TOLERANCE = 1e-5
 """Difference of losses that `doctor` allows."""
@@ -54,6 +55,8 @@ def _versions() -> Iterator[str]:
         if not wanted.specifier.contains(found, prereleases=True):
             raise Failure(f"{wanted.name} {found} is installed, {wanted.specifier} is needed")
         yield f"{wanted.name} {found}"
+    if refused := refusal():
+        raise Failure(refused)
 
 
 def _compiler() -> Iterator[str]:

@@ -1,0 +1,132 @@
+"""What is taken from inside PyTorch: each private name that this package uses, by what it is used for.
+
+PyTorch may change these names in any minor release, so `pyproject.toml` admits one after its tests (`make
+test-versions`). The first use of this package, and `daceml-train doctor`, name what a PyTorch lacks.
+`tests/architecture/test_internals.py` holds the table against the sources.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+
+TAKEN: Mapping[str, tuple[str, ...]] = {
+    "TorchDynamo: tracing, guards and the code that it generates": (
+        "torch._dynamo.OptimizedModule",
+        "torch._dynamo.config.patch",
+        "torch._dynamo.config.skip_nnmodule_hook_guards",
+        "torch._dynamo.disable",
+        "torch._dynamo.eval_frame._debug_get_cache_entry_list",
+        "torch._dynamo.exc.BackendCompilerFailed",
+        "torch._dynamo.exc.SkipFrame",
+        "torch._dynamo.exc.TorchDynamoException",
+        "torch._dynamo.reset",
+        "torch._dynamo.source.ConstantSource",
+        "torch._dynamo.utils.get_metrics_context",
+        "torch._guards.CompileContext",
+        "torch._guards.Source",
+        "torch._guards.TracingContext",
+        "torch._guards.detect_fake_mode",
+        "torch.fx.experimental._config",
+    ),
+    "TorchDynamo: what it cannot trace, taught to it": (
+        "torch._dynamo.exc.unimplemented",
+        "torch._dynamo.graph_break_hints",
+        "torch._dynamo.substitute_in_graph",
+        "torch._dynamo.symbolic_convert.InstructionTranslatorBase",
+        "torch._dynamo.trace_rules.get_torch_obj_rule_map",
+        "torch._dynamo.variables.UserFunctionVariable",
+        "torch._dynamo.variables.builtin",
+        "torch._dynamo.variables.constant.ConstantVariable",
+        "torch._dynamo.variables.higher_order_ops",
+        "torch._dynamo.variables.lazy.LazyVariableTracker",
+        "torch._dynamo.variables.misc.DebuggingVariable",
+        "torch._dynamo.variables.misc.StringFormatVariable",
+        "torch._dynamo.variables.tensor.SymNodeVariable",
+        "torch._dynamo.variables.tensor.TensorVariable",
+        "torch.nn.modules.batchnorm._BatchNorm.forward",
+    ),
+    "capture: a graph of ATen operators with symbolic sizes": (
+        "torch._C.DispatchKey",
+        "torch._C._functorch.is_functorch_wrapped_tensor",
+        "torch._C._get_mkldnn_enabled",
+        "torch._C._nn.linear",
+        "torch._C._set_grad_enabled",
+        "torch._C._set_mkldnn_enabled",
+        "torch._assert_async",
+        "torch._check",
+        "torch._decomp.core_aten_decompositions",
+        "torch._functorch._aot_autograd.schemas.GraphSignature",
+        "torch._functorch.aot_autograd.aot_export_joint_simple",
+        "torch._functorch.aot_autograd.aot_export_module",
+        "torch._higher_order_ops.scan.scan",
+        "torch._higher_order_ops.while_loop.while_loop",
+        "torch._ops.HigherOrderOperator",
+        "torch._ops.OpOverload",
+        "torch._subclasses.FakeTensor",
+        "torch._subclasses.FakeTensorMode",
+        "torch._subclasses.fake_tensor.FakeTensorMode",
+        "torch.fx.experimental.symbolic_shapes.ShapeEnv",
+        "torch.fx.experimental.symbolic_shapes.guard_int",
+        "torch.overrides._get_current_function_mode_stack",
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
+        "torch.utils._pytree",
+        "torch.utils._sympy.functions",
+    ),
+    "running: autograd, versions of tensors, hooks, results without a copy": (
+        "torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs",
+        "torch._C._autograd._get_current_graph_task_keep_graph",
+        "torch._C._autograd._profiler_enabled",
+        "torch._C._autograd._unsafe_set_version_counter",
+        "torch._C._functorch.peek_interpreter_stack",
+        "torch._is_zerotensor",
+        "torch.autograd.forward_ad._current_level",
+        "torch.optim.optimizer._global_optimizer_post_hooks",
+        "torch.optim.optimizer._global_optimizer_pre_hooks",
+    ),
+}
+ON_A_GPU: tuple[str, ...] = (
+    "torch._C._cuda_clearCublasWorkspaces",
+    "torch._C._cuda_endAllocateToPool",
+    "torch._C._cuda_releasePool",
+    "torch._C._get_blas_preferred_backend",
+    "torch._C._get_linalg_preferred_backend",
+)
+"""Taken where a program runs on a GPU; a CPU build of PyTorch may lack them."""
+
+
+def exists(name: str) -> bool:
+    """Whether PyTorch has a name, as a module or in one."""
+    parts = name.split(".")
+    for split in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:split]))
+        except ImportError:
+            continue
+        for part in parts[split:]:
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+    return False
+
+
+def missing() -> dict[str, str]:
+    """The names that the installed PyTorch lacks, each with what it is used for."""
+    return {name: purpose for purpose, names in TAKEN.items() for name in names if not exists(name)}
+
+
+def refusal() -> str:
+    """What to say where the installed PyTorch lacks a name; empty if it lacks none."""
+    lacking = missing()
+    if not lacking:
+        return ""
+    version = importlib.import_module("torch").__version__
+    names = "; ".join(f"{name} ({purpose})" for name, purpose in lacking.items())
+    return (
+        f"daceml_train does not fit PyTorch {version}, which lacks {names}; pyproject.toml lists the versions it fits"
+    )
+
+
+__all__ = ["ON_A_GPU", "TAKEN", "exists", "missing", "refusal"]
