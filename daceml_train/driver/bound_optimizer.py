@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from daceml_train.errors import Unsupported
 from daceml_train.lowering.program import ProgramInput
 from daceml_train.runtime.bound_plan import torch_dtype
+from daceml_train.training.optimizers import option_source
 
 _END = object()
 
@@ -58,43 +59,66 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Mapping[int, Any]]:
 
 
 class OptimizerGuard:
-    """The groups, options, parameters and state of an optimizer, and its learning rates as a program reads them."""
+    """The groups, options, parameters and state of an optimizer, and its hyper-parameters as a program reads them.
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    `hyperparameters` are those that a program reads at each call, as `StepInterface` names them.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, hyperparameters: Sequence[tuple[int, str]]) -> None:
         self.state_object = optimizer.state
         self.same = IdentityGuard([optimizer.state, *optimizer.state.values()])
-        self.groups = [(group, options(group), [*group["params"]]) for group in optimizer.param_groups]
-        self.rates = (ctypes.c_double * max(len(self.groups), 1))()
-
-    def rate_tensors(self, count: int) -> tuple[torch.Tensor, ...]:
-        """The first learning rates as 0-d tensors, which `refresh` sets."""
-        return torch.frombuffer(self.rates, dtype=torch.float64)[:count].unbind()
+        sources = [(group, *option_source(name)) for group, name in hyperparameters]
+        self.groups = []
+        """Per group the keys of what is read at each call, the other options, and the parameters."""
+        for position, group in enumerate(optimizer.param_groups):
+            read = frozenset({"params", "initial_lr", "lr", *(key for index, key, _ in sources if index == position)})
+            self.groups.append((group, read, options(group, read), [*group["params"]]))
+        self.read = [(optimizer.param_groups[index], key, place) for index, key, place in sources]
+        self.values = (ctypes.c_double * max(len(self.read), 1))()
+        self.tensors = torch.frombuffer(self.values, dtype=torch.float64)[: len(self.read)].unbind()
+        """The hyper-parameters as 0-d tensors, which `refresh` sets."""
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether all but the learning rates is as it was bound."""
+        """Whether all is as it was bound but the hyper-parameters that are read at each call."""
         if optimizer.state is not self.state_object or len(optimizer.param_groups) != len(self.groups):
             return False
-        for group, (bound, expected, parameters) in zip(optimizer.param_groups, self.groups, strict=True):
-            if group is not bound or options(group) != expected or len(group["params"]) != len(parameters):
+        for group, (bound, read, expected, parameters) in zip(optimizer.param_groups, self.groups, strict=True):
+            if group is not bound or options(group, read) != expected or len(group["params"]) != len(parameters):
                 return False
             if not all(map(operator.is_, group["params"], parameters)):
                 return False
         return self.same.holds()
 
     def refresh(self) -> list[tuple[int, torch.Tensor]]:
-        """Read the learning rates; those that are on a device, by group, remain to be copied there."""
+        """Read the hyper-parameters; those on a device, with their positions, remain to be copied there."""
         on_device = []
-        for position, (group, _, _) in enumerate(self.groups):
-            if isinstance(group["lr"], torch.Tensor) and group["lr"].device.type != "cpu":
-                on_device.append((position, group["lr"]))  # reading it would wait for the device
+        for position, (group, key, place) in enumerate(self.read):
+            value = group[key] if place is None else group[key][place]
+            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                on_device.append((position, value))  # reading it would wait for the device
             else:
-                self.rates[position] = group["lr"]
+                self.values[position] = value
         return on_device
 
+    def same_options(self) -> bool:
+        """Whether the options that a program was compiled for are as they were."""
+        return all(options(group, read) == expected for group, read, expected, _ in self.groups)
 
-def options(group: Mapping[str, Any]) -> list[Any]:
-    """A parameter group's options, except learning rate and parameters."""
-    return [v for k, v in group.items() if k != "params" and k != "lr" and k != "initial_lr"]
+
+def options(group: Mapping[str, Any], read: Collection[str]) -> list[Any]:
+    """A parameter group's options; of those that are read at each call only whether they are positive."""
+    fixed = [v for k, v in group.items() if k not in read]
+    return fixed + [_positive(group[k]) for k in read if k in group and k not in _FREE]
+
+
+_FREE = frozenset({"params", "lr", "initial_lr"})
+
+
+def _positive(value: Any) -> Any:
+    """True for a positive number, of which a program knows no more; any other value is part of the program."""
+    if isinstance(value, tuple | list):
+        return [_positive(entry) for entry in value]
+    return value if isinstance(value, torch.Tensor) else value > 0 or value
 
 
 def same_strides(tensor: torch.Tensor, strides: Iterable[int]) -> bool:

@@ -19,7 +19,6 @@ from daceml_train.driver.bound_optimizer import (
     IdentityGuard,
     OptimizerGuard,
     check_state,
-    options,
     same_strides,
     step_hooks,
 )
@@ -137,7 +136,7 @@ class BoundStep:
     # ---- binding ------------------------------------------------------------------------------------------------
     def _observe(self, modules: Sequence[torch.nn.Module]) -> None:
         optimizer = self.optimizer
-        self.bound_optimizer = OptimizerGuard(optimizer)
+        self.bound_optimizer = OptimizerGuard(optimizer, self.step.hyperparameters)
         tables = (table for m in modules for table in (m._modules, m._parameters, m._buffers))
         self.same = IdentityGuard(tables)
         self.empty_hooks = [table for table in (*hook_tables(modules), *step_hooks(optimizer)) if not table]
@@ -157,12 +156,13 @@ class BoundStep:
         sources = {source.name: source for source in captured.inputs}
         scaling = self._scaler_state(next(iter(by_name.values())).device)
         state = [scaling[name] if name in SCALER else self._state(by_name[p], name) for p, name in step.state]
-        own_rates = self.bound_optimizer.rate_tensors(step.rates)
-        further = iter([*own_rates, *state])
+        numbers = self.bound_optimizer.tensors
+        further = iter([*numbers, *state])
         self.addresses = (ctypes.c_void_p * len(program.inputs))()
         self.inputs: list[torch.Tensor] = [_NOTHING] * len(program.inputs)
         self.host_positions: list[int] = []
-        self.rate_positions: dict[int, int] = {}
+        self.number_positions: dict[int, int] = {}
+        """Position of a program's input -> that of a hyper-parameter."""
         self.arguments: list[Argument] = []
         self.followed: list[SourceGuard] = []
         self.alive: list[torch.Tensor] = []
@@ -196,10 +196,10 @@ class BoundStep:
             else:
                 tensor = next(further)
                 check_state(entry, tensor, strides)
-                rate = next((i for i, own in enumerate(own_rates) if own is tensor), None)
-                if rate is not None:
+                number = next((i for i, own in enumerate(numbers) if own is tensor), None)
+                if number is not None:
                     self.host_positions.append(position)
-                    self.rate_positions[position] = rate
+                    self.number_positions[position] = number
             (mutable if entry.mutable else fixed).append(tensor)
             self.alive.append(tensor)
             self._put(position, tensor)
@@ -265,7 +265,6 @@ class BoundStep:
 
     def changed(self, scope: dict[str, Any]) -> str:
         """What is not as it was bound, for messages; the first call of a new kind of state is not asked about."""
-        optimizer = self.optimizer
         if not self.guard(scope):
             return failing_guard(self.guard, scope) or "a guard of the captured code does not hold"
         if any(self.empty_hooks):
@@ -274,7 +273,7 @@ class BoundStep:
             return "a parameter, a buffer, a submodule or the optimizer's state is another object"
         if scaling_of(self.scaler) != self.scaling:
             return "the scaler has other settings"
-        if [options(g) for g in optimizer.param_groups] != [known for _, known, _ in self.bound_optimizer.groups]:
+        if not self.bound_optimizer.same_options():
             return "the optimizer has other options"
         return "the optimizer has other parameters, or a tensor that the step follows was replaced"
 
@@ -297,14 +296,14 @@ class BoundStep:
                 if tensor.untyped_storage()._cdata in self.updated:
                     alive.append(tensor := tensor.clone(memory_format=torch.preserve_format))
                 self._put(followed.position, tensor)
-        device_rates = self.bound_optimizer.refresh()
+        on_device = self.bound_optimizer.refresh()
         if self.seed is not None:
             self.seed.random_()
         for place, draw, strides in self.draws.values():
             alive.append(tensor := _in_strides(draw(self.sizes), strides))
             self._put(place, tensor)
         try:
-            outputs = self._launch(device_rates)
+            outputs = self._launch(on_device)
         except ExecutionError as error:
             error.add_note("The step failed half-way: parameters and optimizer state may be partly updated.")
             raise
@@ -326,11 +325,11 @@ class BoundStep:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at
         return outputs[0]
 
-    def _launch(self, device_rates: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Tensor]:
+    def _launch(self, on_device: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Tensor]:
         if self.host is None:
             return self.plan.run_addresses(self.addresses)
-        inputs = {rate: self.inputs[position] for position, rate in self.rate_positions.items()}
-        self.host.refresh([(inputs[rate], tensor) for rate, tensor in device_rates if rate in inputs])
+        inputs = {number: self.inputs[position] for position, number in self.number_positions.items()}
+        self.host.refresh([(inputs[number], tensor) for number, tensor in on_device if number in inputs])
         if self.cuda_graphs is None or self.first:
             return self.plan.run(self.inputs)
         moving = [*(a.position for a in self.arguments), *(place for place, _, _ in self.draws.values())]

@@ -161,9 +161,9 @@ def laid_out(backward: Graph, places: Mapping[str, BufferView]) -> Graph:
 class WholeStep(StepInterface):
     """A training step as one program.
 
-    Its inputs are the captured ones, then one float64 learning rate per group (`rates`), then the state of each
-    trained parameter. Outputs: the loss, then gradients of `gradients`, then for first steps the state that they
-    create, in the order of `made`, then, if gradients are clipped by their norm, that norm.
+    Its inputs are the captured ones, then the float64 `hyperparameters`, then the state of each trained parameter.
+    Outputs: the loss, then gradients of `gradients`, then for first steps the state that they create, in the order of
+    `made`, then, if gradients are clipped by their norm, that norm.
     """
 
     executable: Executable

@@ -59,18 +59,19 @@ class BoundUpdate:
     def __init__(
         self, optimizer: torch.optim.Optimizer, settings: Settings, names: dict[int, str], graded: Sequence[int]
     ) -> None:
-        self.guard = OptimizerGuard(optimizer)
         self.parameters, trained = _trained(optimizer, graded)
         by_name = dict(zip((t.parameter for t in trained), self.parameters, strict=True))
         paths = [names.get(id(p), "") for p in self.parameters]
         joint = update_graph(trained, [type_of(p.detach(), laid_out=True) for p in self.parameters], paths)
+        self.guard = OptimizerGuard(optimizer, joint.hyperparameters)
         goal = UpdateGoal(joint.interface, "; ".join(map(repr, trained)))
         self.executable: Executable = compile_graph(joint.graph, goal, settings).executables[0]
         program = self.executable.program
         self.plan = self.executable.plan([])
         held: dict[str, torch.Tensor] = dict(by_name)
-        held |= {f"rate{i}": t for i, t in enumerate(self.guard.rate_tensors(joint.rates))}
-        added = [n for n in joint.graph.inputs if n not in held and n not in map(gradient_name, by_name)]
+        added = [n for n in joint.graph.inputs if n not in held and n not in set(map(gradient_name, by_name))]
+        held |= zip(added, self.guard.tensors, strict=False)
+        del added[: len(self.guard.tensors)]
         held |= {n: optimizer.state[by_name[p]][s] for n, (p, s) in zip(added, joint.state, strict=True)}
         self.addresses = (ctypes.c_void_p * len(program.inputs))()
         self.gradients: list[tuple[int, int]] = []

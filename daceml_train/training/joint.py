@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from daceml_train.autodiff.reverse import differentiate
@@ -24,11 +24,11 @@ ACCUMULATED = "accumulated"
 
 @dataclass(frozen=True)
 class Trained:
-    """A parameter that a step updates: its input, its update, and the position of its learning rate."""
+    """A parameter that a step updates: its input, its update, and the position of its group in the optimizer."""
 
     parameter: str
     update: Update
-    rate: int
+    group: int
     first: bool = False
     """Whether the step creates the state rather than reading it."""
     accumulates: bool = False
@@ -46,12 +46,13 @@ class Trained:
 class StepInterface:
     """The calling convention of a step: the positions and names of values after the captured inputs and the loss.
 
-    `rates` counts learning rates, one float64 per group. `state` names the additional inputs as (parameter, state
+    `hyperparameters` are additional float64 inputs: the learning rate `lr` of each group, and the options that updates
+    are given, as (group, option). `state` names the additional inputs as (parameter, state
     name), where those without a parameter belong to the loss scaler. `gradients` and `made`, the state that first
     steps create, are additional outputs; the last output is the `norm` of the gradients if the norm is clipped.
     """
 
-    rates: int
+    hyperparameters: list[tuple[int, str]] = field(default_factory=list)
     state: list[tuple[str, str]] = field(default_factory=list)
     trained: list[str] = field(default_factory=list)
     gradients: tuple[str, ...] = ()
@@ -83,9 +84,8 @@ def joint_graph(
     graph = graph.copy()
     kept = graph.outputs[1 : 1 + further]
     loss = graph.value(graph.outputs[0])
-    rates = max((t.rate for t in trained), default=-1) + 1
-    joint = Joint(graph=graph, rates=rates, further=further)
-    rate = [graph.input(graph.fresh(f"rate{i}"), Tensor((), DType.float64), Role.state) for i in range(rates)]
+    joint = Joint(graph=graph, further=further)
+    hyper = _hyperparameters(joint, trained)
     if options.scaling is None:
         scaler: list[Value] = []
         (seed,) = graph.emit(Full(1.0, loss.shape, loss.dtype))
@@ -111,7 +111,7 @@ def joint_graph(
     joint.gradients = tuple(name for name in keep if name in found)
     graph.outputs = [loss.name, *kept, *(found[name].name for name in joint.gradients)]
     for entry in updated:
-        _append_named(joint, entry, found[entry.parameter], rate[entry.rate], skip)
+        _append_named(joint, entry, found[entry.parameter], hyper, skip)
     if norm is not None:
         joint.norm = True
         graph.output(norm)
@@ -123,14 +123,23 @@ def joint_graph(
 def update_graph(trained: Sequence[Trained], tensors: Sequence[Tensor], paths: Sequence[str]) -> Joint:
     """The update of parameters by gradients that are inputs, named as `gradient_name` says."""
     graph = Graph("update")
-    joint = Joint(graph=graph, rates=max(t.rate for t in trained) + 1, trained=[t.parameter for t in trained])
+    joint = Joint(graph=graph, trained=[t.parameter for t in trained])
     for entry, tensor, path in zip(trained, tensors, paths, strict=True):
         graph.input(entry.parameter, tensor, Role.parameter, path)
-    rate = [graph.input(f"rate{i}", Tensor((), DType.float64), Role.state) for i in range(joint.rates)]
+    hyper = _hyperparameters(joint, trained)
     for entry, tensor, path in zip(trained, tensors, paths, strict=True):
         gradient = graph.input(gradient_name(entry.parameter), tensor, path=path)
-        _append_named(joint, entry, gradient, rate[entry.rate], None)
+        _append_named(joint, entry, gradient, hyper, None)
     return joint
+
+
+def _hyperparameters(joint: Joint, trained: Sequence[Trained]) -> dict[tuple[int, str], Value]:
+    """The inputs for learning rates and options, which the interface then names."""
+    groups = range(max((t.group for t in trained), default=-1) + 1)
+    options = dict.fromkeys((t.group, name) for t in trained for name in t.update.op.given)
+    joint.hyperparameters = [*((group, "lr") for group in groups), *options]
+    graph, scalar = joint.graph, Tensor((), DType.float64)
+    return {(g, name): graph.input(graph.fresh(f"{name}_{g}"), scalar, Role.state) for g, name in joint.hyperparameters}
 
 
 def gradient_name(parameter: str) -> str:
@@ -140,7 +149,7 @@ def gradient_name(parameter: str) -> str:
 
 def _plain_descent(op: Operator) -> bool:
     """Whether an update has the same result for a sparse gradient as for a dense one."""
-    return isinstance(op, SGDUpdate) and not op.momentum and not op.weight_decay
+    return isinstance(op, SGDUpdate) and not op.has("momentum") and not op.has("weight_decay")
 
 
 def _accumulated(joint: Joint, entry: Trained, gradient: Value) -> Value:
@@ -158,15 +167,19 @@ def _accumulated(joint: Joint, entry: Trained, gradient: Value) -> Value:
     return gradient
 
 
-def _append_named(joint: Joint, entry: Trained, gradient: Value, rate: Value, skip: Value | None) -> None:
+def _append_named(
+    joint: Joint, entry: Trained, gradient: Value, hyper: Mapping[tuple[int, str], Value], skip: Value | None
+) -> None:
     """The update of a parameter, under a name that says whose it is."""
     path = joint.graph.inputs[entry.parameter].path
     rule = "adamw" if getattr(entry.update.op, "decoupled", False) else entry.update.op.name.removesuffix("_update")
     with joint.graph.at(Origin(path.rpartition(".")[0]).of(f"{rule} {path or entry.parameter}", "update")):
-        _append_update(joint, entry, gradient, rate, skip)
+        _append_update(joint, entry, gradient, hyper, skip)
 
 
-def _append_update(joint: Joint, entry: Trained, gradient: Value, rate: Value, skip: Value | None) -> None:
+def _append_update(
+    joint: Joint, entry: Trained, gradient: Value, hyper: Mapping[tuple[int, str], Value], skip: Value | None
+) -> None:
     """The update of a parameter; if `skip` is true, nothing changes."""
     graph = joint.graph
     p = graph.value(graph.writes.get(entry.parameter, entry.parameter))  # as the forward pass left it
@@ -179,7 +192,8 @@ def _append_update(joint: Joint, entry: Trained, gradient: Value, rate: Value, s
             joint.state.append((entry.parameter, name))
     elif skip is not None:
         raise Unsupported(f"a first step of {entry.update.op.label} that a loss scaler may skip")
-    after = entry.update.emit(p, gradient, rate, before)
+    rate, *options = (hyper[entry.group, name] for name in ("lr", *entry.update.op.given))
+    after = entry.update.emit(p, gradient, rate, before, options)
     if skip is not None:
         after = [skip.where(old, new) for old, new in zip((p, *before), after, strict=True)]
     graph.write(entry.parameter, after[0])

@@ -6,6 +6,7 @@ learning-rate schedulers continue to work.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,8 @@ import torch
 
 from daceml_train.errors import Unsupported
 from daceml_train.ops.adaptive_optimizers import AdadeltaUpdate, AdamaxUpdate, NAdamUpdate, RAdamUpdate, RpropUpdate
-from daceml_train.ops.operator import Operator, Value
-from daceml_train.ops.optimizer import AdagradUpdate, AdamUpdate, ASGDUpdate, RMSpropUpdate, SGDUpdate
+from daceml_train.ops.operator import Value
+from daceml_train.ops.optimizer import AdagradUpdate, AdamUpdate, ASGDUpdate, ParameterUpdate, RMSpropUpdate, SGDUpdate
 from daceml_train.tensor import DType
 
 
@@ -23,12 +24,14 @@ from daceml_train.tensor import DType
 class Update:
     """The update of one parameter group: the operator, and the names of its state in operand order."""
 
-    op: Operator
+    op: ParameterUpdate
     state: tuple[str, ...]
 
-    def emit(self, p: Value, gradient: Value, rate: Value, state: Sequence[Value]) -> list[Value]:
-        """The next parameter and the next state, in the order of `state`."""
-        return list(p.builder.emit(self.op, p, gradient, rate, *state))
+    def emit(
+        self, p: Value, gradient: Value, rate: Value, state: Sequence[Value], options: Sequence[Value]
+    ) -> list[Value]:
+        """The next parameter and the next state, in the order of `state`; `options` are those that `op` is given."""
+        return list(p.builder.emit(self.op, p, gradient, rate, *state, *options))
 
 
 Group = Mapping[str, Any]
@@ -45,7 +48,40 @@ def update_of(optimizer: torch.optim.Optimizer, group: Group) -> Update:
             f"optimizer {kind.__module__}.{kind.__name__} has no update inside the graph",
             advice=f"{', '.join(names)} and {last} have; the step runs with PyTorch's own update",
         )
-    return _UPDATES[kind](group)
+    return _with_given_options(_UPDATES[kind](group), group)
+
+
+def _with_given_options(update: Update, group: Group) -> Update:
+    """The update with all positive options as operands: a schedule or a search changes them without compiling.
+
+    16-bit parameters keep constants, which enter their arithmetic unrounded.
+    """
+    if any(p.dtype not in (torch.float32, torch.float64) for p in group["params"]):
+        return update
+    op = update.op
+    defaults = {f.name: f.default for f in dataclasses.fields(op) if f.type == "float" and getattr(op, f.name) > 0}
+    return Update(dataclasses.replace(op, given=tuple(defaults), **defaults), update.state)
+
+
+def option_source(name: str) -> tuple[str, int | None]:
+    """Where a parameter group has an option of an update: its key there, and the position in a tuple."""
+    return _IN_TUPLES.get(name, (name, None))
+
+
+_IN_TUPLES: Mapping[str, tuple[str, int]] = {
+    "beta1": ("betas", 0),
+    "beta2": ("betas", 1),
+    "shrink": ("etas", 0),
+    "grow": ("etas", 1),
+    "smallest": ("step_sizes", 0),
+    "largest": ("step_sizes", 1),
+}
+
+
+def option_value(group: Group, name: str) -> float:
+    """An option of an update, or the learning rate `lr`, as a parameter group has it now."""
+    key, position = option_source(name)
+    return float(group[key] if position is None else group[key][position])
 
 
 def _options(group: Group, *names: str) -> dict[str, Any]:
@@ -58,7 +94,8 @@ def _betas(group: Group) -> dict[str, Any]:
 
 
 def _sgd(group: Group) -> Update:
-    op = SGDUpdate(**_options(group, "momentum", "dampening", "nesterov", "weight_decay", "maximize"))
+    of_momentum = ("momentum", "dampening", "nesterov") if group["momentum"] else ()
+    op = SGDUpdate(**_options(group, *of_momentum, "weight_decay", "maximize"))
     return Update(op, ("momentum_buffer",) if group["momentum"] else ())
 
 
@@ -147,7 +184,7 @@ def makes_its_state(update: Update) -> bool:
     This is the case for SGD with dampening, which scales the gradient from the second step on; without it, a zero
     momentum buffer reproduces the first step exactly.
     """
-    return isinstance(update.op, SGDUpdate) and bool(update.op.dampening)
+    return isinstance(update.op, SGDUpdate) and update.op.has("dampening")
 
 
 def number_types(update: Update, state: Mapping[str, Any]) -> tuple[tuple[str, DType], ...]:

@@ -39,7 +39,7 @@ def test_learning_rate_schedulers(scheduler: str, recwarn: pytest.WarningsRecord
     options: dict[str, Any] = {
         "StepLR": {"step_size": 2, "gamma": 0.5},
         "CosineAnnealingLR": {"T_max": 4},
-        "OneCycleLR": {"max_lr": 0.1, "total_steps": 8, "cycle_momentum": False},
+        "OneCycleLR": {"max_lr": 0.1, "total_steps": 8},
         "ReduceLROnPlateau": {"patience": 0},
     }[scheduler]
     pair = Pair(mlp())

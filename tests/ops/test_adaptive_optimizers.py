@@ -13,7 +13,7 @@ from daceml_train.graph.leaves import leaves
 from daceml_train.ops.adaptive_optimizers import NAdamUpdate, RAdamUpdate, RpropUpdate
 from daceml_train.ops.optimizer import ASGDUpdate
 from daceml_train.tensor import DType, Tensor
-from daceml_train.training.optimizers import SCALARS, initial_state, update_of
+from daceml_train.training.optimizers import SCALARS, initial_state, option_value, update_of
 from tests.ops.checking import numbers
 from tests.ops.test_optimizer import SHAPE, gradients, run
 
@@ -56,7 +56,8 @@ def test_against_torch(kind: str, options: dict[str, Any]) -> None:
         rate = optimizer.param_groups[0]["lr"] = 0.125 / (step + 1)
         parameter.grad = torch.as_tensor(gradients(step))
         optimizer.step()
-        p, *state = run(update.op, p, gradients(step), rate, *state)
+        given = [option_value(optimizer.param_groups[0], name) for name in update.op.given]
+        p, *state = run(update.op, p, gradients(step), rate, *state, *given)[: 1 + len(state)]
         np.testing.assert_allclose(p, parameter.detach(), rtol=1e-12, atol=1e-13)
         for name, value in zip(update.state, state, strict=True):
             np.testing.assert_allclose(value, optimizer.state[parameter][name], rtol=1e-12, atol=1e-14, err_msg=name)
@@ -85,12 +86,13 @@ def test_what_all_elements_share_is_computed_once(kind: str) -> None:
     p, grad = (graph.input(name, Tensor(SHAPE)) for name in ("p", "g"))
     rate = graph.input("lr", Tensor((), DType.float64))
     state = [graph.input(f"s_{n}", Tensor(() if n in SCALARS else SHAPE)) for n in update.state]
-    update.emit(p, grad, rate, state)
+    options = [graph.input(name, Tensor((), DType.float64)) for name in update.op.given]
+    update.emit(p, grad, rate, state, options)
     lowered = leaves(graph).graph
     full = [n for n in lowered.nodes if lowered.tensors[n.outputs[0]].shape == SHAPE]
     assert not {n.op.label for n in full} & {"pow", "cast", "log", "exp"}
     assert {lowered.tensors[n.outputs[0]].dtype for n in full} <= {DType.float32, DType.bool}
-    assert update.op.flops(*(v.tensor for v in (p, grad, rate, *state))) > 0
+    assert update.op.flops(*(v.tensor for v in (p, grad, rate, *state, *options))) > 0
 
 
 def test_the_rectification_begins_where_its_variance_is_tractable() -> None:

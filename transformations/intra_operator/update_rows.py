@@ -39,8 +39,8 @@ class UpdateRows(Rewrite):
         gradient, op = match.bindings["gradient"], match.root.op
         assert isinstance(op, SGDUpdate)
         name, p, padding = gradient.outputs[0], match.root.inputs[0], gradient.op.padding_idx
-        yield not op.momentum, f"momentum changes rows of %{p} that the batch does not name"
-        yield not op.weight_decay, f"weight decay changes rows of %{p} that the batch does not name"
+        yield not op.has("momentum"), f"momentum changes rows of %{p} that the batch does not name"
+        yield not op.has("weight_decay"), f"weight decay changes rows of %{p} that the batch does not name"
         yield padding < 0, f"row {padding} of %{p} has no gradient, which add_rows does not know"
         yield match.uses.only_reader(name, match.root), f"the gradient %{name} has another reader"
 

@@ -20,7 +20,7 @@ from daceml_train.runtime.bound_plan import torch_dtype
 from daceml_train.runtime.executable import Executable
 from daceml_train.training.gradients import scaler_state
 from daceml_train.training.joint import ACCUMULATED
-from daceml_train.training.optimizers import initial_state
+from daceml_train.training.optimizers import initial_state, option_value
 
 DRAWN = 7
 """The seed of cotangents and of random numbers."""
@@ -54,10 +54,11 @@ class Inputs:
             return Inputs(tensors | drawn)
         joint = subject.joint
         groups = subject.optimizer.param_groups if subject.optimizer is not None else []
-        rates = rest[: joint.rates]
-        for name, group in zip(rates, groups, strict=False):
-            tensors[name] = torch.tensor(float(group["lr"] if rate is None else rate), dtype=torch.float64)
-        state = dict(zip(rest[joint.rates :], joint.state, strict=True))
+        count = len(joint.hyperparameters)
+        for name, (group, option) in zip(rest[:count], joint.hyperparameters, strict=True):
+            value = option_value(groups[group], option) if option != "lr" or rate is None else rate
+            tensors[name] = torch.tensor(value, dtype=torch.float64)
+        state = dict(zip(rest[count:], joint.state, strict=True))
         tensors |= {name: _state(subject, *entry) for name, entry in state.items()}
         return Inputs(tensors, state)
 
