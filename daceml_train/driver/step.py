@@ -423,7 +423,7 @@ class TrainingStep(InPieces):
         if key not in self._steps:
             updates = {tuple(t.update for t in known[1]) for known in self._steps if known[0] == id(captured)}
             if len(updates - {tuple(t.update for t in trained)}) >= ALLOWED_CHANGES:
-                raise Unsupported("options of the optimizer other than the learning rate change at every step")
+                raise Unsupported("options of the optimizer that are compiled into the step change at every step")
             if device not in self.arenas:
                 self.arenas[device] = new_arena(device)
             arena = self.arenas[device]
