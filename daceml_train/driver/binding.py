@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -72,9 +72,12 @@ def memory_span(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size() * bool(tensor.numel())
 
 
-def changed_often(captured: Captured, by_name: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
-    """Tensors that captured code changes in place more than once, and how often more; a program writes them once."""
-    return [(by_name[name], count - 1) for name, count in captured.changes.items() if count > 1 and name in by_name]
+def changed_often(
+    captured: Captured, by_name: Mapping[str, torch.Tensor], written: Collection[str]
+) -> list[tuple[torch.Tensor, int]]:
+    """Tensors that eager execution changes in place more often than a program, which writes once at most; how often."""
+    often = ((name, count - (name in written)) for name, count in captured.changes.items() if name in by_name)
+    return [(by_name[name], count) for name, count in often if count > 0]
 
 
 def raise_versions(changed: Iterable[tuple[torch.Tensor, int]]) -> None:

@@ -209,7 +209,7 @@ class BoundStep:
         _check_apart(mutable, fixed)
         self.updated = frozenset(t.untyped_storage()._cdata for t in mutable)
         self.buffers = frozenset(by_name[n].untyped_storage()._cdata for n in captured.graph.writes if n in by_name)
-        self.changed_often = changed_often(captured, by_name)
+        self.changed_often = changed_often(captured, by_name, {i.name for i in program.inputs if i.mutable})
 
     def _put(self, position: int, tensor: torch.Tensor) -> None:
         self.addresses[position] = tensor._cdata

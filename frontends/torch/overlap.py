@@ -1,7 +1,8 @@
 """In-place changes that PyTorch's functional traces silently get wrong: each is refused and runs in PyTorch.
 
 A trace turns a change of a view into a new value of its base. For `unfold` it sets elements outside of all windows to
-zero, for `expand` it adds up what was written to one element, and for `as_strided` it assumes a row-major base.
+zero, for `expand` it adds up what was written to one element, and for `as_strided` it assumes a row-major base and
+writes one of several elements at an address.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from daceml_train.frontends.torch.results import example_of, is_whole
 
 def refuse_lost_writes(node: fx.Node, changed: fx.Node | None) -> None:
     """Raise if `node` changes `changed` in place and a functional trace would write something else."""
-    if changed is None or not isinstance(example := _tensor(changed), torch.Tensor):
+    if changed is None or not isinstance(_tensor(changed), torch.Tensor):
         return
     where = str(origin(node))
-    if _overlaps(example):
+    if any(isinstance(seen := _tensor(view), torch.Tensor) and _overlaps(seen) for view in _views(changed)):
         raise Unsupported("an in-place change of a tensor whose elements share memory with one another", where=where)
     if any(_name(n) == "unfold" for n in _views(changed)):
         raise Unsupported("an in-place change of windows", where=where, advice="change the tensor they are taken from")

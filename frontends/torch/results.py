@@ -65,7 +65,6 @@ def outputs_of(
 
     `results` and `inputs` are examples; `made` holds the results' values, and then those of `bases`.
     """
-    storages = {_storage(e): i for i, e in enumerate(inputs) if isinstance(e, Tensor)}
     shared = {_storage(example_of(n)): (example_of(n), v) for n, v in zip(bases, made[len(results) :], strict=False)}
     outputs: list[OutputSource] = []
     detached: list[bool] = []
@@ -73,8 +72,8 @@ def outputs_of(
     for example, value in zip(results, made, strict=False):
         detached.append(not (grad_enabled and isinstance(example, Tensor) and example.requires_grad))
         storage = _storage(example) if isinstance(example, Tensor) else 0
-        if storage in storages:
-            base = inputs[owner := storages[storage]]
+        if isinstance(example, Tensor) and (owner := _owner(example, inputs)) is not None:
+            base = inputs[owner]
             outputs.append(OutputSource("input", owner, _view(example, base), strides=types.sizes(base.stride())))
         elif storage in shared or isinstance(value, Value):
             base, value = shared.get(storage, (example, value))
@@ -127,6 +126,14 @@ def is_whole(example: Tensor) -> bool:
 def _storage(example: Tensor) -> int:
     """What identifies the memory of a tensor; one that has no single memory, such as a sparse one, shares none."""
     return int(example.untyped_storage()._cdata) if example.layout is torch.strided else -id(example)
+
+
+def _owner(example: Tensor, inputs: Sequence[Any]) -> int | None:
+    """The input whose memory a result is; of several in that memory one that carries a gradient as the result does."""
+    storage = _storage(example)
+    found = [i for i, e in enumerate(inputs) if isinstance(e, Tensor) and _storage(e) == storage]
+    alike = example.requires_grad
+    return max(found, key=lambda i: (inputs[i] is example, inputs[i].requires_grad == alike, i), default=None)
 
 
 def _view(example: Tensor, owner: Tensor) -> View | None:

@@ -38,6 +38,16 @@ def test_pytorch_refuses_first() -> None:
         check(ViewProgram(0, (3, 4), ("plain", "plain"), ("x.add_(1.0)",), ("x",)), "interpreted")
 
 
+def test_a_change_of_a_part_of_overlapping_elements() -> None:
+    lines = (
+        "v0 = y.as_strided([3, 2, 2], [1, 3, 3], 2)",
+        "v1 = torch.bmm(v0, v0.transpose(1, 2))",
+        "v0[2:, :1].neg_()",
+    )
+    found = check(ViewProgram(0, (4, 3), ("plain", "plain"), lines, ("v1",)), "interpreted")
+    assert not found.wrong and "share memory with one another" in found.breaks[0]
+
+
 def test_a_base_in_another_layout_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(binding, "same_strides", lambda *_: True)
     longer = ("v1 = x + 1.0", *COLUMN.lines, "v2 = v1.sum(0)")

@@ -271,6 +271,26 @@ def test_a_loss_that_is_a_part_of_a_parameter(keeps: bool, tmp_path: Path) -> No
     assert any("view of a parameter" in text for text in step.breaks)
 
 
+def test_a_view_of_a_parameter_beside_a_detached_view(tmp_path: Path) -> None:
+    """The result is a view of the parameter, not of what is kept, which carries no gradient."""
+
+    class Beside(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.state = self.l.weight.detach()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean = self.state.sum(0)
+            self.state = self.l.weight.T.detach()
+            return self.l.weight.flatten()[-1]
+
+    model = dt.optimize(Beside(), cache=tmp_path)
+    for _ in range(3):
+        loss = model(torch.ones(4, 6))
+        (gradient,) = torch.autograd.grad(loss, model.l.weight)
+        assert gradient[-1, -1] == 1 and gradient.sum() == 1
+
+
 def test_versions_count_changes_in_place(tmp_path: Path) -> None:
     """Eager execution counts each change of a buffer and of what is kept; a program writes each once."""
 
@@ -283,6 +303,7 @@ def test_versions_count_changes_in_place(tmp_path: Path) -> None:
             self.b.add_(1.0)
             self.b[1:].mul_(2.0)
             self.mean.neg_().add_(1.0).mul_(3.0)
+            self.state.neg_().neg_()  # which is what it was: the program writes nothing
             return self.l(x) + self.b + self.mean
 
     model, eager = Changing(), Changing()
@@ -291,7 +312,7 @@ def test_versions_count_changes_in_place(tmp_path: Path) -> None:
         step(torch.ones(4, 6))
         eager(torch.ones(4, 6))
     assert not step.breaks
-    for ours, theirs in ((model.b, eager.b), (model.mean, eager.mean)):
+    for ours, theirs in ((model.b, eager.b), (model.mean, eager.mean), (model.state, eager.state)):
         torch.testing.assert_close(ours, theirs)
         assert ours._version == theirs._version
 
