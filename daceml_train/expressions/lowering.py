@@ -312,13 +312,14 @@ class Lowering:
 
 def _forwards(stage: Stage) -> Stage:
     """The same stage with reduced axes reversed that are read backwards: views have no negative strides."""
-    signs: dict[Axis, set[bool]] = {}
+    weights: dict[Axis, int] = {}  # the elements that are read forwards, less those that are read backwards
     for term in stage.loads():
+        points = prod(a.size for a in _axes_of(term))
         for index in term.args:
             for axis, c in (affine(index) or {}).items():
                 if axis is not None:
-                    signs.setdefault(axis, set()).add(c > 0)
-    turned = {a: of_map({a: -1, None: a.size - 1}) for a in stage.reduced if signs.get(a) == {False}}
+                    weights[axis] = weights.get(axis, 0) + (points if c > 0 else -points)
+    turned = {a: of_map({a: -1, None: a.size - 1}) for a in stage.reduced if weights.get(a, 0) < 0}
     if not turned or stage.kind in _ARGUMENTS:
         return stage
     body = substituted(stage.body, turned)

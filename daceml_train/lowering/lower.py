@@ -19,6 +19,7 @@ from daceml_train.analysis.concat_aliases import concat_aliases
 from daceml_train.analysis.memory import overwrites, summands
 from daceml_train.codegen.cpu.launch import KernelCode, Layout
 from daceml_train.codegen.library.templates import has_template, written_kernel
+from daceml_train.codegen.library.tiles import tiled
 from daceml_train.errors import Invalid, Refused, Unsupported
 from daceml_train.graph.bodies import bodies
 from daceml_train.graph.graph import Graph, Node
@@ -282,7 +283,8 @@ class _Lowering:
         """Generate a kernel for these layouts and add its launch, with memory for its scratch arrays."""
         layouts = tuple(map(_layout, operands)), tuple(map(_layout, results))
         if (kernel, *layouts) not in self.numbers:
-            self.numbers[kernel, *layouts] = self.code(self.device.toolchain.generate(kernel, *layouts))
+            code = tiled(kernel, *layouts) if self.device.toolchain.templates else None
+            self.numbers[kernel, *layouts] = self.code(code or self.device.toolchain.generate(kernel, *layouts))
         updated = {y for y, _ in kernel.updates}
         written = [p for position, p in enumerate(results) if position not in updated]
         in_place = tuple(operand for _, operand in kernel.updates)

@@ -14,7 +14,10 @@ from daceml_train.ops.operator import Operator
 from daceml_train.ops.random import Uniform
 from daceml_train.ops.read import Read
 from daceml_train.ops.reduction import Reduce
-from daceml_train.tensor import Dim, DType, Tensor, same, simplify
+from daceml_train.tensor import Dim, DType, Tensor, hint, product, same, simplify
+
+REPEATED = 8
+"""How often a kernel may compute a reduction again, because other values have dimensions that it lacks, at most."""
 
 
 class _Unequal(Exception):
@@ -383,12 +386,12 @@ class _Analysis:
             dims = tuple(tuple(axes(dim)) for dim in value.dims)
             results.append(Result(leaf, dims, value.tensor.dtype, targets.get(position)))
         everything = frozenset(range(len(sizes)))
-        splits = _splits(everything, leaves, results, statements)
+        splits = _splits(everything, leaves, results, statements, sizes)
         return Domain(tuple(sizes), leaves, tuple(results), splits)
 
 
 def _splits(
-    everything: Axes, leaves: dict[str, Leaf], results: Sequence[Result], statements: dict[str, str]
+    everything: Axes, leaves: dict[str, Leaf], results: Sequence[Result], statements: dict[str, str], sizes: list[Dim]
 ) -> tuple[Split, ...]:
     """The legal splits; empty if all are. Raises `Refused` with the first sentence if there is none."""
     parts = [leaf.reduced for leaf in leaves.values() if leaf.reduced] + [r.axes for r in results]
@@ -399,7 +402,7 @@ def _splits(
     legal: list[Split] = []
     first = proper[0]
     for split in (Split(everything - first, first), Split(first, everything - first)):
-        refusal = _refusal(split, everything, leaves, results, statements)
+        refusal = _refusal(split, everything, leaves, results, statements, sizes)
         if refusal:
             refusals.append(refusal)
         else:
@@ -410,7 +413,12 @@ def _splits(
 
 
 def _refusal(
-    split: Split, everything: Axes, leaves: dict[str, Leaf], results: Sequence[Result], statements: dict[str, str]
+    split: Split,
+    everything: Axes,
+    leaves: dict[str, Leaf],
+    results: Sequence[Result],
+    statements: dict[str, str],
+    sizes: list[Dim],
 ) -> str:
     """Why a split is not legal, or an empty string."""
     for leaf in leaves.values():
@@ -418,6 +426,10 @@ def _refusal(
             return f"{statements[leaf.name]} reduces dimensions that are neither all rows nor all lanes of the kernel"
         if leaf.reduced == split.lanes and not leaves[leaf.inputs[0]].axes & split.rows:
             return f"{statements[leaf.name]} reduces a value that is the same for all rows of the kernel"
+        kept = everything - leaf.reduced
+        repeated = kept - leaves[leaf.inputs[0]].axes if leaf.reduced and leaf.reduced != everything else kept - kept
+        if repeated and repeated != kept and hint(product(sizes[a] for a in repeated)) >= REPEATED:
+            return f"{statements[leaf.name]} would be reduced once per element of dimensions that it does not have"
     for result in results:
         depends, stored = leaves[result.leaf].axes, result.axes
         if stored not in (everything, split.rows, split.lanes, frozenset()) or not depends <= stored:
