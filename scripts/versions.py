@@ -53,6 +53,7 @@ def environment(python: str, torch: str) -> Path | None:
         [interpreter, "-m", "venv", str(folder)],
         [*pip, f"torch=={torch}.*", *(["--index-url", index] if index else [])],
         [*pip, f"torch=={torch}.*", *needed()],
+        [*pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)],
     ]
     for command in commands:
         if subprocess.call(command):

@@ -11,22 +11,37 @@ from daceml_train.reporting.numbers import bytes_text, counted, percent, seconds
 def lines(report: Contents) -> Iterator[str]:
     """The report line by line."""
     yield f"{report.kind} of {report.name}"
+    yield from _headline(report)
     if report.empty:
         yield "nothing is compiled yet: the first call compiles"
     for place, function in enumerate(report.functions, 1):
         if len(report.functions) > 1:
             yield f"\n[{place}]"
         yield from _function_lines(function)
-    if report.eager is not None:
-        moved = [f.moved for f in report.functions]
-        ours = sum(size for size in moved if isinstance(size, int))
-        yield f"PyTorch's own kernels move {bytes_text(report.eager.bytes)} for the same"
-        if len(moved) == 1 and report.eager.bytes:
-            yield f"what is moved here is {100 * ours / report.eager.bytes:.1f} % of that"
     yield from report.cuda_graphs
     if report.breaks:
         yield "\nruns in PyTorch, because"
         yield from (f"  {reason}" for reason in report.breaks)
+
+
+def _headline(report: Contents) -> Iterator[str]:
+    """What eager execution moves, what is moved here, and by what: the levels below begin elsewhere."""
+    if report.eager is None or report.empty:
+        return
+    theirs = report.eager.bytes
+    yield f"PyTorch's own kernels move {bytes_text(theirs)} for the same"
+    if len(report.functions) != 1 or not isinstance(moved := report.functions[0].moved, int) or not theirs:
+        return
+    yield f"moved here: {bytes_text(moved)}, {100 * moved / theirs:.1f} % of that"
+    launches = report.functions[0].launches
+    whole = sum(launch.bytes for launch in launches)
+    if whole:
+        calls = sum(launch.bytes for launch in launches if launch.kind == "call" and launch.phase != "update")
+        updates = sum(launch.bytes for launch in launches if launch.phase == "update")
+        yield (
+            f"of these, {percent(calls / whole)} are operands and results of library calls, {percent(updates / whole)} "
+            f"parameters, gradients, and optimizer state, {percent((whole - calls - updates) / whole)} those of kernels"
+        )
 
 
 def _function_lines(function: Compiled) -> Iterator[str]:

@@ -156,4 +156,7 @@ def test_measured() -> None:
     assert function.inputs >= sum(p.numel() * 4 for p in model.parameters())
     assert "float32[5, 16]" in {kept.array for kept in function.kept}
     assert step.records[0].executable.timing is None, "nobody measures any more"
-    assert "PyTorch's own kernels move" in str(report)
+    _title, theirs, ours, left, *_ = str(report).splitlines()
+    assert theirs.startswith("PyTorch's own kernels move") and ours.startswith("moved here: ")
+    parts = [float(part) for part in re.findall(r"([\d.]+) %", left)]
+    assert len(parts) == 3 and abs(sum(parts) - 100) < 0.2 and "library calls" in left
