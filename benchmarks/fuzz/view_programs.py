@@ -47,7 +47,7 @@ class ViewProgram:
         """`x`, a leaf, and `y`, in their layouts."""
         generator = torch.Generator().manual_seed(self.seed + 1)
         x, y = (_laid_out(torch.randn(self.shape, generator=generator), layout) for layout in self.layouts)
-        return x.requires_grad_(), y
+        return x.detach().requires_grad_(), y  # detached, or a leaf that is itself a view has no gradient once changed
 
     def smaller(self) -> Iterator[ViewProgram]:
         """Programs that lack a result, a statement, a view of a result, or the layouts of the inputs."""

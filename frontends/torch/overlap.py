@@ -1,8 +1,8 @@
 """In-place changes that PyTorch's functional traces silently get wrong: each is refused and runs in PyTorch.
 
 A trace turns a change of a view into a new value of its base. For `unfold` it sets elements outside of all windows to
-zero, for `expand` it adds up what was written to one element, and for `as_strided` it assumes a row-major base and
-writes one of several elements at an address.
+zero, for `expand` it adds up what was written to one element, for `as_strided` it assumes a row-major base and writes
+one of several elements at an address, and what is written to `x.detach()` has no gradient.
 """
 
 from __future__ import annotations
@@ -28,11 +28,18 @@ def refuse_lost_writes(node: fx.Node, changed: fx.Node | None) -> None:
         raise Unsupported("an in-place change of a tensor whose elements share memory with one another", where=where)
     if any(_name(n) == "unfold" for n in _views(changed)):
         raise Unsupported("an in-place change of windows", where=where, advice="change the tensor they are taken from")
+    if any(_detaches(n) and (seen := _tensor(n)) is not None and seen.requires_grad for n in _views(changed)):
+        raise Unsupported("an in-place change of a detached tensor by values that have a gradient", where=where)
     for other in changed.graph.nodes:
         if _name(other) == "as_strided" and _same_memory(other, changed):
             operand = _tensor(other.args[0])
             if not (isinstance(operand, torch.Tensor) and operand.is_contiguous() and is_whole(operand)):
                 raise Unsupported("an in-place change of memory that as_strided views of a part look at", where=where)
+
+
+def _detaches(node: fx.Node) -> bool:
+    """Whether a node detaches its operand; what is written to the result later may carry a gradient."""
+    return _name(node) == "detach" or (_name(node) == "getattr" and node.args[1] == "data")
 
 
 def _overlaps(example: torch.Tensor) -> bool:

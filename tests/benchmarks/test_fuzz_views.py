@@ -48,6 +48,13 @@ def test_a_change_of_a_part_of_overlapping_elements() -> None:
     assert not found.wrong and "share memory with one another" in found.breaks[0]
 
 
+@pytest.mark.parametrize("view", ["detach()", "data"])
+def test_values_with_a_gradient_written_to_a_detached_tensor(view: str) -> None:
+    lines = (f"v0 = b.{view}", "v1 = v0.squeeze()", "v1.copy_(x)")
+    found = check(ViewProgram(0, (4, 3), ("plain", "plain"), lines, ("v0",)), "interpreted")
+    assert not found.wrong and "detached" in found.breaks[0]
+
+
 def test_a_base_in_another_layout_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(binding, "same_strides", lambda *_: True)
     longer = ("v1 = x + 1.0", *COLUMN.lines, "v2 = v1.sum(0)")
