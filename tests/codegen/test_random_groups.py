@@ -119,6 +119,19 @@ def test_results_are_stored_over_states(first: int) -> None:
     check(cases)
 
 
+def mean_and_columns(x: Value, m: Value, w: Value) -> list[Value]:
+    """A new mean, and columns that need the old one."""
+    return [m + x.sum((0, 1)), w - x.sum((0,)) * m]
+
+
+def test_a_number_is_not_overwritten_before_columns_have_read_it() -> None:
+    inputs = [torch.randn(20, 6), torch.randn(()), torch.randn(6)]
+    kernel = kernel_of(mean_and_columns, *map(describe, inputs))
+    check([Case("columns", replace(kernel, updates=((1, 2),)), inputs)])
+    with pytest.raises(Refused, match="read after its new value is stored"):
+        Case("number", replace(kernel, updates=((0, 1),)), inputs)
+
+
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 1_000_000))
 def test_random_groups(seed):

@@ -192,6 +192,8 @@ class Staging:
         for number, result in enumerate(self.results):
             if result.target is None:
                 continue
+            if self.extent(number) == "rows" and self.loops.lane_axes:
+                raise Refused(f"other threads of a row may read argument {result.target} after its new value is stored")
             before_rows = self.extent(number) == "columns"  # the rows of the same phase come after it
             for p in range(self.phase[result.leaf] + (not before_rows), self.last + 1):
                 rows = self.rows[p]
@@ -199,8 +201,24 @@ class Staging:
                 loads |= {i for s in (rows.stages if rows else ()) for v in s.scalars for i in self.leaves[v].inputs}
                 if p > self.phase[result.leaf]:
                     loads |= {i for v in self.columns[p].lanes + self.columns[p].scalars for i in self.leaves[v].inputs}
+                elif not result.axes:  # it is stored before the lanes of the same phase are computed
+                    loads |= self._before_lanes(p)
                 if any(self.leaves[v].op is None and self.leaves[v].argument == result.target for v in loads):
                     raise Refused(f"argument {result.target} is read after its new value is stored")
+
+    def _before_lanes(self, p: int) -> set[str]:
+        """What the lanes of `columns(p)` read, also through values that they share, which a GPU's threads recompute."""
+        todo = [
+            *self.columns[p].lanes,
+            *(self.results[i].leaf for i in self.columns[p].results if self.results[i].axes),
+        ]
+        found: set[str] = set()
+        while todo:
+            name = todo.pop()
+            if name not in found:
+                found.add(name)
+                todo += () if self.kind(self.leaves[name]) else self.leaves[name].inputs
+        return found
 
 
 class _RowPlan:
