@@ -28,6 +28,7 @@ from daceml_train.errors import DacemlError, Invalid, Unsupported, why
 from daceml_train.frontends.torch import absent_gradients
 from daceml_train.frontends.torch.capture.capture import Captured, capture
 from daceml_train.frontends.torch.capture.checkpointed import as_eager
+from daceml_train.frontends.torch.dynamo import scalars
 from daceml_train.frontends.torch.dynamo.tracing import (
     describe,
     frame,
@@ -103,6 +104,7 @@ class Backend:
             self.programs[frame()] = [*recent[1 - STORM :], made]
             return made
         except Exception as error:  # training continues whatever fails in here
+            scalars.start_over()
             self.break_off(why(error))
         return as_eager(module).forward
 

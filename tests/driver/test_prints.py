@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import daceml_train as dt
+from daceml_train.driver.module import state_of
 
 pytestmark = pytest.mark.compiled
 
@@ -91,6 +92,8 @@ def test_lines(kind: type[Model], way: str, tmp_path: Path, capsys: pytest.Captu
         assert (ours.calls, ours.rate, ours.note) == (theirs.calls, theirs.rate, theirs.note)
     if kind is Lines and way == "step":
         assert not call.breaks and len(call.records) <= 3
+    if kind is Lines and way == "optimize":
+        assert state_of(call).backend.graphs <= 3  # type: ignore[union-attr]  # calls 0, 1, and any
 
 
 def test_a_step_that_raises_prints_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from torch.fx.experimental import _config as symbols
 from daceml_train.errors import INTERNAL, DacemlError, internal
 from daceml_train.frontends.torch import absent_gradients
 from daceml_train.frontends.torch.capture import graph_leaves
-from daceml_train.frontends.torch.dynamo import formats, polyfills, prints
+from daceml_train.frontends.torch.dynamo import formats, polyfills, prints, scalars
 
 RECOMPILATIONS = 64
 """Programs per module or step before Dynamo stops: modes, frozen sets of parameters and kinds of arguments."""
@@ -113,6 +113,7 @@ def tracing() -> Iterator[None]:
     graph_leaves.enter()
     absent_gradients.enter()
     prints.enter()
+    scalars.enter()
     logger, config = logging.getLogger("torch._subclasses.fake_tensor"), torch._dynamo.config
     before = logger.disabled, config.allow_rnn, symbols.use_duck_shape
     logger.disabled, config.allow_rnn, symbols.use_duck_shape = True, True, False
@@ -120,6 +121,7 @@ def tracing() -> Iterator[None]:
         "trace_autograd_ops": True,
         "ignore_logging_functions": _ONCE,
         "reorderable_logging_functions": {*config.reorderable_logging_functions, print},
+        "capture_scalar_outputs": True,
         "allow_unspec_int_on_nn_module": True,  # a module's counter is an operand once it has changed
     }
     options = {name: value for name, value in options.items() if hasattr(config, name)}  # not all in every version
@@ -132,6 +134,7 @@ def tracing() -> Iterator[None]:
         graph_leaves.leave()
         absent_gradients.leave()
         prints.leave()
+        scalars.leave()
         logger.disabled, config.allow_rnn, symbols.use_duck_shape = before
         for name, value in theirs.items():
             setattr(config, name, value)

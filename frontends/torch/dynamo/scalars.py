@@ -1,0 +1,74 @@
+"""`.item()` of a floating-point number: a value of the graph that Python sees after it has run, and no break.
+
+TorchDynamo has this as a setting for all numbers. An integer mostly becomes a size or an index, of which a program
+cannot be compiled, so that it still breaks the graph where a function may be compiled in pieces. So does each number of
+a function that takes a branch by one, or whose graph cannot be compiled: that is known only after it was traced, which
+then starts over.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+import weakref
+from typing import Any
+
+from torch._dynamo import graph_break_hints
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UserError, unimplemented
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+
+_traces = threading.local()
+_broken: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
+"""Functions in which numbers break the graph."""
+
+
+def enter() -> None:
+    """Let this thread's traces contain such numbers until `leave`, for this package's backend only."""
+    _install()
+    _traces.depth = getattr(_traces, "depth", 0) + 1
+    _traces.code = None
+
+
+def leave() -> None:
+    """End what `enter` began."""
+    _traces.depth -= 1
+
+
+def start_over() -> None:
+    """Trace the function once more, with breaks, if its graph contains a number; else nothing."""
+    code = getattr(_traces, "code", None)
+    if code is not None:
+        _broken.add(code)
+        _traces.code = None
+        raise TensorifyScalarRestartAnalysis(restart_reason="a number breaks the graph")
+
+
+@functools.cache
+def _install() -> None:
+    tensors: Any = TensorVariable
+    numbers: Any = SymNodeVariable
+    item, evaluate = tensors.method_item, numbers.evaluate_expr
+
+    def method_item(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        depth: int = getattr(_traces, "depth", 0)
+        if depth and not tx.one_graph:
+            code = tx.output.root_tx.f_code
+            if code in _broken or self.dtype is None or not self.dtype.is_floating_point:
+                unimplemented(
+                    gb_type="Tensor.item()",
+                    context="",
+                    explanation="Integers break the graph, and so do numbers of a function that branches on one.",
+                    hints=[*graph_break_hints.SUPPORTABLE],
+                )
+            _traces.code = code
+        return item(self, tx, *args, **kwargs)
+
+    def evaluate_expr(self: Any, *args: Any) -> Any:
+        try:
+            return evaluate(self, *args)
+        except UserError:
+            start_over()
+            raise
+
+    tensors.method_item, numbers.evaluate_expr = method_item, evaluate_expr
