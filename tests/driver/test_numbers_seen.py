@@ -96,4 +96,5 @@ def test_numbers(kind: type[Model], tmp_path: Path) -> None:
     assert state is not None
     if kind is Kept:
         assert state.backend.graphs <= 2  # before the dict has its keys, and from then on
-    assert not state.backend.breaks
+    if kind is not Counting:  # an index is compiled into the program that reads it
+        assert not state.backend.breaks
