@@ -21,6 +21,9 @@ from daceml_train.frontends.torch.results import example_of, is_whole
 
 def refuse_lost_writes(node: fx.Node, changed: fx.Node | None) -> None:
     """Raise if `node` changes `changed` in place and a functional trace would write something else."""
+    operand = _tensor(node.args[0]) if _name(node) == "as_strided" and node.args else None
+    if operand is not None and operand.requires_grad and not is_whole(operand):
+        raise Unsupported("as_strided of a part of a tensor that has a gradient", where=str(origin(node)))
     if changed is None or not isinstance(_tensor(changed), torch.Tensor):
         return
     where = str(origin(node))
@@ -30,6 +33,10 @@ def refuse_lost_writes(node: fx.Node, changed: fx.Node | None) -> None:
         raise Unsupported("an in-place change of windows", where=where, advice="change the tensor they are taken from")
     if any(_detaches(n) and (seen := _tensor(n)) is not None and seen.requires_grad for n in _views(changed)):
         raise Unsupported("an in-place change of a detached tensor by values that have a gradient", where=where)
+    if any(
+        _name(n) == "as_strided" and (seen := _tensor(n)) is not None and seen.requires_grad for n in _views(changed)
+    ):
+        raise Unsupported("an in-place change of an as_strided view that has a gradient", where=where)
     for other in changed.graph.nodes:
         if _name(other) == "as_strided" and _same_memory(other, changed):
             operand = _tensor(other.args[0])

@@ -55,6 +55,14 @@ def test_values_with_a_gradient_written_to_a_detached_tensor(view: str) -> None:
     assert not found.wrong and "detached" in found.breaks[0]
 
 
+def test_as_strided_beside_gradients() -> None:
+    part = ViewProgram(0, (3, 1, 4), ("plain", "plain"), ("v0 = x[0, 0:1].as_strided([3, 2], [3, 0], 4)",), ("v0",))
+    lines = ("v0 = torch.conv1d(b, w[:, :, :1])", "v1 = v0.as_strided([1], [1], 14)", "v1.mul_(-2.0)")
+    for program in (part, ViewProgram(0, (2, 3, 4), ("plain", "plain"), lines, ("v0",))):
+        found = check(program, "interpreted")
+        assert not found.wrong and "as_strided" in found.breaks[0]
+
+
 def test_a_base_in_another_layout_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(binding, "same_strides", lambda *_: True)
     longer = ("v1 = x + 1.0", *COLUMN.lines, "v2 = v1.sum(0)")
