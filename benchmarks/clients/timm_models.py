@@ -73,6 +73,8 @@ def network(name: str, way: Way) -> None:
     for module in made.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        if hasattr(module, "drop_prob"):  # of whole branches: `DropPath`
+            module.drop_prob = 0.0
     net = way.optimize(made)  # changed
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(0)
