@@ -80,9 +80,9 @@ def tiled(kernel: Kernel, operands: Sequence[Layout], results: Sequence[Layout])
     except Refused:
         return None
     nest = _Nest(domain, operands, results)
-    if not windows and (nest.terms > SHORT or nest.whole == ()):
+    if not nest.fits():  # sizes that are not known among others
         return None
-    if not nest.fits():
+    if not windows and (nest.terms > SHORT or nest.whole == ()):
         return None
     if not nest.reductions:
         return nest.copy()

@@ -187,7 +187,8 @@ def test_an_update_of_two_parameters_uses_up_one_gradient_in_parts() -> None:
         %q, %s = kernel(x0=%p, x1=%d, x2=%t, x3=%e) {
           %v0 = sub(%x0, %x1)
           %v1 = sub(%x2, %x3)
-          yield %v0 over %x0, %v1 over %x2
+          %v2 = sub(%v1, %x1)
+          yield %v0 over %x0, %v2 over %x2
         }
         write p <- %q
         write t <- %s
