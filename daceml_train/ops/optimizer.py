@@ -297,9 +297,7 @@ def correction(beta: Option, step: Value) -> Value:
 
 
 def lerp(start: Value, end: Value, weight: Option) -> Value:
-    """`torch.lerp`: from the nearer end, so both ends are exact."""
+    """`torch.lerp`: from the nearer end, so both ends are exact; by a weight that is an operand, from the start."""
     if isinstance(weight, Value):
-        from_start = weight.compare("lt", 0.5)
-        factor = from_start.where(weight, weight - 1.0).cast(start.dtype)
-        return from_start.where(start, end) + (end - start) * factor
+        return start + (end - start) * at(weight, start)
     return start + (end - start) * weight if weight < 0.5 else end - (end - start) * (1 - weight)

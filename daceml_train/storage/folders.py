@@ -113,9 +113,11 @@ def locked(parent: Path, prefix: str = BUILDING) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     owner = os.getpid()
     try:
-        with (folder / _LOCK).open("w") as lock:
+        unlocked = folder / f"{_LOCK}-new"  # `clear_dead` may look before it is locked
+        with unlocked.open("w") as lock:
             with contextlib.suppress(OSError):  # a file system without locks: then its age counts
                 fcntl.flock(lock, fcntl.LOCK_EX)
+            unlocked.rename(folder / _LOCK)
             yield folder
     finally:
         if os.getpid() == owner:

@@ -23,7 +23,7 @@ STEPS = 5
 
 
 def betas(t: int) -> dict[str, Any]:
-    """Both sides of 1/2, from which `torch.lerp` starts at its other end."""
+    """Both sides of 1/2, where `torch.lerp` starts from its other end and differs by rounding."""
     return {"betas": (0.2 + 0.15 * t, 0.9 + 0.01 * t), "eps": 1e-3 * (t + 1)}
 
 

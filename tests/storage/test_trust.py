@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pickle
 import subprocess
@@ -174,6 +175,21 @@ def test_what_a_killed_build_left_is_cleared(tmp_path: Path) -> None:
         assert list(kernels.iterdir()) == [alive] and not left.exists()
         assert clear_dead(kernels) == 0
     assert list(kernels.iterdir()) == []
+
+
+def test_a_build_that_has_not_locked_its_folder_yet_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = fcntl.flock
+
+    def late(file: int, how: int) -> None:
+        if how == fcntl.LOCK_EX:
+            assert clear_dead(tmp_path) == 0 and len(list(tmp_path.iterdir())) == 1
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with locked(tmp_path) as folder:
+        assert folder.is_dir() and clear_dead(tmp_path) == 0
 
 
 def test_a_failed_write_leaves_nothing_and_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

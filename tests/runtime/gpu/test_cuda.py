@@ -94,10 +94,11 @@ def restored() -> Iterator[None]:
     conv, rnn = CUDNN.conv.fp32_precision, CUDNN.rnn.fp32_precision
     reductions = MATMUL.allow_bf16_reduced_precision_reduction, MATMUL.allow_bf16_reduced_precision_reduction_split_k
     precision, benchmark = MATMUL.fp32_precision, CUDNN.benchmark
-    yield
-    MATMUL.fp32_precision, CUDNN.conv.fp32_precision, CUDNN.rnn.fp32_precision = precision, conv, rnn
-    MATMUL.allow_bf16_reduced_precision_reduction = reductions
-    CUDNN.benchmark = benchmark
+    with getattr(torch.backends, "__allow_nonbracketed_mutation")():  # PyTorch's own tests, once imported, forbid it
+        yield
+        MATMUL.fp32_precision, CUDNN.conv.fp32_precision, CUDNN.rnn.fp32_precision = precision, conv, rnn
+        MATMUL.allow_bf16_reduced_precision_reduction = reductions
+        CUDNN.benchmark = benchmark
     torch.backends.cuda.enable_flash_sdp(True)
     torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("highest")
