@@ -157,6 +157,7 @@ class BoundStep:
         scaling = self._scaler_state(next(iter(by_name.values())).device)
         state = [scaling[name] if name in SCALER else self._state(by_name[p], name) for p, name in step.state]
         numbers = self.bound_optimizer.tensors
+        number_of = {id(tensor): i for i, tensor in enumerate(numbers)}
         further = iter([*numbers, *state])
         self.addresses = (ctypes.c_void_p * len(program.inputs))()
         self.inputs: list[torch.Tensor] = [_NOTHING] * len(program.inputs)
@@ -196,7 +197,7 @@ class BoundStep:
             else:
                 tensor = next(further)
                 check_state(entry, tensor, strides)
-                number = next((i for i, own in enumerate(numbers) if own is tensor), None)
+                number = number_of.get(id(tensor))
                 if number is not None:
                     self.host_positions.append(position)
                     self.number_positions[position] = number

@@ -54,7 +54,7 @@ class UpdateGoal(Goal):
 
 
 class BoundUpdate:
-    """An update bound to the parameters and the state of an optimizer; only gradients and learning rates change."""
+    """An update bound to the parameters and the state of an optimizer; gradients and hyper-parameters change."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, settings: Settings, names: dict[int, str], graded: Sequence[int]
@@ -69,13 +69,13 @@ class BoundUpdate:
         program = self.executable.program
         self.plan = self.executable.plan([])
         held: dict[str, torch.Tensor] = dict(by_name)
-        added = [n for n in joint.graph.inputs if n not in held and n not in set(map(gradient_name, by_name))]
+        positions = {gradient_name(t.parameter): i for i, t in enumerate(trained)}
+        added = [n for n in joint.graph.inputs if n not in held and n not in positions]
         held |= zip(added, self.guard.tensors, strict=False)
         del added[: len(self.guard.tensors)]
         held |= {n: optimizer.state[by_name[p]][s] for n, (p, s) in zip(added, joint.state, strict=True)}
         self.addresses = (ctypes.c_void_p * len(program.inputs))()
         self.gradients: list[tuple[int, int]] = []
-        positions = {gradient_name(t.parameter): i for i, t in enumerate(trained)}
         self.alive = []
         written = []
         for position, entry in enumerate(program.inputs):
