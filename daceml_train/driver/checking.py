@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed
 
+from daceml_train.driver.distribution import warn_of_others
 from daceml_train.errors import Invalid
 from daceml_train.lowering.device import Device
 from daceml_train.runtime.placement import common_device
@@ -36,13 +35,7 @@ def check(model: Any, loss: Any, optimizer: Any) -> None:
             "LBFGS computes loss and gradients several times per step, which a training step does once",
             advice="compile the model, daceml_train.optimize(model), and call optimizer.step(closure)",
         )
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        warnings.warn(
-            f"a daceml_train training step reduces no gradients over the {distributed.get_world_size()} processes of "
-            "torch.distributed: each trains on its own; put DistributedDataParallel around daceml_train.optimize(...)",
-            stacklevel=4,
-        )
+    warn_of_others(model, stacklevel=4)
 
 
 def loss_of(output: Any) -> Any:

@@ -21,6 +21,7 @@ from daceml_train.driver.bound_optimizer import step_hooks
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks, hook_tables
 from daceml_train.driver.capture_only import CapturedCall, CaptureDone, inside_module, loss_first
 from daceml_train.driver.checking import check, check_tensors, device_of, kind_of, refuse_mixed_devices
+from daceml_train.driver.distribution import parallel_wrapper
 from daceml_train.driver.events import first_line
 from daceml_train.driver.goals import WholeStep, compile_step
 from daceml_train.driver.options import ScheduleKind
@@ -250,6 +251,9 @@ class TrainingStep(InPieces):
         check_tensors(flat)
         self._watch_hooks()
         if key in self._in_pieces:
+            return None
+        if (wrapped := parallel_wrapper(self.model)) is not None:
+            self._break(key, wrapped)
             return None
         scope = {"self": self, "inputs": inputs, "targets": targets}
         captures = self._captures

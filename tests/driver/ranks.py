@@ -1,0 +1,73 @@
+"""Processes of `torch.distributed` for tests: two that stay, and run one function after the other."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PATIENCE = 60
+"""Seconds after which a collective without its partners, and a process without an answer, is an error."""
+
+
+class RankFailed(AssertionError):
+    """A function raised on a rank."""
+
+
+class Ranks:
+    """`world` processes in one group of gloo. Functions are found by name, so they stand at the top of a module."""
+
+    def __init__(self, folder: Path, world: int = 2) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipes, self.processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            arguments = (rank, world, f"file://{folder}/store", theirs)
+            self.processes.append(context.Process(target=_serve, args=arguments, daemon=True))
+            self.processes[-1].start()
+            self.pipes.append(ours)
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What `function(rank, *arguments)` returns on each rank."""
+        for pipe in self.pipes:
+            pipe.send((function, arguments))
+        answers = []
+        for rank, pipe in enumerate(self.pipes):
+            assert pipe.poll(PATIENCE), f"rank {rank} does not answer {function.__name__}"
+            answers.append(pipe.recv())
+        for rank, (failed, answer) in enumerate(answers):
+            if failed:
+                raise RankFailed(f"rank {rank} of {function.__name__}:\n{answer}")
+        return [answer for _, answer in answers]
+
+    def close(self) -> None:
+        """End the processes."""
+        for process, pipe in zip(self.processes, self.pipes, strict=True):
+            pipe.close()
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+
+
+def _serve(rank: int, world: int, store: str, pipe: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world)
+    torch.set_num_threads(1)
+    patience = datetime.timedelta(seconds=PATIENCE)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=patience)
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            torch.manual_seed(0)
+            pipe.send((False, function(rank, *arguments)))
+        except BaseException:
+            pipe.send((True, traceback.format_exc()))

@@ -1,0 +1,98 @@
+"""Training steps in several processes: what is not reduced is said, and what PyTorch wraps trains as in PyTorch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import daceml_train as dt
+from tests.driver.ranks import Ranks
+
+pytestmark = pytest.mark.compiled
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    made = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield made
+    made.close()
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(6, 3, generator=generator), torch.randn(6, 2, generator=generator)
+
+
+def trained_by_pytorch(steps: int) -> list[Tensor]:
+    """The parameters after steps of one process on whole batches."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def whole(p: Tensor) -> Tensor:
+    return (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+
+
+def wrapped(rank: int, how: str) -> tuple[list[str], list[str], list[Tensor]]:
+    """Warnings, breaks, and parameters of a step of a model that PyTorch makes parallel."""
+    model: Any = network()
+    inside = nn.Sequential(DistributedDataParallel(model)) if how == "inside" else DistributedDataParallel(model)
+    stepped: Any = fully_shard(model) if how == "fully_shard" else inside
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step = dt.training_step(stepped, F.mse_loss, optimizer)
+        for number in range(2):
+            x, y = (t[3 * rank : 3 * rank + 3] for t in batch(number))
+            step(x, y)
+    return [str(w.message) for w in caught], step.breaks, [whole(p) for p in model.parameters()]
+
+
+def alone(rank: int) -> list[str]:
+    """The warnings of a step that reduces nothing."""
+    model = network()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dt.training_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "said"), [
+    ("wrapped", "the model is a DistributedDataParallel, which reduces gradients in hooks"),
+    ("inside", "its module '0' is a DistributedDataParallel"),
+    ("fully_shard", "the model is a FSDPModule, which gathers parameters"),
+])  # fmt: skip
+def test_what_pytorch_makes_parallel_trains_in_pieces_and_says_so(ranks: Ranks, how: str, said: str) -> None:
+    expected = trained_by_pytorch(2)
+    for warned, breaks, found in ranks(wrapped, how):
+        assert len(breaks) == 1 and said in breaks[0]
+        assert not any("reduces no gradients" in text for text in warned)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.slow
+def test_a_step_that_reduces_nothing_warns_on_every_rank(ranks: Ranks) -> None:
+    for warned in ranks(alone):
+        (text,) = warned
+        assert "reduces no gradients over the 2 processes" in text
