@@ -48,18 +48,18 @@ class UpdateInPlace(Pass):
             kernel = as_kernel(node)
             if kernel is None and not rows:
                 continue
-            pairs: list[tuple[int, int]] = []
+            pairs = []
             for position, name in enumerate(node.outputs):
                 target = targets.get(name, "")
                 if target not in node.inputs or (graph.tensors[name].rank == 0 and not _only_scalars(graph, node)):
                     continue
                 once = [base[i] for i in node.inputs].count(target) == 1
-                pair = (position, node.inputs.index(target))
                 if once and target not in seen and (kernel is None or alike(graph, name, target)):
                     others = [r for r in readers[target] if r != index]
-                    free = not others or max(others) < index or not later(node, graph, base, readers)
-                    if free and (kernel is None or can_store(graph, blocks, node, kernel, (*pairs, pair))):
-                        pairs.append(pair)
+                    if not others or max(others) < index or not later(node, graph, base, readers):
+                        pairs.append((position, node.inputs.index(target)))
+            if kernel is not None:
+                pairs = storable(graph, blocks, node, kernel, pairs)
             if pairs:
                 nodes[index] = replace(node, op=over(node.op if kernel is None else kernel, tuple(pairs)))
                 needs = [made[i] for i in node.inputs if i in made]
@@ -73,6 +73,23 @@ class UpdateInPlace(Pass):
 def _only_scalars(graph: Graph, node: Node) -> bool:
     """Whether a node has no larger arrays; otherwise, another thread may still read the old value."""
     return not any(graph.tensors[name].rank for name in (*node.inputs, *node.outputs))
+
+
+def storable(
+    graph: Graph, blocks: Blocks, node: Node, kernel: Kernel, pairs: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """The (result, argument) pairs that a kernel can store together.
+
+    Planning kernels is what this pass spends its time on, and nearly every update can be stored in full: all pairs
+    are tried at once before one by one.
+    """
+    if not pairs or can_store(graph, blocks, node, kernel, tuple(pairs)):
+        return pairs
+    kept: list[tuple[int, int]] = []
+    for pair in pairs:
+        if can_store(graph, blocks, node, kernel, (*kept, pair)):
+            kept.append(pair)
+    return kept
 
 
 def can_store(graph: Graph, blocks: Blocks, node: Node, kernel: Kernel, pairs: tuple[tuple[int, int], ...]) -> bool:

@@ -7,8 +7,10 @@ import pytest
 from daceml_train.graph.graph import Graph
 from daceml_train.lowering.lower import lower
 from daceml_train.lowering.program import CopyLaunch, KernelLaunch
+from daceml_train.ops.kernel import Kernel
 from daceml_train.transformations.fusion.producer_consumer import FuseElementwise, FuseEpilogue, FuseIntoReduction
 from daceml_train.transformations.fusion.siblings import FuseSiblings
+from daceml_train.transformations.global_movement import update_in_place
 from daceml_train.transformations.global_movement.scalar_updates import MOST, with_scalar_updates
 from daceml_train.transformations.global_movement.update_in_place import UpdateInPlace
 from tests.transformations.checking import check_same, program
@@ -90,6 +92,17 @@ def test_step_counters_are_one_kernel() -> None:
     assert launches(graph) == (6, 0)
     (counters,) = [node for node in graph.nodes if len(node.outputs) == 5]
     assert all(graph.tensors[name].rank == 0 for name in (*counters.inputs, *counters.outputs))
+
+
+def test_a_kernel_of_many_results_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One result more at a time would plan it as often as it has results."""
+    planned = []
+    can_store = update_in_place.can_store
+    monkeypatch.setattr(update_in_place, "can_store", lambda *inputs: planned.append(inputs) or can_store(*inputs))
+    graph = updated(*steps(40))
+    kernels = [node.op for node in graph.nodes if isinstance(node.op, Kernel) and node.op.updates]
+    assert max(len(kernel.updates) for kernel in kernels) == 40
+    assert len(planned) == len(kernels)
 
 
 def test_many_step_counters_are_several_kernels() -> None:
