@@ -12,6 +12,7 @@ from typing import Any, Unpack
 
 import torch
 
+from daceml_train.driver.distribution import Mesh, begin_as_equals, ranks_of, warn_of_others
 from daceml_train.driver.micro_batches import MicroBatchedStep, Reduction
 from daceml_train.driver.module import Backend, optimized
 from daceml_train.driver.options import OptionKeywords, Options, chosen, current, takes_options
@@ -54,6 +55,7 @@ def training_step(
     norm_type: float = 2.0,
     clip_value: float | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    mesh: Mesh = None,
     options: Options | None = None,
     **keywords: Unpack[OptionKeywords],
 ) -> TrainingStep:
@@ -82,6 +84,9 @@ def training_step(
         scaler: torch.amp.GradScaler | None = None
             Scale the loss, unscale the gradients before they are clipped, leave the update out where one is not
             finite, and adapt the scale.
+        mesh: DeviceMesh | ProcessGroup | Literal[False] | None = None
+            The processes that train together, each on its part of the batch: all begin with the parameters of the
+            first one, and gradients and the returned loss are means over them. `False`: each trains alone.
     """
     others = [n for n, p in inspect.signature(training_step).parameters.items() if p.kind is p.KEYWORD_ONLY]
     found = chosen("training_step", options, keywords, others)
@@ -96,11 +101,20 @@ def training_step(
             f"{type(optimizer).__name__} evaluates the loss several times per step, a training step does so once",
             advice="call optimizer.step(closure) with a closure around optimize(model)",
         )
+    ranks = None if mesh is None else ranks_of(mesh, model)
+    step: TrainingStep
     if micro_batches != 1:
         if keep_gradients:
             raise Invalid("keep_gradients and micro_batches exclude each other: no call has the whole gradient")
-        return MicroBatchedStep(model, loss, optimizer, settings, micro_batches, reduction, clipping, scaler, schedule)
-    return TrainingStep(model, loss, optimizer, settings, keep_gradients, clipping, scaler, schedule)
+        step = MicroBatchedStep(model, loss, optimizer, settings, micro_batches, reduction, clipping, scaler, schedule)
+    else:
+        step = TrainingStep(model, loss, optimizer, settings, keep_gradients, clipping, scaler, schedule)
+    if ranks is not None:
+        step.ranks = ranks
+        begin_as_equals(ranks, [m for m in (model, loss) if isinstance(m, torch.nn.Module)], optimizer)
+    elif mesh is None:
+        warn_of_others(model, stacklevel=2)
+    return step
 
 
 def load_onnx(

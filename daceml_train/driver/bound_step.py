@@ -23,6 +23,7 @@ from daceml_train.driver.bound_optimizer import (
     step_hooks,
 )
 from daceml_train.driver.denominators import Denominators
+from daceml_train.driver.distribution import described, rows_of
 from daceml_train.driver.goals import WholeStep
 from daceml_train.errors import DeviceMismatch, ExecutionError, Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured
@@ -33,6 +34,7 @@ from daceml_train.runtime.bound_plan import BoundPlan
 from daceml_train.runtime.gpu.cuda_graph import CudaGraphs, HostScalars
 from daceml_train.runtime.gpu.plan import DevicePlan
 from daceml_train.runtime.native_library import Leaves
+from daceml_train.runtime.ranks import Ranks, communicating
 from daceml_train.training.gradients import SCALER, scaler_state, scaling_of
 from daceml_train.training.joint import ACCUMULATED
 
@@ -108,6 +110,7 @@ class BoundStep:
         accumulated: Mapping[int, torch.Tensor],
         scaler: torch.amp.GradScaler | None = None,
         cuda_graphs: CudaGraphs | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.cuda_graphs, self.device = cuda_graphs, step.executable.device
         self.accumulated, self.scaler, self.scaling = accumulated, scaler, scaling_of(scaler)
@@ -132,6 +135,10 @@ class BoundStep:
         self.trained = [by_name[name] for name in step.trained]
         self.kept = [by_name[name] for name in step.gradients]
         self.first = bool(step.made)
+        self.mean: torch.Tensor | None = None
+        """The mean of the last call's losses over all ranks."""
+        self.ranks, self.described = ranks, described(program, step.trained) if ranks else ""
+        self.exchanges = "\nall_reduce" in self.described
 
     # ---- binding ------------------------------------------------------------------------------------------------
     def _observe(self, modules: Sequence[torch.nn.Module]) -> None:
@@ -300,11 +307,13 @@ class BoundStep:
         on_device = self.bound_optimizer.refresh()
         if self.seed is not None:
             self.seed.random_()
+            if self.ranks is not None:
+                self.seed.bitwise_xor_(self.ranks.rank * _ODD)  # other numbers on each rank
         for place, draw, strides in self.draws.values():
             alive.append(tensor := _in_strides(draw(self.sizes), strides))
             self._put(place, tensor)
         try:
-            outputs = self._launch(on_device)
+            outputs = self._run(on_device, flat)
         except ExecutionError as error:
             error.add_note("The step failed half-way: parameters and optimizer state may be partly updated.")
             raise
@@ -318,6 +327,7 @@ class BoundStep:
             for parameter, gradient in zip(self.kept, outputs[1:], strict=False):
                 parameter.grad = _laid_out_like(parameter, gradient)
         self.norm = outputs.pop() if self.step.norm else None
+        self.mean = outputs.pop() if self.step.mean else None
         if self.first:
             states = outputs[1 + len(self.kept) :]
             owners = dict(zip(self.step.trained, self.trained, strict=True))
@@ -325,6 +335,13 @@ class BoundStep:
                 self.optimizer.state[owners[owner]][name] = _laid_out_like(owners[owner], tensor)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at
         return outputs[0]
+
+    def _run(self, on_device: Sequence[tuple[int, torch.Tensor]], flat: Sequence[Any]) -> list[torch.Tensor]:
+        if self.ranks is None or not self.exchanges:
+            return self._launch(on_device)
+        self.ranks.begin(self.described, rows_of(flat), bytes(self.bound_optimizer.values))
+        with communicating(self.ranks):
+            return self._launch(on_device)
 
     def _launch(self, on_device: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Tensor]:
         if self.host is None:
@@ -337,6 +354,9 @@ class BoundStep:
         moving += [f.position for f in self.followed if f.moving]  # another tensor at each call
         return self.cuda_graphs.run(self, self.plan, self.inputs, moving)
 
+
+_ODD = 0x1E3779B97F4A7C15
+"""What distinguishes the random numbers of ranks."""
 
 _NOTHING = torch.empty(0)
 """Where a call puts its own tensor."""

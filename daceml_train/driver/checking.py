@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from daceml_train.driver.distribution import warn_of_others
 from daceml_train.errors import Invalid
 from daceml_train.lowering.device import Device
 from daceml_train.runtime.placement import common_device
@@ -23,7 +22,7 @@ def check_tensors(flat: Sequence[Any]) -> None:
 
 
 def check(model: Any, loss: Any, optimizer: Any) -> None:
-    """Raise `Invalid` for arguments of another type, and warn where several processes train."""
+    """Raise `Invalid` for arguments of another type."""
     if not isinstance(model, torch.nn.Module):
         raise Invalid(f"model must be a torch.nn.Module, given {type(model).__name__}")
     if loss is not None and not callable(loss):
@@ -35,7 +34,6 @@ def check(model: Any, loss: Any, optimizer: Any) -> None:
             "LBFGS computes loss and gradients several times per step, which a training step does once",
             advice="compile the model, daceml_train.optimize(model), and call optimizer.step(closure)",
         )
-    warn_of_others(model, stacklevel=4)
 
 
 def loss_of(output: Any) -> Any:

@@ -1,13 +1,19 @@
-"""A training step where several processes train: what wraps a model for them, and what a step alone does not do."""
+"""A training step where several processes train: what `mesh=` stands for, and how the ranks begin as equals."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from daceml_train.errors import Unsupported
+from daceml_train.errors import Invalid, Unsupported
+from daceml_train.lowering.program import CallLaunch, Program
+from daceml_train.runtime.ranks import Ranks
 
 PARALLEL = {
     "DistributedDataParallel": "reduces gradients",
@@ -15,6 +21,12 @@ PARALLEL = {
     "FullyShardedDataParallel": "gathers parameters and scatters gradients",
 }
 """PyTorch's wrappers of modules for several processes, and what they do in hooks of autograd."""
+
+Mesh = dist.device_mesh.DeviceMesh | dist.ProcessGroup | Literal[False] | None
+"""The processes that train together; see `training_step`."""
+
+MESSAGE = 25 << 20
+"""Bytes that are sent at once where parameters and buffers are made equal."""
 
 
 def processes() -> int:
@@ -28,7 +40,10 @@ def parallel_wrapper(model: nn.Module) -> Unsupported | None:
         for name in (c.__name__ for c in type(module).__mro__ if c.__module__.startswith("torch.")):
             if name in PARALLEL:
                 where = f"its module {path!r}" if path else "the model"
-                return Unsupported(f"{where} is a {name}, which {PARALLEL[name]} in hooks of PyTorch's autograd")
+                return Unsupported(
+                    f"{where} is a {name}, which {PARALLEL[name]} in hooks of PyTorch's autograd",
+                    advice="give training_step the module itself, and mesh=",
+                )
     return None
 
 
@@ -37,6 +52,109 @@ def warn_of_others(model: nn.Module, stacklevel: int) -> None:
     if processes() > 1 and parallel_wrapper(model) is None:
         warnings.warn(
             f"a daceml_train training step reduces no gradients over the {processes()} processes of "
-            "torch.distributed: each trains on its own; put DistributedDataParallel around daceml_train.optimize(...)",
+            "torch.distributed: each trains on its own; pass mesh= (a device mesh or a process group) to train "
+            "together, or mesh=False if this is meant",
             stacklevel=stacklevel + 1,
         )
+
+
+def ranks_of(mesh: Any, model: nn.Module) -> Ranks | None:
+    """The processes of a device mesh or a process group; None for no mesh, and where this process is the only one."""
+    if mesh is None or mesh is False:
+        return None
+    group = mesh
+    if isinstance(mesh, dist.device_mesh.DeviceMesh):
+        if mesh.ndim != 1:
+            raise Invalid(
+                f"a training step reduces gradients over a mesh of one dimension, given {mesh.ndim}",
+                advice=f"name one: mesh[{(mesh.mesh_dim_names or ('dp',))[0]!r}]",
+            )
+        group = mesh.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        given = type(mesh).__name__ if mesh != dist.GroupMember.NON_GROUP_MEMBER else "one that this process is not in"
+        raise Invalid(f"mesh is a device mesh or a process group, given {given}")
+    if (wrapped := parallel_wrapper(model)) is not None:
+        raise Invalid(wrapped.message, advice="with mesh=, give training_step the module itself")
+    return Ranks(group) if group.size() > 1 else None
+
+
+def begin_as_equals(ranks: Ranks, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+    """Give all ranks the parameters, buffers and optimizer state of rank 0.
+
+    Raises `RankError`, on all ranks, if their models or optimizers have other parameters or options.
+    """
+    with ranks.step():
+        named = dict(_named(modules, optimizer))
+        for name, tensor in named.items():
+            if is_lazy(tensor):
+                raise Invalid(f"{name} has no size yet", advice="call the model once before training_step")
+        lines = [f"{name} {list(t.shape)} {t.dtype} trains={t.requires_grad}" for name, t in named.items()]
+        for group in optimizer.param_groups:
+            options = ", ".join(f"{k}={v}" for k, v in group.items() if k != "params")
+            lines.append(f"{type(optimizer).__name__} of {len(group['params'])} parameters, {options}")
+        ranks.begin("\n".join(lines), 0)
+        ranks.agreed()
+        for part in _messages(named.values()):
+            pieces = [t.detach().contiguous().view(-1).view(torch.uint8) for t in part]
+            message = torch.cat(pieces).to(ranks.device)
+            ranks.broadcast(message)
+            if ranks.rank:
+                for tensor, piece in zip(part, message.split([p.numel() for p in pieces]), strict=True):
+                    tensor.detach().copy_(piece.to(tensor.device).clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _named(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that a step reads and changes, each once."""
+    seen: set[int] = set()
+    found: list[tuple[str, Any]] = []
+    for module in modules:
+        found += [*module.named_parameters(), *module.named_buffers()]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    found += [(f"parameter {number} of the optimizer", p) for number, p in enumerate(parameters)]
+    for number, parameter in enumerate(parameters):
+        state = optimizer.state.get(parameter, {})
+        found += [(f"{name} of parameter {number}", value) for name, value in state.items()]
+    for name, value in found:
+        if isinstance(value, torch.Tensor) and id(value) not in seen:
+            seen.add(id(value))
+            yield name, value
+
+
+def _messages(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    part: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if part and size + tensor.nbytes > MESSAGE:
+            yield part
+            part, size = [], 0
+        part.append(tensor)
+        size += tensor.nbytes
+    if part:
+        yield part
+
+
+def described(program: Program, trained: Sequence[str]) -> str:
+    """What all ranks must have in common: the parameters that a program updates, and its collectives, in order."""
+    inputs = {entry.name: entry for entry in program.inputs}
+    lines = [f"{inputs[name].path or name} {list(inputs[name].shape)}" for name in trained]
+    for launch in program.launches:
+        if isinstance(launch, CallLaunch) and launch.target == "daceml::all_reduce":
+            x, position = launch.arguments
+            lines.append(f"all_reduce {position} of {list(x.shape)} {x.dtype.name}")
+    return "\n".join(lines)
+
+
+def reduce_in_pieces(ranks: Ranks, parameters: Sequence[torch.Tensor], rows: int) -> None:
+    """Replace the gradients of parameters by their means over all ranks."""
+    numbered = [(number, p.grad) for number, p in enumerate(parameters) if p.grad is not None]
+    if any(grad.layout is not torch.strided for _, grad in numbered):
+        raise Invalid("mesh= reduces dense gradients, and one is sparse", advice="make the embedding with sparse=False")
+    lines = [f"gradient {number} {list(grad.shape)}" for number, grad in numbered]
+    ranks.begin("\n".join(["a step in pieces, see its `breaks`", *lines]), rows)
+    for _, grad in numbered:
+        grad.copy_(ranks.mean(grad))
+
+
+def rows_of(flat: Sequence[Any]) -> int:
+    """The rows of a batch: the size of its first tensor along the first dimension."""
+    return next((leaf.shape[0] for leaf in flat if isinstance(leaf, torch.Tensor) and leaf.ndim), 0)

@@ -20,6 +20,7 @@ import torch.utils._pytree as pytree
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks
 from daceml_train.driver.capture_only import CapturedCall
 from daceml_train.driver.checking import device_of
+from daceml_train.driver.distribution import rows_of
 from daceml_train.driver.options import ScheduleKind
 from daceml_train.driver.settings import Settings
 from daceml_train.driver.step import Loss, TrainingStep
@@ -116,10 +117,11 @@ class MicroBatchedStep(_Part):
         trained, _ = super()._wanted(by_name, given)
         return [replace(t, accumulated=True, share=self.counts) for t in trained], []
 
-    def _step(self, inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:
+    def _local_step(self, inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:
         self.batch = self.accumulating.batch = inputs, targets
         try:
-            return self._parts(split(inputs, targets, self.count))
+            loss = self._parts(split(inputs, targets, self.count))
+            return loss if self.ranks is None else self.ranks.mean(loss)
         finally:
             self.batch = self.accumulating.batch = (), ()
 
@@ -162,7 +164,7 @@ class MicroBatchedStep(_Part):
             parameter.grad = None
         for parameter in trained:
             parameter.grad = self.accumulated[id(parameter)]
-        self._update_in_pieces()
+        self._update_in_pieces(rows_of(pytree.tree_leaves(self.batch)))
         for parameter in parameters:
             parameter.grad = None
 
@@ -178,7 +180,7 @@ class MicroBatchedStep(_Part):
             loss = self._loss_in_pieces(None, inputs, targets) * share
             self._backward_in_pieces(loss)
             total = loss.detach() if total is None else total + loss.detach()
-        self._update_in_pieces()
+        self._update_in_pieces(rows_of(pytree.tree_leaves(self.batch)))
         for parameter in parameters:
             parameter.grad = None
         assert total is not None

@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from daceml_train.driver.checking import loss_of
+from daceml_train.driver.distribution import reduce_in_pieces, rows_of
 from daceml_train.driver.module import optimized, state_of
 from daceml_train.driver.settings import Settings
 from daceml_train.frontends.torch.dynamo.tracing import describe
+from daceml_train.runtime.ranks import Ranks
 from daceml_train.training.gradients import Clipping
 
 
@@ -26,6 +29,8 @@ class InPieces:
     clipping: Clipping
     scaler: torch.amp.GradScaler | None
     gradient_norm: torch.Tensor | None
+    ranks: Ranks | None = None
+    """The processes that train together, if there are several."""
     breaks: list[str]
     pieces: torch.nn.Module | None
     _in_pieces: dict[Any, str]
@@ -50,20 +55,22 @@ class InPieces:
         for parameter in parameters:
             parameter.grad = None
         self._backward_in_pieces(loss)
-        self._update_in_pieces()
+        self._update_in_pieces(rows_of(pytree.tree_leaves((inputs, targets))))
         if not self.keep_gradients:
             for parameter in parameters:
                 parameter.grad = None
         self._worked = self._worked or describe([inputs, *targets])
         self._warn(key)
-        return loss.detach()
+        return loss.detach() if self.ranks is None else self.ranks.mean(loss)
 
     def _backward_in_pieces(self, loss: torch.Tensor) -> None:
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
         scaled.backward()
 
-    def _update_in_pieces(self) -> None:
-        """Unscale, clip, update and adapt the scale in PyTorch."""
+    def _update_in_pieces(self, rows: int) -> None:
+        """Reduce the gradients of a batch of `rows` rows, unscale, clip, update and adapt the scale in PyTorch."""
+        if self.ranks is not None:
+            reduce_in_pieces(self.ranks, self._parameters(), rows)
         clipped = [p for group in self.optimizer.param_groups for p in group["params"]]
         if self.scaler is None:
             self.gradient_norm = self.clipping.apply(clipped)

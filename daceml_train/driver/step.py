@@ -6,6 +6,7 @@ cannot be one program runs in pieces: PyTorch's autograd and optimizer around th
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -146,6 +147,10 @@ class TrainingStep(InPieces):
                 return self._step(inputs, targets)
 
     def _step(self, inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:
+        with contextlib.nullcontext() if self.ranks is None else self.ranks.step():
+            return self._local_step(inputs, targets)
+
+    def _local_step(self, inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:
         key, flat, bound = self._find(inputs, targets)
         loss = None if bound is None else self._run_bound(key, flat, bound, inputs, targets)
         return self._run_in_pieces(key, inputs, targets) if loss is None else loss
@@ -182,7 +187,7 @@ class TrainingStep(InPieces):
             self._repeat_effects(bound, key, loss, inputs, targets)
         if bound.first:
             self._bound[key] = [way for way in self._bound.get(key, []) if way is not bound]
-        return loss
+        return loss if bound.mean is None else bound.mean
 
     def graph(self, inputs: Any, *targets: Any, forward: Pipeline | None = None) -> Graph:
         """The step on these arguments as operators: forward pass, gradients and update, after only the passes of level
@@ -364,7 +369,10 @@ class TrainingStep(InPieces):
         given = {id(t) for t in flat}
         if any(id(t) in given and t.requires_grad for t in by_name.values()):
             raise Unsupported("an argument requires a gradient")
-        step = self._compiled(captured, *self._wanted(by_name, given), device_of(self.model, by_name, flat), further)
+        device = device_of(self.model, by_name, flat)
+        if self.ranks is not None and isinstance(device, GPU):
+            raise Unsupported("collectives of a step on a GPU", advice="they run around the compiled model")
+        step = self._compiled(captured, *self._wanted(by_name, given), device, further)
         for name, entry in step.state:
             if entry not in SCALER:
                 self._make_state(by_name[name], entry)
@@ -382,6 +390,7 @@ class TrainingStep(InPieces):
             self.accumulated,
             self.scaler,
             self._new_cuda_graphs(step.executable.device),
+            self.ranks,
         )
 
     def _wanted(self, by_name: Mapping[str, torch.Tensor], given: set[int]) -> tuple[list[Trained], list[str]]:
@@ -402,7 +411,7 @@ class TrainingStep(InPieces):
         return trained, list(leaves) if self.keep_gradients else []
 
     def _gradients(self) -> GradientOptions:
-        return GradientOptions(self.clipping, scaling_of(self.scaler))
+        return GradientOptions(self.clipping, scaling_of(self.scaler), 1 if self.ranks is None else self.ranks.size)
 
     def _make_state(self, parameter: torch.Tensor, name: str) -> None:
         if name == ACCUMULATED:

@@ -288,6 +288,7 @@ CALLS: dict[str, Rule] = {
     "embedding_grad": lambda op, i, o: Call(
         "aten::embedding_dense_backward", (Operand(0), Operand(1), op.rows, op.padding_idx, False)
     ),
+    "all_reduce": lambda op, i, o: Call("daceml::all_reduce", (Operand(0), op.position)),
     "attention": _attention,
     "attention_grad": _attention_grad,
     "pad": _pad,

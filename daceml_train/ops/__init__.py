@@ -6,6 +6,7 @@ Importing this package registers every operator under its name.
 from daceml_train.ops import (
     adaptive_optimizers,
     attention,
+    collective,
     contraction,
     control,
     convolution,
@@ -34,6 +35,7 @@ from daceml_train.ops import (
 __all__ = [
     "adaptive_optimizers",
     "attention",
+    "collective",
     "contraction",
     "control",
     "convolution",

@@ -60,6 +60,8 @@ class GradientOptions:
 
     clipping: Clipping = Clipping()
     scaling: Scaling | None = None
+    ranks: int = 1
+    """The processes that train together: gradients are means over them before anything else happens to them."""
 
 
 PLAIN = GradientOptions()

@@ -14,6 +14,7 @@ from daceml_train.ops.optimizer import SGDUpdate
 from daceml_train.passes.base import without_dead_code
 from daceml_train.storage.storable import storable
 from daceml_train.tensor import DType, Tensor
+from daceml_train.training.distribution import means
 from daceml_train.training.gradients import PLAIN, SCALER, GradientOptions, clip, next_scale, unscale
 from daceml_train.training.optimizers import SCALARS, Update
 from daceml_train.training.sparse_gradients import refuse_sparse
@@ -49,7 +50,8 @@ class StepInterface:
     `hyperparameters` are additional float64 inputs: the learning rate `lr` of each group, and the options that updates
     are given, as (group, option). `state` names the additional inputs as (parameter, state
     name), where those without a parameter belong to the loss scaler. `gradients` and `made`, the state that first
-    steps create, are additional outputs; the last output is the `norm` of the gradients if the norm is clipped.
+    steps create, are additional outputs; then follow the `mean` of the loss over all processes that train together, if
+    it is computed, and the `norm` of the gradients, if it is clipped.
     """
 
     hyperparameters: list[tuple[int, str]] = field(default_factory=list)
@@ -58,6 +60,7 @@ class StepInterface:
     gradients: tuple[str, ...] = ()
     made: list[tuple[str, str]] = field(default_factory=list)
     norm: bool = False
+    mean: bool = False
     further: int = 0
     """How many outputs stand between the loss and the gradients: what the user's code keeps."""
 
@@ -100,6 +103,7 @@ def joint_graph(
     joint.trained = [t.parameter for t in entries]
     found |= {t.parameter: _accumulated(joint, t, found[t.parameter]) for t in entries}
     updated = [t for t in entries if not t.accumulates]
+    mean = _reduced(joint, loss, found, entries, options.ranks)
     gradients = [found[t.parameter] for t in updated]
     skip = None
     if options.scaling is not None and updated:
@@ -112,12 +116,32 @@ def joint_graph(
     graph.outputs = [loss.name, *kept, *(found[name].name for name in joint.gradients)]
     for entry in updated:
         _append_named(joint, entry, found[entry.parameter], hyper, skip)
+    if mean is not None:
+        joint.mean = True
+        graph.output(mean)
     if norm is not None:
         joint.norm = True
         graph.output(norm)
     joint.graph = without_dead_code(graph)
     refuse_sparse(joint.graph, joint.graph.outputs, _plain_descent)
     return joint
+
+
+def _reduced(
+    joint: Joint, loss: Value, found: dict[str, Value], entries: Sequence[Trained], ranks: int
+) -> Value | None:
+    """Replace the gradients by their means over all processes, but for those that are only accumulated.
+
+    Returns the mean of the loss, unless this is one of several losses of a step.
+    """
+    unfinished = {t.parameter for t in entries if t.accumulates}
+    names = [name for name in found if name not in unfinished]
+    if ranks == 1 or not names:
+        return None
+    losses = [] if any(t.accumulated for t in entries) else [loss]
+    reduced = means(joint.graph, [*(found[name] for name in names), *losses], ranks)
+    found |= zip(names, reduced, strict=False)
+    return reduced[-1] if losses else None
 
 
 def update_graph(trained: Sequence[Trained], tensors: Sequence[Tensor], paths: Sequence[str]) -> Joint:

@@ -1,0 +1,234 @@
+"""Ranks: the processes that train together, on a process group of PyTorch's.
+
+Every step begins with a row of numbers per rank, exchanged while the program computes: whether the rank runs the step
+at all, which collectives it runs, and how many rows its batch has. The first collective of the program waits for it.
+So ranks that differ stop before they exchange a gradient, with an error that names them. What a rank says beyond
+numbers (an error's text, the list of its collectives) is in the store of the process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from daceml_train.errors import ExecutionError
+
+SLICE = timedelta(seconds=1)
+"""How long a rank waits for the others before it looks whether one of them has failed."""
+GRACE = 3.0
+"""Seconds that a rank waits for a sign of life of the others once a connection is lost."""
+RUNS, FAILED = 1, 2
+_COLUMNS = 4
+
+
+class RankError(ExecutionError):
+    """The processes of a step cannot go on together; the message names the ranks and the cause."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, -1)
+
+
+class Ranks:
+    """The processes of `group` in the steps of one `TrainingStep`. Not thread-safe: a step runs alone."""
+
+    created = 0
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+        device = "cuda" if dist.get_backend(group) == dist.Backend.NCCL else "cpu"
+        self.device = torch.device(device)
+        self.store, self.prefix = group.get_group_store(), f"daceml_train/{Ranks.created}"
+        Ranks.created += 1  # equal on all ranks: steps are constructed in one order
+        self.broken = ""
+        """Why no further step can run: a rank failed after the ranks had begun to exchange gradients."""
+        self.error: RankError | None = None
+        """What a collective of the running program raised."""
+        self.steps = -1  # the construction of the step counts as 0
+        self._sent: tuple[torch.Tensor, Any] | None = None
+        self._begun = False
+        self._digests: dict[str, int] = {}
+
+    # ---- a step -------------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """One step of all ranks. An error inside it reaches the other ranks."""
+        if self.broken:
+            raise RankError(f"{self.broken}; start all processes from a checkpoint")
+        self.steps, self._begun, self._sent, self.error = self.steps + 1, False, None, None
+        try:
+            yield
+            self.agreed()
+        except RankError:
+            raise
+        except BaseException as error:
+            self._tell(error)
+            raise
+
+    def begin(self, described: str, rows: int, numbers: bytes = b"") -> None:
+        """Say that this rank runs the collectives that `described` lists, on a batch of `rows` rows, with these numbers
+        as the optimizer's hyper-parameters.
+        """
+        if not self._begun:
+            self._send(RUNS, self._digest(described), rows, zlib.crc32(numbers))
+
+    def agreed(self) -> None:
+        """Wait until all ranks have begun. Raises `RankError` if one of them failed, or if they differ."""
+        if self._sent is None:
+            return
+        (table, work), self._sent = self._sent, None
+        self.finish(work)
+        state, digest, rows, numbers = table.t().tolist()
+        if FAILED in state:
+            raise RankError(self._failure(state.index(FAILED)))
+        if len(set(digest)) > 1:
+            raise RankError(f"the ranks run different steps: {self._difference(digest)}")
+        if len(set(numbers)) > 1:
+            raise RankError("the ranks have different learning rates or other options of the optimizer")
+        if len(set(rows)) > 1:
+            given = ", ".join(f"{n} on rank {rank}" for rank, n in enumerate(rows))
+            raise RankError(
+                f"the ranks have batches of different sizes ({given} rows), so the mean of their gradients is not the "
+                "gradient of the whole batch; leave the last batch out (drop_last=True) or fill it up"
+            )
+
+    # ---- collectives --------------------------------------------------------------------------------------------
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Replace a dense tensor by its sum over all ranks."""
+        self.agreed()
+        self.finish(dist.all_reduce(tensor, group=self.group, async_op=True))
+
+    def mean(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The mean of a tensor over all ranks."""
+        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self.sum(total)
+        return total.div_(self.size)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Replace a dense tensor by that of rank 0."""
+        self.finish(dist.broadcast(tensor, group=self.group, group_src=0, async_op=True))
+
+    def finish(self, work: Any) -> None:
+        """Wait for a collective. Raises `RankError` if another rank has failed or is gone."""
+        if self.device.type != "cpu":
+            work.wait()
+            return
+        while True:
+            try:
+                work.wait(SLICE)
+                return
+            except RuntimeError as error:
+                for rank in range(self.size):
+                    if self._has("failed", rank):
+                        self._break(self._failure(rank))
+                if work.is_completed():
+                    gone = ", ".join(map(str, self._gone()))
+                    which = f"rank {gone} is gone" if gone else "a connection between ranks broke, or timed out,"
+                    self._break(f"{which} in step {self.steps} ({str(error).splitlines()[0]})")
+
+    # ---- what ranks say -----------------------------------------------------------------------------------------
+    def _send(self, state: int, digest: int = 0, rows: int = 0, numbers: int = 0) -> None:
+        table = torch.zeros((self.size, _COLUMNS), dtype=torch.int64, device=self.device)
+        table[self.rank] = torch.tensor([state, digest, rows, numbers])
+        self._begun, self._sent = True, (table, dist.all_reduce(table, group=self.group, async_op=True))
+
+    def _tell(self, error: BaseException) -> None:
+        """Let the other ranks know of an error of this one."""
+        text = f"{type(error).__name__}: {error}".split("\n\n")[0]
+        if self._begun:  # the others are at a collective that this rank does not reach
+            self.broken = f"rank {self.rank} raised {text} while it ran step {self.steps}"
+            self._put(f"failed/{self.rank}", self.broken)
+            return
+        self._put(f"raised/{self.rank}/{self.steps}", text)
+        self._send(FAILED)
+        with contextlib.suppress(RankError):
+            self.agreed()
+
+    def _failure(self, rank: int) -> str:
+        if self._has("failed", rank):
+            return self._get(f"failed/{rank}")
+        text = self._get(f"raised/{rank}/{self.steps}")
+        return f"rank {rank} raised {text}; no rank has updated a parameter in step {self.steps}"
+
+    def _break(self, message: str) -> NoReturn:
+        self.broken = message
+        raise RankError(message)
+
+    def _has(self, key: str, rank: int) -> bool:
+        return bool(self.store.check([f"{self.prefix}/{key}/{rank}"]))
+
+    def _put(self, key: str, text: str) -> None:
+        self.store.set(f"{self.prefix}/{key}", text)
+
+    def _get(self, key: str) -> str:
+        return str(self.store.get(f"{self.prefix}/{key}").decode())
+
+    def _gone(self) -> list[int]:
+        """The ranks that do not give a sign of life, which each rank does that loses a connection."""
+        self._put(f"alive/{self.rank}", "")
+        deadline = time.monotonic() + GRACE
+        gone = set(range(self.size))
+        while gone and time.monotonic() < deadline:
+            gone -= {rank for rank in gone if self._has("alive", rank)}
+            time.sleep(0.05)
+        return sorted(gone)
+
+    def _digest(self, described: str) -> int:
+        found = self._digests.get(described)
+        if found is None:
+            found = self._digests[described] = int.from_bytes(hashlib.sha256(described.encode()).digest()[:7], "big")
+            self._put(f"text/{self.rank}/{found}", described)
+        return found
+
+    def _difference(self, digests: Sequence[int]) -> str:
+        """Which ranks differ from rank 0, and what the first of them has that it has not, and the other way round."""
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        texts = [self._get(f"text/{rank}/{digests[rank]}").splitlines() for rank in (0, others[0])]
+        only = [[line for line in text if line not in other] for text, other in (texts, texts[::-1])]
+        said = ["; ".join(lines[:3]) or "nothing more" for lines in only]
+        named = ", ".join(map(str, others))
+        return f"rank {named} differs from rank 0, which has: {said[0]}; rank {others[0]} has: {said[1]}"
+
+
+_running = threading.local()
+
+
+@contextlib.contextmanager
+def communicating(ranks: Ranks) -> Iterator[None]:
+    """The collectives of programs that run inside are those of `ranks`. Its errors are raised as they are."""
+    _running.ranks = ranks
+    try:
+        yield
+    except ExecutionError as error:
+        if ranks.error is None:
+            raise
+        raise ranks.error from error
+    finally:
+        _running.ranks = None
+
+
+def _all_reduce(x: torch.Tensor, position: int) -> torch.Tensor:
+    """The sum of `x` over all ranks, in memory of its own: a collective that fails may write to it afterward."""
+    ranks: Ranks | None = getattr(_running, "ranks", None)
+    if ranks is None:
+        raise ExecutionError("a program with collectives runs outside a training step with mesh=", -1)
+    try:
+        total = x.clone(memory_format=torch.contiguous_format)
+        ranks.sum(total)
+    except RankError as error:
+        ranks.error = error
+        raise
+    return total
+
+
+_library = torch.library.Library("daceml", "FRAGMENT")
+_library.define("all_reduce(Tensor x, int position) -> Tensor")
+_library.impl("all_reduce", _all_reduce, "CPU")

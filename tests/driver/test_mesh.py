@@ -1,0 +1,187 @@
+"""`training_step(..., mesh=)`: two processes on halves of a batch against PyTorch on the whole of it."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+import daceml_train as dt
+from tests.driver.ranks import Ranks
+
+pytestmark = [pytest.mark.compiled, pytest.mark.slow]
+
+ROUNDING = {"rtol": 1e-5, "atol": 2e-6}
+"""The sum of two halves of a gradient is rounded otherwise than that of all rows, and AdamW divides by its root."""
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    made = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield made
+    made.close()
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm, self.out = nn.Embedding(30, 8), nn.LayerNorm(8), nn.Linear(8, 4)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.out(self.norm(self.table(words).mean(1)))
+
+
+def dense() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
+
+
+def images() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 5, 3, bias=False), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten(), nn.Linear(5 * 16, 4)
+    )
+
+
+def batch(model: str, step: int) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(step)
+    sizes = {"dense": (8, 6), "images": (8, 2, 6, 6)}
+    x = torch.randint(30, (8, 5), generator=g) if model == "Words" else torch.randn(sizes[model], generator=g)
+    return x, torch.randint(4, (8,), generator=g)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+}
+MODELS = {"dense": dense, "images": images, "Words": Words}
+
+
+def half(tensors: tuple[Tensor, ...], rank: int) -> tuple[Tensor, ...]:
+    return tuple(t[4 * rank : 4 * rank + 4] for t in tensors)
+
+
+def by_pytorch(kind: str, optimizer: str, clip_norm: float | None, steps: int) -> tuple[nn.Module, list[Any], Any]:
+    """Eager steps on whole batches, where batch norm sees each half by itself, as DistributedDataParallel has it."""
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    other = copy.deepcopy(model)
+    updates, told = OPTIMIZERS[optimizer](model.parameters()), []
+    for step in range(steps):
+        other.load_state_dict({**other.state_dict(), **dict(model.named_parameters())})
+        losses = []
+        for rank, replica in enumerate((model, other)):
+            replica.zero_grad()
+            x, y = half(batch(kind, step), rank)
+            losses.append(F.cross_entropy(replica(x), y))
+            losses[-1].backward()
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            if p.grad is not None:
+                p.grad = (p.grad + q.grad) / 2
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm) if clip_norm else None
+        updates.step()
+        told.append((sum(losses).detach() / 2, norm))
+    return model, told, updates
+
+
+def step_together(rank: int, kind: str, optimizer: str, options: dict[str, Any], steps: int) -> tuple[Any, ...]:
+    torch.manual_seed(rank)  # other parameters on each rank, until the step is made
+    model = MODELS[kind]()
+    if rank == 0:
+        torch.manual_seed(0)
+        model = MODELS[kind]()
+    given = init_device_mesh("cpu", (2,)) if kind == "dense" else dist.group.WORLD
+    step = dt.training_step(model, F.cross_entropy, OPTIMIZERS[optimizer](model.parameters()), mesh=given, **options)
+    told = []
+    for number in range(steps):
+        loss = step(*half(batch(kind, number), rank))
+        told.append((loss, step.gradient_norm))
+    kept = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return model.state_dict(), told, step.breaks, kept
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "options"),
+    [
+        ("dense", "sgd", {}),
+        ("dense", "adamw", {"micro_batches": 2}),
+        ("images", "adamw", {"clip_norm": 0.5}),
+        ("Words", "adamw", {"clip_norm": 0.05, "keep_gradients": True}),
+    ],
+)
+def test_ranks_train_as_one_process_on_the_whole_batch(
+    ranks: Ranks, kind: str, optimizer: str, options: dict[str, Any]
+) -> None:
+    theirs, expected, _ = by_pytorch(kind, optimizer, options.get("clip_norm"), 3)
+    found = ranks(step_together, kind, optimizer, options, 3)
+    names = [name for name, _ in theirs.named_parameters()]
+    for state, told, breaks, kept in found:
+        assert breaks == []
+        for name in names:
+            torch.testing.assert_close(state[name], theirs.state_dict()[name], **ROUNDING)
+            assert torch.equal(state[name], found[0][0][name])
+        for (loss, norm), (their_loss, their_norm) in zip(told, expected, strict=True):
+            torch.testing.assert_close(loss, their_loss, **ROUNDING)
+            torch.testing.assert_close(norm, their_norm, **ROUNDING)
+        if "keep_gradients" in options:
+            for ours, p in zip(kept, theirs.parameters(), strict=True):
+                torch.testing.assert_close(ours, p.grad, **ROUNDING)
+    for name, buffer in theirs.named_buffers():  # of the first rank, whose statistics are those of its own rows
+        torch.testing.assert_close(found[0][0][name], buffer, **ROUNDING)
+
+
+def differing(rank: int, how: str) -> str:
+    """The error of a rank whose model, step, batch or learning rate is not that of the other, and one more step."""
+    model = nn.Linear(6, 4 if how != "model" else 4 + rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = None
+    try:
+        step = dt.training_step(model, F.cross_entropy, optimizer, mesh=dist.group.WORLD)
+        before = copy.deepcopy(model.state_dict())
+        x, y = half(batch("dense", 0), rank)
+        if how == "rows":
+            x, y = x[rank:], y[rank:]
+        if how == "rate":
+            optimizer.param_groups[0]["lr"] = 0.1 + rank
+        if how == "trains":
+            model.weight.requires_grad = rank == 0
+        if how == "raises":
+            x = x[:, rank:]
+        if how == "class":
+            y = y + 10 * rank
+        step(x, y)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    else:
+        return "no error"
+    if step is not None and how != "class":
+        assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
+        model.weight.requires_grad, optimizer.param_groups[0]["lr"] = True, 0.1
+        step(*half(batch("dense", 1), rank))
+        after = [torch.empty_like(model.weight) for _ in range(2)]
+        dist.all_gather(after, model.weight.detach())
+        assert torch.equal(*after) and not torch.equal(after[0], before["weight"])
+    return text
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("model", r"rank 1 differs from rank 0, which has: weight \[4, 6\].*rank 1 has: weight \[5, 6\]"),
+        ("trains", r"rank 1 differs from rank 0, which has: .*weight.*rank 1 has: .*all_reduce 0 of \[5\]"),
+        ("rows", r"batches of different sizes \(4 on rank 0, 3 on rank 1 rows\)"),
+        ("rate", "different learning rates"),
+        ("raises", "rank 1 raised .*no rank has updated a parameter in step 1|shapes cannot be multiplied"),
+        ("class", "rank 1 raised OutOfRange.* while it ran step 1$|^OutOfRange: a target is out of bounds"),
+    ],
+)
+def test_ranks_that_differ_stop_with_an_error_that_names_them(ranks: Ranks, how: str, said: str) -> None:
+    for error in ranks(differing, how):
+        assert re.search(said, error, re.DOTALL), error
