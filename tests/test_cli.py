@@ -1,3 +1,4 @@
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -224,6 +225,38 @@ def test_doctor_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert main(["doctor"]) == 1
     assert "WRONG the C++ compiler 'no-such-compiler' does not run" in capsys.readouterr().out
+
+
+def _without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """The metadata of an environment in which a package is not installed."""
+    found = importlib.metadata.distribution
+
+    def distribution(name: str) -> importlib.metadata.Distribution:
+        if name == package:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
+
+
+@pytest.mark.compiled
+def test_a_source_tree_that_is_not_installed_works(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _without(monkeypatch, "daceml_train")
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert dt.__version__ in capsys.readouterr().out
+    assert main(["doctor"]) == 0
+    assert f"ok    numpy {importlib.metadata.version('numpy')}" in capsys.readouterr().out
+
+
+def test_doctor_names_a_missing_requirement(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _without(monkeypatch, "networkx")
+    assert main(["doctor"]) == 1
+    assert "WRONG networkx is not installed, networkx" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments", [[], ["report"], ["cache", "burn"], ["nonsense"]])

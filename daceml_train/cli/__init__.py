@@ -11,8 +11,8 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
 
+import daceml_train
 from daceml_train.cli import catalogue, debugging, doctor, reports, sessions
 from daceml_train.cli.failing import Failure
 from daceml_train.storage.folders import DUMP, writable_folder
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="daceml-train", description="A training compiler for PyTorch models, built on DaCe."
     )
-    parser.add_argument("--version", action="version", version=f"daceml_train {version('daceml_train')}")
+    parser.add_argument("--version", action="version", version=f"daceml_train {daceml_train.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for family in (reports, sessions, debugging, catalogue, doctor):
         family.add(commands)

@@ -6,8 +6,10 @@ import argparse
 import os
 import platform
 import subprocess
+import tomllib
 from collections.abc import Iterator
-from importlib.metadata import requires, version
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 from typing import Any
 
 from daceml_train.cli.failing import Failure
@@ -47,16 +49,31 @@ def _python() -> Iterator[str]:
 def _versions() -> Iterator[str]:
     from packaging.requirements import Requirement
 
-    for text in requires("daceml_train") or ():
+    for text in _requirements():
         wanted = Requirement(text)
         if wanted.marker is not None:
             continue
-        found = version(wanted.name)
+        try:
+            found = version(wanted.name)
+        except PackageNotFoundError:
+            raise Failure(f"{wanted.name} is not installed, {wanted.name}{wanted.specifier} is needed") from None
         if not wanted.specifier.contains(found, prereleases=True):
             raise Failure(f"{wanted.name} {found} is installed, {wanted.specifier} is needed")
         yield f"{wanted.name} {found}"
     if refused := refusal():
         raise Failure(refused)
+
+
+def _requirements() -> list[str]:
+    """What this package needs, from its installation or, in a source tree on the path, from the project file."""
+    try:
+        return requires("daceml_train") or []
+    except PackageNotFoundError:
+        project = Path(__file__).parents[2] / "pyproject.toml"
+        if not project.is_file():
+            raise Failure("daceml_train is not installed, and no pyproject.toml says what it needs") from None
+        needed: list[str] = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
+        return needed
 
 
 def _compiler() -> Iterator[str]:
@@ -109,7 +126,6 @@ def plugins() -> Iterator[str]:
 def _gpu() -> Iterator[str]:
     """A kernel is compiled for a GPU; where there is one, two layers are trained on it."""
     import tempfile
-    from pathlib import Path
 
     import torch
 
