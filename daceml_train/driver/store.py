@@ -37,15 +37,21 @@ def cached(graph: Graph, description: str, options: Settings, device: Device, bu
     foreign = source_key([*map(type, options.pipeline), *REGISTRY.values()])
     text = "\n".join([canonical_text(graph), description, str(options.pipeline), environment(), device.key, foreign])
     key = hashlib.sha256(text.encode()).hexdigest()
-    entry = None if options.dump else options.cache.load(key)
-    if entry is None:
+
+    def built() -> Entry:
+        begun = time.perf_counter()
         with _without_collection():
             entry = build()
-        entry.records[0].seconds["passes and lowering"] = time.perf_counter() - start
+        entry.records[0].seconds["passes and lowering"] = time.perf_counter() - begun
+        return entry
+
+    if options.dump:
+        entry = built()
         options.cache.store(key, entry)
-    else:
-        for record in entry.records:
-            record.warm, record.seconds = True, {"load": time.perf_counter() - start}
+        return entry
+    entry, loaded = options.cache.once(key, built)
+    for record in entry.records if loaded else ():
+        record.warm, record.seconds = True, {"load": time.perf_counter() - start}
     return cast(Entry, entry)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from daceml_train.runtime.encoding import Unencodable, decode, encode
 from daceml_train.storage.files import clear_partial, keep, sealed, unsealed
 from daceml_train.storage.folders import clear_dead, usable
 from daceml_train.storage.trust import warn_once
+from daceml_train.storage.turns import TURN, build_once, clear_turns
 
 LIMIT = 4 << 30
 """Bytes of all entries above which the least recently used are removed."""
@@ -74,10 +76,33 @@ class Cache:
         keep(path, sealed(text, path.name))
         self.evict()
 
+    def once(self, key: str, build: Callable[[], Any]) -> tuple[Any, bool]:
+        """The entry, loaded or else built and stored, and whether it was loaded.
+
+        Of all processes with this cache, one builds it; the others wait and load.
+        """
+        path = self._path(key)
+
+        def stored() -> tuple[Any, bool]:
+            entry = build()
+            self.store(key, entry)
+            return entry, False
+
+        def loaded() -> tuple[Any, bool] | None:
+            entry = self.load(key)
+            return None if entry is None else (entry, True)
+
+        if (found := loaded()) is not None:
+            return found
+        if usable(path.parent) != path.parent:  # nothing can be shared
+            return stored()
+        return build_once(path, loaded, stored)
+
     def evict(self) -> None:
         """Remove what killed processes left, and the least recently used files until the cache fits its limit."""
         self.clear_left()
-        files = [f for kind in ("programs", "kernels") for f in (self.folder / kind).glob("*") if f.is_file()]
+        found = (f for kind in ("programs", "kernels") for f in (self.folder / kind).glob("*") if f.is_file())
+        files = [file for file in found if not file.name.startswith(TURN)]
         status = []
         for file in files:
             try:
@@ -95,6 +120,8 @@ class Cache:
     def clear_left(self) -> int:
         """Remove what processes were building or writing when they were killed; return the bytes that were freed."""
         places = [self.folder, *(self.folder / kind for kind in ("programs", "kernels", "native"))]
+        for place in places:
+            clear_turns(place)
         return sum(clear_dead(place) + clear_partial(place) for place in places)
 
     def clear(self) -> int:

@@ -12,6 +12,7 @@ from daceml_train.codegen.compiler import compiler_command, run
 from daceml_train.errors import CompilerError, DacemlError
 from daceml_train.storage.files import replace, sealed, unsealed
 from daceml_train.storage.folders import cache_folder, locked, to_write, usable
+from daceml_train.storage.turns import build_once
 
 
 def build(source: Path, directory: Path, *, compiler: str | None = None) -> Path:
@@ -34,7 +35,7 @@ def build(source: Path, directory: Path, *, compiler: str | None = None) -> Path
     path = directory / f"{stem}-{hashlib.sha256(f'{shlex.join(command)}{version}'.encode()).hexdigest()[:12]}.so"
     if not is_intact(path):
         path = to_write(directory) / path.name
-        _compile(source, command, path)
+        build_once(path, lambda: is_intact(path) or None, lambda: _compile(source, command, path))
     return path
 
 
@@ -65,13 +66,14 @@ def _key(source: Path) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
-def _compile(source: Path, compiler: list[str], path: Path) -> None:
+def _compile(source: Path, compiler: list[str], path: Path) -> bool:
     """Compiles next to `path` under a temporary name, and renames: a reader never sees a partial library."""
     try:
         with locked(path.parent) as folder:
             library = folder / path.name
             _output([*compiler, *_compile_flags(), str(source), *_link_flags(), "-o", str(library)])
             replace(path, sealed(library.read_bytes(), path.name), 0o700)
+            return True
     except OSError as error:
         raise CompilerError(f"{path} cannot be written: {error}") from None
 

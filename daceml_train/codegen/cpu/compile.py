@@ -1,7 +1,8 @@
 """Compile: C++ texts to shared libraries in a cache folder, several at a time, each exactly once.
 
-A library is written under a temporary name and renamed, so readers never see a partial file, and processes that compile
-the same kernel do not interfere. Its name contains the kernel's key and a hash of compiler, flags and processor.
+A library is written under a temporary name and renamed, so readers never see a partial file. Processes that need the
+same kernel share the work: one compiles it, the others compile what is left, and wait. Its name contains the kernel's
+key and a hash of compiler, flags and processor.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from daceml_train.codegen.cpu.launch import KernelCode
 from daceml_train.errors import CompilerError, Rejected
 from daceml_train.storage.files import sealed, unsealed
 from daceml_train.storage.folders import locked, to_write, usable
+from daceml_train.storage.turns import Turn, build_once, turn
 
 FLAGS = (
     "-std=c++20",
@@ -110,10 +112,17 @@ def compile_kernels(
     done = 0
     pool = ThreadPoolExecutor(jobs or os.cpu_count() or 1)
     try:
-        futures = []
+        futures, waiting = [], []
         for code in missing:  # texts are generated here sequentially, while the compiler processes the previous ones
-            futures.append(pool.submit(build, code.source, paths[code.key], compiler))
-        for future in futures:
+            futures.append(pool.submit(_build_unless_busy, code.source, paths[code.key], compiler))
+        for code, future in zip(missing, futures, strict=True):
+            if not future.result():  # another process is at it: wait once nothing else is left to do
+                waiting.append(pool.submit(_wait_or_build, code.source, paths[code.key], compiler))
+                continue
+            done += 1
+            if progress is not None:
+                progress(done, len(missing))
+        for future in waiting:
             future.result()
             done += 1
             if progress is not None:
@@ -121,6 +130,22 @@ def compile_kernels(
     finally:
         pool.shutdown(cancel_futures=True)
     return paths
+
+
+def _build_unless_busy(source: str, path: Path, compiler: str | None) -> bool:
+    """Compile a text unless another process is compiling it; whether the library is there."""
+    with turn(path, wait=False) as state:
+        if state is not Turn.BUSY and not intact(path):
+            build(source, path, compiler)
+        return state is not Turn.BUSY
+
+
+def _wait_or_build(source: str, path: Path, compiler: str | None) -> bool:
+    def made() -> bool:
+        build(source, path, compiler)
+        return True
+
+    return build_once(path, lambda: intact(path) or None, made)
 
 
 def build(source: str, path: Path, compiler: str | None = None) -> None:

@@ -21,6 +21,7 @@ from daceml_train.codegen.cpu.compile import load as load_entry
 from daceml_train.codegen.cuda.launch import CudaCode
 from daceml_train.errors import CompilerError, Rejected
 from daceml_train.storage.folders import locked, to_write, usable
+from daceml_train.storage.turns import build_once
 
 HEADERS = Path(__file__).parent / "native"
 FLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-diag-suppress=177,186", "-Xcompiler=-fvisibility=hidden,-w")
@@ -152,6 +153,11 @@ def compile_program(
     if intact(path):
         return path
     path = to_write(folder) / path.name
+    build_once(path, lambda: intact(path) or None, lambda: _build(codes, path, arch, nvcc))
+    return path
+
+
+def _build(codes: Sequence[CudaCode], path: Path, arch: str, nvcc: Path) -> bool:
     try:
         with locked(path.parent) as place:
             source, library = place / "kernels.cu", place / "kernels.so"
@@ -159,9 +165,9 @@ def compile_program(
             options = ["-shared", "-Xcompiler=-fPIC", f"-split-compile={os.cpu_count() or 1}", *_runtime(nvcc)]
             run_nvcc(nvcc, [*options, str(source), "-o", str(library)], arch)
             install(library, path)
+            return True
     except OSError as error:
         raise CompilerError(f"{path} cannot be written: {error}") from None
-    return path
 
 
 def run_nvcc(nvcc: Path, options: Sequence[str], arch: str = DEFAULT_ARCHITECTURE) -> str:
