@@ -27,6 +27,8 @@ _HOME = {
     "explore": "daceml_train.exploration.widget.explorer",
     "export_html": "daceml_train.exploration.export.page",
     "compare": "daceml_train.exploration",
+    "Stages": "daceml_train.trials",
+    "schedule": "daceml_train.trials",
     "torch_function": "daceml_train.frontends.torch.extension",
     "Operator": "daceml_train.ops.operator",
     "TRAINING": "daceml_train.transformations.pipelines",

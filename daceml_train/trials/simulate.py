@@ -1,0 +1,73 @@
+"""The time of a stage tree on many workers, without training: longest path first, checkpoints where work moves."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+from daceml_train.trials.tree import Stage, Tree
+
+
+@dataclass(frozen=True)
+class Makespan:
+    """What a simulated run takes, in the unit of `per_step`.
+
+    `bound` is what no schedule can beat: the longest path, or the work divided by the number of workers.
+    """
+
+    time: float
+    busy: float
+    longest: float
+    bound: float
+    workers: int
+
+    def __str__(self) -> str:
+        share = self.time / self.bound - 1 if self.bound else 0.0
+        return (
+            f"{self.time:.0f} on {self.workers} workers, {share:.0%} over the bound of {self.bound:.0f} "
+            f"(longest path {self.longest:.0f}, work {self.busy:.0f})"
+        )
+
+
+def simulate(tree: Tree, workers: int, per_step: float = 1.0, save: float = 0.0, load: float = 0.0) -> Makespan:
+    """Run the stages of a tree on `workers`, each free one taking the ready stage with the longest path.
+
+    A fork costs `save`, and `load` for each continuation but one, with which the worker goes on in memory.
+    """
+    ready: list[tuple[float, int, Stage]] = []
+    running: list[tuple[float, int, Stage]] = []
+    clock = busy = 0.0
+    count, free = 0, workers
+    longest = {id(stage): tree.longest(stage) * per_step for stage in tree.stages()}
+
+    def push(stages: list[Stage]) -> None:
+        nonlocal count
+        for stage in stages:
+            heapq.heappush(ready, (-longest[id(stage)], count, stage))
+            count += 1
+
+    push(tree.root.children)
+    while ready or running:
+        while ready and free:
+            _, order, stage = heapq.heappop(ready)
+            cost = stage.steps * per_step + _moves(stage, tree, save, load)
+            heapq.heappush(running, (clock + cost, order, stage))
+            busy += cost
+            free -= 1
+        clock, _, stage = heapq.heappop(running)
+        free += 1
+        push(stage.children)
+    critical = max((longest[id(stage)] for stage in tree.root.children), default=0.0)
+    return Makespan(clock, busy, critical, max(critical, busy / workers), workers)
+
+
+def _moves(stage: Stage, tree: Tree, save: float, load: float) -> float:
+    """The time of saving a fork and of loading one."""
+    parent = stage.parent
+    if parent is None or parent is tree.root or not parent.is_fork:
+        return save if stage.is_fork else 0.0
+    goes_on = max(parent.children, key=tree.longest) is stage
+    return (save if stage.is_fork else 0.0) + (0.0 if goes_on else load)
+
+
+__all__ = ["Makespan", "simulate"]

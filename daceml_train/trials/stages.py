@@ -1,0 +1,334 @@
+"""Stages: trials on one training step, in which steps that trials have in common run once.
+
+A stage trains from one saved point to the next. Points are saved at rungs and ends of trials, and where trials part:
+at the forks of trials that are known beforehand, and where settings change of those that arrive one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from daceml_train.driver.step import TrainingStep
+from daceml_train.errors import Invalid
+from daceml_train.trials.checkpoints import Point, Store
+from daceml_train.trials.keys import Path, Settings, digest
+from daceml_train.trials.plan import Plan
+from daceml_train.trials.report import Report
+from daceml_train.trials.root import fingerprint, root_parts
+from daceml_train.trials.schedules import plain
+from daceml_train.trials.settings import Applied
+from daceml_train.trials.state import State, Stateful, Training, restore_generators, seeded
+from daceml_train.trials.tree import Stage, Tree, merged
+
+Trial = Mapping[str, Any]
+"""The settings of a trial: each a value, or a schedule of values."""
+
+
+class Stages:
+    """`for steps, value in stages.run(trial, settings, until=(10, 40, 160)): ...`
+
+    `step` is a `daceml_train.training_step`. `data(step, settings)` returns the arguments of the step with this number,
+    a function of these two and of PyTorch's generator alone. `evaluate(model)` returns a number, or a dictionary or
+    list of numbers, and moves nothing that training depends on.
+
+    Settings: `lr` and other options of the optimizer are set in all its parameter groups, `lr[1]` in one of them;
+    `batch` is for `data`, as are the names in `data_settings`; all further ones are handed to `apply(settings)` when
+    one of them changes. An option that a trial does not name is as the optimizer has it now.
+
+    `storage` is a folder that studies and processes share; without one, checkpoints are kept in memory alone, of which
+    copies take `memory` bytes at most. `seed` is that of all generators, which otherwise start as they are now.
+    `name` stands for data and functions that have no text to compare. `also` are objects with `state_dict()` that
+    training moves, by name. Where settings change after fewer than `spacing` equal steps, nothing is saved.
+    """
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        *,
+        data: Callable[[int, dict[str, Any]], Any],
+        evaluate: Callable[[Any], Any] | None = None,
+        storage: str | os.PathLike[str] | None = None,
+        apply: Callable[[dict[str, Any]], Any] | None = None,
+        data_settings: Sequence[str] = ("batch",),
+        seed: int | None = None,
+        name: str | None = None,
+        also: Mapping[str, Stateful] | None = None,
+        memory: int = 2**30,
+        spacing: int = 2,
+    ) -> None:
+        _check(step, data, evaluate, apply)
+        self.step, self.data, self.evaluate, self.spacing = step, data, evaluate, spacing
+        self.training = Training(step, also)
+        self.applied = Applied(step.optimizer, apply, data_settings)
+        start = self.training.snapshot()
+        if seed is not None:
+            start["generators"] = seeded(seed)
+        self.parts = root_parts(self.training, start, {"data": data, "apply": apply}, name)
+        self.root = digest(*(text for item in sorted(self.parts.items()) for text in item))
+        self.evaluation = "" if evaluate is None else fingerprint(evaluate, "evaluate", name)
+        self.store = Store(self.root, storage, memory, self.parts)
+        self.tree = Tree(self.root)
+        """What this object was asked for."""
+        self._forks: dict[int, set[str]] = {}
+        """The forks of trials that are known beforehand, by step."""
+        self._planned: set[str] = set()
+        """The ends of these trials: on their way, only forks and rungs are saved."""
+        self._start = start
+        self._live: Point | None = None
+        """The point at which the model is, while a call runs."""
+        self._last: tuple[Point, State] = (0, self.root), start
+        self._threads = torch.get_num_threads()
+        self._lock = threading.RLock()
+
+    # ---- what users call ----------------------------------------------------------------------------------------
+    def run(self, trial: Any, settings: Trial, until: int | Sequence[int]) -> Iterator[tuple[int, Any]]:
+        """Train a trial to each number of steps in `until`, and yield it with the value there.
+
+        `trial` is a number, or has one, as Optuna's trials do. Nothing of a trial is trained that another one with the
+        same settings up to there has trained. The caller may stop at any time.
+        """
+        rungs = _rungs(until)
+        path = self.path(settings, rungs[-1])
+        return self._values(_number(trial), path, rungs)
+
+    def run_all(self, trials: Iterable[Trial], until: int | Sequence[int]) -> list[dict[int, Any]]:
+        """The values of all trials at all numbers of steps in `until`; known together, only their forks are saved."""
+        rungs = _rungs(until)
+        paths = [self.path(settings, rungs[-1]) for settings in trials]
+        tree = self.know(paths, rungs)
+        for stage in tree.ordered():
+            self.execute(stage)
+        return [dict(self._values(number, path, rungs)) for number, path in enumerate(paths)]
+
+    def load(self, settings: Trial, steps: int) -> None:
+        """Bring the model, the optimizer and the generators to a point, and leave them there."""
+        path = self.path(settings, steps)
+        with self._session():
+            self._advance(path, steps, (steps,), -1)
+            self._go(path, steps, -1)
+            self.applied.apply(dict(path.settings(steps - 1)))
+
+    def plan(self, trials: Iterable[Trial], until: int | Sequence[int]) -> Plan:
+        """What these trials have in common, before anything runs."""
+        rungs = _rungs(until)
+        return Plan.of(self.root, [self.path(settings, rungs[-1]) for settings in trials], rungs)
+
+    def report(self) -> Report:
+        """What was asked for, what was trained and by whom; with a storage, by all studies and processes on it."""
+        return Report.of(self.tree, self.store.records(), self.store.worker, len(self.store.unsaved))
+
+    # ---- for a pool of processes --------------------------------------------------------------------------------
+    def path(self, settings: Trial, end: int) -> Path:
+        """The path of a trial. Raises `Invalid` for a setting that nothing takes."""
+        self.applied.check(settings)
+        return Path(self.root, settings, end)
+
+    def know(self, paths: Sequence[Path], rungs: Sequence[int]) -> Tree:
+        """The tree of trials; from now on, of these paths only forks and rungs are saved."""
+        tree = merged(self.root, [(path, rungs) for path in paths])
+        for step, key in tree.forks():
+            self._forks.setdefault(step, set()).add(key)
+        self._planned |= {path.key(path.end) for path in paths}
+        return tree
+
+    def execute(self, stage: Stage, number: int | None = None) -> None:
+        """Train a stage of a tree, and what it starts from if that is missing; evaluate where trials end."""
+        trial = number if number is not None else min(_below(stage), default=-1)
+        with self._session():
+            self._advance(stage.path, stage.end, (stage.end,), trial, exact=True)
+            if stage.trials:
+                self._value(stage.path, stage.end, trial)
+
+    # ---- a trial ------------------------------------------------------------------------------------------------
+    def _values(self, number: int, path: Path, rungs: Sequence[int]) -> Iterator[tuple[int, Any]]:
+        for position, rung in enumerate(rungs):
+            with self._session():
+                self.tree.add(number, path, rungs[: position + 1])
+                known, value = self._known(path, rung)
+                if not known:
+                    self._advance(path, rung, rungs, number)
+                    value = self._value(path, rung, number)
+            self.store.record(trial=number, requested=rung - (rungs[position - 1] if position else 0))
+            yield rung, value
+
+    def _known(self, path: Path, step: int) -> tuple[bool, Any]:
+        point = step, path.key(step)
+        return (self.store.has(point), None) if self.evaluate is None else self.store.value(point, self.evaluation)
+
+    @contextlib.contextmanager
+    def _session(self) -> Iterator[None]:
+        """One call at a time; what the caller does to the model afterwards is not trusted to leave it where it is."""
+        with self._lock:
+            if torch.get_num_threads() != self._threads:
+                what = f"PyTorch has {torch.get_num_threads()} threads, the trials were started with {self._threads}"
+                raise Invalid(what, advice="sums depend on it: call torch.set_num_threads before Stages(...)")
+            self._live = None
+            try:
+                yield
+            finally:
+                self._live = None
+
+    def _points(self, path: Path, start: int, end: int, rungs: Sequence[int], exact: bool) -> list[int]:
+        """The steps after `start` at which to save, the last of them `end`."""
+        points = {end, *(rung for rung in rungs if start < rung < end)}
+        planned = exact or path.key(path.end) in self._planned
+        for segment in path.between(start, end):
+            if segment.end < end and not planned and segment.end - segment.start >= self.spacing:
+                points.add(segment.end)
+        if planned and not exact:
+            points |= {step for step, keys in self._forks.items() if start < step < end and path.key(step) in keys}
+        return sorted(points)
+
+    def _nearest(self, path: Path, end: int) -> int:
+        """The last step up to `end` at which this path has a checkpoint."""
+        live = 0 if self._live is None or not _is_on(path, self._live, end) else self._live[0]
+        last = self._last[0][0] if _is_on(path, self._last[0], end) else 0
+        for step in self.store.steps():
+            if step <= max(live, last):
+                break
+            if step <= end and self.store.has((step, path.key(step))):
+                return step
+        return max(live, last)
+
+    def _advance(self, path: Path, end: int, rungs: Sequence[int], number: int, exact: bool = False) -> None:
+        """Train towards the point after `end` steps, stage by stage, until it has a checkpoint."""
+        start = self._nearest(path, end)
+        for stop in self._points(path, start, end, rungs, exact) if start < end else ():
+            self._stage(path, start, stop, number)
+            start = stop
+
+    def _stage(self, path: Path, start: int, stop: int, number: int) -> None:
+        point = stop, path.key(stop)
+        with self.store.lock(point):
+            if self.store.has(point):  # another process was faster
+                return
+            self._go(path, start, number)
+            began = time.perf_counter()
+            self._train(path, start, stop, number)
+            seconds = time.perf_counter() - began
+            self._live, state = point, self.training.snapshot()
+            self._last = point, state
+            self.store.save(point, state, number)
+            before = path.key(start)
+            self.store.record(trial=number, start=start, end=stop, before=before, key=point[1], seconds=seconds)
+
+    def _train(self, path: Path, start: int, stop: int, number: int) -> None:
+        self._live = None
+        for segment in path.between(start, stop):
+            settings = dict(segment.settings)
+            self.applied.apply(settings)
+            for step in range(segment.start, segment.end):
+                try:
+                    arguments = self.data(step, dict(settings))
+                    self.step(*arguments) if isinstance(arguments, tuple) else self.step(arguments)
+                except Exception as error:
+                    error.add_note(f"daceml_train: in step {step} of trial {number}, with {_said(segment.settings)}")
+                    raise
+
+    def _go(self, path: Path, step: int, number: int) -> None:
+        """Bring training to a point that has a checkpoint; one that cannot be read is trained."""
+        point = step, path.key(step)
+        if self._live == point:
+            return
+        state = self._state(point, number)
+        if state is None:
+            self._advance(path, step, (), number, exact=True)
+            if self._live == point:
+                return
+            state = self._state(point, number)
+            assert state is not None
+        self._live = None
+        self.training.restore(state)
+        self._live = point
+
+    def _state(self, point: Point, number: int) -> State | None:
+        if point[0] == 0:
+            return self._start
+        return self._last[1] if self._last[0] == point else self.store.load(point, number)
+
+    def _value(self, path: Path, step: int, number: int) -> Any:
+        """The value of a point, of which training was brought to a checkpoint."""
+        known, value = self._known(path, step)
+        if known or self.evaluate is None:
+            return value
+        self._go(path, step, number)
+        point = step, path.key(step)
+        state = self._state(point, number) or self.training.snapshot()
+        self.applied.apply(dict(path.settings(step - 1)))
+        try:
+            value = _numbers(self.evaluate(self.step.model))
+        except Exception as error:
+            error.add_note(f"daceml_train: in the evaluation of trial {number} after {step} steps")
+            raise
+        finally:
+            self._live = None
+            restore_generators(state["generators"])
+            self.training.restore_attributes(state)
+        if moved := self.training.moved(state):
+            advice = "evaluate in model.eval(), without training, and leave parameters and buffers as they are"
+            raise Invalid(f"the evaluation of trial {number} after {step} steps changed {moved}", advice=advice)
+        self._live = point
+        self.store.keep_value(point, self.evaluation, value)
+        return value
+
+
+def _check(step: Any, data: Any, evaluate: Any, apply: Any) -> None:
+    if not isinstance(step, TrainingStep):
+        advice = "Stages(daceml_train.training_step(model, loss, optimizer), data=...)"
+        raise Invalid(f"a search by stages takes a training step, given {type(step).__name__}", advice=advice)
+    for name, function in (("data", data), ("evaluate", evaluate), ("apply", apply)):
+        if not callable(function) and (function is not None or name == "data"):
+            raise Invalid(f"{name} is a function, given {function!r}")
+
+
+def _rungs(until: int | Sequence[int]) -> tuple[int, ...]:
+    rungs = tuple(until) if isinstance(until, Sequence) else (until,)
+    if not rungs or any(isinstance(r, bool) or not isinstance(r, int) or r < 1 for r in rungs):
+        raise Invalid(f"until is a positive number of steps, or several in order, given {until!r}")
+    if list(rungs) != sorted(set(rungs)):
+        raise Invalid(f"until names steps in order, given {until!r}")
+    return rungs
+
+
+def _number(trial: Any) -> int:
+    number = getattr(trial, "number", trial)
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise Invalid(f"a trial is a number or has one (trial.number), given {trial!r}")
+    return number
+
+
+def _numbers(value: Any) -> Any:
+    """What `evaluate` returned, as numbers that a file can hold to the bit."""
+    if isinstance(value, Mapping):
+        return {str(name): _numbers(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_numbers(entry) for entry in value]
+    if isinstance(value, float):
+        return float(value)
+    return plain(value.item() if isinstance(value, torch.Tensor) else value, "evaluate")
+
+
+def _is_on(path: Path, point: Point, end: int) -> bool:
+    return point[0] <= end and path.key(point[0]) == point[1]
+
+
+def _below(stage: Stage) -> Iterator[int]:
+    todo = [stage]
+    while todo:
+        now = todo.pop()
+        yield from now.trials
+        todo += now.children
+
+
+def _said(settings: Settings) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in settings) or "no settings"
+
+
+__all__ = ["Stages", "Trial"]
