@@ -18,6 +18,7 @@ from daceml_train.transformations.global_movement.concatenate_in_place import Co
 from daceml_train.transformations.global_movement.dead_code import DeadCode
 from daceml_train.transformations.global_movement.liveness import Liveness, liveness_of, reordered
 from daceml_train.transformations.global_movement.reuse_operands import ReuseOperands, candidates
+from daceml_train.transformations.global_movement.scalar_updates import with_scalar_updates
 from daceml_train.transformations.global_movement.schedule import Schedule
 from daceml_train.transformations.global_movement.update_in_place import UpdateInPlace
 
@@ -66,6 +67,8 @@ def remat_costs_of(graph: Graph, intensity: float, rest: Sequence[Pass] = FOLLOW
         replace(n, op=replace(n.op, updates=())) if isinstance(n.op, Kernel) and n.op.updates else n
         for n in graph.nodes
     ]
+    if any(isinstance(p, UpdateInPlace) for p in rest):
+        plain = with_scalar_updates(plain)  # else a counter would wait for the gradient of its kernel
     order, storage = _divided(rest)
     scheduled = _run(order, plain)
     final = _run(storage, scheduled)

@@ -11,6 +11,7 @@ from daceml_train.ops.kernel import Kernel
 from daceml_train.transformations.fusion.producer_consumer import FuseElementwise, FuseEpilogue, FuseIntoReduction
 from daceml_train.transformations.fusion.siblings import FuseSiblings
 from daceml_train.transformations.global_movement import update_in_place
+from daceml_train.transformations.global_movement.remat_costs import finished, remat_costs_of
 from daceml_train.transformations.global_movement.scalar_updates import MOST, with_scalar_updates
 from daceml_train.transformations.global_movement.update_in_place import UpdateInPlace
 from tests.transformations.checking import check_same, program
@@ -21,12 +22,16 @@ FUSION = FuseElementwise(), FuseIntoReduction(), FuseEpilogue(), FuseSiblings()
 def updated(signature: str, body: str, result: str = "") -> Graph:
     """The graph after fusion and updates in place, which computes the same."""
     graph = program(signature, body, result)
-    after = graph
-    for transformation in FUSION:
-        after = transformation.run(after)
-    after = UpdateInPlace().run(after)
+    after = UpdateInPlace().run(fused(graph))
     check_same(graph, after, exact=False)
     return after
+
+
+def fused(graph: Graph) -> Graph:
+    """The graph after fusion."""
+    for transformation in FUSION:
+        graph = transformation.run(graph)
+    return graph
 
 
 def in_place(graph: Graph) -> set[str]:
@@ -103,6 +108,13 @@ def test_a_kernel_of_many_results_is_planned_once(monkeypatch: pytest.MonkeyPatc
     kernels = [node.op for node in graph.nodes if isinstance(node.op, Kernel) and node.op.updates]
     assert max(len(kernel.updates) for kernel in kernels) == 40
     assert len(planned) == len(kernels)
+
+
+def test_step_counters_are_planned_as_they_run() -> None:
+    """Rematerialization plans the order that follows: a weight's update waits for its own gradient alone."""
+    graph = fused(program(*steps(5)))
+    planned = remat_costs_of(graph, 16.0).graph
+    assert [node.outputs for node in planned.nodes] == [node.outputs for node in finished(graph).nodes]
 
 
 def test_many_step_counters_are_several_kernels() -> None:
