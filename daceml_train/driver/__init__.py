@@ -77,6 +77,7 @@ def training_step(
         clip_norm: float | None = None
             Clip the gradients of the optimizer's parameters before the update, as
             `torch.nn.utils.clip_grad_norm_(..., norm_type=norm_type)` does; `step.gradient_norm` is the norm before.
+            `step.clip_norm` and `step.clip_value` may be changed between steps, which compiles nothing.
         norm_type: float = 2.0
             The order of that norm.
         clip_value: float | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import operator
+import types
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from daceml_train.errors import Unsupported
 from daceml_train.lowering.program import ProgramInput
 from daceml_train.runtime.bound_plan import torch_dtype
+from daceml_train.training.joint import OF_STEP
 from daceml_train.training.optimizers import option_source
 
 _END = object()
@@ -61,10 +63,16 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Mapping[int, Any]]:
 class OptimizerGuard:
     """The groups, options, parameters and state of an optimizer, and its hyper-parameters as a program reads them.
 
-    `hyperparameters` are those that a program reads at each call, as `StepInterface` names them.
+    `hyperparameters` are those that a program reads at each call, as `StepInterface` names them; `bounds` has
+    those that belong to the step.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, hyperparameters: Sequence[tuple[int, str]]) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        hyperparameters: Sequence[tuple[int, str]],
+        bounds: Mapping[str, float] = types.MappingProxyType({}),
+    ) -> None:
         self.state_object = optimizer.state
         self.same = IdentityGuard([optimizer.state, *optimizer.state.values()])
         sources = [(group, *option_source(name)) for group, name in hyperparameters]
@@ -73,7 +81,8 @@ class OptimizerGuard:
         for position, group in enumerate(optimizer.param_groups):
             read = frozenset({"params", "initial_lr", "lr", *(key for index, key, _ in sources if index == position)})
             self.groups.append((group, read, options(group, read), [*group["params"]]))
-        self.read = [(optimizer.param_groups[index], key, place) for index, key, place in sources]
+        owners: dict[int, Mapping[str, Any]] = {**dict(enumerate(optimizer.param_groups)), OF_STEP: bounds}
+        self.read = [(owners[index], key, place) for index, key, place in sources]
         self.values = (ctypes.c_double * max(len(self.read), 1))()
         self.tensors = torch.frombuffer(self.values, dtype=torch.float64)[: len(self.read)].unbind()
         """The hyper-parameters as 0-d tensors, which `refresh` sets."""

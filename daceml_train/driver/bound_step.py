@@ -108,6 +108,7 @@ class BoundStep:
         code_globals: dict[str, Any],
         effects: bool,
         accumulated: Mapping[int, torch.Tensor],
+        bounds: Mapping[str, float],
         scaler: torch.amp.GradScaler | None = None,
         cuda_graphs: CudaGraphs | None = None,
         ranks: Ranks | None = None,
@@ -127,7 +128,7 @@ class BoundStep:
         program = step.executable.program
         tensors = list(by_name.values())
         self.plan: BoundPlan = step.executable.plan([tensors[i].shape[d] for i, d in program.symbols.values()])
-        self._observe(modules)
+        self._observe(modules, bounds)
         self._bind_inputs(captured, by_name, flat, scope, code_globals)
         leaves = [t for name, t in by_name.items() if t.requires_grad and t.is_leaf]
         self.leaves = list({id(t): t for t in (*leaves, *_all_parameters(optimizer))}.values())
@@ -141,9 +142,9 @@ class BoundStep:
         self.exchanges = "\nall_reduce" in self.described
 
     # ---- binding ------------------------------------------------------------------------------------------------
-    def _observe(self, modules: Sequence[torch.nn.Module]) -> None:
+    def _observe(self, modules: Sequence[torch.nn.Module], bounds: Mapping[str, float]) -> None:
         optimizer = self.optimizer
-        self.bound_optimizer = OptimizerGuard(optimizer, self.step.hyperparameters)
+        self.bound_optimizer = OptimizerGuard(optimizer, self.step.hyperparameters, bounds)
         tables = (table for m in modules for table in (m._modules, m._parameters, m._buffers))
         self.same = IdentityGuard(tables)
         self.empty_hooks = [table for table in (*hook_tables(modules), *step_hooks(optimizer)) if not table]

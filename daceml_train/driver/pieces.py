@@ -10,27 +10,21 @@ import torch
 import torch.utils._pytree as pytree
 
 from daceml_train.driver.checking import loss_of
+from daceml_train.driver.clipped import Clipped
 from daceml_train.driver.distribution import reduce_in_pieces, rows_of
 from daceml_train.driver.module import optimized, state_of
 from daceml_train.driver.settings import Settings
 from daceml_train.frontends.torch.dynamo.tracing import describe
-from daceml_train.runtime.ranks import Ranks
-from daceml_train.training.gradients import Clipping
 
 
-class InPieces:
+class InPieces(Clipped):
     """What a `TrainingStep` does where it cannot be one program."""
 
     model: torch.nn.Module
     loss: Callable[..., torch.Tensor] | None
-    optimizer: torch.optim.Optimizer
     options: Settings
     keep_gradients: bool
-    clipping: Clipping
-    scaler: torch.amp.GradScaler | None
     gradient_norm: torch.Tensor | None
-    ranks: Ranks | None = None
-    """The processes that train together, if there are several."""
     breaks: list[str]
     pieces: torch.nn.Module | None
     _in_pieces: dict[Any, str]

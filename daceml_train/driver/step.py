@@ -48,7 +48,7 @@ from daceml_train.lowering.device import GPU, Device
 from daceml_train.passes.pipeline import Pipeline
 from daceml_train.runtime.bound_plan import AnyArena, new_arena
 from daceml_train.runtime.gpu.cuda_graph import CudaGraphs
-from daceml_train.training.gradients import SCALER, Clipping, GradientOptions, scaling_of
+from daceml_train.training.gradients import SCALER, Clipping
 from daceml_train.training.joint import ACCUMULATED, Trained, joint_graph
 from daceml_train.training.optimizers import initial_state, makes_its_state, number_types, ready, update_of
 
@@ -94,10 +94,10 @@ class TrainingStep(InPieces):
     ) -> None:
         self.schedule = schedule
         check(model, loss, optimizer)
-        self.clipping, self.scaler = clipping or Clipping(), scaler
         self.gradient_norm: torch.Tensor | None = None
         """The norm of the last step's gradients before clipping."""
-        self.model, self.loss, self.optimizer = model, loss, optimizer
+        self.model, self.loss, self.optimizer, self.scaler = model, loss, optimizer, scaler
+        self.bounds, self._clipping = (clipping or Clipping()).bounds, clipping or Clipping()
         self.options, self.keep_gradients = options, keep_gradients
         self.records: list[Record] = []
         self.breaks: list[str] = []
@@ -388,6 +388,7 @@ class TrainingStep(InPieces):
             self._code.__globals__,
             effects,
             self.accumulated,
+            self.bounds,
             self.scaler,
             self._new_cuda_graphs(step.executable.device),
             self.ranks,
@@ -409,9 +410,6 @@ class TrainingStep(InPieces):
         if any(has_gradient_hooks(t) for t in leaves.values()):
             raise Unsupported("a parameter has a gradient hook")
         return trained, list(leaves) if self.keep_gradients else []
-
-    def _gradients(self) -> GradientOptions:
-        return GradientOptions(self.clipping, scaling_of(self.scaler), 1 if self.ranks is None else self.ranks.size)
 
     def _make_state(self, parameter: torch.Tensor, name: str) -> None:
         if name == ACCUMULATED:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,6 +28,8 @@ class Clipping:
     norm: float | None = None
     kind: float = 2.0
     value: float | None = None
+    given: bool = False
+    """Whether a program reads the bound at each call: `norm` or `value` is then a placeholder."""
 
     def __post_init__(self) -> None:
         if self.norm is not None and self.value is not None:
@@ -35,6 +37,18 @@ class Clipping:
         for name, bound in (("clip_norm", self.norm), ("clip_value", self.value)):
             if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float) or bound < 0):
                 raise Invalid(f"{name} is a number of at least 0, given {bound!r}")
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        """The bound, under the name that a program reads it by."""
+        named = {"clip_norm": self.norm, "clip_value": self.value}
+        return {name: float(bound) for name, bound in named.items() if bound is not None}
+
+    def read_at_each_call(self) -> Clipping:
+        """What a program is compiled for that reads a positive bound at each call; zero is part of the program."""
+        if not any(self.bounds.values()):
+            return self
+        return replace(self, norm=self.norm and 1.0, value=self.value and 1.0, given=True)
 
     def apply(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Clip `.grad` in PyTorch; returns the norm before clipping if the norm is clipped."""
@@ -82,18 +96,27 @@ def scaler_state(scaler: torch.amp.GradScaler, device: torch.device) -> dict[str
     return {name: getattr(scaler, name) for name in SCALER}
 
 
-def clip(clipping: Clipping, gradients: Sequence[Value]) -> tuple[list[Value], Value | None]:
-    """The clipped gradients, and the norm of all of them before clipping if the norm is clipped."""
+def clip(
+    clipping: Clipping, gradients: Sequence[Value], given: Value | None = None
+) -> tuple[list[Value], Value | None]:
+    """The clipped gradients, and the norm of all of them before clipping if the norm is clipped.
+
+    `given` is the bound, a 0-d float64 value, where the program reads it at each call.
+    """
     if clipping.value is not None:
-        bound = float(clipping.value)
-        below = [g._binary("maximum", -bound) for g in gradients]
-        return [g._binary("minimum", bound) for g in below], None
+        return [_bounded(g, float(clipping.value) if given is None else given.cast(g.dtype)) for g in gradients], None
     if clipping.norm is None or not gradients:
         return list(gradients), None
     total = _norm(_together([_norm(g, clipping.kind) for g in gradients]), clipping.kind)
-    factor = total.constant(float(clipping.norm)) / (total + 1e-6)
+    bound = total.constant(float(clipping.norm)) if given is None else given.cast(total.dtype)
+    factor = bound / (total + 1e-6)
     factor = factor._binary("minimum", 1.0)
     return [g * factor.cast(g.dtype) for g in gradients], total
+
+
+def _bounded(g: Value, bound: float | Value) -> Value:
+    below = -bound if isinstance(bound, float) else bound.unary("neg")
+    return g._binary("maximum", below)._binary("minimum", bound)
 
 
 def _norm(x: Value, kind: float) -> Value:

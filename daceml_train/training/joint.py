@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from daceml_train.autodiff.reverse import differentiate
@@ -21,6 +21,8 @@ from daceml_train.training.sparse_gradients import refuse_sparse
 
 ACCUMULATED = "accumulated"
 """The name of the state that accumulates gradients of micro-batches; no optimizer uses it."""
+OF_STEP = -1
+"""In place of a group's position, for hyper-parameters that belong to the step: the bound of clipping."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,11 @@ class Trained:
 class StepInterface:
     """The calling convention of a step: the positions and names of values after the captured inputs and the loss.
 
-    `hyperparameters` are additional float64 inputs: the learning rate `lr` of each group, and the options that updates
-    are given, as (group, option). `state` names the additional inputs as (parameter, state
-    name), where those without a parameter belong to the loss scaler. `gradients` and `made`, the state that first
-    steps create, are additional outputs; then follow the `mean` of the loss over all processes that train together, if
-    it is computed, and the `norm` of the gradients, if it is clipped.
+    `hyperparameters` are additional float64 inputs: the learning rate `lr` of each group, and the options that
+    updates are given, as (group, option), and the bound of clipping, as (`OF_STEP`, name). `state` names the
+    additional inputs as (parameter, state name), where those without a parameter belong to the loss scaler.
+    `gradients` and `made`, the state that first steps create, are additional outputs; then follow the `mean` of the
+    loss over all processes that train together, if it is computed, and the `norm` of the gradients, if it is clipped.
     """
 
     hyperparameters: list[tuple[int, str]] = field(default_factory=list)
@@ -88,7 +90,8 @@ def joint_graph(
     kept = graph.outputs[1 : 1 + further]
     loss = graph.value(graph.outputs[0])
     joint = Joint(graph=graph, further=further)
-    hyper = _hyperparameters(joint, trained)
+    bounds = options.clipping.bounds if options.clipping.given else ()
+    hyper = _hyperparameters(joint, trained, bounds)
     if options.scaling is None:
         scaler: list[Value] = []
         (seed,) = graph.emit(Full(1.0, loss.shape, loss.dtype))
@@ -110,7 +113,7 @@ def joint_graph(
         gradients, skip = unscale(gradients, scaler[0])
         for held, value in zip(scaler, next_scale(options.scaling, scaler[0], scaler[1], skip), strict=True):
             graph.write(held.name, value)
-    gradients, norm = clip(options.clipping, gradients)
+    gradients, norm = clip(options.clipping, gradients, *(hyper[OF_STEP, name] for name in bounds))
     found |= {t.parameter: g for t, g in zip(updated, gradients, strict=True)}
     joint.gradients = tuple(name for name in keep if name in found)
     graph.outputs = [loss.name, *kept, *(found[name].name for name in joint.gradients)]
@@ -157,13 +160,18 @@ def update_graph(trained: Sequence[Trained], tensors: Sequence[Tensor], paths: S
     return joint
 
 
-def _hyperparameters(joint: Joint, trained: Sequence[Trained]) -> dict[tuple[int, str], Value]:
-    """The inputs for learning rates and options, which the interface then names."""
+def _hyperparameters(
+    joint: Joint, trained: Sequence[Trained], bounds: Iterable[str] = ()
+) -> dict[tuple[int, str], Value]:
+    """The inputs for learning rates, options and bounds, which the interface then names."""
     groups = range(max((t.group for t in trained), default=-1) + 1)
     options = dict.fromkeys((t.group, name) for t in trained for name in t.update.op.given)
-    joint.hyperparameters = [*((group, "lr") for group in groups), *options]
+    joint.hyperparameters = [*((group, "lr") for group in groups), *options, *((OF_STEP, b) for b in bounds)]
     graph, scalar = joint.graph, Tensor((), DType.float64)
-    return {(g, name): graph.input(graph.fresh(f"{name}_{g}"), scalar, Role.state) for g, name in joint.hyperparameters}
+    return {
+        (g, name): graph.input(graph.fresh(name if g == OF_STEP else f"{name}_{g}"), scalar, Role.state)
+        for g, name in joint.hyperparameters
+    }
 
 
 def gradient_name(parameter: str) -> str:
