@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import daceml_train as dt
 from benchmarks.fuzz.checking import Rejected
@@ -58,7 +59,40 @@ def check(program: ViewProgram, way: str) -> Verdict:
         except Exception as error:
             return Verdict(f"{type(error).__name__}: {error}")
     internal = [reason for reason in breaks if "internal error" in reason]
-    return Verdict(internal[0] if internal else differences(expected, found), breaks)
+    wrong = internal[0] if internal else differences(expected, found)
+    if wrong:
+        _check_defined(program)
+    return Verdict(wrong, breaks)
+
+
+def _check_defined(program: ViewProgram) -> None:
+    """Raise `Rejected` if eager execution reads what it writes: it refuses that only in memory without gaps."""
+    module = program.module()
+    with warnings.catch_warnings(), Overlaps():
+        warnings.simplefilter("ignore")
+        x, y = program.inputs()
+        module(x, y)
+
+
+class Overlaps(TorchDispatchMode):
+    """Raises `Rejected` where an operator changes a tensor by an overlapping one whose elements are elsewhere."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.endswith("_") and isinstance(args[0], Tensor):
+            written = args[0]
+            for other in args[1:]:
+                if isinstance(other, Tensor) and _lies_elsewhere(other, written):
+                    raise Rejected("a change by elements that it changes")
+        return func(*args, **(kwargs or {}))
+
+
+def _lies_elsewhere(read: Tensor, written: Tensor) -> bool:
+    """Whether some elements are read that are written in another place of the tensor."""
+    if read.untyped_storage()._cdata != written.untyped_storage()._cdata:
+        return False
+    places = torch.arange(written.untyped_storage().nbytes() // written.element_size())
+    a, b = (places.as_strided(t.shape, t.stride(), t.storage_offset()) for t in (read, written))
+    return bool(torch.isin(a, b).any()) and not torch.equal(a.expand(b.shape), b)
 
 
 def _ours(program: ViewProgram, way: str) -> tuple[Seen, tuple[str, ...]]:

@@ -192,7 +192,7 @@ class BoundStep:
                 if not same_strides(tensor, strides):
                     raise Unsupported(f"{entry.path} is not dense in memory (strides {tensor.stride()})")
                 if id(tensor) not in known and source.kind in ("tensor", "number"):
-                    moving = self.effects and not entry.mutable
+                    moving = self.effects and not entry.mutable and entry.name not in captured.changes
                     self.followed.append(_follow(source.source, scope, code_globals, tensor, position, strides, moving))
                     if self.followed[-1].number:
                         self.host_positions.append(position)

@@ -83,6 +83,7 @@ class CompiledGraph:
         self.written = [fixed.index(name) for name in captured.graph.writes]
         self.changes = [(names.index(name), count) for name, count in captured.changes.items()]
         self.wanted = {names.index(name): k for k, name in enumerate(compiled.gradients)}
+        self.unwanted = [i for i in range(len(names)) if i not in self.wanted] if self.wanted else []
         self.differentiable = frozenset(differentiable_outputs(captured))
         self.cuda_graphs = self._new_cuda_graphs() if cuda_graphs else None
 
@@ -172,8 +173,15 @@ class CompiledGraph:
         if not self.differentiable or not torch.is_grad_enabled():
             results: Sequence[Any] = self.laid_out(self.forward(tensors, awaited=False)[0], tensors)
         else:
+            self._disconnect(tensors)
             results = _Function.apply(self, arguments, *tensors)  # type: ignore[no-untyped-call]
         return results_of(self.captured, results, arguments)
+
+    def _disconnect(self, tensors: list[torch.Tensor]) -> None:
+        """Detach inputs on which no result depends: autograd would run their history, which may be freed by now."""
+        for i in self.unwanted:
+            if tensors[i].requires_grad:
+                tensors[i] = tensors[i].detach()
 
     def _forbidden(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether PyTorch raises an error if one of these is written."""
@@ -210,6 +218,10 @@ class _Function(torch.autograd.Function):
     @torch._dynamo.disable  # type: ignore[untyped-decorator]  # it may be called where TorchDynamo is at work, by a gradient inside the user's code
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         graph: CompiledGraph = ctx.graph
+        if all(
+            cotangent is None for cotangent in cotangents
+        ):  # a later graph reads a result that its loss does not use
+            return (None, None, *(None for _ in graph.names))
         if ctx.call is None:
             raise RuntimeError("a second backward pass through a compiled graph; the first needs retain_graph=True")
         if graph.compiled.backward is None:  # no result depends on an input, though autograd sees them connected

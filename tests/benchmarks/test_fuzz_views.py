@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.fuzz import view_checking
 from benchmarks.fuzz.checking import Rejected
 from benchmarks.fuzz.view_checking import check, shrunk
 from benchmarks.fuzz.view_programs import ViewProgram, random_program
 from benchmarks.fuzz.view_steps import ViewStep, random_step
+from benchmarks.fuzz.view_sweep import program_of, way_of
 from daceml_train.driver import binding, step
 
 COLUMN = ViewProgram(0, (3, 4), ("plain", "plain"), ("v0 = x * w", "v0.t()[2].add_(1.0)"), ("v0", "v0[0]"))
@@ -102,3 +104,20 @@ def test_a_wrong_loss_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss differentiated as the whole of the kept tensor's memory."""
     monkeypatch.setattr(step, "loss_first", lambda captured: captured)
     assert "w of step 0" in check(PART, "step").wrong
+
+
+def test_a_change_by_what_it_changes_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager execution refuses it in dense memory, and reads elements before or after it writes them elsewhere."""
+    program = ViewProgram(0, (4, 4), ("plain", "sliced"), ("y.copy_(y.t())", "v0 = y.sin()"), ("v0",))
+    with pytest.raises(Rejected, match="elements that it changes"):
+        check(program, "interpreted")
+    same = ViewProgram(0, (4, 4), ("plain", "sliced"), ("y.mul_(y)", "y.add_(y[:])", "v0 = y.sin()"), ("v0",))
+    assert not check(same, "interpreted").wrong
+    monkeypatch.setattr(view_checking, "differences", lambda *_: "another number")
+    assert check(same, "interpreted").wrong == "another number"
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("seed", [23063, 25004, 29823])
+def test_what_a_model_keeps_for_its_next_step(seed: int) -> None:
+    assert not check(program_of(seed, 8), way_of(seed)).wrong

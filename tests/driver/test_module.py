@@ -104,6 +104,32 @@ def test_backward_twice() -> None:
         loss.backward()
 
 
+class Remembering(nn.Module):
+    """Keeps its result, whose history has been freed when the next call reads it."""
+
+    def __init__(self, returned: bool) -> None:
+        super().__init__()
+        self.w, self.kept, self.returned = nn.Parameter(torch.arange(1.0, 5.0)), torch.zeros(4), returned
+
+    def forward(self, x: Tensor) -> Any:
+        before, self.kept = self.kept, (self.w * x).sin()
+        loss = self.kept.sum()
+        before.relu()
+        return (loss, self.kept * before) if self.returned else loss
+
+
+@pytest.mark.parametrize("returned", [False, True])
+def test_a_freed_history_that_the_loss_does_not_use(returned: bool) -> None:
+    model, eager = Remembering(returned), Remembering(returned)
+    optimized = dt.optimize(model)
+    for number in range(4):
+        for called in (optimized, eager):
+            result = called(torch.full((4,), number / 3))
+            (result[0] if returned else result).backward()
+    assert state_of(optimized).backend.graphs  # type: ignore[union-attr]
+    torch.testing.assert_close(model.w.grad, eager.w.grad)
+
+
 def test_gradient_of_a_gradient() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimized = dt.optimize(model)

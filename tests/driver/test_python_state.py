@@ -317,6 +317,29 @@ def test_versions_count_changes_in_place(tmp_path: Path) -> None:
         assert ours._version == theirs._version
 
 
+def test_versions_of_what_is_kept_follow_it(tmp_path: Path) -> None:
+    """What is changed to what it was is another tensor in each step, and from the second one on a buffer's memory."""
+
+    class Following(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("b", torch.zeros(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean.neg_().neg_()
+            self.mean = self.b.detach()
+            return self.l(x)
+
+    model, eager = Following(), Following()
+    step = dt.training_step(model, torch.sum, torch.optim.SGD(model.parameters(), lr=0.1), cache=tmp_path)
+    for _ in range(3):
+        step(torch.ones(4, 6))
+        eager(torch.ones(4, 6))
+        assert model.b._version == eager.b._version
+        assert model.mean._version == eager.mean._version
+    assert not step.breaks
+
+
 def test_a_step_that_raises_keeps_nothing(tmp_path: Path) -> None:
     class Checked(Model):
         def forward(self, x: Tensor) -> Tensor:
