@@ -29,6 +29,7 @@ _HOME = {
     "compare": "daceml_train.exploration",
     "Stages": "daceml_train.trials",
     "schedule": "daceml_train.trials",
+    "run_trials": "daceml_train.trials",
     "torch_function": "daceml_train.frontends.torch.extension",
     "Operator": "daceml_train.ops.operator",
     "TRAINING": "daceml_train.transformations.pipelines",

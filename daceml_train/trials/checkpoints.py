@@ -170,7 +170,7 @@ class Store:
     @contextlib.contextmanager
     def lock(self, point: Point) -> Iterator[None]:
         """Wait until no other process trains towards this point."""
-        with self._lock(point, -1) if self.folder is not None else contextlib.nullcontext():
+        with self._lock(point) if self.folder is not None else contextlib.nullcontext():
             yield
 
     @contextlib.contextmanager
@@ -179,9 +179,9 @@ class Store:
         if self.folder is None:
             yield True
             return
-        lock = self._lock(point, 0)
+        lock = self._lock(point)
         try:
-            lock.acquire()
+            lock.acquire(timeout=0)
         except Timeout:
             yield False
             return
@@ -190,9 +190,10 @@ class Store:
         finally:
             lock.release()
 
-    def _lock(self, point: Point, timeout: float) -> FileLock:
+    def _lock(self, point: Point) -> FileLock:
+        """The lock of a point, which a process may take twice."""
         assert self.folder is not None
-        return FileLock(self.folder / _LOCKS / _name(point), timeout=timeout, poll_interval=0.01, is_singleton=True)
+        return FileLock(self.folder / _LOCKS / _name(point), poll_interval=0.01, is_singleton=True)
 
     # ---- records ------------------------------------------------------------------------------------------------
     def record(self, **entry: Any) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -80,6 +81,8 @@ class Stages:
         """The forks of trials that are known beforehand, by step."""
         self._planned: set[str] = set()
         """The ends of these trials: on their way, only forks and rungs are saved."""
+        self.name_of_run = uuid.uuid4().hex
+        """Tells what this object is asked for from what others on the same storage are; a pool is one."""
         self._start = start
         self._live: Point | None = None
         """The point at which the model is, while a call runs."""
@@ -94,18 +97,18 @@ class Stages:
         `trial` is a number, or has one, as Optuna's trials do. Nothing of a trial is trained that another one with the
         same settings up to there has trained. The caller may stop at any time.
         """
-        rungs = _rungs(until)
+        rungs = as_rungs(until)
         path = self.path(settings, rungs[-1])
-        return self._values(_number(trial), path, rungs)
+        return self.values(_number(trial), path, rungs)
 
     def run_all(self, trials: Iterable[Trial], until: int | Sequence[int]) -> list[dict[int, Any]]:
         """The values of all trials at all numbers of steps in `until`; known together, only their forks are saved."""
-        rungs = _rungs(until)
+        rungs = as_rungs(until)
         paths = [self.path(settings, rungs[-1]) for settings in trials]
         tree = self.know(paths, rungs)
         for stage in tree.ordered():
             self.execute(stage)
-        return [dict(self._values(number, path, rungs)) for number, path in enumerate(paths)]
+        return [dict(self.values(number, path, rungs)) for number, path in enumerate(paths)]
 
     def load(self, settings: Trial, steps: int) -> None:
         """Bring the model, the optimizer and the generators to a point, and leave them there."""
@@ -117,7 +120,7 @@ class Stages:
 
     def plan(self, trials: Iterable[Trial], until: int | Sequence[int]) -> Plan:
         """What these trials have in common, before anything runs."""
-        rungs = _rungs(until)
+        rungs = as_rungs(until)
         return Plan.of(self.root, [self.path(settings, rungs[-1]) for settings in trials], rungs)
 
     def report(self) -> Report:
@@ -138,16 +141,27 @@ class Stages:
         self._planned |= {path.key(path.end) for path in paths}
         return tree
 
-    def execute(self, stage: Stage, number: int | None = None) -> None:
+    def execute(self, stage: Stage) -> None:
         """Train a stage of a tree, and what it starts from if that is missing; evaluate where trials end."""
-        trial = number if number is not None else min(_below(stage), default=-1)
+        trial = self.first_trial(stage)
         with self._session():
             self._advance(stage.path, stage.end, (stage.end,), trial, exact=True)
             if stage.trials:
                 self._value(stage.path, stage.end, trial)
 
-    # ---- a trial ------------------------------------------------------------------------------------------------
-    def _values(self, number: int, path: Path, rungs: Sequence[int]) -> Iterator[tuple[int, Any]]:
+    def is_done(self, stage: Stage) -> bool:
+        """Whether the end of a stage has a checkpoint, and its value where trials end."""
+        point = stage.end, stage.key
+        if not self.store.has(point):
+            return False
+        return not stage.trials or self.evaluate is None or self.store.value(point, self.evaluation)[0]
+
+    def first_trial(self, stage: Stage) -> int:
+        """The lowest number of a trial that a stage is part of."""
+        return min(_below(stage), default=-1)
+
+    def values(self, number: int, path: Path, rungs: Sequence[int]) -> Iterator[tuple[int, Any]]:
+        """As `run`."""
         for position, rung in enumerate(rungs):
             with self._session():
                 self.tree.add(number, path, rungs[: position + 1])
@@ -155,7 +169,8 @@ class Stages:
                 if not known:
                     self._advance(path, rung, rungs, number)
                     value = self._value(path, rung, number)
-            self.store.record(trial=number, requested=rung - (rungs[position - 1] if position else 0))
+            steps = rung - (rungs[position - 1] if position else 0)
+            self.store.record(run=self.name_of_run, trial=number, until=rung, requested=steps)
             yield rung, value
 
     def _known(self, path: Path, step: int) -> tuple[bool, Any]:
@@ -288,7 +303,8 @@ def _check(step: Any, data: Any, evaluate: Any, apply: Any) -> None:
             raise Invalid(f"{name} is a function, given {function!r}")
 
 
-def _rungs(until: int | Sequence[int]) -> tuple[int, ...]:
+def as_rungs(until: int | Sequence[int]) -> tuple[int, ...]:
+    """The numbers of steps at which values are wanted. Raises `Invalid` where they are none, or out of order."""
     rungs = tuple(until) if isinstance(until, Sequence) else (until,)
     if not rungs or any(isinstance(r, bool) or not isinstance(r, int) or r < 1 for r in rungs):
         raise Invalid(f"until is a positive number of steps, or several in order, given {until!r}")
@@ -331,4 +347,4 @@ def _said(settings: Settings) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in settings) or "no settings"
 
 
-__all__ = ["Stages", "Trial"]
+__all__ = ["Stages", "Trial", "as_rungs"]

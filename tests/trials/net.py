@@ -1,5 +1,9 @@
 """A small network with running statistics and dropout, and its data: what the tests of searches by stages train."""
 
+import os
+import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,3 +54,26 @@ def drops(lr: float, first: float, second: float, at: tuple[int, int] = (6, 9)) 
 
 
 TRIALS = [drops(lr, first, second) for lr in (0.1, 0.05) for first in (0.5, 0.1) for second in (0.5, 0.1)]
+
+
+def stored(storage: Path, data: Any = data) -> dt.Stages:
+    return dt.Stages(new_step(), data=data, evaluate=accuracy, storage=storage, seed=0, name="numbers")
+
+
+def killing(step: int, settings: dict[str, Any]) -> Any:
+    """Kills its process in some steps, once each."""
+    marks = Path(os.environ["KILLS"])
+    if step in (3, 7, 10) and len(list(marks.glob(f"{step}-*"))) < 1:
+        (marks / f"{step}-{os.getpid()}-{time.monotonic_ns()}").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return data(step, settings)
+
+
+def always_killing(step: int, settings: dict[str, Any]) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raising(step: int, settings: dict[str, Any]) -> Any:
+    if step == 7 and settings["lr"] < 0.03:
+        raise OSError("no such file")
+    return data(step, settings)

@@ -1,0 +1,62 @@
+"""Trials on several processes: the values of one process, also where processes are killed."""
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+import daceml_train as dt
+from daceml_train.trials.pool import TrialFailed, run_trials
+from tests.trials.net import TRIALS, always_killing, drops, killing, raising, stages, stored
+from tests.trials.test_stages import equal_to_alone, one_thread  # noqa: F401  a fixture
+
+pytestmark = [pytest.mark.compiled, pytest.mark.slow]
+
+
+def test_processes_train_each_stage_once(tmp_path: Path) -> None:
+    heard: list[tuple[int, int]] = []
+    values = run_trials(functools.partial(stored, tmp_path), TRIALS, (6, 12), progress=lambda *n: heard.append(n))
+    found = stored(tmp_path)
+    equal_to_alone(found, TRIALS, values, name="numbers")
+    report = found.report()
+    assert (report.requested, report.steps, report.twice) == (96, 48, 0)
+    assert heard[-1] == (14, 14)
+
+
+def test_killed_processes_lose_their_stage_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    monkeypatch.setenv("KILLS", str(marks))
+    values = run_trials(functools.partial(stored, tmp_path, killing), TRIALS[:4], (6, 12), workers=2)
+    assert len(list(marks.iterdir())) == 3
+    found = stored(tmp_path, killing)
+    equal_to_alone(found, TRIALS[:4], values, name="numbers")
+    assert found.report().steps == 6 + 2 * 3 + 4 * 3
+
+
+def test_a_stage_that_kills_its_process_names_its_trial(tmp_path: Path) -> None:
+    with pytest.raises(
+        TrialFailed, match="trial 0, steps 0 to 3: its process ended 2 times, the last time by signal 9"
+    ):
+        run_trials(functools.partial(stored, tmp_path, always_killing), TRIALS[:1], 3, workers=1, restarts=1)
+
+
+def test_an_error_names_its_trial(tmp_path: Path) -> None:
+    with pytest.raises(
+        TrialFailed, match=r"(?s)trial 1, steps 6 to 9 .*no such file.*in step 7 of trial 1, with lr=0.01"
+    ):
+        run_trials(
+            functools.partial(stored, tmp_path, raising),
+            [drops(0.1, 0.5, 0.5), drops(0.1, 0.1, 0.5)],
+            (9, 12),
+            workers=1,
+        )
+
+
+def test_a_pool_needs_a_storage() -> None:
+    with pytest.raises(TrialFailed, match="needs a storage"):
+        run_trials(functools.partial(stages, None), TRIALS[:1], 3, workers=1)
+    with pytest.raises(dt.Invalid, match="positive number of processes"):
+        run_trials(functools.partial(stages, None), TRIALS[:1], 3, workers=0)
+    assert torch.get_num_threads() == 1
