@@ -13,6 +13,7 @@ from daceml_train.driver.checking import loss_of
 from daceml_train.driver.clipped import Clipped
 from daceml_train.driver.distribution import reduce_in_pieces, rows_of
 from daceml_train.driver.module import optimized, state_of
+from daceml_train.driver.records import Record
 from daceml_train.driver.settings import Settings
 from daceml_train.frontends.torch.dynamo.tracing import describe
 
@@ -25,6 +26,7 @@ class InPieces(Clipped):
     options: Settings
     keep_gradients: bool
     gradient_norm: torch.Tensor | None
+    records: list[Record]
     breaks: list[str]
     pieces: torch.nn.Module | None
     _in_pieces: dict[Any, str]
@@ -41,6 +43,18 @@ class InPieces(Clipped):
         found = [p for m in self._modules() for p in m._parameters.values() if p is not None]
         found += [p for group in self.optimizer.param_groups for p in group["params"]]
         return list({id(p): p for p in found}.values())
+
+    @property
+    def network(self) -> dict[str, int]:
+        """Bytes that each rank sends per step in the collectives of the last compiled program, by their kind."""
+        found: dict[str, int] = {}
+        for record in reversed(self.records):
+            for cost in record.costs:
+                if cost.network and isinstance(cost.network, int):
+                    found[cost.operators] = found.get(cost.operators, 0) + cost.network
+            if found:
+                break
+        return found
 
     def _run_in_pieces(self, key: Any, inputs: Any, targets: Sequence[Any]) -> torch.Tensor:
         """The same step with PyTorch's autograd and optimizer around the compiled model."""

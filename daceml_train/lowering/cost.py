@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 from daceml_train.analysis.chunks import update_chains
 from daceml_train.analysis.traffic import Entry, traffic
-from daceml_train.graph.graph import Graph
+from daceml_train.graph.graph import Graph, Node
 from daceml_train.lowering.naming import names
 from daceml_train.lowering.program import CallLaunch, ControlLaunch, CopyLaunch, KernelLaunch, Launch
+from daceml_train.ops.collective import AllReduce
 from daceml_train.ops.kernel import described
 from daceml_train.ops.operator import Operator
 from daceml_train.tensor import Dim, Tensor
@@ -36,6 +37,8 @@ class Cost:
     """Bytes that a library moves between layouts within the call."""
     name: str = ""
     """What it computes, and where: `layer1.0.bn2 + relu`; see `lowering.naming`."""
+    network: Dim = 0
+    """Bytes that each of the processes that train together sends."""
 
     @property
     def bytes(self) -> Dim:
@@ -61,10 +64,18 @@ def costs(graph: Graph, launches: Sequence[Launch], nodes: Sequence[int]) -> lis
             made.append(_share(whole, done[node], count[node]))
             done[node] += 1
         elif node >= 0 and last[node] == index:
-            made.append(_computed(launch, graph.nodes[node].op, entries[node], named[node]))
+            cost = _computed(launch, graph.nodes[node].op, entries[node], named[node])
+            made.append(replace(cost, network=_network(graph, graph.nodes[node])))
         else:
             made.append(_moved(launch))
     return made
+
+
+def _network(graph: Graph, node: Node) -> Dim:
+    """Bytes that each process sends in a collective."""
+    return (
+        node.op.network_bytes(*(graph.tensors[name] for name in node.inputs)) if isinstance(node.op, AllReduce) else 0
+    )
 
 
 def _share(whole: Cost, k: int, parts: int) -> Cost:

@@ -74,6 +74,7 @@ def _compiled(group: Sequence[Record]) -> Compiled:
         recomputed=tuple(_recomputed(group, sizes)),
         device=linked[0].device.name if linked else "cpu",
         left_out=tuple(first.left_out),
+        network=_network(group, sizes),
         autotuned=_autotuned(executable.autotuned() for executable in linked),
     )
 
@@ -82,6 +83,12 @@ def _autotuned(counts: Iterable[tuple[int, int]]) -> tuple[int, int]:
     """The counts of both halves."""
     pairs = list(counts)
     return sum(measured for measured, _ in pairs), sum(changed for _, changed in pairs)
+
+
+def _network(group: Sequence[Record], sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Collectives, and the bytes that each rank sends."""
+    sent = [number(cost.network, sizes) for record in group for cost in record.costs if cost.network]
+    return len(sent), sum(size for size in sent if isinstance(size, int))
 
 
 def _recomputed(group: Sequence[Record], sizes: Mapping[str, int]) -> list[Kept]:

@@ -102,6 +102,9 @@ class Compiled:
     autotuned: tuple[int, int] = (0, 0)
     """The number of autotuned kernels on a GPU, and how many of them do not have the default configuration."""
 
+    network: tuple[int, int] = (0, 0)
+    """The number of collectives, and the bytes that each of the processes that train together sends in them."""
+
     @property
     def saved(self) -> float | None:
         """The share of the captured bytes that is no longer moved."""

@@ -101,6 +101,9 @@ def facts(function: Compiled) -> Iterator[str]:
     yield counted(function.programs, "program")
     yield f"{counted(function.kernels, 'kernel')} ({function.distinct_kernels} distinct)"
     yield counted(sum(function.calls.values()), "library call")
+    if function.network[0]:
+        count, sent = function.network
+        yield f"{counted(count, 'collective')}, in which each rank sends {bytes_text(sent)}"
     if isinstance(function.flops, int):
         yield f"{function.flops / 1e9:.3g} GFLOP"
     yield f"arena {bytes_text(function.arena)}"

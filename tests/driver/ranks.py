@@ -14,6 +14,10 @@ PATIENCE = 60
 """Seconds after which a collective without its partners, and a process without an answer, is an error."""
 
 
+GONE = "gone"
+"""The answer of a rank whose process has ended."""
+
+
 class RankFailed(AssertionError):
     """A function raised on a rank."""
 
@@ -29,6 +33,7 @@ class Ranks:
             arguments = (rank, world, f"file://{folder}/store", theirs)
             self.processes.append(context.Process(target=_serve, args=arguments, daemon=True))
             self.processes[-1].start()
+            theirs.close()
             self.pipes.append(ours)
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -38,7 +43,10 @@ class Ranks:
         answers = []
         for rank, pipe in enumerate(self.pipes):
             assert pipe.poll(PATIENCE), f"rank {rank} does not answer {function.__name__}"
-            answers.append(pipe.recv())
+            try:
+                answers.append(pipe.recv())
+            except EOFError:
+                answers.append((False, GONE))
         for rank, (failed, answer) in enumerate(answers):
             if failed:
                 raise RankFailed(f"rank {rank} of {function.__name__}:\n{answer}")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import daceml_train as dt
-from tests.driver.ranks import Ranks
+from tests.driver.ranks import GONE, Ranks
 
 pytestmark = [pytest.mark.compiled, pytest.mark.slow]
 
@@ -103,6 +105,7 @@ def step_together(rank: int, kind: str, optimizer: str, options: dict[str, Any],
     for number in range(steps):
         loss = step(*half(batch(kind, number), rank))
         told.append((loss, step.gradient_norm))
+    assert "1 collective, in which each rank sends" in str(dt.report(step))
     kept = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     return model.state_dict(), told, step.breaks, kept
 
@@ -185,3 +188,123 @@ def differing(rank: int, how: str) -> str:
 def test_ranks_that_differ_stop_with_an_error_that_names_them(ranks: Ranks, how: str, said: str) -> None:
     for error in ranks(differing, how):
         assert re.search(said, error, re.DOTALL), error
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 4)
+        self.register_buffer("mask", torch.zeros(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mask.copy_(F.dropout(torch.ones(64)))
+        return self.out(x) * self.mask.mean()
+
+
+def masks(rank: int) -> Tensor:
+    model = Masked()
+    step = dt.training_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), 0.1), mesh=dist.group.WORLD)
+    torch.manual_seed(3)
+    step(*half(batch("dense", 0), rank))
+    assert step.breaks == []
+    return model.mask
+
+
+def test_ranks_draw_other_numbers_from_equal_seeds(ranks: Ranks) -> None:
+    first, second = ranks(masks)
+    assert set(first.tolist()) == set(second.tolist()) == {0.0, 2.0} and not torch.equal(first, second)
+
+
+def scaled(rank: int) -> tuple[dict[str, Tensor], list[float], list[str]]:
+    """Three steps, in the second of which one rank has an infinite gradient."""
+    torch.manual_seed(0)
+    model = dense()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = dt.training_step(model, F.cross_entropy, optimizer, mesh=dist.group.WORLD, scaler=scaler, clip_norm=1.0)
+    scales = []
+    for number in range(3):
+        x, y = half(batch("dense", number), rank)
+        step(x * (torch.inf if number == rank == 1 else 1.0), y)
+        scales.append(scaler.get_scale())
+    return model.state_dict(), scales, step.breaks
+
+
+def test_an_infinite_gradient_of_one_rank_skips_the_update_on_all(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    theirs = dense()
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    for number in (0, 2):
+        x, y = batch("dense", number)
+        optimizer.zero_grad()
+        F.cross_entropy(theirs(x), y).backward()
+        nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        optimizer.step()
+    for state, scales, breaks in ranks(scaled):
+        assert breaks == [] and scales == [8.0, 4.0, 4.0]
+        for name, value in theirs.state_dict().items():
+            torch.testing.assert_close(state[name], value, **ROUNDING)
+
+
+def in_pieces(rank: int) -> tuple[dict[str, Tensor], list[Tensor], list[str]]:
+    torch.manual_seed(0)
+    model = dense()
+    model[0].weight.register_hook(lambda grad: None)
+    step = dt.training_step(model, F.cross_entropy, OPTIMIZERS["sgd"](model.parameters()), mesh=dist.group.WORLD)
+    losses = [step(*half(batch("dense", number), rank)) for number in range(2)]
+    return model.state_dict(), losses, step.breaks
+
+
+@pytest.mark.filterwarnings("ignore:daceml_train runs")
+def test_a_step_in_pieces_reduces_gradients(ranks: Ranks) -> None:
+    theirs, told, _ = by_pytorch("dense", "sgd", None, 2)
+    for state, losses, breaks in ranks(in_pieces):
+        assert breaks == ["a parameter has a gradient hook"]
+        torch.testing.assert_close(losses, [loss for loss, _ in told], **ROUNDING)
+        for name, value in theirs.state_dict().items():
+            torch.testing.assert_close(state[name], value, **ROUNDING)
+
+
+def of_length(rank: int) -> tuple[Tensor, Tensor]:
+    """The gradient of a step on sentences that are longer on one rank, and that of the rank alone, in PyTorch."""
+    torch.manual_seed(0)
+    model = Words()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    words, y = torch.randint(30, (4, 5 + 2 * rank)), torch.randint(4, (4,))
+    F.cross_entropy(model(words), y).backward()
+    own = model.table.weight.grad.clone()
+    step = dt.training_step(model, F.cross_entropy, optimizer, mesh=dist.group.WORLD, keep_gradients=True)
+    step(words, y)
+    assert step.breaks == []
+    return model.table.weight.grad, own
+
+
+def test_ranks_may_have_other_lengths(ranks: Ranks) -> None:
+    (first, one), (second, other) = ranks(of_length)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, (one + other) / 2, **ROUNDING)
+
+
+def left(rank: int) -> tuple[str, str]:
+    """The errors of a step during which the other rank ends, and of the one after."""
+    model = dense()
+    step = dt.training_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), 0.1), mesh=dist.group.WORLD)
+    step(*half(batch("dense", 0), rank))
+    if rank == 1:
+        os._exit(1)
+    errors = []
+    for number in (1, 2):
+        with pytest.raises(RuntimeError) as error:
+            step(*half(batch("dense", number), rank))
+        errors.append(str(error.value))
+    return errors[0], errors[1]
+
+
+def test_a_rank_that_ends_is_named(tmp_path: Path) -> None:
+    own = Ranks(tmp_path)
+    try:
+        (first, second), gone = own(left)
+    finally:
+        own.close()
+    assert gone == GONE
+    assert first.startswith("rank 1 is gone in step 2") and "start all processes from a checkpoint" in second

@@ -11,9 +11,12 @@ from torch.nn import functional as F
 import daceml_train as dt
 from daceml_train.analysis.interpret import interpret
 from daceml_train.analysis.verify import verify
+from daceml_train.driver.goals import StepGoal
 from daceml_train.graph.graph import Graph
+from daceml_train.graph.text import parse, show
 from daceml_train.ops.collective import AllReduce
 from daceml_train.ops.operator import Value
+from daceml_train.sdfg.convert import from_sdfg, to_sdfg
 from daceml_train.tensor import DType, Tensor
 from daceml_train.training.distribution import means
 from daceml_train.training.gradients import Clipping, GradientOptions, Scaling
@@ -60,6 +63,17 @@ def test_gradients_and_the_loss_are_one_message() -> None:
     (elements,) = made.graph.tensors[only.inputs[0]].shape
     assert elements == 3 * 4 + 4 + 4 * 2 + 2 + 1
     assert not collectives(joint(GradientOptions()).graph)
+
+
+def test_collectives_are_nodes_of_the_sdfg_and_of_the_text() -> None:
+    graph = joint(GradientOptions(ranks=4)).graph
+    assert "all_reduce" in show(graph)
+    assert show(from_sdfg(to_sdfg(graph))) == show(graph) == show(parse(show(graph)))
+
+
+def test_programs_for_other_numbers_of_ranks_have_other_keys() -> None:
+    goals = [StepGoal([], [], GradientOptions(ranks=ranks)) for ranks in (1, 2, 4)]
+    assert len({goal.description for goal in goals}) == 3
 
 
 def test_buckets_have_one_type_and_at_most_so_many_bytes() -> None:

@@ -1,0 +1,39 @@
+"""The example of data-parallel training learns the same, on one process and on two."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "distributed" / "train.py"
+ROOT = EXAMPLE.parents[2]
+
+
+def printed(*launcher: str) -> str:
+    command = [sys.executable, *launcher, str(EXAMPLE)]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return ran.stdout
+
+
+@pytest.mark.compiled
+@pytest.mark.slow
+def test_two_processes_learn_what_one_does() -> None:
+    alone = printed()
+    together = printed("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    losses = [[float(x) for x in re.findall(r"loss ([\d.]+)", text)] for text in (alone, together)]
+    assert losses[0][-1] < 0.01 < losses[0][0]
+    assert losses[1] == pytest.approx(losses[0], abs=2e-3)  # three digits are printed, and sums are rounded otherwise
+    assert "1 ranks, 0 breaks; each sends 0 bytes" in alone
+    parameters = 16 * 64 + 64 + 64 + 64 + 64 * 4 + 4
+    assert f"2 ranks, 0 breaks; each sends {4 * (parameters + 1)} bytes" in together
+
+
+def test_the_page_shows_the_example() -> None:
+    assert EXAMPLE.read_text(encoding="utf-8") in (ROOT / "docs/guide/distributed.md").read_text(encoding="utf-8")
