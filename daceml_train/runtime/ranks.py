@@ -12,10 +12,11 @@ import contextlib
 import hashlib
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,10 @@ class Ranks:
     """The processes of `group` in the steps of one `TrainingStep`. Not thread-safe: a step runs alone."""
 
     created = 0
+    broken: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, str]] = weakref.WeakKeyDictionary()
+    """Groups on which nothing more can run, and why: a rank failed where the others wait in a collective, which would
+    take the next one for its partner.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
@@ -48,8 +53,6 @@ class Ranks:
         self.device = torch.device(device)
         self.store, self.prefix = group.get_group_store(), f"daceml_train/{Ranks.created}"
         Ranks.created += 1  # equal on all ranks: steps are constructed in one order
-        self.broken = ""
-        """Why no further step can run: a rank failed after the ranks had begun to exchange gradients."""
         self.error: RankError | None = None
         """What a collective of the running program raised."""
         self.steps = -1  # the construction of the step counts as 0
@@ -61,8 +64,8 @@ class Ranks:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """One step of all ranks. An error inside it reaches the other ranks."""
-        if self.broken:
-            raise RankError(f"{self.broken}; start all processes from a checkpoint")
+        if (why := Ranks.broken.get(self.group)) is not None:
+            raise RankError(f"{why}; start all processes from a checkpoint")
         self.steps, self._begun, self._sent, self.error = self.steps + 1, False, None, None
         try:
             yield
@@ -144,8 +147,9 @@ class Ranks:
         """Let the other ranks know of an error of this one."""
         text = f"{type(error).__name__}: {error}".split("\n\n")[0]
         if self._begun:  # the others are at a collective that this rank does not reach
-            self.broken = f"rank {self.rank} raised {text} while it ran step {self.steps}"
-            self._put(f"failed/{self.rank}", self.broken)
+            why = f"rank {self.rank} raised {text} while it ran step {self.steps}"
+            Ranks.broken[self.group] = why
+            self._put(f"failed/{self.rank}", why)
             return
         self._put(f"raised/{self.rank}/{self.steps}", text)
         self._send(FAILED)
@@ -159,7 +163,7 @@ class Ranks:
         return f"rank {rank} raised {text}; no rank has updated a parameter in step {self.steps}"
 
     def _break(self, message: str) -> NoReturn:
-        self.broken = message
+        Ranks.broken[self.group] = message
         raise RankError(message)
 
     def _has(self, key: str, rank: int) -> bool:

@@ -157,14 +157,12 @@ def differing(rank: int, how: str) -> str:
             model.weight.requires_grad = rank == 0
         if how == "raises":
             x = x[:, rank:]
-        if how == "class":
-            y = y + 10 * rank
         step(x, y)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
     else:
         return "no error"
-    if step is not None and how != "class":
+    if step is not None:
         assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
         model.weight.requires_grad, optimizer.param_groups[0]["lr"] = True, 0.1
         step(*half(batch("dense", 1), rank))
@@ -182,7 +180,6 @@ def differing(rank: int, how: str) -> str:
         ("rows", r"batches of different sizes \(4 on rank 0, 3 on rank 1 rows\)"),
         ("rate", "different learning rates"),
         ("raises", "rank 1 raised .*no rank has updated a parameter in step 1|shapes cannot be multiplied"),
-        ("class", "rank 1 raised OutOfRange.* while it ran step 1$|^OutOfRange: a target is out of bounds"),
     ],
 )
 def test_ranks_that_differ_stop_with_an_error_that_names_them(ranks: Ranks, how: str, said: str) -> None:
@@ -308,3 +305,31 @@ def test_a_rank_that_ends_is_named(tmp_path: Path) -> None:
         own.close()
     assert gone == GONE
     assert first.startswith("rank 1 is gone in step 2") and "start all processes from a checkpoint" in second
+
+
+def failing_late(rank: int) -> list[str]:
+    """The errors of a step in which one rank finds a class out of range, of the next one, and of another step."""
+    model = dense()
+    errors = []
+
+    def make() -> Any:
+        return dt.training_step(model, F.cross_entropy, OPTIMIZERS["sgd"](model.parameters()), mesh=dist.group.WORLD)
+
+    step = make()
+    x, y = half(batch("dense", 0), rank)
+    for call in (lambda: step(x, y + 10 * rank), lambda: step(x, y), make):
+        with pytest.raises((RuntimeError, IndexError)) as error:
+            call()
+        errors.append(f"{type(error.value).__name__}: {error.value}")
+    return errors
+
+
+def test_an_error_within_the_program_stops_all_ranks(tmp_path: Path) -> None:
+    own = Ranks(tmp_path)
+    try:
+        (there, *later), (here, *further) = own(failing_late)
+    finally:
+        own.close()
+    cause = "rank 1 raised OutOfRange: a target is out of bounds"
+    assert there.startswith(f"RankError: {cause}") and here.startswith("OutOfRange: a target is out of bounds")
+    assert all(cause in text and "start all processes from a checkpoint" in text for text in (*later, *further))
