@@ -12,7 +12,9 @@ from daceml_train.trials.tree import Stage, Tree
 class Makespan:
     """What a simulated run takes, in the unit of `per_step`.
 
-    `bound` is what no schedule can beat: the longest path, or the work divided by the number of workers.
+    `bound` is what no schedule can beat. The steps after the first d of each trial cannot start before time d, so d
+    plus their number divided by the workers is a bound: for d = 0 the work divided by the workers, and the longest
+    path where no step is left.
     """
 
     time: float
@@ -58,7 +60,14 @@ def simulate(tree: Tree, workers: int, per_step: float = 1.0, save: float = 0.0,
         free += 1
         push(stage.children)
     critical = max((longest[id(stage)] for stage in tree.root.children), default=0.0)
-    return Makespan(clock, busy, critical, max(critical, busy / workers), workers)
+    return Makespan(clock, busy, critical, max(critical, _bound(tree, workers) * per_step), workers)
+
+
+def _bound(tree: Tree, workers: int) -> float:
+    stages = list(tree.stages())
+    depths = sorted({0, *(stage.start for stage in stages), *(stage.end for stage in stages)})
+    later = (sum(max(0, s.end - max(s.start, depth)) for s in stages) for depth in depths)
+    return max(depth + steps / workers for depth, steps in zip(depths, later, strict=True))
 
 
 def _moves(stage: Stage, tree: Tree, save: float, load: float) -> float:

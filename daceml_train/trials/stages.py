@@ -28,6 +28,9 @@ from daceml_train.trials.settings import Applied
 from daceml_train.trials.state import State, Stateful, Training, restore_generators, seeded
 from daceml_train.trials.tree import Stage, Tree, merged
 
+MOST_CHANGES = 64
+"""At how many steps checkpoints are saved because settings changed there in some trial."""
+
 Trial = Mapping[str, Any]
 """The settings of a trial: each a value, or a schedule of values."""
 
@@ -81,6 +84,8 @@ class Stages:
         """The forks of trials that are known beforehand, by step."""
         self._planned: set[str] = set()
         """The ends of these trials: on their way, only forks and rungs are saved."""
+        self._changes: set[int] = set()
+        """Where settings of trials changed that arrived one by one: later ones may part there."""
         self.name_of_run = uuid.uuid4().hex
         """Tells what this object is asked for from what others on the same storage are; a pool is one."""
         self._start = start
@@ -117,6 +122,12 @@ class Stages:
             self._advance(path, steps, (steps,), -1)
             self._go(path, steps, -1)
             self.applied.apply(dict(path.settings(steps - 1)))
+
+    def reset(self) -> None:
+        """Bring the model, the optimizer and the generators to where they were when this object was created."""
+        with self._session():
+            self.applied.apply({})
+            self.training.restore(self._start)
 
     def plan(self, trials: Iterable[Trial], until: int | Sequence[int]) -> Plan:
         """What these trials have in common, before anything runs."""
@@ -164,6 +175,7 @@ class Stages:
         """As `run`."""
         for position, rung in enumerate(rungs):
             with self._session():
+                self._note_changes(path)
                 self.tree.add(number, path, rungs[: position + 1])
                 known, value = self._known(path, rung)
                 if not known:
@@ -194,12 +206,16 @@ class Stages:
         """The steps after `start` at which to save, the last of them `end`."""
         points = {end, *(rung for rung in rungs if start < rung < end)}
         planned = exact or path.key(path.end) in self._planned
-        for segment in path.between(start, end):
-            if segment.end < end and not planned and segment.end - segment.start >= self.spacing:
-                points.add(segment.end)
-        if planned and not exact:
+        if not planned:
+            points |= {step for step in self._changes if start < step < end}
+        elif not exact:
             points |= {step for step, keys in self._forks.items() if start < step < end and path.key(step) in keys}
         return sorted(points)
+
+    def _note_changes(self, path: Path) -> None:
+        for segment in path.segments[:-1]:
+            if segment.end - segment.start >= self.spacing and len(self._changes) < MOST_CHANGES:
+                self._changes.add(segment.end)
 
     def _nearest(self, path: Path, end: int) -> int:
         """The last step up to `end` at which this path has a checkpoint."""

@@ -133,7 +133,9 @@ def generators() -> dict[str, Any]:
     name, words, *rest = np.random.get_state(legacy=True)
     on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     numpy = (str(name), torch.from_numpy(np.asarray(words, dtype=np.int64)), *rest)
-    return {"torch": torch.get_rng_state(), "cuda": on_gpu, "python": random.getstate(), "numpy": numpy}
+    version, own, *following = random.getstate()
+    python = (version, torch.tensor(own, dtype=torch.int64), *following)  # a tensor is copied faster than a tuple
+    return {"torch": torch.get_rng_state(), "cuda": on_gpu, "python": python, "numpy": numpy}
 
 
 def restore_generators(saved: Mapping[str, Any]) -> None:
@@ -141,7 +143,8 @@ def restore_generators(saved: Mapping[str, Any]) -> None:
     torch.set_rng_state(saved["torch"])
     if saved["cuda"]:
         torch.cuda.set_rng_state_all(saved["cuda"])
-    random.setstate(saved["python"])
+    version, own, *following = saved["python"]
+    random.setstate((version, tuple(own.tolist()), *following))
     name, words, *rest = saved["numpy"]
     np.random.set_state((name, words.numpy().astype(np.uint32), *rest))
 
@@ -194,7 +197,7 @@ def size_of(state: Any) -> int:
     if isinstance(state, torch.Tensor):
         return state.nbytes
     parts: Sequence[Any] = list(state.values()) if isinstance(state, dict) else state
-    return sum(map(size_of, parts)) if isinstance(state, dict | list | tuple) else 8
+    return sum(map(size_of, parts)) if isinstance(state, dict | list | tuple) else 0
 
 
 def _texts(value: Any) -> Iterator[bytes]:

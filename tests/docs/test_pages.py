@@ -22,6 +22,7 @@ PAGES = [
     "docs/guide/mixed-precision.md",
     "docs/guide/pipelines.md",
     "docs/guide/sdfg.md",
+    "docs/guide/search.md",
     "docs/guide/vscode.md",
     "docs/guide/writing-a-pass.md",
     "docs/guide/writing-an-operator.md",

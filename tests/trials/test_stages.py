@@ -168,6 +168,9 @@ def test_pruned_and_interleaved_trials() -> None:
     values = [dict(second), dict(first)]
     equal_to_alone(found, [TRIALS[1], TRIALS[0]], values)
     assert found.report().requested == 24
+    found.reset()
+    assert same(found.training.snapshot(), found._start)
+    assert stages(seed=0).root == found.root == dt.Stages(found.step, data=data, evaluate=accuracy, seed=0).root
 
 
 def test_little_memory_costs_steps_and_no_bits() -> None:

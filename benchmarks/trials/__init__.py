@@ -1,0 +1,1 @@
+"""Hyper-parameter searches by stages beside separate trials: `python -m benchmarks.trials`."""

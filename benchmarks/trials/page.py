@@ -1,0 +1,76 @@
+"""The page of what `benchmarks.trials` found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from benchmarks.provenance import origin
+
+HEAD = """# Searches by stages
+
+Generated; do not edit. To measure again:
+
+    .venv/bin/python -m benchmarks.trials            # all rows: about ten minutes on two cores
+    .venv/bin/python -m benchmarks.trials late       # one row
+
+[Searches by stages](../guide/search.md) tells what stages are. *Steps* are training steps: of separate trials, and of
+stages; in brackets, the number of distinct steps, which no merging can beat. *Equal* means equal to the bit: for the
+first row every parameter, buffer, tensor of the optimizer, and generator at the end of each trial; for Optuna all
+values that it was told and its best trial; for the residual network the values of two trials; for kills the values of
+an undisturbed search. Times are wall clock without compilation; those of processes include their start. The space
+*late drops* has two rates, and two drops by four factors at two steps each.
+"""
+SIMULATED = """Nothing is trained. A checkpoint takes 0.05 epochs to save or to load. The bound is the largest of d
+plus the epochs after the first d of each trial, divided by the workers: these cannot start earlier. The simple bound is
+the larger of the longest trial and of the work divided by the workers, which few workers can use at first.
+"""
+
+
+def lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """The page line by line."""
+    yield HEAD
+    around, rows = found["surroundings"], found["rows"]
+    versions = ", ".join(f"{name} {number}" for name, number in around["versions"].items())
+    yield f"Measured {around['date']} on {around['cores']} cores of {around['processor']}; {versions}."
+    yield origin(row["commit"] for row in rows.values()) + "\n"
+    trained = [
+        entry for name in ("late", "optuna", "residual") for entry in rows.get(name, {"searches": []})["searches"]
+    ]
+    yield "| search | steps alone | by stages | times fewer | seconds alone | by stages | equal |"
+    yield "|---|---|---|---|---|---|---|"
+    for entry in trained:
+        alone = f"{entry['alone seconds']:.2f}" if "alone seconds" in entry else ""
+        ratio = entry["alone"] / entry["steps"]
+        least = f" ({entry['distinct']:,})" if "distinct" in entry else ""
+        yield (
+            f"| {entry['name']} | {entry['alone']:,} | {entry['steps']:,}{least} | {ratio:.2f} | {alone} | "
+            f"{entry['seconds']:.2f} | {_yes(entry['equal'])} |"
+        )
+    if "simulated" in rows:
+        yield from _simulated(rows["simulated"]["searches"])
+    if "kills" in rows:
+        yield "\n## Killed processes\n"
+        for entry in rows["kills"]["searches"]:
+            yield (
+                f"{entry['name']}: {'the values of an undisturbed search' if entry['equal'] else 'OTHER VALUES'}, "
+                f"{entry['twice']} steps of stages that were finished trained a second time, {entry['seconds']:.0f} s."
+            )
+
+
+def _simulated(entries: list[dict[str, Any]]) -> Iterator[str]:
+    yield "\n## Simulated: 40 workers\n"
+    yield SIMULATED
+    columns = ("space", "epochs alone", "by stages", "times fewer", "makespan alone", "by stages", "over the bound")
+    yield f"| {' | '.join((*columns, 'over the simple bound'))} |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for entry in entries:
+        over, simple = (entry["makespan"] / entry[name] - 1 for name in ("bound", "simple bound"))
+        yield (
+            f"| {entry['name']} | {entry['alone']:,} | {entry['steps']:,} | {entry['alone'] / entry['steps']:.2f} | "
+            f"{entry['alone makespan']:.0f} | {entry['makespan']:.0f} | {over:.1%} | {simple:.1%} |"
+        )
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "NO"
