@@ -112,7 +112,15 @@ def training_step(
         step = TrainingStep(model, loss, optimizer, settings, keep_gradients, clipping, scaler, schedule)
     if ranks is not None:
         step.ranks = ranks
-        begin_as_equals(ranks, [m for m in (model, loss) if isinstance(m, torch.nn.Module)], optimizer)
+        modules = [m for m in (model, loss) if isinstance(m, torch.nn.Module)]
+        told: dict[str, Any] = {
+            "micro_batches": micro_batches,
+            "reduction": reduction,
+            "clipping": clipping,
+            "scaler": None,
+        }
+        told |= {} if scaler is None else {"scaler": scaler.state_dict()}
+        begin_as_equals(ranks, modules, optimizer, told)
     elif mesh is None:
         warn_of_others(model, stacklevel=2)
     return step

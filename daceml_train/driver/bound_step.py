@@ -138,10 +138,15 @@ class BoundStep:
         self.first = bool(step.made)
         self.mean: torch.Tensor | None = None
         """The mean of the last call's losses over all ranks."""
-        self.ranks, self.described = ranks, described(program, step.trained) if ranks else ""
+        self.ranks, self.described = ranks, self._described() if ranks else ""
         self.exchanges = "\nall_reduce" in self.described
 
     # ---- binding ------------------------------------------------------------------------------------------------
+    def _described(self) -> str:
+        options = [*self.step.hyperparameters, *(repr(o) for group in self.bound_optimizer.groups for o in group[2])]
+        lines = [f"{type(self.optimizer).__name__}: {sorted(map(str, options))}", f"scaler: {self.scaling}"]
+        return described(self.step.executable.program, self.step.trained, lines)
+
     def _observe(self, modules: Sequence[torch.nn.Module], bounds: Mapping[str, float]) -> None:
         optimizer = self.optimizer
         self.bound_optimizer = OptimizerGuard(optimizer, self.step.hyperparameters, bounds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from daceml_train.errors import Invalid, Unsupported
 from daceml_train.lowering.program import CallLaunch, Program
 from daceml_train.runtime.ranks import Ranks
+from daceml_train.training.gradients import Clipping
 
 PARALLEL = {
     "DistributedDataParallel": "reduces gradients",
@@ -78,10 +79,13 @@ def ranks_of(mesh: Any, model: nn.Module) -> Ranks | None:
     return Ranks(group) if group.size() > 1 else None
 
 
-def begin_as_equals(ranks: Ranks, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+def begin_as_equals(
+    ranks: Ranks, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
+) -> None:
     """Give all ranks the parameters, buffers and optimizer state of rank 0.
 
-    Raises `RankError`, on all ranks, if their models or optimizers have other parameters or options.
+    Raises `RankError`, on all ranks, if their models or optimizers have other parameters or options, or if the step has
+    other `options`.
     """
     with ranks.step():
         named = dict(_named(modules, optimizer))
@@ -90,8 +94,9 @@ def begin_as_equals(ranks: Ranks, modules: Sequence[nn.Module], optimizer: torch
                 raise Invalid(f"{name} has no size yet", advice="call the model once before training_step")
         lines = [f"{name} {list(t.shape)} {t.dtype} trains={t.requires_grad}" for name, t in named.items()]
         for group in optimizer.param_groups:
-            options = ", ".join(f"{k}={v}" for k, v in group.items() if k != "params")
-            lines.append(f"{type(optimizer).__name__} of {len(group['params'])} parameters, {options}")
+            chosen = ", ".join(f"{k}={v}" for k, v in group.items() if k != "params")
+            lines.append(f"{type(optimizer).__name__} of {len(group['params'])} parameters, {chosen}")
+        lines += [f"{name}={value}" for name, value in options.items()]
         ranks.begin("\n".join(lines), 0)
         ranks.agreed()
         for part in _messages(named.values()):
@@ -133,10 +138,11 @@ def _messages(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield part
 
 
-def described(program: Program, trained: Sequence[str]) -> str:
-    """What all ranks must have in common: the parameters that a program updates, and its collectives, in order."""
+def described(program: Program, trained: Sequence[str], options: Iterable[str]) -> str:
+    """What all ranks must have in common: options, the parameters that a program updates, its collectives in order."""
     inputs = {entry.name: entry for entry in program.inputs}
-    lines = [f"{inputs[name].path or name} {list(inputs[name].shape)}" for name in trained]
+    lines = [*options]
+    lines += [f"{inputs[name].path or name} {list(inputs[name].shape)}" for name in trained]
     for launch in program.launches:
         if isinstance(launch, CallLaunch) and launch.target == "daceml::all_reduce":
             x, position = launch.arguments
@@ -144,13 +150,17 @@ def described(program: Program, trained: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def reduce_in_pieces(ranks: Ranks, parameters: Sequence[torch.Tensor], rows: int) -> None:
-    """Replace the gradients of parameters by their means over all ranks."""
+def reduce_in_pieces(
+    ranks: Ranks, parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer, clipping: Clipping, rows: int
+) -> None:
+    """Replace the gradients of parameters by their means over all ranks, which must update them in one way."""
     numbered = [(number, p.grad) for number, p in enumerate(parameters) if p.grad is not None]
     if any(grad.layout is not torch.strided for _, grad in numbered):
         raise Invalid("mesh= reduces dense gradients, and one is sparse", advice="make the embedding with sparse=False")
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    numbers = f"{clipping} {groups}"
     lines = [f"gradient {number} {list(grad.shape)}" for number, grad in numbered]
-    ranks.begin("\n".join(["a step in pieces, see its `breaks`", *lines]), rows)
+    ranks.begin("\n".join(["a step in pieces, see its `breaks`", *lines]), rows, numbers.encode())
     for _, grad in numbered:
         grad.copy_(ranks.mean(grad))
 

@@ -78,7 +78,7 @@ class InPieces(Clipped):
     def _update_in_pieces(self, rows: int) -> None:
         """Reduce the gradients of a batch of `rows` rows, unscale, clip, update and adapt the scale in PyTorch."""
         if self.ranks is not None:
-            reduce_in_pieces(self.ranks, self._parameters(), rows)
+            reduce_in_pieces(self.ranks, self._parameters(), self.optimizer, self.clipping, rows)
         clipped = [p for group in self.optimizer.param_groups for p in group["params"]]
         if self.scaler is None:
             self.gradient_norm = self.clipping.apply(clipped)

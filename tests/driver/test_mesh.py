@@ -146,13 +146,18 @@ def differing(rank: int, how: str) -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = None
     try:
-        step = dt.training_step(model, F.cross_entropy, optimizer, mesh=dist.group.WORLD)
+        clip = {"options": None if rank else 1.0}.get(how, 1.0)
+        step = dt.training_step(model, F.cross_entropy, optimizer, mesh=dist.group.WORLD, clip_norm=clip)
         before = copy.deepcopy(model.state_dict())
         x, y = half(batch("dense", 0), rank)
         if how == "rows":
             x, y = x[rank:], y[rank:]
         if how == "rate":
             optimizer.param_groups[0]["lr"] = 0.1 + rank
+        if how == "bound":
+            step.clip_norm = 1.0 + rank
+        if how == "kind":
+            step.clip_norm = None if rank else 1.0
         if how == "trains":
             model.weight.requires_grad = rank == 0
         if how == "raises":
@@ -164,7 +169,7 @@ def differing(rank: int, how: str) -> str:
         return "no error"
     if step is not None:
         assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
-        model.weight.requires_grad, optimizer.param_groups[0]["lr"] = True, 0.1
+        model.weight.requires_grad, optimizer.param_groups[0]["lr"], step.clip_norm = True, 0.1, 1.0
         step(*half(batch("dense", 1), rank))
         after = [torch.empty_like(model.weight) for _ in range(2)]
         dist.all_gather(after, model.weight.detach())
@@ -179,6 +184,9 @@ def differing(rank: int, how: str) -> str:
         ("trains", r"rank 1 differs from rank 0, which has: .*weight.*rank 1 has: .*all_reduce 0 of \[5\]"),
         ("rows", r"batches of different sizes \(4 on rank 0, 3 on rank 1 rows\)"),
         ("rate", "different learning rates"),
+        ("bound", "different learning rates or other options"),
+        ("kind", r"rank 1 differs from rank 0, which has: SGD: .*clip_norm"),
+        ("options", r"rank 1 differs from rank 0, which has: clipping=Clipping\(norm=1.0.*norm=None"),
         ("raises", "rank 1 raised .*no rank has updated a parameter in step 1|shapes cannot be multiplied"),
     ],
 )
