@@ -125,6 +125,7 @@ class Ranks:
             work.wait()
             return
         while True:
+            over = work.is_completed()  # asked before: what ends just after a wait has timed out is no failure
             try:
                 work.wait(SLICE)
                 return
@@ -132,7 +133,7 @@ class Ranks:
                 for rank in range(self.size):
                     if self._has("failed", rank):
                         self._break(self._failure(rank))
-                if work.is_completed():
+                if over:
                     gone = ", ".join(map(str, self._gone()))
                     which = f"rank {gone} is gone" if gone else "a connection between ranks broke, or timed out,"
                     self._break(f"{which} in step {self.steps} ({str(error).splitlines()[0]})")
