@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import daceml_train as dt
+from daceml_train.driver.module import state_of
 from tests.driver.ranks import Ranks
 
 pytestmark = pytest.mark.compiled
@@ -96,3 +97,29 @@ def test_a_step_that_reduces_nothing_warns_on_every_rank(ranks: Ranks) -> None:
     for warned in ranks(alone):
         (text,) = warned
         assert "reduces no gradients over the 2 processes" in text
+
+
+def around(rank: int, how: str) -> tuple[list[str], list[Tensor]]:
+    """Breaks and parameters after PyTorch's own steps of a compiled model that PyTorch makes parallel."""
+    plain = network()
+    model: Any = dt.optimize(plain)
+    state = state_of(model)
+    parallel: Any = fully_shard(model) if how == "fully_shard" else DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
+    for number in range(2):
+        x, y = (t[3 * rank : 3 * rank + 3] for t in batch(number))
+        optimizer.zero_grad()
+        F.mse_loss(parallel(x), y).backward()
+        optimizer.step()
+    assert state is not None
+    return state.backend.breaks, [whole(p) for p in parallel.parameters()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["wrapped", "fully_shard"])
+def test_compiled_models_inside_what_pytorch_makes_parallel(ranks: Ranks, how: str) -> None:
+    expected = trained_by_pytorch(2)
+    for breaks, found in ranks(around, how):
+        assert breaks == []
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
