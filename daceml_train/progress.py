@@ -1,9 +1,9 @@
-"""A progress bar for compilation, fed by `pass_callback=` and `progress=`."""
+"""Progress bars: of compilation, fed by `pass_callback=` and `progress=`, and of a search by stages."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
@@ -30,3 +30,16 @@ def compilation_bar(console: Console | None = None) -> Iterator[dict[str, Any]]:
             bar.update(task, description="compiling kernels", total=total, completed=done)
 
         yield {"pass_callback": watch, "progress": progress}
+
+
+@contextlib.contextmanager
+def stages_bar(console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
+    """What `progress=` of `Stages.run_all` and `run_trials` takes: a bar of stages, which vanishes at the end.
+
+    Nothing is shown where the console (stderr by default) is no terminal.
+    """
+    console = console or Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("training stages", total=None)
+        yield lambda done, total: bar.update(task, total=total, completed=done)

@@ -52,9 +52,12 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     if "kills" in rows:
         yield "\n## Killed processes\n"
         for entry in rows["kills"]["searches"]:
+            moments = ", ".join(f"{count} while {moment!r}" for moment, count in sorted(entry["moments"].items()))
             yield (
-                f"{entry['name']}: {'the values of an undisturbed search' if entry['equal'] else 'OTHER VALUES'}, "
-                f"{entry['twice']} steps of stages that were finished trained a second time, {entry['seconds']:.0f} s."
+                f"{entry['name']}, forked from one that has imported everything; the data take 10 ms a step. Values: "
+                f"{'those of an undisturbed search' if entry['equal'] else 'OTHERS'}. Finished stages have "
+                f"{entry['steps']:,} steps, of {entry['distinct']:,} that are needed. Killed: {moments}. "
+                f"{entry['seconds']:.0f} s."
             )
 
 

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import os
 import random
-import signal
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import psutil
+import torch
 
 import daceml_train as dt
+from benchmarks.faults.children import begin, finished
 from benchmarks.trials import digits
 from daceml_train.trials.keys import Path as TrialPath
+from daceml_train.trials.pool import train_tree
 from daceml_train.trials.simulate import simulate
 from daceml_train.trials.state import same
 from daceml_train.trials.tree import merged
 
 Row = dict[str, Any]
+KILLS_EACH = 8
+"""Kills of a search at most, so that searches end."""
+LONGEST = 3.0
+"""Seconds between two kills at most; a search takes about so long."""
 
 
 def late(kills: int) -> Row:
@@ -184,45 +189,69 @@ def _halving(trials: int, rungs: tuple[int, ...], factor: int) -> list[int]:
 
 
 def killed(kills: int) -> Row:
-    """Searches by two processes of which one is killed at random moments: the values of an undisturbed one."""
-    chance, trials, done, wrong, rounds = random.Random(0), list(digits.late_drops(60))[::8], 0, 0, 0
-    undisturbed = digits.stages().run_all(trials, 60)
-    requested = twice = 0
+    """Two processes train on one storage; one is killed at a random moment and replaced, eight times a search."""
+    chance, moments = random.Random(0), Counter[str]()
+    undisturbed = finished(_undisturbed).result
+    assert isinstance(undisturbed, list), undisturbed
+    done = searches = wrong = steps = distinct = 0
     start = time.perf_counter()
     while done < kills:
-        rounds += 1
         with tempfile.TemporaryDirectory() as folder:
-            process = multiprocessing.get_context("spawn").Process(target=_search, args=(folder,))
-            process.start()
-            while process.is_alive() and done < kills:
-                time.sleep(chance.uniform(0.5, 3.0))
-                done += _kill_one(process.pid, chance)
-            process.join()
-            stages = digits.stages(storage=folder)
-            own = stages.run_all(trials, 60)
-            wrong += own != undisturbed
-            report = stages.report()
-            requested, twice = requested + report.requested, twice + report.twice
-    name = f"{done} kills of one of two processes at random moments, {rounds} searches of 16 trials"
+            work, wanted = functools.partial(_work, folder), min(KILLS_EACH, kills - done)
+            children = [begin(work), begin(work)]
+            while wanted:
+                position = chance.randrange(2)
+                children[position].listen(time.monotonic() + chance.uniform(0, LONGEST))
+                if children[position].status is None:
+                    children[position].kill()
+                    children[position].end()
+                    moments[children[position].moment] += 1
+                    done, wanted = done + 1, wanted - 1
+                    children[position] = begin(work)
+                else:  # it has ended: nothing is left to kill
+                    wanted = 0
+            for child in children:
+                child.end()
+                values, trained, distinct = child.result
+                wrong += values != undisturbed
+            searches, steps = searches + 1, steps + trained
     seconds = time.perf_counter() - start
-    return {"searches": [{"name": name, "equal": not wrong, "twice": twice, "seconds": seconds}]}
+    name = f"{done} kills, {searches} searches of 16 trials by two processes"
+    found = {"name": name, "equal": not wrong, "steps": steps, "distinct": distinct * searches, "seconds": seconds}
+    return {"searches": [found | {"moments": dict(moments)}]}
 
 
-def _search(folder: str) -> None:
-    dt.run_trials(functools.partial(digits.small, folder), list(digits.late_drops(60))[::8], 60, restarts=1000)
+def _stages(folder: str | None) -> dt.Stages:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = digits.Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = dt.training_step(model, torch.nn.functional.cross_entropy, optimizer)
+    return dt.Stages(step, data=_slow, evaluate=digits.accuracy, storage=folder, seed=0, name="digits, slowly")
 
 
-def _kill_one(process: int | None, chance: random.Random) -> int:
-    """Kill the search itself, or one of its workers: those with work, not Python's resource tracker."""
-    try:
-        family = psutil.Process(process).children()
-        workers = [child for child in family if "spawn_main" in " ".join(child.cmdline())]
-        if not workers:
-            return 0
-        os.kill(chance.choice(workers).pid, signal.SIGKILL)
-        return 1
-    except (psutil.NoSuchProcess, ProcessLookupError):
-        return 0
+def _slow(step: int, settings: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The batch of a step, after a while, so that most kills come while a stage trains."""
+    time.sleep(0.01)
+    return digits.data(step, settings)
+
+
+def _trials() -> list[dict[str, Any]]:
+    return list(digits.late_drops(60))[::8]
+
+
+def _undisturbed(marks: int) -> list[dict[int, Any]]:
+    return _stages(None).run_all(_trials(), 60)
+
+
+def _work(folder: str, marks: int) -> tuple[list[dict[int, Any]], int, int]:
+    """Train with the others on this storage; the values, the steps that all finished stages have, and the least."""
+    stages = _stages(folder)
+    tree = stages.know([stages.path(trial, 60) for trial in _trials()], (60,))
+    train_tree(stages, tree, lambda told: os.write(marks, b"training\n"))
+    os.write(marks, b"values\n")
+    values = stages.run_all(_trials(), 60)
+    return values, stages.report().steps, tree.steps()
 
 
 ROWS: dict[str, Callable[[int], Row]] = {

@@ -144,7 +144,7 @@ def _work(job: _Job, connection: Any) -> None:
         stages.name_of_run = job.run
         paths = [stages.path(trial, job.rungs[-1]) for trial in job.trials]
         tree = stages.know(paths, job.rungs)
-        _train(stages, tree, connection)
+        train_tree(stages, tree, connection.send)
         connection.send(("values", _values(stages, paths, job.rungs)))
     except (BrokenPipeError, KeyboardInterrupt):  # the process that started this one is gone
         return
@@ -156,7 +156,11 @@ def _values(stages: Stages, paths: Sequence[Path], rungs: tuple[int, ...]) -> li
     return [dict(stages.values(number, path, rungs)) for number, path in enumerate(paths)]
 
 
-def _train(stages: Stages, tree: Tree, connection: Any) -> None:
+def train_tree(stages: Stages, tree: Tree, tell: Callable[[tuple[str, Any]], Any]) -> None:
+    """Train the stages of a tree together with all processes that do so on the same storage, until all are trained.
+
+    `tell` is handed `("stage", (what is trained next, stages done, stages in all))`.
+    """
     pending, total = list(tree.stages()), sum(1 for _ in tree.stages())
     done: set[int] = {id(tree.root)}
     last: Stage | None = None
@@ -171,14 +175,14 @@ def _train(stages: Stages, tree: Tree, connection: Any) -> None:
                 if not free:
                     continue
                 said = f"trial {min(stage.trials or [stages.first_trial(stage)])}, steps {stage.start} to {stage.end}"
-                connection.send(("stage", (said, len(done) - 1, total)))
+                tell(("stage", (said, len(done) - 1, total)))
                 stages.execute(stage)
                 last = stage
                 break
         else:
             if ready and not finished:
                 time.sleep(_PAUSE)
-    connection.send(("stage", ("the values", total, total)))
+    tell(("stage", ("the values", total, total)))
 
 
-__all__ = ["TrialFailed", "run_trials"]
+__all__ = ["TrialFailed", "run_trials", "train_tree"]

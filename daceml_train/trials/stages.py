@@ -106,12 +106,24 @@ class Stages:
         path = self.path(settings, rungs[-1])
         return self.values(_number(trial), path, rungs)
 
-    def run_all(self, trials: Iterable[Trial], until: int | Sequence[int]) -> list[dict[int, Any]]:
-        """The values of all trials at all numbers of steps in `until`; known together, only their forks are saved."""
+    def run_all(
+        self,
+        trials: Iterable[Trial],
+        until: int | Sequence[int],
+        *,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[dict[int, Any]]:
+        """The values of all trials at all numbers of steps in `until`; known together, only their forks are saved.
+
+        `progress` is told (stages done, stages in all).
+        """
         rungs = as_rungs(until)
         paths = [self.path(settings, rungs[-1]) for settings in trials]
         tree = self.know(paths, rungs)
-        for stage in tree.ordered():
+        order = list(tree.ordered())
+        for done, stage in enumerate(order):
+            if progress is not None:
+                progress(done, len(order))
             self.execute(stage)
         return [dict(self.values(number, path, rungs)) for number, path in enumerate(paths)]
 

@@ -56,7 +56,9 @@ def equal_to_alone(
 
 def test_trials_known_together_equal_separate_ones() -> None:
     found = stages(seed=0)
-    values = found.run_all(TRIALS, 12)
+    heard: list[tuple[int, int]] = []
+    values = found.run_all(TRIALS, 12, progress=lambda *stages: heard.append(stages))
+    assert heard == [(done, 14) for done in range(14)]
     assert found.report().steps == found.tree.steps() == 2 * 6 + 4 * 3 + 8 * 3
     assert found.report().requested == 8 * 12
     equal_to_alone(found, TRIALS, values)
@@ -171,6 +173,13 @@ def test_pruned_and_interleaved_trials() -> None:
     found.reset()
     assert same(found.training.snapshot(), found._start)
     assert stages(seed=0).root == found.root == dt.Stages(found.step, data=data, evaluate=accuracy, seed=0).root
+
+
+def test_an_evaluation_leaves_all_as_it_was() -> None:
+    found = stages(seed=0)
+    for steps, _ in found.run(0, TRIALS[0], (3, 6)):
+        assert found._last[0][0] == steps
+        assert same(found.training.snapshot(), found._last[1])
 
 
 def test_little_memory_costs_steps_and_no_bits() -> None:
