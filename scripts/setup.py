@@ -38,7 +38,7 @@ def main() -> None:
         if not installed("torch"):
             install_torch()
         say("installing daceml_train (editable) and what it needs; the first time this takes minutes")
-        if not pip("--editable", ".[demo,notebook,dev]"):
+        if not pip("--editable", ".[demo,notebook,search,dev]"):
             fail("pip could not install the project; see its message above")
         if not pip("--editable", ".[gpu]"):
             say("without nvidia-cuda-nvdisasm: tests that read the machine code of CUDA kernels are skipped")
