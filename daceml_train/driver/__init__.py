@@ -85,9 +85,10 @@ def training_step(
         scaler: torch.amp.GradScaler | None = None
             Scale the loss, unscale the gradients before they are clipped, leave the update out where one is not
             finite, and adapt the scale.
-        mesh: DeviceMesh | ProcessGroup | Literal[False] | None = None
-            The processes that train together, each on its part of the batch: all begin with the parameters of the
-            first one, and gradients and the returned loss are means over them. `False`: each trains alone.
+        mesh: Mesh = None
+            The processes that train together, as a device mesh or a process group, each on its part of the batch: all
+            begin with the parameters of the first one, and gradients and the returned loss are means over them.
+            `False`: each trains alone.
     """
     others = [n for n, p in inspect.signature(training_step).parameters.items() if p.kind is p.KEYWORD_ONLY]
     found = chosen("training_step", options, keywords, others)
