@@ -152,7 +152,7 @@ def simulated(kills: int) -> Row:
     """Grid and successive halving of step decay on 40 workers; nothing is trained."""
     paths = [TrialPath("root", trial, 200) for trial in digits.step_decay()]
     late = [TrialPath("root", trial, 200) for trial in digits.late_drops()]
-    budgets = _halving(len(paths), (12, 50, 200), 4)
+    budgets = _halving(paths, (12, 50, 200), 4)
     spaces = {
         "grid, step decay, 216 trials of 200 epochs": [(path, None) for path in paths],
         "successive halving (12, 50, 200), step decay, 216 trials": [
@@ -178,13 +178,17 @@ def _apart(number: int, until: tuple[int, ...]) -> TrialPath:
     return TrialPath("root", {"trial": number}, until[-1])
 
 
-def _halving(trials: int, rungs: tuple[int, ...], factor: int) -> list[int]:
-    """How far each trial gets where a quarter goes on at each rung, the scores drawn at random."""
-    chance, alive, budget = random.Random(0), list(range(trials)), [rungs[0]] * trials
+def _halving(paths: list[TrialPath], rungs: tuple[int, ...], factor: int) -> list[int]:
+    """How far each trial gets where a quarter goes on at each rung.
+
+    Trials that are equal up to a rung have one score there, drawn at random; of these, the first ones go on.
+    """
+    alive, budget = list(range(len(paths))), [rungs[0]] * len(paths)
     for rung in rungs:
         for trial in alive:
             budget[trial] = rung
-        alive = sorted(chance.sample(alive, max(1, len(alive) // factor)))
+        alive = sorted(alive, key=lambda trial, rung=rung: (paths[trial].key(rung), trial))
+        alive = alive[: max(1, len(alive) // factor)]
     return budget
 
 
