@@ -25,7 +25,7 @@ from daceml_train.ops.normalization import BatchNorm
 from daceml_train.ops.operator import Operator
 from daceml_train.ops.ordering import CumSum, Sort, TopK
 from daceml_train.ops.pooling import Window
-from daceml_train.ops.random import Dropout, Uniform
+from daceml_train.ops.random import Dropout, DropoutGiven, Uniform
 from daceml_train.ops.reduction import Reduce
 from daceml_train.ops.requirement import Require
 from daceml_train.ops.resample import Col2Im, Im2Col, Resampling
@@ -125,7 +125,7 @@ def _of_fixed(a: Applied) -> list[Kind]:
             raise Undecided("depends on the number of rows")
         return a.all_results(Kind("fixed", _factor(a.op, [kind.factor for kind in a.operands])))
     (d, *more) = a.grown()
-    made = isinstance(a.op, Full | Iota | Expand | Uniform | Dropout)
+    made = isinstance(a.op, Full | Iota | Expand | Uniform | Dropout | DropoutGiven)
     if not made or more or a.makes[0][d] % a.rows or (isinstance(a.op, Iota) and d == a.op.dim):
         raise Undecided("numbers the rows of a batch" if isinstance(a.op, Iota) else "depends on the number of rows")
     factors = [kind.factor for kind in a.operands]
@@ -377,7 +377,7 @@ RULES: list[tuple[Any, Rule]] = [
     ((CrossEntropy, NLLLoss), _loss),
     (Matmul, _matmul),
     (_MOVED, _moved),
-    (Dropout, _dropout),
+    ((Dropout, DropoutGiven), _dropout),
     ((Convolution, Window, Im2Col, Col2Im, Resampling), _leading(1)),
     (Attention, _leading(2, everywhere=True)),
     ((Gather, Scatter, CumSum, Sort, TopK), _along),
@@ -387,7 +387,7 @@ RULES: list[tuple[Any, Rule]] = [
 ]
 """Classes of operators -> rule; composites without one are lowered."""
 
-DIRECT = (CrossEntropy, NLLLoss, Dropout, BatchNorm, Attention)
+DIRECT = (CrossEntropy, NLLLoss, Dropout, DropoutGiven, BatchNorm, Attention)
 """Operators, composite or not, that have a rule of their own."""
 
 __all__ = ["DIRECT", "FIXED", "ONE", "Applied", "Kind", "Undecided", "results", "sources"]

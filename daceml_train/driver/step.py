@@ -32,6 +32,7 @@ from daceml_train.driver.sdfg_programs import sdfg_of
 from daceml_train.driver.settings import Settings
 from daceml_train.errors import BudgetInfeasible, DeviceMismatch, Invalid, Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured, capture
+from daceml_train.frontends.torch.dynamo import floats
 from daceml_train.frontends.torch.dynamo.tracing import (
     RECOMPILATIONS,
     compiled,
@@ -308,7 +309,7 @@ class TrainingStep(InPieces):
             self._traced = compiled(self._code, self._collect, limits, fullgraph=True, dynamic=dynamic)
 
     def _call_traced(self, inputs: Any, targets: tuple[Any, ...]) -> None:
-        self._traced(self, inputs, *targets)
+        floats.traced(lambda: self._traced(self, inputs, *targets), self.options.randomness == "seeded")
 
     def _collect(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """A Dynamo backend that captures, and stops instead of running, unless the loss is already known."""

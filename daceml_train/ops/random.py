@@ -106,3 +106,32 @@ class Dropout(Operator):
 
     def flops(self, *operands: Tensor) -> Dim:
         return simplify((4 * ROUNDS + 5) * operands[0].size)
+
+
+@dataclass(frozen=True)
+class DropoutGiven(Operator):
+    """`dropout` whose probability is an operand: a 0-d float64 number, above 0 and below 1."""
+
+    name = "dropout_given"
+    operands = ("x", "seed", "p")
+    stream: int = 0
+
+    def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        x, seed, p = operands
+        require_float(x, "dropout_given")
+        _check_seed("dropout_given", seed)
+        if p != Tensor((), DType.float64):
+            raise Invalid(f"dropout_given expects a 0-d f64 probability, given {p}")
+        return (x,)
+
+    def lower(self, b: Builder, *operands: Value) -> Sequence[Value]:
+        x, seed, p = operands
+        threshold = ((p * 2.0**24).unary("ceil") * 2.0**-24).cast(DType.float32)  # exact, see `dropout`
+        keep = seed.apply(Uniform(x.shape, self.stream))._binary("ge", threshold)
+        return (keep.where(x * (1.0 / (1.0 - p)).cast(x.dtype), 0.0),)
+
+    def vjp(self, b: Builder, seed: Value, p: Value, grad_y: Value) -> tuple[Value, None, None]:
+        return grad_y.apply(self, seed, p), None, None
+
+    def flops(self, *operands: Tensor) -> Dim:
+        return simplify((4 * ROUNDS + 5) * operands[0].size)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import daceml_train as dt
 from daceml_train.driver.clipped import Clipped
 from daceml_train.driver.step import TrainingStep
+from daceml_train.frontends.torch.dynamo import floats
 
 pytestmark = pytest.mark.compiled
 
@@ -109,3 +110,149 @@ def test_a_bound_is_checked(tmp_path: Path) -> None:
     with pytest.raises(dt.errors.Invalid, match="exclude each other"):
         step.clip_value = 1.0
     assert step.clip_norm == 1.0 and copy.copy(step.bounds) == {"clip_norm": 1.0}
+
+
+class Weighted(nn.Module):
+    """A loss with numbers of its own, one of which chooses what is computed."""
+
+    def __init__(self, smoothing: float = 0.1, weight: float = 0.5, reduction: str = "mean") -> None:
+        super().__init__()
+        self.entropy = nn.CrossEntropyLoss(label_smoothing=smoothing, reduction=reduction)
+        self.weight, self.sharpness, self.threshold = weight, 2.0, 0.25
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        more = output.square().mean() if self.threshold > 0.5 else output.abs().mean()
+        return self.entropy(output, target).sum() / self.sharpness + self.weight * more
+
+
+class Dropping(nn.Module):
+    """Dropout as a module with a probability of its own, between layers and before a loss."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.drop, self.second = nn.Linear(8, 64), nn.Dropout(p), nn.Linear(64, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.drop(torch.tanh(self.first(x))))
+
+
+def labelled(t: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    x, _ = batch(t, dtype)
+    target = torch.arange(6) % 4
+    target[t % 6] = -100  # ignored
+    return x, target
+
+
+def run(
+    values: list[float], constants: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> tuple[TrainingStep, list[torch.Tensor]]:
+    """A step with other numbers everywhere at each call, as inputs or as constants."""
+    with monkeypatch.context() as patch:
+        if constants:
+            patch.setattr(floats, "_hyperparameter", lambda builder: False)
+        model, loss = Dropping(values[0]).to(dtype), Weighted(values[0], 0.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        steps = []
+        for t, value in enumerate(values):
+            model.drop.p, loss.entropy.label_smoothing = value, value / 2
+            if constants or not steps:  # a step of its own, so that no number has ever changed
+                steps.append(dt.training_step(model, loss, optimizer, cache=tmp_path))
+            torch.manual_seed(t)
+            found.append(steps[-1](*labelled(t, dtype)).clone())
+            found += [p.detach().clone() for p in model.parameters()]
+            assert steps[-1].breaks == []
+    return steps[0], found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_dropout_and_smoothing(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters are, bit for bit, those of programs with these constants, each compiled for itself.
+
+    The compiler contracts other pairs of a sum of multiplied numbers, so that the loss may differ by its last digit.
+    """
+    values = [0.1, 0.25, 0.3333333, 0.7, 0.999, 0.1]
+    step, found = run(values, False, tmp_path, monkeypatch, dtype)
+    _, expected = run(values, True, tmp_path, monkeypatch, dtype)
+    assert len(step.records) == 1
+    close = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 0.0}
+    for position, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        if position % 5:
+            assert torch.equal(ours, theirs)
+        else:
+            torch.testing.assert_close(ours, theirs, **close)
+
+
+def test_nothing_and_everything_dropped_are_programs_of_their_own(tmp_path: Path) -> None:
+    model = Dropping(0.0)
+    theirs = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, theirs)]
+    step = dt.training_step(model, F.cross_entropy, optimizers[0], cache=tmp_path)
+    for t, p in enumerate([0.0, 1.0, 0.0, 1.0]):
+        model.drop.p = theirs.drop.p = p
+        loss = step(*labelled(t))
+        x, target = labelled(t)
+        optimizers[1].zero_grad()
+        expected = F.cross_entropy(theirs(x), target)
+        expected.backward()
+        optimizers[1].step()
+        torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(model.state_dict(), theirs.state_dict())
+    model.drop.p = 0.5
+    step(*labelled(0))
+    count = len(step.records)
+    for p in (0.4, 0.0, 1.0, 0.6):
+        model.drop.p = p
+        step(*labelled(0))
+    assert len(step.records) == count <= 4 and step.breaks == []
+    model.drop.p = 1.5
+    with pytest.raises(Exception, match="dropout probability has to be between 0 and 1"):
+        step(*labelled(0))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_smoothing_and_branches_of_losses_against_pytorch(reduction: str, tmp_path: Path) -> None:
+    model, loss = perceptron(torch.float64), Weighted(0.1, 0.5, reduction)
+    theirs = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, theirs)]
+    step = dt.training_step(model, loss, optimizers[0], cache=tmp_path)
+    changes = [(0.1, 0.5, 0.25), (0.2, 0.1, 0.3), (0.0, 0.2, 0.3), (1.0, 0.0, 0.9), (0.3, 0.7, 0.8)]
+    for t, (smoothing, weight, threshold) in enumerate(changes):
+        loss.entropy.label_smoothing, loss.weight, loss.threshold = smoothing, weight, threshold
+        x, target = labelled(t, torch.float64)
+        found = step(x, target)
+        optimizers[1].zero_grad()
+        expected = loss(theirs(x), target)
+        expected.backward()
+        optimizers[1].step()
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(model.state_dict(), theirs.state_dict(), rtol=1e-12, atol=1e-12)
+    assert step.breaks == [] and len(step.records) <= 3  # smoothing or none, one side of the branch or the other
+
+
+class Counted(Weighted):
+    """Numbers of the loss are a size and an exponent: they have to be constants."""
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return output[: int(self.weight * 6)].square().mean() ** int(self.sharpness)
+
+
+def test_numbers_that_are_sizes_are_constants(tmp_path: Path) -> None:
+    model, loss = perceptron(torch.float64), Counted()
+    theirs = copy.deepcopy(model)
+    step = dt.training_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.0), cache=tmp_path)
+    for t, (weight, sharpness) in enumerate([(0.5, 2.0), (0.5, 3.0), (1.0, 3.0)]):
+        loss.weight, loss.sharpness = weight, sharpness
+        x, target = labelled(t, torch.float64)
+        torch.testing.assert_close(step(x, target), loss(theirs(x), target).detach(), rtol=1e-12, atol=1e-12)
+    assert step.breaks == []
+
+
+def test_another_process_with_other_numbers_would_load_the_program(tmp_path: Path) -> None:
+    """The key of a program contains no value: a new model and step find it."""
+    for value, warm in ((0.1, False), (0.3, True)):
+        model, loss = Dropping(value), Weighted(value, value)
+        step = dt.training_step(model, loss, torch.optim.SGD(model.parameters(), lr=value), cache=tmp_path)
+        step(*labelled(0))
+        assert [record.warm for record in step.records] == [warm]

@@ -24,6 +24,7 @@ _library.define("require(Tensor x, Tensor holds, str message) -> Tensor")
 _library.define("attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale) -> (Tensor, Tensor)")
 _library.define("custom_vjp(int key, Tensor[] xs) -> Tensor[]")
 _library.define("control(int key, Tensor[] xs) -> Tensor[]")
+_library.define("dropout(Tensor x, Scalar p) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +109,10 @@ def _control(key: int, xs: list[Tensor]) -> list[Tensor]:
     return [xs[0].new_empty(e.shape, dtype=e.dtype) for e in control.examples]
 
 
+def _dropout(x: Tensor, p: float) -> Tensor:
+    return torch.empty_like(x)
+
+
 _MEANINGS: dict[str, Callable[..., Any]] = {
     "graft": _graft,
     "overwrite": _graft,
@@ -115,6 +120,14 @@ _MEANINGS: dict[str, Callable[..., Any]] = {
     "attention": _attention,
     "custom_vjp": _custom_vjp,
     "control": _control,
+    "dropout": _dropout,
 }
 for _name, _meaning in _MEANINGS.items():
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _meaning, lib=_library)
+
+
+def _no_backward(context: Any, *gradients: Any) -> Any:
+    raise NotImplementedError("an operator that exists for tracing only")
+
+
+torch.library.register_autograd(f"{NAMESPACE}::dropout", _no_backward, lib=_library)  # TorchDynamo asks what has one
