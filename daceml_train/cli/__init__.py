@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 
-import daceml_train
 from daceml_train.cli import catalogue, debugging, doctor, reports, sessions
 from daceml_train.cli.failing import Failure
 from daceml_train.storage.folders import DUMP, writable_folder
@@ -55,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="daceml-train", description="A training compiler for PyTorch models, built on DaCe."
     )
-    parser.add_argument("--version", action="version", version=f"daceml_train {daceml_train.__version__}")
+    parser.add_argument("--version", action="version", version=f"daceml_train {doctor.own_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for family in (reports, sessions, debugging, catalogue, doctor):
         family.add(commands)

@@ -152,6 +152,13 @@ def _gpu() -> Iterator[str]:
         yield from _training("cuda")
 
 
+def own_version() -> str:
+    """The version of this source tree, which need not be installed."""
+    import daceml_train as dt
+
+    return dt.__version__
+
+
 def _training(device: str = "cpu") -> Iterator[str]:
     """Two layers, three steps of Adam, against the same in eager execution."""
     import copy
