@@ -43,7 +43,7 @@ class Report:
         """The report of what was recorded, of which `worker` is this process."""
         records = list(records)
         own = [record for record in records if "key" in record]
-        asked = {(r["run"], r["trial"], r["until"]): r["requested"] for r in records if "requested" in r}
+        asked = {(r["run"], r["trial"], r["until"], r["point"]): r["requested"] for r in records if "requested" in r}
         requested = sum(asked.values())
         by_worker: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
         for record in own:

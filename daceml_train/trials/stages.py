@@ -194,7 +194,8 @@ class Stages:
                     self._advance(path, rung, rungs, number)
                     value = self._value(path, rung, number)
             steps = rung - (rungs[position - 1] if position else 0)
-            self.store.record(run=self.name_of_run, trial=number, until=rung, requested=steps)
+            point = path.key(rung)  # a later study on this object numbers its trials from 0, too
+            self.store.record(run=self.name_of_run, trial=number, until=rung, point=point, requested=steps)
             yield rung, value
 
     def _known(self, path: Path, step: int) -> tuple[bool, Any]:

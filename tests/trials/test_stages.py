@@ -54,6 +54,14 @@ def equal_to_alone(
         assert {name for name in state if not same(now[name], state[name])} == set()
 
 
+def test_studies_on_one_object_are_counted_apart() -> None:
+    """Both number their trials from 0."""
+    found = stages(seed=0)
+    found.run_all([drops(0.1, 0.5, 0.5)], 12)
+    list(found.run(0, drops(0.05, 0.5, 0.5), until=12))
+    assert (found.report().requested, found.report().steps) == (24, 24)
+
+
 def test_trials_known_together_equal_separate_ones() -> None:
     found = stages(seed=0)
     heard: list[tuple[int, int]] = []
