@@ -8,6 +8,7 @@ numbers (an error's text, the list of its collectives) is in the store of the pr
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import threading
@@ -27,6 +28,11 @@ SLICE = timedelta(seconds=1)
 """How long a rank waits for the others before it looks whether one of them has failed."""
 GRACE = 3.0
 """Seconds that a rank waits for a sign of life of the others once a connection is lost."""
+RELEASE = 0.2
+"""Seconds for which a process that ends lets other threads run. A thread of gloo's releases the tensors of a finished
+collective with the interpreter's lock; if it asks for that lock after the interpreter has begun to end, the process
+aborts ("terminate called without an active exception", PyTorch 2.13).
+"""
 RUNS, FAILED = 1, 2
 _COLUMNS = 4
 
@@ -52,6 +58,8 @@ class Ranks:
         device = "cuda" if dist.get_backend(group) == dist.Backend.NCCL else "cpu"
         self.device = torch.device(device)
         self.store, self.prefix = group.get_group_store(), f"daceml_train/{Ranks.created}"
+        if not Ranks.created:
+            atexit.register(time.sleep, RELEASE)
         Ranks.created += 1  # equal on all ranks: steps are constructed in one order
         self.error: RankError | None = None
         """What a collective of the running program raised."""
