@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import daceml_train as dt
+from daceml_train.driver.step import TrainingStep
 
 generator = torch.Generator().manual_seed(3)
 X = torch.rand(120, 8, generator=generator)
@@ -38,7 +39,7 @@ def accuracy(model: nn.Module) -> Tensor:
         return (model(X).argmax(1) == Y).float().mean()
 
 
-def new_step(optimizer: Any = None, **options: Any) -> dt.driver.TrainingStep:
+def new_step(optimizer: Any = None, **options: Any) -> TrainingStep:
     torch.manual_seed(0)
     model = Net()
     chosen = optimizer(model) if optimizer else torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

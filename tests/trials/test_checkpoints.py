@@ -13,7 +13,7 @@ from daceml_train.trials import checkpoints
 from daceml_train.trials.checkpoints import Store
 from daceml_train.trials.state import same
 from tests.trials.net import TRIALS, stages
-from tests.trials.test_stages import equal_to_alone, one_thread  # noqa: F401  a fixture
+from tests.trials.test_stages import equal_to_alone
 
 STATE = {"tensors": {"a": torch.arange(4.0)}, "list": [1, 2.5, "x", None, (3,)], "empty": {}}
 POINT = (5, "ab12")

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from tests.trials.net import drops, stages
-from tests.trials.test_stages import one_thread  # noqa: F401  a fixture
 
 optuna = pytest.importorskip("optuna")
 pytestmark = pytest.mark.compiled

@@ -9,7 +9,7 @@ import torch
 import daceml_train as dt
 from daceml_train.trials.pool import TrialFailed, run_trials
 from tests.trials.net import TRIALS, always_killing, drops, killing, raising, stages, stored
-from tests.trials.test_stages import equal_to_alone, one_thread  # noqa: F401  a fixture
+from tests.trials.test_stages import equal_to_alone
 
 pytestmark = [pytest.mark.compiled, pytest.mark.slow]
 

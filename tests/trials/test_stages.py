@@ -16,14 +16,6 @@ S = dt.schedule
 pytestmark = pytest.mark.compiled
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def alone(trial: dict[str, Any], until: tuple[int, ...], **options: Any) -> tuple[dict[int, Any], State]:
     """The values and the final state of a trial that nothing is shared with, by a loop as a user writes it."""
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
