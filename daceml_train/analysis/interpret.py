@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from daceml_train.graph.graph import Graph, Node
 from daceml_train.graph.leaves import leaves
 from daceml_train.ops.control import Cond, ControlFlow, Scan, While
 from daceml_train.ops.fallback import Aten
+from daceml_train.ops.levels import ROWS, Levels
 from daceml_train.ops.operator import Array
 from daceml_train.tensor import DType, Tensor
 
@@ -98,7 +99,77 @@ def _control(
             while run(inner[0], [*states, *operands[carried:]])[0]:
                 states = run(inner[1], [*states, *operands[carried:]])
             return tuple(states)
+        case Levels():
+            types = [bind(graph.tensors[name], sizes) for name in node.outputs]
+            results = [np.zeros(t.shape, wide(t.dtype)) for t in types]
+
+            def cell(kind: int, rows: int, arguments: Sequence[Array]) -> list[Array]:
+                body = inner[kind]
+                values = _run(body, dict(zip(body.inputs, arguments, strict=True)), {**sizes, ROWS.name: rows}, rounded)
+                return [values[name] for name in body.outputs]
+
+            _levels(op, [int(bind(count, sizes)) for count in op.counts], operands, results, cell)
+            return tuple(results)
     raise Invalid(f"{op.label} has no reference", where=str(node.origin))
+
+
+def _levels(
+    op: Levels,
+    counts: Sequence[int],
+    operands: Sequence[Array],
+    results: Sequence[Array],
+    cell: Callable[[int, int, Sequence[Array]], list[Array]],
+) -> None:
+    """Fill the results of `levels`: its states, then the own results of its kinds. Raises `Invalid` for bad data."""
+    bounds, kinds = operands[0], range(len(counts))
+    check_bounds(bounds, counts)
+    starts, count = np.cumsum([0, *counts]), len(op.types)
+    states, stacks = results[:count], list(results[count:])
+    if op.reverse:
+        for state, first in zip(states, operands[1:], strict=False):
+            state[...] = first
+    own = {k: [stacks.pop(0) for _ in op.cells[k].yields[len(op.placed(k)) :]] for k in kinds}
+    levels = range(len(bounds) - 1)
+    for level in reversed(levels) if op.reverse else levels:
+        for k in kinds:
+            here = slice(bounds[level, k], bounds[level + 1, k])
+            if here.start == here.stop:
+                continue
+            rows = slice(here.start + starts[k], here.stop + starts[k])
+            chosen = [(state, operands[operand][here]) for state, operand in op.children[k]]
+            for _, indices in chosen:
+                check_children(indices, bounds, level, starts, k)
+            taken = [states[s][rows] for s in op.states[k]] if op.reverse else [states[s][i] for s, i in chosen]
+            arguments = [*(operands[i][here] for i in op.rows[k]), *taken, *(operands[i] for i in op.shared[k])]
+            made = cell(k, here.stop - here.start, arguments)
+            if op.reverse:
+                for (s, indices), value in zip(chosen, made, strict=False):
+                    np.add.at(states[s], indices, value)
+            else:
+                for s, value in zip(op.states[k], made, strict=False):
+                    states[s][rows] = value
+            for stack, value in zip(own[k], made[len(op.placed(k)) :], strict=True):
+                stack[here] = value
+
+
+def check_bounds(bounds: Array, counts: Sequence[int]) -> None:
+    """Raise `Invalid` unless each kind's rows go from level to level, from 0 to at most their count."""
+    if bounds[0].any() or (np.diff(bounds, axis=0) < 0).any() or (bounds[-1] > counts).any():
+        raise Invalid(f"the bounds of levels are not sorted, or not in 0..{list(counts)}: {bounds.tolist()}")
+
+
+def check_children(indices: Array, bounds: Array, level: int, starts: Array, kind: int) -> None:
+    """Raise `Invalid` unless children are rows of earlier levels, or rows of no level."""
+    wrong = (indices < 0) | (indices >= starts[-1])
+    if wrong.any():
+        raise Invalid(f"levels: kind {kind} in level {level} reads row {indices[wrong][0]} of {starts[-1]}")
+    kinds = np.searchsorted(starts, indices, side="right") - 1
+    own = indices - starts[kinds]
+    late = (own >= bounds[level, kinds]) & (own < bounds[-1, kinds])
+    if late.any():
+        raise Invalid(
+            f"levels: kind {kind} in level {level} reads row {indices[late][0]}, which no earlier level computes"
+        )
 
 
 def wide(dtype: DType) -> np.dtype[Any]:

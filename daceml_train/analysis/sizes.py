@@ -12,15 +12,16 @@ import sympy
 
 from daceml_train.errors import Invalid
 from daceml_train.graph.graph import Input
+from daceml_train.ops.operator import Operator
 from daceml_train.tensor import show_shape
 
 T = TypeVar("T")
 
 
-def bind(value: T, sizes: Mapping[str, int]) -> T:
+def bind(value: T, sizes: Mapping[str, Any]) -> T:
     """`value` with numbers substituted for symbols: a size, an operator, a type, or a nested tuple of such.
 
-    Raises `Invalid` for a symbol that `sizes` lacks.
+    Symbols that an operator binds itself stay. Raises `Invalid` for another symbol that `sizes` lacks.
     """
     if isinstance(value, sympy.Basic):
         return cast(T, _number(value, sizes))
@@ -28,6 +29,8 @@ def bind(value: T, sizes: Mapping[str, int]) -> T:
         items = tuple(bind(v, sizes) for v in value)
         return value if all(a is b for a, b in zip(items, value, strict=True)) else cast(T, items)
     if dataclasses.is_dataclass(value) and not isinstance(value, enum.Enum | type):
+        if isinstance(value, Operator) and value.own_sizes:
+            sizes = {**sizes, **{s.name: s for s in value.own_sizes}}
         changed: dict[str, Any] = {}
         for field in dataclasses.fields(value):
             before = getattr(value, field.name)
@@ -38,11 +41,13 @@ def bind(value: T, sizes: Mapping[str, int]) -> T:
     return value
 
 
-def _number(expression: sympy.Basic, sizes: Mapping[str, int]) -> int | float | bool:
+def _number(expression: sympy.Basic, sizes: Mapping[str, Any]) -> int | float | bool | sympy.Basic:
     unknown = sorted(s.name for s in expression.free_symbols if s.name not in sizes)
     if unknown:
         raise Invalid(f"size {unknown[0]} has no value", advice="an input's shape must contain it")
-    number = expression.xreplace({s: sympy.Integer(sizes[s.name]) for s in expression.free_symbols})
+    number = expression.xreplace({s: sympy.sympify(sizes[s.name]) for s in expression.free_symbols})
+    if number.free_symbols:  # of an operator's own
+        return number
     if isinstance(number, sympy.logic.boolalg.BooleanAtom):
         return bool(number)
     return int(number) if number.is_integer else float(number)
@@ -56,8 +61,9 @@ def symbols_of(value: Any) -> Iterator[sympy.Symbol]:
         for item in value:
             yield from symbols_of(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, enum.Enum | type):
+        own = value.own_sizes if isinstance(value, Operator) else frozenset()
         for field in dataclasses.fields(value):
-            yield from symbols_of(getattr(value, field.name))
+            yield from (s for s in symbols_of(getattr(value, field.name)) if s not in own)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,8 @@ its real size. Constants (full, iota) are computed in the kernels that read them
 or a result. Dead operators do not run, and unread results of a kernel are not written. A write p <- q copies, unless
 the kernel that produces q updates p in place. A library's reorders within a call count (`Operator.reorders`). A
 gradient in small chunks stays in the cache, where its update reads it. A branch counts as the more expensive of its
-bodies, a loop as its body times its steps, or once if the number of steps depends on data; a body's bytes include its
-operands and results.
+bodies, a loop as its body times its steps, or once if the number of steps depends on data, and levels as if each kind's
+rows were one level; a body's bytes include its operands and results.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from daceml_train.ops.control import Cond, ControlFlow, Scan
 from daceml_train.ops.elementwise import Full, Iota
 from daceml_train.ops.embedding import AddRows, Embedding, EmbeddingBag
 from daceml_train.ops.kernel import Kernel
+from daceml_train.ops.levels import ROWS, Levels, at_rows
 from daceml_train.ops.movement import Concat, Expand, Permute, Slice, View
 from daceml_train.ops.operator import Operator, Origin
 from daceml_train.ops.read import Read
@@ -146,6 +147,8 @@ def _merged(node: Node, group: Sequence[Entry]) -> Entry:
 
 def _inner(op: ControlFlow, operands: Sequence[Tensor], sizes: Mapping[str, int] | None) -> tuple[Dim, Dim]:
     """Bytes and operations of the bodies of control flow."""
+    if isinstance(op, Levels):
+        return _levels(op, operands, sizes)
     counted = [traffic(body, sizes) for body in bodies(op, operands)]
     moved, done = [t.bytes for t in counted], [t.flops for t in counted]
     match op:
@@ -153,6 +156,18 @@ def _inner(op: ControlFlow, operands: Sequence[Tensor], sizes: Mapping[str, int]
             return functools.reduce(_larger, moved), functools.reduce(_larger, done)
         case Scan(trips=trips):
             return simplify(total(moved) * trips), simplify(total(done) * trips)
+    return total(moved), total(done)
+
+
+def _levels(op: Levels, operands: Sequence[Tensor], sizes: Mapping[str, int] | None) -> tuple[Dim, Dim]:
+    """Bytes and operations of all rows of each kind in one level."""
+    moved: list[Dim] = []
+    done: list[Dim] = []
+    for body, count in zip(bodies(op, operands), op.counts, strict=True):
+        known = None if sizes is None else {**sizes, ROWS.name: bind(count, sizes)}
+        counted = traffic(body, known)
+        moved.append(at_rows(counted.bytes, count))
+        done.append(at_rows(counted.flops, count))
     return total(moved), total(done)
 
 

@@ -98,7 +98,9 @@ def _call(op: Operator, inputs: Sequence[str], start: str, origin: str) -> Itera
 
 
 def _attribute(value: Any) -> str:
-    """An attribute value; a body is a block of several lines."""
+    """An attribute value; a body is a block of several lines, and several bodies are a list."""
+    if isinstance(value, tuple) and value and all(isinstance(item, Body) for item in value):
+        return f"[{', '.join(map(_attribute, value))}]"
     if not isinstance(value, Body):
         return show_value(value)
     yields = ["None" if y is None else "%" + show_name(y) for y in value.yields]

@@ -13,7 +13,8 @@
       return %kernel
     }
 
-An attribute may be such a block, too: `backward=body(x, y, g) { ...; yield %v, None }`, written on several lines.
+An attribute may be such a block, too: `backward=body(x, y, g) { ...; yield %v, None }`, written on several lines, or a
+list of them: `cells=[body(x) { ... }, body(a, b) { ... }]`.
 Types of results may be left out; they are then inferred. A comment after an operator is its origin: the module path
 and the source line. `grammar.py` says how attribute values are written.
 """
@@ -179,12 +180,27 @@ def _read_call(read: Reader) -> tuple[Operator, tuple[str, ...]]:
             read.sign("=")
             if key in attributes:
                 raise read.error(f"attribute {key!r} is given twice")
-            attributes[key] = _read_body(read) if read.take("body") else read.value()
+            attributes[key] = _read_attribute(read)
         if not read.take(","):
             read.sign(")")
             break
     with read.located(line):
         return make(name, **attributes), tuple(inputs)
+
+
+def _read_attribute(read: Reader) -> Any:
+    if read.take("body"):
+        return _read_body(read)
+    if not read.take("["):
+        return read.value()
+    bodies: list[Body] = []
+    while not read.take("]"):
+        read.word("body")
+        bodies.append(_read_body(read))
+        if not read.take(","):
+            read.sign("]")
+            break
+    return tuple(bodies)
 
 
 def _read_kernel(read: Reader) -> tuple[Kernel, tuple[str, ...]]:

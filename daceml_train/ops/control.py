@@ -95,11 +95,13 @@ def body_flops(body: Body, given: Sequence[Tensor]) -> Dim:
     return sum((s.op.flops(*(types[i] for i in s.inputs)) for s in body.statements), start=0)
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
+def alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two types differ at most in memory order."""
     return a.dtype is b.dtype and same_shape(a.shape, b.shape)
 
 
-def _shown(types: Sequence[Tensor]) -> str:
+def shown(types: Sequence[Tensor]) -> str:
+    """Types as messages show them."""
     return ", ".join(map(str, types)) or "nothing"
 
 
@@ -121,13 +123,13 @@ class Cond(ControlFlow):
 
     def arguments(self, operands: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], ...]:
         if not operands or operands[0].dtype is not DType.bool or operands[0].rank:
-            raise Invalid(f"cond takes a 0-d boolean first, given {_shown(operands[:1])}")
+            raise Invalid(f"cond takes a 0-d boolean first, given {shown(operands[:1])}")
         return (tuple(map(dense, operands[1:])),) * 2
 
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
         then, orelse = self.yielded(operands)
-        if len(then) != len(orelse) or not all(map(_alike, then, orelse)):
-            raise Invalid(f"one branch of cond returns {_shown(then)}, the other {_shown(orelse)}")
+        if len(then) != len(orelse) or not all(map(alike, then, orelse)):
+            raise Invalid(f"one branch of cond returns {shown(then)}, the other {shown(orelse)}")
         return then
 
 
@@ -168,8 +170,8 @@ class Scan(ControlFlow):
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
         (made,) = self.yielded(operands)
         states = tuple(map(dense, operands[: self.carried]))
-        if len(made) < self.carried or not all(map(_alike, states, made)):
-            raise Invalid(f"scan carries {_shown(states)}, its body returns {_shown(made[: self.carried])}")
+        if len(made) < self.carried or not all(map(alike, states, made)):
+            raise Invalid(f"scan carries {shown(states)}, its body returns {shown(made[: self.carried])}")
         return (*states, *(Tensor((self.trips, *t.shape), t.dtype) for t in made[self.carried :]))
 
     def flops(self, *operands: Tensor) -> Dim:
@@ -204,8 +206,8 @@ class While(ControlFlow):
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
         asked, made = self.yielded(operands)
         if len(asked) != 1 or asked[0].dtype is not DType.bool or asked[0].rank:
-            raise Invalid(f"the condition of while returns {_shown(asked)}, not a 0-d boolean")
+            raise Invalid(f"the condition of while returns {shown(asked)}, not a 0-d boolean")
         states = tuple(map(dense, operands[: self.carried]))
-        if len(made) != self.carried or not all(map(_alike, states, made)):
-            raise Invalid(f"while carries {_shown(states)}, its body returns {_shown(made)}")
+        if len(made) != self.carried or not all(map(alike, states, made)):
+            raise Invalid(f"while carries {shown(states)}, its body returns {shown(made)}")
         return states

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
+import sympy
 
 from daceml_train.errors import Duplicate, Invalid
 from daceml_train.plugins import OPERATORS, load_plugins
@@ -218,6 +219,8 @@ class Operator:
     vendor: ClassVar[bool] = False
     updates: tuple[tuple[int, int], ...] = ()
     """Pairs (position of a result, position of an operand): that result is stored over that operand."""
+    own_sizes: ClassVar[frozenset[sympy.Symbol]] = frozenset()
+    """Size symbols that an operator with bodies binds itself, each time that it runs one."""
     zero_gradient: ClassVar[bool] = False
     """True where the derivative is zero almost everywhere (rounding, comparison, indices)."""
 
