@@ -298,7 +298,7 @@ class BoundStep:
             tensor = flat[argument.index]
             storage = tensor.untyped_storage()._cdata
             if argument.strides is not None:
-                alive.append(tensor := _in_strides(tensor, argument.strides))
+                alive.append(tensor := in_strides(tensor, argument.strides))
             elif storage in self.updated:
                 if storage in self.buffers:
                     return None
@@ -316,7 +316,7 @@ class BoundStep:
             if self.ranks is not None:
                 self.seed.bitwise_xor_(self.ranks.rank * _ODD)  # other numbers on each rank
         for place, draw, strides in self.draws.values():
-            alive.append(tensor := _in_strides(draw(self.sizes), strides))
+            alive.append(tensor := in_strides(draw(self.sizes), strides))
             self._put(place, tensor)
         try:
             outputs = self._run(on_device, flat)
@@ -377,7 +377,7 @@ def _all_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _in_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+def in_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """The tensor, or a copy of it, in these strides."""
     if same_strides(tensor, strides):
         return tensor
