@@ -6,21 +6,25 @@ states before each step, which the forward loop stacks for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
-from daceml_train.analysis.reachability import required
+from daceml_train.autodiff.bodies import (
+    Cotangents,
+    Differentiate,
+    derivative,
+    inputs_read,
+    operand_types,
+    pruned,
+    zeros,
+)
+from daceml_train.autodiff.levels import levels_cotangents
 from daceml_train.errors import Unsupported
 from daceml_train.graph.bodies import bodies, body_of
 from daceml_train.graph.graph import Graph, Node
-from daceml_train.ops.control import Cond, Scan, dense, draws
-from daceml_train.ops.elementwise import Full
+from daceml_train.ops.control import Cond, Scan, dense
+from daceml_train.ops.levels import Levels
 from daceml_train.ops.operator import Value
-from daceml_train.tensor import Tensor
-
-Differentiate = Callable[[Graph, Mapping[str, Value], Sequence[str]], dict[str, Value | None]]
-"""The type of `reverse.differentiate`, which calls this module."""
-Cotangents = Sequence[Value | None]
 
 
 def control_cotangents(
@@ -38,6 +42,8 @@ def control_cotangents(
                 return _cond(graph, node, node.op, cotangents, wanted, differentiate)
             case Scan():
                 return _scan(graph, position, node.op, cotangents, wanted, differentiate)
+            case Levels():
+                return levels_cotangents(graph, position, node.op, cotangents, wanted, differentiate)
     except Unsupported as error:  # operators in bodies have no origin
         raise Unsupported(f"inside {node.op.label}: {error.message}", where=str(node.origin)) from error
     raise Unsupported(
@@ -47,79 +53,24 @@ def control_cotangents(
     )
 
 
-def _zeros(graph: Graph, tensor: Tensor) -> Value:
-    return graph.emit(Full(0.0, tensor.shape, tensor.dtype))[0]
-
-
-def _types(graph: Graph, node: Node) -> list[Tensor]:
-    return [graph.tensors[i] for i in node.inputs]
-
-
-@dataclass
-class _Derivative:
-    """A body with its derivative appended: per requested argument, the cotangent, or None if it is not reached."""
-
-    graph: Graph
-    arguments: list[str]
-    seeds: list[str]
-    """Inputs for the given cotangents."""
-    found: dict[str, Value | None]
-
-
-def _derivative(body: Graph, given: Sequence[int], wanted: Sequence[str], differentiate: Differentiate) -> _Derivative:
-    """Differentiate the yields of `body` at the positions `given`; their cotangents are additional inputs."""
-    graph, of, seeds = body.copy(), dict[str, Value](), []
-    arguments = list(graph.inputs)
-    for position in given:
-        name = graph.outputs[position]
-        seed = graph.input(graph.fresh(f"grad_{name}"), dense(graph.tensors[name]))
-        seeds.append(seed.name)
-        of[name] = of[name] + seed if name in of else seed
-    return _Derivative(graph, arguments, seeds, differentiate(graph, of, wanted) if of else {})
-
-
-def _pruned(graph: Graph, keep: Sequence[str]) -> Graph:
-    """The graph with only the nodes that its outputs need; inputs in `keep` remain even if unused.
-
-    Raises `Unsupported` if random numbers would have to be drawn a second time.
-    """
-    nodes, _ = required(graph.nodes, graph.outputs)
-    for node in nodes:
-        if draws(node.op):
-            raise Unsupported(f"a derivative that needs the random numbers of {node.op.label} a second time")
-    other = Graph(graph.name)
-    for name in keep:
-        other.input(name, graph.tensors[name])
-    other.nodes = nodes
-    other.tensors.update({name: graph.tensors[name] for node in nodes for name in node.outputs})
-    other.outputs = list(graph.outputs)
-    return other
-
-
-def _read(graph: Graph) -> set[str]:
-    """The inputs that outputs depend on."""
-    _, read = required(graph.nodes, graph.outputs)
-    return read.intersection(graph.inputs)
-
-
 # ---- branches -------------------------------------------------------------------------------------------------------
 def _cond(
     graph: Graph, node: Node, op: Cond, cotangents: Cotangents, wanted: Sequence[bool], differentiate: Differentiate
 ) -> list[Value | None]:
     given = [i for i, g in enumerate(cotangents) if g is not None]
-    inner = bodies(op, _types(graph, node))
+    inner = bodies(op, operand_types(graph, node))
     asked = [i for i, want in enumerate(wanted[1:]) if want]
-    made = [_derivative(body, given, [list(body.inputs)[i] for i in asked], differentiate) for body in inner]
+    made = [derivative(body, given, [list(body.inputs)[i] for i in asked], differentiate) for body in inner]
     reached = [i for i in asked if any(d.found.get(d.arguments[i]) is not None for d in made)]
     if not reached:
         return [None] * len(node.inputs)
     for d in made:
         d.graph.outputs = []
         for i in reached:
-            d.graph.output(d.found.get(d.arguments[i]) or _zeros(d.graph, d.graph.tensors[d.arguments[i]]))
-    read = [_read(d.graph) for d in made]
+            d.graph.output(d.found.get(d.arguments[i]) or zeros(d.graph, d.graph.tensors[d.arguments[i]]))
+    read = [inputs_read(d.graph) for d in made]
     kept = [i for i in range(len(node.inputs) - 1) if any(d.arguments[i] in r for d, r in zip(made, read, strict=True))]
-    branches = [body_of(_pruned(d.graph, [*(d.arguments[i] for i in kept), *d.seeds])) for d in made]
+    branches = [body_of(pruned(d.graph, [*(d.arguments[i] for i in kept), *d.seeds])) for d in made]
     operands = [graph.value(node.inputs[0]), *(graph.value(node.inputs[i + 1]) for i in kept)]
     results = graph.emit(Cond(*branches), *operands, *(g for g in cotangents if g is not None))
     found: list[Value | None] = [None] * len(node.inputs)
@@ -133,7 +84,7 @@ def _scan(
     graph: Graph, position: int, op: Scan, cotangents: Cotangents, wanted: Sequence[bool], differentiate: Differentiate
 ) -> list[Value | None]:
     node = graph.nodes[position]
-    (body,) = bodies(op, _types(graph, node))
+    (body,) = bodies(op, operand_types(graph, node))
     names = list(body.inputs)
     count = op.carried
     stacked = [i for i in range(count, len(cotangents)) if cotangents[i] is not None]
@@ -141,7 +92,7 @@ def _scan(
     others = [i for i in range(count, len(names)) if wanted[i]]
     floats = [i for i in range(count) if body.tensors[names[i]].dtype.is_float]
     while True:  # a state whose cotangent depends on others in one step has a cotangent in the previous step, too
-        made = _derivative(body, [*carried, *stacked], [names[i] for i in (*floats, *others)], differentiate)
+        made = derivative(body, [*carried, *stacked], [names[i] for i in (*floats, *others)], differentiate)
         found = [i for i in floats if made.found.get(names[i]) is not None]
         more = sorted({*carried, *found})
         if more == carried:
@@ -153,7 +104,7 @@ def _scan(
     summed = [step.input(step.fresh(f"sum_{names[i]}"), dense(step.tensors[names[i]])) for i in shared]
     step.outputs = []
     for i in carried:
-        step.output(made.found.get(names[i]) or _zeros(step, step.tensors[names[i]]))
+        step.output(made.found.get(names[i]) or zeros(step, step.tensors[names[i]]))
     for i, before in zip(shared, summed, strict=True):
         value = made.found[names[i]]
         assert value is not None
@@ -162,7 +113,7 @@ def _scan(
         value = made.found[names[i]]
         assert value is not None
         step.output(value)
-    read = _read(step)
+    read = inputs_read(step)
     states = [i for i in range(count) if names[i] in read]
     inputs = [i for i in range(count, count + op.sliced) if names[i] in read]
     rest = [i for i in range(count + op.sliced, len(names)) if names[i] in read]
@@ -175,12 +126,12 @@ def _scan(
     ]
     operands: list[Value] = []
     for i in carried:
-        operands.append(cotangents[i] or _zeros(graph, graph.tensors[node.outputs[i]]))
-    operands += [_zeros(graph, graph.tensors[node.inputs[i]]) for i in shared]
+        operands.append(cotangents[i] or zeros(graph, graph.tensors[node.outputs[i]]))
+    operands += [zeros(graph, graph.tensors[node.inputs[i]]) for i in shared]
     operands += [g for i in stacked if (g := cotangents[i]) is not None]
     operands += [*saved, *(graph.value(node.inputs[i]) for i in (*inputs, *rest))]
     backward = Scan(
-        body_of(_pruned(step, arguments)),
+        body_of(pruned(step, arguments)),
         len(carried) + len(shared),
         len(stacked) + len(states) + len(inputs),
         op.trips,
@@ -201,7 +152,7 @@ def _saving(graph: Graph, position: int, op: Scan, states: Sequence[int]) -> lis
     node = graph.nodes[position]
     names = [op.body.arguments[i] for i in states]
     saving = replace(op, body=replace(op.body, yields=(*op.body.yields, *names)))
-    made = saving.infer(*_types(graph, node))[len(node.outputs) :]
+    made = saving.infer(*operand_types(graph, node))[len(node.outputs) :]
     outputs = []
     for tensor in made:
         outputs.append(graph.fresh("states"))

@@ -133,7 +133,7 @@ class Levels(ControlFlow):
                     raise Invalid(f"kind {kind} of levels names state {state} of {len(self.types)}")
             if len(set(self.states[kind])) != len(self.states[kind]):
                 raise Invalid(f"kind {kind} of levels names a state twice")
-        for state in range(len(self.types)):
+        for state in range(0 if self.reverse else len(self.types)):
             if not any(state in states for states in self.states):
                 raise Invalid(f"no kind of levels computes state {state}")
 
