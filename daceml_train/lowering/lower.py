@@ -32,6 +32,7 @@ from daceml_train.lowering.program import (
     Buffer,
     BufferView,
     CallLaunch,
+    Cells,
     ControlLaunch,
     CopyLaunch,
     KernelLaunch,
@@ -42,6 +43,7 @@ from daceml_train.ops.control import Cond, ControlFlow, Scan, While
 from daceml_train.ops.elementwise import Cast, Full, Iota
 from daceml_train.ops.fallback import Operand
 from daceml_train.ops.kernel import Kernel, Statement
+from daceml_train.ops.levels import Levels
 from daceml_train.ops.movement import Concat, Expand, Permute, Slice
 from daceml_train.ops.operator import Operator
 from daceml_train.ops.packed import has_product
@@ -384,6 +386,9 @@ class _Lowering:
 
     def control(self, node: Node, op: ControlFlow) -> None:
         """Lower the bodies to programs of their own, on dense operands, and launch them."""
+        if isinstance(op, Levels):
+            self.levels(node, op)
+            return
         carried, sliced, trips, reverse = 0, 0, 0, False
         match op:
             case Scan():
@@ -405,6 +410,25 @@ class _Lowering:
             returns.append(self.places[name].slot)
         self.program.launches.append(
             ControlLaunch(op.label, programs, condition, states, slices, shared, tuple(returns), trips, reverse, origin)
+        )
+
+    def levels(self, node: Node, op: Levels) -> None:
+        """Lower the cells to programs for any number of rows, on dense operands, and launch them."""
+        origin = str(node.origin)
+        if not self.device.toolchain.templates:
+            raise Unsupported("levels on a GPU", where=origin)
+        operands = tuple(self.dense(name, origin) for name in node.inputs)
+        made = bodies(op, [self.graph.tensors[name] for name in node.inputs])
+        programs = tuple(lower(body, device=self.device, body=True) for body in made)
+        returns = []
+        for name in node.outputs:
+            t = self.graph.tensors[name]
+            self.places[name] = self.new_place(Buffer(Allocation.result, t.dtype, t.shape, t.strides))
+            returns.append(self.places[name].slot)
+        own = tuple(len(body.yields) - len(op.placed(kind)) for kind, body in enumerate(op.cells))
+        cells = Cells(len(op.types), op.counts, op.rows, op.children, op.shared, op.states, own)
+        self.program.launches.append(
+            ControlLaunch(op.label, programs, None, (), (), operands, tuple(returns), 0, op.reverse, origin, cells)
         )
 
     def dense(self, name: str, origin: str, outer: int = 0) -> BufferView:

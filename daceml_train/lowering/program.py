@@ -96,12 +96,28 @@ class CopyLaunch:
 
 
 @dataclass(frozen=True)
+class Cells:
+    """What the cells of `levels` read and write, by positions among its operands and states; see `ops.levels`."""
+
+    count: int
+    """The number of states."""
+    counts: tuple[Dim, ...]
+    rows: tuple[tuple[int, ...], ...]
+    children: tuple[tuple[tuple[int, int], ...], ...]
+    shared: tuple[tuple[int, ...], ...]
+    states: tuple[tuple[int, ...], ...]
+    own: tuple[int, ...]
+    """Per kind, the number of its own results."""
+
+
+@dataclass(frozen=True)
 class ControlLaunch:
     """Run the bodies of control flow, each a program of its own, with the sizes of the enclosing program.
 
     `kind` is `cond` (bodies: then, orelse), `scan` (body) or `while` (condition, body). Their inputs are the dense
     `states`, a slice of each of `slices` along its first dimension, and `shared`. The results go to `returns`: the last
-    states, then stacks; of `cond`, the results of the chosen body.
+    states, then stacks; of `cond`, the results of the chosen body. Those of `levels` have as many rows as a level, and
+    `shared` are all operands.
     """
 
     kind: str
@@ -114,6 +130,7 @@ class ControlLaunch:
     trips: Dim
     reverse: bool
     origin: str
+    cells: Cells | None = None
 
     @property
     def places(self) -> tuple[BufferView, ...]:

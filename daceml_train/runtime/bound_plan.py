@@ -27,11 +27,13 @@ from daceml_train.lowering.program import (
     Program,
     library_results,
 )
+from daceml_train.ops.levels import ROWS
 from daceml_train.runtime.executor import Arena, Plan, PlanView
 from daceml_train.runtime.gpu.arena import DeviceArena
 from daceml_train.runtime.gpu.autotune import Autotuner
 from daceml_train.runtime.gpu.binding import biggest, placed
 from daceml_train.runtime.gpu.plan import DevicePlan
+from daceml_train.runtime.levels import add_levels, capacity, varying
 from daceml_train.runtime.timing import Timing
 from daceml_train.runtime.tune_matmul import Added, MatmulShape, MatmulTuner, onednn_call
 from daceml_train.tensor import Dim, DType, Tensor, evaluate, same_shape
@@ -76,8 +78,14 @@ class BoundPlan:
         device: Device = CPU,
         work: Callable[[int, Callable[[Dim], int]], tuple[int, int]] | None = None,
         search: Autotuner | None = None,
+        cells: dict[Any, Plan] | None = None,
+        most: dict[str, int] | None = None,
     ) -> None:
         self.value, self.base = _evaluator(sizes), program
+        self.cells = {} if cells is None else cells
+        """Plans of cells of levels, which take their number of rows at run time: sizes share them."""
+        self.planned = self.value if most is None else _evaluator({**sizes, **most})
+        """Evaluates the sizes for which the arena is planned: a cell's for the most rows it may have."""
         self.compared = (0, 0)
         """How many kernels were autotuned, and how many of them changed."""
         if search is not None and isinstance(device, GPU):
@@ -86,7 +94,7 @@ class BoundPlan:
             self.compared = len(search.measured), changed
         self.program, self.threads, self.sizes, self.products = program, threads, sizes, products
         self.device, self.work = device, work
-        self.onednn = self._choose_products(products) if device is CPU else {}
+        self.onednn = self._choose_products(products) if device is CPU and most is None else {}
         """Matmul launches that run in oneDNN."""
         self.stand_in = len(program.slots)
         """An extra slot, at the arena's start, for arrays whose elements no call reads."""
@@ -154,7 +162,7 @@ class BoundPlan:
         offered = self._offered()
         planned = [i for i in self.used if self._home(i) is Allocation.arena or i in offered]
         slots = [program.slots[i] for i in planned]
-        lifetimes = [Lifetime(self.bytes_of(i), s.first, s.last) for i, s in zip(planned, slots, strict=True)]
+        lifetimes = [Lifetime(self._planned_bytes(i), s.first, s.last) for i, s in zip(planned, slots, strict=True)]
         offsets, size = plan_arena(lifetimes)
         for slot, offset in zip(planned, offsets, strict=True):
             if slot not in offered:
@@ -222,6 +230,12 @@ class BoundPlan:
         """Launch control flow, whose bodies have plans and an arena of their own: one of them runs at a time."""
         plan: Any = self.plan
         arena = plan.arena.inner
+        if launch.cells is not None:
+            counts = [self.value(count) for count in launch.cells.counts]
+            bodies = [self._cell(body, rows, addresses) for body, rows in zip(launch.bodies, counts, strict=True)]
+            operands = [self._view(p) for p in launch.shared]
+            add_levels(plan, bodies, operands, launch.returns, launch.cells, counts, launch.reverse, index)
+            return
         inner = [
             BoundPlan(body, addresses, self.sizes, self.threads, arena, self.products, self.device).plan
             for body in launch.bodies
@@ -241,6 +255,31 @@ class BoundPlan:
             launch.reverse,
             tag=index,
         )
+
+    def _cell(self, body: Program, count: int, addresses: dict[str, int]) -> Plan:
+        """The plan of a cell for any number of rows up to at least `count`."""
+        own = {
+            str(s)
+            for entry in body.inputs
+            for size in entry.shape
+            if not isinstance(size, int)
+            for s in size.free_symbols
+        }
+        known = {name: size for name, size in self.sizes.items() if name in own and name != ROWS.name}
+        most = {ROWS.name: capacity(count)}
+        key = (id(body), self.threads, *most.values(), *known.items())
+        if key not in self.cells:
+            assert isinstance(self.plan, Plan)
+            arena = self.plan.arena.inner
+
+            def bind(rows: int) -> Plan:
+                sizes = {**known, ROWS.name: rows}
+                made = BoundPlan(body, addresses, sizes, self.threads, arena, self.products, most=most).plan
+                assert isinstance(made, Plan)
+                return made
+
+            self.cells[key] = varying(bind)
+        return self.cells[key]
 
     def _onednn(self, index: int, arguments: tuple[BufferView, ...]) -> None:
         """Launch a matmul in oneDNN, which takes the second operand transposed."""
@@ -288,6 +327,9 @@ class BoundPlan:
         """Bytes of a slot; the size of scratch memory depends on the blocks of its kernel."""
         return self.value(self.program.slots[slot].bytes, self._scratch_blocks.get(slot, self.threads))
 
+    def _planned_bytes(self, slot: int) -> int:
+        return self.planned(self.program.slots[slot].bytes, self._scratch_blocks.get(slot, self.threads))
+
     def shape(self, launch: Launch) -> str:
         """The launch configuration of a launch's kernel; empty for other launches, and on CPUs."""
         if not isinstance(launch, KernelLaunch) or not isinstance(self.device, GPU):
@@ -296,6 +338,8 @@ class BoundPlan:
         return f"{code.shape}, {self._blocks(code)} blocks" if code.shape else ""
 
     def _blocks(self, code: KernelCode) -> int:
+        if self.planned is not self.value:
+            return 1  # a cell's for any number of rows
         return self.device.toolchain.blocks(code, self.value, self.threads)
 
     @functools.cached_property

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from daceml_train.lowering.program import (
     Program,
 )
 from daceml_train.runtime.bound_plan import AnyArena, BoundPlan, new_arena
+from daceml_train.runtime.executor import Plan
 from daceml_train.runtime.gpu.autotune import Autotuner
 from daceml_train.runtime.timing import Timing
 from daceml_train.runtime.tune_matmul import MatmulTuner
@@ -47,6 +49,7 @@ class Executable:
         self.search = search
         self.arena, self.products = arena or new_arena(device), products or MatmulTuner()
         self._plans: OrderedDict[tuple[int, ...], BoundPlan] = OrderedDict()
+        self._cells: dict[Any, Plan] = {}
         self._lock = threading.Lock()
         self._symbols = list(program.symbols.items())
         self.timing: Timing | None = None
@@ -71,6 +74,7 @@ class Executable:
                 self.device,
                 self.work,
                 self.search,
+                self._cells,
             )
             plan.timing = self.timing
             self._plans[key] = plan

@@ -76,6 +76,16 @@ class Call {
 
   const std::vector<Result>& results() const { return results_; }
 
+  // Whether another call has equal arguments but for tensors.
+  bool same_constants(const Call& other) const {
+    if (arguments_.size() != other.arguments_.size()) return false;
+    for (size_t i = 0; i < arguments_.size(); ++i) {
+      const Argument &a = arguments_[i], &b = other.arguments_[i];
+      if (a.kind != b.kind || (a.kind == Kind::constant && a.constant != b.constant)) return false;
+    }
+    return true;
+  }
+
   std::vector<int> views() const {
     std::vector<int> all;
     for (const Argument& argument : arguments_) {

@@ -225,6 +225,42 @@ EXPORT int plan_control(PlanHandle* handle, int kind, PlanHandle* const* bodies,
   });
 }
 
+EXPORT int plan_vary(PlanHandle* handle, PlanHandle* const* samples, const int64_t* rows, int count) {
+  return build([&] {
+    std::vector<Plan*> plans;
+    for (int i = 0; i < count; ++i) plans.push_back(&samples[i]->plan);
+    handle->plan.vary(plans, {rows, rows + count});
+    return 0;
+  });
+}
+// `numbers`: operands, results, the number of states, reverse; then per kind its count, rows, shared, states, own results,
+// and children, as pairs. Each list is preceded by its length.
+EXPORT int plan_levels(PlanHandle* handle, PlanHandle* const* bodies, int kinds, const int64_t* numbers, int tag) {
+  return build([&] {
+    const auto one = [&numbers] { return *numbers++; };
+    const auto list = [&one] {
+      std::vector<int> all(static_cast<size_t>(one()));
+      for (int& each : all) each = static_cast<int>(one());
+      return all;
+    };
+    Levels levels;
+    levels.operands = list();
+    levels.results = list();
+    levels.states = static_cast<int>(one());
+    levels.reverse = one() != 0;
+    for (int kind = 0; kind < kinds; ++kind) {
+      Levels::Cell cell;
+      cell.body = &bodies[kind]->plan;
+      cell.count = one();
+      cell.rows = list(), cell.shared = list(), cell.states = list(), cell.own = list();
+      const std::vector<int> pairs = list();
+      for (size_t i = 0; i + 1 < pairs.size(); i += 2) cell.children.push_back({pairs[i], pairs[i + 1]});
+      levels.cells.push_back(std::move(cell));
+    }
+    return handle->plan.add_levels(std::move(levels), tag);
+  });
+}
+
 EXPORT int call_begin(PlanHandle* handle, const char* name, const char* overload) {
   return build([&] {
     handle->call = std::make_unique<Call>(name, overload);

@@ -14,7 +14,7 @@
 
 namespace daceml {
 
-enum class Step : uint8_t { kernel, product, call, release, copy, control };
+enum class Step : uint8_t { kernel, product, call, release, copy, control, levels };
 
 // `index` finds the step's own data; `uses` and `defines` are slots, for the check and the allocations.
 struct Launch {

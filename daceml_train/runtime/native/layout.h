@@ -24,8 +24,14 @@ struct Layout {
         sizes(size, size + dimensions),
         strides(stride, stride + dimensions),
         elements(1) {
+    measure();
+  }
+
+  // Elements and bytes, from sizes and strides.
+  void measure() {
     int64_t last = 0;
-    for (int i = 0; i < dimensions; ++i) {
+    elements = 1, bytes = 0;
+    for (size_t i = 0; i < sizes.size(); ++i) {
       TORCH_CHECK_VALUE(sizes[i] >= 0 && strides[i] >= 0, "sizes and strides must not be negative");
       elements *= sizes[i];
       last += (sizes[i] - 1) * strides[i];

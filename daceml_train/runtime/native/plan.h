@@ -14,6 +14,7 @@
 #include "call.h"
 #include "control.h"
 #include "launch.h"
+#include "levels.h"
 #include "lifetime.h"
 #include "pool.h"
 
@@ -79,6 +80,56 @@ class Plan {
     controls_.push_back(std::move(control));
     return add(Step::control, tag, last(controls_), std::move(uses), std::move(defines));
   }
+
+  int add_levels(Levels levels, int tag) {
+    std::vector<int> uses;
+    for (int view : levels.operands) uses.push_back(values.view(view).slot);
+    std::vector<int> defines = levels.results;
+    levels_.push_back(std::move(levels));
+    return add(Step::levels, tag, last(levels_), std::move(uses), std::move(defines));
+  }
+
+  // Lets this plan run for any number of rows up to that for which its arena is planned. `samples` are this plan and equal
+  // ones for other numbers of rows.
+  void vary(const std::vector<Plan*>& samples, const std::vector<int64_t>& rows) {
+    std::vector<std::vector<int64_t*>> integers;
+    for (Plan* plan : samples) {
+      TORCH_CHECK_VALUE(plan->controls_.empty() && plan->levels_.empty(), "control flow in a cell of levels");
+      for (size_t i = 0; i < calls_.size(); ++i) {
+        TORCH_CHECK_VALUE(plan->calls_.size() == calls_.size() && plan->calls_[i].same_constants(calls_[i]),
+                          "a library call in a cell of levels that takes the number of rows as an argument");
+      }
+      integers.push_back(plan->integers());
+    }
+    varying_.fit(integers, rows);
+    rows_ = rows[0];
+  }
+
+  void set_rows(int64_t rows) {
+    if (rows == rows_) return;
+    rows_ = rows;
+    varying_.set(rows);
+    for (Slot& slot : values.slots) {
+      if (slot.home != Home::arena && slot.home != Home::unset) slot.layout.measure();
+    }
+    for (View& view : values.views) {
+      view.layout.measure();
+      view.bound = nullptr;
+      view.tensor.reset();
+    }
+  }
+
+  // Where the next run puts its fresh outputs, one address per output. Others are copied there.
+  void place(std::vector<char*> places) { places_ = std::move(places); }
+
+  const Layout& input_layout(size_t index) const {
+    for (int slot : bound_) {
+      if (values.slots[slot].index == static_cast<int>(index)) return values.slots[slot].layout;
+    }
+    TORCH_CHECK_VALUE(false, "a body has no input ", index);
+  }
+
+  const Layout& output_layout(size_t index) const { return values.slots[outputs_[index]].layout; }
 
   // Checks the whole list and closes it.
   void finalize(int64_t arena_bytes, std::vector<int> outputs) {
@@ -157,6 +208,38 @@ class Plan {
     return static_cast<int>(list.size()) - 1;
   }
 
+  at::Tensor fresh(int slot) const {
+    for (size_t i = 0; i < places_.size(); ++i) {
+      if (outputs_[i] == slot) return borrow(places_[i], values.slots[slot].layout);
+    }
+    return allocate(values.slots[slot].layout);
+  }
+
+  // Every integer that may depend on sizes, in a fixed order.
+  std::vector<int64_t*> integers() {
+    std::vector<int64_t*> all;
+    const auto layout = [&all](Layout& each) {
+      for (int64_t& size : each.sizes) all.push_back(&size);
+      for (int64_t& stride : each.strides) all.push_back(&stride);
+    };
+    for (Kernel& kernel : kernels_) {
+      for (Place& place : kernel.pointers) all.push_back(&place.offset);
+      for (int64_t& integer : kernel.integers) all.push_back(&integer);
+    }
+    for (Copy& copy : copies_) {
+      for (int64_t* integer : {&copy.to.offset, &copy.from.offset, &copy.bytes}) all.push_back(integer);
+    }
+    for (Slot& slot : values.slots) {
+      all.push_back(&slot.offset);
+      layout(slot.layout);
+    }
+    for (View& view : values.views) {
+      all.push_back(&view.offset);
+      layout(view.layout);
+    }
+    return all;
+  }
+
   void open() const { TORCH_CHECK_VALUE(!final_, "the plan is finalised: it takes no more launches"); }
 
   void bind(void* const* inputs) {
@@ -184,7 +267,7 @@ class Plan {
     for (size_t i = 0; i < launches_.size(); ++i) {
       const Launch& launch = launches_[i];
       current_ = static_cast<int>(i);
-      for (int slot : launch.fresh) values.own(slot, allocate(values.slots[slot].layout));
+      for (int slot : launch.fresh) values.own(slot, fresh(slot));
       switch (launch.step) {
         case Step::kernel: kernels_[launch.index].run(values, scratch_.data()); break;
         case Step::product: products_[launch.index].run(values); break;
@@ -192,6 +275,7 @@ class Plan {
         case Step::release: values.drop(launch.index); break;
         case Step::copy: copies_[launch.index].run(values); break;
         case Step::control: controls_[launch.index].run(values); break;
+        case Step::levels: levels_[launch.index].run(values); break;
       }
       if constexpr (profile) {
         const double after = now();
@@ -208,6 +292,10 @@ class Plan {
   std::vector<Call> calls_;
   std::vector<Copy> copies_;
   std::vector<Control> controls_;
+  std::vector<Levels> levels_;
+  Varying varying_;
+  int64_t rows_ = -1;
+  std::vector<char*> places_;
   std::vector<int> owned_, bound_, outputs_;
   std::vector<void*> scratch_;
   std::vector<double> seconds_;
@@ -229,6 +317,60 @@ inline std::vector<at::Tensor> Control::call(Plan& body, const std::vector<void*
     outputs.push_back(std::move(*owned));
   }
   return outputs;
+}
+
+// The rows of one kind in one level.
+inline void Levels::Run::group(int64_t level, size_t kind) {
+  const Cell& cell = op.cells[kind];
+  const int64_t first = bound(level, kind), count = bound(level + 1, kind) - first;
+  if (count == 0) return;
+  Plan& body = *cell.body;
+  const std::lock_guard<Turn> guard(body.turn);
+  body.set_rows(count);
+  std::vector<at::Tensor> inputs;
+  std::vector<at::Tensor> kept;  // gathered rows, and what is to be added to rows
+  for (int operand : cell.rows) inputs.push_back(borrow(at_row(given[operand], first), body.input_layout(inputs.size())));
+  for (const Child& child : cell.children) check_children(rows_of(child, first), count, level, kind);
+  if (op.reverse) {
+    for (int state : cell.states) {
+      inputs.push_back(borrow(at_row(made[state], starts[kind] + first), body.input_layout(inputs.size())));
+    }
+  } else {
+    for (const Child& child : cell.children) {
+      kept.push_back(allocate(body.input_layout(inputs.size())));
+      const int64_t* rows = rows_of(child, first);
+      const int64_t bytes = row_bytes(made[child.state]);
+      char* to = static_cast<char*>(kept.back().data_ptr());
+      for (int64_t r = 0; r < count; ++r) std::memcpy(to + r * bytes, at_row(made[child.state], rows[r]), bytes);
+      inputs.push_back(kept.back());
+    }
+  }
+  for (int operand : cell.shared) inputs.push_back(given[operand]);
+  std::vector<char*> places;
+  if (op.reverse) {
+    for (size_t i = 0; i < cell.children.size(); ++i) {
+      kept.push_back(allocate(body.output_layout(places.size())));
+      places.push_back(static_cast<char*>(kept.back().data_ptr()));
+    }
+  } else {
+    for (int state : cell.states) places.push_back(at_row(made[state], starts[kind] + first));
+  }
+  for (int result : cell.own) places.push_back(at_row(made[result], first));
+  if (places.empty()) return;
+  TORCH_CHECK(places.size() == body.outputs(), "a cell of levels makes ", body.outputs(), " values");
+  std::vector<void*> addresses, outputs(places.size());
+  for (const at::Tensor& input : inputs) addresses.push_back(input.unsafeGetTensorImpl());
+  body.place(places);
+  body.run(addresses.data(), addresses.size(), outputs.data(), false);
+  for (size_t i = 0; i < places.size(); ++i) {
+    const std::unique_ptr<at::Tensor> owned(static_cast<at::Tensor*>(outputs[i]));
+    if (owned->nbytes() > 0 && owned->const_data_ptr() != places[i]) {
+      std::memcpy(places[i], owned->const_data_ptr(), owned->nbytes());
+    }
+  }
+  for (size_t i = 0; op.reverse && i < cell.children.size(); ++i) {
+    add(made[cell.children[i].state], rows_of(cell.children[i], first), kept[i], count);
+  }
 }
 
 }  // namespace daceml

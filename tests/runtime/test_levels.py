@@ -1,0 +1,114 @@
+"""Levels as they run: cells as programs for any number of rows, against recursion in PyTorch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from daceml_train.autodiff.reverse import differentiate
+from daceml_train.codegen.cpu.compile import compile_kernels, load
+from daceml_train.errors import ExecutionError
+from daceml_train.graph.graph import Graph
+from daceml_train.graph.text import parse
+from daceml_train.lowering.lower import lower
+from daceml_train.runtime.encoding import decode, encode
+from daceml_train.runtime.executable import Executable
+from daceml_train.transformations.pipelines import TRAINING
+from tests.graph import levels
+from tests.graph.levels import Node
+
+pytestmark = pytest.mark.compiled
+KERNELS = Path(os.environ["DACEML_TRAIN_CACHE"]) / "kernels"
+RNG = np.random.default_rng(0)
+TEXTS = {"tree": levels.TREE, "child_sum": levels.CHILD_SUM}
+FORESTS: dict[str, list[list[Node]]] = {
+    "tree": [
+        [levels.random_tree(RNG, 7)],
+        [levels.random_tree(RNG, n) for n in (1, 30, 2, 9)],
+        [Node()],
+        [levels.chain(3)],
+    ],
+    "child_sum": [
+        levels.random_dag(RNG, 30),
+        [Node((shared := Node((Node(),)), shared)), Node((shared,))],
+        [Node(), Node()],
+        levels.random_dag(RNG, 70),
+    ],
+}
+
+
+def executable(graph: Graph) -> Executable:
+    program = decode(encode(lower(graph)))
+    paths = compile_kernels([code for each in program.all for code in each.codes], KERNELS)
+    return Executable(program, {key: load(path, key) for key, path in paths.items()})
+
+
+def trained(name: str, dtype: str, transformed: bool) -> tuple[Graph, list[str], Executable]:
+    """The graph, the parameters and inputs with gradients, and the program of results and gradients."""
+    graph = parse(TEXTS[name].replace("f32[", f"{dtype}["))
+    wrt = [n for n, entry in graph.inputs.items() if entry.tensor.dtype.is_float]
+    whole = graph.copy()
+    seeds = {o: whole.input(f"grad_{o}", graph.tensors[o]) for o in graph.outputs}
+    found = differentiate(whole, seeds, wrt)
+    whole.output(*(g for n in wrt if (g := found[n]) is not None))
+    steps = ("intra_operator", "fusion", "layout", "global_movement") if transformed else ("intra_operator",)
+    return graph, wrt, executable(TRAINING.run(whole, steps))
+
+
+def check(name: str, roots: list[Node], graph: Graph, wrt: list[str], run: Executable, dtype: torch.dtype) -> None:
+    made = levels.forest(name, roots)
+    given = {
+        n: torch.tensor(x, dtype=dtype if x.dtype.kind == "f" else torch.int64)
+        for n, x in levels.inputs(name, made, RNG).items()
+    }
+    values = {n: x.double().requires_grad_() if n in wrt else x for n, x in given.items()}
+    expected = levels.eager(name, made, values)
+    weights = [torch.randn(e.shape, dtype=dtype) for e in expected]
+    loss = sum((e * w.double()).sum() for e, w in zip(expected, weights, strict=True)) + values["w"].sum() * 0
+    gradients = torch.autograd.grad(loss, [values[n] for n in wrt], allow_unused=True)
+    results: list[Any] = run([*given.values(), *weights])
+    limit = 1e-12 if dtype is torch.float64 else 1e-5
+    for value, reference in zip(results, (*expected, *gradients), strict=True):
+        wanted = torch.zeros_like(value) if reference is None else reference
+        assert (value.double() - wanted).norm() <= limit * max(float(wanted.detach().norm()), 1.0)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize(("dtype", "transformed"), [("f32", True), ("f32", False), ("f64", True)])
+def test_one_program_serves_all_structures(name: str, dtype: str, transformed: bool) -> None:
+    graph, wrt, run = trained(name, dtype, transformed)
+    torch_dtype = torch.float64 if dtype == "f64" else torch.float32
+    for roots in (*FORESTS[name], *FORESTS[name]):
+        check(name, roots, graph, wrt, run, torch_dtype)
+    assert len(run._cells) == 2 * len(levels.ARITIES[name]), "a plan per kind and direction, for all sizes"
+
+
+def test_a_list_of_ten_thousand_nodes() -> None:
+    run = executable(TRAINING.run(levels.tree(), ("intra_operator",)))
+    made = levels.forest("tree", [levels.chain(10_000)])
+    given = {n: torch.tensor(x) for n, x in levels.inputs("tree", made, RNG).items()}
+    expected = levels.eager("tree", made, given)
+    (value,) = run([x.float() if x.is_floating_point() else x for x in given.values()])
+    torch.testing.assert_close(value.double(), expected[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "sentence"),
+    [
+        ("bounds", lambda x: x.flip(0), "the bounds of levels"),
+        ("left", lambda x: x + 100, "reads row"),
+        ("left", lambda x: torch.full_like(x, 8), "which no earlier level computes"),
+    ],
+)
+def test_bad_structure_is_refused_before_it_is_read(name: str, change: Any, sentence: str) -> None:
+    run = executable(TRAINING.run(levels.tree(), ("intra_operator",)))
+    made = levels.forest("tree", [levels.random_tree(RNG, 5)])
+    given = {n: torch.tensor(x) for n, x in levels.inputs("tree", made, RNG).items()}
+    given[name] = change(given[name])
+    with pytest.raises(ExecutionError, match=sentence):
+        run([x.float() if x.is_floating_point() else x for x in given.values()])
