@@ -16,6 +16,7 @@ import torch
 import daceml_train as dt
 from benchmarks.faults.children import begin, finished
 from benchmarks.trials import digits
+from daceml_train.driver.stacked import StackedStep
 from daceml_train.trials.keys import Path as TrialPath
 from daceml_train.trials.pool import train_tree
 from daceml_train.trials.simulate import simulate
@@ -258,10 +259,59 @@ def _work(folder: str, marks: int) -> tuple[list[dict[int, Any]], int, int]:
     return values, stages.report().steps, tree.steps()
 
 
+def in_one_program(kills: int, steps: int = 20) -> Row:
+    """Trials of a 64-64-10 network, each with a rate of its own, as one program beside one at a time."""
+    return {"searches": [_stacked(count, steps) for count in (4, 16, 64)]}
+
+
+def _stacked(count: int, steps: int) -> Row:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = dt.training_step(model, torch.nn.functional.cross_entropy, optimizer)
+    x, y = torch.randn(64, 64), torch.randint(0, 10, (64,))
+    step(x, y)
+    start = [p.detach().clone() for p in model.parameters()]
+    stack, far = StackedStep(step, count, x, y), 0.0
+    for trial in range(count):
+        optimizer.param_groups[0]["lr"] = 0.3 * (trial + 1) / count
+        stack.load(trial)
+        assert stack.read(trial, x, y)
+    for _ in range(steps):
+        stack(x, y)
+    for trial in range(count):
+        optimizer.param_groups[0]["lr"] = 0.3 * (trial + 1) / count
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), start, strict=True):
+                parameter.copy_(value)
+        for _ in range(steps):
+            step(x, y)
+        ended = [p.detach().clone() for p in model.parameters()]
+        stack.store((trial + 1) % count)
+        assert not torch.equal(ended[0], next(model.parameters())), "trials have rates of their own"
+        stack.store(trial)
+        far = max(far, *(float((a - b.detach()).abs().max()) for a, b in zip(ended, model.parameters(), strict=True)))
+    alone, together = _processor_time(lambda: step(x, y), 200), _processor_time(lambda: stack(x, y), 400 // count)
+    return {"name": f"{count} trials", "alone us": alone * 1e6, "us": together / count * 1e6, "far": far}
+
+
+def _processor_time(call: Callable[[], Any], times: int, rounds: int = 7) -> float:
+    """The least of several mean times of one call, on this thread."""
+    found = []
+    for _ in range(rounds):
+        start = time.process_time()
+        for _ in range(times):
+            call()
+        found.append((time.process_time() - start) / times)
+    return min(found)
+
+
 ROWS: dict[str, Callable[[int], Row]] = {
     "late": late,
     "optuna": with_optuna,
     "residual": residual,
+    "stacked": in_one_program,
     "simulated": simulated,
     "kills": killed,
 }
