@@ -22,8 +22,8 @@ an undisturbed search. Times are wall clock without compilation; those of proces
 *late drops* has two rates, and two drops by four factors at two steps each.
 """
 STACKED = """A 64-64-10 network on batches of 64, plain descent, each trial with a rate of its own. Times are those
-of one step of one trial on one thread, in processor time. Matmuls of all trials sum in another order than those of one:
-the last column is the largest difference from separate trials after 20 steps.
+of one step of one trial on one thread, in processor time. Matmuls of all trials may sum in another order than those of
+one: the last column is the largest difference from separate trials after 20 steps.
 """
 SIMULATED = """Nothing is trained. A checkpoint takes 0.05 epochs to save or to load. The bound is the largest of d
 plus the epochs after the first d of each trial, divided by the workers: these cannot start earlier. The simple bound is
