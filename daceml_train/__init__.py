@@ -17,6 +17,7 @@ _HOME = {
     "Options": "daceml_train.driver",
     "dace_operator": "daceml_train.driver.dace_operator",
     "expression": "daceml_train.frontends.torch.expressions.function",
+    "recursive": "daceml_train.frontends.torch.recursion.detect",
     "to_sdfg": "daceml_train.driver.given",
     "from_sdfg": "daceml_train.driver.given",
     "load_onnx": "daceml_train.driver",

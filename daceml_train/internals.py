@@ -52,6 +52,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
         "torch.nn.modules.batchnorm._BatchNorm.forward",
     ),
     "capture: a graph of ATen operators with symbolic sizes": (
+        "torch._C.DisableTorchFunction",
         "torch._C.DispatchKey",
         "torch._C._functorch.is_functorch_wrapped_tensor",
         "torch._C._get_mkldnn_enabled",
@@ -71,6 +72,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
         "torch._subclasses.FakeTensor",
         "torch._subclasses.FakeTensorMode",
         "torch._subclasses.fake_tensor.FakeTensorMode",
+        "torch.fx.experimental.proxy_tensor.make_fx",
         "torch.fx.experimental.symbolic_shapes.ShapeEnv",
         "torch.fx.experimental.symbolic_shapes.guard_float",
         "torch.fx.experimental.symbolic_shapes.guard_int",

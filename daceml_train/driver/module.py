@@ -22,6 +22,7 @@ from daceml_train.driver.goals import compile_differentiable
 from daceml_train.driver.inference import compile_inference
 from daceml_train.driver.optimizer_updates import update_for
 from daceml_train.driver.records import Record
+from daceml_train.driver.recursion import Recursion, recursion_of
 from daceml_train.driver.sdfg_programs import sdfg_of
 from daceml_train.driver.settings import Settings
 from daceml_train.errors import DacemlError, Invalid, Unsupported, why
@@ -60,6 +61,8 @@ class ModuleState:
     """The compiled form of each method of `METHODS` that the class has."""
     worked: str = ""
     """The arguments of the first call, for messages about later ones."""
+    recursions: dict[str, Recursion | None] = field(default_factory=dict)
+    """Per method that was called, the recursion that it runs."""
 
 
 STORM = 8
@@ -216,6 +219,10 @@ def _call(
     if transform := _transform():
         state.backend.note(f"a call inside {transform}")
         return source(module, *arguments, **keywords)
+    if name not in state.recursions:
+        state.recursions[name] = recursion_of(module, source)
+    if (recursion := state.recursions[name]) is not None:
+        return recursion(module, source, arguments, keywords, state.backend.note)
     try:
         result = state.compiled[name](*arguments, **keywords)
     except TorchDynamoException as error:

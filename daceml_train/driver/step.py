@@ -28,6 +28,7 @@ from daceml_train.driver.goals import WholeStep, compile_step
 from daceml_train.driver.options import ScheduleKind
 from daceml_train.driver.pieces import InPieces
 from daceml_train.driver.records import Record
+from daceml_train.driver.recursion import recursion_of
 from daceml_train.driver.sdfg_programs import sdfg_of
 from daceml_train.driver.settings import Settings
 from daceml_train.errors import BudgetInfeasible, DeviceMismatch, Invalid, Unsupported
@@ -260,6 +261,9 @@ class TrainingStep(InPieces):
             return None
         if (wrapped := parallel_wrapper(self.model)) is not None:
             self._break(key, wrapped)
+            return None
+        if recursion_of(self.model, type(self.model).forward) is not None:
+            self._break(key, Unsupported("the model calls itself over data, which runs level by level"))
             return None
         scope = {"self": self, "inputs": inputs, "targets": targets}
         captures = self._captures

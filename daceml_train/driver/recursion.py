@@ -1,0 +1,62 @@
+"""Modules whose forward pass calls itself over data: recorded, and run level by level."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from daceml_train.frontends.torch.recursion.detect import MARKED, reachable
+from daceml_train.frontends.torch.recursion.lazy import local
+from daceml_train.frontends.torch.recursion.recorder import Recorder, Structures, computed
+
+
+class Recursion:
+    """What is known of the recursion of a module's method."""
+
+    def __init__(self, codes: Sequence[types.CodeType]) -> None:
+        self.structures = Structures(codes)
+        self.refused = ""
+        """Why PyTorch runs all calls."""
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        source: Callable[..., Any],
+        arguments: Sequence[Any],
+        keywords: Mapping[str, Any],
+        note: Callable[[str], None],
+    ) -> Any:
+        """The method's result, batched by level."""
+
+        def entry() -> Any:
+            return source(module, *arguments, **keywords)
+
+        if not self.refused and torch.is_autocast_enabled("cpu"):
+            note("a recursion under autocast, which PyTorch runs")
+            return entry()
+        if self.refused or local.recorder is not None:
+            return entry()
+        tensors = [*module.parameters(), *module.buffers()]
+        recorder = Recorder(self.structures, tensors, entry.__code__, note)
+        local.recorder = recorder
+        try:
+            with recorder:
+                result = entry()
+        finally:
+            local.recorder = None
+        self.refused = recorder.eager
+        if recorder.looks:
+            note("a recursion looks at values while it runs: it is batched between the looks")
+        return computed(recorder, result)
+
+
+def recursion_of(module: torch.nn.Module, source: Callable[..., Any]) -> Recursion | None:
+    """The recursion below a method, if it calls a function that `recursive` names."""
+    if not MARKED:
+        return None
+    owners = list({type(m) for m in module.modules()})
+    codes = [code for code in reachable(source, owners) if code in MARKED]
+    return Recursion(codes) if codes else None

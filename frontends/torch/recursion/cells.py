@@ -1,0 +1,231 @@
+"""Cells: the structures of runs, as functions of their inputs for one call, or for the rows of many calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from daceml_train.frontends.torch.recursion.counts import COUNTS, for_any_count
+from daceml_train.frontends.torch.recursion.lazy import _METAS, Lazy, Meta, known
+from daceml_train.frontends.torch.recursion.runs import Given, Reference, Run, Shared, Step, decoded
+
+IN_PLACE = "changes a tensor in place"
+LOOK = "a look at a value"
+
+
+def meta(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> Meta:
+    """The type with these properties."""
+    key = (torch.Size(shape), dtype, device, requires_grad)
+    found = _METAS.get(key)
+    if found is None:
+        found = _METAS[key] = Meta()
+        found.shape, found.dtype, found.device, found.requires_grad = key
+        found.known = key
+    return found
+
+
+class _Watch(TorchDispatchMode):
+    """Notes operators that draw random numbers, or that change what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.random = self.changes = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        self.changes |= func._schema.is_mutable
+        return func(*args, **(kwargs or {}))
+
+
+class Fakes:
+    """Tensors without data, on which operators are run once to learn the types of their results."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.by_meta: dict[Meta, torch.Tensor] = {}
+
+    def of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake twin of a tensor."""
+        return self.of(meta(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad))
+
+    def of(self, m: Meta) -> torch.Tensor:
+        """A fake tensor of this type."""
+        if m not in self.by_meta:
+            with self.mode:
+                made = torch.empty(m.shape, dtype=m.dtype, device=m.device)
+            self.by_meta[m] = made.requires_grad_(m.requires_grad)
+        return self.by_meta[m]
+
+    def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The result of a function on the types of its arguments; None if it depends on values."""
+
+        def fake(a: Any) -> Any:
+            if type(a) is Lazy:
+                return self.of(a.meta)
+            return self.of_tensor(a) if isinstance(a, torch.Tensor) else a
+
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        args, kwargs = pytree.tree_unflatten([fake(a) for a in leaves], spec)
+        try:
+            with torch._C.DisableTorchFunction(), self.mode:
+                return function(*args, **kwargs)
+        except Exception:
+            return None
+
+
+def step(structures: Any, at: Step, run: Run, key: tuple[Any, ...], keywords: bool) -> Step:
+    """The point on a path after one more operator: what it returns for these types."""
+    fakes: Fakes = structures.fakes
+    examples = [e for s in at.operators() for e in s.examples]
+    metas = list(at.inputs)
+
+    def of(entry: Any) -> Any:
+        if type(entry) is Reference:
+            return examples[entry.number] if entry.local else fakes.of(metas[entry.number])
+        if type(entry) is Given:
+            metas.append(entry.meta)
+            return fakes.of(entry.meta)
+        return entry.fake
+
+    made = Step(before=at, operator=key, keywords=keywords)
+    args = [decoded(e, of) for e in key[2:]]
+    kwargs = args.pop() if keywords else {}
+    watch = _Watch()
+    try:
+        with torch._C.DisableTorchFunction(), fakes.mode, watch, torch.set_grad_enabled(key[1]):
+            result = key[0](*args, **kwargs)
+    except Exception as error:  # whatever it is, PyTorch raises it on the values
+        made.refused = LOOK if "data" in type(error).__name__.lower() else str(error).split("\n")[0] or LOOK
+        return made
+    if watch.changes:
+        made.refused = IN_PLACE
+        return made
+    made.random = watch.random
+    made.inputs = tuple(metas)
+    if isinstance(result, torch.Tensor):
+        made.examples = (result,)
+    elif isinstance(result, tuple | list) and result and all(isinstance(r, torch.Tensor) for r in result):
+        made.examples, named = (
+            tuple(result),
+            hasattr(result, "_fields") or type(result).__module__ == "torch.return_types",
+        )
+        made.kind = type(result) if named else (list if isinstance(result, list) else tuple)
+    elif any(isinstance(r, torch.Tensor) for r in pytree.tree_leaves(result)):
+        made.refused = f"it returns {type(result).__name__}"
+        return made
+    else:
+        made.constant = result
+        return made
+    made.made = tuple(meta(tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in made.examples)
+    made.count = at.count + len(made.made)
+    return made
+
+
+def evaluate(operators: Sequence[Step], inputs: Sequence[Any], shared: Callable[[Shared], Any]) -> list[torch.Tensor]:
+    """All values of a run on its inputs."""
+    values: list[torch.Tensor] = []
+    given = iter(inputs)
+
+    def of(entry: Any) -> Any:
+        if type(entry) is Reference:
+            return values[entry.number] if entry.local else inputs[entry.number]
+        return next(given) if type(entry) is Given else shared(entry)
+
+    for each in operators:
+        assert each.operator is not None
+        function, grad, *entries = each.operator
+        args = [decoded(e, of) for e in entries]
+        kwargs = args.pop() if each.keywords else {}
+        with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
+            result = function(*args, **kwargs)
+        values += [result] if each.kind is None else list(result)
+    return values
+
+
+def replay(run: Run) -> None:
+    """Compute the values of one run as PyTorch does."""
+    operators = run.at.operators()
+    made = evaluate(operators, [known(a) for a in run.inputs], lambda shared: shared.tensor)
+    for value, tensor in zip(run.values, made, strict=True):
+        value.value = tensor
+
+
+class Cell:
+    """A structure of runs: for rows of inputs, the rows of its outputs. Its outputs are what was ever read of it."""
+
+    def __init__(self, at: Step) -> None:
+        self.operators = at.operators()
+        self.inputs = at.inputs
+        self.metas = [m for s in self.operators for m in s.made]
+        self.random = any(s.random for s in self.operators)
+        found: dict[Shared, None] = {}
+
+        def note(entry: Any) -> Any:
+            if type(entry) is Shared:
+                found.setdefault(entry)
+            return entry
+
+        for each in self.operators:
+            assert each.operator is not None
+            for entry in each.operator[2:]:
+                decoded(entry, note)
+        self.shared = list(found)
+        self.outputs: tuple[int, ...] = ()
+        self.traced: Any = None
+
+    def want(self, outputs: set[int]) -> None:
+        """Have at least these outputs."""
+        if not outputs <= set(self.outputs):
+            self.outputs, self.traced = tuple(sorted(outputs.union(self.outputs))), None
+
+    def single(self, inputs: Sequence[Any], shared: Sequence[Any]) -> list[torch.Tensor]:
+        """The outputs of one call."""
+        tensors = dict(zip(self.shared, shared, strict=True))
+        values = evaluate(self.operators, inputs, tensors.__getitem__)
+        return [values[k] for k in self.outputs]
+
+    def rows(self, inputs: Sequence[torch.Tensor], shared: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
+        """The outputs of `count` calls, whose inputs are rows."""
+        if count == 1:
+            made = self.single([t[0] for t in inputs], shared)
+            return [t.unsqueeze(0) for t in made]
+        if self.random or not inputs:
+            return self._mapped(inputs, shared, count)
+        if self.traced is None:
+            self.traced = self._trace(inputs, shared)
+        return list(self.traced(*inputs, *shared))
+
+    def _mapped(self, inputs: Sequence[torch.Tensor], shared: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
+        number = torch.arange(count)
+        dims = (*[0] * len(inputs), *[None] * len(shared), 0)
+
+        def body(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            made = self.single(given[: len(inputs)], given[len(inputs) : -1])
+            return tuple(made)
+
+        return list(torch.func.vmap(body, in_dims=dims, randomness="different")(*inputs, *shared, number))
+
+    def _trace(self, inputs: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]) -> fx.GraphModule:
+        """The operators of PyTorch that compute the rows, for any number of them."""
+        dims = (*[0] * len(inputs), *[None] * len(shared))
+
+        def body(*given: torch.Tensor) -> Any:
+            return tuple(self.single(given[: len(inputs)], given[len(inputs) :]))
+
+        def traced(count: int) -> fx.GraphModule:
+            examples = [torch.zeros(count, *t.shape[1:], dtype=t.dtype, device=t.device) for t in inputs]
+            mapped = torch.func.vmap(body, in_dims=dims)
+            made = make_fx(mapped, tracing_mode="fake", _allow_non_fake_inputs=True)(
+                *examples, *[t.detach() for t in shared]
+            )
+            made.graph.eliminate_dead_code()
+            return made
+
+        return for_any_count({count: traced(count) for count in COUNTS})

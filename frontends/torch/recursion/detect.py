@@ -1,0 +1,118 @@
+"""Which functions call themselves: found by names in their code, confirmed while they run."""
+
+from __future__ import annotations
+
+import dis
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from daceml_train.errors import Invalid
+
+CALLED = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLOSURE", "LOAD_NAME")
+"""Instructions that name what may be called."""
+
+ENTRIES = ("forward", "__call__", "__init__", "super")
+"""Names that stand for other functions than the one in which they occur, as in `self.layer.forward(x)`."""
+
+MARKED: dict[types.CodeType, None] = {}
+"""The code of functions that `dt.recursive` names."""
+
+
+def recursive(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Name `function` as one that calls itself, directly or by way of others; it stays what it is.
+
+    A model that `optimize` or `training_step` compiles records its calls, and runs those of equal structure together,
+    level by level. What one call computes between the calls of itself is a cell. A model whose recursion is not found
+    by name (one that goes through a table of functions, for instance) is batched after it is named here.
+    """
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    if code is None:
+        raise Invalid(f"recursive takes a Python function, given {type(function).__name__}")
+    MARKED[code] = None
+    return function
+
+
+def _names(code: types.CodeType) -> set[str]:
+    return {str(i.argval) for i in dis.get_instructions(code) if i.opname in CALLED and i.argval is not None}
+
+
+def _calls_itself(code: types.CodeType) -> bool:
+    """Whether a method named `forward` calls the module that it belongs to: `self(x)` or `self.forward(x)`."""
+    if code.co_name != "forward" or not code.co_argcount:
+        return False
+    own, before = code.co_varnames[0], None
+    found = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "PRECALL")]
+    for i, instruction in enumerate(found):
+        if instruction.opname.startswith("LOAD_FAST") and instruction.argval == own:
+            following = found[i + 1]
+            if before is not None and before.opname == "PUSH_NULL":
+                return True
+            if following.opname in CALLED and following.argval == "forward":
+                return True
+        before = instruction
+    return False
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant
+            yield from _nested(constant)
+
+
+def _own(function: Any) -> types.FunctionType | None:
+    function = getattr(function, "__func__", function)
+    function = getattr(function, "__wrapped__", function)
+    return function if isinstance(function, types.FunctionType) else None
+
+
+def _library(module: str | None) -> bool:
+    return (module or "").split(".")[0] in ("torch", "numpy", "daceml_train", "builtins")
+
+
+def reachable(entry: Callable[..., Any], owners: list[type]) -> dict[types.CodeType, str]:
+    """Code of the user's that may run below `entry`, with its name: methods of `owners`, functions, and nested ones."""
+    found: dict[types.CodeType, str] = {}
+    waiting = [entry]
+    while waiting:
+        function = _own(waiting.pop())
+        if function is None or function.__code__ in found:
+            continue
+        known = {c.co_name: c for c in _nested(function.__code__)}
+        found[function.__code__] = function.__code__.co_name
+        found |= {code: name for name, code in known.items()}
+        for name in set().union(*map(_names, (function.__code__, *known.values()))):
+            candidates = [function.__globals__.get(name)]
+            candidates += [getattr(owner, name, None) for owner in owners if not _library(owner.__module__)]
+            closure = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+            if name in closure:
+                try:
+                    candidates.append(closure[name].cell_contents)
+                except ValueError:  # an empty cell
+                    pass
+            waiting += [own for c in candidates if (own := _own(c)) is not None and not _library(own.__module__)]
+    return found
+
+
+def recursive_code(entry: Callable[..., Any], owners: list[type]) -> set[types.CodeType]:
+    """The code below `entry` that may call itself, by name; `owners` are the classes whose methods it may call."""
+    found = reachable(entry, owners)
+    by_name: dict[str, list[types.CodeType]] = {}
+    for code, name in found.items():
+        by_name.setdefault(name, []).append(code)
+    calls = {code: {c for name in _names(code) - set(ENTRIES) for c in by_name.get(name, ())} for code in found}
+    return {c for c in found if _reaches(c, calls) or _calls_itself(c) or c in MARKED}
+
+
+def _reaches(code: types.CodeType, calls: dict[types.CodeType, set[types.CodeType]]) -> bool:
+    """Whether code calls itself, directly or by way of others."""
+    waiting, seen = list(calls[code]), set[types.CodeType]()
+    while waiting:
+        other = waiting.pop()
+        if other is code:
+            return True
+        if other not in seen:
+            seen.add(other)
+            waiting += calls[other]
+    return False

@@ -1,0 +1,244 @@
+"""A forest: runs in groups of equal height and structure, whose operands are rows of buffers, as PyTorch runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from daceml_train.frontends.torch.recursion.cells import Cell
+from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, known
+from daceml_train.frontends.torch.recursion.runs import Pick, Run, Shared
+
+
+class Group:
+    """Runs of one height and structure: consecutive rows of each output's buffer, from `starts` on."""
+
+    __slots__ = ("cell", "count", "operands", "runs", "starts")
+
+    def __init__(self, cell: Cell, runs: list[Run]) -> None:
+        self.cell, self.runs, self.count = cell, runs, len(runs)
+        self.starts: dict[int, int] = {}
+        self.operands: list[tuple[Meta | None, Any]] = []
+        """Per input of the cell: a buffer and the rows in it, or None and the number of an array."""
+
+
+class Forest:
+    """Recorded runs as groups in the order of their heights; a cell's inputs come from earlier groups or from data."""
+
+    def __init__(self, structures: Any, runs: Sequence[Run]) -> None:
+        self.sizes: dict[Meta, int] = {}
+        self.fixed: list[tuple[Meta, int, Any]] = []
+        """Rows of buffers that no group computes."""
+        self.arrays: list[torch.Tensor] = []
+        self.groups = self._grouped(structures, runs)
+        for group in self.groups:
+            self._bind(group)
+        self.shared: dict[Shared, None] = {s: None for group in self.groups for s in group.cell.shared}
+        self.buffers = self._run()
+        for group in self.groups:
+            for run in group.runs:
+                run.height = run.stage = 0
+                run.inputs = []
+
+    # ---- the plan -----------------------------------------------------------------------------------------------
+    def _grouped(self, structures: Any, runs: Sequence[Run]) -> list[Group]:
+        found: dict[tuple[int, Any], list[Run]] = {}
+        for run in runs:
+            run.forest = self
+            found.setdefault((run.height, run.at), []).append(run)
+        groups = []
+        for (_, at), members in sorted(found.items(), key=lambda item: item[0][0]):
+            if at.cell is None:
+                at.cell = Cell(at)
+                structures.cells.append(at.cell)
+            wanted = set().union(*[run.used for run in members])
+            wanted |= {k for run in members for k, value in enumerate(run.values) if _alive(value)}
+            at.cell.want(wanted)
+            groups.append(Group(at.cell, members))
+        for group in groups:
+            for k in group.cell.outputs:
+                m = group.cell.metas[k]
+                group.starts[k] = self.sizes.get(m, 0)
+                self.sizes[m] = group.starts[k] + group.count
+            for position, run in enumerate(group.runs):
+                run.group, run.position = group, position
+        return groups
+
+    def _bind(self, group: Group) -> None:
+        for k, m in enumerate(group.cell.inputs):
+            found = [run.inputs[k] for run in group.runs]
+            if any(type(a) is Lazy and type(a.source) is Run and a.source.forest is self for a in found):
+                group.operands.append((m, torch.from_numpy(np.array([self._row(a, m) for a in found]))))
+            else:
+                group.operands.append((None, len(self.arrays)))
+                self.arrays.append(rows(found))
+
+    def _row(self, a: Any, m: Meta) -> int:
+        if type(a) is Lazy and type(a.source) is Run and a.source.forest is self:
+            source = a.source
+            return int(source.group.starts[a.index]) + source.position
+        row = self.sizes.get(m, 0)
+        self.sizes[m] = row + 1
+        self.fixed.append((m, row, known(a)))
+        return row
+
+    # ---- its execution ------------------------------------------------------------------------------------------
+    def _run(self) -> dict[Meta, torch.Tensor]:
+        shared = [s.tensor for s in self.shared]
+        fixed = [tensor for _, _, tensor in self.fixed]
+        given = [*shared, *fixed, *self.arrays]
+        if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+            made = _Levels.apply(self, *given)  # type: ignore[no-untyped-call]
+        else:
+            made = self.forward(shared, fixed, self.arrays, None)
+        return dict(zip(self.sizes, made, strict=True))
+
+    def forward(self, shared: Any, fixed: Any, arrays: Any, saved: list[Any] | None) -> tuple[torch.Tensor, ...]:
+        """All buffers; `saved` receives what the derivative needs of each group."""
+        buffers = {m: torch.zeros((n, *m.shape), dtype=m.dtype, device=m.device) for m, n in self.sizes.items()}
+        for (m, row, _), tensor in zip(self.fixed, fixed, strict=True):
+            buffers[m][row] = tensor.detach()
+        tensors = dict(zip(self.shared, shared, strict=True))
+        for group in self.groups:
+            inputs = [arrays[at].detach() if m is None else buffers[m].index_select(0, at) for m, at in group.operands]
+            own = [tensors[s] for s in group.cell.shared]
+            if saved is not None:
+                flags = [arrays[at].requires_grad if m is None else m.requires_grad for m, at in group.operands]
+                inputs = [t.requires_grad_(flag) for t, flag in zip(inputs, flags, strict=True)]
+                with torch.enable_grad():
+                    made = group.cell.rows(inputs, own, group.count)
+                saved.append((inputs, own, made))
+            else:
+                made = group.cell.rows(inputs, own, group.count)
+            for k, rows in zip(group.cell.outputs, made, strict=True):
+                start = group.starts[k]
+                buffers[group.cell.metas[k]][start : start + group.count] = rows.detach()
+        return tuple(buffers.values())
+
+    def backward(self, cotangents: Sequence[torch.Tensor | None], saved: list[Any], keep: bool) -> list[Any]:
+        """The cotangents of shared tensors, fixed rows, and arrays."""
+        of: dict[Meta, torch.Tensor] = {}
+        for (m, n), given in zip(self.sizes.items(), cotangents, strict=True):
+            if m.requires_grad:
+                of[m] = torch.zeros((n, *m.shape), dtype=m.dtype, device=m.device) if given is None else given.clone()
+        shared: dict[Shared, torch.Tensor] = {}
+        arrays: list[Any] = [None] * len(self.arrays)
+        for group, (inputs, own, made) in zip(self.groups[::-1], saved[::-1], strict=True):
+            seeds: list[torch.Tensor] = []
+            results: list[torch.Tensor] = []
+            for k, tensor in zip(group.cell.outputs, made, strict=True):
+                if tensor.requires_grad:
+                    start = group.starts[k]
+                    results.append(tensor)
+                    seeds.append(of[group.cell.metas[k]][start : start + group.count])
+            wanted = [t for t in (*inputs, *own) if t.requires_grad]
+            if not results or not wanted:
+                continue
+            found = torch.autograd.grad(results, wanted, seeds, retain_graph=keep, allow_unused=True)
+            by_id = {id(t): g for t, g in zip(wanted, found, strict=True)}
+            for (buffer, at), tensor in zip(group.operands, inputs, strict=True):
+                if (gradient := by_id.get(id(tensor))) is None:
+                    continue
+                if buffer is None:
+                    arrays[at] = gradient
+                else:
+                    of[buffer].index_add_(0, at, gradient)
+            for s, tensor in zip(group.cell.shared, own, strict=True):
+                if (gradient := by_id.get(id(tensor))) is not None:
+                    shared[s] = gradient if s not in shared else shared[s] + gradient
+        rows = [of[m][row] if m in of else None for m, row, _ in self.fixed]
+        return [*[shared.get(s) for s in self.shared], *rows, *arrays]
+
+    def value(self, value: Lazy) -> torch.Tensor:
+        """A computed value."""
+        run = value.source
+        assert isinstance(run, Run)
+        m = value.meta
+        result: torch.Tensor = self.buffers[m][run.group.starts[value.index] + run.position]
+        return result
+
+
+class _Levels(torch.autograd.Function):
+    """A forest as one node of PyTorch's autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, forest: Forest, *given: torch.Tensor) -> Any:
+        first, second = len(forest.shared), len(forest.shared) + len(forest.fixed)
+        own = [t.detach().requires_grad_(t.requires_grad) for t in given[:first]]
+        saved: list[Any] = []
+        made = forest.forward(own, given[first:second], given[second:], saved)
+        ctx.forest, ctx.saved = forest, saved
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*[t for m, t in zip(forest.sizes, made, strict=True) if not m.requires_grad])
+        return made
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
+        if ctx.saved is None:
+            raise RuntimeError("a second backward pass through a recursion; the first needs retain_graph=True")
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        with torch.enable_grad():
+            found = ctx.forest.backward(cotangents, ctx.saved, keep)
+        if not keep:
+            ctx.saved = None
+        return None, *found
+
+
+def _alive(value: Lazy) -> bool:
+    """Whether user code holds a value: more than the run, the caller's loop, and this call refer to it."""
+    import sys
+
+    return sys.getrefcount(value) > 4
+
+
+def _base(a: Any) -> tuple[torch.Tensor, int, int | None] | None:
+    """The tensor of which an input is a slice, and which one."""
+    if type(a) is not Lazy or a.value is not None:
+        return None
+    source = a.source
+    if type(source) is Pick:
+        return source.tensor, source.start, source.length
+    if type(source) is Run and source.forest is not None:
+        return source.forest.buffers[a.meta], source.group.starts[a.index] + source.position, None
+    return None
+
+
+def rows(found: Sequence[Any]) -> torch.Tensor:
+    """Inputs of runs as the rows of one tensor."""
+    bases = [_base(a) for a in found]
+    first = bases[0]
+    if first is not None and all(b is not None and b[0] is first[0] and b[2] == first[2] for b in bases):
+        at = torch.tensor([b[1] for b in bases if b is not None])
+        if first[2] is None:
+            return first[0].index_select(0, at)
+        at = (at[:, None] + torch.arange(first[2])).flatten()
+        parts: torch.Tensor = first[0].index_select(0, at).unflatten(0, (len(found), first[2]))
+        return parts
+    if all(a is found[0] for a in found):
+        return known(found[0]).unsqueeze(0).expand(len(found), *found[0].shape)  # type: ignore[no-any-return]
+    return torch.stack([known(a) for a in found])
+
+
+def gathered(function: Any, args: Any) -> Any:
+    """Arguments of a function with tensors in place of lazy values; those in one list are read from buffers at once."""
+    made = []
+    for a in args:
+        if type(a) in (list, tuple) and len(a) > 1 and all(type(b) is Lazy and b.value is None for b in a):
+            for group in _by_buffer(a):
+                parts = rows(group).unbind(0)
+                for value, part in zip(group, parts, strict=True):
+                    value.value = part
+        made.append(known(a))
+    return tuple(made)
+
+
+def _by_buffer(values: Sequence[Lazy]) -> list[list[Lazy]]:
+    found: dict[int, list[Lazy]] = {}
+    for value in dict.fromkeys(values):
+        if (base := _base(value)) is not None:
+            found.setdefault(id(base[0]), []).append(value)
+    return [group for group in found.values() if len(group) > 1]

@@ -1,0 +1,192 @@
+"""A tensor that is known by its type, and computed later: what user code holds while a recursion is recorded."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+class Meta:
+    """The type of a value: one object per type, so that types compare by identity."""
+
+    __slots__ = ("device", "dtype", "known", "requires_grad", "shape")
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    known: tuple[Any, ...]
+
+    def __repr__(self) -> str:
+        gradient = ", with a gradient" if self.requires_grad else ""
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{gradient}"
+
+
+_METAS: dict[Any, Meta] = {}
+
+
+def meta_of(tensor: torch.Tensor) -> Meta:
+    """The type of a tensor."""
+    key = (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
+    found = _METAS.get(key)
+    if found is None:
+        found = _METAS[key] = Meta()
+        found.shape, found.dtype, found.device, found.requires_grad = key
+        found.known = key
+    return found
+
+
+class Lazy:
+    """Result `index` of `source`, of type `meta`; a tensor to `isinstance`, and to every function of PyTorch.
+
+    `value` is the tensor once it is known. What only the value can tell asks `source` for it.
+    """
+
+    __slots__ = ("__weakref__", "index", "meta", "source", "value")
+
+    def __init__(self, source: Any, index: int, meta: Meta) -> None:
+        self.source, self.index, self.meta = source, index, meta
+        self.value: torch.Tensor | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A call outside of the recording that created the value."""
+        return func(*known(args), **known(kwargs or {}))
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return torch.Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """The sizes."""
+        return self.meta.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The element type."""
+        return self.meta.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the value is."""
+        return self.meta.device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether it has a gradient."""
+        return self.meta.requires_grad
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.meta.shape)
+
+    def dim(self) -> int:
+        """The number of dimensions."""
+        return len(self.meta.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        """The sizes, or one of them."""
+        return self.meta.shape if dim is None else self.meta.shape[dim]
+
+    def __len__(self) -> int:
+        if not self.meta.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.meta.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.meta.shape:
+            raise TypeError("iteration over a 0-d tensor")
+        return iter(torch.unbind(self))  # type: ignore[arg-type]
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tensor(), name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.tensor().__reduce_ex__(protocol)
+
+    def tensor(self) -> torch.Tensor:
+        """The value, computed if it is not known."""
+        if self.value is None:
+            self.value = self.source.demanded(self)
+        return self.value
+
+
+def known(found: Any) -> Any:
+    """The same with tensors in place of lazy ones, in lists, tuples, and dicts."""
+    kind = type(found)
+    if kind is Lazy:
+        return found.tensor()
+    if kind in (list, tuple):
+        return kind([known(f) for f in found])
+    if kind is dict:
+        return {name: known(f) for name, f in found.items()}
+    if isinstance(found, tuple) and hasattr(found, "_fields"):
+        return kind(*map(known, found))
+    return found
+
+
+def _method(function: Callable[..., Any]) -> Callable[..., Any]:
+    handler = torch.overrides.handle_torch_function
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = recording()
+        if recorder is None:
+            return handler(function, (self,), self, *args, **kwargs)
+        return recorder.call(function, (self, *args), kwargs)
+
+    return method
+
+
+def _property(function: Callable[..., Any]) -> Any:
+    return property(_method(function))
+
+
+class _Local(threading.local):
+    recorder: Any = None
+
+
+local = _Local()
+
+
+def recording() -> Any:
+    """The recorder of this thread, or None."""
+    return local.recorder
+
+
+_OWN = {
+    *("__init__", "__new__", "__class__", "__torch_function__", "__getattribute__", "__getattr__", "__setattr__"),
+    *("__delattr__", "__hash__", "__len__", "__iter__", "__dict__", "__dir__", "__doc__", "__module__", "__weakref__"),
+    *("__init_subclass__", "__subclasshook__", "__sizeof__", "__reduce__", "__reduce_ex__", "__torch_dispatch__"),
+    *(
+        "__new__",
+        "__slots__",
+        "__repr__",
+        "__str__",
+        "__format__",
+        "__setstate__",
+        "__getstate__",
+        "__cuda_array_interface__",
+    ),
+    *("shape", "dtype", "device", "requires_grad", "ndim", "dim", "size"),
+}
+
+for _name in dir(torch.Tensor):
+    _found = getattr(torch.Tensor, _name)
+    if _name in _OWN or _name in Lazy.__dict__:
+        continue
+    if _name in ("T", "mT", "H", "mH"):
+        setattr(Lazy, _name, _property(_found.__get__))
+    elif callable(_found) and not isinstance(_found, type):
+        setattr(Lazy, _name, _method(_found))
+
+for _name in ("__repr__", "__str__", "__format__"):
+    _shown = getattr(torch.Tensor, _name)
+    setattr(Lazy, _name, lambda self, *a, _shown=_shown: _shown(self.tensor(), *a))

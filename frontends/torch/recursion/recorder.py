@@ -1,0 +1,378 @@
+"""Recording: functions of PyTorch that user code calls become operators of runs; nothing is computed before a look."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from daceml_train.frontends.torch.recursion import cells
+from daceml_train.frontends.torch.recursion.forest import Forest, gathered
+from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, known, local, meta_of
+from daceml_train.frontends.torch.recursion.runs import (
+    INPUTS,
+    LIST,
+    LOCALS,
+    MAPPING,
+    SLICE,
+    TUPLE,
+    Given,
+    Pick,
+    Run,
+    Shared,
+    Solo,
+    Step,
+    constant,
+    slot,
+)
+
+_GETTER = type(vars(torch.Tensor.__mro__[1])["shape"].__get__)
+_ITEM = torch.Tensor.__getitem__
+
+
+class Structures:
+    """What is known of a model's cells, for all of its calls."""
+
+    def __init__(self, codes: Iterable[types.CodeType]) -> None:
+        self.start = Step()
+        self.given: dict[Meta, Given] = {}
+        self.fakes = cells.Fakes()
+        self.shared: dict[Any, Shared] = {}
+        self.codes = {id(code): code for code in codes}
+        self.nested = False
+        """Whether one of these functions was seen to call itself."""
+        self.cells: list[Any] = []
+
+    def shared_by(self, tensors: Iterable[torch.Tensor]) -> dict[int, Shared]:
+        """What stands for parameters and buffers in a call, by identity."""
+        found: dict[int, Shared] = {}
+        for tensor in tensors:
+            key = (id(tensor), tensor.requires_grad, tensor.shape, tensor.dtype)
+            if key not in self.shared:
+                self.shared[key] = Shared(tensor, self.fakes.of_tensor(tensor))
+            found[id(tensor)] = self.shared[key]
+        return found
+
+
+class Recorder(TorchFunctionMode):
+    """Records the calls of one forward pass. `note` is told why something runs in PyTorch at once."""
+
+    def __init__(
+        self,
+        structures: Structures,
+        tensors: Iterable[torch.Tensor],
+        entry: types.CodeType,
+        note: Callable[[str], None],
+    ) -> None:
+        super().__init__()
+        self.structures, self.note = structures, note
+        self.shared = structures.shared_by(tensors)
+        self.frames = dict.fromkeys(structures.codes, True) | {id(entry): False}
+        self.pending: list[Run] = []
+        self.solos: list[Solo] = []
+        self.looks = 0
+        self.eager = ""
+        self.forests: list[Forest] = []
+
+    # ---- calls --------------------------------------------------------------------------------------------------
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.call(func, args, kwargs or {})
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a function: lazy if it depends on lazy values or, within the recursion, on a gradient."""
+        state = _state(args)
+        if kwargs:
+            state |= _state(kwargs.values())
+        if not state & 3 or self.eager:
+            return function(*known(args), **known(kwargs)) if state & 4 or self.eager else function(*args, **kwargs)
+        frame = self._frame()
+        if frame is None:
+            if not state & 1:
+                return function(*known(args), **known(kwargs)) if state & 4 else function(*args, **kwargs)
+            run = self._outer(function, args, kwargs)
+            if run is None:
+                return self._solo(function, args, kwargs)
+        else:
+            if not state & 1 and type(function) is _GETTER:
+                return function(*args, **kwargs)
+            if function is _ITEM and state == 2 and (picked := self._pick(*args)) is not None:
+                return picked
+            held: Any = frame
+            run = held.f_trace
+            if type(run) is not Run or run.sealed or run.recorder is not self:
+                if type(run) is not Run and not self.structures.nested:
+                    self._confirm(frame)
+                run = held.f_trace = self._new(outer=False)
+        return self._record(run, function, args, kwargs)
+
+    def _record(self, run: Run, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        at, inputs = run.at, len(run.inputs)
+        before = run.height, run.stage
+        try:
+            key = (function, torch.is_grad_enabled(), *[self._encode(run, a) for a in args])
+            if kwargs:
+                key = (*key, self._encode(run, kwargs))
+            step = at.following.get(key)
+        except TypeError:  # an argument that is no part of a key
+            return self._refuse(run, inputs, before, function, args, kwargs, "an argument of an unknown type")
+        if step is None:
+            step = at.following[key] = cells.step(self.structures, at, run, key, bool(kwargs))
+        if step.refused:
+            return self._refuse(run, inputs, before, function, args, kwargs, step.refused)
+        if not step.made:
+            del run.inputs[inputs:]
+            run.slots = {name: s for name, s in run.slots.items() if s.number < inputs}
+            run.height, run.stage = before
+            return step.constant
+        run.at = step
+        values = run.values
+        first = len(values)
+        if step.kind is None:
+            value = Lazy(run, first, step.made[0])
+            values.append(value)
+            return value
+        made = [Lazy(run, first + k, meta) for k, meta in enumerate(step.made)]
+        values += made
+        return step.kind(made)
+
+    def _encode(self, run: Run, a: Any) -> Any:
+        kind = type(a)
+        if kind is Lazy:
+            if a.source is run:
+                return slot(LOCALS, a.index)
+            found = run.slots.get(id(a))
+            if found is not None:
+                return found
+            source = a.source
+            if type(source) is Run and source.forest is None:
+                source.sealed = True
+                source.used.add(a.index)
+                if run.height <= source.height:
+                    run.height = source.height + 1
+            if run.stage < source.stage:
+                run.stage = source.stage
+            return self._input(run, a, a.meta)
+        if kind is int or a is None or kind is str:
+            return a
+        if kind is bool or kind is float or kind is complex:
+            return constant(a)
+        if kind is tuple or kind is list or kind is torch.Size:
+            return (LIST if kind is list else TUPLE, *[self._encode(run, b) for b in a])
+        if isinstance(a, torch.Tensor):
+            shared = self.shared.get(id(a))
+            if shared is not None:
+                return shared
+            found = run.slots.get(id(a))
+            return found if found is not None else self._input(run, a, meta_of(a))
+        if kind is slice:
+            return (SLICE, *[self._encode(run, b) for b in (a.start, a.stop, a.step)])
+        if kind is dict:
+            return (MAPPING, *[self._encode(run, b) for item in a.items() for b in item])
+        hash(a)
+        return a
+
+    def _input(self, run: Run, a: Any, meta: Meta) -> Given:
+        run.slots[id(a)] = slot(INPUTS, len(run.inputs))
+        run.inputs.append(a)
+        given = self.structures.given.get(meta)
+        if given is None:
+            given = self.structures.given[meta] = Given(meta)
+        return given
+
+    def _refuse(self, run: Run, inputs: int, before: Any, function: Any, args: Any, kwargs: Any, why: str) -> Any:
+        del run.inputs[inputs:]
+        run.slots = {name: s for name, s in run.slots.items() if s.number < inputs}
+        run.height, run.stage = before
+        if why == cells.IN_PLACE:
+            self.abandon(f"{_name(function)} {why}")
+        elif why not in (cells.LOOK,):
+            self.note(f"{_name(function)} within a recursion: {why}; PyTorch runs it")
+        return function(*known(args), **known(kwargs))
+
+    # ---- where operators go -------------------------------------------------------------------------------------
+    def _frame(self) -> types.FrameType | None:
+        frame: types.FrameType | None = sys._getframe(2)
+        frames = self.frames
+        while frame is not None:
+            inside = frames.get(id(frame.f_code))
+            if inside is not None:
+                return frame if inside else None
+            frame = frame.f_back
+        return None
+
+    def _confirm(self, frame: types.FrameType) -> None:
+        code, frame = frame.f_code, frame.f_back  # type: ignore[assignment]
+        while frame is not None:
+            if frame.f_code is code:
+                self.structures.nested = True
+                return
+            frame = frame.f_back  # type: ignore[assignment]
+
+    def _new(self, outer: bool) -> Run:
+        run = Run(self, self.structures.start, outer)
+        self.pending.append(run)
+        return run
+
+    def _outer(self, function: Any, args: Any, kwargs: Any) -> Run | None:
+        """The run for an operator outside of the recursion; None for one that PyTorch runs."""
+        source: Any = None
+        for a in (*args, *kwargs.values()):
+            if type(a) is Lazy:
+                if type(a.source) is Solo or (source is not None and source is not a.source):
+                    source = self if type(a.source) is not Solo else None
+                    if source is None:
+                        return None
+                else:
+                    source = a.source
+            elif type(a) in (list, tuple) and _state(a) & 1:
+                return None
+        if type(source) is Run and source.outer and not source.sealed:
+            return source
+        return self._new(outer=True)
+
+    def _solo(self, function: Any, args: Any, kwargs: Any) -> Any:
+        stage = 0
+        for value in _lazies((args, kwargs)):
+            source = value.source
+            if type(source) is Run and source.forest is None:
+                source.sealed = True
+                source.used.add(value.index)
+                stage = max(stage, source.stage + 1)
+            stage = max(stage, source.stage)
+        solo = Solo(self, function, args, kwargs, stage)
+        made = self.structures.fakes.run(function, args, kwargs)
+        if not isinstance(made, torch.Tensor):
+            return function(*known(args), **known(kwargs))
+        value = Lazy(solo, 0, meta_of_fake(made))
+        solo.values.append(value)
+        self.solos.append(solo)
+        return value
+
+    def _pick(self, tensor: Any, index: Any) -> Lazy | None:
+        """A slice of a tensor that has a gradient, whose position is data; None for other subscripts."""
+        length = len(tensor) if tensor.ndim else 0
+        if type(index) is slice and index.step in (None, 1):
+            start, stop, _ = index.indices(length)
+            if stop - start <= 0:
+                return None
+            shape, pick = (stop - start, *tensor.shape[1:]), Pick(tensor, start, stop - start)
+        elif type(index) is int and -length <= index < length:
+            shape, pick = tuple(tensor.shape[1:]), Pick(tensor, index % length, None)
+        else:
+            return None
+        return Lazy(pick, 0, cells.meta(shape, tensor.dtype, tensor.device, torch.is_grad_enabled()))
+
+    # ---- looks --------------------------------------------------------------------------------------------------
+    def demanded(self, run: Run, value: Lazy) -> torch.Tensor:
+        """A value that is asked for: all that is known so far is computed."""
+        if run.forest is None:
+            self.looks += 1
+            self.flush()
+        if value.value is not None:
+            return value.value
+        found: torch.Tensor = run.forest.value(value)
+        return found
+
+    def flush(self) -> None:
+        """Compute what is recorded."""
+        with _outside(self):
+            pending: list[Any] = self.pending
+            solos: list[Any] = self.solos
+            self.pending, self.solos = [], []
+            for run in pending:
+                run.sealed = True
+            last = max((s.stage for s in [*pending, *solos]), default=0)
+            for stage in range(last + 1):
+                for solo in solos:
+                    if solo.stage == stage:
+                        self._run_solo(solo)
+                runs = [run for run in pending if run.stage == stage and run.at.operator is not None]
+                if runs:
+                    self.forests.append(Forest(self.structures, runs))
+
+    def _run_solo(self, solo: Solo) -> None:
+        made = solo.function(*gathered(solo.function, solo.args), **known(solo.kwargs))
+        for value in solo.values:
+            value.value = made
+
+    def abandon(self, why: str) -> None:
+        """Compute what is recorded call by call, as PyTorch does, and run the rest of this forward pass in PyTorch."""
+        self.eager = why
+        self.note(f"{why} within a recursion; PyTorch runs the forward pass")
+        with _outside(self):
+            pending: list[Any] = self.pending
+            solos: list[Any] = self.solos
+            self.pending, self.solos = [], []
+            for each in sorted([*pending, *solos], key=lambda r: (r.stage, r.height)):
+                if type(each) is Solo:
+                    each.values[0].value = each.function(*known(each.args), **known(each.kwargs))
+                elif type(each) is Run:
+                    each.sealed = True
+                    cells.replay(each)
+
+
+def meta_of_fake(tensor: torch.Tensor) -> Meta:
+    """The type of a result that a fake tensor stands for."""
+    return cells.meta(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", function))
+
+
+def _state(args: Iterable[Any]) -> int:
+    """1: a lazy value is among the arguments; 2: a tensor with a gradient; 4: a lazy value that is known."""
+    state = 0
+    for a in args:
+        kind = type(a)
+        if kind is Lazy:
+            state |= 1 if a.value is None else 6 if a.meta.requires_grad else 4
+        elif kind is list or kind is tuple:
+            state |= _state(a)
+        elif kind is not int and kind is not float and isinstance(a, torch.Tensor) and a.requires_grad:
+            state |= 2
+    return state
+
+
+def _lazies(found: Any) -> Iterator[Lazy]:
+    if type(found) is Lazy:
+        if found.value is None:
+            yield found
+    elif type(found) in (list, tuple):
+        for f in found:
+            yield from _lazies(f)
+    elif type(found) is dict:
+        for f in found.values():
+            yield from _lazies(f)
+
+
+@contextmanager
+def _outside(recorder: Recorder) -> Iterator[None]:
+    """PyTorch as without a recorder."""
+    before, local.recorder = local.recorder, None
+    try:
+        with torch._C.DisableTorchFunction():
+            yield
+    finally:
+        local.recorder = before
+
+
+def computed(recorder: Recorder, found: Any) -> Any:
+    """A result of user code with tensors in place of lazy ones."""
+    import torch.utils._pytree as pytree
+
+    leaves, spec = pytree.tree_flatten(found)
+    lazies = [leaf for leaf in leaves if type(leaf) is Lazy]
+    for value in lazies:
+        if type(value.source) is Run:
+            value.source.used.add(value.index)
+    recorder.flush()
+    with _outside(recorder):
+        gathered(None, [lazies])
+        leaves = [known(leaf) if type(leaf) is Lazy else leaf for leaf in leaves]
+    return pytree.tree_unflatten(leaves, spec)
