@@ -18,6 +18,7 @@ from daceml_train.frontends.torch.recursion.runs import Given, Reference, Run, S
 
 IN_PLACE = "changes a tensor in place"
 LOOK = "a look at a value"
+RANDOM = "draws random numbers, whose order is the user's program's"
 
 
 def meta(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> Meta:
@@ -43,6 +44,11 @@ class _Watch(TorchDispatchMode):
         self.changes |= func._schema.is_mutable
         return func(*args, **(kwargs or {}))
 
+    @property
+    def reason(self) -> str:
+        """Why what was watched cannot wait; empty if it can."""
+        return IN_PLACE if self.changes else RANDOM if self.random else ""
+
 
 class Fakes:
     """Tensors without data, on which operators are run once to learn the types of their results."""
@@ -63,8 +69,8 @@ class Fakes:
             self.by_meta[m] = made.requires_grad_(m.requires_grad)
         return self.by_meta[m]
 
-    def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The result of a function on the types of its arguments; None if it depends on values."""
+    def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, str]:
+        """The result of a function on the types of its arguments, and why it cannot wait; None if that needs values."""
 
         def fake(a: Any) -> Any:
             if type(a) is Lazy:
@@ -73,11 +79,12 @@ class Fakes:
 
         leaves, spec = pytree.tree_flatten((args, kwargs))
         args, kwargs = pytree.tree_unflatten([fake(a) for a in leaves], spec)
+        watch = _Watch()
         try:
-            with torch._C.DisableTorchFunction(), self.mode:
-                return function(*args, **kwargs)
+            with torch._C.DisableTorchFunction(), self.mode, watch:
+                return function(*args, **kwargs), watch.reason
         except Exception:
-            return None
+            return None, LOOK
 
 
 def step(structures: Any, at: Step, run: Run, key: tuple[Any, ...], keywords: bool) -> Step:
@@ -104,10 +111,9 @@ def step(structures: Any, at: Step, run: Run, key: tuple[Any, ...], keywords: bo
     except Exception as error:  # whatever it is, PyTorch raises it on the values
         made.refused = LOOK if "data" in type(error).__name__.lower() else str(error).split("\n")[0] or LOOK
         return made
-    if watch.changes:
-        made.refused = IN_PLACE
+    if watch.reason:
+        made.refused = watch.reason
         return made
-    made.random = watch.random
     made.inputs = tuple(metas)
     if isinstance(result, torch.Tensor):
         made.examples = (result,)
@@ -164,7 +170,6 @@ class Cell:
         self.operators = at.operators()
         self.inputs = at.inputs
         self.metas = [m for s in self.operators for m in s.made]
-        self.random = any(s.random for s in self.operators)
         found: dict[Shared, None] = {}
 
         def note(entry: Any) -> Any:
@@ -196,7 +201,7 @@ class Cell:
         if count == 1:
             made = self.single([t[0] for t in inputs], shared)
             return [t.unsqueeze(0) for t in made]
-        if self.random or not inputs:
+        if not inputs:
             return self._mapped(inputs, shared, count)
         if self.traced is None:
             self.traced = self._trace(inputs, shared)
@@ -210,7 +215,7 @@ class Cell:
             made = self.single(given[: len(inputs)], given[len(inputs) : -1])
             return tuple(made)
 
-        return list(torch.func.vmap(body, in_dims=dims, randomness="different")(*inputs, *shared, number))
+        return list(torch.func.vmap(body, in_dims=dims)(*inputs, *shared, number))
 
     def _trace(self, inputs: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]) -> fx.GraphModule:
         """The operators of PyTorch that compute the rows, for any number of them."""

@@ -188,9 +188,13 @@ class Recorder(TorchFunctionMode):
         del run.inputs[inputs:]
         run.slots = {name: s for name, s in run.slots.items() if s.number < inputs}
         run.height, run.stage = before
+        return self._at_once(function, args, kwargs, why)
+
+    def _at_once(self, function: Any, args: Any, kwargs: Any, why: str) -> Any:
+        """The result of a function that PyTorch runs now, at its place in the user's program."""
         if why == cells.IN_PLACE:
             self.abandon(f"{_name(function)} {why}")
-        elif why not in (cells.LOOK,):
+        elif why not in ("", cells.LOOK):
             self.note(f"{_name(function)} within a recursion: {why}; PyTorch runs it")
         return function(*known(args), **known(kwargs))
 
@@ -236,6 +240,9 @@ class Recorder(TorchFunctionMode):
         return self._new(outer=True)
 
     def _solo(self, function: Any, args: Any, kwargs: Any) -> Any:
+        made, why = self.structures.fakes.run(function, args, kwargs)
+        if why or not isinstance(made, torch.Tensor):
+            return self._at_once(function, args, kwargs, why)
         stage = 0
         for value in _lazies((args, kwargs)):
             source = value.source
@@ -245,9 +252,6 @@ class Recorder(TorchFunctionMode):
                 stage = max(stage, source.stage + 1)
             stage = max(stage, source.stage)
         solo = Solo(self, function, args, kwargs, stage)
-        made = self.structures.fakes.run(function, args, kwargs)
-        if not isinstance(made, torch.Tensor):
-            return function(*known(args), **known(kwargs))
         value = Lazy(solo, 0, meta_of_fake(made))
         solo.values.append(value)
         self.solos.append(solo)

@@ -131,8 +131,6 @@ class Step:
     constant: Any = None
     """The result of an operator that returns no tensor."""
     cell: Any = None
-    random: bool = False
-    """Whether this operator draws random numbers."""
     keywords: bool = False
     """Whether the last entry of the key has keyword arguments."""
 
@@ -211,6 +209,6 @@ class Solo:
 
     def demanded(self, value: Lazy) -> torch.Tensor:
         """The value, for which all that is known so far is computed."""
-        self.recorder.flush("")
+        self.recorder.flush()
         assert value.value is not None
         return value.value
