@@ -73,15 +73,16 @@ class FuseSiblings(Pass):
                 other = reader.group
                 if other is None or other is group or not other.fusible:
                     continue
-                if apart and any(made in apart for item in other.items for made in item.outputs):
-                    continue
                 if 0 < sign * (group.position - other.position) <= self.window:
                     found.setdefault(other, set()).add(base)
+        own = magnitude(grouping.cost(group)) if found else 0.0
         for other in sorted(found, key=lambda g: -sign * g.position):
+            if apart and any(name in apart for item in other.items for name in item.outputs):
+                continue
             shared = magnitude(grouping.bytes(found[other]))
-            smaller = min(magnitude(grouping.cost(other)), magnitude(grouping.cost(group)))
+            worth = shared >= self.share * own or shared >= self.share * magnitude(grouping.cost(other))
             pair = (group, other) if later else (other, group)
-            if shared >= self.share * smaller and grouping.refusal(*pair, self.limit) is None:
+            if worth and grouping.refusal(*pair, self.limit) is None:
                 return other
         return None
 

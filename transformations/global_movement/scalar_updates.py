@@ -43,14 +43,16 @@ def with_scalar_updates(graph: Graph) -> Graph:
     moved = {update.name: update for group in groups for update in group}
     if not moved:
         return graph
+    kernels: dict[int, list[Node]] = {}
+    for group in groups:
+        kernels.setdefault(min(update.latest for update in group), []).append(_merged(graph, group))
     other = graph.copy()
     other.nodes = []
     for position, node in enumerate(graph.nodes):
-        other.nodes += [_merged(graph, g) for g in groups if position == min(update.latest for update in g)]
+        other.nodes += kernels.get(position, [])
         here = [moved[name] for name in node.outputs if name in moved and moved[name].position == position]
         other.nodes += [left] if (left := _without(node, here)) is not None else []
-    end = len(graph.nodes)
-    other.nodes += [_merged(graph, g) for g in groups if min(update.latest for update in g) == end]
+    other.nodes += kernels.get(len(graph.nodes), [])
     return other
 
 

@@ -24,7 +24,8 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-from daceml_train.errors import DacemlError
+from daceml_train import logs
+from daceml_train.errors import Unsupported
 
 Result = TypeVar("Result")
 _traces = threading.local()
@@ -33,7 +34,8 @@ _traces = threading.local()
 def traced(call: Callable[[], Result], wanted: bool) -> Result:
     """The result of a call that may be traced, with such inputs if they are `wanted`.
 
-    What cannot be traced with them, as a size that is computed from one, is traced with constants.
+    What cannot be traced with them, as a size that is computed from one, is traced with constants, and the log of
+    recompilations says so: each of their values has a program. Errors of programs that ran are not caught.
     """
     if not wanted:
         return call()
@@ -42,9 +44,11 @@ def traced(call: Callable[[], Result], wanted: bool) -> Result:
     try:
         with _mode("inputs"):
             return call()
-    except (TorchDynamoException, DacemlError):
+    except (TorchDynamoException, Unsupported) as error:
         if not _traces.used:
             raise
+        reason = str(error).partition("\n")[0]
+        logs.event(logs.RECOMPILES, f"floats of the model and the loss are constants of the program: {reason}")
     with _mode("constants"):
         return call()
 
