@@ -23,8 +23,8 @@ def recursive(function: Callable[..., Any]) -> Callable[..., Any]:
     """Name `function` as one that calls itself, directly or by way of others; it stays what it is.
 
     A model that `optimize` or `training_step` compiles records its calls, and runs those of equal structure together,
-    level by level. What one call computes between the calls of itself is a cell. A model whose recursion is not found
-    by name (one that goes through a table of functions, for instance) is batched after it is named here.
+    level by level. What one call computes between the calls of itself is a cell. Without this name, the recursion is
+    unrolled, and each shape of tree has a program of its own.
     """
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     if code is None:
