@@ -15,6 +15,7 @@ import subprocess
 from collections.abc import Sequence
 
 from daceml_train.errors import CompilerError
+from daceml_train.storage.time_limits import seconds_of
 
 TIMEOUT = "DACEML_TRAIN_COMPILER_TIMEOUT"
 SECONDS = 600.0
@@ -29,17 +30,6 @@ def compiler_command(compiler: str | None = None) -> list[str]:
     return shlex.split(compiler or os.environ.get("CXX") or "g++") or ["g++"]
 
 
-def time_limit() -> float:
-    """Seconds that a compiler may take. Raises `CompilerError` for a variable that is not a positive number."""
-    given = os.environ.get(TIMEOUT)
-    if not given:
-        return SECONDS
-    with contextlib.suppress(ValueError):
-        if (seconds := float(given)) > 0:
-            return seconds
-    raise CompilerError(f"{TIMEOUT}={given!r} is not a positive number of seconds")
-
-
 def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run a command to its end and return what it printed, whatever its exit status.
 
@@ -48,7 +38,7 @@ def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """
     if command[0] in _hung:
         raise CompilerError(_hung[command[0]])
-    limit = time_limit()
+    limit = seconds_of(TIMEOUT, SECONDS, CompilerError)
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

@@ -114,13 +114,8 @@ def training_step(
     if ranks is not None:
         step.ranks = ranks
         modules = [m for m in (model, loss) if isinstance(m, torch.nn.Module)]
-        told: dict[str, Any] = {
-            "micro_batches": micro_batches,
-            "reduction": reduction,
-            "clipping": clipping,
-            "scaler": None,
-        }
-        told |= {} if scaler is None else {"scaler": scaler.state_dict()}
+        told: dict[str, Any] = {"micro_batches": micro_batches, "reduction": reduction, "clipping": clipping}
+        told["scaler"] = None if scaler is None else scaler.state_dict()
         begin_as_equals(ranks, modules, optimizer, told)
     elif mesh is None:
         warn_of_others(model, stacklevel=2)

@@ -18,6 +18,7 @@ import torch.utils._pytree as pytree
 
 from daceml_train.driver.binding import SEED
 from daceml_train.driver.bound_step import BoundStep, in_strides
+from daceml_train.driver.checking import kind_of
 from daceml_train.driver.compile import compile_graph
 from daceml_train.driver.goals import StepGoal
 from daceml_train.driver.step import TrainingStep
@@ -48,6 +49,8 @@ class StackGoal(StepGoal):
 class StackedStep:
     """`step` for `count` trials at once, on arguments of one kind, of which `inputs` and `targets` are examples.
 
+    Tensors have the shapes, dtypes, strides and devices of the examples, all else their values; other arguments raise
+    `Invalid`. What the model and the loss are set to is looked at by `read`.
     Raises `Unsupported` where the step is not one program, or an operator has no rule for several trials.
     """
 
@@ -56,7 +59,8 @@ class StackedStep:
             raise Invalid(f"the number of trials is positive, given {count}")
         self.step, self.count = step, count
         with step._lock, torch.enable_grad():
-            self.key, _, bound = step._find(inputs, targets)
+            _, flat, bound = step._find(inputs, targets)
+        self.kind = _kind(flat, len(targets))
         if bound is None:
             raise Unsupported(f"trials of a step that is not one program: {step.breaks[-1]}")
         _check(step, bound)
@@ -145,8 +149,12 @@ class StackedStep:
         return True
 
     def __call__(self, inputs: Any, *targets: Any) -> torch.Tensor:
-        """One step of all trials; their losses."""
+        """One step of all trials; their losses. Raises `Invalid` for arguments of another kind than the examples."""
         flat = pytree.tree_leaves((inputs, *targets))
+        if _kind(flat, len(targets)) != self.kind:
+            raise Invalid(
+                "arguments of another kind than those that the trials were stacked for", advice="stack them on these"
+            )
         bound, alive = self.bound, []
         for argument in bound.arguments:
             tensor = flat[argument.index]
@@ -182,11 +190,16 @@ def _check(step: TrainingStep, bound: BoundStep) -> None:
             raise Unsupported(f"several trials in one program: {what}")
 
 
+def _kind(flat: Sequence[Any], targets: int) -> Any:
+    """What arguments must have in common to be those of one program, without a look at guards."""
+    first: dict[int, int] = {}
+    same = [first.setdefault(id(leaf), index) for index, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
+    values = [leaf for leaf in flat if not isinstance(leaf, torch.Tensor)]
+    return torch.get_num_threads(), targets, [kind_of(leaf) for leaf in flat], same, values
+
+
 def _captured(step: TrainingStep, bound: BoundStep) -> tuple[Captured, Sequence[Trained]]:
     for (_, trained, _, _), (captured, whole) in step._steps.items():
         if whole is bound.step:
             return captured, trained
     raise AssertionError("a bound step has a capture")
-
-
-__all__ = ["StackedStep"]

@@ -448,6 +448,3 @@ class TrainingStep(InPieces):
             self._steps[key] = captured, step  # `captured` is held so that its id stays its own
             self.records += step.records
         return self._steps[key][1]
-
-
-__all__ = ["TrainingStep"]

@@ -21,10 +21,10 @@ from daceml_train.codegen.cpu.launch import KernelCode, Layout
 from daceml_train.codegen.library.templates import has_template, written_kernel
 from daceml_train.codegen.library.tiles import tiled
 from daceml_train.errors import Invalid, Refused, Unsupported
-from daceml_train.graph.bodies import bodies
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.lowering.aten import Result, call_for, show
 from daceml_train.lowering.chunks import launch_in_parts
+from daceml_train.lowering.control import launch_control
 from daceml_train.lowering.device import CPU, Device
 from daceml_train.lowering.lifetimes import _layout, _seen, set_lifetimes
 from daceml_train.lowering.program import (
@@ -32,18 +32,15 @@ from daceml_train.lowering.program import (
     Buffer,
     BufferView,
     CallLaunch,
-    Cells,
-    ControlLaunch,
     CopyLaunch,
     KernelLaunch,
     Program,
     ProgramInput,
 )
-from daceml_train.ops.control import Cond, ControlFlow, Scan, While
+from daceml_train.ops.control import ControlFlow
 from daceml_train.ops.elementwise import Cast, Full, Iota
 from daceml_train.ops.fallback import Operand
 from daceml_train.ops.kernel import Kernel, Statement
-from daceml_train.ops.levels import Levels
 from daceml_train.ops.movement import Concat, Expand, Permute, Slice
 from daceml_train.ops.operator import Operator
 from daceml_train.ops.packed import has_product
@@ -64,7 +61,7 @@ def lower(graph: Graph, results: int | None = None, device: Device = CPU, body: 
 class _Lowering:
     def __init__(self, graph: Graph, device: Device, body: bool) -> None:
         self.device = device
-        self.graph, self.body, self.program = graph, body, Program(graph.name)
+        self.graph, self.is_body, self.program = graph, body, Program(graph.name)
         self.places: dict[str, BufferView] = {}
         self.nodes = graph.producers()
         self.numbers: dict[tuple[Operator, tuple[Layout, ...], tuple[Layout, ...]], int] = {}
@@ -108,7 +105,7 @@ class _Lowering:
             for dim, size in enumerate(t.shape):
                 if isinstance(size, sympy.Symbol):
                     program.symbols.setdefault(str(size), (index, dim))
-        if not self.body and (missing := {str(s) for s in self.graph.symbols} - set(program.symbols)):
+        if not self.is_body and (missing := {str(s) for s in self.graph.symbols} - set(program.symbols)):
             raise Unsupported(f"no input has exactly the size {', '.join(sorted(missing))}")
 
     # ---- places -------------------------------------------------------------------------------------------------
@@ -160,7 +157,7 @@ class _Lowering:
         elif isinstance(op, Kernel):
             self.compute(node, op)
         elif isinstance(op, ControlFlow):
-            self.control(node, op)
+            launch_control(self, node, op)
         elif isinstance(op, Concat) and (op.placed or node.outputs[0] in self.pieces):
             self.join(node, op)
         elif self.written(node):
@@ -384,52 +381,9 @@ class _Lowering:
                 self.copy(self.place(operand), replace(whole, shape=shape, offset=offset), str(node.origin))
             start = simplify(start + shape[op.dim])
 
-    def control(self, node: Node, op: ControlFlow) -> None:
-        """Lower the bodies to programs of their own, on dense operands, and launch them."""
-        if isinstance(op, Levels):
-            self.levels(node, op)
-            return
-        carried, sliced, trips, reverse = 0, 0, 0, False
-        match op:
-            case Scan():
-                carried, sliced, trips, reverse = op.carried, op.sliced, op.trips, op.reverse
-            case While():
-                carried = op.carried
-        origin, names = str(node.origin), node.inputs
-        first = 1 if isinstance(op, Cond) else carried + sliced
-        condition = self.place(names[0]) if isinstance(op, Cond) else None
-        states = tuple(self.dense(name, origin) for name in names[:carried])
-        slices = tuple(self.dense(name, origin, 1) for name in names[carried : carried + sliced])
-        shared = tuple(self.dense(name, origin) for name in names[first:])
-        made = bodies(op, [self.graph.tensors[name] for name in names])
-        programs = tuple(lower(body, device=self.device, body=True) for body in made)
-        returns = []
-        for name in node.outputs:
-            t = self.graph.tensors[name]
-            self.places[name] = self.new_place(Buffer(Allocation.result, t.dtype, t.shape, t.strides))
-            returns.append(self.places[name].slot)
-        self.program.launches.append(
-            ControlLaunch(op.label, programs, condition, states, slices, shared, tuple(returns), trips, reverse, origin)
-        )
-
-    def levels(self, node: Node, op: Levels) -> None:
-        """Lower the cells to programs for any number of rows, on dense operands, and launch them."""
-        origin = str(node.origin)
-        if not self.device.toolchain.templates:
-            raise Unsupported("levels on a GPU", where=origin)
-        operands = tuple(self.dense(name, origin) for name in node.inputs)
-        made = bodies(op, [self.graph.tensors[name] for name in node.inputs])
-        programs = tuple(lower(body, device=self.device, body=True) for body in made)
-        returns = []
-        for name in node.outputs:
-            t = self.graph.tensors[name]
-            self.places[name] = self.new_place(Buffer(Allocation.result, t.dtype, t.shape, t.strides))
-            returns.append(self.places[name].slot)
-        own = tuple(len(body.yields) - len(op.placed(kind)) for kind, body in enumerate(op.cells))
-        cells = Cells(len(op.types), op.counts, op.rows, op.children, op.shared, op.states, own)
-        self.program.launches.append(
-            ControlLaunch(op.label, programs, None, (), (), operands, tuple(returns), 0, op.reverse, origin, cells)
-        )
+    def body(self, graph: Graph) -> Program:
+        """The program of a body of control flow."""
+        return lower(graph, device=self.device, body=True)
 
     def dense(self, name: str, origin: str, outer: int = 0) -> BufferView:
         """The buffer view of array `name`, or of a copy unless it is row-major below its `outer` first dimensions."""
@@ -458,6 +412,10 @@ class _Lowering:
         owned = self.program.slots[place.slot].home in (Allocation.fresh, Allocation.result)
         slot = self.program.slots[place.slot]
         whole = same_shape(place.strides, Tensor(slot.shape).strides) and same_shape(place.shape, slot.shape)
-        if owned and not (apart and place.slot in {p.slot for p in self.program.outputs}) and (whole or not self.body):
+        if (
+            owned
+            and not (apart and place.slot in {p.slot for p in self.program.outputs})
+            and (whole or not self.is_body)
+        ):
             return place
         return self.copy_of(place, place.shape, Allocation.fresh, "output")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from daceml_train.errors import Invalid
+from daceml_train.storage.time_limits import seconds_of
 from daceml_train.storage.trust import warn_once
 
 TIMEOUT = "DACEML_TRAIN_BUILD_TIMEOUT"
@@ -60,7 +61,7 @@ def build_once(path: Path, ready: Callable[[], Built | None], build: Callable[[]
 @contextlib.contextmanager
 def turn(path: Path, wait: bool = True) -> Iterator[Turn]:
     """The turn to build `path`, held within the context if it is `MINE`; without `wait` it may be `BUSY`."""
-    lock, limit = path.parent / f"{TURN}{path.name}", time_limit()
+    lock, limit = path.parent / f"{TURN}{path.name}", seconds_of(TIMEOUT, SECONDS, Invalid)
     try:
         file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError:  # what is built cannot be written either
@@ -127,17 +128,6 @@ def _holder(lock: Path) -> str:
         return lock.read_text(errors="replace").strip() or "another process"
     except OSError:
         return "another process"
-
-
-def time_limit() -> float:
-    """Seconds that a process waits for another one's build. Raises `Invalid` for what is not a positive number."""
-    given = os.environ.get(TIMEOUT)
-    if not given:
-        return SECONDS
-    with contextlib.suppress(ValueError):
-        if (seconds := float(given)) > 0:
-            return seconds
-    raise Invalid(f"{TIMEOUT}={given!r} is not a positive number of seconds")
 
 
 def clear_turns(folder: Path) -> None:

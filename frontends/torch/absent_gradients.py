@@ -7,7 +7,6 @@ and PyTorch calls the function.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,13 +14,15 @@ from torch._dynamo import graph_break_hints
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import higher_order_ops
 
-_traces = threading.local()
+from daceml_train.frontends.torch.traces import Traces
+
+_traces = Traces()
 
 
 def enter() -> None:
     """Let this thread's traces break at such a function until `leave`, for this package's backend only."""
     _install()
-    _traces.depth = getattr(_traces, "depth", 0) + 1
+    _traces.depth += 1
 
 
 def leave() -> None:
@@ -44,7 +45,7 @@ def _install() -> None:
     def trace(self: Any, tx: Any, ctx: Any, *given: Any, **more: Any) -> Any:
         result = original(self, tx, ctx, *given, **more)
         changed = tx.output.side_effects.store_attr_mutations.get(ctx, {})
-        if getattr(_traces, "depth", 0) and "materialize_grads" in changed:
+        if _traces.depth and "materialize_grads" in changed:
             frame = tx.frame_summary()
             where = f"(at {frame.filename.rsplit('/', 1)[-1]}:{frame.lineno})"
             message = f"an autograd.Function with set_materialize_grads, whose backward is called by PyTorch {where}"

@@ -194,6 +194,37 @@ def test_another_pattern_of_zeros_is_another_program() -> None:
     assert not stack.read(0, *batches(0))
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 4, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor, factor: float) -> torch.Tensor:
+        return (x - 0.5 * other) @ self.weight * factor
+
+
+def test_arguments_of_another_kind_are_refused() -> None:
+    model = Scaled()
+    step = dt.training_step(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1))
+    x, y = batches(0)
+    other = x.clone()
+    stack = StackedStep(step, 2, (x, other, 2.0), y)
+    expected = nn.functional.cross_entropy((x - 0.5 * other) @ torch.ones(8, 4, dtype=torch.float64) * 2.0, y)
+    torch.testing.assert_close(stack((x, other, 2.0), y), expected.expand(2), **NEAR)
+    wrong = [
+        ((x[:4], other[:4], 2.0), y[:4]),
+        ((x.float(), other, 2.0), y),
+        ((x.t().contiguous().t(), other, 2.0), y),
+        ((x, x, 2.0), y),
+        ((x, other, 3.0), y),
+        ((x, other, 2.0), y, y),
+        ((x, other), y),
+    ]
+    for arguments in wrong:
+        with pytest.raises(dt.Invalid, match="arguments of another kind"):
+            stack(*arguments)
+
+
 class Counting(Net):
     calls = 0
 

@@ -8,7 +8,6 @@ parameters' gradients are the same without it. Audio models of `transformers` as
 from __future__ import annotations
 
 import functools
-import threading
 from typing import Any
 
 import torch
@@ -19,17 +18,18 @@ from torch._dynamo.variables.tensor import TensorVariable
 
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.dynamo.origin import origin
+from daceml_train.frontends.torch.traces import Traces
 
 MARK = "daceml_train leaf"
 """Key in `meta` of the node that becomes a leaf, and of the call that does so."""
 
-_traces = threading.local()
+_traces = Traces()
 
 
 def enter() -> None:
     """Let this thread's traces contain such assignments until `leave`, for this package's backend only."""
     _install()
-    _traces.depth = getattr(_traces, "depth", 0) + 1
+    _traces.depth += 1
 
 
 def leave() -> None:
@@ -46,7 +46,7 @@ def _install() -> None:
 
     def call(self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
         named = name.is_python_constant() and name.as_python_constant() == "requires_grad"
-        if not (getattr(_traces, "depth", 0) and named and isinstance(obj, TensorVariable) and obj.source is None):
+        if not (_traces.depth and named and isinstance(obj, TensorVariable) and obj.source is None):
             return original(self, tx, obj, name, value)
         node = obj.as_proxy().node
         example = node.meta.get("example_value")

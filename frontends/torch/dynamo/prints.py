@@ -9,7 +9,6 @@ another one at each call, which would be compiled into each program.
 from __future__ import annotations
 
 import functools
-import threading
 from typing import Any
 
 from torch._dynamo import graph_break_hints
@@ -19,13 +18,15 @@ from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import DebuggingVariable, StringFormatVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 
-_traces = threading.local()
+from daceml_train.frontends.torch.traces import Traces
+
+_traces = Traces()
 
 
 def enter() -> None:
     """Let this thread's traces contain lines that are printed, until `leave`, for this package's backend only."""
     _install()
-    _traces.depth = getattr(_traces, "depth", 0) + 1
+    _traces.depth += 1
 
 
 def leave() -> None:
@@ -39,7 +40,7 @@ def _install() -> None:
     original = debugging.call_function
 
     def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if self.value is not print or not getattr(_traces, "depth", 0):
+        if self.value is not print or not _traces.depth:
             return original(self, tx, args, kwargs)
         shown = [LazyVariableTracker.realize_all(arg) for arg in args] if not kwargs else []
         if kwargs or not all(map(_waits, shown)):

@@ -9,7 +9,6 @@ then starts over.
 from __future__ import annotations
 
 import functools
-import threading
 import types
 import weakref
 from typing import Any
@@ -18,7 +17,9 @@ from torch._dynamo import graph_break_hints
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UserError, unimplemented
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
-_traces = threading.local()
+from daceml_train.frontends.torch.traces import Traces
+
+_traces = Traces()
 _broken: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
 """Functions in which numbers break the graph."""
 
@@ -26,7 +27,7 @@ _broken: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
 def enter() -> None:
     """Let this thread's traces contain such numbers until `leave`, for this package's backend only."""
     _install()
-    _traces.depth = getattr(_traces, "depth", 0) + 1
+    _traces.depth += 1
     _traces.code = None
 
 
@@ -51,7 +52,7 @@ def _install() -> None:
     item, evaluate = tensors.method_item, numbers.evaluate_expr
 
     def method_item(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        depth: int = getattr(_traces, "depth", 0)
+        depth = _traces.depth
         if depth and not tx.one_graph:
             code = tx.output.root_tx.f_code
             if code in _broken or self.dtype is None or not self.dtype.is_floating_point:

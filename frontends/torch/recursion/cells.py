@@ -13,23 +13,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from daceml_train.frontends.torch.recursion.counts import COUNTS, for_any_count
-from daceml_train.frontends.torch.recursion.lazy import _METAS, Lazy, Meta, known
+from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, known, meta_of
 from daceml_train.frontends.torch.recursion.runs import Given, Reference, Run, Shared, Step, decoded
 
 IN_PLACE = "changes a tensor in place"
 LOOK = "a look at a value"
 RANDOM = "draws random numbers, whose order is the user's program's"
-
-
-def meta(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> Meta:
-    """The type with these properties."""
-    key = (torch.Size(shape), dtype, device, requires_grad)
-    found = _METAS.get(key)
-    if found is None:
-        found = _METAS[key] = Meta()
-        found.shape, found.dtype, found.device, found.requires_grad = key
-        found.known = key
-    return found
 
 
 class _Watch(TorchDispatchMode):
@@ -59,7 +48,7 @@ class Fakes:
 
     def of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake twin of a tensor."""
-        return self.of(meta(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad))
+        return self.of(meta_of(tensor))
 
     def of(self, m: Meta) -> torch.Tensor:
         """A fake tensor of this type."""
@@ -83,7 +72,7 @@ class Fakes:
         try:
             with torch._C.DisableTorchFunction(), self.mode, watch:
                 return function(*args, **kwargs), watch.reason
-        except Exception:
+        except Exception:  # whatever it is, PyTorch raises it on the values
             return None, LOOK
 
 
@@ -129,7 +118,7 @@ def step(structures: Any, at: Step, run: Run, key: tuple[Any, ...], keywords: bo
     else:
         made.constant = result
         return made
-    made.made = tuple(meta(tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in made.examples)
+    made.made = tuple(map(meta_of, made.examples))
     made.count = at.count + len(made.made)
     return made
 

@@ -1,4 +1,4 @@
-"""Which functions call themselves: found by names in their code, confirmed while they run."""
+"""Which functions call themselves: `recursive` names them; what a model may call is found by names in its code."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from daceml_train.errors import Invalid
 
 CALLED = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLOSURE", "LOAD_NAME")
 """Instructions that name what may be called."""
-
-ENTRIES = ("forward", "__call__", "__init__", "super")
-"""Names that stand for other functions than the one in which they occur, as in `self.layer.forward(x)`."""
 
 MARKED: dict[types.CodeType, None] = {}
 """The code of functions that `dt.recursive` names."""
@@ -35,23 +32,6 @@ def recursive(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _names(code: types.CodeType) -> set[str]:
     return {str(i.argval) for i in dis.get_instructions(code) if i.opname in CALLED and i.argval is not None}
-
-
-def _calls_itself(code: types.CodeType) -> bool:
-    """Whether a method named `forward` calls the module that it belongs to: `self(x)` or `self.forward(x)`."""
-    if code.co_name != "forward" or not code.co_argcount:
-        return False
-    own, before = code.co_varnames[0], None
-    found = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "PRECALL")]
-    for i, instruction in enumerate(found):
-        if instruction.opname.startswith("LOAD_FAST") and instruction.argval == own:
-            following = found[i + 1]
-            if before is not None and before.opname == "PUSH_NULL":
-                return True
-            if following.opname in CALLED and following.argval == "forward":
-                return True
-        before = instruction
-    return False
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -93,26 +73,3 @@ def reachable(entry: Callable[..., Any], owners: list[type]) -> dict[types.CodeT
                     pass
             waiting += [own for c in candidates if (own := _own(c)) is not None and not _library(own.__module__)]
     return found
-
-
-def recursive_code(entry: Callable[..., Any], owners: list[type]) -> set[types.CodeType]:
-    """The code below `entry` that may call itself, by name; `owners` are the classes whose methods it may call."""
-    found = reachable(entry, owners)
-    by_name: dict[str, list[types.CodeType]] = {}
-    for code, name in found.items():
-        by_name.setdefault(name, []).append(code)
-    calls = {code: {c for name in _names(code) - set(ENTRIES) for c in by_name.get(name, ())} for code in found}
-    return {c for c in found if _reaches(c, calls) or _calls_itself(c) or c in MARKED}
-
-
-def _reaches(code: types.CodeType, calls: dict[types.CodeType, set[types.CodeType]]) -> bool:
-    """Whether code calls itself, directly or by way of others."""
-    waiting, seen = list(calls[code]), set[types.CodeType]()
-    while waiting:
-        other = waiting.pop()
-        if other is code:
-            return True
-        if other not in seen:
-            seen.add(other)
-            waiting += calls[other]
-    return False

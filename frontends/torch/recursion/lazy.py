@@ -28,15 +28,20 @@ class Meta:
 _METAS: dict[Any, Meta] = {}
 
 
-def meta_of(tensor: torch.Tensor) -> Meta:
-    """The type of a tensor."""
-    key = (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
+def meta(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> Meta:
+    """The type with these properties."""
+    key = (torch.Size(shape), dtype, device, requires_grad)
     found = _METAS.get(key)
     if found is None:
         found = _METAS[key] = Meta()
         found.shape, found.dtype, found.device, found.requires_grad = key
         found.known = key
     return found
+
+
+def meta_of(tensor: torch.Tensor) -> Meta:
+    """The type of a tensor, or of what a fake tensor stands for."""
+    return meta(tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 class Lazy:

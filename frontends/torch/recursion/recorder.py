@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from daceml_train.frontends.torch.recursion import cells
 from daceml_train.frontends.torch.recursion.forest import Forest, gathered
-from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, known, local, meta_of
+from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, known, local, meta, meta_of
 from daceml_train.frontends.torch.recursion.runs import (
     INPUTS,
     LIST,
@@ -44,8 +44,6 @@ class Structures:
         self.fakes = cells.Fakes()
         self.shared: dict[Any, Shared] = {}
         self.codes = {id(code): code for code in codes}
-        self.nested = False
-        """Whether one of these functions was seen to call itself."""
         self.cells: list[Any] = []
 
     def shared_by(self, tensors: Iterable[torch.Tensor]) -> dict[int, Shared]:
@@ -105,8 +103,6 @@ class Recorder(TorchFunctionMode):
             held: Any = frame
             run = held.f_trace
             if type(run) is not Run or run.sealed or run.recorder is not self:
-                if type(run) is not Run and not self.structures.nested:
-                    self._confirm(frame)
                 run = held.f_trace = self._new(outer=False)
         return self._record(run, function, args, kwargs)
 
@@ -136,7 +132,7 @@ class Recorder(TorchFunctionMode):
             value = Lazy(run, first, step.made[0])
             values.append(value)
             return value
-        made = [Lazy(run, first + k, meta) for k, meta in enumerate(step.made)]
+        made = [Lazy(run, first + k, kind) for k, kind in enumerate(step.made)]
         values += made
         return step.kind(made)
 
@@ -176,12 +172,12 @@ class Recorder(TorchFunctionMode):
         hash(a)
         return a
 
-    def _input(self, run: Run, a: Any, meta: Meta) -> Given:
+    def _input(self, run: Run, a: Any, kind: Meta) -> Given:
         run.slots[id(a)] = slot(INPUTS, len(run.inputs))
         run.inputs.append(a)
-        given = self.structures.given.get(meta)
+        given = self.structures.given.get(kind)
         if given is None:
-            given = self.structures.given[meta] = Given(meta)
+            given = self.structures.given[kind] = Given(kind)
         return given
 
     def _refuse(self, run: Run, inputs: int, before: Any, function: Any, args: Any, kwargs: Any, why: str) -> Any:
@@ -208,14 +204,6 @@ class Recorder(TorchFunctionMode):
                 return frame if inside else None
             frame = frame.f_back
         return None
-
-    def _confirm(self, frame: types.FrameType) -> None:
-        code, frame = frame.f_code, frame.f_back  # type: ignore[assignment]
-        while frame is not None:
-            if frame.f_code is code:
-                self.structures.nested = True
-                return
-            frame = frame.f_back  # type: ignore[assignment]
 
     def _new(self, outer: bool) -> Run:
         run = Run(self, self.structures.start, outer)
@@ -252,7 +240,7 @@ class Recorder(TorchFunctionMode):
                 stage = max(stage, source.stage + 1)
             stage = max(stage, source.stage)
         solo = Solo(self, function, args, kwargs, stage)
-        value = Lazy(solo, 0, meta_of_fake(made))
+        value = Lazy(solo, 0, meta_of(made))
         solo.values.append(value)
         self.solos.append(solo)
         return value
@@ -269,7 +257,7 @@ class Recorder(TorchFunctionMode):
             shape, pick = tuple(tensor.shape[1:]), Pick(tensor, index % length, None)
         else:
             return None
-        return Lazy(pick, 0, cells.meta(shape, tensor.dtype, tensor.device, torch.is_grad_enabled()))
+        return Lazy(pick, 0, meta(shape, tensor.dtype, tensor.device, torch.is_grad_enabled()))
 
     # ---- looks --------------------------------------------------------------------------------------------------
     def demanded(self, run: Run, value: Lazy) -> torch.Tensor:
@@ -318,11 +306,6 @@ class Recorder(TorchFunctionMode):
                 elif type(each) is Run:
                     each.sealed = True
                     cells.replay(each)
-
-
-def meta_of_fake(tensor: torch.Tensor) -> Meta:
-    """The type of a result that a fake tensor stands for."""
-    return cells.meta(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 def _name(function: Any) -> str:

@@ -200,7 +200,7 @@ class Pick:
 class Solo:
     """One operator outside of the recursion whose operands have other sizes in each batch; PyTorch runs it."""
 
-    __slots__ = ("args", "function", "kwargs", "recorder", "result", "spec", "stage", "values")
+    __slots__ = ("args", "function", "kwargs", "recorder", "stage", "values")
     height = 0
 
     def __init__(self, recorder: Any, function: Callable[..., Any], args: Any, kwargs: Any, stage: int) -> None:

@@ -1,7 +1,16 @@
 """The rule table: ATen overload -> operators of the graph. Importing this module fills `translate.RULES`."""
 
 from daceml_train.frontends.torch.capture import autograd_function, control_flow, requirements
-from daceml_train.frontends.torch.rules import creation, expressions, indexing, movement, network, pointwise, reductions
+from daceml_train.frontends.torch.rules import (
+    creation,
+    dropout,
+    expressions,
+    indexing,
+    movement,
+    network,
+    pointwise,
+    reductions,
+)
 from daceml_train.frontends.torch.rules.translate import RULES
 
 __all__ = [
@@ -9,6 +18,7 @@ __all__ = [
     "autograd_function",
     "control_flow",
     "creation",
+    "dropout",
     "expressions",
     "indexing",
     "movement",

@@ -1,0 +1,70 @@
+"""ATen's dropout, and dropout whose probability is an input."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import guard_float
+
+from daceml_train.frontends.torch.capture.rng_draws import mask_of
+from daceml_train.frontends.torch.rules.translate import Translator, rule
+from daceml_train.ops.operator import Value
+from daceml_train.ops.softmax import Softmax
+from daceml_train.tensor import DType, Tensor
+
+
+@rule("native_dropout.default")
+def _dropout(t: Translator, x: Value, p: float, train: bool | None) -> tuple[Value, Value | None]:
+    if not train or p == 0:
+        return x, t.full(True, x.shape, DType.bool)
+    if t.randomness == "eager":
+        return _dropout_as_eager(t, x, p)
+    stream = t.stream()
+    y = t.emit("dropout", x, t.seed(), p=float(p), stream=stream)
+    if len(t.node.users) == 1:
+        return y, None  # nothing reads the mask
+    threshold = math.ceil(p * 2**24) / 2**24
+    drawn = t.emit("uniform", t.seed(), shape=x.shape, stream=stream, dtype=DType.float32)
+    return y, drawn.compare("ge", threshold)
+
+
+@rule("daceml_train.dropout.default")
+def _dropout_given(t: Translator, x: Value, p: Any) -> Value:
+    """Dropout whose probability may be an input; a constant in attention, whose kernel has it as an attribute, and for
+    16-bit numbers, where constants enter arithmetic unrounded.
+    """
+    wide = x.dtype in (DType.float32, DType.float64)
+    if not isinstance(p, Value) or not wide or _is_softmax(t, x):
+        argument = t.node.args[1]
+        held = argument.meta["val"] if isinstance(argument, fx.Node) else argument
+        return t.emit("dropout", x, t.seed(), p=_burned_in(held), stream=t.stream())
+    return t.emit("dropout_given", x, t.seed(), p.cast(DType.float64), stream=t.stream())
+
+
+def _burned_in(number: Any) -> float:
+    """A number as a constant, with a guard if it is an input."""
+    return guard_float(number) if isinstance(number, torch.SymFloat) else float(number)
+
+
+def _is_softmax(t: Translator, x: Value) -> bool:
+    """Whether a value is a softmax, in another shape perhaps."""
+    name = x.name
+    for node in reversed(t.graph.nodes):  # a dropout follows its operand closely
+        if name in node.outputs:
+            if isinstance(node.op, Softmax) or len(node.inputs) != 1:
+                return isinstance(node.op, Softmax)
+            name = node.inputs[0]
+    return False
+
+
+def _dropout_as_eager(t: Translator, x: Value, p: float) -> tuple[Value, Value]:
+    """As ATen does it: nothing is drawn where the result is known."""
+    if p == 1 or 0 in x.shape:
+        return x * 0.0, t.full(False, x.shape, DType.bool)
+    operand = t.node.args[0]
+    assert isinstance(operand, fx.Node)
+    kept = t.drawn(mask_of(operand, 1 - p), Tensor(x.shape, x.dtype))
+    return x * (kept / (1 - p)), kept.compare("ne", 0.0)
