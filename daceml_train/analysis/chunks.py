@@ -40,9 +40,14 @@ def chunks_of(op: Operator) -> int:
     return op.chunks if isinstance(op, Matmul | EmbeddingGrad) else 1
 
 
+def is_chunked(graph: Graph) -> bool:
+    """Whether an operator computes its result in chunks."""
+    return any(isinstance(node.op, Matmul | EmbeddingGrad) and node.op.chunks > 1 for node in graph.nodes)
+
+
 def update_chains(graph: Graph) -> dict[int, UpdateChain]:
     """Update -> its chain, for the chunked gradients of a graph."""
-    if all(chunks_of(node.op) == 1 for node in graph.nodes):
+    if not is_chunked(graph):
         return {}
     readers, memory = readers_of(graph), memories(graph)
     found = {}
@@ -56,7 +61,7 @@ def update_chains(graph: Graph) -> dict[int, UpdateChain]:
 
 def mended(graph: Graph) -> Graph:
     """The graph in which gradients are unchunked if the nodes of their chain are no longer consecutive."""
-    if all(chunks_of(node.op) == 1 for node in graph.nodes):
+    if not is_chunked(graph):
         return graph
     readers, memory = readers_of(graph), memories(graph)
     other = graph.copy()

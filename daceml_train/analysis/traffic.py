@@ -17,6 +17,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
 
@@ -57,7 +58,7 @@ class Entry:
     inner: Dim = 0
     """Bytes that the bodies of control flow move, including their operands and results."""
 
-    @property
+    @functools.cached_property
     def bytes(self) -> Dim:
         """Bytes read and written."""
         return total((*self.reads.values(), *self.writes.values(), self.reorders, self.inner))
@@ -112,19 +113,27 @@ def _grouped(pairs: Iterable[tuple[str, Dim]]) -> dict[str, Dim]:
     return {key: total(sizes) for key, sizes in groups.items()}
 
 
-def traffic(graph: Graph, sizes: Mapping[str, int] | None = None) -> Traffic:
-    """The bytes and operations of `graph`: ints if `sizes` has values for its symbols, else expressions over them."""
+Known = dict[str, tuple[tuple[Any, ...], Entry]]
+"""First result of a node -> what its entry depends on, and its entry."""
+
+
+def traffic(graph: Graph, sizes: Mapping[str, int] | None = None, known: Known | None = None) -> Traffic:
+    """The bytes and operations of `graph`: ints if `sizes` has values for its symbols, else expressions over them.
+
+    Entries in `known` are those of nodes in other graphs with the same sizes, such as the one before a pass. They are
+    taken where a node and all that its entry depends on are the same, and replaced elsewhere.
+    """
     lowered = leaves(graph)
     leafy = lowered.graph
     types = dict(leafy.tensors)
     if sizes is not None:
         types = {name: bind(tensor, sizes) for name, tensor in types.items()}
         leafy.nodes = [dataclasses.replace(node, op=bind(node.op, sizes)) for node in leafy.nodes]
-    count = _Count(leafy, types, sizes)
+    count = _Count(leafy, types, sizes, {} if known is None else known)
     groups: list[list[Entry]] = [[] for _ in graph.nodes]
     for owner, node in zip(lowered.owners, leafy.nodes, strict=True):
         groups[owner].append(count.entry(node))
-    entries = [_merged(node, group) for node, group in zip(graph.nodes, groups, strict=True)]
+    entries = [_of_node(node, group) for node, group in zip(graph.nodes, groups, strict=True)]
     copies = {
         target: Entry("write", Origin(), {name: types[name].bytes}, {target: types[target].bytes})
         for target, name in leafy.writes.items()
@@ -133,7 +142,10 @@ def traffic(graph: Graph, sizes: Mapping[str, int] | None = None) -> Traffic:
     return Traffic(entries, copies)
 
 
-def _merged(node: Node, group: Sequence[Entry]) -> Entry:
+def _of_node(node: Node, group: Sequence[Entry]) -> Entry:
+    """The entry of a node, given those of the leaves that it lowers to."""
+    if len(group) == 1 and not node.op.is_composite:
+        return group[0]
     return Entry(
         node.op.label,
         node.origin,
@@ -230,9 +242,8 @@ def _cached(graph: Graph) -> Iterator[str]:
 class _Count:
     """Entries of the leaves of one graph."""
 
-    def __init__(self, graph: Graph, types: dict[str, Tensor], sizes: Mapping[str, int] | None) -> None:
-        self.types, self.sizes = types, sizes
-        self.updated: set[tuple[str, str]] = set()
+    def __init__(self, graph: Graph, types: dict[str, Tensor], sizes: Mapping[str, int] | None, known: Known) -> None:
+        self.types, self.sizes, self.known = types, sizes, known
         self.parts: dict[str, _Part] = {}
         self.free: set[str] = set()
         for name in graph.inputs:
@@ -248,6 +259,8 @@ class _Count:
                 self.free.add(node.outputs[0])
         self.needed, self.stored = self._live(graph)
         self.cached = set(_cached(graph))
+        updating = [node for node in graph.nodes if node.op.updates and id(node) in self.needed]
+        self.updated = {(n.inputs[argument], n.outputs[result]) for n in updating for result, argument in n.op.updates}
 
     def _live(self, graph: Graph) -> tuple[set[int], set[str]]:
         """Nodes that run, and arrays that are stored because they are read from memory."""
@@ -266,6 +279,26 @@ class _Count:
 
     def entry(self, node: Node) -> Entry:
         """The traffic of one leaf."""
+        depends = self._depends(node)
+        before = self.known.get(node.outputs[0])
+        if before is not None and before[0] == depends:
+            return before[1]
+        entry = self._entry(node)
+        self.known[node.outputs[0]] = depends, entry
+        return entry
+
+    def _depends(self, node: Node) -> tuple[Any, ...]:
+        """All that the entry of a node depends on; arrays are compared by name, type, and where they are."""
+        parts = [self.parts[name] for name in node.inputs]
+        reads = [
+            (self.types[name], p, self.types[p.root], p.root in self.free)
+            for name, p in zip(node.inputs, parts, strict=True)
+        ]
+        writes = [(self.types[name], name in self.stored) for name in node.outputs]
+        cached = self.cached.intersection((*node.outputs, *(p.root for p in parts)))
+        return id(node) in self.needed, node.op, node.inputs, node.outputs, node.origin, reads, writes, cached
+
+    def _entry(self, node: Node) -> Entry:
         op, operands = node.op, [self.types[i] for i in node.inputs]
         if id(node) not in self.needed or is_alias(op):
             return Entry(op.label, node.origin, {}, {})
@@ -275,7 +308,6 @@ class _Count:
         written = [name for name in node.outputs if op.vendor or name in self.stored]
         if isinstance(op, Full | Iota) and not written:
             return Entry(op.label, node.origin, {}, {})
-        self.updated |= {(node.inputs[argument], node.outputs[result]) for result, argument in op.updates}
         if isinstance(op, Kernel):
             touched = self._touched(op, node.inputs, operands)
         else:

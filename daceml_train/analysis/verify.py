@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import sympy
 
 from daceml_train.analysis.aliases import is_alias, memories, readers_of_memory, roots
-from daceml_train.analysis.chunks import chunks_of, readers_of, update_chain_of
+from daceml_train.analysis.chunks import chunks_of, is_chunked, readers_of, update_chain_of
 from daceml_train.analysis.concat_aliases import concat_alias
 from daceml_train.analysis.sizes import derivation, symbols_of
 from daceml_train.errors import DacemlError, Invalid
@@ -35,7 +35,7 @@ def verify(graph: Graph) -> None:
         _updates(graph)
     if any(isinstance(node.op, Concat) and node.op.placed for node in graph.nodes):
         _placed(graph)
-    if any(chunks_of(node.op) > 1 for node in graph.nodes):
+    if is_chunked(graph):
         _in_parts(graph)
 
 

@@ -60,7 +60,11 @@ def leaves(graph: Graph, keep: Collection[str] = ()) -> Leaves:
             for output, value in zip(node.outputs, _lower(graph, result.graph, node, inputs, keep), strict=True):
                 result.names[output] = value.name
         else:
-            result.graph.append(node.op, inputs, node.outputs, node.origin)
+            if inputs == node.inputs and all(result.graph.tensors[i] is graph.tensors[i] for i in inputs):
+                result.graph.nodes.append(node)  # its types are those of the original
+                result.graph.tensors.update((output, graph.tensors[output]) for output in node.outputs)
+            else:
+                result.graph.append(node.op, inputs, node.outputs, node.origin)
             result.names.update((output, output) for output in node.outputs)
         result.owners.extend([position] * (len(result.graph.nodes) - len(result.owners)))
     graph.finish(result.graph, result.names)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from daceml_train.analysis.traffic import traffic
+from daceml_train.analysis.traffic import Known, traffic
 from daceml_train.errors import Invalid, nearest
 from daceml_train.graph.graph import Graph
 from daceml_train.passes import files, notation
@@ -212,7 +212,8 @@ class Pipeline:
     # ---- running ------------------------------------------------------------------------------------------------
     def run(self, graph: Graph, levels: tuple[str, ...] = LEVELS, watch: Watcher | None = None) -> Graph:
         """Run the passes of `levels`, verifying after each; `watch` is called with each pass and its result."""
-        before = traffic(graph) if watch is not None else None
+        known: Known = {}
+        before = traffic(graph, known=known) if watch is not None else None
         for level in levels:
             notation.known_level(level)
         first, every = 0, list(self)
@@ -224,7 +225,7 @@ class Pipeline:
                 result = checked(transformation, graph, every[place + 1 :])
                 if watch is not None and before is not None:
                     seconds = time.perf_counter() - start
-                    after = before if result is graph else traffic(result)
+                    after = before if result is graph else traffic(result, known=known)
                     record = PassRecord(
                         level=level,
                         name=transformation.name,

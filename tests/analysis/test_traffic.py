@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from daceml_train.analysis.sizes import bind, solve
-from daceml_train.analysis.traffic import traffic
+from daceml_train.analysis.traffic import Known, traffic
 from daceml_train.graph import Graph, parse
 from tests.graph import programs
 
@@ -199,3 +199,43 @@ def test_symbols_and_numbers_agree(drawn: tuple[Graph, dict[str, Any]]) -> None:
         assert bind(symbolic.bytes, sizes) == number.bytes
         assert bind(symbolic.flops, sizes) == number.flops
     assert bind(over_symbols.bytes, sizes) == numbers.bytes
+
+
+CHANGED = {
+    "its type": ("%a = exp(%x)\n%b = neg(%a)", "%b", "%a = view(%x, shape=(2, 2))\n%b = neg(%a)", "%b"),
+    "its operator": ("%a = exp(%x)", "%a", "%a = matmul(%x, %x)", "%a"),
+    "its origin": ("%a = exp(%x)  # one", "%a", "%a = exp(%x)  # two", "%a"),
+    "whether it runs": ("%a = exp(%x)\n%b = neg(%a)", "%b", "%a = exp(%x)\n%b = neg(%x)", "%b"),
+    "whether a constant is stored": (
+        "%a = full(shape=(4,), value=2.0, dtype=f32)\n%b = add(%y, %a)", "%b",
+        "%a = full(shape=(4,), value=2.0, dtype=f32)\n%b = add(%y, %a)", "%a, %b",
+    ),
+    "whether its operand is a constant": (
+        "%a = full(shape=(4,), value=2.0, dtype=f32)\n%b = neg(%a)", "%b", "%a = exp(%y)\n%b = neg(%a)", "%b",
+    ),
+    "how much of an array it reads": (
+        "%a = slice(%y, dim=0, start=0, stop=2)\n%b = exp(%a)\n%c = neg(%a)", "%b, %c",
+        "%a = slice(%y, dim=0, start=0, stop=3)\n%b = exp(%a)\n%c = neg(%a)", "%b, %c",
+    ),
+    "which array it reads": (
+        "%a = permute(%x, dims=(1, 0))\n%b = neg(%a)", "%b", "%a = permute(%z, dims=(1, 0))\n%b = neg(%a)", "%b",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_an_entry_is_counted_again_where_something_that_it_depends_on_differs(name: str) -> None:
+    first, one, second, other = CHANGED[name]
+    signature = "x: f32[2, 2] input, z: f32[2, 2] input, y: f32[4] input, w: f32[1, 3] input"
+    a, b = (
+        parse(f"graph g({signature}) {{\n{body}\nreturn {found}\n}}") for body, found in ((first, one), (second, other))
+    )
+    for before, after in ((a, b), (b, a)):
+        known: Known = {}
+        traffic(before, known=known)
+        kept = {name: entry for name, (_, entry) in known.items()}
+        counted = traffic(after, known=known)
+        assert counted == traffic(after) != traffic(before)
+        again = traffic(after, known=known)
+        assert again == counted and all(x is y for x, y in zip(again.entries, counted.entries, strict=True))
+        assert any(kept.get(name) is not entry for name, (_, entry) in known.items())

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from daceml_train.codegen.cpu.sdfg import SCALARS
 from tests.codegen import groups
 from tests.codegen.running import Case, check, describe, kernel_of
 
@@ -62,6 +63,20 @@ def families(rows: int, lanes: int, blocks: int) -> list[Case]:
         case("softmax over channels", groups.softmax_over(1), image, **b),
         case("softmax over rows", groups.softmax_over(0), r(20, 600), **b),
     ]
+
+
+def test_many_scalars() -> None:
+    """They are computed in several tasklets: sums of all rows, values of these and of one another, and copies."""
+    x, steps = torch.randn(7, 5), [torch.tensor(float(i)) for i in range(2 * SCALARS)]
+
+    def body(x, *steps):
+        total = x.reduce("sum", (0, 1))
+        values = [total]
+        for step in steps:
+            values.append(values[-1] * 0.5 + step)
+        return [*values, *(a + b for a, b in zip(values, values[::-1], strict=True)), steps[0]]
+
+    check([Case("many scalars", kernel_of(body, *map(describe, (x, *steps))), [x, *steps], blocks=3)])
 
 
 @pytest.mark.parametrize("blocks", [1, 3])

@@ -5,7 +5,7 @@ from collections import defaultdict
 
 import pytest
 
-from daceml_train.analysis.traffic import traffic
+from daceml_train.analysis.traffic import Known, traffic
 from daceml_train.analysis.verify import verify
 from daceml_train.errors import Refused
 from daceml_train.graph.graph import Graph
@@ -22,6 +22,18 @@ OURS = {name: kind for name, kind in catalog.passes().items() if kind.__module__
 NETWORKS = ("mlp", "lstm", "post_ln", "mixer", "resnet")
 MATCHES = 3
 """Matches looked at per graph."""
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_entries_of_unchanged_nodes_are_those_of_a_fresh_count(network: str) -> None:
+    known: Known = {}
+    kept = 0
+    for _, graph in stages(network):
+        before = {name: entry for name, (_, entry) in known.items()}
+        counted = traffic(graph, known=known)
+        assert counted == traffic(graph)
+        kept += sum(before.get(name) is entry for name, (_, entry) in known.items())
+    assert kept > 20 * len(known)
 
 
 EXTRA = {

@@ -265,6 +265,18 @@ class Emitter:
         """The combination of two partial results of a reduction."""
         return COMBINE[self.how(name)].format(t=dtype.c, a=a, b=b)
 
+    def part(self, block: Any, code: Code, name: str) -> None:
+        """Combine the partial results of all blocks."""
+        total, array = self.phases.accumulators(name)[1], f"part_{name}"
+        self.use(block, array)
+        code.ins[f"parts_{name}"] = (Memlet.from_array(array, block.arrays[array]), dace.pointer(TYPES[total]))
+        code.lines += [
+            f"{total.c} total_{name} = {self.identity(name, total)};",
+            "for (int64_t part = 0; part < blocks; ++part)",
+            f"    total_{name} = {self.combined(name, total, f'total_{name}', f'parts_{name}[part]')};",
+            f"const {self.held(name).c} {name} = total_{name};",
+        ]
+
     # ---- tasklets -------------------------------------------------------------------------------------------------
     def tasklet(
         self, region: Any, label: str, code: Code, over: Over = (), schedule: Any = LANES, state: Any = None

@@ -39,6 +39,8 @@ TOGETHER_LANES = 256
 """The smallest number of lanes for this; with 64 it is slower."""
 TOGETHER_VALUES = 12
 """The largest number of values per lane for this."""
+SCALARS = 32
+"""Values per tasklet that are neither of rows nor of lanes: DaCe visits all nodes of a state for each of them."""
 _DEFINED = re.compile(r"const [\w:]+ (\w+) = ")
 _NAME = re.compile(r"\b[A-Za-z_]\w*\b")
 _VARIABLES = {"row_index", "row_unit", "row_group", "lane_group", "tile_index"}
@@ -388,31 +390,28 @@ class Builder(Emitter):
             self.load(code, name, scalar(f"between_{name}"))
 
     def column_scalars(self, block: Any, region: Any, p: int, columns: Columns, parts: Sequence[str]) -> None:
-        """A tasklet for values with neither rows nor lanes."""
-        code, here = Code(), [*parts, *columns.scalars]
-        for n in parts:
-            total, name = self.phases.accumulators(n)[1], f"part_{n}"
-            self.use(block, name)
-            code.ins[f"parts_{n}"] = (Memlet.from_array(name, block.arrays[name]), dace.pointer(TYPES[total]))
-            code.lines += [
-                f"{total.c} total_{n} = {self.identity(n, total)};",
-                "for (int64_t part = 0; part < blocks; ++part)",
-                f"    total_{n} = {self.combined(n, total, f'total_{n}', f'parts_{n}[part]')};",
-                f"const {self.held(n).c} {n} = total_{n};",
-            ]
-        results = [i for i in columns.results if not self.results[i].axes]
-        for v in columns.scalars:
-            for i in self.leaves[v].inputs:
-                if i not in here:
-                    self.before(block, code, i)
-            self.define(code, v)
-        for number in results:
-            if self.results[number].leaf not in here:
-                self.before(block, code, self.results[number].leaf)
-            self.store(block, code, number)
-        for v in here:
-            code.write(f"save_of_{v}", self.local(block, f"between_{v}", self.held(v)), self.held(v), v)
-        self.tasklet(region, f"scalars_of_columns{p}", code)
+        """Tasklets for values with neither rows nor lanes."""
+        values, results = [*parts, *columns.scalars], [i for i in columns.results if not self.results[i].axes]
+        chunks = [values[first : first + SCALARS] for first in range(0, len(values), SCALARS)] or [[]]
+        for place, here in enumerate(chunks, 1):
+            later, code = {v for chunk in chunks[place:] for v in chunk}, Code()
+            for v in here:
+                if v in parts:
+                    self.part(block, code, v)
+                    continue
+                for operand in self.leaves[v].inputs:
+                    if operand not in here:
+                        self.before(block, code, operand)
+                self.define(code, v)
+            now = [i for i in results if self.results[i].leaf not in later]
+            results = [i for i in results if self.results[i].leaf in later]
+            for i in now:
+                if self.results[i].leaf not in here:
+                    self.before(block, code, self.results[i].leaf)
+                self.store(block, code, i)
+            for v in here:
+                code.write(f"save_of_{v}", self.local(block, f"between_{v}", self.held(v)), self.held(v), v)
+            self.tasklet(region, f"scalars_of_columns{p}", code)
 
     def combine(self, region: Any, name: str) -> None:
         """Add every block's partial results to those of block 0."""
