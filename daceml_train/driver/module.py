@@ -17,6 +17,7 @@ from daceml_train import logs
 from daceml_train.driver.binding import differentiable_outputs, input_tensors
 from daceml_train.driver.capture_only import capture_call
 from daceml_train.driver.events import first_line
+from daceml_train.driver.forests import Forests
 from daceml_train.driver.function import CompiledGraph
 from daceml_train.driver.goals import compile_differentiable
 from daceml_train.driver.inference import compile_inference
@@ -220,7 +221,8 @@ def _call(
         state.backend.note(f"a call inside {transform}")
         return source(module, *arguments, **keywords)
     if name not in state.recursions:
-        state.recursions[name] = recursion_of(module, source)
+        forests = Forests(state.options, state.backend.records, state.backend.note)
+        state.recursions[name] = recursion_of(module, source, forests)
     if (recursion := state.recursions[name]) is not None:
         return recursion(module, source, arguments, keywords, state.backend.note)
     try:

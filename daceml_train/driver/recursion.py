@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from daceml_train.driver.forests import Forests
 from daceml_train.frontends.torch.recursion.detect import MARKED, reachable
 from daceml_train.frontends.torch.recursion.lazy import local
 from daceml_train.frontends.torch.recursion.recorder import Recorder, Structures, computed
@@ -16,8 +17,9 @@ from daceml_train.frontends.torch.recursion.recorder import Recorder, Structures
 class Recursion:
     """What is known of the recursion of a module's method."""
 
-    def __init__(self, codes: Sequence[types.CodeType]) -> None:
+    def __init__(self, codes: Sequence[types.CodeType], programs: Forests | None = None) -> None:
         self.structures = Structures(codes)
+        self.structures.programs = programs
         self.refused = ""
         """Why PyTorch runs all calls."""
 
@@ -53,10 +55,12 @@ class Recursion:
         return computed(recorder, result)
 
 
-def recursion_of(module: torch.nn.Module, source: Callable[..., Any]) -> Recursion | None:
-    """The recursion below a method, if it calls a function that `recursive` names."""
+def recursion_of(
+    module: torch.nn.Module, source: Callable[..., Any], programs: Forests | None = None
+) -> Recursion | None:
+    """The recursion below a method, if it calls a function that `recursive` names; `programs` compiles its levels."""
     if not MARKED:
         return None
     owners = list({type(m) for m in module.modules()})
     codes = [code for code in reachable(source, owners) if code in MARKED]
-    return Recursion(codes) if codes else None
+    return Recursion(codes, programs) if codes else None

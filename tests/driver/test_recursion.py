@@ -61,7 +61,7 @@ class InPlace(TreeLSTM):
             h = self.visit(tree)[0]
             part = h[:, :2]
             h *= 2
-            rows.append(self.out(h) + part.sum())
+            rows.append(self.out(h) + part.sum() * torch.arange(3))
         return torch.cat(rows)
 
 
@@ -93,7 +93,7 @@ class InPlaceAfter(TreeLSTM):
         rows = torch.cat([self.out(self.visit(tree)[0]) for tree in trees])
         before, view = rows + 1, rows[:2]
         rows *= 2
-        return torch.cat([rows, before, view])[: len(trees)] + view.sum() + before.sum()
+        return torch.cat([rows, before, view])[: len(trees)] + view.sum() * torch.arange(3) + before.sum()
 
 
 def tree(r: random.Random, leaves: int) -> Any:

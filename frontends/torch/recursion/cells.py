@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,34 +10,45 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from daceml_train.analysis.sizes import bind
+from daceml_train.errors import Unsupported
+from daceml_train.frontends.torch.capture.capture import capture
 from daceml_train.frontends.torch.recursion.counts import COUNTS, for_any_count
-from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, known, meta_of
+from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, known, meta, meta_of
 from daceml_train.frontends.torch.recursion.runs import Given, Reference, Run, Shared, Step, decoded
+from daceml_train.graph.graph import Graph
+from daceml_train.tensor import Dim
 
 IN_PLACE = "changes a tensor in place"
 LOOK = "a look at a value"
 RANDOM = "draws random numbers, whose order is the user's program's"
 
 
-class _Watch(TorchDispatchMode):
-    """Notes operators that draw random numbers, or that change what they are given."""
+NUMBER = meta((), torch.int64, torch.device("cpu"), False)
 
-    def __init__(self) -> None:
+
+class _Watch(TorchDispatchMode):
+    """Notes operators that draw random numbers, or that change an operand; they may change what they have made."""
+
+    def __init__(self, operands: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.random = self.changes = False
+        self.operands = [(t, t._version) for t in operands]
+        self.random = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
-        self.changes |= func._schema.is_mutable
         return func(*args, **(kwargs or {}))
 
     @property
     def reason(self) -> str:
         """Why what was watched cannot wait; empty if it can."""
-        return IN_PLACE if self.changes else RANDOM if self.random else ""
+        if any(t._version != version for t, version in self.operands):
+            return IN_PLACE
+        return RANDOM if self.random else ""
 
 
 class Fakes:
@@ -53,9 +65,12 @@ class Fakes:
     def of(self, m: Meta) -> torch.Tensor:
         """A fake tensor of this type."""
         if m not in self.by_meta:
-            with self.mode:
+            with torch._C.DisableTorchFunction(), self.mode:
                 made = torch.empty(m.shape, dtype=m.dtype, device=m.device)
-            self.by_meta[m] = made.requires_grad_(m.requires_grad)
+                if m.requires_grad:
+                    with torch.enable_grad():  # no leaf, which PyTorch would refuse to change in place
+                        made = made.requires_grad_().clone()
+            self.by_meta[m] = made
         return self.by_meta[m]
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, str]:
@@ -67,8 +82,9 @@ class Fakes:
             return self.of_tensor(a) if isinstance(a, torch.Tensor) else a
 
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        args, kwargs = pytree.tree_unflatten([fake(a) for a in leaves], spec)
-        watch = _Watch()
+        fakes = [fake(a) for a in leaves]
+        args, kwargs = pytree.tree_unflatten(fakes, spec)
+        watch = _Watch([a for a in fakes if isinstance(a, torch.Tensor)])
         try:
             with torch._C.DisableTorchFunction(), self.mode, watch:
                 return function(*args, **kwargs), watch.reason
@@ -93,7 +109,7 @@ def step(structures: Any, at: Step, run: Run, key: tuple[Any, ...], keywords: bo
     made = Step(before=at, operator=key, keywords=keywords)
     args = [decoded(e, of) for e in key[2:]]
     kwargs = args.pop() if keywords else {}
-    watch = _Watch()
+    watch = _Watch([a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)])
     try:
         with torch._C.DisableTorchFunction(), fakes.mode, watch, torch.set_grad_enabled(key[1]):
             result = key[0](*args, **kwargs)
@@ -140,7 +156,8 @@ def evaluate(operators: Sequence[Step], inputs: Sequence[Any], shared: Callable[
         kwargs = args.pop() if each.keywords else {}
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
             result = function(*args, **kwargs)
-        values += [result] if each.kind is None else list(result)
+        made = [result] if each.kind is None else list(result)
+        values += made if grad else [t.detach() for t in made]
     return values
 
 
@@ -173,6 +190,10 @@ class Cell:
         self.shared = list(found)
         self.outputs: tuple[int, ...] = ()
         self.traced: Any = None
+        self.given = self.inputs or (NUMBER,)
+        """The types of the inputs; a cell without any takes the number of the call."""
+        self.sources: list[set[Any]] = [set() for _ in self.inputs]
+        """Per input, what it was ever taken from; see `kinds`."""
 
     def want(self, outputs: set[int]) -> None:
         """Have at least these outputs."""
@@ -192,9 +213,7 @@ class Cell:
             return [t.unsqueeze(0) for t in made]
         if not inputs:
             return self._mapped(inputs, shared, count)
-        if self.traced is None:
-            self.traced = self._trace(inputs, shared)
-        return list(self.traced(*inputs, *shared))
+        return list(self._any_count()(*inputs, *shared))
 
     def _mapped(self, inputs: Sequence[torch.Tensor], shared: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
         number = torch.arange(count)
@@ -206,20 +225,56 @@ class Cell:
 
         return list(torch.func.vmap(body, in_dims=dims)(*inputs, *shared, number))
 
-    def _trace(self, inputs: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]) -> fx.GraphModule:
+    def _any_count(self) -> fx.GraphModule:
         """The operators of PyTorch that compute the rows, for any number of them."""
-        dims = (*[0] * len(inputs), *[None] * len(shared))
+        if self.traced is None:
+            shared = [s.tensor for s in self.shared]
+            dims = (*[0] * len(self.given), *[None] * len(shared))
 
-        def body(*given: torch.Tensor) -> Any:
-            return tuple(self.single(given[: len(inputs)], given[len(inputs) :]))
+            def body(*given: torch.Tensor) -> Any:
+                return tuple(self.single(given[: len(self.given)], given[len(self.given) :]))
 
-        def traced(count: int) -> fx.GraphModule:
-            examples = [torch.zeros(count, *t.shape[1:], dtype=t.dtype, device=t.device) for t in inputs]
-            mapped = torch.func.vmap(body, in_dims=dims)
-            made = make_fx(mapped, tracing_mode="fake", _allow_non_fake_inputs=True)(
-                *examples, *[t.detach() for t in shared]
-            )
-            made.graph.eliminate_dead_code()
-            return made
+            def traced(count: int) -> fx.GraphModule:
+                examples = [torch.zeros(count, *m.shape, dtype=m.dtype, device=m.device) for m in self.given]
+                mapped = torch.func.vmap(body, in_dims=dims)
+                made = make_fx(mapped, tracing_mode="fake", _allow_non_fake_inputs=True)(
+                    *examples, *[t.detach() for t in shared]
+                )
+                made.graph.eliminate_dead_code()
+                return made
 
-        return for_any_count({count: traced(count) for count in COUNTS})
+            self.traced = for_any_count({count: traced(count) for count in COUNTS})
+        return self.traced  # type: ignore[no-any-return]
+
+    def graph(self, rows: Dim) -> Graph:
+        """The rows as a graph of operators, whose inputs are `given`, then `shared`.
+
+        Raises `Unsupported` where it cannot be captured.
+        """
+        module = copy.deepcopy(self._any_count())
+        (result,) = module.graph.find_nodes(op="output")
+        with module.graph.inserting_before(result):  # results of their own, none of which is a view of another
+            copies = [module.graph.call_function(torch.ops.aten.clone.default, (n,)) for n in result.args[0]]
+        result.args = (tuple(copies),)
+        module.recompile()
+        mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        examples = []
+        for m in self.given:
+            dims = [DimDynamic.DYNAMIC, *[DimDynamic.STATIC] * len(m.shape)]
+            context: Any = StatelessSymbolicContext(dynamic_sizes=dims)
+            example = torch.zeros(COUNTS[-1], *m.shape, dtype=m.dtype, device=m.device)
+            examples.append(mode.from_tensor(example, symbolic_context=context))
+        fixed = [mode.from_tensor(s.tensor.detach(), static_shapes=True) for s in self.shared]
+        captured = capture(module, [*examples, *fixed])
+        found = captured.graph
+        own = len(found.inputs) == len(self.given) + len(self.shared)
+        if found.writes or captured.random or not own or len(found.symbols) != 1:
+            raise Unsupported("a cell that changes tensors, draws random numbers, or reads tensors that are constants")
+        names = {next(iter(found.symbols)).name: rows}
+        graph = Graph("cell")
+        for name, entry in found.inputs.items():
+            graph.input(name, bind(entry.tensor, names))
+        for node in found.nodes:
+            graph.append(bind(node.op, names), node.inputs, node.outputs)
+        graph.outputs = [found.outputs[source.index] for source in captured.outputs]
+        return graph

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,9 +55,7 @@ class Forest:
             if at.cell is None:
                 at.cell = Cell(at)
                 structures.cells.append(at.cell)
-            wanted = set().union(*[run.used for run in members])
-            wanted |= {k for run in members for k, value in enumerate(run.values) if _alive(value)}
-            at.cell.want(wanted)
+            at.cell.want(alive(members))
             groups.append(Group(at.cell, members))
         for group in groups:
             for k in group.cell.outputs:
@@ -152,13 +151,16 @@ class Forest:
         rows = [of[m][row] if m in of else None for m, row, _ in self.fixed]
         return [*[shared.get(s) for s in self.shared], *rows, *arrays]
 
-    def value(self, value: Lazy) -> torch.Tensor:
-        """A computed value."""
+    def place(self, value: Lazy) -> tuple[torch.Tensor, int]:
+        """The tensor and the row in it that have a value."""
         run = value.source
         assert isinstance(run, Run)
-        m = value.meta
-        result: torch.Tensor = self.buffers[m][run.group.starts[value.index] + run.position]
-        return result
+        return self.buffers[value.meta], run.group.starts[value.index] + run.position
+
+    def value(self, value: Lazy) -> torch.Tensor:
+        """A computed value."""
+        tensor, row = self.place(value)
+        return tensor[row]
 
 
 class _Levels(torch.autograd.Function):
@@ -188,11 +190,14 @@ class _Levels(torch.autograd.Function):
         return None, *found
 
 
-def _alive(value: Lazy) -> bool:
-    """Whether user code holds a value: more than the run, the caller's loop, and this call refer to it."""
-    import sys
-
-    return sys.getrefcount(value) > 4
+def alive(members: Sequence[Run]) -> set[int]:
+    """The values of runs of one structure that others read, or that user code holds."""
+    found = set().union(*[run.used for run in members])
+    references = sys.getrefcount
+    for k in range(len(members[0].values)):
+        if k not in found and any(references(run.values[k]) > 2 for run in members):  # the run, and this call
+            found.add(k)
+    return found
 
 
 def _base(a: Any) -> tuple[torch.Tensor, int, int | None] | None:
@@ -203,7 +208,7 @@ def _base(a: Any) -> tuple[torch.Tensor, int, int | None] | None:
     if type(source) is Pick:
         return source.tensor, source.start, source.length
     if type(source) is Run and source.forest is not None:
-        return source.forest.buffers[a.meta], source.group.starts[a.index] + source.position, None
+        return *source.forest.place(a), None
     return None
 
 
@@ -212,15 +217,31 @@ def rows(found: Sequence[Any]) -> torch.Tensor:
     bases = [_base(a) for a in found]
     first = bases[0]
     if first is not None and all(b is not None and b[0] is first[0] and b[2] == first[2] for b in bases):
-        at = torch.tensor([b[1] for b in bases if b is not None])
-        if first[2] is None:
-            return first[0].index_select(0, at)
-        at = (at[:, None] + torch.arange(first[2])).flatten()
-        parts: torch.Tensor = first[0].index_select(0, at).unflatten(0, (len(found), first[2]))
-        return parts
+        return _picked(first[0], [b[1] for b in bases if b is not None], first[2])
     if all(a is found[0] for a in found):
         return known(found[0]).unsqueeze(0).expand(len(found), *found[0].shape)  # type: ignore[no-any-return]
+    if all(b is not None for b in bases):
+        return _merged([b for b in bases if b is not None])
     return torch.stack([known(a) for a in found])
+
+
+def _picked(tensor: torch.Tensor, starts: list[int], length: int | None) -> torch.Tensor:
+    at = torch.tensor(starts)
+    if length is None:
+        return tensor.index_select(0, at)
+    at = (at[:, None] + torch.arange(length)).flatten()
+    parts: torch.Tensor = tensor.index_select(0, at).unflatten(0, (len(starts), length))
+    return parts
+
+
+def _merged(bases: Sequence[tuple[torch.Tensor, int, int | None]]) -> torch.Tensor:
+    """Rows of several tensors in the order in which they are given."""
+    groups: dict[Any, list[int]] = {}
+    for position, (tensor, _, length) in enumerate(bases):
+        groups.setdefault((id(tensor), length), []).append(position)
+    order = torch.tensor([position for group in groups.values() for position in group])
+    parts = [_picked(bases[g[0]][0], [bases[k][1] for k in g], bases[g[0]][2]) for g in groups.values()]
+    return torch.cat(parts).index_select(0, order.argsort())
 
 
 def gathered(function: Any, args: Any) -> Any:

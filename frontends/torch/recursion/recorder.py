@@ -45,6 +45,8 @@ class Structures:
         self.shared: dict[Any, Shared] = {}
         self.codes = {id(code): code for code in codes}
         self.cells: list[Any] = []
+        self.programs: Any = None
+        """What compiles forests; None if PyTorch runs them."""
 
     def shared_by(self, tensors: Iterable[torch.Tensor]) -> dict[int, Shared]:
         """What stands for parameters and buffers in a call, by identity."""
@@ -75,7 +77,6 @@ class Recorder(TorchFunctionMode):
         self.solos: list[Solo] = []
         self.looks = 0
         self.eager = ""
-        self.forests: list[Forest] = []
 
     # ---- calls --------------------------------------------------------------------------------------------------
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -229,6 +230,8 @@ class Recorder(TorchFunctionMode):
 
     def _solo(self, function: Any, args: Any, kwargs: Any) -> Any:
         made, why = self.structures.fakes.run(function, args, kwargs)
+        if why == cells.IN_PLACE and not any(type(value.source) is Run for value in _lazies((args, kwargs))):
+            why = cells.LOOK  # PyTorch has computed the operands, and their views, before it changes them
         if why or not isinstance(made, torch.Tensor):
             return self._at_once(function, args, kwargs, why)
         stage = 0
@@ -285,7 +288,10 @@ class Recorder(TorchFunctionMode):
                         self._run_solo(solo)
                 runs = [run for run in pending if run.stage == stage and run.at.operator is not None]
                 if runs:
-                    self.forests.append(Forest(self.structures, runs))
+                    compiled = self.structures.programs
+                    batch = None if compiled is None else compiled.run(self.structures, runs)
+                    if batch is None:
+                        Forest(self.structures, runs)
 
     def _run_solo(self, solo: Solo) -> None:
         made = solo.function(*gathered(solo.function, solo.args), **known(solo.kwargs))

@@ -192,9 +192,10 @@ class Pick:
 
     def demanded(self, value: Lazy) -> torch.Tensor:
         """The slices."""
-        if self.length is None:
-            return self.tensor[self.start]
-        return self.tensor[self.start : self.start + self.length]
+        with torch._C.DisableTorchFunction():
+            if self.length is None:
+                return self.tensor[self.start]
+            return self.tensor[self.start : self.start + self.length]
 
 
 class Solo:

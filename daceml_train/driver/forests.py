@@ -1,0 +1,133 @@
+"""Programs of recursions: recorded runs become levels, which are compiled once for all shapes of trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from daceml_train.driver.function import run_with_layout
+from daceml_train.driver.goals import Differentiable, compile_differentiable
+from daceml_train.driver.records import Record
+from daceml_train.driver.settings import Settings
+from daceml_train.errors import DacemlError
+from daceml_train.frontends.torch.recursion.batch import Batch, by_cell, learn
+from daceml_train.frontends.torch.recursion.cells import Cell
+from daceml_train.frontends.torch.recursion.kinds import DATA, Layout
+from daceml_train.frontends.torch.recursion.runs import Run
+
+
+@dataclass
+class ForestProgram:
+    """The compiled levels of a set of cells."""
+
+    layout: Layout
+    compiled: Differentiable
+    names: list[str]
+    """The graph's inputs."""
+    outputs: frozenset[int]
+    """The results through which gradients flow."""
+
+    def __post_init__(self) -> None:
+        self.kept = [self.names.index(name) for name in self.compiled.kept]
+        self.wanted = {self.names.index(name): k for k, name in enumerate(self.compiled.gradients)}
+
+    def __call__(self, arrays: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The results, as autograd sees them."""
+        arrays = [t if k in self.wanted else t.detach() for k, t in enumerate(arrays)]
+        if torch.is_grad_enabled() and any(t.requires_grad for t in arrays):
+            made: Sequence[torch.Tensor] = _Levels.apply(self, *arrays)  # type: ignore[no-untyped-call]
+            return made
+        return run_with_layout(self.compiled.forward, arrays)[: self.compiled.results]
+
+
+class _Levels(torch.autograd.Function):
+    """A batch's levels as one node of PyTorch's autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, program: ForestProgram, *arrays: torch.Tensor) -> Any:
+        made = run_with_layout(program.compiled.forward, arrays)
+        results, saved = made[: program.compiled.results], made[program.compiled.results :]
+        ctx.program, ctx.count = program, len(arrays)
+        ctx.shapes = [(results[i].shape, results[i].dtype) for i in program.compiled.cotangents]
+        ctx.save_for_backward(*(arrays[i] for i in program.kept), *saved)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(r for i, r in enumerate(results) if i not in program.outputs))
+        return tuple(results)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
+        program: ForestProgram = ctx.program
+        compiled = program.compiled
+        gradients: list[torch.Tensor | None] = [None] * ctx.count
+        given = [cotangents[i] for i in compiled.cotangents]
+        absent = {k for k, g in enumerate(given) if g is None}
+        if compiled.backward is not None and len(absent) < len(given):
+            dense = [
+                torch.zeros(shape, dtype=dtype) if g is None else g
+                for g, (shape, dtype) in zip(given, ctx.shapes, strict=True)
+            ]
+            found = run_with_layout(compiled.backward, [*ctx.saved_tensors, *dense])
+            for position, index in program.wanted.items():
+                if not compiled.sources[index] <= absent:
+                    gradients[position] = found[index]
+        return None, *gradients
+
+
+class Forests:
+    """The programs of one recursion, by the cells that they have."""
+
+    def __init__(self, settings: Settings, records: list[Record], note: Callable[[str], None]) -> None:
+        self.settings, self.records, self.note = settings, records, note
+        self.programs: list[ForestProgram] = []
+        self.compiled = 0
+        """How many programs were compiled."""
+        self.refused: set[Cell] = set()
+        """Cells that no program can have, which PyTorch runs level by level."""
+
+    def run(self, structures: Any, runs: Sequence[Run]) -> Batch | None:
+        """The values of runs that a compiled program has computed; None if PyTorch has to."""
+        members = by_cell(structures, runs)
+        if not self.refused.isdisjoint(members):
+            return None
+        learn(members)
+        program = self._program(members)
+        if program is None:
+            return None
+        batch = Batch(program.layout, members)
+        batch.finish(program(batch.arrays))
+        return batch
+
+    def _program(self, members: dict[Cell, list[Run]]) -> ForestProgram | None:
+        for program in self.programs:
+            if program.layout.serves(members):
+                return program
+        cells = list(members)
+        replaced = [p for p in self.programs if not set(cells).isdisjoint(p.layout.cells)]
+        cells = list(dict.fromkeys([*(c for p in replaced for c in p.layout.cells), *cells]))
+        for cell in cells:  # grows
+            found = {s[0] for sources in cell.sources for s in sources if s is not DATA}
+            cells += [c for c in sorted(found, key=structure_order) if c not in cells]
+        try:
+            made = self._compiled(Layout(cells))
+        except DacemlError as error:
+            self.note(f"a recursion whose levels PyTorch runs: {error}")
+            self.refused.update(cells)
+            return None
+        self.programs = [p for p in self.programs if p not in replaced] + [made]
+        return made
+
+    def _compiled(self, layout: Layout) -> ForestProgram:
+        graph, wrt, outputs = layout.graph()
+        compiled = compile_differentiable(graph, wrt, outputs, self.settings)
+        self.records += compiled.records
+        self.compiled += 1
+        return ForestProgram(layout, compiled, list(graph.inputs), frozenset(outputs))
+
+
+def structure_order(cell: Cell) -> int:
+    """An order of cells that does not depend on addresses."""
+    return len(cell.operators)
