@@ -56,7 +56,7 @@ NETWORKS: dict[str, tuple[int, dict[str, Any]]] = {
     "levit_128s": (224, {}),
     "vit_tiny_patch16_224": (32, VIT),
     "deit_tiny_patch16_224": (32, VIT),
-    "mixer_s32_224": (64, {"img_size": 64, "embed_dim": 32, "num_blocks": 2}),
+    "mixer_s32_224": (64, {"img_size": 64}),
     "swin_tiny_patch4_window7_224": (
         32,
         {"img_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4)},
@@ -73,8 +73,9 @@ def network(name: str, way: Way) -> None:
     for module in made.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if hasattr(module, "drop_prob"):  # of whole branches: `DropPath`
-            module.drop_prob = 0.0
+        for probability in ("drop_prob", "drop_rate"):  # of whole branches, `DropPath`, and of calls of `F.dropout`
+            if hasattr(module, probability):
+                setattr(module, probability, 0.0)
     net = way.optimize(made)  # changed
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(0)

@@ -61,6 +61,7 @@ def fragment(report: Contents) -> str:
 
 def _parts(report: Contents) -> Iterator[str]:
     yield f"<h1>{escape(report.kind)} of {escape(report.name)}</h1>"
+    yield from (f"<p>{escape(line)}</p>" for line in text.headline(report))
     if report.empty:
         yield "<p>nothing is compiled yet: the first call compiles</p>"
     for place, function in enumerate(report.functions, 1):

@@ -11,7 +11,7 @@ from daceml_train.reporting.numbers import bytes_text, counted, percent, seconds
 def lines(report: Contents) -> Iterator[str]:
     """The report line by line."""
     yield f"{report.kind} of {report.name}"
-    yield from _headline(report)
+    yield from headline(report)
     if report.empty:
         yield "nothing is compiled yet: the first call compiles"
     for place, function in enumerate(report.functions, 1):
@@ -24,7 +24,7 @@ def lines(report: Contents) -> Iterator[str]:
         yield from (f"  {reason}" for reason in report.breaks)
 
 
-def _headline(report: Contents) -> Iterator[str]:
+def headline(report: Contents) -> Iterator[str]:
     """What eager execution moves, what is moved here, and by what: the levels below begin elsewhere."""
     if report.eager is None or report.empty:
         return

@@ -2,6 +2,7 @@
 
 import dataclasses
 import html
+import itertools
 import json
 import re
 from html.parser import HTMLParser
@@ -84,6 +85,8 @@ def test_texts_are_escaped_and_nothing_is_loaded() -> None:
     assert "https://" not in re.sub(r"&quot;https://example.org/x.js&quot;", "", page)
     assert "default-src 'none'" in page and "url(" not in page and "@import" not in page
     assert "prefers-color-scheme:dark" in page
+    for line in itertools.islice(str(made).splitlines(), 1, 4):  # what eager execution moves comes first
+        assert f"<p>{html.escape(line)}</p>" in page.partition("Bytes moved")[0]
 
 
 @pytest.mark.parametrize("count", [0, 1, 3000])
