@@ -27,7 +27,7 @@ STYLE = """
 .daceml-report th,.daceml-report td{text-align:right;border-bottom:1px solid var(--line);padding:4px 8px}
 .daceml-report th{font-weight:600;color:var(--soft)}.daceml-report tr,.daceml-report td{background:none}
 .daceml-report th:first-child,.daceml-report td:first-child{text-align:left;overflow-wrap:anywhere}
-.daceml-report .short{white-space:nowrap}
+.daceml-report .short,.daceml-report td:not(:first-child),.daceml-report th:not(:first-child){white-space:nowrap}
 .daceml-report .bar{display:inline-block;height:9px;background:var(--blue);border-radius:2px;vertical-align:middle}
 .daceml-report svg{width:100%;max-width:720px;display:block;overflow:visible;font:12px system-ui,sans-serif}
 .daceml-report svg text{fill:var(--ink)}.daceml-report svg .number{fill:var(--soft)}
