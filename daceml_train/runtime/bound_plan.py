@@ -94,6 +94,8 @@ class BoundPlan:
             self.compared = len(search.measured), changed
         self.program, self.threads, self.sizes, self.products = program, threads, sizes, products
         self.device, self.work = device, work
+        self.typical = _evaluator(_rounded(sizes)) if any(map(_varies, program.launches)) else self.value
+        """Evaluates the sizes for which libraries of matmuls are chosen."""
         self.onednn = self._choose_products(products) if device is CPU and most is None else {}
         """Matmul launches that run in oneDNN."""
         self.stand_in = len(program.slots)
@@ -136,7 +138,7 @@ class BoundPlan:
                 if out.dtype is not DType.float32 or not (whole or over):
                     continue
                 added: Added = "nothing" if not c else "row" if len(c[0].shape) == 1 else "result" if over else "matrix"
-                (rows, inner), columns = self._ints(a.shape), self.value(b.shape[1])
+                rows, inner, columns = map(self.typical, (*a.shape, b.shape[1]))
                 product = MatmulShape(
                     rows, inner, columns, self._pair(a.strides), self._pair(b.strides), added, self.threads
                 )
@@ -145,7 +147,7 @@ class BoundPlan:
         return chosen
 
     def _pair(self, strides: Sequence[Dim]) -> tuple[int, int]:
-        outer, inner = self._ints(strides)
+        outer, inner = map(self.typical, strides)
         return outer, inner
 
     # ---- slots --------------------------------------------------------------------------------------------------
@@ -400,6 +402,16 @@ class BoundPlan:
         name = self.program.name.removeprefix("forward_")
         with torch.autograd.profiler.record_function(f"daceml_train: {name}"):
             return run()
+
+
+def _varies(launch: Launch) -> bool:
+    """Whether a launch's sizes differ in nearly every run: those of levels are numbers of nodes."""
+    return isinstance(launch, ControlLaunch) and launch.cells is not None
+
+
+def _rounded(sizes: dict[str, int]) -> dict[str, int]:
+    """Sizes rounded up to powers of two: libraries are compared for those, since each comparison takes milliseconds."""
+    return {name: 1 << max(size - 1, 0).bit_length() for name, size in sizes.items()}
 
 
 def _evaluator(sizes: dict[str, int]) -> Callable[..., int]:

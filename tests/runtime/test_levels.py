@@ -16,8 +16,10 @@ from daceml_train.errors import ExecutionError
 from daceml_train.graph.graph import Graph
 from daceml_train.graph.text import parse
 from daceml_train.lowering.lower import lower
+from daceml_train.runtime import tune_matmul
 from daceml_train.runtime.encoding import decode, encode
 from daceml_train.runtime.executable import Executable
+from daceml_train.runtime.tune_matmul import MatmulShape
 from daceml_train.transformations.pipelines import TRAINING
 from tests.graph import levels
 from tests.graph.levels import Node
@@ -86,6 +88,16 @@ def test_one_program_serves_all_structures(name: str, dtype: str, transformed: b
     for roots in (*FORESTS[name], *FORESTS[name]):
         check(name, roots, graph, wrt, run, torch_dtype)
     assert len(run._cells) == 2 * len(levels.ARITIES[name]), "a plan per kind and direction, for all sizes"
+
+
+def test_libraries_of_matmuls_are_not_compared_for_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[MatmulShape] = []
+    monkeypatch.setattr(tune_matmul, "SMALLEST", 0)
+    monkeypatch.setattr(tune_matmul, "measure", lambda product: measured.append(product) or "blas")
+    graph, wrt, run = trained("tree", "f32", transformed=True)
+    for leaves in range(65, 127):
+        check("tree", [levels.random_tree(RNG, leaves)], graph, wrt, run, torch.float32)
+    assert 1 <= len(measured) <= 4, "those of one power of two"
 
 
 def test_a_list_of_ten_thousand_nodes() -> None:
