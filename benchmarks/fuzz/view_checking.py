@@ -92,7 +92,7 @@ def _lies_elsewhere(read: Tensor, written: Tensor) -> bool:
         return False
     places = torch.arange(written.untyped_storage().nbytes() // written.element_size())
     a, b = (places.as_strided(t.shape, t.stride(), t.storage_offset()) for t in (read, written))
-    return bool(torch.isin(a, b).any()) and not torch.equal(a.expand(b.shape), b)
+    return bool(torch.isin(a.flatten(), b.flatten()).any()) and not torch.equal(a.expand(b.shape), b)
 
 
 def _ours(program: ViewProgram, way: str) -> tuple[Seen, tuple[str, ...]]:

@@ -63,8 +63,13 @@ _NUMBERS = {
     "ToFloat": "add",
     "Max": "maximum",
     "Min": "minimum",
+    "PythonMod": "remainder",
 }
-"""Functions of symbolic numbers -> elementwise operators; those of one operand are the identity here."""
+"""Functions of symbolic numbers -> elementwise operators of two operands, of one: the identity."""
+
+_MATH = "sqrt cos cosh sin sinh tan tanh asin acos atan exp log asinh log2"
+_UNARY_NUMBERS = {"Abs": "abs", **{f"OpaqueUnaryFn_{name}": name for name in _MATH.split()}}
+"""Functions of `math`, which PyTorch does not simplify -> elementwise operators of one operand."""
 
 
 class Unproven(Unsupported):
@@ -331,11 +336,13 @@ class Translator:
             return types.expression(expression)
         if expression.is_Symbol:
             return self._numbers[expression.name]
-        operands = [self._evaluate(a) for a in expression.args]
-        kind = _NUMBERS.get(type(expression).__name__)
+        function = type(expression).__name__
+        kind = _UNARY_NUMBERS.get(function) or _NUMBERS.get(function)
         if kind is None:
             raise Unsupported(f"the number {expression}")
-        values = [self.value(o, DType.float64) for o in operands]
+        values = [self.value(self._evaluate(a), DType.float64) for a in expression.args]
+        if function in _UNARY_NUMBERS:
+            return self.emit(kind, *values)
         return functools.reduce(lambda a, b: self.emit(kind, a, b), values)
 
     def _emit(self, name: str, node: fx.Node, arguments: list[Any], keywords: dict[str, Any]) -> Any:
