@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import collections
 import math
-import signal
 import sys
 import time
 import warnings
@@ -113,5 +112,4 @@ def summary(console: Console, runs: list[Run]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())

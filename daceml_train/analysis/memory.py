@@ -1,10 +1,11 @@
 """Memory: the bytes that are live while each operator of a graph runs, in execution order.
 
 The rules are those of lowering. Aliases use their operand's memory; a view without valid strides is a copy. Constants
-take memory only where a library call or a result needs them. An updated argument stores the new value. A matmul with a
-summand accumulates in place if the summand has no later reader. Results for the user live to the end, and written
-inputs that no kernel updates are copied at the end. Allocations of library calls come from the pool, all others from
-the arena. Kernels' scratch arrays and the workspaces of library calls are not counted.
+take memory only where a library call or a result needs them; a concatenation with operands in place computes them where
+they lie. An updated argument stores the new value. A matmul with a summand accumulates in place if the summand has no
+later reader. Results for the user live to the end, and written inputs that no kernel updates are copied at the end.
+Allocations of library calls come from the pool, all others from the arena. Kernels' scratch arrays and the workspaces
+of library calls are not counted.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from daceml_train.graph.graph import Graph, Node, Role
 from daceml_train.ops.contraction import Matmul, MatmulAdd
 from daceml_train.ops.elementwise import Full, Iota
 from daceml_train.ops.fused_attention import FusedAttention, FusedAttentionGrad
-from daceml_train.ops.movement import Expand, Permute, Slice, View
+from daceml_train.ops.movement import Concat, Expand, Permute, Slice, View
 from daceml_train.ops.operator import Operator
 from daceml_train.ops.read import Read
 from daceml_train.ops.resample import Windows
@@ -184,7 +185,8 @@ class Blocks:
         if is_alias(op):
             self._alias(position, node)
             return
-        inline = not op.vendor
+        written = isinstance(op, Concat) and (op.placed or node.outputs[0] in self.pieces)  # by kernels and copies
+        inline = written or not op.vendor
         for name in node.inputs:
             if not (inline and name in self.constants and name not in self.places):
                 self._touch(name, position)

@@ -273,7 +273,8 @@ class _Count:
             nodes.add(id(node))
             needed.update(node.inputs)
             if not is_alias(node.op):
-                roots = {self.parts[name].root for name in node.inputs}
+                direct = self.free if isinstance(node.op, Concat) and node.op.placed else ()  # written, not copied
+                roots = {self.parts[name].root for name in node.inputs if name not in direct}
                 stored |= roots if node.op.vendor else roots - self.free
         return nodes, stored
 
@@ -314,7 +315,7 @@ class _Count:
             touched = {name: self.parts[name] for name in node.inputs}
         if isinstance(op, Concat) and op.placed:
             copied = [name for k, name in enumerate(node.inputs) if k not in op.placed]
-            touched = {name: self.parts[name] for name in copied}
+            touched = {name: self.parts[name] for name in copied if name not in self.free}
         reads = self._reads(touched, op.vendor)
         writes = {name: self.types[name].bytes for name in written}
         if isinstance(op, Concat) and op.placed:

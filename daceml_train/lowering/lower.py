@@ -58,6 +58,11 @@ def lower(graph: Graph, results: int | None = None, device: Device = CPU, body: 
     return _Lowering(graph, device, body).run(len(graph.outputs) if results is None else results)
 
 
+def _constant(op: Operator) -> Kernel:
+    """The kernel that writes a constant."""
+    return Kernel((), (Statement(op, (), ("v0",)),), ("v0",))
+
+
 class _Lowering:
     def __init__(self, graph: Graph, device: Device, body: bool) -> None:
         self.device = device
@@ -128,7 +133,7 @@ class _Lowering:
         if name not in self.places:
             node = self.nodes[name]
             self.places[name] = self.allocate(name, self.graph.tensors[name])
-            self.kernel(node, Kernel((), (Statement(node.op, (), ("v0",)),), ("v0",)), (), [name])
+            self.kernel(node, _constant(node.op), (), [name])
         return self.places[name]
 
     def copy_of(self, place: BufferView, shape: Shape, home: Allocation, origin: str) -> BufferView:
@@ -273,7 +278,7 @@ class _Lowering:
             op = scalars[name].op
             (tensor,) = op.infer()
             places[name] = self.new_place(Buffer(Allocation.arena, tensor.dtype, (), ()))
-            self.launch(Kernel((), (Statement(op, (), ("v0",)),), ("v0",)), [], [places[name]], origin)
+            self.launch(_constant(op), [], [places[name]], origin)
         return places[name]
 
     def launch(
@@ -369,7 +374,7 @@ class _Lowering:
         )
 
     def join(self, node: Node, op: Concat) -> None:
-        """Copy the operands of a concatenation that are not in place."""
+        """Write the operands of a concatenation that are not in place: constants directly, others as copies."""
         (name,) = node.outputs
         whole = self.wholes.get(name) or self.allocate(name, self.graph.tensors[name])
         self.places[name] = whole
@@ -378,7 +383,12 @@ class _Lowering:
             shape = self.graph.tensors[operand].shape
             if position not in op.placed and not any(same(size, 0) for size in shape):
                 offset = simplify(whole.offset + start * whole.strides[op.dim])
-                self.copy(self.place(operand), replace(whole, shape=shape, offset=offset), str(node.origin))
+                target = replace(whole, shape=shape, offset=offset)
+                constant = self.nodes.get(operand)
+                if constant is not None and isinstance(constant.op, Full | Iota) and operand not in self.places:
+                    self.launch(_constant(constant.op), [], [target], str(node.origin))
+                else:
+                    self.copy(self.place(operand), target, str(node.origin))
             start = simplify(start + shape[op.dim])
 
     def body(self, graph: Graph) -> Program:

@@ -1,7 +1,7 @@
 """The bytes that live: by hand on small graphs, and equal to what lowering plans on random ones."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from daceml_train.analysis.memory import memory
@@ -14,6 +14,12 @@ from daceml_train.transformations.pipelines import TRAINING
 from tests.lowering.test_lower import GRAPHS, WRITES
 from tests.transformations.checking import program
 from tests.transformations.random_graphs import training_graphs
+
+JOINED = program(
+    "x: f32[4]",
+    "%s = sin(%x)\n%a = exp(%s)\n%k = full(value=2.0, shape=(4,))\n%y = concat(%s, %k, %a, dim=0, placed=(2,))\n",
+    "%y",
+)
 
 
 def planned(graph: Graph, **sizes: int) -> Footprint:
@@ -56,6 +62,12 @@ def test_a_product_is_added_where_its_summand_dies() -> None:
     check_model(seen)
 
 
+def test_constants_are_computed_where_a_concatenation_has_them() -> None:
+    """The constant takes no memory of its own: only the concatenation lives, and %s until it is copied."""
+    assert memory(JOINED).live == (16, 64, 64, 64, 48)
+    check_model(JOINED)
+
+
 def test_symbols_count_as_32_or_as_given() -> None:
     graph = program("x: f32[n, 2]", "%y = exp(%x)", "%y")
     assert memory(graph).peak == 32 * 8 and memory(graph, {"n": 3}).peak == 24
@@ -71,6 +83,7 @@ def test_writes() -> None:
     check_model(program("a: f32[4], b: f32[4]", "write a <- %b\nwrite b <- %a", ""))
 
 
+@example(graph=JOINED, levels=0)
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(graph=training_graphs(), levels=st.integers(0, 4))
 def test_the_model_is_the_plan(graph: Graph, levels: int) -> None:

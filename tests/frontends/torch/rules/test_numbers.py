@@ -13,11 +13,9 @@ import daceml_train as dt
 
 pytestmark = pytest.mark.compiled
 
+_MATH = "sqrt cos cosh sin sinh tan tanh asin acos atan exp log asinh log2 log10 log1p"
 FUNCTIONS: dict[str, Callable[[float], float]] = {
-    **{
-        name: getattr(math, name)
-        for name in "sqrt cos cosh sin sinh tan tanh asin acos atan exp log asinh log2 log10 log1p".split()
-    },
+    **{name: getattr(math, name) for name in _MATH.split()},
     "abs": lambda a: abs(a - 1.0),
     "remainder": lambda a: (a - 1.0) % 0.7,
     "divided by": lambda a: 1.0 / a,
