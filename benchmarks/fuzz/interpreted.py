@@ -16,9 +16,9 @@ from daceml_train.graph.graph import Graph
 from daceml_train.lowering.device import CPU
 from daceml_train.lowering.lower import lower
 from daceml_train.lowering.program import Allocation, Program
-from daceml_train.runtime.bound_plan import torch_dtype
 from daceml_train.runtime.executor import InputMismatch
 from daceml_train.runtime.gpu.plan import same_strides
+from daceml_train.runtime.torch_types import torch_dtype
 from daceml_train.tensor import evaluate
 
 _graphs: dict[int, tuple[Program, Graph]] = {}

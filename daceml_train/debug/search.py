@@ -30,8 +30,8 @@ from daceml_train.ops.operator import Array
 from daceml_train.ops.random import Uniform
 from daceml_train.passes.base import Pass, checked, without_dead_code
 from daceml_train.passes.pipeline import Pipeline
-from daceml_train.runtime.bound_plan import torch_dtype
 from daceml_train.runtime.cache import Cache
+from daceml_train.runtime.torch_types import torch_dtype
 from daceml_train.tensor import DType
 from daceml_train.transformations.pipelines import TRAINING
 

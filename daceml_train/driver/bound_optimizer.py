@@ -14,7 +14,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from daceml_train.errors import Unsupported
 from daceml_train.lowering.program import ProgramInput
-from daceml_train.runtime.bound_plan import torch_dtype
+from daceml_train.runtime.torch_types import torch_dtype
 from daceml_train.training.joint import OF_STEP
 from daceml_train.training.optimizers import option_source
 

@@ -35,6 +35,7 @@ from daceml_train.runtime.bound_plan import AnyArena, new_arena
 from daceml_train.runtime.executable import Executable
 from daceml_train.runtime.gpu.autotune import Autotuner
 from daceml_train.runtime.tune_matmul import MatmulTuner
+from daceml_train.runtime.tune_threads import ThreadTuner
 from daceml_train.storage.storable import storable
 from daceml_train.tensor import Dim
 from daceml_train.transformations.intra_operator.decompose import Decompose
@@ -209,8 +210,9 @@ def link(compiled: Compiled, options: Settings, device: Device = CPU, arena: Any
     search = None
     if options.autotune and device.target == "cuda":
         search = Autotuner(options.cache.shapes, options.cache.kernels, options.jobs)
+    threads = ThreadTuner(options.cache.threads) if options.concurrency == "measured" else None
     for program, record in zip(compiled.programs, compiled.records, strict=True):
-        record.executable = Executable(program, addresses, arena, products, device, _work(record), search)
+        record.executable = Executable(program, addresses, arena, products, device, _work(record), search, threads)
     executables = [record.executable for record in compiled.records if record.executable is not None]
     return Linked(compiled.interface, executables, compiled.records)
 

@@ -22,10 +22,10 @@ from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.frontends.torch.results import OutputSource
 from daceml_train.graph.graph import Role
 from daceml_train.lowering.device import GPU
-from daceml_train.runtime.bound_plan import torch_dtype
 from daceml_train.runtime.executable import Executable
 from daceml_train.runtime.executor import InputMismatch
 from daceml_train.runtime.gpu.cuda_graph_pair import CudaGraphPairs, Ticket
+from daceml_train.runtime.torch_types import torch_dtype
 from daceml_train.tensor import evaluate
 from daceml_train.training.sparse_gradients import assembled
 

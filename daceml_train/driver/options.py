@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 from daceml_train import logs
 from daceml_train.driver.dump import Dump
-from daceml_train.driver.settings import Settings
+from daceml_train.driver.settings import Concurrency, Settings
 from daceml_train.errors import Invalid, nearest
 from daceml_train.frontends.torch.capture.rng_draws import Randomness
 from daceml_train.passes.pipeline import Pipeline, Watcher
@@ -64,6 +64,9 @@ class Options:
         autotune: bool = True
             On a GPU, compile kernels that move megabytes with a few launch configurations and measure them at the
             first call of each size. What was found is kept in the cache.
+        concurrency: Concurrency = 'measured'
+            On CPUs, `'measured'` finds in the first calls how many threads are fastest for each kernel and matmul, and
+            keeps it in the cache; results are the same bits. `'off'`: all of them take `torch.get_num_threads()`.
         schedule: ScheduleKind | None = None
             On a GPU, `'ahead_of_time'` captures programs as CUDA graphs, one launch each; `'plain'`
             launches kernel by kernel. None: `'ahead_of_time'` for `training_step`, `'plain'` for `optimize`; see
@@ -79,10 +82,12 @@ class Options:
     dynamic: bool | None = None
     random: Randomness = "seeded"
     autotune: bool = True
+    concurrency: Concurrency = "measured"
     schedule: ScheduleKind | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in (("random", Randomness), ("schedule", ScheduleKind)):
+        kinds = (("random", Randomness), ("concurrency", Concurrency), ("schedule", ScheduleKind))
+        for name, kind in kinds:
             given = getattr(self, name)
             if given not in get_args(kind) and not (name == "schedule" and given is None):
                 close = nearest(given, get_args(kind)) if isinstance(given, str) else ""
@@ -115,6 +120,7 @@ class Options:
             dynamic=self.dynamic,
             randomness=self.random,
             autotune=self.autotune,
+            concurrency=self.concurrency,
             cuda_graphs=self.schedule == "ahead_of_time",
             inference=inference,
         )
@@ -132,6 +138,7 @@ class OptionKeywords(TypedDict, total=False):
     dynamic: bool | None
     random: Randomness
     autotune: bool
+    concurrency: Concurrency
     schedule: ScheduleKind | None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from daceml_train.driver.dump import Dump
 from daceml_train.frontends.torch.capture.rng_draws import Randomness
@@ -12,6 +12,9 @@ from daceml_train.passes.pipeline import Pipeline, Watcher
 from daceml_train.runtime.cache import Cache
 from daceml_train.storage.folders import cache_folder
 from daceml_train.transformations.pipelines import TRAINING
+
+Concurrency = Literal["measured", "off"]
+"""On CPUs: each launch takes the number of threads that is fastest, or all launches take all threads."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Settings:
     dynamic: bool | None = None
     randomness: Randomness = "seeded"
     autotune: bool = True
+    concurrency: Concurrency = "measured"
     cuda_graphs: bool = False
     inference: Pipeline | None = None
     """For calls without gradients; None: `pipeline` for them, too."""

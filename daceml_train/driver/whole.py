@@ -23,7 +23,7 @@ from daceml_train.frontends.torch.dynamo.tracing import reason
 from daceml_train.graph.graph import Graph
 from daceml_train.lowering.device import Device
 from daceml_train.passes.base import without_dead_code
-from daceml_train.runtime.bound_plan import torch_dtype
+from daceml_train.runtime.torch_types import torch_dtype
 
 
 @dataclass

@@ -33,9 +33,12 @@ from daceml_train.runtime.gpu.arena import DeviceArena
 from daceml_train.runtime.gpu.autotune import Autotuner
 from daceml_train.runtime.gpu.binding import biggest, placed
 from daceml_train.runtime.gpu.plan import DevicePlan
+from daceml_train.runtime.launch_threads import LaunchThreads
 from daceml_train.runtime.levels import add_levels, capacity, varying
 from daceml_train.runtime.timing import Timing
+from daceml_train.runtime.torch_types import torch_dtype
 from daceml_train.runtime.tune_matmul import Added, MatmulShape, MatmulTuner, onednn_call
+from daceml_train.runtime.tune_threads import ThreadTuner
 from daceml_train.tensor import Dim, DType, Tensor, evaluate, same_shape
 
 AnyArena = Arena | DeviceArena
@@ -44,12 +47,6 @@ AnyArena = Arena | DeviceArena
 def new_arena(device: Device) -> AnyArena:
     """An arena for programs on this device."""
     return DeviceArena(device) if isinstance(device, GPU) else Arena()
-
-
-def torch_dtype(dtype: DType) -> torch.dtype:
-    """The `torch.dtype` of an element type."""
-    found: torch.dtype = getattr(torch, dtype.name)
-    return found
 
 
 @dataclass(frozen=True)
@@ -80,6 +77,7 @@ class BoundPlan:
         search: Autotuner | None = None,
         cells: dict[Any, Plan] | None = None,
         most: dict[str, int] | None = None,
+        tuner: ThreadTuner | None = None,
     ) -> None:
         self.value, self.base = _evaluator(sizes), program
         self.cells = {} if cells is None else cells
@@ -111,7 +109,7 @@ class BoundPlan:
         self.arena_bytes = self._slots()
         self._placeholder_bytes = 0
         self.timing: Timing | None = None
-        self._order: list[int] = []
+        self.order: list[int] = []
         """Per entry of the plan, the launch of the program; releases count as the launch before them."""
         self._last_use: dict[int, list[int]] = {}
         keep = {place.slot for place in program.outputs}
@@ -123,10 +121,11 @@ class BoundPlan:
             self._launch(index, launch, addresses)
             for slot in self._last_use.get(index, ()):
                 self.plan.release(slot, tag=index)
-            self._order += [index] * (1 + len(self._last_use.get(index, ())))
+            self.order += [index] * (1 + len(self._last_use.get(index, ())))
         self.owners = list(dict.fromkeys(place.slot for place in program.outputs))
         self.plan.finalize(max(self.arena_bytes, self._placeholder_bytes), self.owners)
         self._shapes = [self._output(place) for place in program.outputs]
+        self.launch_threads = None if tuner is None or device is not CPU else LaunchThreads(self, tuner)
 
     def _choose_products(self, products: MatmulTuner) -> dict[int, Chosen]:
         chosen: dict[int, Chosen] = {}
@@ -207,7 +206,7 @@ class BoundPlan:
         match launch:
             case KernelLaunch(code=number, places=places):
                 code = self.program.codes[number]
-                blocks = self._blocks(code)
+                blocks = self.blocks(code)
                 integers = [self.value(d, blocks) for d in code.integers]
                 pointers = [(p.slot, self.value(p.offset) * p.dtype.bytes) for p in places]
                 self.plan.kernel(addresses[code.key], pointers, integers, tag=index)
@@ -337,9 +336,9 @@ class BoundPlan:
         if not isinstance(launch, KernelLaunch) or not isinstance(self.device, GPU):
             return ""
         code = self.program.codes[launch.code]
-        return f"{code.shape}, {self._blocks(code)} blocks" if code.shape else ""
+        return f"{code.shape}, {self.blocks(code)} blocks" if code.shape else ""
 
-    def _blocks(self, code: KernelCode) -> int:
+    def blocks(self, code: KernelCode) -> int:
         if self.planned is not self.value:
             return 1  # a cell's for any number of rows
         return self.device.toolchain.blocks(code, self.value, self.threads)
@@ -350,7 +349,7 @@ class BoundPlan:
         found: dict[int, int] = {}
         for launch in self.program.launches:
             if isinstance(launch, KernelLaunch) and (kept := len(self.program.codes[launch.code].scratch)):
-                blocks = self._blocks(self.program.codes[launch.code])
+                blocks = self.blocks(self.program.codes[launch.code])
                 found |= {place.slot: blocks for place in launch.places[-kept:]}
         return found
 
@@ -361,22 +360,27 @@ class BoundPlan:
     # ---- running ------------------------------------------------------------------------------------------------
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run on `inputs`; see `Executable.__call__`."""
-        timing = self.timing
+        timing = self._timing()
         if isinstance(self.device, GPU):
             inputs = placed(self.program, self.device, inputs)
         outputs = self.collect(lambda: self.plan.run(inputs, profile=timing is not None))
         if timing is not None:
-            timing.add(self._order, self.plan.seconds())
+            timing.add(self.order, self.plan.seconds())
         return outputs
 
     def run_addresses(self, inputs: ctypes.Array[ctypes.c_void_p]) -> list[torch.Tensor]:
         """Run on an array of `tensor._cdata`, on the CPU."""
-        timing, plan = self.timing, self.plan
+        timing, plan = self._timing(), self.plan
         assert isinstance(plan, Plan)
         outputs = self.collect(lambda: plan.run_addresses(inputs, profile=timing is not None))
         if timing is not None:
-            timing.add(self._order, self.plan.seconds())
+            timing.add(self.order, self.plan.seconds())
         return outputs
+
+    def _timing(self) -> Timing | LaunchThreads | None:
+        """What is told the seconds of a run: the user's measurement, or the search as long as it needs them."""
+        found = self.launch_threads
+        return self.timing if self.timing is not None or found is None or found.done else found
 
     def collect(self, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
         """Run, and view the results as the program's outputs."""

@@ -43,6 +43,11 @@ class Cache:
         return self.folder / "products.json"
 
     @property
+    def threads(self) -> Path:
+        """The file that stores how long launches take with one thread and with several."""
+        return self.folder / "threads.json"
+
+    @property
     def shapes(self) -> Path:
         """The file that stores the launch configurations of GPU kernels."""
         return self.folder / "shapes.json"

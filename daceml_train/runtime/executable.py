@@ -22,6 +22,7 @@ from daceml_train.runtime.executor import Plan
 from daceml_train.runtime.gpu.autotune import Autotuner
 from daceml_train.runtime.timing import Timing
 from daceml_train.runtime.tune_matmul import MatmulTuner
+from daceml_train.runtime.tune_threads import ThreadTuner
 from daceml_train.tensor import Dim
 
 KEPT_PLANS = 8
@@ -32,7 +33,7 @@ class Executable:
     """A compiled program.
 
     `addresses` maps each kernel's key to its entry point; `products` chooses the library for each matmul, `search` the
-    launch configuration of each large kernel on a GPU.
+    launch configuration of each large kernel on a GPU, `threads` the threads of each launch on CPUs.
     """
 
     def __init__(
@@ -44,9 +45,10 @@ class Executable:
         device: Device = CPU,
         work: Callable[[int, Callable[[Dim], int]], tuple[int, int]] | None = None,
         search: Autotuner | None = None,
+        threads: ThreadTuner | None = None,
     ) -> None:
         self.program, self.addresses, self.device, self.work = program, addresses, device, work
-        self.search = search
+        self.search, self.threads = search, threads
         self.arena, self.products = arena or new_arena(device), products or MatmulTuner()
         self._plans: OrderedDict[tuple[int, ...], BoundPlan] = OrderedDict()
         self._cells: dict[Any, Plan] = {}
@@ -75,6 +77,7 @@ class Executable:
                 self.work,
                 self.search,
                 self._cells,
+                tuner=self.threads,
             )
             plan.timing = self.timing
             self._plans[key] = plan

@@ -317,6 +317,13 @@ class Plan:
         self._input_array = c_void_p * self._inputs
         self._output_array = c_void_p * self._outputs
 
+    def threads(self, most: Sequence[int]) -> None:
+        """The most threads per launch; 0 for as many as the caller has, -1 for those of the launch before it.
+
+        An empty list means all threads for all launches. Kernels' results do not depend on it; those of a library may.
+        """
+        self._checked(self._native.plan_threads(self._handle, _integers(most, c_int), len(most)))
+
     # Running
 
     def run(self, inputs: Sequence[torch.Tensor], *, profile: bool = False) -> list[torch.Tensor]:

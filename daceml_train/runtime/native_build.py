@@ -50,12 +50,21 @@ def _compile_flags() -> list[str]:
     includes = [flag for folder in folders for flag in ("-isystem", str(folder))]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     # One header per operator: the alternative, all of them, costs 50 s.
-    return ["-O2", "-std=c++20", "-fPIC", "-fvisibility=hidden", abi, "-DAT_PER_OPERATOR_HEADERS", *includes]
+    return [
+        "-O2",
+        "-fopenmp",
+        "-std=c++20",
+        "-fPIC",
+        "-fvisibility=hidden",
+        abi,
+        "-DAT_PER_OPERATOR_HEADERS",
+        *includes,
+    ]
 
 
 def _link_flags() -> list[str]:
     libraries = Path(torch.__file__).parent / "lib"
-    return ["-shared", f"-L{libraries}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{libraries}"]
+    return ["-shared", "-fopenmp", f"-L{libraries}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{libraries}"]
 
 
 def _key(source: Path) -> str:

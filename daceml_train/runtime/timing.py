@@ -7,6 +7,14 @@ import threading
 from collections.abc import Sequence
 
 
+def per_launch(launches: Sequence[int], seconds: Sequence[float]) -> list[float]:
+    """Seconds per launch: `seconds[i]` belongs to launch `launches[i]`."""
+    added = [0.0] * (launches[-1] + 1 if launches else 0)
+    for launch, spent in zip(launches, seconds, strict=True):
+        added[launch] += spent
+    return added
+
+
 class Timing:
     """Seconds per launch and run. An executable adds to it while it is set; see `Executable.time`."""
 
@@ -16,13 +24,11 @@ class Timing:
 
     def add(self, launches: Sequence[int], seconds: Sequence[float]) -> None:
         """Add one run: `seconds[i]` belongs to launch `launches[i]`; those of equal launches are added up."""
-        per_launch = [0.0] * (launches[-1] + 1 if launches else 0)
-        for launch, spent in zip(launches, seconds, strict=True):
-            per_launch[launch] += spent
+        run = per_launch(launches, seconds)
         with self._lock:
-            if self._runs and len(self._runs[0]) != len(per_launch):
+            if self._runs and len(self._runs[0]) != len(run):
                 self._runs.clear()
-            self._runs.append(per_launch)
+            self._runs.append(run)
 
     @property
     def runs(self) -> int:

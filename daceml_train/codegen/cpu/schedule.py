@@ -79,7 +79,9 @@ class BlockGenerator(TargetCodeGenerator):
         (entry,) = scope.source_nodes()
         (name,), ((first, last, _),) = entry.map.params, entry.map.range
         count = cpp.sym2cpp(last + 1 - first)
-        out.write(f"#pragma omp parallel for num_threads({count}) if({count} > 1) schedule(static, 1)")
+        out.write(
+            f"#pragma omp parallel for num_threads(vm_team({count})) if(vm_team({count}) > 1) schedule(static, 1)"
+        )
         out.write(f"for (int64_t {name} = 0; {name} < {count}; ++{name}) {{")
         self.frame.allocate_arrays_in_scope(sdfg, cfg, entry, functions, out)
         self.dispatcher.dispatch_subgraph(

@@ -202,9 +202,7 @@ class _Nest:
         lines = ["namespace tiles {", *self.head()]
         split = min(2, len(order) - 1)
         if split:
-            lines.append(
-                f"#pragma omp parallel for collapse({split}) num_threads(blocks) if (blocks > 1) schedule(static)"
-            )
+            lines.append(_parallel(split))
         for a in order:
             lines += ["#pragma GCC ivdep"] if a is order[-1] else []
             lines.append(f"for (int64_t a{a} = 0; a{a} < {self.sizes[a]}; ++a{a})")
@@ -226,9 +224,7 @@ class _Nest:
         outer = sorted((a for a in self.outer if a not in (s.u, s.v)), key=lambda a: -abs(self.stored(0).get(a, 0)))
         lines = ["namespace tiles {", *self.head()]
         if outer:
-            lines.append(
-                f"#pragma omp parallel for collapse({len(outer)}) num_threads(blocks) if (blocks > 1) schedule(static)"
-            )
+            lines.append(_parallel(len(outer)))
         lines += [f"for (int64_t a{a} = 0; a{a} < {self.sizes[a]}; ++a{a})" for a in outer]
         lines.append("{")
         if s.u < 0:
@@ -353,6 +349,12 @@ class _Tile:
         assert isinstance(leaf.op, Elementwise)
         scope = dict(zip("abc", (self.value(i, du, j) for i in leaf.inputs), strict=False))
         return _cpp(ast.parse(leaf.op.row.expression, mode="eval").body, scope, w)
+
+
+def _parallel(loops: int) -> str:
+    """The pragma in front of so many nested loops over independent elements."""
+    clauses = "num_threads(vm_team(blocks)) if (vm_team(blocks) > 1)"
+    return f"#pragma omp parallel for collapse({loops}) {clauses} schedule(static)"
 
 
 def _expressible(kind: str) -> bool:

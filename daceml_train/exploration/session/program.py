@@ -16,8 +16,8 @@ from daceml_train.driver.settings import Settings
 from daceml_train.errors import Invalid
 from daceml_train.exploration.session.subject import Subject
 from daceml_train.graph.graph import Graph
-from daceml_train.runtime.bound_plan import torch_dtype
 from daceml_train.runtime.executable import Executable
+from daceml_train.runtime.torch_types import torch_dtype
 from daceml_train.training.gradients import scaler_state
 from daceml_train.training.joint import ACCUMULATED
 from daceml_train.training.optimizers import initial_state, option_value

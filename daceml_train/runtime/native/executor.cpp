@@ -323,6 +323,14 @@ EXPORT int plan_finalize(PlanHandle* handle, int64_t arena_bytes, const int* out
   });
 }
 
+EXPORT int plan_threads(PlanHandle* handle, const int* threads, int count) {
+  return build([&] {
+    const std::lock_guard<Turn> guard(handle->plan.turn);
+    handle->plan.use_threads({threads, threads + count});
+    return 0;
+  });
+}
+
 EXPORT int plan_run(PlanHandle* handle, void* const* inputs, int64_t count, void** outputs, int profile) {
   Plan& plan = handle->plan;
   int tag = -1;

@@ -17,6 +17,7 @@
 #include "levels.h"
 #include "lifetime.h"
 #include "pool.h"
+#include "team.h"
 
 namespace daceml {
 
@@ -151,6 +152,14 @@ class Plan {
     final_ = true;
   }
 
+  // The most threads per launch: 0 for all, negative for those of the launch before it. An empty list, the default, means
+  // all threads for all launches. Hold `turn`.
+  void use_threads(std::vector<int> threads) {
+    TORCH_CHECK_VALUE(threads.empty() || threads.size() == launches_.size(), "the plan has ", launches_.size(),
+                      " launches, given threads for ", threads.size());
+    threads_ = std::move(threads);
+  }
+
   // Runs all launches; `outputs` receives one owned `at::Tensor*` per output. Throws InputMismatch before anything has run,
   // and whatever a launch throws; `current()` is then its position. Every owned value is gone afterwards. Hold `turn`.
   void run(void* const* inputs, size_t count, void** outputs, bool profile) {
@@ -264,9 +273,11 @@ class Plan {
   template <bool profile>
   void launch() {
     double before = profile ? now() : 0.0;
+    Team team;
     for (size_t i = 0; i < launches_.size(); ++i) {
       const Launch& launch = launches_[i];
       current_ = static_cast<int>(i);
+      if (!threads_.empty() && threads_[i] >= 0) team.use(threads_[i]);
       for (int slot : launch.fresh) values.own(slot, fresh(slot));
       switch (launch.step) {
         case Step::kernel: kernels_[launch.index].run(values, scratch_.data()); break;
@@ -296,7 +307,7 @@ class Plan {
   Varying varying_;
   int64_t rows_ = -1;
   std::vector<char*> places_;
-  std::vector<int> owned_, bound_, outputs_;
+  std::vector<int> owned_, bound_, outputs_, threads_;
   std::vector<void*> scratch_;
   std::vector<double> seconds_;
   size_t inputs_ = 0, arena_bytes_ = 0;

@@ -7,6 +7,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,8 +55,8 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[BoundPlan]]:
     made: list[BoundPlan] = []
     bind = BoundPlan.__init__
 
-    def noted(self: BoundPlan, *arguments: object) -> None:
-        bind(self, *arguments)  # type: ignore[arg-type]
+    def noted(self: BoundPlan, *arguments: Any, **keywords: Any) -> None:
+        bind(self, *arguments, **keywords)
         made.append(self)
 
     monkeypatch.setattr(BoundPlan, "__init__", noted)

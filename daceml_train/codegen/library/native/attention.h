@@ -198,7 +198,7 @@ template <typename T, int M> inline void fused_attention(void** pointers, const 
   const int64_t *mask_numbers = at.strides + 16, bands = vm_groups(at.queries, BAND), units = at.pairs * bands;
   const int64_t keys = at.keys, W = at.key_width, D = at.width;
   const int64_t part = at.size * W + keys * D + BAND * (W + D);
-#pragma omp parallel for num_threads(at.blocks) if (at.blocks > 1) schedule(static, 1)
+#pragma omp parallel for num_threads(vm_team(at.blocks)) if (vm_team(at.blocks) > 1) schedule(static, 1)
   for (int64_t block = 0; block < at.blocks; ++block) {
     T *kt = scratch + block * part, *v = kt + at.size * W, *scores = v + keys * D, *out = scores + BAND * W;
     int64_t packed = -1;
@@ -264,7 +264,7 @@ template <typename T, int M> inline void fused_attention_grad(void** pointers, c
   const int64_t* mask_numbers = at.strides + 32;
   const int64_t keys = at.keys, size = at.size, W = at.key_width, D = at.width;
   const int64_t part = 2 * size * W + 3 * keys * D + BAND * (2 * W + 3 * D);
-#pragma omp parallel for num_threads(at.blocks) if (at.blocks > 1) schedule(static, 1)
+#pragma omp parallel for num_threads(vm_team(at.blocks)) if (vm_team(at.blocks) > 1) schedule(static, 1)
   for (int64_t block = 0; block < at.blocks; ++block) {
     T *kt = scratch + block * part, *vt = kt + size * W, *k = vt + size * W, *sum_k = k + keys * D;
     T *sum_v = sum_k + keys * D, *scores = sum_v + keys * D, *change = scores + BAND * W, *q = change + BAND * W;

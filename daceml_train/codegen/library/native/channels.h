@@ -74,7 +74,7 @@ void run_by_channels(void** pointers, const int64_t* integers) {
   memcpy(&s, integers + 1, sizeof(Shape));
   const Body body(pointers, integers + 2 + sizeof(Shape) / sizeof(int64_t));
   int64_t groups = (s.channels + GROUP - 1) / GROUP, all = s.images * s.rows * groups;
-#pragma omp parallel for num_threads(blocks) schedule(static) if (blocks > 1)
+#pragma omp parallel for num_threads(vm_team(blocks)) schedule(static) if (vm_team(blocks) > 1)
   for (int64_t block = 0; block < blocks; ++block)
     for (int64_t u = all * block / blocks; u < all * (block + 1) / blocks; ++u) {
       int64_t image = u / groups / s.rows, row = u / groups % s.rows, begin = u % groups * GROUP;

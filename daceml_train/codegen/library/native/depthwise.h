@@ -1,7 +1,7 @@
 // The weight gradient of a depthwise convolution whose arrays have their channels last: every kernel element of a
 // block of channels is an accumulator in a register while a row of the image passes by. Rows are summed in double.
 #pragma once
-#include <omp.h>
+#include "team.h"
 #include <cstdint>
 #include <cstring>
 
@@ -82,7 +82,7 @@ void weight_gradient(void** pointers, const int64_t* integers) {
   Shape s;
   memcpy(&s, integers + 1, sizeof(Shape));
   int64_t all = s.images * s.rows, elements = KH * KW * s.channels;
-#pragma omp parallel for num_threads(blocks) schedule(static) if (blocks > 1)
+#pragma omp parallel for num_threads(vm_team(blocks)) schedule(static) if (vm_team(blocks) > 1)
   for (int64_t block = 0; block < blocks; ++block) {
     double* sum = scratch + block * elements;
     memset(sum, 0, elements * sizeof(double));

@@ -1,6 +1,6 @@
 // The windows of images as rows of a matrix, [images, rows, columns, channels, KH, KW], and their sums back in images.
 #pragma once
-#include <omp.h>
+#include "team.h"
 #include <cstdint>
 #include <cstring>
 
@@ -29,7 +29,7 @@ void gather(void** pointers, const int64_t* integers) {
   Shape s;
   memcpy(&s, integers + 1, sizeof(Shape));
   int64_t all = s.images * s.rows;
-#pragma omp parallel for num_threads(blocks) schedule(static) if (blocks > 1)
+#pragma omp parallel for num_threads(vm_team(blocks)) schedule(static) if (vm_team(blocks) > 1)
   for (int64_t block = 0; block < blocks; ++block)
     for (int64_t r = all * block / blocks; r < all * (block + 1) / blocks; ++r) {
       int64_t image = r / s.rows, row = r % s.rows;
@@ -67,7 +67,7 @@ void scatter(void** pointers, const int64_t* integers) {
   Shape s;
   memcpy(&s, integers + 1, sizeof(Shape));
   int64_t groups = (s.channels + GROUP - 1) / GROUP, all = s.images * groups;
-#pragma omp parallel for num_threads(blocks) schedule(static) if (blocks > 1)
+#pragma omp parallel for num_threads(vm_team(blocks)) schedule(static) if (vm_team(blocks) > 1)
   for (int64_t block = 0; block < blocks; ++block)
     for (int64_t u = all * block / blocks; u < all * (block + 1) / blocks; ++u) {
       int64_t image = u / groups, first = u % groups * GROUP;

@@ -1,6 +1,6 @@
 // Rows added to a table at the places that indices name.
 #pragma once
-#include <omp.h>
+#include "team.h"
 #include <cstdint>
 #include <cstring>
 
@@ -23,7 +23,7 @@ void add(void** pointers, const int64_t* integers) {
   memcpy(&s, integers + 1, sizeof(Shape));
   int64_t lines = (s.width + LINE - 1) / LINE;
   const I* indices = (const I*)pointers[1];
-#pragma omp parallel for num_threads(blocks) schedule(static) if (blocks > 1)
+#pragma omp parallel for num_threads(vm_team(blocks)) schedule(static) if (vm_team(blocks) > 1)
   for (int64_t block = 0; block < blocks; ++block) {
     int64_t begin = lines * block / blocks * LINE, end = lines * (block + 1) / blocks * LINE;
     int64_t count = (end < s.width ? end : s.width) - begin;

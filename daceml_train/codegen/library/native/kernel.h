@@ -1,5 +1,6 @@
 // What the code that DaCe generates for a kernel needs, instead of all of dace/dace.h.
 #pragma once
+#include "team.h"
 #include "vector_math.h"
 #define DACE_EXPORTED extern "C" __attribute__((visibility("hidden")))
 

@@ -1,7 +1,6 @@
 // Rows times a matrix that lies in panels of 32 columns: products, and convolutions of images with their channels last,
 // whose rows are windows. What is elementwise on the result happens while some rows of a panel are in cache.
 #pragma once
-#include <omp.h>
 #include <cstdint>
 #include <cstring>
 #include "kernel.h"
@@ -269,7 +268,7 @@ void run(void** pointers, const int64_t* integers) {
   char* scratch = (char*)pointers[Y + 1];
   int64_t windows = s.windows(), high = s.high(), tiles = (windows + high - 1) / high, panels = (s.outer + PANEL - 1) / PANEL;
   int64_t across = groups(blocks, tiles, panels), down = blocks / across;
-#pragma omp parallel for num_threads(blocks) schedule(static) if (blocks > 1)
+#pragma omp parallel for num_threads(vm_team(blocks)) schedule(static) if (vm_team(blocks) > 1)
   for (int64_t block = 0; block < blocks; ++block) {
     int64_t i = block / across, j = block % across;
     int64_t first = tiles * i / down, last = tiles * (i + 1) / down;

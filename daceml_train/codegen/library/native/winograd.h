@@ -138,7 +138,7 @@ void run_in_tiles(void** pointers, const int64_t* integers) {
   char* scratch = (char*)pointers[Y + 1];
   int64_t panels = (s.outer + PANEL - 1) / PANEL, all = s.images * ((s.rows + 1) / 2) * ((s.columns + 1) / 2);
   int64_t across = groups(blocks, (all + USUAL - 1) / USUAL, panels), down = blocks / across;
-#pragma omp parallel for num_threads(blocks) schedule(static) if (blocks > 1)
+#pragma omp parallel for num_threads(vm_team(blocks)) schedule(static) if (vm_team(blocks) > 1)
   for (int64_t block = 0; block < blocks; ++block) {
     int64_t i = block / across, j = block % across;
     int64_t first = all * i / down, last = all * (i + 1) / down;

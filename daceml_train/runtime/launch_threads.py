@@ -1,0 +1,92 @@
+"""The threads of each launch of a bound plan: what may be adjusted, and the search that finds how many are fastest."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from daceml_train.codegen.cpu.launch import KernelCode
+from daceml_train.lowering.program import BufferView, CallLaunch, CopyLaunch, KernelLaunch, Launch, Program
+from daceml_train.runtime.executor import Plan
+from daceml_train.runtime.timing import per_launch
+from daceml_train.runtime.torch_types import torch_dtype
+from daceml_train.runtime.tune_threads import Adjustable, Matrix, ThreadTuner, same_bits
+
+
+class Bound(Protocol):
+    """The interface of a bound plan that this module uses."""
+
+    program: Program
+    threads: int
+    order: list[int]
+    """Per entry of the plan, the launch of the program."""
+    value: Callable[..., int]
+    """The value of a size, for a number of blocks."""
+    onednn: dict[int, Any]
+    """Matmul launches that run in oneDNN."""
+    plan: Any
+
+    def blocks(self, code: KernelCode) -> int:
+        """The number of blocks that a kernel is cut into."""
+
+
+class LaunchThreads:
+    """Runs a plan with the threads of a search: it is told the seconds of each run until it is `done`."""
+
+    def __init__(self, bound: Bound, tuner: ThreadTuner) -> None:
+        self.bound = bound
+        self.search = tuner.search(self.adjustable(), bound.threads)
+        """None where there is nothing to choose."""
+        launches = enumerate(bound.program.launches)
+        self._alone = {i for i, launch in launches if isinstance(launch, CopyLaunch) or self._one_block(launch)}
+        """Launches that run on the calling thread, whatever the count."""
+        self._use()
+
+    @property
+    def done(self) -> bool:
+        """Whether the counts are known."""
+        return self.search is None or self.search.done
+
+    def adjustable(self) -> list[Adjustable | None]:
+        """Per launch what its threads depend on; None if it takes all of them in any case."""
+        return [self._adjusted(index, launch) for index, launch in enumerate(self.bound.program.launches)]
+
+    def add(self, launches: Sequence[int], seconds: Sequence[float]) -> None:
+        """Tell the search what a run with its counts took, as `Timing.add`."""
+        if self.search is None:
+            return
+        with self.search.lock:
+            if not self.search.done:
+                self.search.add(per_launch(launches, seconds))
+                self._use()
+
+    def _adjusted(self, index: int, launch: Launch) -> Adjustable | None:
+        if isinstance(launch, KernelLaunch):
+            code = self.bound.program.codes[launch.code]
+            blocks = self.bound.blocks(code)
+            sizes = [self.bound.value(d, blocks) for d in code.integers]
+            return Adjustable(f"kernel {code.key} {sizes}") if blocks > 1 else None
+        if not isinstance(launch, CallLaunch) or not launch.direct or index in self.bound.onednn:
+            return None
+        matrices = [self._matrix(a) for a in launch.arguments]
+        same = functools.partial(same_bits, launch.target, matrices, self.bound.threads)
+        return Adjustable(f"{launch.target} {matrices}", same)
+
+    def _matrix(self, view: BufferView) -> Matrix:
+        shape, strides = (tuple(map(self.bound.value, sizes)) for sizes in (view.shape, view.strides))
+        return torch_dtype(view.dtype), shape, strides
+
+    def _one_block(self, launch: Launch) -> bool:
+        return isinstance(launch, KernelLaunch) and self.bound.blocks(self.bound.program.codes[launch.code]) == 1
+
+    def _use(self) -> None:
+        """Run with the counts of the search from here on."""
+        if self.search is None:
+            return
+        assert isinstance(self.bound.plan, Plan)
+        counts, entries, order = self.search.counts, [], self.bound.order
+        for position, launch in enumerate(order):
+            released = position > 0 and order[position - 1] == launch
+            entries.append(-1 if released or launch in self._alone else counts[launch])
+        self.bound.plan.threads(entries if any(counts) else [])
