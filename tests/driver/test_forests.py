@@ -44,7 +44,8 @@ class ChildSum(nn.Module):
     def forward(self, roots: list[Dag]) -> Tensor:
         """The states of roots."""
         memo: dict[int, Tensor] = {}
-        return torch.stack([self.visit(root, memo) for root in roots])
+        found = torch.stack([self.visit(root, memo) for root in roots])
+        return found * torch.tensor([len(root) for root in roots])[:, None]
 
 
 class Swapping(nn.Module):

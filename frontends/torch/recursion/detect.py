@@ -59,10 +59,10 @@ def reachable(entry: Callable[..., Any], owners: list[type]) -> dict[types.CodeT
         function = _own(waiting.pop())
         if function is None or function.__code__ in found:
             continue
-        known = {c.co_name: c for c in _nested(function.__code__)}
+        nested = list(_nested(function.__code__))  # several may have one name, as comprehensions do
         found[function.__code__] = function.__code__.co_name
-        found |= {code: name for name, code in known.items()}
-        for name in set().union(*map(_names, (function.__code__, *known.values()))):
+        found |= {code: code.co_name for code in nested}
+        for name in set().union(*map(_names, (function.__code__, *nested))):
             candidates = [function.__globals__.get(name)]
             candidates += [getattr(owner, name, None) for owner in owners if not _library(owner.__module__)]
             closure = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))

@@ -1,0 +1,58 @@
+"""The page of what `benchmarks.trees` found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from benchmarks.provenance import origin
+
+HEAD = """# Recursion over trees
+
+Generated; do not edit. To measure again:
+
+    .venv/bin/python -m benchmarks.trees             # all rows: about five minutes on two cores
+    .venv/bin/python -m benchmarks.trees rntn        # one row
+
+Forward and backward passes of networks that call themselves over trees or DAGs, with their recursion named by
+`dt.recursive`. Batches have 25 trees of 5 to 50 leaves, or 10 DAGs of 20 to 60 nodes, none like another. Ways take
+turns, batch by batch; times are medians, in processor time on one thread, and in wall clock on two. They include the
+walk over the user's objects in Python; *levels by hand* begin with trees that are in the order of levels already.
+*Matmuls alone* are the six large ones of the TreeLSTM, each on all nodes at once: a bound that no way can beat.
+*New trees* are batches of shapes that no earlier batch had. *Difference* is the largest one of a parameter's gradient
+from PyTorch's, relative to its norm.
+"""
+NAMES = {
+    "treelstm": "TreeLSTM, 300 wide",
+    "dags": "child-sum network over DAGs, 200 wide",
+    "rntn": "RNTN, 30 wide",
+    "mutual": "mutual recursion, 200 wide",
+}
+
+
+def lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """The page line by line."""
+    yield HEAD
+    around, rows = found["surroundings"], found["rows"]
+    versions = ", ".join(f"{name} {number}" for name, number in around["versions"].items())
+    yield f"Measured {around['date']} on {around['cores']} cores of {around['processor']}; {versions}."
+    yield origin(row["commit"] for row in rows.values())
+    for threads in ("1", "2"):
+        yield f"\n## {'One thread' if threads == '1' else 'Two threads'}\n"
+        yield "| network | way | ms a batch | daceml_train is faster |\n|---|---|---|---|"
+        for name, row in rows.items():
+            ms = row[threads]["ms"]
+            for way, time in ms.items():
+                yield f"| {NAMES[name]} | {way} | {time:,.1f} | {time / ms['daceml_train']:.2f} × |"
+    yield "\n## New trees, compilation, gradients\n"
+    yield (
+        "| network | ms with new trees | slowest | first batch, s | programs | recompiled | kinds in PyTorch "
+        "| difference | in float64 |\n|---|---|---|---|---|---|---|---|---|"
+    )
+    for name, row in rows.items():
+        one = row["1"]
+        yield (
+            f"| {NAMES[name]} | {one['new_trees_ms']:,.1f} | {one['new_trees_most_ms']:,.1f} | {one['first_s']:.1f} "
+            f"| {one['programs']} | {one['recompiled']} | {one['in_pytorch']} | {row['float32']:.1e} "
+            f"| {row['float64']:.1e} |"
+        )
