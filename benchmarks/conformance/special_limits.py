@@ -6,7 +6,10 @@ Every exception belongs to one entry and has its reason; the page lists them.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor
 
 from benchmarks.conformance.bits import Limit
 from benchmarks.conformance.samples import label
@@ -22,9 +25,11 @@ _ROUNDED = {
     "lerp": (32, 1), "ldexp": (8, 0), "tan": (8, 0), "div.no_rounding_mode": (8, 0), "true_divide": (8, 0),
     "__rdiv__": (32, 0), "sigmoid": (4, 1), "nn.functional.silu": (4, 1), "nn.functional.mish": (4, 2),
     "tanh": (4, 4), "nn.functional.softplus": (4, 1), "nn.functional.hardswish": (4, 1), "nn.functional.gelu": (4, 1),
-    "logaddexp2": (64, 0), "log10": (4, 1), "nn.functional.tanhshrink": (4, 4), "addcdiv": (8, 0),
+    "logaddexp2": (64, 0), "log10": (4, 1), "nn.functional.tanhshrink": (4, 4),
+    "special.ndtr": (4, 1), "special.erfcx": (4, 2),
 }  # fmt: skip
-"""Entry -> units in the last place, and epsilons where functions cancel or underflow (1 - tanh(x)^2, x sigmoid(x))."""
+"""Entry -> units in the last place, and epsilons where functions cancel or underflow (1 - tanh(x)^2, x sigmoid(x),
+1 + erf(x), 2 x erfcx(x) - 2 / sqrt(pi))."""
 _SUMMED = {
     "nn.functional.normalize": 16,
     "nn.functional.group_norm": 16,
@@ -56,10 +61,19 @@ _AFFINE = (
 NONFINITE = (
     dict.fromkeys(("var_mean", "std_mean", "native_layer_norm", "native_group_norm"), _WELFORD)
     | {"nn.functional.instance_norm": _AFFINE}
-    | {"addcdiv": "kernels multiply by reciprocals: a subnormal number times infinity may underflow first"}
     | {"_softmax_backward_data": "eager's derivative of this derivative groups three terms in another way"}
 )
 """Entry -> why NaN and infinities may stand for one another."""
+
+
+def _addcdiv(x: Tensor, a: Tensor, b: Tensor, *, value: float = 1) -> Tensor:
+    return x + a / b * value
+
+
+TRACED: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "addcdiv": (_addcdiv, "TorchDynamo divides first, and multiplies the quotient, which may overflow, by `value`"),
+}
+"""Entry -> what TorchDynamo traces instead of it, which is right, too, and how it differs."""
 
 GRADIENTS = {
     "prod": "eager divides the result by each element where no element is zero, which is NaN for infinite ones, and "

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.conformance.special_limits import GRADIENTS, INTERPRETED, NONFINITE, SIGNS, SUM, ULPS
+from benchmarks.conformance.special_limits import GRADIENTS, INTERPRETED, NONFINITE, SIGNS, SUM, TRACED, ULPS
 from benchmarks.conformance.special_run import Found
 from benchmarks.provenance import origin
 
@@ -82,6 +82,7 @@ def _exceptions() -> list[str]:
         ("NaN and infinities, which may stand for one another", NONFINITE),
         ("gradients", GRADIENTS),
         ("interpreted stages", INTERPRETED),
+        ("another formula", {name: why for name, (_, why) in TRACED.items()}),
     )
     lines = []
     for what, table in kinds:

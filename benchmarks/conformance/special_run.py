@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from benchmarks.conformance.compare import Results
 from benchmarks.conformance.outcome import general
 from benchmarks.conformance.samples import label
 from benchmarks.conformance.special import by_element, one_shape, special_samples, without
-from benchmarks.conformance.special_limits import INTERPRETED, limit
+from benchmarks.conformance.special_limits import INTERPRETED, TRACED, limit
 from benchmarks.provenance import commit
 from daceml_train.driver.module import state_of
 from daceml_train.errors import Unsupported
@@ -134,6 +135,10 @@ def _case(op: Any, number: int, sample: SampleInput, dtype: torch.dtype) -> Case
         if by_element(op):
             with contextlib.suppress(Exception):
                 others += [_first(r, expected) for r in [eager(_tiled(call), tensors, _wider(given))[0]]]
+        if label(op) in TRACED:
+            traced = copy.copy(op)
+            traced.op = TRACED[label(op)][0]
+            others.append(eager(flattened(traced, sample)[0], tensors, given)[0])
         again = eager(call, tensors, None)[0]
     except Exception as error:
         return f"eager execution raises {type(error).__name__}"

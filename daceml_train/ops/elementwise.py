@@ -175,7 +175,9 @@ TABLE: dict[str, Row] = {
         7,
     ),
     "huber_slope": Row("min(max(a, -b), b)", ("where(abs(a) > b, 0, g)", "where(abs(a) > b, g * sign(a), 0)"), 3),
-    "logsigmoid": Row("min(a, 0) - log1p(exp(-abs(a)))", ("g * sigmoid(-a)",), 25),
+    "logsigmoid": Row(
+        "min(a, 0) - log1p(exp(-abs(a)))", ("g * (where(a > 0, exp(-abs(a)), 1) / (1 + exp(-abs(a))))",), 25
+    ),
     "entr": Row(
         "where(a > 0, -a * log(a), where(a < 0, -1e999, where(a == 0, 0, a)))", ("g * -(1 + log(a))",), 13
     ),  # beyond the largest number lies infinity

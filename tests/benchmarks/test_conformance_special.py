@@ -43,7 +43,7 @@ def test_a_graph_without_operands(tmp_path: Path) -> None:
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("name", ["clamp", "fmod", "nn.functional.elu"])
+@pytest.mark.parametrize("name", ["clamp", "fmod", "nn.functional.elu", "nn.functional.logsigmoid", "addcdiv"])
 def test_bounds_and_signs_of_zeros_in_kernels(name: str, tmp_path: Path) -> None:
     assert found("compiled-float32", name, tmp_path) == []
 
