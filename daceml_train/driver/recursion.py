@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import torch
 
 from daceml_train.driver.forests import Forests
+from daceml_train.frontends.torch.recursion.blocks import state_of
 from daceml_train.frontends.torch.recursion.detect import MARKED, reachable
 from daceml_train.frontends.torch.recursion.lazy import local
+from daceml_train.frontends.torch.recursion.outline import outlined, with_codes
 from daceml_train.frontends.torch.recursion.recorder import Recorder, Structures, computed
 
 
@@ -20,6 +23,7 @@ class Recursion:
     def __init__(self, codes: Sequence[types.CodeType], programs: Forests | None = None) -> None:
         self.structures = Structures(codes)
         self.structures.programs = programs
+        self.outlined = outlined([MARKED[code] for code in codes], self.structures.codes)
         self.refused = ""
         """Why PyTorch runs all calls."""
 
@@ -42,13 +46,17 @@ class Recursion:
         if self.refused or local.recorder is not None:
             return entry()
         tensors = [*module.parameters(), *module.buffers()]
-        recorder = Recorder(self.structures, tensors, entry.__code__, note)
+        recorder = Recorder(self.structures, tensors, entry.__code__, note, state_of(list(module.modules())))
+        collecting = gc.isenabled()
         local.recorder = recorder
         try:
-            with recorder:
+            gc.disable()  # what is recorded is freed without it, and would make it examine all objects of the process
+            with with_codes(self.outlined), recorder:
                 result = entry()
         finally:
             local.recorder = None
+            if collecting:
+                gc.enable()
         self.refused = recorder.eager
         if recorder.looks:
             note("a recursion looks at values while it runs: it is batched between the looks")

@@ -131,6 +131,7 @@ class Batch:
             for run in runs:
                 run.height = run.stage = 0
                 run.inputs = []
+                run.values = []  # which refer to the run
         self.calls = []
 
     def place(self, value: Lazy) -> tuple[torch.Tensor, int]:

@@ -166,7 +166,8 @@ def replay(run: Run) -> None:
     operators = run.at.operators()
     made = evaluate(operators, [known(a) for a in run.inputs], lambda shared: shared.tensor)
     for value, tensor in zip(run.values, made, strict=True):
-        value.value = tensor
+        if value is not None:
+            value.value = tensor
 
 
 class Cell:

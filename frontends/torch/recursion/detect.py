@@ -12,8 +12,8 @@ from daceml_train.errors import Invalid
 CALLED = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLOSURE", "LOAD_NAME")
 """Instructions that name what may be called."""
 
-MARKED: dict[types.CodeType, None] = {}
-"""The code of functions that `dt.recursive` names."""
+MARKED: dict[types.CodeType, Any] = {}
+"""The functions that `dt.recursive` names, by their code."""
 
 
 def recursive(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -26,7 +26,7 @@ def recursive(function: Callable[..., Any]) -> Callable[..., Any]:
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     if code is None:
         raise Invalid(f"recursive takes a Python function, given {type(function).__name__}")
-    MARKED[code] = None
+    MARKED[code] = getattr(function, "__func__", function)
     return function
 
 

@@ -43,6 +43,7 @@ class Forest:
             for run in group.runs:
                 run.height = run.stage = 0
                 run.inputs = []
+                run.values = []  # which refer to the run
 
     # ---- the plan -----------------------------------------------------------------------------------------------
     def _grouped(self, structures: Any, runs: Sequence[Run]) -> list[Group]:
@@ -195,7 +196,9 @@ def alive(members: Sequence[Run]) -> set[int]:
     found = set().union(*[run.used for run in members])
     references = sys.getrefcount
     for k in range(len(members[0].values)):
-        if k not in found and any(references(run.values[k]) > 2 for run in members):  # the run, and this call
+        if k in found:
+            continue
+        if any(run.values[k] is not None and references(run.values[k]) > 2 for run in members):  # the run, this call
             found.add(k)
     return found
 

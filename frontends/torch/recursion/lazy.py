@@ -41,7 +41,8 @@ def meta(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requi
 
 def meta_of(tensor: torch.Tensor) -> Meta:
     """The type of a tensor, or of what a fake tensor stands for."""
-    return meta(tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
+    with torch._C.DisableTorchFunction():
+        return meta(tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 class Lazy:

@@ -45,6 +45,8 @@ class Structures:
         self.shared: dict[Any, Shared] = {}
         self.codes = {id(code): code for code in codes}
         self.cells: list[Any] = []
+        self.memo: dict[Any, dict[Any, Any]] = {}
+        """Per state of the model's modules, what blocks record."""
         self.programs: Any = None
         """What compiles forests; None if PyTorch runs them."""
 
@@ -68,6 +70,7 @@ class Recorder(TorchFunctionMode):
         tensors: Iterable[torch.Tensor],
         entry: types.CodeType,
         note: Callable[[str], None],
+        state: Any = None,
     ) -> None:
         super().__init__()
         self.structures, self.note = structures, note
@@ -76,6 +79,9 @@ class Recorder(TorchFunctionMode):
         self.pending: list[Run] = []
         self.solos: list[Solo] = []
         self.looks = 0
+        self.events = 0
+        """How often something happened that is not recorded."""
+        self.memo = structures.memo.setdefault(state, {})
         self.eager = ""
 
     # ---- calls --------------------------------------------------------------------------------------------------
@@ -189,6 +195,7 @@ class Recorder(TorchFunctionMode):
 
     def _at_once(self, function: Any, args: Any, kwargs: Any, why: str) -> Any:
         """The result of a function that PyTorch runs now, at its place in the user's program."""
+        self.events += 1
         if why == cells.IN_PLACE:
             self.abandon(f"{_name(function)} {why}")
         elif why not in ("", cells.LOOK):
@@ -229,10 +236,14 @@ class Recorder(TorchFunctionMode):
         return self._new(outer=True)
 
     def _solo(self, function: Any, args: Any, kwargs: Any) -> Any:
-        made, why = self.structures.fakes.run(function, args, kwargs)
+        joined = _joined(function, args, kwargs)
+        if joined is None:
+            made, why = self.structures.fakes.run(function, args, kwargs)
+        else:
+            made, why = joined, ""
         if why == cells.IN_PLACE and not any(type(value.source) is Run for value in _lazies((args, kwargs))):
             why = cells.LOOK  # PyTorch has computed the operands, and their views, before it changes them
-        if why or not isinstance(made, torch.Tensor):
+        if why or not isinstance(made, torch.Tensor | Meta):
             return self._at_once(function, args, kwargs, why)
         stage = 0
         for value in _lazies((args, kwargs)):
@@ -242,8 +253,9 @@ class Recorder(TorchFunctionMode):
                 source.used.add(value.index)
                 stage = max(stage, source.stage + 1)
             stage = max(stage, source.stage)
+        self.events += 1
         solo = Solo(self, function, args, kwargs, stage)
-        value = Lazy(solo, 0, meta_of(made))
+        value = Lazy(solo, 0, made if isinstance(made, Meta) else meta_of(made))
         solo.values.append(value)
         self.solos.append(solo)
         return value
@@ -275,6 +287,7 @@ class Recorder(TorchFunctionMode):
 
     def flush(self) -> None:
         """Compute what is recorded."""
+        self.events += 1
         with _outside(self):
             pending: list[Any] = self.pending
             solos: list[Any] = self.solos
@@ -301,6 +314,7 @@ class Recorder(TorchFunctionMode):
     def abandon(self, why: str) -> None:
         """Compute what is recorded call by call, as PyTorch does, and run the rest of this forward pass in PyTorch."""
         self.eager = why
+        self.events += 1
         self.note(f"{why} within a recursion; PyTorch runs the forward pass")
         with _outside(self):
             pending: list[Any] = self.pending
@@ -312,6 +326,27 @@ class Recorder(TorchFunctionMode):
                 elif type(each) is Run:
                     each.sealed = True
                     cells.replay(each)
+
+
+def _joined(function: Any, args: Any, kwargs: Any) -> Meta | None:
+    """The type of many lazy values of one type that are concatenated or stacked; None for anything else."""
+    if function not in (torch.cat, torch.stack) or kwargs or not 1 <= len(args) <= 2 or not args[0]:
+        return None
+    parts, dim = args[0], args[1] if len(args) == 2 else 0
+    if type(parts) not in (list, tuple) or type(dim) is not int or type(parts[0]) is not Lazy:
+        return None
+    one = parts[0].meta
+    if any(type(p) is not Lazy or p.meta is not one for p in parts):
+        return None
+    shape = list(one.shape)
+    rank = len(shape) + (function is torch.stack)
+    if not -rank <= dim < rank or not shape:
+        return None
+    if function is torch.stack:
+        shape.insert(dim % rank, len(parts))
+    else:
+        shape[dim] *= len(parts)
+    return meta(tuple(shape), one.dtype, one.device, one.requires_grad and torch.is_grad_enabled())
 
 
 def _name(function: Any) -> str:

@@ -1,0 +1,200 @@
+"""Outlining: statements of a recursive function that only compute with tensors become blocks, recorded once.
+
+A block is a function of what its statements read. The first call for operands of these types runs its statements, and
+what they record is kept; later calls repeat the record. All else of the user's function runs as it is, at each call.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from daceml_train.frontends.torch.recursion.blocks import Block
+from daceml_train.frontends.torch.recursion.pure import Checker, calls, named, parsed
+
+
+class _Parameters(ast.NodeTransformer):
+    """Replaces what a block reads by parameters: names, attributes, and `torch.tensor` of Python's numbers."""
+
+    def __init__(self, checker: Checker, inside: set[str]) -> None:
+        self.checker, self.inside = checker, inside
+        self.found: dict[str, tuple[str, ast.expr]] = {}
+
+    def _parameter(self, node: ast.expr) -> ast.expr:
+        name, _ = self.found.setdefault(ast.dump(node), (f"p{len(self.found)}", node))
+        return ast.copy_location(ast.Name(name, ast.Load()), node)
+
+    def visit(self, node: ast.AST) -> Any:
+        """The node with parameters."""
+        checker = self.checker
+        if isinstance(node, ast.Call):
+            read = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+            func = node.func
+            assert isinstance(func, ast.Attribute)
+            if checker.library(func):
+                if func.attr == "tensor" and read.isdisjoint(self.inside):
+                    return self._parameter(node)
+            elif checker.called(func) and not (
+                isinstance(func.value, ast.Attribute) and hasattr(torch.Tensor, func.attr)
+            ):
+                node.func = self._parameter(func)
+            else:
+                func.value = self.visit(func.value)
+            node.args = [self.visit(a) for a in node.args]
+            node.keywords = [ast.keyword(k.arg, self.visit(k.value)) for k in node.keywords]
+            return node
+        if isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Load):
+            if checker.library(node):
+                return node
+            if checker.chain(node) and checker.root(node) not in self.inside:
+                return self._parameter(node)
+        return self.generic_visit(node)
+
+
+class Outliner:
+    """Replaces runs of statements that only compute by calls of blocks."""
+
+    def __init__(self, function: types.FunctionType, tree: ast.FunctionDef, marked: frozenset[str]) -> None:
+        self.function, self.tree, self.marked = function, tree, marked
+        self.checker = Checker(function)
+        self.blocks: list[Block] = []
+        self.reads: dict[str, list[ast.Name]] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                self.reads.setdefault(node.id, []).append(node)
+
+    def statement(self, node: ast.stmt) -> bool:
+        """Whether a statement can be in a block."""
+        if isinstance(node, ast.Return):
+            return node.value is not None and calls(node.value) and self.checker.pure(node.value, self.marked)
+        if not isinstance(node, ast.Assign) or named(node.targets) is None:
+            return False
+        return calls(node.value) and self.checker.pure(node.value, self.marked)
+
+    def body(self, statements: list[ast.stmt]) -> list[ast.stmt]:
+        """Statements with blocks."""
+        made: list[ast.stmt] = []
+        block: list[ast.stmt] = []
+        for node in statements:
+            if self.statement(node):
+                block.append(node)
+                continue
+            made += self.outlined(block)
+            block = []
+            for name in ("body", "orelse", "finalbody"):
+                if isinstance(inner := getattr(node, name, None), list) and not isinstance(
+                    node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef
+                ):
+                    setattr(node, name, self.body(inner))
+            made.append(node)
+        return made + self.outlined(block)
+
+    def outlined(self, block: list[ast.stmt]) -> list[ast.stmt]:
+        """The statement that calls a block of these."""
+        if not block:
+            return []
+        inside: set[str] = set()
+        parameters: dict[str, tuple[str, ast.expr]] = {}
+        own = {id(n) for s in block for n in ast.walk(s)}
+        for node in block:
+            transformer = _Parameters(self.checker, inside)
+            transformer.found = parameters
+            assert isinstance(node, ast.Return | ast.Assign) and node.value is not None
+            node.value = transformer.visit(node.value)
+            if isinstance(node, ast.Assign):
+                inside |= set(named(node.targets) or ())
+        last = block[-1]
+        results = [n for n in sorted(inside) if any(id(use) not in own for use in self.reads.get(n, ()))]
+        body = list(block)
+        if not isinstance(last, ast.Return):
+            loaded: list[ast.expr] = [ast.Name(n, ast.Load()) for n in results]
+            body.append(ast.copy_location(ast.Return(ast.Tuple(loaded, ast.Load())), last))
+        names = [ast.arg(name) for name, _ in parameters.values()]
+        arguments = ast.arguments([], names, None, [], [], None, [])
+        made = ast.copy_location(ast.FunctionDef(self.tree.name, arguments, body, [], None), block[0])
+        code = _compiled(made, self.function)
+        self.blocks.append(Block(types.FunctionType(code, self.function.__globals__), self.function))
+        call = ast.Call(ast.Constant(_placeholder(len(self.blocks) - 1)), [e for _, e in parameters.values()], [])
+        target: list[ast.expr] = [ast.Tuple([ast.Name(n, ast.Store()) for n in results], ast.Store())]
+        site: ast.stmt = ast.Return(call) if isinstance(last, ast.Return) else ast.Assign(target, call)
+        return [ast.fix_missing_locations(ast.copy_location(site, block[0]))]
+
+
+def _placeholder(number: int) -> str:
+    return f"<block {number} of a recursion>"
+
+
+def _compiled(tree: ast.FunctionDef, function: types.FunctionType) -> types.CodeType:
+    module = ast.fix_missing_locations(ast.Module([tree], []))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # calls of constants, which blocks are
+        code = compile(module, function.__code__.co_filename, "exec", dont_inherit=True)
+    return next(c for c in code.co_consts if isinstance(c, types.CodeType))
+
+
+def outline(function: Callable[..., Any], marked: frozenset[str]) -> tuple[types.CodeType, list[Block]] | None:
+    """The code of a recursive function with blocks, and these; None if there are none, or no source."""
+    if not isinstance(function, types.FunctionType) or function.__code__.co_freevars:
+        return None
+    tree = parsed(function)
+    if tree is None or any(isinstance(n, ast.Global | ast.Nonlocal | ast.Yield | ast.Await) for n in ast.walk(tree)):
+        return None
+    outliner = Outliner(function, tree, marked)
+    tree.body = outliner.body(tree.body)
+    if not outliner.blocks:
+        return None
+    code = _compiled(tree, function)
+    places = {_placeholder(k): block for k, block in enumerate(outliner.blocks)}
+    consts = tuple(places.get(c, c) if isinstance(c, str) else c for c in code.co_consts)
+    return code.replace(co_consts=consts, co_qualname=function.__code__.co_qualname), outliner.blocks
+
+
+def outlined(
+    functions: Iterable[Callable[..., Any]], codes: dict[int, types.CodeType]
+) -> dict[types.FunctionType, types.CodeType]:
+    """The code with blocks of each function that has any; `codes` receives what belongs to the recursion."""
+    functions = list(functions)
+    marked = frozenset(getattr(f, "__name__", "") for f in functions)
+    found: dict[types.FunctionType, types.CodeType] = {}
+    for function in functions:
+        if (made := outline(function, marked)) is None:
+            continue
+        assert isinstance(function, types.FunctionType)
+        found[function] = made[0]
+        for code in (made[0], *(block.function.__code__ for block in made[1])):
+            codes[id(code)] = code
+    return found
+
+
+_LOCK = threading.Lock()
+_USERS: dict[types.FunctionType, int] = {}
+"""How many recordings run functions with blocks now, which have the same results everywhere."""
+
+
+@contextlib.contextmanager
+def with_codes(found: dict[types.FunctionType, types.CodeType]) -> Iterator[None]:
+    """Run functions with blocks."""
+    with _LOCK:
+        before = {function: function.__code__ for function in found if not _USERS.get(function)}
+        for function, code in found.items():
+            _USERS[function] = _USERS.get(function, 0) + 1
+            if function in before:
+                _PLAIN[function], function.__code__ = before[function], code
+    try:
+        yield
+    finally:
+        with _LOCK:
+            for function in found:
+                _USERS[function] -= 1
+                if not _USERS[function]:
+                    function.__code__ = _PLAIN.pop(function)
+
+
+_PLAIN: dict[types.FunctionType, types.CodeType] = {}

@@ -1,0 +1,110 @@
+"""Blocks of recursive functions: what they record is repeated, all else runs at each call."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import daceml_train as dt
+from daceml_train.frontends.torch.recursion.outline import outline
+from tests.driver.test_forests import compare
+from tests.driver.test_recursion import TreeLSTM, forest
+
+
+class Effects(nn.Module):
+    """Effects next to computation: a counter, notes in a method, an attribute that changes, a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.join = nn.Embedding(10, 4), nn.Linear(8, 4)
+        self.seen, self.scale = 0, 1.0
+        self.notes: list[str] = []
+
+    def noted(self, x: Tensor) -> Tensor:
+        """A method with an effect."""
+        self.notes.append("noted")
+        return x.relu() + 1
+
+    def plain(self, x: Tensor, y: Tensor) -> Tensor:
+        """A method that only computes."""
+        z = torch.cat([x, y], 1)
+        return self.join(z).tanh()
+
+    @dt.recursive
+    def visit(self, t: Any) -> Tensor:
+        """The state of a tree."""
+        self.seen += 1
+        if isinstance(t, int):
+            x = self.words(torch.tensor([t])) * self.scale
+            return self.noted(x)
+        left, right = self.visit(t[0]), self.visit(t[1])
+        self.scale = 1.0 + 0.5 * (self.seen % 2)
+        h = self.plain(left, right) * self.scale
+        y = h * left
+        return y.tanh() + h
+
+    def forward(self, trees: list[Any]) -> Tensor:
+        """The states of roots."""
+        return torch.cat([self.visit(t) for t in trees])
+
+
+def test_effects_happen_at_each_call() -> None:
+    torch.manual_seed(0)
+    model = Effects()
+    twin = copy.deepcopy(model)
+    compiled, calls = dt.optimize(model), [0, 0]
+    for k, m in enumerate((model, twin)):
+        m.join.register_forward_hook(lambda *_, k=k: calls.__setitem__(k, calls[k] + 1))
+    for seed in range(6):
+        compare(model, compiled, twin, (forest(seed),), 1e-5)
+        assert (model.seen, model.scale, model.notes) == (twin.seen, twin.scale, twin.notes)
+        assert calls[0] == calls[1]
+
+
+def test_the_state_of_modules_is_part_of_what_is_kept() -> None:
+    torch.manual_seed(0)
+    model = TreeLSTM()
+    model.extra = nn.ELU(alpha=1.0)
+    twin, compiled = copy.deepcopy(model), dt.optimize(model)
+    compare(model, compiled, twin, (forest(0),), 1e-5)
+    for m in (model, twin):
+        m.leaf.weight.requires_grad_(False)
+        m.eval()
+    compare(model, compiled, twin, (forest(1),), 1e-5)
+
+
+def test_blocks_repeat_what_they_recorded(monkeypatch: Any) -> None:
+    model = TreeLSTM()
+    compiled: Any = dt.optimize(model)
+    compiled(forest(0, 8))
+    recursion = compiled._daceml_train.recursions["forward"]
+    code = next(iter(recursion.outlined.values()))
+    blocks = [c for c in code.co_consts if type(c).__name__ == "Block"]
+    assert len(blocks) == 3, "leaves, inner nodes, and what both return"
+    for block in blocks:
+        monkeypatch.setattr(block, "function", lambda *_: 1 / 0)
+    compiled(forest(5, 8))
+    assert TreeLSTM.visit.__code__ is not code
+
+
+def test_functions_are_what_they_were_after_an_error() -> None:
+    model = TreeLSTM()
+    compiled, before = dt.optimize(model), TreeLSTM.visit.__code__
+    for _ in range(2):
+        try:
+            compiled([(1, "no word")])
+        except Exception:
+            assert TreeLSTM.visit.__code__ is before
+        else:
+            raise AssertionError("a tree with a string")
+
+
+def test_functions_that_do_more_than_compute_have_no_blocks() -> None:
+    def looks(t: Any, x: Tensor) -> Any:
+        y = (x + 1).item()
+        z = x.add_(1)
+        w = torch.rand(3)
+        return looks(t, y + z + w)
+
+    assert outline(looks, frozenset({"looks"})) is None
