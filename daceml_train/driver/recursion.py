@@ -53,6 +53,8 @@ class Recursion:
             gc.disable()  # what is recorded is freed without it, and would make it examine all objects of the process
             with with_codes(self.outlined), recorder:
                 result = entry()
+            local.recorder = None
+            result = computed(recorder, result)
         finally:
             local.recorder = None
             if collecting:
@@ -60,7 +62,7 @@ class Recursion:
         self.refused = recorder.eager
         if recorder.looks:
             note("a recursion looks at values while it runs: it is batched between the looks")
-        return computed(recorder, result)
+        return result
 
 
 def recursion_of(

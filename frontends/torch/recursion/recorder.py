@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from daceml_train.frontends.torch.recursion import cells
-from daceml_train.frontends.torch.recursion.forest import Forest, gathered
+from daceml_train.frontends.torch.recursion.forest import Forest, gathered, rows
 from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, known, local, meta, meta_of
 from daceml_train.frontends.torch.recursion.runs import (
     INPUTS,
@@ -307,7 +307,13 @@ class Recorder(TorchFunctionMode):
                         Forest(self.structures, runs)
 
     def _run_solo(self, solo: Solo) -> None:
-        made = solo.function(*gathered(solo.function, solo.args), **known(solo.kwargs))
+        function, args = solo.function, solo.args
+        whole = _joined(function, args, solo.kwargs) is not None and (len(args) == 1 or args[1] == 0)
+        if whole and all(a.value is None for a in args[0]):
+            made = rows(args[0])
+            made = made.flatten(0, 1) if function is torch.cat else made
+        else:
+            made = function(*gathered(function, args), **known(solo.kwargs))
         for value in solo.values:
             value.value = made
 
