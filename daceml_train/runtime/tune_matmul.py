@@ -1,9 +1,10 @@
-"""Which library computes a matmul: measured once per shape, layout and thread count, and stored on disk.
+"""Which library computes a matmul: measured once per shape, layout, thread count and machine, and stored on disk.
 
 PyTorch's `mm` calls its BLAS (MKL in the wheels); `mkldnn::_linear_pointwise` runs the same matmul in oneDNN. Which
 one is faster depends on the processor (oneDNN by a factor of two where MKL does not use the widest vectors) and on
 the layout, since oneDNN copies operands whose layout it cannot read. Both are measured as the executor runs them, with
-results from its pool: fresh pages cost large results as much as the matmul.
+results from its pool: fresh pages cost large results as much as the matmul. What was measured while other processes
+had the machine serves this process alone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from daceml_train.runtime.executor import Arena, Plan
+from daceml_train.runtime.machine_load import Load, machine
 from daceml_train.storage.files import keep
 
 SMALLEST = 1 << 20
@@ -51,9 +53,8 @@ class MatmulShape:
     @property
     def key(self) -> str:
         """The key under which the choice is stored."""
-        return (
-            f"{torch.__version__} {self.rows}x{self.inner}x{self.columns} {self.a} {self.b} {self.added} {self.threads}"
-        )
+        sizes = f"{self.rows}x{self.inner}x{self.columns}"
+        return f"{machine()}, {self.threads} threads: {sizes} {self.a} {self.b} {self.added}"
 
 
 @dataclass
@@ -62,30 +63,36 @@ class MatmulTuner:
 
     path: Path | None = None
     chosen: dict[str, Way] = field(default_factory=dict)
+    kept: dict[str, Way] = field(default_factory=dict)
+    """Those of `chosen` that are stored: they were measured while no other process had the machine."""
 
     def __post_init__(self) -> None:
         if self.path is not None and self.path.exists():
             try:
                 known = json.loads(self.path.read_text())
-                self.chosen.update((key, way) for key, way in known.items() if way in get_args(Way))
+                self.kept.update((key, way) for key, way in known.items() if way in get_args(Way))
             except (OSError, ValueError, AttributeError):  # damaged: measured again
-                self.chosen.clear()
+                self.kept.clear()
+        self.chosen |= self.kept
 
     def way(self, product: MatmulShape) -> Way:
         """The fastest library for this matmul here; measured if it is new."""
         if product.rows * product.inner * product.columns < SMALLEST or not available():
             return "blas"
         if product.key not in self.chosen:
+            load = Load()
             self.chosen[product.key] = measure(product)
-            self.save()
+            if not load.high():  # else another process measures it again
+                self.kept[product.key] = self.chosen[product.key]
+                self.save()
         return self.chosen[product.key]
 
     def save(self) -> None:
         """Write the choices atomically, merged with those that other processes stored in the meantime."""
         if self.path is None:
             return
-        known = MatmulTuner(self.path).chosen if self.path.exists() else {}
-        keep(self.path, json.dumps(known | self.chosen, indent=0).encode())
+        known = MatmulTuner(self.path).kept if self.path.exists() else {}
+        keep(self.path, json.dumps(known | self.kept, indent=0).encode())
 
 
 def available() -> bool:

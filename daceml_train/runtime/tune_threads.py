@@ -17,14 +17,10 @@ Training, IPDPS 2019.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import hashlib
 import json
 import math
-import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +28,7 @@ from pathlib import Path
 import torch
 
 from daceml_train.runtime.executor import Arena, Plan
-from daceml_train.runtime.roofline import processor
+from daceml_train.runtime.machine_load import Load, machine
 from daceml_train.storage.files import keep
 
 RUNS = 3
@@ -41,18 +37,6 @@ LONG = 2e-4
 """Seconds on all threads from which a launch is not tried on one."""
 GAIN, LEAST = 0.05, 5e-7
 """The share of its time, and the seconds, that further threads must save a launch."""
-LOADED, LEAST_WAIT = 0.05, 1e-3
-"""The share of the time, and the seconds, that threads of ours may wait for a processor while times are trusted."""
-
-
-def cores() -> int:
-    """The processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@functools.cache
-def _machine() -> str:
-    return f"{torch.__version__}, {cores()} cores of {processor()}"
 
 
 @dataclass(frozen=True)
@@ -65,7 +49,7 @@ class Adjustable:
     def key(self, threads: int) -> str:
         """The key under which its times are stored: machine, threads, kernel or matmul, sizes."""
         digest = hashlib.sha256(self.text.encode()).hexdigest()[:20]
-        return f"{_machine()}, {threads} threads: {digest}"
+        return f"{machine()}, {threads} threads: {digest}"
 
 
 @dataclass
@@ -151,7 +135,7 @@ class ThreadSearch:
         self._plan = [self.threads, *[self.threads, 1] * RUNS]  # the first run warms up: it is not counted
         self._current = self._plan.pop(0)
         self._tried = [self.threads]
-        self._begun: tuple[float, float] | None = None
+        self._begun: Load | None = None
         self.counts = self._counts(self.threads)
 
     def _halves(self) -> list[int]:
@@ -187,7 +171,7 @@ class ThreadSearch:
         """The seconds per launch of a run with `counts`."""
         self.runs += 1
         if self._begun is None:
-            self._begun = time.perf_counter(), waited()
+            self._begun = Load()
         else:
             self._note(seconds)
         if self._plan:
@@ -201,8 +185,7 @@ class ThreadSearch:
             self._plan, self._current = [half] * (RUNS - 1), half
             self.counts = self._counts(half)
             return
-        begun, before = self._begun
-        self.loaded = waited() - before > max(LEAST_WAIT, LOADED * (time.perf_counter() - begun))
+        self.loaded = self._begun.high()
         for times in self.times.values():
             times.loaded = self.loaded
         self.tuner.save(self.times)
@@ -222,15 +205,6 @@ class ThreadSearch:
         best = [self.threads if key is None else self.times[key].best(many) for key in self.keys]
         self.counts = [0 if count == self.threads else count for count in best]
         self.done = True
-
-
-def waited() -> float:
-    """Seconds that the threads of this process were ready and had no processor, so far; 0 where no system tells."""
-    total = 0
-    for place in Path("/proc/self/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # a thread that has ended
-            total += int(place.read_text().split()[1])
-    return total / 1e9
 
 
 Matrix = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]

@@ -1,12 +1,13 @@
 """The choice of library for a matmul: both ways agree, the choice is remembered, damage is survived."""
 
+import itertools
 from pathlib import Path
 from typing import get_args
 
 import pytest
 import torch
 
-from daceml_train.runtime import tune_matmul
+from daceml_train.runtime import machine_load, tune_matmul
 from daceml_train.runtime.tune_matmul import Added, MatmulShape, MatmulTuner, planned
 
 
@@ -20,6 +21,7 @@ def test_small_products_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_choice_is_made_once_and_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_load, "waited", lambda: 0.0)
     measured: list[MatmulShape] = []
     monkeypatch.setattr(tune_matmul, "available", lambda: True)
     monkeypatch.setattr(tune_matmul, "measure", lambda p: measured.append(p) or "onednn")
@@ -32,8 +34,28 @@ def test_a_choice_is_made_once_and_kept_on_disk(tmp_path: Path, monkeypatch: pyt
     assert set(MatmulTuner(path).chosen) == {product().key, product(added="row").key}
 
 
+def test_a_choice_under_load_is_made_again_by_the_next_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter(["onednn", "blas", "onednn"])
+    monkeypatch.setattr(tune_matmul, "available", lambda: True)
+    monkeypatch.setattr(tune_matmul, "measure", lambda p: next(answers))
+    clock = itertools.count()
+    monkeypatch.setattr(machine_load, "waited", lambda: 1.0 * next(clock))
+    path = tmp_path / "products.json"
+    first = MatmulTuner(path)
+    assert first.way(product()) == first.way(product()) == "onednn"
+    monkeypatch.setattr(machine_load, "waited", lambda: 0.0)
+    assert MatmulTuner(path).way(product()) == MatmulTuner(path).way(product()) == "blas"
+
+
+def test_a_choice_is_that_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {product().key}
+    monkeypatch.setattr(tune_matmul, "machine", lambda: "another one")
+    assert product().key not in keys
+
+
 @pytest.mark.parametrize("damage", ['{"half', "[1]", '{"key": true}'])
 def test_a_damaged_file_is_replaced(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_load, "waited", lambda: 0.0)
     path = tmp_path / "products.json"
     path.write_text(damage)
     monkeypatch.setattr(tune_matmul, "measure", lambda p: "blas")

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 import daceml_train as dt
 from daceml_train.errors import ExecutionError, Invalid
-from daceml_train.runtime import tune_threads
+from daceml_train.runtime import machine_load
 from daceml_train.runtime.bound_plan import BoundPlan
 from daceml_train.runtime.launch_threads import LaunchThreads
 from daceml_train.runtime.native_build import build
-from daceml_train.runtime.tune_threads import Adjustable, ThreadSearch, ThreadTuner, Times, same_bits
+from daceml_train.runtime.tune_threads import GAIN, LEAST, Adjustable, ThreadSearch, ThreadTuner, Times, same_bits
 from tests.runtime.executing import Builder
 
 KERNELS = """
@@ -102,7 +102,7 @@ def test_the_choice_is_the_best_one_or_near(threads: int, work: list[float]) -> 
     halves = [threads >> by for by in range(threads.bit_length() - 1)]
     best = min(sum(min(spent(i, 1), spent(i, many)) for i in range(len(work))) for many in halves)
     taken = sum(spent(i, count or threads) for i, count in enumerate(found.counts))
-    slack = sum(max(tune_threads.GAIN * spent(i, 1), tune_threads.LEAST) for i in range(len(work)))
+    slack = sum(max(GAIN * spent(i, 1), LEAST) for i in range(len(work)))
     assert taken <= 1.05 * best + slack
     assert found.runs <= 3 * math.log2(threads) + 4
 
@@ -146,9 +146,9 @@ def test_times_are_kept_and_a_warm_start_measures_nothing(tmp_path: Path) -> Non
 def test_a_choice_under_load_is_marked_and_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, launches = tmp_path / "threads.json", [Adjustable("a")]
     clock = itertools.count()
-    monkeypatch.setattr(tune_threads, "waited", lambda: 1.0 * next(clock))
+    monkeypatch.setattr(machine_load, "waited", lambda: 1.0 * next(clock))
     assert searched(scaling([1e-6]), launches, 2, ThreadTuner(path)).loaded
-    monkeypatch.setattr(tune_threads, "waited", lambda: 0.0)
+    monkeypatch.setattr(machine_load, "waited", lambda: 0.0)
     found = ThreadTuner(path).search(launches, 2)
     assert found is not None and not found.done
     assert not searched(scaling([1e-6]), launches, 2, ThreadTuner(path)).loaded
@@ -229,7 +229,7 @@ def test_results_are_the_same_bits_on_any_number_of_threads(force: int) -> None:
 
 @pytest.mark.compiled
 def test_steps_that_search_are_those_of_eager_execution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune_threads, "waited", lambda: 0.0)  # other processes may have the machine
+    monkeypatch.setattr(machine_load, "waited", lambda: 0.0)  # other processes may have the machine
     found, plans = seeded(2, cache=tmp_path)
     assert all(search.done for search in searches(plans))
     assert all(search.runs == 7 for search in searches(plans))
