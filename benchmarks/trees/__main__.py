@@ -1,4 +1,4 @@
-"""Recursive networks beside PyTorch: `python -m benchmarks.trees [ROW ...] [--page]`.
+"""Recursive networks beside PyTorch: `python -m benchmarks.trees [ROW ...] [--threads N ...] [--page]`.
 
 Rows: treelstm, dags, rntn, mutual; all by default. Results are written after each row to
 `benchmarks/results/trees.json` and `docs/results/trees.md`. Ways take turns, batch by batch. Exits with 1 where
@@ -102,13 +102,14 @@ def main() -> int:
     """Measure rows, and write them and the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trees", description=__doc__)
     parser.add_argument("rows", nargs="*", choices=[*ROWS, []], help="which rows")
+    parser.add_argument("--threads", nargs="*", type=int, default=[1, 2], help="on how many threads")
     parser.add_argument("--page", action="store_true", help="write the page from the results alone")
     given = parser.parse_args()
     found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"rows": {}}
     for name in [] if given.page else given.rows or ROWS:
         print(f"{name} ...", file=sys.stderr, flush=True)
         kind = ROWS[name]
-        row: dict[str, Any] = {str(threads): measured(kind, threads) for threads in (1, 2)}
+        row: dict[str, Any] = {str(threads): measured(kind, threads) for threads in given.threads}
         torch.set_num_threads(1)
         row["float32"], row["float64"] = (difference(kind, dtype) for dtype in (torch.float32, torch.float64))
         found["rows"][name] = {**row, "commit": commit()}
