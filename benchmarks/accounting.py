@@ -100,9 +100,9 @@ def encoder_layer_account(pipeline: Pipeline = dt.TRAINING, batch: int = 8, leng
         module(x).backward(gradient)
 
     with fake():
-        made = layer()
-        run(*made)
-        eager = eager_traffic(lambda: run(*made))
+        results = layer()
+        run(*results)
+        eager = eager_traffic(lambda: run(*results))
     module, x, _ = layer()
     captured = captured_module(module, x)
 

@@ -96,12 +96,12 @@ def cells(outcome: Outcome) -> tuple[str, ...]:
 
 def summary(found: Sequence[Outcome]) -> Table:
     """All rows, failures in red."""
-    made = Table(title="Models through optimize and training_step", title_justify="left", box=SIMPLE_HEAD)
+    result = Table(title="Models through optimize and training_step", title_justify="left", box=SIMPLE_HEAD)
     for place, name in enumerate(COLUMNS):
-        made.add_column(name, justify="left" if place < 2 else "right", no_wrap=True)
+        result.add_column(name, justify="left" if place < 2 else "right", no_wrap=True)
     for outcome in found:
-        made.add_row(*cells(outcome), style="bold red" if failed(outcome) else "")
-    return made
+        result.add_row(*cells(outcome), style="bold red" if failed(outcome) else "")
+    return result
 
 
 def page(found: Sequence[Outcome]) -> str:
@@ -183,10 +183,10 @@ def main() -> int:
         task = progress.add_task("", total=len(chosen))
         for name in chosen:
             progress.update(task, description=name)
-            made = dataclasses.replace(isolated(name, options.cache, options.timeout), commit=commit())
-            found.append(made)
-            if failed(made):
-                progress.console.print(f"{name}: {made.kind}, {made.detail}", markup=False, highlight=False)
+            result = dataclasses.replace(isolated(name, options.cache, options.timeout), commit=commit())
+            found.append(result)
+            if failed(result):
+                progress.console.print(f"{name}: {result.kind}, {result.detail}", markup=False, highlight=False)
             progress.advance(task)
             if options.json:
                 options.json.write_text(_text(found))

@@ -70,11 +70,11 @@ def _run(work: list[tuple[Stage, Any]], file: Path) -> list[Found]:
     found = {(f.stage, f.entry): f for f in (report.read(file) if file.exists() else [])}
     todo = [(stage, op) for stage, op in work if (stage.name, label(op)) not in found]
     with tempfile.TemporaryDirectory(prefix="daceml_train-special-") as cache, file.open("a") as out:
-        for made in results(todo, cache):
-            found[made.stage, made.entry] = made
-            print(report.text(made), file=out, flush=True)
-            for said in made.wrong:
-                console.print(f"{made.stage} {made.entry} {said}", markup=False, highlight=False)
+        for result in results(todo, cache):
+            found[result.stage, result.entry] = result
+            print(report.text(result), file=out, flush=True)
+            for message in result.wrong:
+                console.print(f"{result.stage} {result.entry} {message}", markup=False, highlight=False)
     return [found[stage.name, label(op)] for stage, op in work]
 
 

@@ -59,11 +59,11 @@ class Digits:
     def batches(self, count: int, size: int = 64) -> Iterator[tuple[Tensor, Tensor]]:
         """`count` batches of training images, in a new order each time all have been seen; a rest is left out."""
         generator = torch.Generator().manual_seed(0)
-        made = 0
-        while made < count:
+        result = 0
+        while result < count:
             order = torch.randperm(len(self.images), generator=generator)
-            for part in order.split(size)[: min(count - made, len(order) // size)]:
-                made += 1
+            for part in order.split(size)[: min(count - result, len(order) // size)]:
+                result += 1
                 yield self.images[part], self.labels[part]
 
 

@@ -84,11 +84,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 110)
     start = time.perf_counter()
-    made = [train_digits(console, options.steps or 360), train_text(console, options.steps or 200)]
+    results = [train_digits(console, options.steps or 360), train_text(console, options.steps or 200)]
     options.out.mkdir(parents=True, exist_ok=True)
-    paths = [figures.losses(t, options.out) for t in made] + [figures.bytes_per_level(made, options.out)]
-    failures = [failure for t in made for failure in failed(t)]
-    console.print(summary(made))
+    paths = [figures.losses(t, options.out) for t in results] + [figures.bytes_per_level(results, options.out)]
+    failures = [failure for t in results for failure in failed(t)]
+    console.print(summary(results))
     console.print(f"figures: {', '.join(str(p) for p in paths)}")
     console.print(f"{time.perf_counter() - start:.0f} s in all")
     for failure in failures:
@@ -121,9 +121,9 @@ def train_digits(console: Console, steps: int) -> Training:
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.05)
 
-    models, made = both(console, "Digits", start, optimizer, F.cross_entropy, data.batches(steps), steps)
-    made.accuracies = tuple(accuracy(m, data) for m in models)  # type: ignore[assignment]  # two models, two numbers
-    return made
+    models, result = both(console, "Digits", start, optimizer, F.cross_entropy, data.batches(steps), steps)
+    result.accuracies = tuple(accuracy(m, data) for m in models)  # type: ignore[assignment]  # two models, two numbers
+    return result
 
 
 def train_text(console: Console, steps: int) -> Training:
@@ -242,21 +242,21 @@ def movement(function: Compiled) -> Table:
     return table
 
 
-def summary(made: Sequence[Training]) -> Table:
+def summary(results: Sequence[Training]) -> Table:
     """Both trainings side by side."""
     table = Table(title="Both ways, side by side", title_justify="left")
     table.add_column("")
-    for training in made:
+    for training in results:
         for run in (training.eager, training.ours):
             table.add_column(f"{training.title}\n{run.title}", justify="right")
-    runs = [(t, run) for t in made for run in (t.eager, t.ours)]
+    runs = [(t, run) for t in results for run in (t.eager, t.ours)]
     table.add_row("median ms a step", *(f"{run.milliseconds:.2f}" for _, run in runs))
     times = [f"{t.eager.milliseconds / run.milliseconds:.2f} x" if run is t.ours else "" for t, run in runs]
     table.add_row("times as fast", *times)
     table.add_row("loss at the end", *(f"{run.last:.4f}" for _, run in runs))
-    reached = [a for t in made for a in t.accuracies or (None, None)]
+    reached = [a for t in results for a in t.accuracies or (None, None)]
     table.add_row("test accuracy", *("" if a is None else f"{100 * a:.2f} %" for a in reached))
-    amounts = [size for t in made for size in (t.moved.captured, t.moved.moved)]
+    amounts = [size for t in results for size in (t.moved.captured, t.moved.moved)]
     table.add_row("bytes of a step, counted", *map(bytes_text, amounts))
     return table
 

@@ -115,7 +115,7 @@ def variants(name: str, batch: int, folder: Path) -> dict[str, Run]:
     settings.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(str(file), settings, providers=["CPUExecutionProvider"])
     feed = {i.name: x.numpy() for i, x in zip(session.get_inputs(), inputs, strict=True)}
-    made: dict[str, Run] = {
+    results: dict[str, Run] = {
         "eager": called(model, inputs),
         "frozen": called(torch.compile(copy.deepcopy(model)), inputs),
         "onnxruntime": lambda: session.run(None, feed)[0],
@@ -124,9 +124,9 @@ def variants(name: str, batch: int, folder: Path) -> dict[str, Run]:
     if network.images:
         images = copy.deepcopy(model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         arguments = tuple(map(last, inputs))
-        made["eager cl"] = called(images, arguments)
-        made["frozen cl"] = called(torch.compile(copy.deepcopy(images)), arguments)
-    return made
+        results["eager cl"] = called(images, arguments)
+        results["frozen cl"] = called(torch.compile(copy.deepcopy(images)), arguments)
+    return results
 
 
 def measure(name: str, batch: int, turns: int) -> dict[str, Any]:
@@ -135,19 +135,19 @@ def measure(name: str, batch: int, turns: int) -> dict[str, Any]:
     logging.disable(logging.WARNING)
     found: dict[str, Any] = {"load": os.getloadavg()[0], "variants": {}}
     with tempfile.TemporaryDirectory(prefix="daceml_train-inference-") as folder, ExitStack() as within:
-        made = variants(name, batch, Path(folder))  # parameters created in inference mode have no versions
+        results = variants(name, batch, Path(folder))  # parameters created in inference mode have no versions
         within.enter_context(torch.inference_mode())
-        want = made["eager"]().double()
+        want = results["eager"]().double()
         scale = max(float(want.abs().max()), 1e-6)
-        for variant, run in made.items():
+        for variant, run in results.items():
             result = run()
             got = torch.from_numpy(result) if isinstance(result, np.ndarray) else result
             difference = float((got.double() - want).abs().max()) / scale
             if difference > TOLERANCE:
                 return {"error": f"the output of {variant} differs by {difference:.2g}"}
             found["variants"][variant] = {"difference": difference}
-        seen: dict[str, list[Visit]] = {variant: [] for variant in made}
-        for variant, seen_now, _ in visits({v: partial(rested, run) for v, run in made.items()}, turns):
+        seen: dict[str, list[Visit]] = {variant: [] for variant in results}
+        for variant, seen_now, _ in visits({v: partial(rested, run) for v, run in results.items()}, turns):
             seen[variant].append(seen_now)
     for variant, of in seen.items():
         found["variants"][variant] |= dataclasses.asdict(timing(of))
@@ -233,8 +233,8 @@ def _apart(name: str, batch: int, steps: int) -> dict[str, Any]:
     lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
     if ended.returncode != 0 or not lines:
         return {"error": f"{ended.stderr.strip()[-300:] or 'no result'}".replace("\n", " ")}
-    made: dict[str, Any] = json.loads(lines[-1])
-    return made
+    results: dict[str, Any] = json.loads(lines[-1])
+    return results
 
 
 if __name__ == "__main__":

@@ -285,7 +285,7 @@ def main() -> None:
         start = time.perf_counter()
         code = generate(kernel, [*map(layout, family.inputs)], [*map(layout, family.outputs)])
         code.source  # noqa: B018
-        made = time.perf_counter()
+        result = time.perf_counter()
         path = compile_kernels([code], FOLDER)[code.key]
         built = time.perf_counter()
         ours = bind(code, load(path, code.key), kernel, family.inputs, family.outputs, threads=options.threads)
@@ -297,7 +297,7 @@ def main() -> None:
             times = measure(calls, options.seconds)
         row = f"{family.name:32}{times[0]:8.3f}{times[1]:8.3f}{times[0] / times[1]:7.2f}"
         row += f"{times[2]:9.3f}{times[0] / times[2]:7.2f}" if len(times) > 2 else " " * 16
-        print(f"{row}{made - start:10.3f}{built - made:6.2f}", flush=True)
+        print(f"{row}{result - start:10.3f}{built - result:6.2f}", flush=True)
 
 
 if __name__ == "__main__":

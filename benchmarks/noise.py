@@ -56,10 +56,10 @@ class Rounding(TorchDispatchMode):
                 return apart(*args, **(kwargs or {}))
         if self.terms and func.overloadpacket in PRODUCTS:
             args = torch.utils._pytree.tree_map_only(Tensor, self._noisy, args)
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if any(r.alias_info is not None for r in func._schema.returns):
-            return made
-        return torch.utils._pytree.tree_map_only(Tensor, self._noisy, made)
+            return result
+        return torch.utils._pytree.tree_map_only(Tensor, self._noisy, result)
 
     def _noisy(self, x: Tensor) -> Tensor:
         if x.dtype is not torch.float32:

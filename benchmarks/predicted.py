@@ -81,8 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ratio = own * bandwidth / predicted
         rows[case.name] = {"predicted": predicted, "seconds": own, "bandwidth": bandwidth, "ratio": ratio}
         verdict = "" if abs(ratio - 1) <= TOLERANCE else "  off by more than 25 %"
-        said = f"{case.name:32} {predicted / 1e6:8.1f} MB {1e3 * own:8.2f} ms {bandwidth / 1e9:6.1f} GB/s"
-        print(f"{said}  ratio {ratio:.2f}{verdict}", flush=True)
+        message = f"{case.name:32} {predicted / 1e6:8.1f} MB {1e3 * own:8.2f} ms {bandwidth / 1e9:6.1f} GB/s"
+        print(f"{message}  ratio {ratio:.2f}{verdict}", flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps(surroundings() | {"kernels": rows}, indent=1) + "\n", encoding="utf-8")
     return int(any(abs(row["ratio"] - 1) > TOLERANCE for row in rows.values()))

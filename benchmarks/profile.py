@@ -91,7 +91,7 @@ def summary(launches: Sequence[Launched]) -> dict[str, Any]:
 
 def lines(found: Mapping[str, Any]) -> list[str]:
     """The table of one network in Markdown."""
-    made = ["| launches | | phase | ms | share | GF/s | GB/s |", "|---|---|---|---|---|---|---|"]
+    results = ["| launches | | phase | ms | share | GF/s | GB/s |", "|---|---|---|---|---|---|---|"]
     for group in found["groups"]:
         seconds, what = group["ms"] / 1e3, group["what"].removeprefix("aten::")
         shown = what if len(what) <= 48 else f"{what[:45]}..."
@@ -104,10 +104,10 @@ def lines(found: Mapping[str, Any]) -> list[str]:
             f"{group['flops'] / seconds / 1e9:.0f}",
             f"{group['bytes'] / seconds / 1e9:.0f}",
         )
-        made.append(f"| {' | '.join(cells)} |")
+        results.append(f"| {' | '.join(cells)} |")
     rest = found["rest"]
-    made.append(f"| {rest['count']} | the rest | | {rest['ms']:.1f} | {rest['ms'] / found['ms']:.0%} | | |")
-    return made
+    results.append(f"| {rest['count']} | the rest | | {rest['ms']:.1f} | {rest['ms'] / found['ms']:.0%} | | |")
+    return results
 
 
 if __name__ == "__main__":

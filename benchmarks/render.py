@@ -89,8 +89,8 @@ def page(results: dict[str, Any]) -> Iterator[str]:
         if where := profiles["networks"].get(name):
             yield f"\nWhere the time goes, {where['ms']:.0f} ms in all (`python -m benchmarks.profile {name}`):\n"
             yield from profile.lines(where)
-        if said := levers.LIMITS.get(name):
-            yield f"\n{said}"
+        if message := levers.LIMITS.get(name):
+            yield f"\n{message}"
 
 
 # ---- one line per network -------------------------------------------------------------------------------------------
@@ -115,26 +115,26 @@ def _ratios(found: Mapping[str, Any]) -> dict[str, float]:
     """How many times as fast as PyTorch: the step with both settings of memory allocation, and `optimize`."""
     if "error" in found or "step" not in found["variants"] or (stock := best(found)) is None:
         return {}
-    rows, made = found["variants"], {}
-    made["step"] = stock[1] / rows["step"]["stock"]["median"]
+    rows, results = found["variants"], {}
+    results["step"] = stock[1] / rows["step"]["stock"]["median"]
     if tuned := best(found, "tuned"):
-        made["tuned"] = tuned[1] / rows["step"]["stock"]["median"]
+        results["tuned"] = tuned[1] / rows["step"]["stock"]["median"]
     if "module" in rows:
-        made["module"] = stock[1] / rows["module"]["stock"]["median"]
-    return made
+        results["module"] = stock[1] / rows["module"]["stock"]["median"]
+    return results
 
 
 def _starts(found: Mapping[str, Any]) -> dict[str, float]:
     """Peak memory relative to PyTorch's best variant, seconds of cold and warm starts, torch.compile's cold start."""
     rows, fastest = found["variants"], best(found)
-    made = {"cold": rows["step"]["cold"]["seconds"], "warm": rows["step"]["warm"]["seconds"]}
+    results = {"cold": rows["step"]["cold"]["seconds"], "warm": rows["step"]["warm"]["seconds"]}
     stages = rows["step"]["warm"]["stages"]
-    made["warm after capture"] = sum(seconds for stage, seconds in stages.items() if stage != "capture")
+    results["warm after capture"] = sum(seconds for stage, seconds in stages.items() if stage != "capture")
     if fastest:
-        made["memory"] = rows["step"]["warm"]["peak_bytes"] / rows[fastest[0]]["warm"]["peak_bytes"]
+        results["memory"] = rows["step"]["warm"]["peak_bytes"] / rows[fastest[0]]["warm"]["peak_bytes"]
     if "inductor" in rows:
-        made["inductor"] = rows["inductor"]["cold"]["seconds"]
-    return made
+        results["inductor"] = rows["inductor"]["cold"]["seconds"]
+    return results
 
 
 def _cells(name: str, found: Mapping[str, Any]) -> list[str]:

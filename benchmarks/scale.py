@@ -72,14 +72,14 @@ def measured(rank: int, world: int, steps: int) -> list[tuple[float, float, int,
     x = torch.randn(ROWS * world, WIDTH, generator=generator)[rank::world]
     y = x[:, :10].argmax(1)
     models = [network() for _ in VARIANTS]
-    made = [step_of(variant, model) for variant, model in zip(VARIANTS, models, strict=True)]
-    seconds: list[list[float]] = [[] for _ in made]
-    counted = [0] * len(made)
+    results = [step_of(variant, model) for variant, model in zip(VARIANTS, models, strict=True)]
+    seconds: list[list[float]] = [[] for _ in results]
+    counted = [0] * len(results)
     for _ in range(3):
-        for train, _ in made:
+        for train, _ in results:
             train(x, y)
     for _ in range(steps):  # in turn, so that all see the same load
-        for index, (train, _) in enumerate(made):
+        for index, (train, _) in enumerate(results):
             dist.barrier()
             before, start = loopback(), time.perf_counter()
             train(x, y)
@@ -88,7 +88,7 @@ def measured(rank: int, world: int, steps: int) -> list[tuple[float, float, int,
             counted[index] += loopback() - before
     first = list(models[0].parameters())
     rows = []
-    for index, (_, promised) in enumerate(made):
+    for index, (_, promised) in enumerate(results):
         pairs = zip(first, models[index].parameters(), strict=True)
         apart = max((a - b).abs().max().item() for a, b in pairs)
         rows.append((1e3 * statistics.median(seconds[index]), counted[index] / steps / world, promised(), apart))

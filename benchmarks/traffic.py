@@ -51,53 +51,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
     accounts: dict[str, Account] = {}
     for name in options.networks or (*TWELVE, LAYER):
         with console.status(f"{name}: counting") if sys.stdout.isatty() else nullcontext():
-            made, seconds = timed(
+            result, seconds = timed(
                 lambda name=name: (  # type: ignore[misc]
                     encoder_layer_account() if name == LAYER else training_account(NETWORKS[name], small=options.small)
                 )
             )
-        accounts[name] = made
-        print(f"{line(name, made)}  ({seconds:.0f} s)", file=sys.stderr, flush=True)
-        for text in top(made, options.top):
+        accounts[name] = result
+        print(f"{line(name, result)}  ({seconds:.0f} s)", file=sys.stderr, flush=True)
+        for text in top(result, options.top):
             print(text, flush=True)
     console.print(table(accounts))
-    counted = [made for name, made in accounts.items() if name != LAYER]
+    counted = [result for name, result in accounts.items() if name != LAYER]
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(figures(accounts), indent=1) + "\n", encoding="utf-8")
     if counted:
         print(f"geometric mean {mean(counted):.2f}")
-    return int(any(made.grown for made in accounts.values()))
+    return int(any(result.grown for result in accounts.values()))
 
 
 def mean(accounts: Sequence[Account]) -> float:
     """The geometric mean of the shares."""
-    return math.exp(sum(math.log(made.share) for made in accounts) / len(accounts))
+    return math.exp(sum(math.log(result.share) for result in accounts) / len(accounts))
 
 
-def line(name: str, made: Account) -> str:
+def line(name: str, result: Account) -> str:
     """One network in one line."""
-    stages = " ".join(f"{bytes_text(size)}" for size in made.stages.values())
-    return f"{name:16} {bytes_text(made.eager):>9} -> {stages}  share {made.share:.3f}"
+    stages = " ".join(f"{bytes_text(size)}" for size in result.stages.values())
+    return f"{name:16} {bytes_text(result.eager):>9} -> {stages}  share {result.share:.3f}"
 
 
-def top(made: Account, count: int) -> list[str]:
+def top(result: Account, count: int) -> list[str]:
     """The largest operators, eager's and ours side by side."""
-    pairs = zip(list(made.eager_by_operator.items())[:count], list(made.ours_by_operator.items())[:count], strict=False)
+    pairs = zip(
+        list(result.eager_by_operator.items())[:count], list(result.ours_by_operator.items())[:count], strict=False
+    )
     return [f"    {bytes_text(a):>9} {x:44} {bytes_text(b):>9} {y}" for (x, a), (y, b) in pairs]
 
 
 def table(accounts: dict[str, Account]) -> Table:
     """The figures; a level that adds bytes is marked."""
-    made = Table(box=SIMPLE_HEAD)
-    made.add_column("network", no_wrap=True)
+    result = Table(box=SIMPLE_HEAD)
+    result.add_column("network", no_wrap=True)
     for heading in ("eager", CAPTURED, *(level.replace("_", " ") for level in LEVELS), "share", "kernels"):
-        made.add_column(heading, justify="right", no_wrap=True)
+        result.add_column(heading, justify="right", no_wrap=True)
     for name, row in accounts.items():
         stages = [f"{bytes_text(size)}{' !' if stage in row.grown else ''}" for stage, size in row.stages.items()]
         kernels = f"{row.eager_kernels} -> {row.kernels}"
-        made.add_row(name, bytes_text(row.eager), *stages, f"{row.share:.3f}", kernels)
-    return made
+        result.add_row(name, bytes_text(row.eager), *stages, f"{row.share:.3f}", kernels)
+    return result
 
 
 def figures(accounts: dict[str, Account]) -> dict[str, Any]:

@@ -119,8 +119,10 @@ def surroundings() -> dict[str, Any]:
 @contextmanager
 def bar(console: Console, name: str) -> Iterator[Advance]:
     """A progress bar that vanishes; its function takes the share done and what is being done."""
-    said = [TextColumn(f"{{task.fields[{field}]}}") for field in ("network", "now")]
-    with Progress(said[0], BarColumn(), TimeElapsedColumn(), said[1], console=console, transient=True) as progress:
+    messages = [TextColumn(f"{{task.fields[{field}]}}") for field in ("network", "now")]
+    with Progress(
+        messages[0], BarColumn(), TimeElapsedColumn(), messages[1], console=console, transient=True
+    ) as progress:
         task = progress.add_task("", total=1.0, network=name, now="starting")
         yield lambda done, now: progress.update(task, completed=done, now=now)
 
@@ -170,10 +172,10 @@ class Worker:
     def _told(self, what: str) -> Any:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if line.startswith("{") and what in (said := json.loads(line)):
-                return said[what]
-        said = self.errors.read_text()[-4000:].strip() or f"ended with status {self.process.wait()}"
-        raise Failure(f"{self.variant}: {said}")
+            if line.startswith("{") and what in (messages := json.loads(line)):
+                return messages[what]
+        messages = self.errors.read_text()[-4000:].strip() or f"ended with status {self.process.wait()}"
+        raise Failure(f"{self.variant}: {messages}")
 
 
 def measured(
@@ -222,8 +224,8 @@ def agreed(name: str, mixed: bool) -> float:
     command = [sys.executable, "-m", "benchmarks.agreement", "--full", name, *["--mixed"] * mixed]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if ended.returncode != 0:
-        said = ended.stdout.strip() or ended.stderr[-4000:].strip()
-        raise Failure(f"results differ from PyTorch's, so nothing is timed: {said}")
+        message = ended.stdout.strip() or ended.stderr[-4000:].strip()
+        raise Failure(f"results differ from PyTorch's, so nothing is timed: {message}")
     return float(ended.stdout.partition("agrees:")[2].split()[0])
 
 
@@ -240,15 +242,15 @@ def table(title: str, found: dict[str, Any]) -> Table:
     """The figures of one network; the ratios are to the best of PyTorch's variants."""
     from benchmarks.variants import VARIANTS
 
-    made = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
-    made.add_column("variant", no_wrap=True)
+    result = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
+    result.add_column("variant", no_wrap=True)
     for heading in ("ms a step", "quartiles", "best ÷ it", "tuned ms", "faults", "peak GB", "cold s", "warm s"):
-        made.add_column(heading, justify="right", no_wrap=True)
+        result.add_column(heading, justify="right", no_wrap=True)
     notes = []
     for name, row in found["variants"].items():
         fastest = best(found, mixed=VARIANTS[name].mixed)
         stock, tuned = row["stock"], row.get("tuned")
-        made.add_row(
+        result.add_row(
             VARIANTS[name].title,
             f"{stock['median']:.2f}",
             f"{stock['lower']:.2f}-{stock['upper']:.2f}{' *' if stock['disturbed'] else ''}",
@@ -263,8 +265,8 @@ def table(title: str, found: dict[str, Any]) -> Table:
         notes += [f"{name} runs partly in PyTorch: {reason}" for reason in row.get("report", {}).get("breaks", ())]
     if any(row[kind]["disturbed"] for row in found["variants"].values() for kind in ("stock", "tuned") if kind in row):
         notes.append("* other processes were busy most of the time: the quieter half of the visits")
-    made.caption = "\n".join(notes)
-    return made
+    result.caption = "\n".join(notes)
+    return result
 
 
 if __name__ == "__main__":

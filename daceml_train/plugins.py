@@ -74,13 +74,13 @@ def _load(entry: importlib.metadata.EntryPoint) -> Plugin:
     return plugin
 
 
-def source_key(makers: Iterable[Callable[..., Any]]) -> str:
+def source_key(producers: Iterable[Callable[..., Any]]) -> str:
     """A hash of the source that defines classes and functions from outside this package: part of cache keys.
 
     For a module in a package, the whole folder counts, since helpers are likely to be there.
     """
     own = __name__.partition(".")[0] + "."
-    whole = (m.func if isinstance(m, functools.partial) else m for m in makers)
+    whole = (m.func if isinstance(m, functools.partial) else m for m in producers)
     foreign = [m for m in whole if not m.__module__.startswith(own)]
     digest = hashlib.sha256()
     for name in sorted({m.__module__ for m in foreign}):
@@ -91,17 +91,17 @@ def source_key(makers: Iterable[Callable[..., Any]]) -> str:
             for path in sorted(file.parent.glob("*.py")) if getattr(module, "__package__", "") else [file]:
                 digest.update(path.read_bytes())
         else:  # a notebook's cells
-            for maker in sorted((m for m in foreign if m.__module__ == name), key=lambda m: m.__qualname__):
-                digest.update("\n".join(_parts(maker)).encode())
+            for producer in sorted((m for m in foreign if m.__module__ == name), key=lambda m: m.__qualname__):
+                digest.update("\n".join(_parts(producer)).encode())
     return digest.hexdigest()
 
 
-def _parts(maker: Callable[..., Any]) -> Iterator[str]:
+def _parts(producer: Callable[..., Any]) -> Iterator[str]:
     """The source of a function or class in a notebook's cell; the source of a class is found method by method."""
-    if not isinstance(maker, type):
-        yield inspect.getsource(maker)
+    if not isinstance(producer, type):
+        yield inspect.getsource(producer)
         return
-    for name, value in vars(maker).items():
+    for name, value in vars(producer).items():
         function = inspect.unwrap(getattr(value, "__func__", value))
         code = getattr(function, "__code__", None)
         if code is not None and not code.co_filename.startswith("<"):  # methods that a dataclass generates have no file

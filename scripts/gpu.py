@@ -73,17 +73,17 @@ def bundle(folder: Path) -> int:
             continue
         seen.add(name)
         before = set(folder.glob("*.whl"))
-        made = next((w for w in before if canonical(w.name.split("-")[0]) == name), None)
-        if made is None:
+        result = next((w for w in before if canonical(w.name.split("-")[0]) == name), None)
+        if result is None:
             if subprocess.run([*wheels, requirement]).returncode:
                 print(f"{requirement} has no wheel and could not be built")
                 return 1
-            made = next(iter(set(folder.glob("*.whl")) - before))
-        if not made.name.endswith("-none-any.whl"):
-            print(f"left out: {made.name} is for this machine only")
-            made.unlink()
+            result = next(iter(set(folder.glob("*.whl")) - before))
+        if not result.name.endswith("-none-any.whl"):
+            print(f"left out: {result.name} is for this machine only")
+            result.unlink()
             continue
-        pending += requirements(made)
+        pending += requirements(result)
     size = sum(w.stat().st_size for w in folder.glob("*.whl")) / 2**20
     print(f"{folder}: {len(list(folder.glob('*.whl')))} wheels, {size:.1f} MiB")
     return 0

@@ -84,9 +84,9 @@ def test_replay(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     path = saved(model, tmp_path / "mine.json")
     again = tmp_path / "again.py"
     assert main(["replay", str(path), f"{model}:step", "-o", str(again)]) == 0
-    said = capsys.readouterr().out
-    assert "1 of 1 steps applied" in said
-    assert "fuse_elementwise" in said
+    message = capsys.readouterr().out
+    assert "1 of 1 steps applied" in message
+    assert "fuse_elementwise" in message
     assert dt.Pipeline.of(again) == dt.Pipeline.of(path)
     assert main(["replay", str(path), f"{model}:module"]) == 1
     assert "no operator belongs to module '1'" in capsys.readouterr().out
@@ -102,15 +102,15 @@ def test_replay_verifies(model: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     path = tmp_path / "training.txt"
     path.write_text(str(dt.TRAINING))
     assert main(["replay", str(path), f"{model}:step", "--verify"]) == 0
-    said = capsys.readouterr().out
-    assert "all right: 1 result, 4 updates, 4 gradients; compared with PyTorch in float64" in said
+    message = capsys.readouterr().out
+    assert "all right: 1 result, 4 updates, 4 gradients; compared with PyTorch in float64" in message
 
 
 def test_diff(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, numbers = saved(model, tmp_path / "mine.json"), tmp_path / "diff.json"
     assert main(["diff", "none", str(path), f"{model}:step", "--json", str(numbers)]) == 1
-    said = capsys.readouterr().out
-    assert "+at_place(apply='fuse_elementwise()', module='1'" in said
+    message = capsys.readouterr().out
+    assert "+at_place(apply='fuse_elementwise()', module='1'" in message
     told = json.loads(numbers.read_text())
     assert told["bytes"][1] < told["bytes"][0] and not told["same"]
     assert main(["diff", str(path), str(path), f"{model}:step"]) == 0
@@ -163,8 +163,8 @@ def test_diff_of_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     other["functions"][0]["launches"][0]["bytes"] = 300
     paths[1].write_text(json.dumps(other))
     assert main(["diff", *map(str, paths), "--json", str(tmp_path / "told.json")]) == 1
-    said = capsys.readouterr().out
-    assert "+ step falls back: aten.sort net.py:3" in said and "gelu, mul" in said and "sub " not in said
+    message = capsys.readouterr().out
+    assert "+ step falls back: aten.sort net.py:3" in message and "gelu, mul" in message and "sub " not in message
     told = json.loads((tmp_path / "told.json").read_text())
     assert ["step", "moved", 600, 500] in told["numbers"] and ["step", "peak", 130, 120] in told["numbers"]
     assert main(["diff", str(paths[0]), "training"]) == 2
@@ -174,13 +174,13 @@ def test_diff_of_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_explain_a_node(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "code"
     assert main(["explain", f"{model}:step", "--node", "%tanh", "--code", str(folder)]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("%tanh = tanh(")
-    assert "module  1" in said and "f32[3, 8], 96 B" in said and "fuse_elementwise" in said
-    levels = [line.split() for line in said.partition("bytes moved\n")[2].partition("  passes")[0].splitlines()]
+    message = capsys.readouterr().out
+    assert message.startswith("%tanh = tanh(")
+    assert "module  1" in message and "f32[3, 8], 96 B" in message and "fuse_elementwise" in message
+    levels = [line.split() for line in message.partition("bytes moved\n")[2].partition("  passes")[0].splitlines()]
     assert levels[0][:2] == ["at", "first"] and levels[-1][0] == "global_movement"
     (kernel,) = folder.glob("kernel_*.cpp")
-    assert f"    {kernel.stem}" in said and f"void {kernel.stem}(" in kernel.read_text()
+    assert f"    {kernel.stem}" in message and f"void {kernel.stem}(" in kernel.read_text()
     assert main(["explain", f"{model}:step", "--node", "mse_loss", "--pipeline", "none"]) == 0
     assert "no pass changes it" in capsys.readouterr().out
     assert main(["explain", f"{model}:step", "--node", "reduce.sum", "--pipeline", "none"]) == 1
@@ -216,9 +216,9 @@ def test_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.compiled
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
-    said = capsys.readouterr().out
-    assert "WRONG" not in said
-    assert "two layers trained for three steps" in said
+    message = capsys.readouterr().out
+    assert "WRONG" not in message
+    assert "two layers trained for three steps" in message
 
 
 def test_doctor_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -284,9 +284,9 @@ def test_as_a_module() -> None:
 
 def test_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["passes"]) == 0
-    said = capsys.readouterr().out
-    assert "fusion\n" in said
-    assert "  fuse_elementwise             Compute a chain" in said
+    message = capsys.readouterr().out
+    assert "fusion\n" in message
+    assert "  fuse_elementwise             Compute a chain" in message
     assert main(["passes", "fuse_elementwise"]) == 0
     assert "limit: int = 96" in capsys.readouterr().out
     assert main(["passes", "fuse_elementwize"]) == 1

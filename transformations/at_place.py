@@ -83,12 +83,12 @@ class AtPlace(Pass):
 
     def places(self, graph: Graph) -> list[Candidate]:
         """All matches of the pass with this module and these operators, in the order of the pass."""
-        makers, phase_of = graph.producers(), _phases(graph)
-        return [m for m in self.transformation.matches(graph) if self.fits(makers, m, phase_of)]
+        producers, phase_of = graph.producers(), _phases(graph)
+        return [m for m in self.transformation.matches(graph) if self.fits(producers, m, phase_of)]
 
-    def fits(self, makers: dict[str, Node], match: Candidate, phase_of: Mapping[str, str]) -> bool:
+    def fits(self, producers: dict[str, Node], match: Candidate, phase_of: Mapping[str, str]) -> bool:
         """Whether a match has this module, phase and these operators; `makers` are the graph's producers."""
-        module, operators = place_of(makers, match)
+        module, operators = place_of(producers, match)
         if self.phase and phase_of and _phase(phase_of, match) != self.phase:
             return False
         return self.module in ("", module) and self.operators in ("", operators)
@@ -102,9 +102,9 @@ class AtPlace(Pass):
         return replace(anywhere, occurrence=same.index((match.where, match.arrays)))
 
 
-def place_of(makers: dict[str, Node], match: Candidate) -> tuple[str, str]:
+def place_of(producers: dict[str, Node], match: Candidate) -> tuple[str, str]:
     """The module of a match's last operator that has one, and the operators of the match."""
-    nodes = list({id(n): n for name in match.arrays if (n := makers.get(name)) is not None}.values())
+    nodes = list({id(n): n for name in match.arrays if (n := producers.get(name)) is not None}.values())
     modules = [node.origin.module for node in nodes if node.origin.module]
     return modules[-1] if modules else "", ", ".join(described(node.op) for node in nodes)
 

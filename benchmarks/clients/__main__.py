@@ -47,8 +47,8 @@ def rows_of(client: str, programs: list[str]) -> list[dict[str, Any]]:
     code = subprocess.run(command, cwd=ROOT, env={**os.environ, **offline}, check=False).returncode
     rows: list[dict[str, Any]] = json.loads(target.read_text()) if target.exists() else []
     if code:
-        said = f"the process of this client ended with {code}"
-        row = {"client": client, "program": "", "version": "", "changed": 0, "kind": "wrong", "said": said}
+        message = f"the process of this client ended with {code}"
+        row = {"client": client, "program": "", "version": "", "changed": 0, "kind": "wrong", "said": message}
         rows.append({**row, "seconds": 0.0})
     return rows
 
@@ -63,8 +63,8 @@ def page(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         cells = row["client"].replace("_", " "), row["version"], row["program"], str(row["changed"]), row["kind"]
         lines.append(f"| {' | '.join(cells)} |")
-    said = [f"- {row['client']}, {row['program']}: {row['said'][:300]}" for row in rows if row["said"]]
-    return "\n".join([*lines, *([""] if said else []), *said])
+    messages = [f"- {row['client']}, {row['program']}: {row['messages'][:300]}" for row in rows if row["said"]]
+    return "\n".join([*lines, *([""] if messages else []), *messages])
 
 
 def write(rows: list[dict[str, Any]]) -> None:

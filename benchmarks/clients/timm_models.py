@@ -69,14 +69,14 @@ def network(name: str, way: Way) -> None:
     """Two steps, then an evaluation; in float64, since normalization over few samples amplifies rounding."""
     size, small = NETWORKS[name]
     torch.manual_seed(1)
-    made = timm.create_model(name, pretrained=False, **SMALL, **small).double()
-    for module in made.modules():
+    result = timm.create_model(name, pretrained=False, **SMALL, **small).double()
+    for module in result.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for probability in ("drop_prob", "drop_rate"):  # of whole branches, `DropPath`, and of calls of `F.dropout`
             if hasattr(module, probability):
                 setattr(module, probability, 0.0)
-    net = way.optimize(made)  # changed
+    net = way.optimize(result)  # changed
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):

@@ -130,8 +130,10 @@ def generation(way: Way) -> None:
     note(way, trainer)
     prompt = torch.tensor([[1, 5, 9], [1, 7, 3]])
     mask = torch.ones_like(prompt)
-    said = trainer.model.eval().generate(prompt, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
-    way.note("generated", said)
+    message = trainer.model.eval().generate(
+        prompt, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0
+    )
+    way.note("generated", message)
 
 
 PROGRAMS: dict[str, Program] = {

@@ -34,8 +34,8 @@ class Row:
 def run(client: str, version: str, name: str, program: Program) -> Row:
     """The row of one program."""
     started = time.perf_counter()
-    kind, said = _compared(program)
-    return Row(client, name, version, changed_lines(program), kind, said, round(time.perf_counter() - started, 1))
+    kind, message = _compared(program)
+    return Row(client, name, version, changed_lines(program), kind, message, round(time.perf_counter() - started, 1))
 
 
 def _compared(program: Program) -> tuple[str, str]:
@@ -55,8 +55,8 @@ def _compared(program: Program) -> tuple[str, str]:
     if ours.seen.keys() != eager.seen.keys() or not eager.seen:
         return "wrong", f"records {sorted(ours.seen.keys() ^ eager.seen.keys())[:3]} in one way alone"
     found = (differs(key, value, eager.seen[key], ours.loose, narrow=True) for key, value in ours.seen.items())
-    if said := next(filter(None, found), ""):
-        return "wrong", said
+    if message := next(filter(None, found), ""):
+        return "wrong", message
     surprises = ours.surprises()
     return ("fallback", "; ".join(surprises)) if surprises else ("same", "")
 

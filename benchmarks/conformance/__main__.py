@@ -92,10 +92,10 @@ def _run(todo: list[tuple[Stage, Any]], file: Path, console: Console) -> list[Ro
         for stage, op in todo:
             progress.update(task, description=f"{stage.name} {label(op)}")
             if (stage.name, label(op)) not in rows:
-                made = rows[stage.name, label(op)] = stage.run(op, cache)
-                print(report.text(made), file=out, flush=True)
-                for said in made.failures:
-                    progress.console.print(f"{stage.name} {label(op)} {said}", markup=False, highlight=False)
+                result = rows[stage.name, label(op)] = stage.run(op, cache)
+                print(report.text(result), file=out, flush=True)
+                for message in result.failures:
+                    progress.console.print(f"{stage.name} {label(op)} {message}", markup=False, highlight=False)
             progress.advance(task)
     return [rows[stage.name, label(op)] for stage, op in todo]
 

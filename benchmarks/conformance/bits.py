@@ -53,10 +53,10 @@ def distance(ours: Results, alternatives: Sequence[Results], limit: Limit) -> Di
             return Distance(wrong=f"{len(found)} {what} instead of {len(getattr(first, what))}")
         for i, a in enumerate(found):
             others = [getattr(other, what)[i] for other in alternatives]
-            made = _tensor(a, others, limit)
-            wrong = f"{what}[{i}]: {made.wrong}" if made.wrong and not worst.wrong else worst.wrong
+            result = _tensor(a, others, limit)
+            wrong = f"{what}[{i}]: {result.wrong}" if result.wrong and not worst.wrong else worst.wrong
             worst = Distance(
-                max(worst.ulps, made.ulps), max(worst.epsilons, made.epsilons), worst.signs + made.signs, wrong
+                max(worst.ulps, result.ulps), max(worst.epsilons, result.epsilons), worst.signs + result.signs, wrong
             )
     return worst
 

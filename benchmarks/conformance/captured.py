@@ -56,17 +56,17 @@ class Prepared:
 def outcomes(op: Any, samples: Sequence[Any], gradients: bool) -> list[Outcome]:
     """Compare the samples of one entry, in values and, where wanted, in gradients with random cotangents."""
     found = [prepared(op, number, sample, gradients) for number, sample in enumerate(samples)]
-    made = {o.sample: o for o in found if isinstance(o, Outcome)}
+    results = {o.sample: o for o in found if isinstance(o, Outcome)}
     runnable = [p for p in found if isinstance(p, Prepared)]
     for start in range(0, len(runnable), TOGETHER):
-        made |= {o.sample: o for o in _compared(op, runnable[start : start + TOGETHER])}
-    return [made[str(number)] for number in range(len(samples))]
+        results |= {o.sample: o for o in _compared(op, runnable[start : start + TOGETHER])}
+    return [results[str(number)] for number in range(len(samples))]
 
 
 def outcome(op: Any, number: int, sample: Any, gradients: bool) -> Outcome:
     """Compare one sample."""
-    made = prepared(op, number, sample, gradients)
-    return made if isinstance(made, Outcome) else _compared(op, [made])[0]
+    result = prepared(op, number, sample, gradients)
+    return result if isinstance(result, Outcome) else _compared(op, [result])[0]
 
 
 def prepared(op: Any, number: int, sample: Any, gradients: bool) -> Prepared | Outcome:
@@ -91,8 +91,10 @@ def _compared(op: Any, group: Sequence[Prepared]) -> list[Outcome]:
         results = [] if random else interpreted(captured, group)
     except Exception as error:
         if len(group) == 1:
-            kind, said = ("as PyTorch", error.message) if isinstance(error, Unsupported) else ("raised", _text(error))
-            return [Outcome(str(group[0].number), kind, said)]
+            kind, message = (
+                ("as PyTorch", error.message) if isinstance(error, Unsupported) else ("raised", _text(error))
+            )
+            return [Outcome(str(group[0].number), kind, message)]
         random, results = True, []
     if len(group) > 1 and random:
         return [o for p in group for o in _compared(op, [p])]
@@ -118,12 +120,12 @@ def _text(error: Exception) -> str:
 
 
 def _outcome(op: Any, p: Prepared, ours: Results, calls: tuple[str, ...]) -> Outcome:
-    said = difference(ours, p.expected, None)
-    if said and op.name in CHOOSING and not p.sample.kwargs.get("stable"):
-        said = difference(chosen(p.sample, ours), chosen(p.sample, p.expected), None)
-    if said:  # seldom: only then is eager's own error of interest
-        said = difference(ours, p.expected, _exact(op, p.sample, p.cotangents))
-    return Outcome(str(p.number), "wrong" if said else "ATen" if calls else "native", said, calls)
+    message = difference(ours, p.expected, None)
+    if message and op.name in CHOOSING and not p.sample.kwargs.get("stable"):
+        message = difference(chosen(p.sample, ours), chosen(p.sample, p.expected), None)
+    if message:  # seldom: only then is eager's own error of interest
+        message = difference(ours, p.expected, _exact(op, p.sample, p.cotangents))
+    return Outcome(str(p.number), "wrong" if message else "ATen" if calls else "native", message, calls)
 
 
 def flattened(op: Any, sample: Any) -> tuple[Callable[..., Any], list[Tensor], tuple[list[Any], Any]]:
@@ -162,7 +164,7 @@ def _call(graph: fx.Graph, p: Prepared, arguments: list[Any]) -> fx.Node:
     """One sample's call; a result that is a view of an input is copied, so that the view is computed in the graph."""
     structure, process = p.flat[1]
     args, kwargs = pytree.tree_unflatten(arguments, structure)
-    made = graph.call_function(_named(p.op), tuple(args), kwargs)
+    output = graph.call_function(_named(p.op), tuple(args), kwargs)
 
     def finished(result: Any) -> Any:
         leaves, spec = pytree.tree_flatten(process(result))
@@ -170,7 +172,7 @@ def _call(graph: fx.Graph, p: Prepared, arguments: list[Any]) -> fx.Node:
         copied = [leaf.clone() if isinstance(leaf, Tensor) and next(views) else leaf for leaf in leaves]
         return pytree.tree_unflatten(copied, spec)
 
-    return graph.call_function(finished, (made,))
+    return graph.call_function(finished, (output,))
 
 
 def _named(op: Any) -> Callable[..., Any]:
@@ -192,8 +194,8 @@ def eager(
 ) -> tuple[Results, list[Tensor], list[bool], int]:
     """Results on copies of the tensors, those that carry a gradient, which view an input, and how many leaves."""
     inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
-    made = pytree.tree_leaves(call(*inputs))
-    values = [v for v in made if isinstance(v, Tensor)]
+    outputs = pytree.tree_leaves(call(*inputs))
+    values = [v for v in outputs if isinstance(v, Tensor)]
     through = [v for v in values if v.requires_grad]
     wanted = [t for t in inputs if t.requires_grad]
     gradients: list[Tensor | None] = []
@@ -204,7 +206,7 @@ def eager(
     views = [_storage(v) in owners for v in values]
     written = [t.detach() for t in inputs if not t.requires_grad]
     results = Results([v.detach() for v in values], gradients, written, [v.requires_grad for v in values])
-    return results, through, views, len(made)
+    return results, through, views, len(outputs)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -252,8 +254,8 @@ def interpreted(captured: Captured, group: Sequence[Prepared]) -> list[tuple[Res
             of[name] = of[name] + given if name in of else given
     wanted = [names[i] for i, t in enumerate(tensors) if t.requires_grad and i in names]
     gradients = differentiate(graph, of, wanted) if of else {}
-    made = {name: value.name for name, value in gradients.items() if value is not None}
-    graph.outputs += list(made.values())
+    created = {name: value.name for name, value in gradients.items() if value is not None}
+    graph.outputs += list(created.values())
     results = interpret(graph, arrays)
     arrived: list[tuple[Results, tuple[str, ...]]] = []
     first = 0
@@ -264,7 +266,7 @@ def interpreted(captured: Captured, group: Sequence[Prepared]) -> list[tuple[Res
         arrays_made = [(v, detached) for v, detached in values if isinstance(v, np.ndarray)]
         ours = Results(
             [_like(v, e) for (v, _), e in zip(arrays_made, p.expected.values, strict=True)],
-            [_like(results.values[made[n]], t) if n in made else None for n, t in own if t.requires_grad]
+            [_like(results.values[created[n]], t) if n in created else None for n, t in own if t.requires_grad]
             if p.expected.gradients
             else [],
             [_like(results.writes[n], t) if n in results.writes else t.detach() for n, t in own if not t.requires_grad],
@@ -290,22 +292,22 @@ def _calls(captured: Captured, reached: set[str]) -> tuple[str, ...]:
 def _array(tensor: Tensor) -> np.ndarray[Any, Any]:
     tensor = tensor.detach().resolve_conj().resolve_neg()
     wide = tensor.double() if tensor.is_floating_point() else tensor
-    made: np.ndarray[Any, Any] = wide.contiguous().numpy().copy()
-    return made
+    result: np.ndarray[Any, Any] = wide.contiguous().numpy().copy()
+    return result
 
 
 def _like(value: np.ndarray[Any, Any], example: Tensor) -> Tensor:
     """A computed array as PyTorch's result would hold it; the type is compared with that of PyTorch at capture."""
-    made = torch.as_tensor(np.array(value))
-    return made if made.is_complex() and not example.is_complex() else made.to(example.dtype)
+    result = torch.as_tensor(np.array(value))
+    return result if result.is_complex() and not example.is_complex() else result.to(example.dtype)
 
 
-def _output(source: OutputSource, made: Sequence[Any], sizes: dict[str, int]) -> Any:
+def _output(source: OutputSource, results: Sequence[Any], sizes: dict[str, int]) -> Any:
     match source.kind:
         case "graph":
             if source.view is None or source.strides is None:
-                return np.asarray(made[source.index])
-            tensor = torch.as_tensor(np.asarray(made[source.index]))
+                return np.asarray(results[source.index])
+            tensor = torch.as_tensor(np.asarray(results[source.index]))
             strides = [bind(s, sizes) for s in source.strides]
             owner = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
             return viewed(owner, source, sizes).resolve_conj().numpy()

@@ -32,8 +32,8 @@ def difference(ours: Results, eager: Results, exact: Results | None) -> str:
         if len(reference) != len(expected):
             reference = [None] * len(expected)
         for i, (a, b, c) in enumerate(zip(found, expected, reference, strict=True)):
-            if said := _differs(a, b, c):
-                return f"{what}[{i}]: {said}"
+            if message := _differs(a, b, c):
+                return f"{what}[{i}]: {message}"
     return ""
 
 

@@ -46,8 +46,8 @@ def compare(op: Any, forms: Sequence[Form], cache: str, gradients: bool) -> Iter
 
 
 def _comparable(op: Any, sample: Any, gradients: bool) -> bool:
-    made = prepared(op, 0, sample, gradients)
-    return not isinstance(made, Outcome)
+    result = prepared(op, 0, sample, gradients)
+    return not isinstance(result, Outcome)
 
 
 def _tried(op: Any, forms: Sequence[Form], cache: str, gradients: bool) -> list[Outcome]:
@@ -88,17 +88,17 @@ def as_module(function: Callable[..., Any], forms: Sequence[tuple[Any, bool]]) -
 def outcome(op: Any, forms: Sequence[Form], cache: str, gradients: bool) -> Outcome:
     """Compare samples as one module; the outcome is that of all."""
     name = forms[0][0]
-    made, tensors = as_module(op.op, [form[1:] for form in forms])
+    result, tensors = as_module(op.op, [form[1:] for form in forms])
     processes = [sample.output_process_fn_grad for _, sample, _ in forms]
     try:
-        plain, through, _, _ = eager(_then(made(), processes), tensors, None)
+        plain, through, _, _ = eager(_then(result(), processes), tensors, None)
         cotangents = seeds(through) if gradients else None
-        expected = eager(_then(made(), processes), tensors, cotangents)[0]
+        expected = eager(_then(result(), processes), tensors, cotangents)[0]
     except Exception as error:
         return Outcome(name, "left out", f"eager execution raises {type(error).__name__}")
     if difference(plain, dataclasses.replace(expected, gradients=[]), None):
         return Outcome(name, "left out", "draws random numbers")
-    compiled = dt.optimize(made(), cache=cache, jobs=1)
+    compiled = dt.optimize(result(), cache=cache, jobs=1)
     try:
         ours = eager(_then(compiled, processes), tensors, cotangents)[0]
     except Exception as error:
@@ -106,10 +106,10 @@ def outcome(op: Any, forms: Sequence[Form], cache: str, gradients: bool) -> Outc
     state = state_of(compiled)
     assert state is not None
     fallbacks = tuple(dict.fromkeys(name for record in state.backend.records for name, _ in record.fallbacks))
-    if said := difference(ours, expected, None):
-        said = difference(ours, expected, _exact(op, forms, cotangents))
-    if said:
-        return Outcome(name, "wrong", said, fallbacks)
+    if message := difference(ours, expected, None):
+        message = difference(ours, expected, _exact(op, forms, cotangents))
+    if message:
+        return Outcome(name, "wrong", message, fallbacks)
     breaks = state.backend.breaks
     internal = [reason for reason in breaks if reason.startswith("internal error")]
     if breaks:
@@ -126,9 +126,9 @@ def _then(module: nn.Module, processes: Sequence[Callable[[Any], Any]]) -> Calla
 def _exact(op: Any, forms: Sequence[Form], cotangents: Sequence[Tensor] | None) -> Results | None:
     wide = [(sample.transform(doubled), residual) for _, sample, residual in forms]
     try:
-        made, tensors = as_module(op.op, wide)
+        result, tensors = as_module(op.op, wide)
         given = None if cotangents is None else [doubled(c) for c in cotangents]
-        return eager(_then(made(), [s.output_process_fn_grad for s, _ in wide]), tensors, given)[0]
+        return eager(_then(result(), [s.output_process_fn_grad for s, _ in wide]), tensors, given)[0]
     except Exception:
         return None
 
@@ -139,7 +139,7 @@ def fits(op: Any, sample: Any) -> bool:
     if not isinstance(h, Tensor) or not h.is_floating_point():
         return False
     try:
-        made = op.op(h.detach().clone(), *sample.args, **sample.kwargs)
+        result = op.op(h.detach().clone(), *sample.args, **sample.kwargs)
     except Exception:
         return False
-    return isinstance(made, Tensor) and made.shape == h.shape and made.dtype is h.dtype
+    return isinstance(result, Tensor) and result.shape == h.shape and result.dtype is h.dtype

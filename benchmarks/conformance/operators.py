@@ -64,7 +64,7 @@ class Recorder:
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = collections.defaultdict(Entry)
 
-    def record(self, t: Translator, node: fx.Node, made: list[Node], by_call: bool) -> None:
+    def record(self, t: Translator, node: fx.Node, results: list[Node], by_call: bool) -> None:
         """Note the nodes that `node` has become."""
         entry = self.entries[base_name(str(node.target))]
         examples = node.meta.get("val")
@@ -73,10 +73,10 @@ class Recorder:
                 entry.types.add(example.dtype)
         entry.by_call |= by_call
         entry.by_rule |= not by_call
-        for op in (n.op for n in made):
+        for op in (n.op for n in results):
             if isinstance(op, Aten):
                 entry.derivative["PyTorch's" if isinstance(op.backward, Body) else ""] = None
-            elif not isinstance(op, Full | Cast | View | Expand) or len(made) == 1:
+            elif not isinstance(op, Full | Cast | View | Expand) or len(results) == 1:
                 (entry.calls if op.vendor else entry.emitted)[op.label] = None
                 entry.files[type(op).__module__.rsplit(".", 1)[-1]] = None
                 entry.derivative["zero" if op.zero_gradient else "own"] = None
@@ -120,8 +120,8 @@ def observe(recorder: Recorder) -> None:
             count = 3 if dtype is torch.float32 else 1
             with contextlib.suppress(Exception):
                 for sample in islice(samples(op, dtype, op.supports_autograd and dtype is torch.float32), count):
-                    made = prepared(op, 0, sample, False)
-                    group += [made] if isinstance(made, Prepared) else []
+                    result = prepared(op, 0, sample, False)
+                    group += [result] if isinstance(result, Prepared) else []
         if len(group) >= 12:
             _observe(group)
             group = []

@@ -42,13 +42,13 @@ class Row:
 
 def row(stage: str, entry: str, outcomes: Iterable[Outcome], seconds: float) -> Row:
     """The samples of one entry together."""
-    made = list(outcomes)
-    kinds = collections.Counter(o.kind for o in made)
+    results = list(outcomes)
+    kinds = collections.Counter(o.kind for o in results)
     reasons = collections.Counter(
-        f"{o.kind}: {general(o.detail)}" for o in made if o.kind in ("as PyTorch", "left out")
+        f"{o.kind}: {general(o.detail)}" for o in results if o.kind in ("as PyTorch", "left out")
     )
-    failures = [f"#{o.sample} {o.kind}: {o.detail}"[:300] for o in made if o.kind in FAILURES]
-    fallbacks = collections.Counter(name for o in made for name in o.fallbacks)
+    failures = [f"#{o.sample} {o.kind}: {o.detail}"[:300] for o in results if o.kind in FAILURES]
+    fallbacks = collections.Counter(name for o in results for name in o.fallbacks)
     counts = {kind: kinds[kind] for kind in KINDS if kinds[kind]}
     return Row(stage, entry, counts, dict(reasons), failures, dict(fallbacks), round(seconds, 2), commit())
 

@@ -25,8 +25,8 @@ def read(paths: Iterable[Path]) -> list[Row]:
     found: dict[tuple[str, str], Row] = {}
     for path in paths:
         for line in path.read_text().splitlines() if path.exists() else []:
-            made = Row(**json.loads(line))
-            found[made.stage, made.entry] = made
+            result = Row(**json.loads(line))
+            found[result.stage, result.entry] = result
     return list(found.values())
 
 
@@ -58,17 +58,17 @@ def in_graph(found: collections.Counter[str]) -> float:
 
 def summary(rows: Sequence[Row]) -> Table:
     """How many samples of each stage came out how."""
-    made = Table(title="Operator samples of PyTorch against eager execution", title_justify="left", box=SIMPLE_HEAD)
-    made.add_column("stage", no_wrap=True)
+    result = Table(title="Operator samples of PyTorch against eager execution", title_justify="left", box=SIMPLE_HEAD)
+    result.add_column("stage", no_wrap=True)
     for kind in ("entries", "samples", *KINDS, "in a graph"):
-        made.add_column(kind, justify="right")
+        result.add_column(kind, justify="right")
     for stage in STAGES:
         here = [row for row in rows if row.stage == stage.name]
         if here:
             found = counts(here)
             cells = [f"[bold red]{found[k]}" if k in FAILURES and found[k] else str(found[k]) for k in KINDS]
-            made.add_row(stage.name, str(len(here)), str(found.total()), *cells, f"{in_graph(found):.1%}")
-    return made
+            result.add_row(stage.name, str(len(here)), str(found.total()), *cells, f"{in_graph(found):.1%}")
+    return result
 
 
 _INTRODUCTION = """# Conformance with PyTorch's operators
@@ -108,8 +108,8 @@ def page(rows: Sequence[Row]) -> str:
         calls.update(row.fallbacks if row.stage == "captured" else {})
     lines += [", ".join(f"`{_short(name)}` {count}" for name, count in calls.most_common()) + "."]
     lines += ["", "Left out by declaration: " + ", ".join(f"`{name}`" for name in sorted(LEFT_OUT)) + "."]
-    if failures := [(row, said) for row in rows for said in row.failures]:
-        lines += ["", "## Failures", ""] + [f"- {row.stage}: `{row.entry}` {said}" for row, said in failures]
+    if failures := [(row, message) for row in rows for message in row.failures]:
+        lines += ["", "## Failures", ""] + [f"- {row.stage}: `{row.entry}` {message}" for row, message in failures]
     return "\n".join(lines) + "\n"
 
 

@@ -135,8 +135,8 @@ def special_samples(op: Any, dtype: torch.dtype, gradients: bool, count: int = 3
     for names in ATTRIBUTES.get(label(op), ()) if plain and dtype.is_floating_point else ():
         base = _filled(op, plain[0], dtype, 0.5, 2)
         for values in itertools.product(_SET_TO, repeat=len(names)):
-            made = dict(zip(names, values, strict=True))
-            yield SampleInput(base.input, args=_own(op, base.args), kwargs={**_plain(base.kwargs, names), **made})
+            result = dict(zip(names, values, strict=True))
+            yield SampleInput(base.input, args=_own(op, base.args), kwargs={**_plain(base.kwargs, names), **result})
 
 
 def replaced(sample: SampleInput, **changes: Any) -> SampleInput:
@@ -177,8 +177,8 @@ def _filled(op: Any, sample: SampleInput, dtype: torch.dtype, share: float, seed
         chosen = torch.rand(value.shape, generator=generator) < share
         return torch.where(chosen, drawn, value.detach()).requires_grad_(value.requires_grad)
 
-    made: SampleInput = sample.transform(fill)
-    return made
+    result: SampleInput = sample.transform(fill)
+    return result
 
 
 def _products(op: Any, sample: SampleInput, dtype: torch.dtype) -> Iterator[SampleInput]:

@@ -98,7 +98,7 @@ def limit(op: Any, adds: bool) -> Limit:
     """What is allowed for an entry; `adds`: whether elements are added up, in the result or for a gradient."""
     name = label(op)
     ulps, epsilons = _ROUNDED.get(name, (ULPS, 0))
-    made = Limit(ulps, _SUMMED.get(name, SUM), largest=True) if adds else Limit(ulps, epsilons)
+    result = Limit(ulps, _SUMMED.get(name, SUM), largest=True) if adds else Limit(ulps, epsilons)
     return dataclasses.replace(
-        made, signs=name not in SIGNS, nonfinite=name in NONFINITE, gradients=name not in GRADIENTS
+        result, signs=name not in SIGNS, nonfinite=name in NONFINITE, gradients=name not in GRADIENTS
     )

@@ -92,5 +92,5 @@ def _exceptions() -> list[str]:
     return lines
 
 
-def _line(said: str) -> str:
-    return " ".join(said.split())[:160]
+def _line(message: str) -> str:
+    return " ".join(message.split())[:160]

@@ -100,11 +100,11 @@ def swept(
     reason = None if stage.compiled else INTERPRETED.get(label(op))
     for number, sample in enumerate(special_samples(op, stage.dtype, stage.dtype.is_floating_point)):
         notice(number, True)
-        made = reason or skipped.get(number) or _case(op, number, sample, stage.dtype)
-        if isinstance(made, str):
-            left[made] += 1
+        result = reason or skipped.get(number) or _case(op, number, sample, stage.dtype)
+        if isinstance(result, str):
+            left[result] += 1
         else:
-            cases.append(made)
+            cases.append(result)
     found.samples, found.left_out, found.reasons = len(cases), left.total(), dict(left)
     run = _compiled if stage.compiled else _interpreted
     size = together or TOGETHER[stage.compiled]
@@ -183,11 +183,11 @@ def _first(tiled: Results, like: Results) -> Results:
 
 
 def _judge(op: Any, stage: Stage, case: Case, ours: Results, found: Found) -> None:
-    made = distance(ours, case.expected, limit(op, not by_element(op) or not one_shape(case.sample)))
-    found.ulps, found.epsilons = max(found.ulps, made.ulps), max(found.epsilons, round(made.epsilons, 3))
-    found.signs += made.signs
-    if made.wrong:
-        found.wrong.append(f"#{case.number} {_shown(case.sample)}: {made.wrong}")
+    result = distance(ours, case.expected, limit(op, not by_element(op) or not one_shape(case.sample)))
+    found.ulps, found.epsilons = max(found.ulps, result.ulps), max(found.epsilons, round(result.epsilons, 3))
+    found.signs += result.signs
+    if result.wrong:
+        found.wrong.append(f"#{case.number} {_shown(case.sample)}: {result.wrong}")
 
 
 def _as_pytorch(found: Found, reason: str) -> None:
@@ -210,7 +210,7 @@ def _interpreted(stage: Stage, op: Any, cases: Sequence[Case], found: Found, cac
     group = list(_prepared(op, cases))
     try:
         graph = capture(graph_of(group), [t for p in group for t in p.tensors])
-        made = interpreted(graph, group)
+        results = interpreted(graph, group)
     except Exception as error:
         if len(cases) > 1:
             for case in cases:
@@ -220,7 +220,7 @@ def _interpreted(stage: Stage, op: Any, cases: Sequence[Case], found: Found, cac
         else:
             found.wrong.append(_raised(cases[0], error))
         return
-    for case, (ours, calls) in zip(cases, made, strict=True):
+    for case, (ours, calls) in zip(cases, results, strict=True):
         found.aten += bool(calls)
         _judge(op, stage, case, ours, found)
 
@@ -234,8 +234,8 @@ def _prepared(op: Any, cases: Sequence[Case]) -> Iterator[Prepared]:
 
 
 def _compiled(stage: Stage, op: Any, cases: Sequence[Case], found: Found, cache: str) -> None:
-    made, tensors = compiled.as_module(op.op, [(c.sample, False) for c in cases])
-    module = dt.optimize(made(), cache=cache, jobs=1)
+    result, tensors = compiled.as_module(op.op, [(c.sample, False) for c in cases])
+    module = dt.optimize(result(), cache=cache, jobs=1)
     processes = [c.sample.output_process_fn_grad for c in cases]
     cotangents = [t for c in cases for t in c.cotangents]
     try:

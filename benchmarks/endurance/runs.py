@@ -66,15 +66,15 @@ class Pair:
 
     def train(self, x: torch.Tensor, y: torch.Tensor, compare: bool = True) -> float:
         """One compiled step; the eager one and their difference if asked for."""
-        made = self.step(x, y)
+        result = self.step(x, y)
         if compare:
             self.optimizer.zero_grad()
             loss = nn.functional.mse_loss(self.other(x), y)
             loss.backward()
             self.optimizer.step()
             wanted = float(loss.detach())
-            self.worst = max(self.worst, abs(float(made.detach()) - wanted) / max(1.0, abs(wanted)))
-        return float(made.detach())
+            self.worst = max(self.worst, abs(float(result.detach()) - wanted) / max(1.0, abs(wanted)))
+        return float(result.detach())
 
 
 def batch(number: int, size: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,8 +90,8 @@ def steps(count: int, cache: Path, say: Say) -> dict[str, Any]:
     for name, make in MODELS.items():
         torch.manual_seed(0)
         pair, batches = Pair(make(), cache), [batch(i) for i in range(16)]
-        made = often(count, lambda i, p=pair, b=batches: p.train(*b[i % 16]) and None, say)
-        found[name] = {**made, "steps": count, "difference": pair.worst, "breaks": len(pair.step.breaks)}
+        result = often(count, lambda i, p=pair, b=batches: p.train(*b[i % 16]) and None, say)
+        found[name] = {**result, "steps": count, "difference": pair.worst, "breaks": len(pair.step.breaks)}
         say(f"{name}: {found[name]['growth']:+.3%}, difference {pair.worst:.1e}")
     return found
 
@@ -116,8 +116,8 @@ def shapes(count: int, cache: Path, say: Say) -> dict[str, Any]:
     """One model on batches whose size changes at every step."""
     torch.manual_seed(0)
     pair = Pair(perceptron(), cache)
-    made = often(count, lambda i: pair.train(*batch(i, 2 + i * 37 % 509)) and None, say)
-    return {**made, "steps": count, "difference": pair.worst, "breaks": len(pair.step.breaks)}
+    result = often(count, lambda i: pair.train(*batch(i, 2 + i * 37 % 509)) and None, say)
+    return {**result, "steps": count, "difference": pair.worst, "breaks": len(pair.step.breaks)}
 
 
 def processes(count: int, cache: Path, say: Say) -> dict[str, Any]:

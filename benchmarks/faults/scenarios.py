@@ -42,7 +42,7 @@ def run(name: str, folder: Path, native: Path) -> dict[str, Any]:
     Cache(cache).evict()
     left = [str(p.relative_to(cache)) for p in cache.rglob(".building-*")] if os.access(cache, os.R_OK) else []
     left += sorted(_private_folders() - before)
-    said = {text for result in results if hasattr(result, "warned") for text in result.warned}
+    messages = {text for result in results if hasattr(result, "warned") for text in result.warned}
     return {
         "children": len(children),
         "right": sum(getattr(result, "right", False) for result in results[:-1]),
@@ -52,7 +52,7 @@ def run(name: str, folder: Path, native: Path) -> dict[str, Any]:
         "failed": [str(r) for r in results[:-1] if not hasattr(r, "right")],
         "next run right": bool(getattr(after.result, "right", False) and after.result.whole),
         "left": left,
-        "said": sorted(text.split("\n")[0][:300] for text in said),
+        "said": sorted(text.split("\n")[0][:300] for text in messages),
         "seconds": round(seconds, 1),
     }
 
@@ -112,10 +112,10 @@ def _foreign(cache: Path) -> list[Child]:
     places = [cache, *(p for kind in ("kernels", "programs") for p in [cache / kind, *(cache / kind).glob("*")])]
     for place in places:  # not the executor, whose compilation elsewhere takes half a minute
         os.chown(place, 4321, 4321)
-    made = [warm, *(finished(functools.partial(_train, number, cache)) for number in (0, 1))]
+    results = [warm, *(finished(functools.partial(_train, number, cache)) for number in (0, 1))]
     for place in places:
         os.chown(place, os.geteuid(), os.getegid())
-    return made
+    return results
 
 
 def _open(cache: Path) -> list[Child]:

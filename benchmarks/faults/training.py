@@ -85,8 +85,8 @@ def train(number: int, cache: Path, marks: int | None = None, save: Path | None 
 
 def main() -> None:
     """`python -m benchmarks.faults.training NUMBER CACHE`: for children that need an environment of their own."""
-    made = train(int(sys.argv[1]), Path(sys.argv[2]))
-    print(int(made.right), int(made.whole), len(made.warned), *made.warned, sep="\t")
+    result = train(int(sys.argv[1]), Path(sys.argv[2]))
+    print(int(result.right), int(result.whole), len(result.warned), *result.warned, sep="\t")
 
 
 if __name__ == "__main__":

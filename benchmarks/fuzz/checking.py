@@ -39,9 +39,9 @@ def _first(result: Any) -> Tensor:
 
 
 def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
-    made = eval(f"torch.optim.{case.optimizer}", {"torch": torch, "p": list(model.parameters())})
-    assert isinstance(made, torch.optim.Optimizer)
-    return made
+    result = eval(f"torch.optim.{case.optimizer}", {"torch": torch, "p": list(model.parameters())})
+    assert isinstance(result, torch.optim.Optimizer)
+    return result
 
 
 def _state(found: Values, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

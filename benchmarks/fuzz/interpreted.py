@@ -54,10 +54,10 @@ class Interpreted:
                 slots[place.slot] = _slot(slot, sizes) if given is None else given
             shape, strides = ([evaluate(s, sizes) for s in dims] for dims in (place.shape, place.strides))
             owner, first = slots[place.slot], evaluate(place.offset, sizes)
-            made = torch.empty((), dtype=owner.dtype).set_(owner.untyped_storage(), first, shape, strides)
+            result = torch.empty((), dtype=owner.dtype).set_(owner.untyped_storage(), first, shape, strides)
             if slot.home is not Allocation.input:
-                np.copyto(made.numpy(), value, casting="unsafe")
-            outputs.append(made)
+                np.copyto(result.numpy(), value, casting="unsafe")
+            outputs.append(result)
         for index, entry in enumerate(self.program.inputs):
             if entry.mutable:
                 with torch.no_grad():

@@ -414,8 +414,8 @@ def _module(draw: Draw) -> Layer | None:
         ]
     if rank == 3 and d % 2 == 0:
         options.append(f"nn.TransformerEncoderLayer({d}, 2, 8, 0.0, batch_first=True)|self.m{{n}}(h)")
-    made, use = draw.pick(*options).split("|")
-    return Layer(f"h = {use}", (f"self.m{{n}} = {made}",))
+    result, use = draw.pick(*options).split("|")
+    return Layer(f"h = {use}", (f"self.m{{n}} = {result}",))
 
 
 PROPOSALS: Sequence[tuple[int, Callable[[Draw], Layer | None]]] = (

@@ -190,8 +190,8 @@ def trained(step: Callable[..., Tensor], owner: Any, program: ViewStep) -> Seen:
 
 
 def _loss(program: ViewStep) -> Callable[[Tensor], Tensor]:
-    made: Callable[[Tensor], Tensor] = eval(f"lambda h: {program.loss}")
-    return made
+    result: Callable[[Tensor], Tensor] = eval(f"lambda h: {program.loss}")
+    return result
 
 
 def _eager_step(called: Any, owner: Any, program: ViewStep) -> Callable[..., Tensor]:

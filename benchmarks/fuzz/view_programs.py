@@ -37,11 +37,11 @@ class ViewProgram:
         """The module, its parameter and buffer as the seed has them."""
         scope: dict[str, Any] = {"torch": torch}
         exec(compile(self.source(), f"<views {self.seed}>", "exec"), scope)
-        made: nn.Module = type("Program", (nn.Module,), {"forward": scope["forward"]})()
+        result: nn.Module = type("Program", (nn.Module,), {"forward": scope["forward"]})()
         generator = torch.Generator().manual_seed(self.seed)
-        made.w = nn.Parameter(torch.randn(self.shape, generator=generator))
-        made.register_buffer("b", torch.randn(self.shape, generator=generator))
-        return made
+        result.w = nn.Parameter(torch.randn(self.shape, generator=generator))
+        result.register_buffer("b", torch.randn(self.shape, generator=generator))
+        return result
 
     def inputs(self) -> tuple[Tensor, Tensor]:
         """`x`, a leaf, and `y`, in their layouts."""
@@ -212,11 +212,11 @@ def random_lines(r: random.Random, known: dict[str, Tensor], count: int) -> tupl
             except (RuntimeError, IndexError, ValueError):
                 continue
             lines.append(line)
-            made = scope.get(f"v{wanted}")
-            if isinstance(made, Tensor):
-                if not 0 < made.numel() <= 200:
+            result = scope.get(f"v{wanted}")
+            if isinstance(result, Tensor):
+                if not 0 < result.numel() <= 200:
                     raise Rejected("a size out of bounds")
-                known[f"v{wanted}"] = made
+                known[f"v{wanted}"] = result
             break
     return tuple(lines)
 
@@ -235,9 +235,9 @@ def _statement(r: random.Random, target: str, known: dict[str, Tensor]) -> str:
 
 def _results(r: random.Random, known: dict[str, Tensor]) -> tuple[str, ...]:
     """Several values, most of which share memory where that is possible."""
-    made = [n for n in known if n[0] == "v"] or [*known]
-    first = r.choice(made)
+    result = [n for n in known if n[0] == "v"] or [*known]
+    first = r.choice(result)
     sharing = [n for n, t in known.items() if t.untyped_storage()._cdata == known[first].untyped_storage()._cdata]
-    picked = [first, *(r.choice(sharing if r.random() < 0.7 else made) for _ in range(r.randint(1, 3)))]
+    picked = [first, *(r.choice(sharing if r.random() < 0.7 else result) for _ in range(r.randint(1, 3)))]
     r.shuffle(picked)
     return tuple(f"{n}{r.choice(VIEWS)(r, known[n])}" if r.random() < 0.3 else n for n in picked)

@@ -38,9 +38,9 @@ class ViewStep(ViewProgram):
 
     def module(self) -> nn.Module:
         """The module; `self.kept` is not a buffer."""
-        made: Any = super().module()
-        made.kept, made.seen = torch.full(self.shape, 0.5), ()
-        return made  # type: ignore[no-any-return]
+        result: Any = super().module()
+        result.kept, result.seen = torch.full(self.shape, 0.5), ()
+        return result  # type: ignore[no-any-return]
 
     def inputs(self) -> tuple[Tensor, Tensor]:
         """`x` and `y`, neither of which carries a gradient."""

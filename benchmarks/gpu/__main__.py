@@ -86,10 +86,10 @@ def machine() -> dict[str, Any]:
 
 def items(options: argparse.Namespace) -> list[Item]:
     """What there is to measure, the most telling first."""
-    made: list[Item] = []
+    results: list[Item] = []
 
     def add(*words: str, gib: float = 4.0) -> None:
-        made.append(Item(" | ".join(words), (*WORKER, *words), gib))
+        results.append(Item(" | ".join(words), (*WORKER, *words), gib))
 
     modes = () if options.dry else tuple(options.modes)
     small, large, branchy = networks.SMALL, networks.LARGE, networks.BRANCHY
@@ -118,7 +118,7 @@ def items(options: argparse.Namespace) -> list[Item]:
         for name in options.cases:
             for direction in dram.DIRECTIONS:
                 add("bytes", name, direction, gib=8.0)
-    return list({item.key: item for item in made}.values())
+    return list({item.key: item for item in results}.values())
 
 
 def steps(rows: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:

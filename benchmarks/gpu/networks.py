@@ -143,11 +143,11 @@ def prepared(name: str, precision: str, variant: str) -> Callable[[], dict[str, 
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     if torch.cuda.is_available():
         torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    problem, made = network.build(fused=True), Row()
+    problem, result = network.build(fused=True), Row()
     if variant in ("ours", "one stream"):
         if variant == "one stream":
             on_one_stream()
-        step = ours(problem, precision, made)
+        step = ours(problem, precision, result)
     else:
         kind, _, mode = variant.partition(" ")
         last = network.images and variant != "eager"
@@ -159,12 +159,12 @@ def prepared(name: str, precision: str, variant: str) -> Callable[[], dict[str, 
     def measure() -> dict[str, Any]:
         if DEVICE == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        made.milliseconds = milliseconds([step], 1.0)
+        result.milliseconds = milliseconds([step], 1.0)
         if DEVICE == "cuda":
-            made.peak = torch.cuda.max_memory_allocated()
+            result.peak = torch.cuda.max_memory_allocated()
             if variant == "ours":
-                made.launches = launches(step)
-        return dataclasses.asdict(made)
+                result.launches = launches(step)
+        return dataclasses.asdict(result)
 
     return measure
 
@@ -206,7 +206,7 @@ def eager(problem: Any, layout: str, precision: str, mode: str | None = None) ->
     return step
 
 
-def ours(problem: Any, precision: str, made: Row) -> Callable[[], object]:
+def ours(problem: Any, precision: str, result: Row) -> Callable[[], object]:
     """The compiled step."""
     model, inputs, targets, optimizer = _moved(problem, "rows")
     step = dt.training_step(model, problem.loss, optimizer)
@@ -218,10 +218,10 @@ def ours(problem: Any, precision: str, made: Row) -> Callable[[], object]:
 
     for _ in range(3):
         call()
-    made.notes += step.breaks
+    result.notes += step.breaks
     for graphs in step.cuda_graphs.values():
-        made.notes += graphs.reasons
-        made.streams = max([made.streams, *(r.schedule.streams for r in graphs.graphs.values())])
+        result.notes += graphs.reasons
+        result.streams = max([result.streams, *(r.schedule.streams for r in graphs.graphs.values())])
     return call
 
 

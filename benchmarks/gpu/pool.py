@@ -125,8 +125,8 @@ def _wave(wave: Sequence[Item], limits: Limits, end: float, done: Callable[[str,
         for worker in ready:
             worker.go()
             answer = worker.until("result ", time.monotonic() + limits.measure)
-            made = worker.failure("no result") if answer is None else json.loads(answer)
-            done(worker.item.key, made)
+            result = worker.failure("no result") if answer is None else json.loads(answer)
+            done(worker.item.key, result)
             worker.stop()
     finally:
         for worker in workers:

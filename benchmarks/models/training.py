@@ -170,8 +170,8 @@ def difference(ours: Run, eager: Run, exact: Run | None, others: Sequence[Run] =
     for number, (a, b, c) in enumerate(zip(ours.steps, eager.steps, reference.steps, strict=True)):
         beside, shaken = [run.steps[number] for run in others], [run.steps[number] for run in noisy]
         runs, noises = [b.loss, *(step.loss for step in beside)], [step.loss for step in shaken]
-        if said := _differs(a.loss, runs, noises, c.loss, 0.0, exact is not None):
-            return f"loss of step {number}: {said}"
+        if message := _differs(a.loss, runs, noises, c.loss, 0.0, exact is not None):
+            return f"loss of step {number}: {message}"
         typical = _typical([g for g in c.gradients.values() if g is not None])
         for name, gradient in b.gradients.items():
             found = a.gradients[name]
@@ -183,8 +183,8 @@ def difference(ours: Run, eager: Run, exact: Run | None, others: Sequence[Run] =
             assert other is not None
             runs = [gradient, *(g for step in beside if (g := step.gradients[name]) is not None)]
             noises = [g for step in shaken if (g := step.gradients[name]) is not None]
-            if said := _differs(found, runs, noises, other, typical, exact is not None):
-                return f"gradient of {name} in step {number}: {said}"
+            if message := _differs(found, runs, noises, other, typical, exact is not None):
+                return f"gradient of {name} in step {number}: {message}"
     for kind in ("parameters", "buffers", "evaluated"):
         found, expected, other = getattr(ours, kind), getattr(eager, kind), getattr(reference, kind)
         if kind == "evaluated" and not found:
@@ -194,8 +194,8 @@ def difference(ours: Run, eager: Run, exact: Run | None, others: Sequence[Run] =
         for name, value in expected.items():
             runs = [value, *(getattr(run, kind)[name] for run in others)]
             noises = [getattr(run, kind)[name] for run in noisy]
-            if said := _differs(found[name], runs, noises, other[name], 0.0, exact is not None):
-                return f"{kind}, {name} after {len(eager.steps)} steps: {said}"
+            if message := _differs(found[name], runs, noises, other[name], 0.0, exact is not None):
+                return f"{kind}, {name} after {len(eager.steps)} steps: {message}"
     return ""
 
 

@@ -31,9 +31,9 @@ class Mixture(nn.Module):
         places = F.one_hot(chosen, chances.shape[-1]).to(x.dtype)
         share = (places * weight[..., None]).sum(-2)
         hidden = F.gelu(torch.einsum("btd,edh->beth", x, self.up))
-        made = torch.einsum("beth,ehd,bte->btd", hidden, self.down, share)
+        result = torch.einsum("beth,ehd,bte->btd", hidden, self.down, share)
         balance = (places.sum(-2).mean((0, 1)) * chances.mean((0, 1))).sum()
-        return (made - x).square().mean() + 0.01 * balance
+        return (result - x).square().mean() + 0.01 * balance
 
 
 class Experts(nn.Module):
@@ -46,11 +46,11 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, chosen = self.router(x).softmax(-1).max(-1)
-        made = torch.zeros_like(x)
+        results = torch.zeros_like(x)
         for i, expert in enumerate(self.experts):
             mine = chosen == i
-            made[mine] = expert(x[mine]) * weight[mine].unsqueeze(-1)
-        return made.square().mean()
+            results[mine] = expert(x[mine]) * weight[mine].unsqueeze(-1)
+        return results.square().mean()
 
 
 class UNet(nn.Module):

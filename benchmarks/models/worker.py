@@ -37,42 +37,42 @@ GRAPH = "daceml_train graph"
 
 def outcome(row: Model, cache: Path) -> Outcome:
     """Train `row` in all ways and compare."""
-    made = Outcome(row.name, "right", control_flow=row.control_flow)
+    result = Outcome(row.name, "right", control_flow=row.control_flow)
     model, batch = row.build()
     both = rows_of(batch), rows_of(of_other_size(batch))
-    made.sizes = f"{both[0]}, {both[1]}" if takes_other_sizes(row) else str(both[0])
+    result.sizes = f"{both[0]}, {both[1]}" if takes_other_sizes(row) else str(both[0])
     eager = train(row, model, model, batch)
     others = _channels_last(row)
     exact = _exact(row)
     noisy: list[Run] = []
 
     def differing(ours: Run, again: Callable[[], Run]) -> str:
-        said = difference(ours, eager, exact, others, noisy)
-        if said and exact is not None and not noisy:
+        message = difference(ours, eager, exact, others, noisy)
+        if message and exact is not None and not noisy:
             noisy.extend(train_with_noise(row, seed) for seed in range(NOISY_RUNS))
-            made.noise, said = said, difference(ours, eager, exact, others, noisy)
-        if said and exact is not None:
-            made.noise, said = f"{said}; from the same parameters every step is right", _retraced(row, again())
-        return said
+            result.noise, message = message, difference(ours, eager, exact, others, noisy)
+        if message and exact is not None:
+            result.noise, message = f"{message}; from the same parameters every step is right", _retraced(row, again())
+        return message
 
     try:
-        ours = _through_optimize(row, cache, made)
-        made.detail = differing(ours, lambda: _optimized_again(row, cache))
-        if not made.detail:
-            said = differing(_through_step(row, cache, made), lambda: _through_step(row, cache, made, keep=True))
-            made.detail = f"training_step: {said}" if said else ""
-        if not made.detail:
-            said = differing(_with_results(row, cache, made), lambda: _with_results(row, cache, made, keep=True))
-            made.detail = f"dynamic=True, results unused: {said}" if said else ""
+        ours = _through_optimize(row, cache, result)
+        result.detail = differing(ours, lambda: _optimized_again(row, cache))
+        if not result.detail:
+            message = differing(_through_step(row, cache, result), lambda: _through_step(row, cache, result, keep=True))
+            result.detail = f"training_step: {message}" if message else ""
+        if not result.detail:
+            message = differing(_with_results(row, cache, result), lambda: _with_results(row, cache, result, keep=True))
+            result.detail = f"dynamic=True, results unused: {message}" if message else ""
     except Exception as error:
-        made.kind, made.detail = "raised", f"{type(error).__name__}: {error}"
-        return made
-    internal = [reason for reason in (*made.breaks, made.whole, made.dynamic) if "internal error" in reason]
-    if made.detail:
-        made.kind = "wrong"
+        result.kind, result.detail = "raised", f"{type(error).__name__}: {error}"
+        return result
+    internal = [reason for reason in (*result.breaks, result.whole, result.dynamic) if "internal error" in reason]
+    if result.detail:
+        result.kind = "wrong"
     elif internal:
-        made.kind, made.detail = "raised", internal[0]
-    return made
+        result.kind, result.detail = "raised", internal[0]
+    return result
 
 
 def _optimized_again(row: Model, cache: Path) -> Run:
@@ -111,7 +111,7 @@ def _exact(row: Model) -> Run | None:
         return None
 
 
-def _through_optimize(row: Model, cache: Path, made: Outcome) -> Run:
+def _through_optimize(row: Model, cache: Path, result: Outcome) -> Run:
     model, batch = row.build()
     plain = row.build()[0]
     compiled = dt.optimize(model, cache=cache)
@@ -123,36 +123,36 @@ def _through_optimize(row: Model, cache: Path, made: Outcome) -> Run:
         run = train(row, model, compiled, batch)
         inside["all"] = time.perf_counter() - start
     backend = state.backend
-    made.graphs = backend.graphs
-    made.breaks = [*dict.fromkeys(backend.breaks), *map(_short, torch._dynamo.utils.counters["graph_break"])]
+    result.graphs = backend.graphs
+    result.breaks = [*dict.fromkeys(backend.breaks), *map(_short, torch._dynamo.utils.counters["graph_break"])]
     captured = sum(r.passes[0].operators_before for r in backend.records if r.passes and "backward" not in r.name)
     for name, _ in (fallback for record in backend.records for fallback in record.fallbacks):
-        made.fallbacks[name] = made.fallbacks.get(name, 0) + 1
-    made.native = 1 - sum(made.fallbacks.values()) / max(captured, 1)
-    made.seconds = _seconds(inside, backend.records)
+        result.fallbacks[name] = result.fallbacks.get(name, 0) + 1
+    result.native = 1 - sum(result.fallbacks.values()) / max(captured, 1)
+    result.seconds = _seconds(inside, backend.records)
     run.evaluated = evaluated(model, compiled, batch)
-    made.operators, _ = counted(plain, batch)
+    result.operators, _ = counted(plain, batch)
     _, outside = counted(compiled, batch)
-    made.share = 1 - outside / max(made.operators, 1)
+    result.share = 1 - outside / max(result.operators, 1)
     return run
 
 
-def _through_step(row: Model, cache: Path, made: Outcome, keep: bool = False) -> Run:
+def _through_step(row: Model, cache: Path, result: Outcome, keep: bool = False) -> Run:
     model, batch = row.build()
     step = dt.training_step(model, row.loss, optimizer_of(model, row.rate), keep_gradients=True, cache=cache)
     run = train_whole(row, step, model, batch, keep=keep)
-    made.whole = "; ".join(dict.fromkeys(step.breaks))
+    result.whole = "; ".join(dict.fromkeys(step.breaks))
     return run
 
 
-def _with_results(row: Model, cache: Path, made: Outcome, keep: bool = False) -> Run:
+def _with_results(row: Model, cache: Path, result: Outcome, keep: bool = False) -> Run:
     """Through `optimize(dynamic=True)`, of a model that returns its loss and results that nobody uses."""
     model, batch = row.build()
     compiled = dt.optimize(LossAndResults(model, row), dynamic=True, cache=cache)
     run = train(row, model, compiled, batch, keep=keep, objective=lambda results: results[0])
     state = state_of(compiled)
     assert state is not None
-    made.dynamic = "; ".join(dict.fromkeys(state.backend.breaks))
+    result.dynamic = "; ".join(dict.fromkeys(state.backend.breaks))
     return run
 
 

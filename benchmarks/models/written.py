@@ -196,8 +196,8 @@ class Adversarial(nn.Module):
         nn.utils.parametrizations.weight_norm(self.judge[0])
 
     def forward(self, noise: Tensor, real: Tensor) -> Tensor:
-        made = self.generate(noise[:, :, None, None]).tanh()
-        return F.relu(1 - self.judge(real)).mean() + F.relu(1 + self.judge(made)).mean()
+        result = self.generate(noise[:, :, None, None]).tanh()
+        return F.relu(1 - self.judge(real)).mean() + F.relu(1 + self.judge(result)).mean()
 
 
 class Contrastive(nn.Module):

@@ -94,8 +94,8 @@ class Network:
         sparse = any(getattr(module, "sparse", False) for module in model.modules())  # which no fused update takes
         options = self.options | ({"fused": True} if fused and not sparse else {})
         parameters: Iterable[nn.Parameter] = model.parameters()
-        made = self.optimizer(parameters, **options)
-        return Problem(model, inputs if isinstance(given, tuple) else inputs[0], targets, self.loss, made)
+        result = self.optimizer(parameters, **options)
+        return Problem(model, inputs if isinstance(given, tuple) else inputs[0], targets, self.loss, result)
 
 
 class _Autocast(nn.Module):
@@ -105,8 +105,8 @@ class _Autocast(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            made: Tensor = self.model(*inputs)
-        return made
+            result: Tensor = self.model(*inputs)
+        return result
 
 
 def _in_float32(loss: Loss, output: Tensor, targets: Tensor) -> Tensor:

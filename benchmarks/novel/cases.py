@@ -44,8 +44,8 @@ SMALL: dict[str, list[Any]] = {
 
 def operands(specification: Sequence[Any], dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
     """The operands of a case; those with a floating-point type require gradients."""
-    made = [s() if callable(s) else torch.randn(s, dtype=dtype) for s in specification]
-    return [m.to(dtype).requires_grad_() if m.is_floating_point() else m for m in made]
+    results = [s() if callable(s) else torch.randn(s, dtype=dtype) for s in specification]
+    return [m.to(dtype).requires_grad_() if m.is_floating_point() else m for m in results]
 
 
 LARGE: dict[str, list[Any]] = {

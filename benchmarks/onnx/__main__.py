@@ -126,8 +126,8 @@ def _speed(options: argparse.Namespace) -> int:
             progress.update(task, description=f"{name} {batch}")
             row = speed.run(name, batch)
             rows.append(row)
-            said = row.wrong or f"{row.ours:.2f} ms, ONNX Runtime {row.theirs:.2f} ms, ratio {row.ratio:.2f}"
-            progress.console.print(f"{name:18} {batch:3} {said}", markup=False, highlight=False)
+            message = row.wrong or f"{row.ours:.2f} ms, ONNX Runtime {row.theirs:.2f} ms, ratio {row.ratio:.2f}"
+            progress.console.print(f"{name:18} {batch:3} {message}", markup=False, highlight=False)
             progress.advance(task)
     if not options.names:
         SPEEDS.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")

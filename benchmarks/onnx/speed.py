@@ -44,22 +44,22 @@ class Speed:
 
 def run(name: str, batch: int) -> Speed:
     """Export one network, in its full size but with `batch` examples, and time both."""
-    made = Speed(name, batch)
+    result = Speed(name, batch)
     logging.disable(logging.WARNING)
     try:
-        _timed(made)
+        _timed(result)
     except Exception as error:
-        made.wrong = f"{type(error).__name__}: {str(error)[:300]}"
+        result.wrong = f"{type(error).__name__}: {str(error)[:300]}"
     finally:
         logging.disable(logging.NOTSET)
-    return made
+    return result
 
 
-def _timed(made: Speed) -> None:
+def _timed(result: Speed) -> None:
     torch._dynamo.reset()
-    problem = NETWORKS[made.name].build(dropout=False)
+    problem = NETWORKS[result.name].build(dropout=False)
     given = problem.inputs if isinstance(problem.inputs, tuple) else (problem.inputs,)
-    inputs = tuple(cut(x, given[0].shape[0], made.batch) for x in given)
+    inputs = tuple(cut(x, given[0].shape[0], result.batch) for x in given)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.onnx"
         torch.onnx.export(problem.model.eval(), inputs, file, dynamo=True, verbose=False)
@@ -78,11 +78,11 @@ def _timed(made: Speed) -> None:
             return session.run(None, feed)[0]
 
         want = torch.from_numpy(np.asarray(theirs()))
-        made.difference = float((ours() - want).abs().max()) / max(float(want.abs().max()), 1e-6)
-        if made.difference > TOLERANCE:
-            made.wrong = f"outputs differ by {made.difference:.2g}"
+        result.difference = float((ours() - want).abs().max()) / max(float(want.abs().max()), 1e-6)
+        if result.difference > TOLERANCE:
+            result.wrong = f"outputs differ by {result.difference:.2g}"
             return
-        made.ours, made.theirs = _medians(ours, theirs)
+        result.ours, result.theirs = _medians(ours, theirs)
 
 
 def cut(x: Tensor, size: int, batch: int) -> Tensor:

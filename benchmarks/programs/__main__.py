@@ -79,8 +79,8 @@ def run(
                 continue
             row.steps = number + 1
             if kind in OURS:
-                for what, said in step_differs(way, eager).items():
-                    row.differs.setdefault(what, f"step {number}: {said}")
+                for what, message in step_differs(way, eager).items():
+                    row.differs.setdefault(what, f"step {number}: {message}")
     for kind, way in ways.items():
         _finish(rows[kind], way, eager, steps)
     return list(rows.values())
@@ -94,8 +94,8 @@ def _finish(row: Row, way: Way, eager: Way, steps: int) -> None:
     row.eager_ms = statistics.median(eager.times[last:])
     if row.steps > last:
         row.ms = statistics.median(way.times[last:])
-    if row.way in OURS and row.steps == steps and (said := updates_differ(way, eager)):
-        row.differs["updates"] = said
+    if row.way in OURS and row.steps == steps and (message := updates_differ(way, eager)):
+        row.differs["updates"] = message
 
 
 def in_a_process(name: str, kinds: Sequence[str], steps: int, seconds: float) -> list[Row]:
@@ -109,12 +109,12 @@ def in_a_process(name: str, kinds: Sequence[str], steps: int, seconds: float) ->
             done = subprocess.run(
                 command, timeout=4 * seconds + 60, capture_output=True, text=True, env=os.environ | threads
             )
-            said = f"exit code {done.returncode}: {done.stderr[-300:]}"
+            message = f"exit code {done.returncode}: {done.stderr[-300:]}"
         except subprocess.TimeoutExpired:
-            said = f"not done after {4 * seconds + 60:.0f} s"
+            message = f"not done after {4 * seconds + 60:.0f} s"
         if out.exists():
             return [Row(**row) for row in json.loads(out.read_text())]
-    return [Row(name, kind, differs={"error": said}) for kind in kinds]
+    return [Row(name, kind, differs={"error": message}) for kind in kinds]
 
 
 def main() -> int:

@@ -108,7 +108,7 @@ def step_differs(ours: Way, theirs: Way) -> dict[str, str]:
         "effects": effects,
         "random": streams_differ(ours.streams, theirs.streams),
     }
-    return {kind: said for kind, said in found.items() if said}
+    return {kind: message for kind, message in found.items() if message}
 
 
 def updates_differ(ours: Way, theirs: Way) -> str:

@@ -97,10 +97,10 @@ def _line(row: Mapping[str, Any], other: Mapping[str, Any] | None) -> str:
 
 def _notes(rows: Rows, kind: str) -> list[str]:
     """What is said in several rows, once, with where."""
-    said: dict[str, list[str]] = {}
+    messages: dict[str, list[str]] = {}
     for row in rows:
         found = row[kind]
         texts = [f"{what}: {where}" for what, where in found.items()] if isinstance(found, dict) else found
         for note in texts:
-            said.setdefault(" ".join(note.split()), []).append(f"{row['program']} by `{row['way']}`")
-    return [f"- {note} ({', '.join(where)})" for note, where in said.items()] or ["Nothing."]
+            messages.setdefault(" ".join(note.split()), []).append(f"{row['program']} by `{row['way']}`")
+    return [f"- {note} ({', '.join(where)})" for note, where in messages.items()] or ["Nothing."]

@@ -106,8 +106,8 @@ def _compared(name: str, way: Way, eager: Way, error: Exception | None, raised: 
     loose = "bfloat16" in name
     narrow = "float32" in name
     found = (differs(key, value, eager.seen[key], loose, narrow) for key, value in way.seen.items())
-    if said := next(filter(None, found), ""):
-        return "wrong", said
+    if message := next(filter(None, found), ""):
+        return "wrong", message
     reasons = [" ".join(reason.split()) for reason in way.reasons()]
     kind = "wrong" if any(r.startswith(INTERNAL) for r in reasons) else "fallback" if reasons else "same"
     return kind, "; ".join(reasons)
@@ -132,11 +132,11 @@ def page(rows: Sequence[Row]) -> str:
     lines += ["| recipe | " + " | ".join(WAYS[1:]) + " |", "|---|---|---|"]
     kinds = {(row.recipe, row.way): row.kind for row in rows}
     lines += [f"| {name} | {' | '.join(kinds.get((name, way), '') for way in WAYS[1:])} |" for name in names]
-    said: dict[str, list[str]] = {}
+    messages: dict[str, list[str]] = {}
     for row in rows:
         if row.said:
-            said.setdefault(f"{row.kind}, {row.way}: {row.said[:300]}", []).append(row.recipe)
-    return "\n".join([*lines, "", *(f"- {reason} ({', '.join(where)})" for reason, where in said.items())])
+            messages.setdefault(f"{row.kind}, {row.way}: {row.said[:300]}", []).append(row.recipe)
+    return "\n".join([*lines, "", *(f"- {reason} ({', '.join(where)})" for reason, where in messages.items())])
 
 
 def main() -> int:
@@ -152,9 +152,9 @@ def main() -> int:
     for name, recipe in (*optimizers.recipes(), *loops.recipes()):
         if options.names and not any(part in name for part in options.names):
             continue
-        rows += (made := run(name, recipe))
-        print(f"{name}: {', '.join(f'{row.way} {row.kind}' for row in made)}", flush=True)
-        for row in made:
+        rows += (results := run(name, recipe))
+        print(f"{name}: {', '.join(f'{row.way} {row.kind}' for row in results)}", flush=True)
+        for row in results:
             if row.said:
                 print(f"    {row.way}: {row.said[:400]}", flush=True)
         if options.json:

@@ -272,7 +272,7 @@ def _hook(model: Any, _: Any) -> None:
 
 
 def _forward_hook(model: Any, _: Any) -> None:
-    model[0].register_forward_hook(lambda module, given, made: made * 0.5)
+    model[0].register_forward_hook(lambda module, given, result: result * 0.5)
 
 
 def _step_hook(_: Any, optimizer: optim.Optimizer) -> None:
@@ -319,8 +319,8 @@ def two_optimizers(way: Way) -> None:
     first, second = nn.Linear(6, 6).to(torch.float64), nn.Linear(6, 1).to(torch.float64)
     a, b = _sgd(first), _sgd(second)
 
-    def fooled(made: Tensor) -> Tensor:
-        return -second(made).mean()
+    def fooled(result: Tensor) -> Tensor:
+        return -second(result).mean()
 
     def told(found: Tensor) -> Tensor:
         return found.square().mean()

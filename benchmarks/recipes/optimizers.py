@@ -62,8 +62,8 @@ def recipes() -> Iterator[tuple[str, Recipe]]:
     """All of them, by name; one that this table lacks fails by its name."""
     for name in known(optim, optim.Optimizer):
         for options in VARIANTS.get(name, [{}]):
-            said = ", ".join(f"{key}={value}" for key, value in options.items())
-            yield f"optimizer {name}({said})", _optimizer(name, options)
+            message = ", ".join(f"{key}={value}" for key, value in options.items())
+            yield f"optimizer {name}({message})", _optimizer(name, options)
     names = known(schedulers, schedulers.LRScheduler)
     for name in sorted({*names, "ChainedScheduler", "ReduceLROnPlateau"} - {"LRScheduler"}):
         yield f"scheduler {name}", _scheduler(name)

@@ -30,8 +30,8 @@ def small(dtype: torch.dtype = torch.float64) -> nn.Sequential:
 def batch(number: int, rows: int = 6, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """Inputs and targets of a step."""
     generator = torch.Generator().manual_seed(number)
-    made = torch.randn(rows, 10, generator=generator, dtype=torch.float64).to(dtype)
-    return made[:, :6].contiguous(), made[:, 6:].contiguous()
+    results = torch.randn(rows, 10, generator=generator, dtype=torch.float64).to(dtype)
+    return results[:, :6].contiguous(), results[:, 6:].contiguous()
 
 
 @dataclass
@@ -50,9 +50,9 @@ class Way:
         """The model as this way calls it."""
         if self.kind == "eager":
             return model
-        made = dt.optimize(model, **options)
-        self._sources.append(made)
-        return made
+        result = dt.optimize(model, **options)
+        self._sources.append(result)
+        return result
 
     def trainer(
         self,
@@ -103,9 +103,9 @@ class Way:
         run = getattr(owner, name)
 
         def counted(program: Any, *arguments: Any, **keywords: Any) -> Any:
-            made = run(program, *arguments, **keywords)
-            self.ran += made is not None
-            return made
+            result = run(program, *arguments, **keywords)
+            self.ran += result is not None
+            return result
 
         setattr(owner, name, counted)
         try:

@@ -60,10 +60,10 @@ def measured(kind: Any, threads: int) -> dict[str, Any]:
         "eager recursion": lambda k: twin(batches[k]).backward(),
     }
     if kind is TreeLSTM:
-        made = [byhand.linearized(batch) for batch in batches]
-        ways["levels by hand, lists"] = lambda k: byhand.by_lists(twin, made[k]).backward()
-        ways["levels by hand, copies"] = lambda k: byhand.by_copies(twin, made[k]).backward()
-        alone = [byhand.matmuls(twin, each) for each in made]
+        results = [byhand.linearized(batch) for batch in batches]
+        ways["levels by hand, lists"] = lambda k: byhand.by_lists(twin, results[k]).backward()
+        ways["levels by hand, copies"] = lambda k: byhand.by_copies(twin, results[k]).backward()
+        alone = [byhand.matmuls(twin, each) for each in results]
         ways["matmuls alone"] = lambda k: alone[k]()
     times: dict[str, list[float]] = {name: [] for name in ways}
     start = time.perf_counter()

@@ -44,11 +44,11 @@ def dags(seed: int, count: int = 10) -> list[Node]:
     r = random.Random(seed)
     roots = []
     for _ in range(count):
-        made: list[Node] = []
+        results: list[Node] = []
         for _ in range(r.randint(20, 60)):
-            below = r.sample(made, min(len(made), r.randrange(5)))
-            made.append(Node(r.randrange(WORDS), r.randrange(CLASSES), below))
-        roots.append(Node(0, r.randrange(CLASSES), made[-4:]))
+            below = r.sample(results, min(len(results), r.randrange(5)))
+            results.append(Node(r.randrange(WORDS), r.randrange(CLASSES), below))
+        roots.append(Node(0, r.randrange(CLASSES), results[-4:]))
     return roots
 
 

@@ -167,10 +167,15 @@ def simulated(kills: int) -> Row:
         separate = merged(
             "root", [(_apart(n, until or (200,)), until or (200,)) for n, (_, until) in enumerate(trials)]
         )
-        made, alone = simulate(tree, 40, 1.0, 0.05, 0.05), simulate(separate, 40)
-        row = {"name": name, "alone": tree.requested, "steps": tree.steps(), "makespan": made.time}
+        result, alone = simulate(tree, 40, 1.0, 0.05, 0.05), simulate(separate, 40)
+        row = {"name": name, "alone": tree.requested, "steps": tree.steps(), "makespan": result.time}
         found.append(
-            row | {"bound": made.bound, "simple bound": max(made.longest, made.busy / 40), "alone makespan": alone.time}
+            row
+            | {
+                "bound": result.bound,
+                "simple bound": max(result.longest, result.busy / 40),
+                "alone makespan": alone.time,
+            }
         )
     return {"searches": found}
 

@@ -28,9 +28,9 @@ def concat_aliases(graph: Graph) -> dict[str, ConcatAlias]:
         if isinstance(node.op, Concat):
             outer = found.get(node.outputs[0])
             for position in node.op.placed:
-                made = concat_alias(graph, producers, node, position, outer)
-                assert made is not None, f"{node} cannot have its operand {position} in place"
-                found[made[0]] = made[1]
+                results = concat_alias(graph, producers, node, position, outer)
+                assert results is not None, f"{node} cannot have its operand {position} in place"
+                found[results[0]] = results[1]
     return found
 
 
@@ -49,9 +49,9 @@ def concat_alias(
     for name in node.inputs[:position]:
         offset = simplify(offset + graph.tensors[name].shape[op.dim] * strides[op.dim])
     name = node.inputs[position]
-    while (maker := producers.get(name)) is not None and isinstance(maker.op, View | Permute):
-        (source,) = maker.inputs
-        before = operand_strides(maker.op, graph.tensors[name].shape, strides, graph.tensors[source].shape)
+    while (producer := producers.get(name)) is not None and isinstance(producer.op, View | Permute):
+        (source,) = producer.inputs
+        before = operand_strides(producer.op, graph.tensors[name].shape, strides, graph.tensors[source].shape)
         if before is None:
             return None
         name, strides = source, before

@@ -53,10 +53,10 @@ def _run(graph: Graph, scope: dict[str, Array], sizes: Mapping[str, int], rounde
         op = bind(node.op, sizes)
         operands = [scope[i] for i in node.inputs]
         if isinstance(op, ControlFlow):
-            made = _control(lowered.graph, node, op, operands, sizes, rounded)
+            results = _control(lowered.graph, node, op, operands, sizes, rounded)
         else:
-            made = op.evaluate(*operands)
-        for name, value in zip(node.outputs, made, strict=True):
+            results = op.evaluate(*operands)
+        for name, value in zip(node.outputs, results, strict=True):
             if not isinstance(
                 op, Aten
             ):  # its shapes come from PyTorch, which reports wrong ones for embedding_bag's auxiliary results
@@ -84,9 +84,9 @@ def _control(
             columns: list[list[Array]] = [[] for _ in node.outputs[carried:]]
             steps = range(int(bind(op.trips, sizes)))
             for step in reversed(steps) if reverse else steps:
-                made = run(inner[0], [*states, *(x[step] for x in slices), *operands[carried + sliced :]])
-                states = made[:carried]
-                for column, value in zip(columns, made[carried:], strict=True):
+                outputs = run(inner[0], [*states, *(x[step] for x in slices), *operands[carried + sliced :]])
+                states = outputs[:carried]
+                for column, value in zip(columns, outputs[carried:], strict=True):
                     column.append(value)
             types = [bind(graph.tensors[name], sizes) for name in node.outputs[carried:]]
             stacks = (
@@ -141,14 +141,14 @@ def _levels(
                 check_children(indices, bounds, level, starts, k)
             taken = [states[s][rows] for s in op.states[k]] if op.reverse else [states[s][i] for s, i in chosen]
             arguments = [*(operands[i][here] for i in op.rows[k]), *taken, *(operands[i] for i in op.shared[k])]
-            made = cell(k, here.stop - here.start, arguments)
+            outputs = cell(k, here.stop - here.start, arguments)
             if op.reverse:
-                for (s, indices), value in zip(chosen, made, strict=False):
+                for (s, indices), value in zip(chosen, outputs, strict=False):
                     np.add.at(states[s], indices, value)
             else:
-                for s, value in zip(op.states[k], made, strict=False):
+                for s, value in zip(op.states[k], outputs, strict=False):
                     states[s][rows] = value
-            for stack, value in zip(own[k], made[len(op.placed(k)) :], strict=True):
+            for stack, value in zip(own[k], outputs[len(op.placed(k)) :], strict=True):
                 stack[here] = value
 
 

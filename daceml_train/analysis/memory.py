@@ -257,7 +257,7 @@ def summands(graph: Graph, base: Mapping[str, str]) -> dict[str, str]:
     The summand is a whole array of the result's layout that a node produced and that is no result of the graph. `base`
     maps arrays to the roots of their aliases.
     """
-    makers, memory = graph.producers(), memories(graph)
+    producers, memory = graph.producers(), memories(graph)
     visible = {base[name] for name in graph.results} | concat_aliases(graph).keys()
     found: dict[str, str] = {}
     for node in graph.nodes:
@@ -265,8 +265,8 @@ def summands(graph: Graph, base: Mapping[str, str]) -> dict[str, str]:
             continue
         (name,), summand = node.outputs, node.inputs[0]
         root = base[summand]
-        maker = makers.get(root)
-        if maker is None or isinstance(maker.op, Full | Iota) or root in visible or name in visible:
+        producer = producers.get(root)
+        if producer is None or isinstance(producer.op, Full | Iota) or root in visible or name in visible:
             continue
         if memory[root] in graph.inputs:
             continue
@@ -276,14 +276,14 @@ def summands(graph: Graph, base: Mapping[str, str]) -> dict[str, str]:
             continue
         if any(base[other] == root for other in node.inputs[1:]):
             continue
-        if _only_views(makers, summand, root):
+        if _only_views(producers, summand, root):
             found[name] = summand
     return found
 
 
-def _only_views(makers: Mapping[str, Node], name: str, root: str) -> bool:
+def _only_views(producers: Mapping[str, Node], name: str, root: str) -> bool:
     while name != root:
-        node = makers[name]
+        node = producers[name]
         if not isinstance(node.op, View):
             return False
         name = node.inputs[0]
@@ -297,7 +297,7 @@ def overwrites(graph: Graph, base: Mapping[str, str], takes: Mapping[str, str]) 
         for name in node.inputs:
             last[base[name]] = position
     positions = {node.outputs[0]: position for position, node in enumerate(graph.nodes)}
-    return {made: name for made, name in takes.items() if last[base[name]] == positions[made]}
+    return {result: name for result, name in takes.items() if last[base[name]] == positions[result]}
 
 
 def moved_strides(

@@ -166,12 +166,16 @@ def _placed(graph: Graph) -> None:
     for node in graph.nodes:
         for position in node.op.placed if isinstance(node.op, Concat) else ():
             name = root[node.inputs[position]]
-            maker = producers.get(name)
+            producer = producers.get(name)
             if concat_alias(graph, producers, node, position) is None:
                 raise _broken(node, f"it has its operand {position} in place, for which no strides exist")
-            if maker is None or (maker.op.vendor and not isinstance(maker.op, Concat)) or is_alias(maker.op):
+            if (
+                producer is None
+                or (producer.op.vendor and not isinstance(producer.op, Concat))
+                or is_alias(producer.op)
+            ):
                 raise _broken(node, f"it has %{name} in place, which no kernel produces")
-            if maker.outputs.index(name) in dict(maker.op.updates):
+            if producer.outputs.index(name) in dict(producer.op.updates):
                 raise _broken(node, f"it has %{name} in place, which is stored over an operand")
             if name in seen:
                 raise _broken(node, f"it has %{name} in place, which lies elsewhere, too")
@@ -198,13 +202,13 @@ def _updates(graph: Graph) -> None:
         for result, argument in node.op.updates:
             if not (0 <= result < len(node.outputs) and 0 <= argument < len(node.inputs)):
                 raise _broken(node, f"the update ({result}, {argument}) names no result or no argument")
-            made, updated = node.outputs[result], node.inputs[argument]
+            output, updated = node.outputs[result], node.inputs[argument]
             memory = root[updated]
             inner = memory not in graph.inputs
-            if not inner and graph.writes.get(updated) != made:
-                raise _broken(node, f"it updates %{updated} in place, but the graph does not write %{made} to it")
-            if inner and graph.tensors[updated].bytes != graph.tensors[made].bytes:
-                raise _broken(node, f"it updates %{updated} in place with %{made}, which has another size")
+            if not inner and graph.writes.get(updated) != output:
+                raise _broken(node, f"it updates %{updated} in place, but the graph does not write %{output} to it")
+            if inner and graph.tensors[updated].bytes != graph.tensors[output].bytes:
+                raise _broken(node, f"it updates %{updated} in place with %{output}, which has another size")
             if sum(root[name] == memory for name in node.inputs) > 1:
                 raise _broken(node, f"it updates %{updated} in place and reads it through another argument")
             if position[memory] > index:

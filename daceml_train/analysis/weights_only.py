@@ -44,9 +44,9 @@ def split(graph: Graph) -> Split | None:
     writes, or on operators of `NOT_MOVED`; and results of the graph, which belong to the user.
     """
     moved = _moved(graph)
-    makers = graph.producers()
-    read = [name for node in graph.nodes if node.outputs[0] not in moved for name in _read(node, makers, moved)]
-    seen = dict.fromkeys(name for name in (*read, *graph.results) if name in moved and not is_alias(makers[name].op))
+    producers = graph.producers()
+    read = [name for node in graph.nodes if node.outputs[0] not in moved for name in _read(node, producers, moved)]
+    seen = dict.fromkeys(name for name in (*read, *graph.results) if name in moved and not is_alias(producers[name].op))
     if not seen:
         return None
     prologue = _part(graph, f"{graph.name}_parameters", seen)
@@ -67,8 +67,8 @@ def again(before: Split | None, graph: Graph) -> Split | None:
         if entry.role is not Role.saved and name not in prologue.inputs:
             prologue.input(name, entry.tensor, entry.role, entry.path)
     for node in after.prologue.nodes:
-        made = prologue.append(node.op, tuple(names.get(n, n) for n in node.inputs), origin=node.origin)
-        names.update(zip(node.outputs, (value.name for value in made), strict=True))
+        results = prologue.append(node.op, tuple(names.get(n, n) for n in node.inputs), origin=node.origin)
+        names.update(zip(node.outputs, (value.name for value in results), strict=True))
     still = [name for name in after.main.inputs if name in before.prepared]
     wanted = {name: names.get(name, name) for name in (*still, *after.prepared)}
     prologue.outputs = list(wanted.values())
@@ -101,17 +101,17 @@ def _moved(graph: Graph) -> set[str]:
 
 def _compact(graph: Graph, node: Node, source: Mapping[str, str]) -> bool:
     """Whether results are not much larger than the memory from which they are computed."""
-    made = sum(int(graph.tensors[name].bytes) for name in node.outputs)
+    result = sum(int(graph.tensors[name].bytes) for name in node.outputs)
     read = sum(int(graph.tensors[name].bytes) for name in {source[name] for name in node.inputs})
-    return made <= GROWTH * read
+    return result <= GROWTH * read
 
 
-def _read(node: Node, makers: dict[str, Node], moved: set[str]) -> list[str]:
+def _read(node: Node, producers: dict[str, Node], moved: set[str]) -> list[str]:
     """The arrays whose memory a node reads, through views."""
     found = []
     for name in node.inputs:
-        while name in moved and is_alias(makers[name].op):
-            name = makers[name].inputs[0]
+        while name in moved and is_alias(producers[name].op):
+            name = producers[name].inputs[0]
         found.append(name)
     return found
 
@@ -120,7 +120,7 @@ def _part(graph: Graph, title: str, wanted: Iterable[str], given: tuple[str, ...
     """The nodes that compute `wanted` from inputs of the graph and from the arrays `given`."""
     computed = [node for node in graph.nodes if not set(given).issuperset(node.outputs)]
     nodes, needed = required(computed, (*wanted, *(graph.writes if given else ())))
-    made = [name for node in nodes for name in node.outputs if name not in given]
+    results = [name for node in nodes for name in node.outputs if name not in given]
     symbols = {s for node in nodes for s in symbols_of((node.op, *(graph.tensors[name] for name in node.outputs)))}
     part = Graph(title)
     for name, entry in graph.inputs.items():
@@ -129,5 +129,5 @@ def _part(graph: Graph, title: str, wanted: Iterable[str], given: tuple[str, ...
     for name in given:
         part.input(name, graph.tensors[name], Role.saved)
     part.nodes = nodes
-    part.tensors.update({name: graph.tensors[name] for name in made})
+    part.tensors.update({name: graph.tensors[name] for name in results})
     return part

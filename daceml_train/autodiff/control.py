@@ -60,17 +60,19 @@ def _cond(
     given = [i for i, g in enumerate(cotangents) if g is not None]
     inner = bodies(op, operand_types(graph, node))
     asked = [i for i, want in enumerate(wanted[1:]) if want]
-    made = [derivative(body, given, [list(body.inputs)[i] for i in asked], differentiate) for body in inner]
-    reached = [i for i in asked if any(d.found.get(d.arguments[i]) is not None for d in made)]
+    outputs = [derivative(body, given, [list(body.inputs)[i] for i in asked], differentiate) for body in inner]
+    reached = [i for i in asked if any(d.found.get(d.arguments[i]) is not None for d in outputs)]
     if not reached:
         return [None] * len(node.inputs)
-    for d in made:
+    for d in outputs:
         d.graph.outputs = []
         for i in reached:
             d.graph.output(d.found.get(d.arguments[i]) or zeros(d.graph, d.graph.tensors[d.arguments[i]]))
-    read = [inputs_read(d.graph) for d in made]
-    kept = [i for i in range(len(node.inputs) - 1) if any(d.arguments[i] in r for d, r in zip(made, read, strict=True))]
-    branches = [body_of(pruned(d.graph, [*(d.arguments[i] for i in kept), *d.seeds])) for d in made]
+    read = [inputs_read(d.graph) for d in outputs]
+    kept = [
+        i for i in range(len(node.inputs) - 1) if any(d.arguments[i] in r for d, r in zip(outputs, read, strict=True))
+    ]
+    branches = [body_of(pruned(d.graph, [*(d.arguments[i] for i in kept), *d.seeds])) for d in outputs]
     operands = [graph.value(node.inputs[0]), *(graph.value(node.inputs[i + 1]) for i in kept)]
     results = graph.emit(Cond(*branches), *operands, *(g for g in cotangents if g is not None))
     found: list[Value | None] = [None] * len(node.inputs)
@@ -92,25 +94,25 @@ def _scan(
     others = [i for i in range(count, len(names)) if wanted[i]]
     floats = [i for i in range(count) if body.tensors[names[i]].dtype.is_float]
     while True:  # a state whose cotangent depends on others in one step has a cotangent in the previous step, too
-        made = derivative(body, [*carried, *stacked], [names[i] for i in (*floats, *others)], differentiate)
-        found = [i for i in floats if made.found.get(names[i]) is not None]
+        result = derivative(body, [*carried, *stacked], [names[i] for i in (*floats, *others)], differentiate)
+        found = [i for i in floats if result.found.get(names[i]) is not None]
         more = sorted({*carried, *found})
         if more == carried:
             break
         carried = more
-    slices = [i for i in others if i < count + op.sliced and made.found.get(names[i]) is not None]
-    shared = [i for i in others if i >= count + op.sliced and made.found.get(names[i]) is not None]
-    step = made.graph
+    slices = [i for i in others if i < count + op.sliced and result.found.get(names[i]) is not None]
+    shared = [i for i in others if i >= count + op.sliced and result.found.get(names[i]) is not None]
+    step = result.graph
     summed = [step.input(step.fresh(f"sum_{names[i]}"), dense(step.tensors[names[i]])) for i in shared]
     step.outputs = []
     for i in carried:
-        step.output(made.found.get(names[i]) or zeros(step, step.tensors[names[i]]))
+        step.output(result.found.get(names[i]) or zeros(step, step.tensors[names[i]]))
     for i, before in zip(shared, summed, strict=True):
-        value = made.found[names[i]]
+        value = result.found[names[i]]
         assert value is not None
         step.output(before + value)
     for i in slices:
-        value = made.found[names[i]]
+        value = result.found[names[i]]
         assert value is not None
         step.output(value)
     read = inputs_read(step)
@@ -119,9 +121,9 @@ def _scan(
     rest = [i for i in range(count + op.sliced, len(names)) if names[i] in read]
     saved = _saving(graph, position, op, states)
     arguments = [
-        *made.seeds[: len(carried)],
+        *result.seeds[: len(carried)],
         *(v.name for v in summed),
-        *made.seeds[len(carried) :],
+        *result.seeds[len(carried) :],
         *(names[i] for i in (*states, *inputs, *rest)),
     ]
     operands: list[Value] = []
@@ -152,9 +154,9 @@ def _saving(graph: Graph, position: int, op: Scan, states: Sequence[int]) -> lis
     node = graph.nodes[position]
     names = [op.body.arguments[i] for i in states]
     saving = replace(op, body=replace(op.body, yields=(*op.body.yields, *names)))
-    made = saving.infer(*operand_types(graph, node))[len(node.outputs) :]
+    results = saving.infer(*operand_types(graph, node))[len(node.outputs) :]
     outputs = []
-    for tensor in made:
+    for tensor in results:
         outputs.append(graph.fresh("states"))
         graph.tensors[outputs[-1]] = tensor
     graph.nodes[position] = Node(saving, node.inputs, (*node.outputs, *outputs), node.origin)

@@ -108,12 +108,12 @@ def _differentiated(
         _check_rows(body)
     active = {i for i in range(len(op.types)) if cotangents[i] is not None}
     while True:  # a state whose cotangent a row adds to has one in earlier levels
-        made = [
+        results = [
             _derivative(op, kind, body, active, cotangents, wanted, differentiate) for kind, body in enumerate(inner)
         ]
-        more = active.union(state for cell in made for state, _, _ in cell.children)
+        more = active.union(state for cell in results for state, _, _ in cell.children)
         if more == active:
-            return [cell for cell in made if cell.seeds or cell.own]
+            return [cell for cell in results if cell.seeds or cell.own]
         active = more
 
 
@@ -150,13 +150,15 @@ def _derivative(
     shared = names[len(op.rows[kind]) + len(children) :]
     pairs += [(i, n) for i, n in zip(op.shared[kind], shared, strict=True) if wanted[i]]
     asked = [n for n in children if body.tensors[n].dtype.is_float] + [n for _, n in pairs]
-    made: Derivative = derivative(body, [*given, *(len(states) + i for i in others)], asked, differentiate)
-    added = [(s, i, v.name) for (s, i), n in zip(op.children[kind], children, strict=True) if (v := made.found.get(n))]
-    gradients = [(i, v.name) for i, n in pairs if (v := made.found.get(n)) is not None]
-    joint = made.graph
+    output: Derivative = derivative(body, [*given, *(len(states) + i for i in others)], asked, differentiate)
+    added = [
+        (s, i, v.name) for (s, i), n in zip(op.children[kind], children, strict=True) if (v := output.found.get(n))
+    ]
+    gradients = [(i, v.name) for i, n in pairs if (v := output.found.get(n)) is not None]
+    joint = output.graph
     joint.outputs = [*body.outputs, *(name for _, _, name in added), *(name for _, name in gradients)]
-    seeds = [(states[i], name) for i, name in zip(given, made.seeds, strict=False)]
-    own = [(positions[i], name) for i, name in zip(others, made.seeds[len(given) :], strict=True)]
+    seeds = [(states[i], name) for i, name in zip(given, output.seeds, strict=False)]
+    own = [(positions[i], name) for i, name in zip(others, output.seeds[len(given) :], strict=True)]
     return _Cell(kind, body, partition(joint, len(body.outputs)), seeds, own, added, gradients)
 
 
@@ -235,9 +237,9 @@ def _split(cell: _Cell) -> None:
     outside = {name for node in cell.hoisted for name in node.inputs} | gradients
     common, _ = required(cell.loop, [n for n in inside & outside if ROWS not in types[n].symbols])
     cell.hoisted = [*common, *cell.hoisted]  # computed from what all rows share: in the loop, and outside
-    made = {name for node in cell.hoisted for name in node.outputs}
+    results = {name for node in cell.hoisted for name in node.outputs}
     outside |= {name for node in common for name in node.inputs}
-    cell.stacked = [name for node in cell.loop for name in node.outputs if name in outside and name not in made]
+    cell.stacked = [name for node in cell.loop for name in node.outputs if name in outside and name not in results]
     for name in cell.stacked:
         if types[name].shape[0] != ROWS:
             raise Unsupported(f"the derivative of a cell that reads {types[name]}, whose first size is not its rows")
@@ -310,27 +312,27 @@ def _reverse(
     """The levels in the opposite order, and their operands."""
     node = graph.nodes[position]
     first = [cotangents[s] or zeros(graph, graph.tensors[node.outputs[s]]) for s in active]
-    made = _Reverse(active, [graph.value(node.inputs[0]), *first])
+    results = _Reverse(active, [graph.value(node.inputs[0]), *first])
     indices = {i: graph.value(name) for i, name in enumerate(node.inputs)}
     by_kind = {cell.kind: cell for cell in cells}
     for kind in range(len(op.cells)):
         if (cell := by_kind.get(kind)) is None:
-            made.skip()
+            results.skip()
             continue
         cell.outer.update((name, g) for i, name in cell.own if (g := cotangents[i]) is not None)
-        made.add(cell, indices)
+        results.add(cell, indices)
     types = tuple(op.types[state] for state in active)
     backward = Levels(
-        tuple(made.cells),
+        tuple(results.cells),
         types,
         op.counts,
-        tuple(made.rows),
-        tuple(made.children),
-        tuple(made.shared),
-        tuple(made.states),
+        tuple(results.rows),
+        tuple(results.children),
+        tuple(results.shared),
+        tuple(results.states),
         reverse=True,
     )
-    return backward, made.operands
+    return backward, results.operands
 
 
 def _emit(graph: Graph, nodes: Sequence[Node], outer: dict[str, Value], count: Dim) -> None:

@@ -38,7 +38,7 @@ class Halves:
 
 def partition(joint: Graph, results: int) -> Halves:
     """Cut `joint`, whose outputs are `results` forward results followed by gradients."""
-    makers = joint.producers()
+    producers = joint.producers()
     cotangents = [name for name, entry in joint.inputs.items() if entry.role is Role.cotangent]
     forward_names = ancestors(joint.nodes, [*joint.outputs[:results], *joint.writes.values()])
     written = set(joint.writes)
@@ -50,7 +50,7 @@ def partition(joint: Graph, results: int) -> Halves:
 
     def absorb(name: str) -> Node | None:
         """The node to emit for an operand that is neither kept nor saved."""
-        node = makers.get(name)
+        node = producers.get(name)
         if name in tainted or (node is not None and name in again):
             return node
         if node is None and name not in written:
@@ -152,7 +152,7 @@ def _dependent(graph: Graph, names: Sequence[str]) -> set[str]:
 
 def _material(graph: Graph, forward: set[str]) -> set[str]:
     """Forward arrays that reach memory despite fusion: inputs, operands and results of library calls, reductions."""
-    makers = graph.producers()
+    producers = graph.producers()
     material = set(graph.inputs) | {name for name in graph.outputs if name in forward}
     for node in graph.nodes:
         if forward.isdisjoint(node.outputs) or isinstance(node.op, FREE):
@@ -161,8 +161,10 @@ def _material(graph: Graph, forward: set[str]) -> set[str]:
             material.update(node.outputs)
         if node.op.vendor:
             for name in node.inputs:
-                while (maker := makers.get(name)) is not None and isinstance(maker.op, FREE) and maker.inputs:
+                while (
+                    (producer := producers.get(name)) is not None and isinstance(producer.op, FREE) and producer.inputs
+                ):
                     material.add(name)
-                    name = maker.inputs[0]
+                    name = producer.inputs[0]
                 material.add(name)
     return material

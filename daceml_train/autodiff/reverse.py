@@ -193,8 +193,8 @@ def derived_cotangents(
     gradients = differentiate(inner, of, names)
     kept, _ = required(inner.nodes, [value.name for value in gradients.values() if value is not None])
     for node in kept:
-        made = graph.append(node.op, tuple(now[i] for i in node.inputs))
-        now.update((name, value.name) for name, value in zip(node.outputs, made, strict=True))
+        results = graph.append(node.op, tuple(now[i] for i in node.inputs))
+        now.update((name, value.name) for name, value in zip(node.outputs, results, strict=True))
     found = (gradients.get(x.name) for x in xs)
     return [None if value is None else graph.value(now[value.name]) for value in found]
 

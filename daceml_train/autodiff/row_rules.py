@@ -125,8 +125,8 @@ def _of_fixed(a: Applied) -> list[Kind]:
             raise Undecided("depends on the number of rows")
         return a.all_results(Kind("fixed", _factor(a.op, [kind.factor for kind in a.operands])))
     (d, *more) = a.grown()
-    made = isinstance(a.op, Full | Iota | Expand | Uniform | Dropout | DropoutGiven)
-    if not made or more or a.makes[0][d] % a.rows or (isinstance(a.op, Iota) and d == a.op.dim):
+    result = isinstance(a.op, Full | Iota | Expand | Uniform | Dropout | DropoutGiven)
+    if not result or more or a.makes[0][d] % a.rows or (isinstance(a.op, Iota) and d == a.op.dim):
         raise Undecided("numbers the rows of a batch" if isinstance(a.op, Iota) else "depends on the number of rows")
     factors = [kind.factor for kind in a.operands]
     if isinstance(a.op, Full) and isinstance(a.whole, Full):
@@ -290,13 +290,13 @@ def _moved(a: Applied) -> list[Kind]:
 
 
 def _viewed(a: Applied, kind: Kind) -> Kind:
-    (shape,), (made,) = a.reads, a.makes
+    (shape,), (outputs,) = a.reads, a.makes
     before, after = product(shape[: kind.dim]) * kind.outer, kind.inner * product(shape[kind.dim + 1 :])
     for d in a.grown():
-        lead, rest = product(made[:d]), product(made[d + 1 :])
+        lead, rest = product(outputs[:d]), product(outputs[d + 1 :])
         if lead and rest and before % lead == 0 and after % rest == 0:
             outer, inner = before // lead, after // rest
-            if made[d] == outer * a.rows * inner:
+            if outputs[d] == outer * a.rows * inner:
                 return replace(kind, dim=d, outer=outer, inner=inner)
     raise Undecided("cuts the batch dimension in two")
 

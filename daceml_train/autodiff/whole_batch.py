@@ -79,9 +79,9 @@ def quotients(graph: Graph) -> Graph:
     for node in graph.nodes:
         inputs = tuple(now[i] for i in node.inputs)
         with other.at(node.origin):
-            made = _quotient(other, node.op, [other.value(i) for i in inputs])
-            made = other.append(node.op, inputs) if made is None else made
-        now.update(zip(node.outputs, (value.name for value in made), strict=True))
+            outputs = _quotient(other, node.op, [other.value(i) for i in inputs])
+            outputs = other.append(node.op, inputs) if outputs is None else outputs
+        now.update(zip(node.outputs, (value.name for value in outputs), strict=True))
     return graph.finish(other, now)
 
 
@@ -175,13 +175,13 @@ class _Walk:
             self.rows,
             self.batch.count,
         )
-        made, refused = None, ""
+        outputs, refused = None, ""
         for choice in self._choices(node, applied):
             kinds = list(applied.operands)
             for k, kind in choice.items():
                 kinds[k] = kind
             try:
-                made = self._kinds(replace(applied, operands=tuple(kinds)), node, other)
+                outputs = self._kinds(replace(applied, operands=tuple(kinds)), node, other)
             except Undecided as error:
                 refused = refused or str(error)
                 continue
@@ -191,13 +191,13 @@ class _Walk:
                 else:
                     self.shared.add((position, k))
             break
-        if made is None:
+        if outputs is None:
             earlier = next((kind.why for kind in applied.operands if kind.form == "open"), "")
             where = f" (at {node.origin})" if str(node.origin) else ""
-            made = [Kind("open", why=earlier or f"{node.op.label}{where} {refused}")] * len(node.outputs)
+            outputs = [Kind("open", why=earlier or f"{node.op.label}{where} {refused}")] * len(node.outputs)
         if isinstance(applied.op, Full) and isinstance(applied.whole, Full) and applied.op.value != applied.whole.value:
             self.constants[position] = applied.whole.value
-        self.kinds.update(zip(node.outputs, made, strict=True))
+        self.kinds.update(zip(node.outputs, outputs, strict=True))
 
     def _kinds(self, applied: Applied, node: Node, other: Node) -> list[Kind]:
         """The kinds of an operator's results, by its rule or through its lowering."""
@@ -252,8 +252,8 @@ class _Walk:
         grown, now = self._grown_sizes(), {name: name for name in graph.inputs}
         changed: dict[str, str] = {}
         for position, node in enumerate(graph.nodes):  # updates of buffers do not affect the loss and are unchanged
-            made = other.append(node.op, tuple(now[name] for name in node.inputs), origin=node.origin)
-            now.update(zip(node.outputs, (value.name for value in made), strict=True))
+            outputs = other.append(node.op, tuple(now[name] for name in node.inputs), origin=node.origin)
+            now.update(zip(node.outputs, (value.name for value in outputs), strict=True))
             places = [k for k in range(len(node.inputs)) if (position, k) in self.taken or (position, k) in self.shared]
             if not places and position not in self.constants and changed.keys().isdisjoint(node.inputs):
                 continue
@@ -267,8 +267,8 @@ class _Walk:
             if position in self.constants:
                 assert isinstance(op, Full)
                 op = replace(op, value=self._constant(op.value, self.constants[position], grown))
-            made = other.append(op, tuple(inputs), origin=node.origin)
-            changed.update(zip(node.outputs, (value.name for value in made), strict=True))
+            outputs = other.append(op, tuple(inputs), origin=node.origin)
+            changed.update(zip(node.outputs, (value.name for value in outputs), strict=True))
         graph.finish(other, now)
         other.outputs[0] = changed.get(graph.outputs[0], other.outputs[0])
         if self.kinds[graph.outputs[0]].form == "fixed":
@@ -287,13 +287,13 @@ class _Walk:
         """The constant on the whole batch, if it scales for all sizes of the graph."""
         if not hasattr(part, "free_symbols") or not part.free_symbols:
             return whole
-        made = simplify(part.subs(grown, simultaneous=True))
-        if bind(made, self.batch.part_sizes) != whole:
+        result = simplify(part.subs(grown, simultaneous=True))
+        if bind(result, self.batch.part_sizes) != whole:
             why = f"{part} is not {self.batch.count} times as much on the whole batch"
             raise BudgetInfeasible(
                 f"micro-batches cannot tell the loss of a whole batch from its parts: {why}", advice=ADVICE
             )
-        return made
+        return result
 
 
 def _scaled(value: Value, factor: float) -> Value:

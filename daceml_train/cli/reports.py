@@ -96,18 +96,18 @@ def _measured(options: argparse.Namespace, eager: bool) -> Any:
 
     if options.runs < 1:
         raise Failure("--runs must be at least 1")
-    made, again = made_by(options.model, options), made_by(options.model, options) if eager else None
+    results, again = made_by(options.model, options), made_by(options.model, options) if eager else None
     done = [0]
 
     def progress(kernels: int, of: int) -> None:
         say(f"kernels: {kernels} of {of}")
 
-    if len(made) == 2:
-        module, inputs = made
+    if len(results) == 2:
+        module, inputs = results
         compiled: Any = dt.optimize(module, progress=progress)
         run: Callable[[], object] = lambda: compiled(*as_tuple(inputs))  # noqa: E731
     else:
-        module, inputs, loss, optimizer = made
+        module, inputs, loss, optimizer = results
         compiled = dt.training_step(module, loss, optimizer, progress=progress)
         run = lambda: compiled(*as_tuple(inputs))  # noqa: E731
     say("capturing and compiling")
@@ -123,14 +123,14 @@ def _measured(options: argparse.Namespace, eager: bool) -> Any:
         raise Failure(str(error)) from error
 
 
-def _eager(made: tuple[Any, ...]) -> Callable[[], object]:
+def _eager(results: tuple[Any, ...]) -> Callable[[], object]:
     """The same in PyTorch, run once already."""
     say("counting what PyTorch moves")
-    if len(made) == 2:
-        module, inputs = made
+    if len(results) == 2:
+        module, inputs = results
         run: Callable[[], object] = lambda: module(*as_tuple(inputs))  # noqa: E731
     else:
-        module, inputs, loss, optimizer = made
+        module, inputs, loss, optimizer = results
 
         def run() -> None:
             given, *targets = as_tuple(inputs)

@@ -91,8 +91,8 @@ def _case(captured: Captured, gm: fx.GraphModule, arguments: Sequence[Any]) -> C
 def array(tensor: torch.Tensor) -> Array:
     """A tensor's values, floats in float64."""
     tensor = tensor.detach().cpu()
-    made: Array = (tensor.double() if tensor.is_floating_point() else tensor).contiguous().numpy().copy()
-    return made
+    result: Array = (tensor.double() if tensor.is_floating_point() else tensor).contiguous().numpy().copy()
+    return result
 
 
 def departs(given: Array, expected: Array, tolerance: float = TOLERANCE) -> float | None:
@@ -165,7 +165,7 @@ def first_departing_node(case: Case) -> tuple[Node, float] | None:
     trace = case.captured.trace
     assert trace is not None
     ours = interpret(case.graph, case.arrays).values
-    makers = case.graph.producers()
+    producers = case.graph.producers()
     tensors = input_tensors(case.captured, case.arguments)
     attributes = {s.source: s.value for s in case.captured.inputs if s.kind == "attribute"}
     env: dict[fx.Node, Any] = {}
@@ -188,8 +188,8 @@ def first_departing_node(case: Case) -> tuple[Node, float] | None:
         except Exception:  # what exists in traces only, or float64 where the trace has another type
             return None
         env[node] = result
-        if isinstance(value, Value) and isinstance(result, torch.Tensor) and value.name in makers:
+        if isinstance(value, Value) and isinstance(result, torch.Tensor) and value.name in producers:
             error = departs(ours[value.name], array(result)) if value.name in ours else None
             if error is not None:
-                return makers[value.name], error
+                return producers[value.name], error
     return None

@@ -62,13 +62,13 @@ def smallest(graph: Graph, arrays: Mapping[str, Array], fails: Fails) -> tuple[G
 
 def excerpt(graph: Graph, nodes: list[Node], results: list[str]) -> Graph:
     """`nodes` alone: arrays from elsewhere become inputs, constants are included."""
-    makers = graph.producers()
+    producers = graph.producers()
     part = Graph(graph.name)
     own = {name for node in nodes for name in node.outputs}
     for name in dict.fromkeys(i for node in nodes for i in node.inputs if i not in own):
-        maker = makers.get(name)
-        if maker is not None and isinstance(maker.op, Full | Iota):
-            part.append(maker.op, (), maker.outputs)
+        producer = producers.get(name)
+        if producer is not None and isinstance(producer.op, Full | Iota):
+            part.append(producer.op, (), producer.outputs)
         elif name not in part.tensors:
             entry = graph.inputs.get(name)
             part.input(name, graph.tensors[name], Role.input if entry is None else entry.role)

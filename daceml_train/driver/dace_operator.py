@@ -117,8 +117,8 @@ class _Operator:
         self.derivative()
         ctx.numbers = [None if isinstance(v, torch.Tensor) else v for v in inputs]
         ctx.save_for_backward(*(v for v in inputs if isinstance(v, torch.Tensor)))
-        made = output if isinstance(output, tuple) else (output,)
-        ctx.shapes = [made[i] for i in self.seeded]
+        results = output if isinstance(output, tuple) else (output,)
+        ctx.shapes = [results[i] for i in self.seeded]
 
     def backward(self, ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         """The gradients of the operands."""
@@ -127,8 +127,8 @@ class _Operator:
         seeds = [cotangents[i] for i in self.seeded]
         seeds = [torch.zeros_like(y) if g is None else g for g, y in zip(seeds, ctx.shapes, strict=True)]
         found = self.derivative_of(*operands, *seeds)
-        made = iter(found if isinstance(found, tuple | list) else (found,))
-        gradients = [next(made) if i in self.floats else None for i in range(len(operands))]
+        result = iter(found if isinstance(found, tuple | list) else (found,))
+        gradients = [next(result) if i in self.floats else None for i in range(len(operands))]
         return gradients[0] if len(gradients) == 1 else tuple(gradients)
 
     def run_backward(self, *given: Any) -> Any:
@@ -152,7 +152,7 @@ class _Operator:
         arrays = [v.detach().contiguous().numpy() if isinstance(v, torch.Tensor) else v for v in given]
         pairs = zip(arrays, function.operands, strict=True)
         arrays = [v.reshape(1) if a.shape == (1,) and v.ndim == 0 else v for v, a in pairs]
-        return [torch.from_numpy(made) for made in function(*arrays)]
+        return [torch.from_numpy(result) for result in function(*arrays)]
 
     def _fitting(self, given: Sequence[Any]) -> list[torch.Tensor]:
         """The tensors among the operands. Raises `Invalid` for another type."""
@@ -207,8 +207,8 @@ def _returns(count: int) -> str:
     return "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
 
 
-def _packed(made: Sequence[Any]) -> Any:
-    return made[0] if len(made) == 1 else tuple(made)
+def _packed(results: Sequence[Any]) -> Any:
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def _empty(like: torch.Tensor, argument: Argument, sizes: dict[str, Any]) -> torch.Tensor:

@@ -82,10 +82,10 @@ def _heads(graph: Graph, program: Program, launches: Sequence[Cost]) -> dict[str
             where = f" (at {cost.source})" if cost.source else ""
             head = f"// {cost.name or 'operand'}{where}\n"
             if node >= 0 and cost.name:
-                made, read = (
+                result, read = (
                     ", ".join(f"%{n}" for n in ns) for ns in (graph.nodes[node].outputs, graph.nodes[node].inputs)
                 )
-                head += f"//   {made} = ({read})\n"
+                head += f"//   {result} = ({read})\n"
             key = program.codes[launch.code].key
             heads[key] = heads.get(key, "") + head
     return heads

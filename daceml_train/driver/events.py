@@ -58,12 +58,12 @@ def log_kernels(
     """Say for each kernel, once, what it computes first, and whether it was compiled since `began`."""
     if not logs.speaks(logs.KERNELS):
         return
-    said = set()
+    messages = set()
     for program, record in zip(programs, records, strict=True):
         for key, what in _kernels(program, record):
-            if key in said:
+            if key in messages:
                 continue
-            said.add(key)
+            messages.add(key)
             path = paths.get(key)
             new = path is not None and os.path.exists(path) and path.stat().st_mtime >= began
             how = f"compiled in {time.time() - began:.2f} s with the others" if new else "on disk already"

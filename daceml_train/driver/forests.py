@@ -38,8 +38,8 @@ class ForestProgram:
         """The results, as autograd sees them."""
         arrays = [t if k in self.wanted else t.detach() for k, t in enumerate(arrays)]
         if torch.is_grad_enabled() and any(t.requires_grad for t in arrays):
-            made: Sequence[torch.Tensor] = _Levels.apply(self, *arrays)  # type: ignore[no-untyped-call]
-            return made
+            results: Sequence[torch.Tensor] = _Levels.apply(self, *arrays)  # type: ignore[no-untyped-call]
+            return results
         return run_with_layout(self.compiled.forward, arrays)[: self.compiled.results]
 
 
@@ -48,8 +48,8 @@ class _Levels(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, program: ForestProgram, *arrays: torch.Tensor) -> Any:
-        made = run_with_layout(program.compiled.forward, arrays)
-        results, saved = made[: program.compiled.results], made[program.compiled.results :]
+        outputs = run_with_layout(program.compiled.forward, arrays)
+        results, saved = outputs[: program.compiled.results], outputs[program.compiled.results :]
         ctx.program, ctx.count = program, len(arrays)
         ctx.shapes = [(results[i].shape, results[i].dtype) for i in program.compiled.cotangents]
         ctx.save_for_backward(*(arrays[i] for i in program.kept), *saved)
@@ -112,13 +112,13 @@ class Forests:
             found = {s[0] for sources in cell.sources for s in sources if s is not DATA}
             cells += [c for c in sorted(found, key=structure_order) if c not in cells]
         try:
-            made = self._compiled(Layout(cells))
+            result = self._compiled(Layout(cells))
         except DacemlError as error:
             self.note(f"a recursion whose levels PyTorch runs: {error}")
             self.refused.update(cells)
             return None
-        self.programs = [p for p in self.programs if p not in replaced] + [made]
-        return made
+        self.programs = [p for p in self.programs if p not in replaced] + [result]
+        return result
 
     def _compiled(self, layout: Layout) -> ForestProgram:
         graph, wrt, outputs = layout.graph()

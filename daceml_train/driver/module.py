@@ -104,9 +104,9 @@ class Backend:
             self.break_off(f"recompiled at nearly every call, since {changed} changes; PyTorch runs it")
             raise SkipFrame(self.breaks[-1])
         try:
-            made = self.compile(module, examples)
-            self.programs[frame()] = [*recent[1 - STORM :], made]
-            return made
+            result = self.compile(module, examples)
+            self.programs[frame()] = [*recent[1 - STORM :], result]
+            return result
         except Exception as error:  # training continues whatever fails in here
             scalars.start_over()
             self.break_off(why(error))

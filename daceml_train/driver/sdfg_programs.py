@@ -138,5 +138,5 @@ def compile_given(graph: Graph, like: Joint, options: Settings, arena: AnyArena 
     Steps with the same `arena` must not run at the same time. Raises `Invalid` where it cannot be called so.
     """
     check_signature(graph, like.graph)
-    made = compile_graph(graph, GivenGoal(like.interface), options, device, arena)
-    return WholeStep(executable=made.executables[0], records=made.records, **vars(made.interface))
+    result = compile_graph(graph, GivenGoal(like.interface), options, device, arena)
+    return WholeStep(executable=result.executables[0], records=result.records, **vars(result.interface))

@@ -94,16 +94,16 @@ class _Adjoint:
         if seed is not None and not parts:
             self.gradients[array] = seed
             return seed
-        made = Array(f"d_{array.name}", array.shape, array.dtype)
+        result = Array(f"d_{array.name}", array.shape, array.dtype)
         if seed is not None:
-            axes = tuple(map(Axis, made.shape))
-            self.stages.append(Stage(made, axes, "point", (), load(seed, map(at, axes)), (), True))
+            axes = tuple(map(Axis, result.shape))
+            self.stages.append(Stage(result, axes, "point", (), load(seed, map(at, axes)), (), True))
         for index, domain, value in parts:
-            self.stages += gathers(made, index, domain, value)
-        if not any(stage.target is made for stage in self.stages):
-            self.zeros.add(made)
-        self.gradients[array] = made
-        return made
+            self.stages += gathers(result, index, domain, value)
+        if not any(stage.target is result for stage in self.stages):
+            self.zeros.add(result)
+        self.gradients[array] = result
+        return result
 
     def run(self) -> None:
         """Process the stages in reverse order."""
@@ -142,9 +142,9 @@ class _Adjoint:
         """The positions of the extrema of a stage: an array of the program, or one that is computed now."""
         found = next((s.target for s in self.program.stages if _finds(s, stage)), None)
         if found is None:
-            made = _places(stage)
-            self.stages.append(made)
-            found = made.target
+            result = _places(stage)
+            self.stages.append(result)
+            found = result.target
         return found
 
     def others(self, stage: Stage) -> Term:
@@ -211,10 +211,10 @@ def adjoint(program: Program, seeded: Sequence[bool], wanted: Sequence[bool]) ->
 @functools.lru_cache(maxsize=4096)
 def derivative(text: str, seeded: tuple[bool, ...], wanted: tuple[bool, ...]) -> tuple[str, tuple[int, ...]]:
     """The text of the adjoint and the positions, among inputs, outputs, and cotangents, of what it reads."""
-    made = adjoint(parsed(text), seeded, wanted)
-    read = made.read()
-    kept = tuple(i for i, array in enumerate(made.inputs) if array in read)
-    return Program(tuple(made.inputs[i] for i in kept), made.stages, made.outputs).text, kept
+    result = adjoint(parsed(text), seeded, wanted)
+    read = result.read()
+    kept = tuple(i for i, array in enumerate(result.inputs) if array in read)
+    return Program(tuple(result.inputs[i] for i in kept), result.stages, result.outputs).text, kept
 
 
 @functools.lru_cache(maxsize=1024)
@@ -226,8 +226,8 @@ def with_saved(text: str) -> str:
     intermediate = tuple(dict.fromkeys(s.target for s in program.stages if s.target not in program.outputs))
     everything = Program(program.inputs, program.stages, (*program.outputs, *intermediate))
     seeded = tuple(o.dtype.is_float for o in program.outputs) + (False,) * len(intermediate)
-    made = adjoint(everything, seeded, tuple(a.dtype.is_float for a in program.inputs))
-    read = made.read()
+    result = adjoint(everything, seeded, tuple(a.dtype.is_float for a in program.inputs))
+    read = result.read()
     saved = [a for a in intermediate if a in read]
     return Program(program.inputs, program.stages, (*program.outputs, *saved)).pruned().text
 

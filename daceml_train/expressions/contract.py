@@ -43,9 +43,9 @@ class Layout:
         """The matmul of the factors, over the axes of the stage."""
         b, m, n, k = (prod(a.size for a in role) for role in (self.batch, self.rows, self.columns, self.depth))
         flat = (left.view((b, m, k)), right.view((b, k, n))) if self.batch else (left.view((m, k)), right.view((k, n)))
-        made = (flat[0] @ flat[1]).view(tuple(a.size for a in (*self.batch, *self.rows, *self.columns)))
+        result = (flat[0] @ flat[1]).view(tuple(a.size for a in (*self.batch, *self.rows, *self.columns)))
         found = (*self.batch, *self.rows, *self.columns)
-        return made.permute(tuple(next(d for d, f in enumerate(found) if f is a) for a in self.axes))
+        return result.permute(tuple(next(d for d, f in enumerate(found) if f is a) for a in self.axes))
 
 
 def contracted(axes: Sequence[Axis], reduced: Sequence[Axis], factors: Sequence[Factor]) -> Layout | None:

@@ -53,7 +53,7 @@ def gathers(target: Array, index: Sequence[Term], domain: Sequence[Axis], value:
     phases = [_Phase(dict.fromkeys(split))]
     for dim in sorted(range(len(maps)), key=lambda d: len([a for a in known[d] if a is not None])):
         solve = _wrapped if wrapped[dim] else _solved
-        phases = [made for phase in phases for made in solve(phase, dim, target.shape[dim], known[dim])]
+        phases = [result for phase in phases for result in solve(phase, dim, target.shape[dim], known[dim])]
     return [_stage(phase, target, value) for phase in phases]
 
 
@@ -150,9 +150,9 @@ def _solved(phase: _Phase, dim: int, size: int, coefficients: Map) -> Iterator[_
         yield phase.solved(dim, at(axis), axis, {chosen: value}, [guard, *_within(value, chosen.size)])
         return
     for start in range(min(s, size)):
-        made = _dense_phase(phase, dim, size, found, chosen, unit if s > 1 else None, start)
-        if made is not None:
-            yield made
+        result = _dense_phase(phase, dim, size, found, chosen, unit if s > 1 else None, start)
+        if result is not None:
+            yield result
 
 
 def _is_radix(found: Map, axes: Sequence[Axis], size: int) -> bool:

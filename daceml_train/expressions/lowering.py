@@ -101,8 +101,8 @@ class Lowering:
         layout = contracted(stage.axes, stage.reduced, factors)
         if layout is None:
             return None
-        made = [self.read(t, order, True) for t, order in zip(loads, layout.orders, strict=True)]
-        result = layout.emit(*made)
+        results = [self.read(t, order, True) for t, order in zip(loads, layout.orders, strict=True)]
+        result = layout.emit(*results)
         for n in numbers:
             result = result * float(n)
         return result

@@ -287,8 +287,8 @@ def trace(function: Callable[..., Any], operands: Sequence[Array], options: dict
         common = terms.promote(common, dtype)
     terms._default_float.append(common)
     try:
-        made = function(*map(Operand, operands), **options)
-        results = made if isinstance(made, tuple) else (made,)
+        result = function(*map(Operand, operands), **options)
+        results = result if isinstance(result, tuple) else (result,)
         wrong = next((r for r in results if not isinstance(r, Operand)), None)
         if wrong is not None or not results:
             message = f"an expression returns arrays, {_name(function)} returned {type(wrong).__name__}"

@@ -96,7 +96,7 @@ def reference(function: Callable[..., Any], *arrays: Array, **options: Any) -> A
     outer, frames = state.stages, state.frames
     state.stages, state.frames = None, []
     try:
-        made = function(*(Concrete(np.asarray(a)) for a in arrays), **options)
+        results = function(*(Concrete(np.asarray(a)) for a in arrays), **options)
     finally:
         state.stages, state.frames = outer, frames
-    return tuple(m.values for m in made) if isinstance(made, tuple) else made.values
+    return tuple(m.values for m in results) if isinstance(results, tuple) else results.values

@@ -417,12 +417,12 @@ def children(term: Term) -> Iterable[Term]:
 
 def rebuilt(term: Term, change: Callable[[Term], Term]) -> Term:
     """A copy of a term in which `change` may replace every node, operands first."""
-    made: dict[int, Term] = {}
+    results: dict[int, Term] = {}
     for old in children(term):
-        args = tuple(made[id(a)] for a in old.args)
+        args = tuple(results[id(a)] for a in old.args)
         new = old if all(a is b for a, b in zip(args, old.args, strict=True)) else with_args(old, args)
-        made[id(old)] = change(new)
-    return made[id(term)]
+        results[id(old)] = change(new)
+    return results[id(term)]
 
 
 def with_args(old: Term, args: tuple[Term, ...]) -> Term:

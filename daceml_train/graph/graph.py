@@ -74,16 +74,16 @@ class Graph:
             if name not in self.tensors:
                 raise Invalid(f"{op.label} reads {name!r}, which no node of graph {self.name!r} produces")
         types = op.infer(*(self.tensors[i] for i in inputs))
-        made: list[Value] = []
+        results: list[Value] = []
         for position, tensor in enumerate(types):
             base = op.label.rsplit(".", 1)[-1]
             name = outputs[position] if outputs else self.fresh(base)
             if name in self.tensors:
                 raise Invalid(f"array {name!r} would be written twice, the second time by {op.label}")
             self.tensors[name] = tensor
-            made.append(Value(self, name, tensor))
-        self.nodes.append(Node(op, inputs, tuple(v.name for v in made), origin or self.origin))
-        return tuple(made)
+            results.append(Value(self, name, tensor))
+        self.nodes.append(Node(op, inputs, tuple(v.name for v in results), origin or self.origin))
+        return tuple(results)
 
     def value(self, name: str) -> Value:
         """The array named `name`, as an operand for further nodes."""

@@ -44,8 +44,8 @@ class _Lowering:
                 position += 1
                 name = f"{base}_{position}"
             outputs.append(name)
-        made = self.lowered.append(op, tuple(v.name for v in operands), outputs)
-        return tuple(Value(self, v.name, v.tensor) for v in made)
+        results = self.lowered.append(op, tuple(v.name for v in operands), outputs)
+        return tuple(Value(self, v.name, v.tensor) for v in results)
 
 
 def leaves(graph: Graph, keep: Collection[str] = ()) -> Leaves:

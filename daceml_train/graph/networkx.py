@@ -22,16 +22,16 @@ def to_networkx(graph: Program) -> nx.DiGraph:
 
     An operator without results is called by its label and its position in the graph: `assert#12`.
     """
-    made = nx.DiGraph(name=graph.name, outputs=tuple(graph.outputs), writes=dict(graph.writes))
+    result = nx.DiGraph(name=graph.name, outputs=tuple(graph.outputs), writes=dict(graph.writes))
     producer = {name: name for name in graph.inputs}
     for name, entry in graph.inputs.items():
         attributes: dict[str, Any] = {"kind": "input", "arrays": (name,), "role": entry.role.value}
         if name in graph.writes:
             attributes["becomes"] = graph.writes[name]
-        made.add_node(name, module=entry.path, source="", **attributes)
+        result.add_node(name, module=entry.path, source="", **attributes)
     for position, node in enumerate(graph.nodes):
         key = node.outputs[0] if node.outputs else f"{node.op.label}#{position}"
-        made.add_node(
+        result.add_node(
             key,
             kind="operator",
             arrays=node.outputs,
@@ -47,5 +47,5 @@ def to_networkx(graph: Program) -> nx.DiGraph:
             read.setdefault(producer[name], []).append(name)
         for source, names in read.items():
             size = simplify(sum(graph.tensors[name].bytes for name in names))
-            made.add_edge(source, key, arrays=tuple(names), bytes=size)
-    return made
+            result.add_edge(source, key, arrays=tuple(names), bytes=size)
+    return result

@@ -41,5 +41,5 @@ class Node:
     origin: Origin = Origin()
 
     def __str__(self) -> str:
-        made, read = (", ".join(f"%{name}" for name in names) for names in (self.outputs, self.inputs))
-        return f"{made} = {self.op.label}({read})"
+        result, read = (", ".join(f"%{name}" for name in names) for names in (self.outputs, self.inputs))
+        return f"{result} = {self.op.label}({read})"

@@ -134,13 +134,13 @@ def _node(read: Reader, graph: Graph) -> None:
         for name in inputs:
             if name not in graph.tensors:
                 raise Invalid(f"{op.label} reads %{name}, which is not defined above")
-        made = list(op.infer(*(graph.tensors[i] for i in inputs)))
-        if len(made) != len(outputs):
-            raise Invalid(f"{op.label} produces {len(made)} arrays, not {len(outputs)}")
-        if types and [show_type(t) for t in types] != [show_type(t) for t in made]:
-            shown, expected = (", ".join(map(show_type, t)) for t in (types, made))
+        results = list(op.infer(*(graph.tensors[i] for i in inputs)))
+        if len(results) != len(outputs):
+            raise Invalid(f"{op.label} produces {len(results)} arrays, not {len(outputs)}")
+        if types and [show_type(t) for t in types] != [show_type(t) for t in results]:
+            shown, expected = (", ".join(map(show_type, t)) for t in (types, results))
             raise Invalid(f"{op.label} produces {expected}, not {shown}")
-        for name, tensor in zip(outputs, made, strict=True):
+        for name, tensor in zip(outputs, results, strict=True):
             if name in graph.tensors:
                 raise Invalid(f"%{name} is written twice")
             graph.tensors[name] = tensor

@@ -65,8 +65,10 @@ class CompiledStrategy(SingleDeviceStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.apart = _apart(trainer, module, self.optimizers, self.precision_plugin)
             if self.apart:
-                said = f"daceml_train compiles training_step, and Lightning calls backward and optimizer: {self.apart}"
-                warnings.warn(said, stacklevel=2)
+                message = (
+                    f"daceml_train compiles training_step, and Lightning calls backward and optimizer: {self.apart}"
+                )
+                warnings.warn(message, stacklevel=2)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context():

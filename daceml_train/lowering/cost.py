@@ -57,18 +57,18 @@ def costs(graph: Graph, launches: Sequence[Launch], nodes: Sequence[int]) -> lis
     parted = {p for c in update_chains(graph).values() for p in (c.gradient, c.rows, c.update)}
     count, done = Counter(nodes), Counter[int]()
     named = names(graph)
-    made = []
+    results = []
     for index, (launch, node) in enumerate(zip(launches, nodes, strict=True)):
         if node in parted:
             whole = _computed(launch, graph.nodes[node].op, entries[node], named[node])
-            made.append(_share(whole, done[node], count[node]))
+            results.append(_share(whole, done[node], count[node]))
             done[node] += 1
         elif node >= 0 and last[node] == index:
             cost = _computed(launch, graph.nodes[node].op, entries[node], named[node])
-            made.append(replace(cost, network=_network(graph, graph.nodes[node])))
+            results.append(replace(cost, network=_network(graph, graph.nodes[node])))
         else:
-            made.append(_moved(launch))
-    return made
+            results.append(_moved(launch))
+    return results
 
 
 def _network(graph: Graph, node: Node) -> Dim:

@@ -59,8 +59,8 @@ def _launch(program: Program, launch: Launch) -> str:
             written = ", ".join(_view(p) for i, p in enumerate(places) if i in writes)
             return f"{written} = kernel_{program.codes[code].key}({read})"
         case CallLaunch(target=target, overload=overload, arguments=arguments, returns=returns):
-            made = ", ".join("_" if r is None else f"b{r}" for r in returns)
-            return f"{made} = {target}{f'.{overload}' if overload else ''}({', '.join(map(_argument, arguments))})"
+            result = ", ".join("_" if r is None else f"b{r}" for r in returns)
+            return f"{result} = {target}{f'.{overload}' if overload else ''}({', '.join(map(_argument, arguments))})"
         case CopyLaunch(target=goal, source=source):
             return f"{_view(goal)} = copy({_view(source)})"
         case ControlLaunch(kind=kind, returns=results):

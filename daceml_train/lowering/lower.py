@@ -258,15 +258,15 @@ class _Lowering:
                     statement.op, self.scalar_place(places, scalars, statement.inputs[0], origin), tensor.shape, origin
                 )
                 continue
-            made = []
+            outputs = []
             for name in statement.outputs:
                 t = types[name]
                 places[name] = self.new_place(Buffer(Allocation.arena, t.dtype, t.shape, t.strides))
-                made.append(places[name])
+                outputs.append(places[name])
             read = [name for name in dict.fromkeys(statement.inputs) if name in places]
             inlined = [scalars[name] for name in dict.fromkeys(statement.inputs) if name not in places]
             body = Kernel(tuple(read), (*inlined, statement), statement.outputs)
-            self.launch(body, [places[name] for name in read], made, origin)
+            self.launch(body, [places[name] for name in read], outputs, origin)
         for name, result in zip(kernel.yields, results, strict=True):
             self.copy(places[name], result, origin)
 
@@ -340,12 +340,12 @@ class _Lowering:
             x = places[index]
             if not same(x.strides[-1], 1) and not same(x.shape[-1], 1):
                 places[index] = self.copy_of(x, x.shape, Allocation.arena, str(node.origin))
-        made = {index for index in call.returns if index is not None}
+        outputs = {index for index in call.returns if index is not None}
         updates = dict(node.op.updates)
         for index, name in enumerate(node.outputs):
             if index in updates:
                 self.places[name] = places[updates[index]]
-            elif index in made:
+            elif index in outputs:
                 t, shown = results[index], show(results[index], call.seen)
                 made_place = self.new_place(Buffer(Allocation.result, t.dtype, shown.shape, shown.strides))
                 self.places[name] = replace(made_place, shape=t.shape, strides=t.strides)
@@ -367,7 +367,7 @@ class _Lowering:
 
         arguments = tuple(resolve(a) for a in call.arguments)
         returns = tuple(None if i is None else self.places[node.outputs[i]].slot for i in call.returns)
-        filled = [i for i in range(len(results)) if i not in made or i in updates]
+        filled = [i for i in range(len(results)) if i not in outputs or i in updates]
         writes = tuple(dict.fromkeys(self.places[node.outputs[i]].slot for i in filled))
         self.program.launches.append(
             CallLaunch(call.target, call.overload, arguments, returns, call.direct, str(node.origin), writes)

@@ -222,11 +222,11 @@ class Program:
 def library_results(program: Program) -> frozenset[int]:
     """Slots that PyTorch's own operators allocate, except those returned to the user."""
     handed = {place.slot for place in program.outputs}
-    made = {
+    results = {
         slot
         for launch in program.launches
         if isinstance(launch, CallLaunch) and launch.target.startswith("aten::")
         for slot in launch.returns
         if slot is not None and program.slots[slot].home is Allocation.result
     }
-    return frozenset(made - handed)
+    return frozenset(results - handed)

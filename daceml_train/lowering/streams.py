@@ -69,11 +69,11 @@ def schedule(works: Sequence[Work]) -> Schedule:
     busy, longest = sum(w.seconds * w.share for w in works), _longest(works, edges)
     if max(busy, longest) > GAIN * single or single <= 0:
         return one_stream(len(works), "no two launches would be faster if they ran at the same time")
-    made = assign(len(works), edges)
-    events = sum(map(len, made.waits))
+    result = assign(len(works), edges)
+    events = sum(map(len, result.waits))
     if max(busy, longest) + events * EVENT_SECONDS > GAIN * single:
         return one_stream(len(works), f"{events} events would cost what several streams gain")
-    return made
+    return result
 
 
 def _longest(works: Sequence[Work], edges: Sequence[Sequence[int]]) -> float:

@@ -73,10 +73,10 @@ def body_types(label: str, body: Body, given: Sequence[Tensor]) -> dict[str, Ten
         for name in statement.inputs:
             if name not in types:
                 raise Invalid(f"in a body of {label}, {statement} reads {name}, which nothing before it produces")
-        made = statement.op.infer(*(types[i] for i in statement.inputs))
-        if len(made) != len(statement.outputs) or not types.keys().isdisjoint(statement.outputs):
-            raise Invalid(f"in a body of {label}, {statement} produces {len(made)} values, or one a second time")
-        types.update(zip(statement.outputs, made, strict=True))
+        outputs = statement.op.infer(*(types[i] for i in statement.inputs))
+        if len(outputs) != len(statement.outputs) or not types.keys().isdisjoint(statement.outputs):
+            raise Invalid(f"in a body of {label}, {statement} produces {len(outputs)} values, or one a second time")
+        types.update(zip(statement.outputs, outputs, strict=True))
     return types
 
 
@@ -168,11 +168,11 @@ class Scan(ControlFlow):
         return ((*map(dense, states), *cut, *map(dense, operands[self.carried + self.sliced :])),)
 
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        (made,) = self.yielded(operands)
+        (outputs,) = self.yielded(operands)
         states = tuple(map(dense, operands[: self.carried]))
-        if len(made) < self.carried or not all(map(alike, states, made)):
-            raise Invalid(f"scan carries {shown(states)}, its body returns {shown(made[: self.carried])}")
-        return (*states, *(Tensor((self.trips, *t.shape), t.dtype) for t in made[self.carried :]))
+        if len(outputs) < self.carried or not all(map(alike, states, outputs)):
+            raise Invalid(f"scan carries {shown(states)}, its body returns {shown(outputs[: self.carried])}")
+        return (*states, *(Tensor((self.trips, *t.shape), t.dtype) for t in outputs[self.carried :]))
 
     def flops(self, *operands: Tensor) -> Dim:
         return self.trips * super().flops(*operands)
@@ -204,10 +204,10 @@ class While(ControlFlow):
         return (tuple(map(dense, operands)),) * 2
 
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        asked, made = self.yielded(operands)
+        asked, outputs = self.yielded(operands)
         if len(asked) != 1 or asked[0].dtype is not DType.bool or asked[0].rank:
             raise Invalid(f"the condition of while returns {shown(asked)}, not a 0-d boolean")
         states = tuple(map(dense, operands[: self.carried]))
-        if len(made) != self.carried or not all(map(alike, states, made)):
-            raise Invalid(f"while carries {shown(states)}, its body returns {shown(made)}")
+        if len(outputs) != self.carried or not all(map(alike, states, outputs)):
+            raise Invalid(f"while carries {shown(states)}, its body returns {shown(outputs)}")
         return states

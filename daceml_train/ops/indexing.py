@@ -24,8 +24,8 @@ def check_indices(label: str, *indices: Tensor) -> None:
 
 def zeros(b: Builder, shape: Shape, dtype: DType) -> Value:
     """An array of zeros."""
-    (made,) = b.emit(make("full", value=0.0 if dtype.is_float else 0, shape=shape, dtype=dtype))
-    return made
+    (result,) = b.emit(make("full", value=0.0 if dtype.is_float else 0, shape=shape, dtype=dtype))
+    return result
 
 
 def indexed(x: Tensor, indices: Sequence[Tensor], dims: Sequence[int]) -> Shape:

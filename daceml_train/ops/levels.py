@@ -162,11 +162,11 @@ class Levels(ControlFlow):
         if not operands:
             raise Invalid("levels takes the bounds of its levels first, given nothing")
         stacks = []
-        for kind, made in enumerate(self.yielded(operands)):
+        for kind, results in enumerate(self.yielded(operands)):
             expected = tuple(self._many(self.types[state], ROWS) for state in self.placed(kind))
-            if len(made) < len(expected) or not all(map(alike, expected, made)):
-                raise Invalid(f"kind {kind} of levels returns {shown(made)}, its states are {shown(expected)}")
-            for t in made[len(expected) :]:
+            if len(results) < len(expected) or not all(map(alike, expected, results)):
+                raise Invalid(f"kind {kind} of levels returns {shown(results)}, its states are {shown(expected)}")
+            for t in results[len(expected) :]:
                 if not t.rank or t.shape[0] != ROWS or any(ROWS in Tensor((d,)).symbols for d in t.shape[1:]):
                     raise Invalid(f"kind {kind} of levels returns {t}, which is not an array of {ROWS} rows")
                 stacks.append(self._many(Tensor(t.shape[1:], t.dtype), self.counts[kind]))

@@ -102,12 +102,12 @@ class SGDUpdate(ParameterUpdate):
         p, grad, lr, *buffer = self.own(operands)
         grad = directed(grad, p, self.maximize, self.option("weight_decay", operands))
         momentum, dampening = at(self.option("momentum", operands), p), self.option("dampening", operands)
-        made: list[Value] = []
+        results: list[Value] = []
         if self.has("momentum"):
             following = buffer[0] * momentum + grad * at(1 - dampening, p) if buffer else grad
             grad = grad + following * momentum if self.nesterov else following
-            made.append(following)
-        return p - grad * lr.cast(p.dtype), *made
+            results.append(following)
+        return p - grad * lr.cast(p.dtype), *results
 
     def flops(self, *operands: Tensor) -> Dim:
         per_element = 2 + 2 * self.has("weight_decay") + self.maximize
@@ -156,11 +156,11 @@ class AdamUpdate(ParameterUpdate):
             grad = grad + p * at(decay, p)
         exp_avg = lerp(exp_avg, grad, 1 - beta1)
         exp_avg_sq = exp_avg_sq * at(beta2, p) + grad * grad * at(1 - beta2, p)
-        made = [exp_avg, exp_avg_sq]
+        results = [exp_avg, exp_avg_sq]
         if self.amsgrad:
-            made.append(largest[0]._binary("maximum", exp_avg_sq))
-        denominator = made[-1].unary("sqrt") * scale + at(eps, p)
-        return p - step_size * exp_avg / denominator, next_step, *made
+            results.append(largest[0]._binary("maximum", exp_avg_sq))
+        denominator = results[-1].unary("sqrt") * scale + at(eps, p)
+        return p - step_size * exp_avg / denominator, next_step, *results
 
     def flops(self, *operands: Tensor) -> Dim:
         decay = (1 if self.decoupled else 2) if self.has("weight_decay") else 0
@@ -197,20 +197,20 @@ class RMSpropUpdate(ParameterUpdate):
         p, grad, lr, step, square_avg, *more = self.own(operands)
         alpha, eps, momentum = (self.option(name, operands) for name in ("alpha", "eps", "momentum"))
         grad = directed(grad, p, self.maximize, self.option("weight_decay", operands))
-        made = [square_avg * at(alpha, p) + grad * grad * at(1 - alpha, p)]
-        average = made[0]
+        results = [square_avg * at(alpha, p) + grad * grad * at(1 - alpha, p)]
+        average = results[0]
         buffer = [more[0] * at(momentum, p)] if self.has("momentum") else []
         if self.centered:
             center = lerp(more[-1], grad, 1 - alpha)
             average = average - center * center
         average = average.unary("sqrt") + at(eps, p)
         if buffer:
-            made.append(buffer[0] + grad / average)
+            results.append(buffer[0] + grad / average)
         if self.centered:
-            made.append(center)
+            results.append(center)
         rate = lr.cast(p.dtype)
-        following = p - made[1] * rate if buffer else p - grad * rate / average
-        return following, step + 1.0, *made
+        following = p - results[1] * rate if buffer else p - grad * rate / average
+        return following, step + 1.0, *results
 
     def flops(self, *operands: Tensor) -> Dim:
         more = 2 * self.has("momentum") + 5 * self.centered + 2 * self.has("weight_decay") + self.maximize

@@ -47,13 +47,13 @@ def packed_filters(weight: Value) -> Value:
 
 def transformed_filter(weight: Value) -> Value:
     """A weight [K, C, 3, 3] as panels of the 16 matrices [C, K] that F(2x2, 3x3) multiplies tiles with: `G w G^T`."""
-    made = weight
+    result = weight
     for dim in (2, 3):
-        first, middle, last = (made.slice(dim, i, i + 1) for i in range(3))
+        first, middle, last = (result.slice(dim, i, i + 1) for i in range(3))
         outer = (first + last) * 0.5
         inner = middle * 0.5
-        made = first.apply(Concat(dim=dim), outer + inner, outer - inner, last)
-    rows = made.permute((2, 3, 1, 0))
+        result = first.apply(Concat(dim=dim), outer + inner, outer - inner, last)
+    rows = result.permute((2, 3, 1, 0))
     return packed(rows.view((product(rows.shape[:3]), rows.shape[3])))
 
 

@@ -146,11 +146,11 @@ class Resampling(Operator):
         """The last arguments of PyTorch's call."""
         return self.scales if self.mode.startswith("nearest") else (self.corners, *self.scales)
 
-    def between(self, x: Tensor, given: Shape, made: Shape) -> tuple[Tensor, ...]:
+    def between(self, x: Tensor, given: Shape, results: Shape) -> tuple[Tensor, ...]:
         """The type of the result on the grid `made` for an operand on the grid `given`."""
         if x.rank != len(given) + 2 or not same_shape(x.shape[2:], given):
             raise Invalid(f"{self.label} expects [N, C] and {show_shape(given)}, given {x}")
-        return (Tensor((*x.shape[:2], *made), x.dtype, x.order),)
+        return (Tensor((*x.shape[:2], *results), x.dtype, x.order),)
 
 
 @dataclass(frozen=True)
@@ -190,8 +190,8 @@ class ResampleGrad(Resampling):
         (g,) = operands
         run = getattr(torch.ops.aten, f"{self.call}_backward")
         shape = [*g.shape[:2], *(int(s) for s in self.source)]
-        made = run(torch.as_tensor(g.copy()), [int(s) for s in self.target], shape, *self.options)
-        return (made.numpy(),)
+        result = run(torch.as_tensor(g.copy()), [int(s) for s in self.target], shape, *self.options)
+        return (result.numpy(),)
 
     def vjp(self, b: Builder, grad_y: Value) -> Value:
         return grad_y.apply(Resample(self.mode, self.source, self.target, self.scales, self.corners))

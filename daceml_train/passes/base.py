@@ -87,13 +87,13 @@ class _PassClass(ABCMeta):
 
     def __call__(cls, *arguments: Any, **options: Any) -> Any:
         check_names(name_of(cls), cls, options)
-        made = super().__call__(*arguments, **options)
+        result = super().__call__(*arguments, **options)
         for option, annotation in option_types(cls).items():
-            given = getattr(made, option)
+            given = getattr(result, option)
             value = checked_option(name_of(cls), option, annotation, given)
             if value is not given:
-                object.__setattr__(made, option, value)
-        return made
+                object.__setattr__(result, option, value)
+        return result
 
 
 @dataclass(frozen=True)
@@ -280,9 +280,11 @@ class Rewrite(Pass):
         uses = Uses.of(graph)
         found = ((node, self.match(uses, node)) for node in graph.nodes)
         return [
-            Match(self, uses, node, {}, near_miss=made) if isinstance(made, str) else Match(self, uses, node, made)
-            for node, made in found
-            if made is not None
+            Match(self, uses, node, {}, near_miss=result)
+            if isinstance(result, str)
+            else Match(self, uses, node, result)
+            for node, result in found
+            if result is not None
         ]
 
     def run(self, graph: Graph) -> Graph:
@@ -297,11 +299,11 @@ class Rewrite(Pass):
         for node in graph.nodes:
             if match := chosen.get(id(node)):
                 with other.at(node.origin):
-                    made: Sequence[Value] = tuple(self.emit(match, other, values))
+                    results: Sequence[Value] = tuple(self.emit(match, other, values))
             else:
                 names = [n if n not in other.tensors else other.fresh(n) for n in node.outputs]
-                made = other.append(node.op, tuple(values[i].name for i in node.inputs), names, node.origin)
-            values.update(zip(node.outputs, made, strict=True))
+                results = other.append(node.op, tuple(values[i].name for i in node.inputs), names, node.origin)
+            values.update(zip(node.outputs, results, strict=True))
         return without_dead_code(graph.finish(other, {old: value.name for old, value in values.items()}))
 
 
@@ -349,8 +351,8 @@ def without_dead_code(graph: Graph) -> Graph:
     kept, _ = required(graph.nodes, graph.results)
     other = graph.copy()
     other.nodes = kept
-    made = {name for node in kept for name in node.outputs}
-    other.tensors = {n: t for n, t in graph.tensors.items() if n in made or n in graph.inputs}
+    results = {name for node in kept for name in node.outputs}
+    other.tensors = {n: t for n, t in graph.tensors.items() if n in results or n in graph.inputs}
     return other
 
 

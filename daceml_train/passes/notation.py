@@ -96,8 +96,8 @@ def built(name: str, options: Mapping[str, Any], where: str = "") -> Pass:
     kind = find(name, where)
     check_names(name, kind, options)
     types = option_types(kind)
-    made: Pass = kind(**{option: restored(value, types[option]) for option, value in options.items()})
-    return made
+    result: Pass = kind(**{option: restored(value, types[option]) for option, value in options.items()})
+    return result
 
 
 def to_entries(levels: Levels) -> dict[str, list[dict[str, Any]]]:

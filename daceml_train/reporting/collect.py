@@ -50,10 +50,10 @@ class Report(Contents):
         """Write the report: `.html`, `.json`, or text for any other ending."""
         path = Path(path)
         if path.suffix == ".html":
-            made = self.to_html()
+            result = self.to_html()
         else:
-            made = (self.to_json() if path.suffix == ".json" else str(self)) + "\n"
-        path.write_text(made, encoding="utf-8")
+            result = (self.to_json() if path.suffix == ".json" else str(self)) + "\n"
+        path.write_text(result, encoding="utf-8")
 
     def __str__(self) -> str:
         return "\n".join(text.lines(self))

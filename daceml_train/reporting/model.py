@@ -176,8 +176,8 @@ def grouped(launches: Iterable[Launched], key: Callable[[Launched], str]) -> lis
     groups: dict[str, list[Launched]] = {}
     for launch in launches:
         groups.setdefault(key(launch), []).append(launch)
-    made = [_group(name, of) for name, of in groups.items()]
-    return sorted(made, key=lambda g: -g.bytes)
+    results = [_group(name, of) for name, of in groups.items()]
+    return sorted(results, key=lambda g: -g.bytes)
 
 
 def _group(name: str, of: Sequence[Launched]) -> Group:

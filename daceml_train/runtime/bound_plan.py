@@ -275,9 +275,9 @@ class BoundPlan:
 
             def bind(rows: int) -> Plan:
                 sizes = {**known, ROWS.name: rows}
-                made = BoundPlan(body, addresses, sizes, self.threads, arena, self.products, most=most).plan
-                assert isinstance(made, Plan)
-                return made
+                result = BoundPlan(body, addresses, sizes, self.threads, arena, self.products, most=most).plan
+                assert isinstance(result, Plan)
+                return result
 
             self.cells[key] = varying(bind)
         return self.cells[key]

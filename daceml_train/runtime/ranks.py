@@ -206,9 +206,9 @@ class Ranks:
         others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         texts = [self._get(f"text/{rank}/{digests[rank]}").splitlines() for rank in (0, others[0])]
         only = [[line for line in text if line not in other] for text, other in (texts, texts[::-1])]
-        said = ["; ".join(lines[:3]) or "nothing more" for lines in only]
+        messages = ["; ".join(lines[:3]) or "nothing more" for lines in only]
         named = ", ".join(map(str, others))
-        return f"rank {named} differs from rank 0, which has: {said[0]}; rank {others[0]} has: {said[1]}"
+        return f"rank {named} differs from rank 0, which has: {messages[0]}; rank {others[0]} has: {messages[1]}"
 
 
 _running = threading.local()

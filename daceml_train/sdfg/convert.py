@@ -92,32 +92,32 @@ class OperatorNode(dace.nodes.LibraryNode):
     def new(cls, operator: str, operands: int = 1) -> OperatorNode:
         """A library node for an operator in the notation of graph texts, such as `gelu()`, to be put into a state."""
         op = _operator(operator)
-        made = cls(
+        result = cls(
             re.sub(r"\W", "_", op.label),
             inputs={f"_in{i}": None for i in range(operands)},
             outputs={f"_out{i}": None for i in range(len(op.results))},
         )
-        made.label, made.operator = op.label, operator
-        return made
+        result.label, result.operator = op.label, operator
+        return result
 
     @classmethod
     def of(cls, node: Node, graph: Graph) -> OperatorNode:
         """The library node for a node of a graph."""
         label = f"{node.op.label} ({node.origin.module})" if node.origin.module else node.op.label
-        made = cls(
+        result = cls(
             re.sub(r"\W", "_", node.op.label),
             inputs={f"_in{i}": None for i in range(len(node.inputs))},
             outputs={f"_out{i}": None for i in range(len(node.outputs))},
         )
-        made.label = label
-        made.operator = show_operator(node.op)
-        made.operands = [show_type(graph.tensors[i]) for i in node.inputs]
-        made.results = [show_type(graph.tensors[o]) for o in node.outputs]
-        made.module, made.source = node.origin.module, node.origin.source
+        result.label = label
+        result.operator = show_operator(node.op)
+        result.operands = [show_type(graph.tensors[i]) for i in node.inputs]
+        result.results = [show_type(graph.tensors[o]) for o in node.outputs]
+        result.module, result.source = node.origin.module, node.origin.source
         file, _, line = node.origin.source.rpartition(":")
         if file and line.isdigit():
-            made.debuginfo = dace.dtypes.DebugInfo(int(line), filename=file)
-        return made
+            result.debuginfo = dace.dtypes.DebugInfo(int(line), filename=file)
+        return result
 
     @property
     def op(self) -> Operator:
@@ -133,8 +133,8 @@ class OperatorNode(dace.nodes.LibraryNode):
             if isinstance(op, Kernel):
                 names = dict(zip(op.arguments, (v.name for v in operands), strict=True))
                 for statement in op.statements:
-                    made = graph.append(statement.op, tuple(names[i] for i in statement.inputs))
-                    names.update(zip(statement.outputs, (v.name for v in made), strict=True))
+                    outputs = graph.append(statement.op, tuple(names[i] for i in statement.inputs))
+                    names.update(zip(statement.outputs, (v.name for v in outputs), strict=True))
                 results = [names[y] for y in op.yields]
             elif op.is_composite:
                 results = [v.name for v in op.lower(graph, *operands)]
@@ -173,15 +173,15 @@ def to_sdfg(graph: Graph) -> dace.SDFG:
         sdfg.add_array(names[name], shape, _TYPES[tensor.dtype], strides=strides, transient=name not in kept)
 
     def put(state: dace.SDFGState, node: Node, graph: Graph, names: Mapping[str, str], access: dict[str, Any]) -> None:
-        made = OperatorNode.of(node, graph)
-        state.add_node(made)
+        result = OperatorNode.of(node, graph)
+        state.add_node(result)
         for position, name in enumerate(node.inputs):
             if name not in access:
                 access[name] = _access(state, names[name])
-            state.add_edge(access[name], None, made, f"_in{position}", _whole(sdfg, names[name]))
+            state.add_edge(access[name], None, result, f"_in{position}", _whole(sdfg, names[name]))
         for position, name in enumerate(node.outputs):
             access[name] = _access(state, names[name])
-            state.add_edge(made, f"_out{position}", access[name], None, _whole(sdfg, names[name]))
+            state.add_edge(result, f"_out{position}", access[name], None, _whole(sdfg, names[name]))
 
     def declare(name: str, tensor: Tensor) -> None:
         shape, strides = (_sizes(tensor.shape), _sizes(tensor.strides)) if tensor.rank else ((1,), (1,))
@@ -212,11 +212,11 @@ def from_sdfg(sdfg: dace.SDFG) -> Graph:
     records = [json.loads(line.removeprefix(_CONTROL)) for line in comments if line.startswith(_CONTROL)]
     reader = RegionReader(dace, lambda state: _found(sdfg, state), {record["label"]: record for record in records})
     for op, inputs, outputs, origin in reader.operators(sdfg):
-        read, made = tuple(names.get(i, i) for i in inputs), tuple(names.get(o, o) for o in outputs)
+        read, result = tuple(names.get(i, i) for i in inputs), tuple(names.get(o, o) for o in outputs)
         if op is None:
             op = View(graph.tensors[read[0]].shape)
         try:
-            graph.append(op, read, made, origin)
+            graph.append(op, read, result, origin)
         except Invalid as error:
             raise Invalid(f"SDFG {sdfg.name!r}: {error.message}", where=str(origin), advice=error.advice) from None
     verify(graph)
@@ -289,10 +289,12 @@ def _in_order(sdfg: dace.SDFG, state: dace.SDFGState) -> Iterator[Any]:
     moved = [*nodes, *copies]
     reads = [[e.data.data for e in state.in_edges(n)] for n in nodes] + [[e.src.data] for e in copies]
     makes = [[e.data.data for e in state.out_edges(n)] for n in nodes] + [[e.dst.data] for e in copies]
-    maker = {name: index for index, made in enumerate(makes) for name in made}
+    producer = {name: index for index, results in enumerate(makes) for name in results}
     order = nx.DiGraph()
     order.add_nodes_from(range(len(moved)))
-    order.add_edges_from((maker[name], index) for index, names in enumerate(reads) for name in names if name in maker)
+    order.add_edges_from(
+        (producer[name], index) for index, names in enumerate(reads) for name in names if name in producer
+    )
     try:
         yield from (moved[index] for index in nx.lexicographical_topological_sort(order))
     except nx.NetworkXUnfeasible:

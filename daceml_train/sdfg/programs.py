@@ -87,8 +87,8 @@ class DaceFunction:
         shapes = [v.shape for v, a in zip(given, self.operands, strict=True) if a.shape is not None]
         sizes = self.sizes(shapes)
         arrays = {a.name: v for a, v in zip(self.operands, given, strict=True)}
-        made = [np.zeros([evaluated(n, sizes) for n in a.shape or ()], a.dtype) for a in self.results]
-        arrays |= {a.name: v for a, v in zip(self.results, made, strict=True)}
+        results = [np.zeros([evaluated(n, sizes) for n in a.shape or ()], a.dtype) for a in self.results]
+        arrays |= {a.name: v for a, v in zip(self.results, results, strict=True)}
         for name, value in self.scratch.items():
             held = self.sdfg.arrays[name]
             arrays[name] = np.full([evaluated(n, sizes) for n in held.shape], value, held.dtype.type)
@@ -99,7 +99,7 @@ class DaceFunction:
             arguments = {**arrays, **{k: v for k, v in sizes.items() if k in wanted}}
             with dace.config.set_temporary("compiler", "allow_view_arguments", value=True):  # they are dense
                 self._compiled(**{k: v for k, v in arguments.items() if k in wanted})
-        return made
+        return results
 
     def derivative(self) -> DaceFunction:
         """From the operands and a cotangent per result to a gradient per floating-point array among the operands.
@@ -153,7 +153,7 @@ def function_of(program: Any, results: Sequence[str] = ()) -> DaceFunction:
     for position, returned in enumerate(n for n in list(sdfg.arrays) if n.startswith("__return")):
         sdfg.replace(returned, f"{RESULT}{position}")
     reads, writes = sdfg.read_and_write_sets()
-    operands, made = [], []
+    operands, outputs = [], []
     order = list(getattr(program, "argnames", None) or sdfg.arg_names)
     held = {n: d for n, d in sdfg.arglist().items() if n not in sdfg.free_symbols}
     for key in sorted(held, key=lambda n: (order.index(n) if n in order else len(order), n)):
@@ -168,10 +168,10 @@ def function_of(program: Any, results: Sequence[str] = ()) -> DaceFunction:
                 advice=f"return it; or pass results=({key!r},) if {name} takes nothing from it: it is zeros then",
             )
         else:
-            made.append(argument)
-    if unknown := set(results) - {a.name for a in made}:
+            outputs.append(argument)
+    if unknown := set(results) - {a.name for a in outputs}:
         raise Invalid(f"{name} writes no argument called {', '.join(sorted(unknown))}")
-    if not made:
+    if not outputs:
         raise Unsupported(f"{name} returns nothing and writes none of its arguments")
     known = {str(n) for a in operands for n in a.shape or () if isinstance(n, sympy.Symbol)}
     if unknown := {str(s) for s in sdfg.free_symbols} - known:
@@ -179,7 +179,7 @@ def function_of(program: Any, results: Sequence[str] = ()) -> DaceFunction:
             f"{name} is over {', '.join(sorted(unknown))}, which no operand has as a size of its own",
             advice="pass an array with that size",
         )
-    return DaceFunction(name, sdfg, tuple(operands), tuple(made))
+    return DaceFunction(name, sdfg, tuple(operands), tuple(outputs))
 
 
 def _argument(program: str, name: str, held: Any) -> Argument:
@@ -259,8 +259,8 @@ def _append_objective(sdfg: Any, results: Sequence[Argument]) -> list[Argument]:
         ranges = {f"__i{i}": f"0:{size}" for i, size in enumerate(held.shape)}
         at = ", ".join(ranges)
         memlets = {"__a": dace.Memlet(f"{result.name}[{at}]"), "__s": dace.Memlet(f"{seed}[{at}]")}
-        made = {"__r": dace.Memlet(f"{weighted}[{at}]")}
-        state.add_mapped_tasklet(weighted, ranges, memlets, "__r = __a * __s", made, external_edges=True)
+        outputs = {"__r": dace.Memlet(f"{weighted}[{at}]")}
+        state.add_mapped_tasklet(weighted, ranges, memlets, "__r = __a * __s", outputs, external_edges=True)
         (product,) = [n for n in state.data_nodes() if n.data == weighted]
         total = state.add_reduce("lambda a, b: a + b", None, 0)
         state.add_edge(product, None, total, None, dace.Memlet.from_array(weighted, sdfg.arrays[weighted]))

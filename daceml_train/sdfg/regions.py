@@ -48,13 +48,13 @@ class Writer:
     records: list[str] = field(default_factory=list)
     last: Any = None
 
-    def block(self, made: Any) -> Any:
+    def block(self, result: Any) -> Any:
         """Append a state or region."""
-        self.region.add_node(made, is_start_block=self.last is None, ensure_unique_name=True)
+        self.region.add_node(result, is_start_block=self.last is None, ensure_unique_name=True)
         if self.last is not None:
-            self.region.add_edge(self.last, made, self.dace.InterstateEdge())
-        self.last = made
-        return made
+            self.region.add_edge(self.last, result, self.dace.InterstateEdge())
+        self.last = result
+        return result
 
     def state(self, label: str) -> Any:
         """Append a new state."""
@@ -170,10 +170,10 @@ class Writer:
     ) -> list[dict[str, str]]:
         region = self.dace.sdfg.state
         local = [self._locals(f"{label}_{side}", b, operands[1:]) for b, side in zip(inner, _SIDES, strict=True)]
-        made = self.block(region.ConditionalBlock(label))
+        result = self.block(region.ConditionalBlock(label))
         for body, names, side, condition in zip(inner, local, _SIDES, (f"{operands[0]}[0]", None), strict=True):
             branch = region.ControlFlowRegion(f"{label}_{side}", self.sdfg)
-            made.add_branch(None if condition is None else self.dace.properties.CodeBlock(condition), branch)
+            result.add_branch(None if condition is None else self.dace.properties.CodeBlock(condition), branch)
             writer = self.inside(branch)
             writer.nodes(body, names)
             writer.move("store", [(names[y], r, None, None) for y, r in zip(body.outputs, results, strict=True)])

@@ -98,24 +98,24 @@ def _ends(transformation: Pass, sdfg: Any) -> dict[str, Candidate]:
 
 def put_into(sdfg: Any, graph: Graph) -> None:
     """Replace the content of `sdfg` by the SDFG of `graph`."""
-    made = to_sdfg(graph)
+    result = to_sdfg(graph)
     if source := source_of(sdfg):
-        note_source(made, source)
-    (state,), (fresh,) = sdfg.nodes(), made.nodes()
+        note_source(result, source)
+    (state,), (fresh,) = sdfg.nodes(), result.nodes()
     for node in list(state.nodes()):
         state.remove_node(node)
     for name in list(sdfg.arrays):
         sdfg.remove_data(name, validate=False)
-    for name, description in made.arrays.items():
+    for name, description in result.arrays.items():
         sdfg.add_datadesc(name, description)
-    for name, kind in made.symbols.items():
+    for name, kind in result.symbols.items():
         if name not in sdfg.symbols:
             sdfg.add_symbol(name, kind)
     for node in fresh.nodes():
         state.add_node(node)
     for edge in fresh.edges():
         state.add_edge(edge.src, edge.src_conn, edge.dst, edge.dst_conn, edge.data)
-    sdfg.global_code = made.global_code
+    sdfg.global_code = result.global_code
     _found.pop(sdfg, None)
 
 
@@ -146,8 +146,8 @@ def _adapter(kind: type[Pass]) -> type[OperatorTransformation]:
         "operator": _xf.PatternNode(OperatorNode),
         **properties,
     }
-    made = type(PREFIX + kind.__name__, (OperatorTransformation,), body)
-    adapter: type[OperatorTransformation] = dace.properties.make_properties(made)
+    result = type(PREFIX + kind.__name__, (OperatorTransformation,), body)
+    adapter: type[OperatorTransformation] = dace.properties.make_properties(result)
     return adapter
 
 

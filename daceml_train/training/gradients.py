@@ -152,17 +152,17 @@ def _together(scalars: Sequence[Value]) -> Value:
 def unscale(gradients: Sequence[Value], scale: Value) -> tuple[list[Value], Value]:
     """The gradients divided by the scale, and whether any of them was not finite."""
     inverse = (1.0 / scale.cast(DType.float64)).cast(DType.float32)
-    made, found = [], []
+    results, found = [], []
     for g in gradients:
         if g.dtype is DType.float16:
             raise Unsupported("a GradScaler unscales no float16 gradients", advice="keep parameters in float32")
         wide = wide_type(g.dtype)
-        made.append((g.cast(wide) * inverse.cast(wide)).cast(g.dtype))
+        results.append((g.cast(wide) * inverse.cast(wide)).cast(g.dtype))
         finite = g.unary("abs").compare("lt", math.inf)  # false for NaN
         bad = finite.unary("logical_not").cast(DType.float32)
         found.append(bad.reduce("max", tuple(range(len(g.shape)))))
     together = _together(found)
-    return made, together.reduce("max", tuple(range(len(together.shape)))).compare("gt", 0.0)
+    return results, together.reduce("max", tuple(range(len(together.shape)))).compare("gt", 0.0)
 
 
 def next_scale(scaling: Scaling, scale: Value, tracker: Value, found: Value) -> tuple[Value, Value]:

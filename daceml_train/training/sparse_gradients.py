@@ -75,20 +75,20 @@ def as_rows(graph: Graph, results: int) -> tuple[Graph, SparseGradients]:
     gradients, further = list(graph.outputs[results:]), list[str]()
     parts: dict[int, tuple[Rows, ...]] = {}
     for position, name in enumerate(graph.outputs[results:]):
-        made = list[Rows]()
+        outputs = list[Rows]()
         for node in found.get(name, ()):
             rows, indices = node.inputs
             assert isinstance(node.op, EmbeddingGrad)
-            if not made:
+            if not outputs:
                 gradients[position] = rows
                 place = position
             else:
                 place = len(gradients) + len(further)
                 further.append(rows)
-            made.append(Rows(place, len(gradients) + len(further), node.op.padding_idx))
+            outputs.append(Rows(place, len(gradients) + len(further), node.op.padding_idx))
             further.append(indices)
-        if made:
-            parts[position] = tuple(made)
+        if outputs:
+            parts[position] = tuple(outputs)
     changed = graph.copy()
     changed.outputs = [*graph.outputs[:results], *gradients, *further]
     return changed, parts

@@ -157,8 +157,8 @@ def _rows(s: Stacking) -> Sequence[Value]:
     if hasattr(op, "input_shape"):
         (first, *rest) = op.input_shape
         op = replace(op, input_shape=(simplify(first * s.count), *rest))
-    made = s.emit(op, *(_merged(value, 2) for value in s.all()))
-    return [_parted(value, s.count) for value in made]
+    results = s.emit(op, *(_merged(value, 2) for value in s.all()))
+    return [_parted(value, s.count) for value in results]
 
 
 def _attention(s: Stacking) -> Sequence[Value]:
@@ -169,8 +169,8 @@ def _attention(s: Stacking) -> Sequence[Value]:
     arrays, masks = s.operands[:first], s.operands[first:]
     batch = arrays[0].value.shape[arrays[0].stacked]
     given = [_merged(operand.everywhere(s.count), 2) for operand in arrays]
-    made = s.emit(s.op, *given, *(_mask(mask, batch, s.count) for mask in masks))
-    return [_parted(value, s.count) for value in made]
+    results = s.emit(s.op, *given, *(_mask(mask, batch, s.count) for mask in masks))
+    return [_parted(value, s.count) for value in results]
 
 
 def _mask(mask: Operand, batch: Dim, count: int) -> Value:

@@ -33,8 +33,8 @@ def stacked(graph: Graph, count: int, inputs: Collection[str]) -> Graph:
     for node in graph.nodes:
         operands = [Operand(other.value(names[name]), name in own) for name in node.inputs]
         with other.at(node.origin):
-            made = _results(other, node, operands, count)
-        names |= zip(node.outputs, (value.name for value in made), strict=True)
+            results = _results(other, node, operands, count)
+        names |= zip(node.outputs, (value.name for value in results), strict=True)
         if any(operand.stacked for operand in operands):
             own |= set(node.outputs)
     for name in {*graph.outputs, *graph.writes.values()} - own:

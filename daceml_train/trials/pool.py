@@ -174,8 +174,10 @@ def train_tree(stages: Stages, tree: Tree, tell: Callable[[tuple[str, Any]], Any
             with stages.store.lock_at_once((stage.end, stage.key)) as free:
                 if not free:
                     continue
-                said = f"trial {min(stage.trials or [stages.first_trial(stage)])}, steps {stage.start} to {stage.end}"
-                tell(("stage", (said, len(done) - 1, total)))
+                message = (
+                    f"trial {min(stage.trials or [stages.first_trial(stage)])}, steps {stage.start} to {stage.end}"
+                )
+                tell(("stage", (message, len(done) - 1, total)))
                 stages.execute(stage)
                 last = stage
                 break

@@ -72,18 +72,18 @@ def _is_true(value: Any) -> bool:
 
 def _goes_on(body: onnx.GraphProto, value: Callable[[str], Any]) -> bool:
     """Whether a body always requests another step: its condition is true, or the one that it receives."""
-    makers = {name: node for node in body.node for name in node.output}
+    producers = {name: node for node in body.node for name in node.output}
     initializers = {tensor.name: tensor for tensor in body.initializer}
     name = body.output[0].name
-    while (maker := makers.get(name)) is not None and maker.op_type in ("Identity", "Cast") and maker.input:
-        name = maker.input[0]
+    while (producer := producers.get(name)) is not None and producer.op_type in ("Identity", "Cast") and producer.input:
+        name = producer.input[0]
     if name == body.input[1].name:
         return True
     if name in initializers:
         return bool(numpy_helper.to_array(initializers[name]).all())
-    if maker is not None and maker.op_type == "Constant" and maker.attribute[0].name == "value":
-        return bool(numpy_helper.to_array(maker.attribute[0].t).all())
-    return maker is None and _is_true(value(name))
+    if producer is not None and producer.op_type == "Constant" and producer.attribute[0].name == "value":
+        return bool(numpy_helper.to_array(producer.attribute[0].t).all())
+    return producer is None and _is_true(value(name))
 
 
 def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:

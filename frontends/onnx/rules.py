@@ -72,13 +72,13 @@ def rule(
 
     def register(function: Meaning) -> Meaning:
         for operator in operators:
-            made = Rule(operator, domain, since, function, frozenset(host.split()), shape_only, random, accepts)
+            result = Rule(operator, domain, since, function, frozenset(host.split()), shape_only, random, accepts)
             known = _RULES.setdefault((domain, operator), [])
             for other in known:
                 if other.since == since:
                     name = f"{domain or 'ai.onnx'}:{operator} since version {since}"
                     raise Duplicate("the ONNX operator", name, other.function.__module__, function.__module__)
-            known.append(made)
+            known.append(result)
             known.sort(key=lambda other: -other.since)
         return function
 

@@ -130,14 +130,14 @@ class _Function:
         wanted = [v.name for v, x in zip(values, operands, strict=True) if x.is_floating_point()]
         found = differentiate(graph, seeds, wanted)
         graph.output(*(v for v in found.values() if v is not None))
-        made = iter(_run(graph, [*operands, *(g for _, g in given)]))
-        gradients = [next(made) if found.get(v.name) is not None else None for v in values]
+        result = iter(_run(graph, [*operands, *(g for _, g in given)]))
+        gradients = [next(result) if found.get(v.name) is not None else None for v in values]
         gradients += [None] * (ctx.arguments - len(gradients))
         return gradients[0] if len(gradients) == 1 else tuple(gradients)
 
-    def packed(self, made: Sequence[Any]) -> Any:
+    def packed(self, results: Sequence[Any]) -> Any:
         """One result as itself, several as a tuple."""
-        return made[0] if len(made) == 1 else tuple(made)
+        return results[0] if len(results) == 1 else tuple(results)
 
 
 def _graph(operands: Sequence[torch.Tensor]) -> tuple[Graph, list[Value]]:

@@ -57,7 +57,7 @@ def outputs_of(
     t: Translator,
     results: Sequence[Any],
     inputs: Sequence[Any],
-    made: Sequence[Any],
+    created: Sequence[Any],
     bases: Sequence[fx.Node],
     grad_enabled: bool,
 ) -> tuple[tuple[OutputSource, ...], tuple[bool, ...]]:
@@ -65,11 +65,11 @@ def outputs_of(
 
     `results` and `inputs` are examples; `made` holds the results' values, and then those of `bases`.
     """
-    shared = {_storage(example_of(n)): (example_of(n), v) for n, v in zip(bases, made[len(results) :], strict=False)}
+    shared = {_storage(example_of(n)): (example_of(n), v) for n, v in zip(bases, created[len(results) :], strict=False)}
     outputs: list[OutputSource] = []
     detached: list[bool] = []
     taken: dict[int, int] = {}
-    for example, value in zip(results, made, strict=False):
+    for example, value in zip(results, created, strict=False):
         detached.append(not (grad_enabled and isinstance(example, Tensor) and example.requires_grad))
         storage = _storage(example) if isinstance(example, Tensor) else 0
         if isinstance(example, Tensor) and (owner := _owner(example, inputs)) is not None:

@@ -34,9 +34,9 @@ def test_results_are_rounded_to_their_element_types(dtype: torch.dtype) -> None:
     graph = parse(f"graph g(x: {short}[40] input, y: {short}[40] input) {{ %z = mul(%x, %y)\n return %z }}")
     x, y = normal(40) * 7, normal(40)
     x[:3] = np.inf, -np.inf, np.nan
-    (made,) = interpret(graph, {"x": x, "y": y}, rounded=True).outputs
+    (result,) = interpret(graph, {"x": x, "y": y}, rounded=True).outputs
     expected = (torch.tensor(x) * torch.tensor(y)).to(dtype).double().numpy()
-    np.testing.assert_array_equal(made, expected)
+    np.testing.assert_array_equal(result, expected)
 
 
 def test_composites_against_torch() -> None:

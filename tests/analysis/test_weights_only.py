@@ -13,18 +13,18 @@ from tests.transformations.checking import arrays, program
 
 def parts(graph: Graph) -> Split:
     """The two parts, which together mean what the graph means."""
-    made = split(graph)
-    assert made is not None
-    for part in (made.prologue, made.main):
+    result = split(graph)
+    assert result is not None
+    for part in (result.prologue, result.main):
         verify(part)
     given = arrays(graph, s0=3)
-    prepared = interpret(made.prologue, {n: given[n] for n in made.prologue.inputs}).outputs
-    known = {**given, **dict(zip(made.prepared, prepared, strict=True))}
-    want, got = interpret(graph, given), interpret(made.main, {n: known[n] for n in made.main.inputs})
+    prepared = interpret(result.prologue, {n: given[n] for n in result.prologue.inputs}).outputs
+    known = {**given, **dict(zip(result.prepared, prepared, strict=True))}
+    want, got = interpret(graph, given), interpret(result.main, {n: known[n] for n in result.main.inputs})
     for a, b in zip(want.outputs, got.outputs, strict=True):
         np.testing.assert_array_equal(a, b)
     assert want.writes.keys() == got.writes.keys()
-    return made
+    return result
 
 
 def labels(graph: Graph) -> list[str]:
@@ -33,17 +33,17 @@ def labels(graph: Graph) -> list[str]:
 
 def test_arithmetic_of_parameters_moves() -> None:
     body = "%a = mul(%w, %g)\n%b = exp(%a)\n%y = add(%x, %b)\n%z = mul(%y, %a)"
-    made = parts(program("x: f32[s0, 4], w: f32[4] parameter, g: f32[4] buffer", body, "%z"))
-    assert (labels(made.prologue), labels(made.main)) == (["mul", "exp"], ["add", "mul"])
-    assert made.prepared == ("b", "a")
-    assert list(made.main.inputs) == ["x", "b", "a"]
+    result = parts(program("x: f32[s0, 4], w: f32[4] parameter, g: f32[4] buffer", body, "%z"))
+    assert (labels(result.prologue), labels(result.main)) == (["mul", "exp"], ["add", "mul"])
+    assert result.prepared == ("b", "a")
+    assert list(result.main.inputs) == ["x", "b", "a"]
 
 
 def test_views_stay_with_who_reads_them() -> None:
-    made = split(
+    result = split(
         program("x: f32[3, 4], w: f32[5, 4] parameter", "%t = permute(%w, dims=(1, 0))\n%y = matmul(%x, %t)", "%y")
     )
-    assert made is None
+    assert result is None
     body = "%e = exp(%w)\n%t = permute(%e, dims=(1, 0))\n%y = matmul(%x, %t)"
     moved = parts(program("x: f32[3, 4], w: f32[5, 4] parameter", body, "%y"))
     assert (labels(moved.prologue), labels(moved.main)) == (["exp"], ["permute", "matmul"])
@@ -51,8 +51,8 @@ def test_views_stay_with_who_reads_them() -> None:
 
 def test_constants_are_made_on_both_sides() -> None:
     body = "%c = full(value=2.0, shape=())\n%a = mul(%w, %c)\n%y = mul(%x, %c)\n%z = add(%y, %a)"
-    made = parts(program("x: f32[4], w: f32[4] parameter", body, "%z"))
-    assert (labels(made.prologue), labels(made.main)) == (["full", "mul"], ["full", "mul", "add"])
+    result = parts(program("x: f32[4], w: f32[4] parameter", body, "%z"))
+    assert (labels(result.prologue), labels(result.main)) == (["full", "mul"], ["full", "mul", "add"])
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_writes_stay_in_the_main_part() -> None:
         "x: f32[4], w: f32[4] parameter, n: f32[4] buffer", "%a = exp(%w)\n%y = add(%x, %a)\n%m = add(%n, %y)", "%y"
     )
     graph.write("n", graph.value("m"))
-    made = parts(graph)
-    assert made.main.writes == {"n": "m"}
-    assert not made.prologue.writes
+    result = parts(graph)
+    assert result.main.writes == {"n": "m"}
+    assert not result.prologue.writes
 
 
 def test_what_passes_leave_moves_after_the_first_prologue() -> None:
@@ -112,8 +112,8 @@ def test_what_passes_leave_moves_after_the_first_prologue() -> None:
     verify(second.main)
     assert (labels(second.prologue), labels(second.main)) == (["exp", "mul", "mul"], ["matmul", "add", "matmul"])
     given = arrays(graph)
-    made = interpret(second.prologue, {n: given[n] for n in second.prologue.inputs}).outputs
-    known = {**given, **dict(zip(second.prepared, made, strict=True))}
+    results = interpret(second.prologue, {n: given[n] for n in second.prologue.inputs}).outputs
+    known = {**given, **dict(zip(second.prepared, results, strict=True))}
     a = np.exp(given["w"])
     want = (given["x"] @ (a * a) + given["g"] ** 2) @ a
     got = interpret(second.main, {n: known[n] for n in second.main.inputs}).outputs[0]

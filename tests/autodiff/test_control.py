@@ -55,8 +55,8 @@ def test_derivatives_are_those_of_finite_differences(name: str, outputs: str) ->
     results = interpret(joint, {**given, **{f"grad_{o}": v for o, v in weights.items()}}).outputs[len(graph.outputs) :]
 
     def loss(values: dict[str, Any]) -> float:
-        made = dict(zip(graph.outputs, interpret(graph, values).outputs, strict=True))
-        return float(sum((made[o] * weights[o]).sum() for o in of))
+        results = dict(zip(graph.outputs, interpret(graph, values).outputs, strict=True))
+        return float(sum((results[o] * weights[o]).sum() for o in of))
 
     for n, gradient in zip((n for n in wrt if found[n] is not None), results, strict=True):
         along = normal(*given[n].shape)

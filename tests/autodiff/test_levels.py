@@ -44,15 +44,15 @@ def joint(graph: Graph, of: list[str], wrt: list[str]) -> Graph:
 def test_gradients_are_those_of_recursion(case: str, outputs: str) -> None:
     name, roots = CASES[case]
     graph: Graph = getattr(levels, name)()
-    made = levels.forest(name, roots)
-    given = levels.inputs(name, made, RNG)
+    result = levels.forest(name, roots)
+    given = levels.inputs(name, result, RNG)
     of = {"all": graph.outputs, "first": graph.outputs[:1], "last": graph.outputs[-1:]}[outputs]
     wrt = [n for n, x in given.items() if x.dtype.kind == "f"]
     whole = joint(graph, of, wrt)
     verify(whole)
     assert show(parse(show(whole))) == show(whole)
     values = {n: torch.tensor(x, requires_grad=n in wrt) for n, x in given.items()}
-    expected = dict(zip(graph.outputs, levels.eager(name, made, values), strict=True))
+    expected = dict(zip(graph.outputs, levels.eager(name, result, values), strict=True))
     weights: dict[str, Any] = {o: RNG.normal(size=tuple(expected[o].shape)) for o in of}
     loss = values["w"].sum() * 0
     for o, w in weights.items():

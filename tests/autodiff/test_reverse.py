@@ -22,8 +22,8 @@ def gradients(graph: Graph, wrt: list[str], inputs: dict[str, np.ndarray]) -> li
     (one,) = graph.emit(Full(1.0, y.shape, y.dtype))
     found = differentiate(graph, {y.name: one}, wrt)
     verify(graph)
-    made = interpret(graph, inputs).values
-    return [None if g is None else made[g.name] for g in found.values()]
+    results = interpret(graph, inputs).values
+    return [None if g is None else results[g.name] for g in found.values()]
 
 
 def test_contributions_at_a_fan_out_are_added() -> None:

@@ -39,9 +39,9 @@ def test_a_difference_is_measured_against_float64() -> None:
 
 def test_a_sample_as_a_module() -> None:
     a, b = torch.randn(3), torch.randn(3)
-    made, tensors = compiled.as_module(torch.cat, [(SampleInput([a, b], kwargs={"dim": 0}), False)])
+    result, tensors = compiled.as_module(torch.cat, [(SampleInput([a, b], kwargs={"dim": 0}), False)])
     assert len(tensors) == 2
-    torch.testing.assert_close(made()(*tensors), (torch.cat([a, b]),))
+    torch.testing.assert_close(result()(*tensors), (torch.cat([a, b]),))
 
 
 @pytest.mark.compiled
@@ -75,8 +75,10 @@ def test_a_wrong_gradient_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_equal_elements_may_be_chosen_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = SimpleNamespace(input=torch.tensor([2.0, 1.0, 2.0]), args=(), kwargs={})
-    made = [Results([torch.tensor(order)], [], [], [False]) for order in ([1, 0, 2], [1, 2, 0], [0, 1, 2], [1, 0, 0])]
-    first, *others = (captured.chosen(sample, results) for results in made)
+    outputs = [
+        Results([torch.tensor(order)], [], [], [False]) for order in ([1, 0, 2], [1, 2, 0], [0, 1, 2], [1, 0, 0])
+    ]
+    first, *others = (captured.chosen(sample, results) for results in outputs)
     assert [bool(difference(other, first, None)) for other in others] == [False, True, True]
 
 
@@ -107,15 +109,15 @@ def test_outcomes_that_are_not_comparisons(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_rows_are_read_back_and_become_a_page(tmp_path: Path) -> None:
-    made = row("captured", "exp", [Outcome("0", "native"), Outcome("1", "as PyTorch", "the size 12 of 'x'")], 1.0)
-    made = dataclasses.replace(made, fallbacks={"aten.lu.default": 2})
+    result = row("captured", "exp", [Outcome("0", "native"), Outcome("1", "as PyTorch", "the size 12 of 'x'")], 1.0)
+    result = dataclasses.replace(result, fallbacks={"aten.lu.default": 2})
     other = row("compiled", "lu", [Outcome("0", "wrong", "values[0]: off")], 2.0)
-    report.write(tmp_path / "rows", [other, made])
-    assert report.read([tmp_path / "rows"]) == [made, other]
-    page = report.page([made, other])
+    report.write(tmp_path / "rows", [other, result])
+    assert report.read([tmp_path / "rows"]) == [result, other]
+    page = report.page([result, other])
     assert "| the size … of … | 1 | `exp` |" in page and "compiled: `lu` #0 wrong: values[0]: off" in page
     assert "`lu` 2" in page
-    assert report.in_graph(report.counts([made])) == 0.5
+    assert report.in_graph(report.counts([result])) == 0.5
 
 
 def test_the_page_is_that_of_the_results() -> None:

@@ -60,14 +60,14 @@ def test_the_sweep_finds_a_clamp_that_forgets_nan(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setitem(RULES, "aten.clamp.default", clamp)
     monkeypatch.setitem(RULES, "aten.clamp.Tensor", clamp)
-    assert any("instead of nan" in said for said in found("interpreted-float64", "clamp", tmp_path))
+    assert any("instead of nan" in message for message in found("interpreted-float64", "clamp", tmp_path))
 
 
 def test_the_sweep_finds_a_sign_of_zero_that_is_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from daceml_train.ops.functions import FUNCTIONS
 
     monkeypatch.setitem(FUNCTIONS, "max", lambda a, b: np.maximum(a, b) + 0.0)
-    assert any("its sign" in said for said in found("interpreted-float64", "clamp", tmp_path))
+    assert any("its sign" in message for message in found("interpreted-float64", "clamp", tmp_path))
 
 
 def ends_the_process(*operands: Any) -> Any:

@@ -35,8 +35,8 @@ def test_low_accuracy_is_found() -> None:
 
 
 def test_figures(tmp_path: Path) -> None:
-    made = training(EQUAL)
-    for path in (figures.losses(made, tmp_path), figures.bytes_per_level([made, made], tmp_path)):
+    result = training(EQUAL)
+    for path in (figures.losses(result, tmp_path), figures.bytes_per_level([result, result], tmp_path)):
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -62,6 +62,6 @@ def test_text() -> None:
 def test_demonstration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A few steps of it: the losses agree, and the accuracy that so few steps reach is refused."""
     assert demo.main(["--steps", "8", "--out", str(tmp_path)]) == 1
-    said = capsys.readouterr().out
-    assert "of the test images, expected at least 98 %" in said and "the losses are" not in said
+    message = capsys.readouterr().out
+    assert "of the test images, expected at least 98 %" in message and "the losses are" not in message
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bytes_per_level.png", "digits_loss.png", "text_loss.png"]

@@ -17,16 +17,16 @@ PART = ViewStep(0, (3, 4), ("plain", "plain"), ("v0 = (x * w).sum(1)",), ("v0[0]
 
 
 def test_programs_repeat() -> None:
-    made = 0
+    result = 0
     for seed in range(10):
         try:
             program = random_program(seed)
         except Rejected:
             continue
-        made += 1
+        result += 1
         assert program == random_program(seed)
         compile(program.source(), "source", "exec")
-    assert made > 5
+    assert result > 5
 
 
 def test_programs_pass() -> None:
@@ -81,16 +81,16 @@ def test_other_ways(way: str) -> None:
 
 
 def test_training_steps_repeat() -> None:
-    made = 0
+    result = 0
     for seed in range(12):
         try:
             program = random_step(seed)
         except Rejected:
             continue
-        made += 1
+        result += 1
         assert program == random_step(seed)
         compile(program.source(), "source", "exec")
-    assert made > 5
+    assert result > 5
 
 
 @pytest.mark.compiled

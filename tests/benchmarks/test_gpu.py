@@ -97,7 +97,7 @@ def fake(name: str, delay: float = 0.0, way: str = "works", gib: float = 1.0) ->
 
 
 def test_workers_get_ready_together_and_are_measured_one_by_one() -> None:
-    made: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     given = [
         fake("a", 1.0),
         fake("b", 1.0),
@@ -108,19 +108,19 @@ def test_workers_get_ready_together_and_are_measured_one_by_one() -> None:
     ]
     limits = Limits(workers=5, ready=15.0, measure=2.0)
     start = time.monotonic()
-    left = measure(given, limits, start + 200, lambda key, row: made.__setitem__(key, row))
-    assert (left == [] and list(made) == ["c", "e", "a", "b", "d", "f"]) or sorted(made) == sorted("abcdef")
-    assert abs(made["a"]["at"] - made["b"]["at"]) >= 0.2
-    assert made["c"]["error"] == "it ended: ValueError: no such kernel"
-    assert made["d"]["error"].startswith("no result") and made["e"]["error"] == "not ready after 15 s"
-    assert made["f"]["name"] == "f"
+    left = measure(given, limits, start + 200, lambda key, row: results.__setitem__(key, row))
+    assert (left == [] and list(results) == ["c", "e", "a", "b", "d", "f"]) or sorted(results) == sorted("abcdef")
+    assert abs(results["a"]["at"] - results["b"]["at"]) >= 0.2
+    assert results["c"]["error"] == "it ended: ValueError: no such kernel"
+    assert results["d"]["error"].startswith("no result") and results["e"]["error"] == "not ready after 15 s"
+    assert results["f"]["name"] == "f"
 
 
 def test_what_time_cuts_off_is_left_and_what_is_done_is_there() -> None:
-    made: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     given = [fake("a"), fake("slow", 1000.0), fake("big", gib=100.0)]
-    left = measure(given, Limits(gib=10.0), time.monotonic() + 15, lambda key, row: made.__setitem__(key, row))
-    assert sorted(made) == ["a"] and [item.key for item in left] == ["slow", "big"]
+    left = measure(given, Limits(gib=10.0), time.monotonic() + 15, lambda key, row: results.__setitem__(key, row))
+    assert sorted(results) == ["a"] and [item.key for item in left] == ["slow", "big"]
 
 
 @pytest.mark.compiled
@@ -150,10 +150,10 @@ def test_every_kind_of_measurement_in_tiny_sizes(words: tuple[str, ...], monkeyp
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_call_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--dry", "--workers", "1", "--folder", str(tmp_path), "--only"]
-    for said in ('copy: {"bandwidth"', ""):
+    for message in ('copy: {"bandwidth"', ""):
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert run.returncode == 0 and "all measured" in run.stdout, run.stdout + run.stderr
-        assert run.stdout.startswith(said or "# no device, a trial")
+        assert run.stdout.startswith(message or "# no device, a trial")
     assert "A copy on the device moves" in (tmp_path / "results.md").read_text()
 
 

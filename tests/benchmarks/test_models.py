@@ -160,8 +160,8 @@ def test_a_cotangent_of_the_first_batchs_size_is_found(tmp_path: Path, monkeypat
     filled = function._filled
 
     def stale(graph: Any, number: int, cotangent: Tensor | None, inputs: Any) -> Tensor:
-        made = filled(graph, number, cotangent, inputs)
-        return made if cotangent is not None else made.new_zeros((5, *made.shape[1:]))
+        result = filled(graph, number, cotangent, inputs)
+        return result if cotangent is not None else result.new_zeros((5, *result.shape[1:]))
 
     monkeypatch.setattr(function, "_filled", stale)
     assert outcome(row, tmp_path).kind == "raised"

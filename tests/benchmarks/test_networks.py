@@ -26,8 +26,8 @@ def test_channels_last_and_double() -> None:
 
 
 def small(loss: object = torch.nn.functional.cross_entropy) -> Network:
-    made = Network("", lambda: mlp((6, 8, 3)), lambda: vectors(4, 6, 3), loss, torch.optim.Adam, {"lr": 1e-3})
-    return made
+    result = Network("", lambda: mlp((6, 8, 3)), lambda: vectors(4, 6, 3), loss, torch.optim.Adam, {"lr": 1e-3})
+    return result
 
 
 @pytest.mark.compiled

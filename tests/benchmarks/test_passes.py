@@ -6,7 +6,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "results" / "passes.md"
 
 
 def test_the_page_is_up_to_date() -> None:
-    made = "\n".join(page()) + "\n"
-    assert PAGE.read_text(encoding="utf-8") == made, (
+    result = "\n".join(page()) + "\n"
+    assert PAGE.read_text(encoding="utf-8") == result, (
         "run .venv/bin/python -m benchmarks.passes > docs/results/passes.md"
     )

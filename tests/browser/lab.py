@@ -31,9 +31,9 @@ class Lab:
 
     def notebook(self, name: str, *cells: str) -> str:
         """Write a notebook of these cells; the address that opens it in a workspace of its own."""
-        made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-        made.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
-        nbformat.write(made, self.folder / f"{name}.ipynb")
+        result = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+        result.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        nbformat.write(result, self.folder / f"{name}.ipynb")
         return f"{self.address}/doc/tree/{name}.ipynb?token={TOKEN}"
 
 

@@ -37,8 +37,8 @@ Body = Callable[..., Value | Sequence[Value]]
 def kernel_of(body: Body, *tensors: Tensor) -> Kernel:
     """A kernel whose body is the leaves that `body` emits."""
     graph = Graph()
-    made = body(*(graph.input(f"a{i}", t) for i, t in enumerate(tensors)))
-    graph.output(*([made] if isinstance(made, Value) else made))
+    result = body(*(graph.input(f"a{i}", t) for i, t in enumerate(tensors)))
+    graph.output(*([result] if isinstance(result, Value) else result))
     flat = leaves(graph).graph
     return Kernel(
         tuple(flat.inputs), tuple(Statement(n.op, n.inputs, n.outputs) for n in flat.nodes), tuple(flat.outputs)

@@ -161,8 +161,8 @@ def test_bits_of_integers() -> None:
         x, y = a.to(dtype), b.to(dtype)
 
         def body(x, y):
-            made = [x.apply(make(n), y) for n in ("bitwise_and", "bitwise_or", "bitwise_xor")]
-            return [*made, x.unary("bitwise_not")]
+            results = [x.apply(make(n), y) for n in ("bitwise_and", "bitwise_or", "bitwise_xor")]
+            return [*results, x.unary("bitwise_not")]
 
         case = Case("bits", kernel_of(body, describe(x), describe(y)), [x, y])
         path = compile_kernels([case.code], FOLDER)[case.code.key]

@@ -110,7 +110,7 @@ from tests.codegen.test_keys import code_of, groups, Tensor
 code_of(groups.layer_norm, Tensor((8, 32)), Tensor((32,)), Tensor((32,)))[1].source
 """
     root = Path(__file__).parents[2]
-    made = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
@@ -122,6 +122,6 @@ code_of(groups.layer_norm, Tensor((8, 32)), Tensor((32,)), Tensor((32,)))[1].sou
             "DACEML_TRAIN_CACHE": str(tmp_path),
         },
     )
-    assert made.returncode == 0, made.stderr
-    assert made.stdout == "" and made.stderr == ""
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "" and result.stderr == ""
     assert not list(tmp_path.rglob(".dacecache"))

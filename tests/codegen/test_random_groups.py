@@ -21,7 +21,7 @@ BINARY = ["add", "sub", "mul", "maximum"]
 def operands(r: Random) -> list[torch.Tensor]:
     """Arrays that broadcast with one another, some of them permuted or strided in memory."""
     shape = [r.choice([1, 2, 3, 5, 8, 17, 40]) for _ in range(r.randint(1, 4))]
-    made = []
+    results = []
     for position in range(r.randint(1, 4)):
         dims = [s if position == 0 or r.random() < 0.7 else 1 for s in shape]
         dims = dims[r.choice([0, 0, 0, len(dims) - 1]) :]
@@ -32,8 +32,8 @@ def operands(r: Random) -> list[torch.Tensor]:
                 x = x.permute(order).contiguous().permute([order.index(d) for d in range(x.dim())])
             case 1 if x.dim() > 0:
                 x = torch.randn([*dims[:-1], dims[-1] * 2])[..., ::2]
-        made.append(x)
-    return made
+        results.append(x)
+    return results
 
 
 def body(r: Random, steps: int):
@@ -47,24 +47,24 @@ def body(r: Random, steps: int):
             try:
                 match r.randint(0, 9):
                     case 0 | 1:
-                        made = x.unary(r.choice(UNARY))
+                        result = x.unary(r.choice(UNARY))
                     case 2 | 3 | 4:
-                        made = x.apply(make(r.choice(BINARY)), r.choice(values))
+                        result = x.apply(make(r.choice(BINARY)), r.choice(values))
                     case 5 | 6 if rank:
                         dims = r.choice([(rank - 1,), tuple(range(rank - 1)) or (0,), tuple(range(rank))])
-                        made = x.reduce(r.choice(["sum", "sum", "max"]), dims, r.random() < 0.7)
-                        made = made.unary("tanh")
+                        result = x.reduce(r.choice(["sum", "sum", "max"]), dims, r.random() < 0.7)
+                        result = result.unary("tanh")
                     case 7 if rank > 1:
-                        made = x.permute((*range(rank - 2), rank - 1, rank - 2)).unary("neg")
+                        result = x.permute((*range(rank - 2), rank - 1, rank - 2)).unary("neg")
                     case 8 if rank > 1:
-                        made = x.view((*x.shape[:-2], x.shape[-2] * x.shape[-1]))
+                        result = x.view((*x.shape[:-2], x.shape[-2] * x.shape[-1]))
                     case _:
-                        made = x.compare("gt", 0.25).where(x, 0.5)
+                        result = x.compare("gt", 0.25).where(x, 0.5)
             except Exception as error:  # shapes that do not broadcast
                 if "broadcast" not in str(error):
                     raise
                 continue
-            values.append(made)
+            values.append(result)
         results = values[len(arguments) :][-3:]
         return r.sample(results, r.randint(1, len(results))) if results else [values[0].unary("neg")]
 

@@ -86,9 +86,9 @@ def test_a_wrong_derivative_of_an_operator(tmp_path: Path, capsys: pytest.Captur
     assert "cube_with_a_wrong_derivative" in found.finding.culprit
     assert "test_bisect.py:" in found.finding.where
     assert found.finding.script is not None
-    status, said = run(found.finding.script, capsys)
+    status, message = run(found.finding.script, capsys)
     assert status == 1
-    assert float(said.removeprefix("deviates by ")) > 0.1
+    assert float(message.removeprefix("deviates by ")) > 0.1
 
 
 def test_a_wrong_derivative_against_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,6 @@ def test_a_model_that_cannot_be_captured() -> None:
 def test_the_command(factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "user_model.py").write_text(MODEL)
     assert main(["explain", f"{tmp_path}/user_model.py:{factory}"]) == 0
-    said = capsys.readouterr().out
-    assert "user_model.py:12" in said
-    assert "bessel" in said
+    message = capsys.readouterr().out
+    assert "user_model.py:12" in message
+    assert "bessel" in message

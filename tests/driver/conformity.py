@@ -48,15 +48,15 @@ def through_optimize(problem: Problem, optimizer: Optimizer, steps: int) -> Run:
 def through_step(problem: Problem, optimizer: Optimizer, steps: int) -> Run:
     """The whole step as one program."""
     model, (inputs, *targets) = problem.build()
-    made = optimizer(model.parameters())
-    step = dt.training_step(model, problem.loss, made, keep_gradients=True)
+    result = optimizer(model.parameters())
+    step = dt.training_step(model, problem.loss, result, keep_gradients=True)
     run = Run()
     for _ in range(steps):
         run.losses.append(float(step(inputs, *targets)))
         if not run.first_gradients:
             run.first_gradients = gradients(model)
     assert step.breaks == []
-    _finish(run, model, made)
+    _finish(run, model, result)
     return run
 
 

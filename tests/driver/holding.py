@@ -39,10 +39,10 @@ def leaves(value: Any) -> list[Any]:
 def total(result: Any) -> Tensor:
     """A loss to which every differentiable leaf contributes in its own way."""
     parts = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    made = [
+    results = [
         (i + 1) * (p * p.detach().cos() + p * torch.arange(p.numel()).view(p.shape)).sum() for i, p in enumerate(parts)
     ]
-    return torch.stack([m.float() for m in made]).sum() / 10
+    return torch.stack([m.float() for m in results]).sum() / 10
 
 
 def aliasing(result: Any, inputs: Sequence[Tensor]) -> list[tuple[Any, ...]]:

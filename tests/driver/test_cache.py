@@ -124,7 +124,7 @@ def test_one_warning_names_the_compiler(tmp_path: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_an_internal_error_does_not_end_training(
-    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    error: Exception, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def fails(*_: object) -> None:
         raise error
@@ -132,12 +132,12 @@ def test_an_internal_error_does_not_end_training(
     monkeypatch.setattr(road, "lower", fails)
     model, x = nn.Sequential(nn.Linear(7, 5), nn.Sigmoid()), torch.randn(3, 7)
     optimized = dt.optimize(model, cache=tmp_path)
-    with pytest.warns(UserWarning, match=said):
+    with pytest.warns(UserWarning, match=message):
         torch.testing.assert_close(optimized(x), model(x))
     step = dt.training_step(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters()), cache=tmp_path)
-    with pytest.warns(UserWarning, match=said):
+    with pytest.warns(UserWarning, match=message):
         step(x, torch.zeros(3, 5))
-    assert step.breaks[0].startswith("internal error") == said.startswith("internal error")
+    assert step.breaks[0].startswith("internal error") == message.startswith("internal error")
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:

@@ -65,13 +65,13 @@ class Communicating(nn.Module):
         (unused, "all_reduce"),
     ],
 )
-def test_a_collective_is_refused_by_name(how: Callable[[Tensor], Tensor], said: str) -> None:
+def test_a_collective_is_refused_by_name(how: Callable[[Tensor], Tensor], message: str) -> None:
     theirs = Communicating(how)
     ours, stepped = copy.deepcopy(theirs), copy.deepcopy(theirs)
     x, y = torch.randn(2, 3), torch.randn(2, 3)
     compiled = dt.optimize(ours)
     with pytest.warns(
-        UserWarning, match=rf"the collective _c10d_functional\.{said}.*test_collectives.py:\d+\); call it"
+        UserWarning, match=rf"the collective _c10d_functional\.{message}.*test_collectives.py:\d+\); call it"
     ):
         found = compiled(x)
     expected = theirs(x)
@@ -81,7 +81,7 @@ def test_a_collective_is_refused_by_name(how: Callable[[Tensor], Tensor], said: 
     torch.testing.assert_close(ours.fc.weight.grad, theirs.fc.weight.grad)
     optimizer, eager = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (stepped, theirs))
     step = dt.training_step(stepped, F.mse_loss, optimizer)
-    with pytest.warns(UserWarning, match=f"the collective .*{said}"):
+    with pytest.warns(UserWarning, match=f"the collective .*{message}"):
         step(x, y)
     eager.step()
     torch.testing.assert_close(stepped.fc.weight, theirs.fc.weight)

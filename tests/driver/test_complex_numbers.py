@@ -24,8 +24,8 @@ def test_an_imaginary_factor_in_a_gradient(tmp_path: Path) -> None:
     for model in (Polar(), dt.optimize(Polar(), cache=tmp_path), dt.optimize(Polar(), cache=tmp_path)):
         torch._dynamo.reset()
         leaves = [torch.linspace(0.5, 2, 6, requires_grad=True), torch.linspace(-3, 3, 6, requires_grad=True)]
-        made = model(*leaves)
-        found = [made, *torch.autograd.grad((made * torch.arange(12.0).view(6, 2)).sum(), leaves)]
+        result = model(*leaves)
+        found = [result, *torch.autograd.grad((result * torch.arange(12.0).view(6, 2)).sum(), leaves)]
         expected = expected or found
         torch.testing.assert_close(found, expected)
         state = state_of(model)

@@ -127,14 +127,14 @@ def test_values_and_gradients_in_one_graph(function: Callable[[Any, Tensor], Ten
     other = copy.deepcopy(own)
     optimized = dt.optimize(other)
     for x in both_signs():
-        made = []
+        results = []
         for module, owner in ((own, own), (optimized, other)):
             given = x.clone().requires_grad_()
             result = module(given)
             (result * torch.arange(1.0, 1 + result.numel()).view(result.shape)).sum().backward()
-            made.append([result, given.grad, *(p.grad for p in owner.parameters())])
+            results.append([result, given.grad, *(p.grad for p in owner.parameters())])
             owner.zero_grad()
-        for expected, got in zip(*made, strict=True):
+        for expected, got in zip(*results, strict=True):
             if expected is None:
                 assert got is None or not got.any()
             else:
@@ -183,5 +183,5 @@ def test_a_gradient_through_a_loop_on_data_is_refused_not_wrong() -> None:
     optimized = dt.optimize(copy.deepcopy(model))
     x = torch.randn(5, 4)
     with pytest.warns(UserWarning, match="whose number of steps depends on data"):
-        made = optimized(x)
-    torch.testing.assert_close(made, model.a(model.a(model.a(x))), rtol=1e-4, atol=1e-5)
+        result = optimized(x)
+    torch.testing.assert_close(result, model.a(model.a(model.a(x))), rtol=1e-4, atol=1e-5)

@@ -24,8 +24,8 @@ class Images(nn.Module):
         self.plain, self.last = nn.BatchNorm2d(4), nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.last(self.plain(self.norm(self.first(x)).tanh()).mean((2, 3)))
-        return made
+        result: Tensor = self.last(self.plain(self.norm(self.first(x)).tanh()).mean((2, 3)))
+        return result
 
 
 def assert_alike(ours: nn.Module, theirs: nn.Module) -> None:

@@ -99,8 +99,8 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
-        made = GATE(h, self.w) if self.ours else (h * self.w).tanh() + h
-        return self.last(h + made)
+        result = GATE(h, self.w) if self.ours else (h * self.w).tanh() + h
+        return self.last(h + result)
 
 
 @pytest.fixture

@@ -22,9 +22,9 @@ pytestmark = pytest.mark.compiled
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    made = Ranks(tmp_path_factory.mktemp("ranks"))
-    yield made
-    made.close()
+    result = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield result
+    result.close()
 
 
 def network() -> nn.Module:
@@ -83,10 +83,10 @@ def alone(rank: int) -> list[str]:
     ("inside", "its module '0' is a DistributedDataParallel"),
     ("fully_shard", "the model is a FSDPModule, which gathers parameters"),
 ])  # fmt: skip
-def test_what_pytorch_makes_parallel_trains_in_pieces_and_says_so(ranks: Ranks, how: str, said: str) -> None:
+def test_what_pytorch_makes_parallel_trains_in_pieces_and_says_so(ranks: Ranks, how: str, message: str) -> None:
     expected = trained_by_pytorch(2)
     for warned, breaks, found in ranks(wrapped, how):
-        assert len(breaks) == 1 and said in breaks[0]
+        assert len(breaks) == 1 and message in breaks[0]
         assert not any("reduces no gradients" in text for text in warned)
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs)

@@ -71,8 +71,8 @@ def test_options_and_mode_of_torch_compile_are_honored() -> None:
     seen: list[Any] = []
     x = torch.randn(3, 4)
     model = nn.Sequential(nn.Linear(4, 2), nn.ReLU())
-    made = torch.compile(model, backend="daceml_train", options={"pass_callback": seen.append})
-    torch.testing.assert_close(made(x), model(x))
+    result = torch.compile(model, backend="daceml_train", options={"pass_callback": seen.append})
+    torch.testing.assert_close(result(x), model(x))
     assert seen
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(model, backend="daceml_train", mode="reduce-overhead")(x), model(x))

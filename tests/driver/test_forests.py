@@ -72,12 +72,12 @@ class Swapping(nn.Module):
 
 def dag(r: random.Random, nodes: int, dtype: torch.dtype) -> list[Dag]:
     """Nodes of a random DAG, which have up to three children among earlier ones."""
-    made: list[Dag] = []
+    results: list[Dag] = []
     for _ in range(nodes):
         features = torch.tensor([r.random() for _ in range(3)], dtype=dtype)
-        count = min(len(made), r.randrange(4))
-        made.append((features, *(r.choice(made) for _ in range(count))))
-    return made[-3:]
+        count = min(len(results), r.randrange(4))
+        results.append((features, *(r.choice(results) for _ in range(count))))
+    return results[-3:]
 
 
 def compare(model: nn.Module, compiled: nn.Module, twin: nn.Module, given: tuple[Any, ...], tolerance: float) -> None:

@@ -35,10 +35,10 @@ class Normed(nn.Module):
 
 
 def captured(module: nn.Module) -> tuple[nn.Module, Callable[[], CudaGraphPairs]]:
-    made = dt.optimize(module, schedule="ahead_of_time")
-    state = state_of(made)
+    result = dt.optimize(module, schedule="ahead_of_time")
+    state = state_of(result)
     assert state is not None
-    return made, lambda: state.backend.cuda_graphs[0]
+    return result, lambda: state.backend.cuda_graphs[0]
 
 
 def equal(ours: Any, theirs: Any, tolerance: float = 1e-5) -> None:
@@ -109,16 +109,16 @@ def test_a_result_that_is_kept_keeps_its_backward_pass() -> None:
     with emulated() as device:
         ours, _ = captured(mine)
         xs = [torch.randn(6, 8) for _ in range(5)]
-        made = [(ours(x), theirs(x)) for x in xs]  # the second one is captured, and pending
+        results = [(ours(x), theirs(x)) for x in xs]  # the second one is captured, and pending
         for _ in range(3):
             with torch.no_grad():
                 for x in xs:
                     equal([ours(x)], [theirs(x)])
-        for a, b in made:
+        for a, b in results:
             a.square().sum().backward()
             b.square().sum().backward()
         equal(grads(mine), grads(theirs))
-        del made, a
+        del results, a
         replays = device.replays
         ours(xs[0]).sum().backward()
         assert device.replays > replays  # nobody waits any more

@@ -71,8 +71,8 @@ def measured(body: Body, called: Callable[[nn.Module], nn.Module]) -> tuple[nn.M
     x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
     loss = module(x)
     loss.backward()
-    made = {name: p.grad for name, p in [*model.named_parameters(), ("x", x)] if p.grad is not None}
-    return module, {"loss": loss.detach(), **made}
+    results = {name: p.grad for name, p in [*model.named_parameters(), ("x", x)] if p.grad is not None}
+    return module, {"loss": loss.detach(), **results}
 
 
 @pytest.mark.parametrize("body", [penalty, without_graph, second, adapted, partly_off])

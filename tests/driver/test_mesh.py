@@ -27,9 +27,9 @@ ROUNDING = {"rtol": 1e-5, "atol": 2e-6}
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    made = Ranks(tmp_path_factory.mktemp("ranks"))
-    yield made
-    made.close()
+    result = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield result
+    result.close()
 
 
 class Words(nn.Module):
@@ -190,9 +190,9 @@ def differing(rank: int, how: str) -> str:
         ("raises", "rank 1 raised .*no rank has updated a parameter in step 1|shapes cannot be multiplied"),
     ],
 )
-def test_ranks_that_differ_stop_with_an_error_that_names_them(ranks: Ranks, how: str, said: str) -> None:
+def test_ranks_that_differ_stop_with_an_error_that_names_them(ranks: Ranks, how: str, message: str) -> None:
     for error in ranks(differing, how):
-        assert re.search(said, error, re.DOTALL), error
+        assert re.search(message, error, re.DOTALL), error
 
 
 class Masked(nn.Module):

@@ -52,8 +52,8 @@ class Pair:
 
     def _optimizer(self, kind: str, model: nn.Module, options: dict[str, Any]) -> torch.optim.Optimizer:
         groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.02}]  # type: ignore[index]
-        made: torch.optim.Optimizer = getattr(torch.optim, kind)(groups, lr=0.01, **options)
-        return made
+        result: torch.optim.Optimizer = getattr(torch.optim, kind)(groups, lr=0.01, **options)
+        return result
 
     def backward(self, number: int) -> None:
         x, y = batch(number, self.dtype)

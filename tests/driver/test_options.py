@@ -39,12 +39,12 @@ FACES: list[Callable[..., Settings]] = [module_settings, lambda **keywords: step
 
 
 @pytest.mark.parametrize("made", FACES, ids=["optimize", "training_step"])
-def test_a_value_says_the_same_as_keywords(made: Callable[..., Settings], tmp_path: Path) -> None:
+def test_a_value_says_the_same_as_keywords(result: Callable[..., Settings], tmp_path: Path) -> None:
     given: dict[str, Any] = {"pipeline": "fusion: fuse_elementwise()", "cache": tmp_path, "jobs": 1, "dynamic": False}
     given |= {"random": "eager", "autotune": False}
-    assert made(options=dt.Options(**given)) == made(**given)
-    assert made(options=dt.Options(**given), jobs=2) == made(**{**given, "jobs": 2})
-    assert made(**given) != made()
+    assert result(options=dt.Options(**given)) == result(**given)
+    assert result(options=dt.Options(**given), jobs=2) == result(**{**given, "jobs": 2})
+    assert result(**given) != result()
 
 
 def test_the_schedule_is_that_of_the_function_unless_one_is_given() -> None:
@@ -55,19 +55,19 @@ def test_the_schedule_is_that_of_the_function_unless_one_is_given() -> None:
 
 
 @pytest.mark.parametrize("made", FACES, ids=["optimize", "training_step"])
-def test_old_names_are_understood(made: Callable[..., Settings], tmp_path: Path) -> None:
+def test_old_names_are_understood(result: Callable[..., Settings], tmp_path: Path) -> None:
     heard: list[Any] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = made(observe=tmp_path, watch=heard.append, search=False)
-    assert found == made(dump=tmp_path, pass_callback=heard.append, autotune=False)
+        found = result(observe=tmp_path, watch=heard.append, search=False)
+    assert found == result(dump=tmp_path, pass_callback=heard.append, autotune=False)
     told = [w for w in caught if w.category is DeprecationWarning]
     assert len(told) == 3
     for warning, (old, new) in zip(told, RENAMED.items(), strict=True):
         assert f"the option {old} is called {new} now" in str(warning.message)
         assert warning.filename == __file__
     with pytest.raises(dt.Invalid, match="dump and observe, which are the same option"):
-        made(observe=tmp_path, dump=tmp_path)
+        result(observe=tmp_path, dump=tmp_path)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -88,10 +88,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize("made", FACES, ids=["optimize", "training_step"])
 @pytest.mark.parametrize(("given", "sentence"), WRONG, ids=[next(iter(w[0])) for w in WRONG])
 def test_what_does_not_exist_or_fit_is_said_at_once(
-    made: Callable[..., Settings], given: dict[str, Any], sentence: str
+    result: Callable[..., Settings], given: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(dt.Invalid, match=re.escape(sentence)):
-        made(**given)
+        result(**given)
 
 
 def test_suggestions_know_what_the_function_takes_besides() -> None:

@@ -60,8 +60,8 @@ def test_transforms_are_left_to_pytorch(name: str, warm: bool, tmp_path: Path) -
     if warm:
         compiled(X)
     with pytest.warns(UserWarning, match=why):
-        made = transform(compiled)
-    torch.testing.assert_close(tuple(made), tuple(transform(model)))
+        results = transform(compiled)
+    torch.testing.assert_close(tuple(results), tuple(transform(model)))
     state = state_of(compiled)
     assert state is not None and len(state.backend.breaks) == 1
 

@@ -224,23 +224,23 @@ def test_a_node_is_removed_and_one_duplicated_by_hand() -> None:
     model = copy.deepcopy(step.model)
     sdfg = step.sdfg(*batch(), extent="loss")
     ((state, relu),) = operators(sdfg, "relu")
-    (read,), (made,) = state.in_edges(relu), state.out_edges(relu)
+    (read,), (result,) = state.in_edges(relu), state.out_edges(relu)
     state.remove_node(relu)
-    state.add_nedge(read.src, made.dst, dace.Memlet.from_array(read.data.data, sdfg.arrays[read.data.data]))
+    state.add_nedge(read.src, result.dst, dace.Memlet.from_array(read.data.data, sdfg.arrays[read.data.data]))
     state, add = operators(sdfg, "add")[0]
-    (made,) = state.out_edges(add)
-    twice, name = OperatorNode.new("add()", 2), made.data.data
+    (result,) = state.out_edges(add)
+    twice, name = OperatorNode.new("add()", 2), result.data.data
     sdfg.add_datadesc("once", copy.deepcopy(sdfg.arrays[name]))
     sdfg.arrays["once"].transient = True
     once = state.add_access("once")
     state.add_node(twice)
     whole = dace.Memlet.from_array("once", sdfg.arrays["once"])
     bias = next(e for e in state.in_edges(add) if e.dst_conn == "_in1")
-    state.remove_edge(made)
+    state.remove_edge(result)
     state.add_edge(add, "_out0", once, None, copy.deepcopy(whole))
     state.add_edge(once, None, twice, "_in0", whole)
     state.add_edge(bias.src, None, twice, "_in1", copy.deepcopy(bias.data))
-    state.add_edge(twice, "_out0", made.dst, None, made.data)
+    state.add_edge(twice, "_out0", result.dst, None, result.data)
     changed = dt.from_sdfg(sdfg)
     optimizer = sgd(model.parameters())
     first, last = model[0], model[2]  # type: ignore[index]

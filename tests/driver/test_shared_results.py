@@ -225,7 +225,7 @@ def test_a_write_reaches_the_other_results() -> None:
 
 
 def test_another_layout_than_at_capture_is_an_error() -> None:
-    made = dt.optimize(Function(added_to_a_column, 3, 4))
+    result = dt.optimize(Function(added_to_a_column, 3, 4))
     captured: Sequence[Any] = []
 
     def watched(captured_graph: Any, outputs: Any, arguments: Any) -> Any:
@@ -235,7 +235,7 @@ def test_another_layout_than_at_capture_is_an_error() -> None:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("daceml_train.driver.function.results_of", watched)
-        made(torch.ones(3, 4))
+        result(torch.ones(3, 4))
     graph, arguments = captured
     with pytest.raises(Invalid, match=r"compiled for strides \(4, 1\), found \(1, 3\)"):
         results_of(graph, [torch.ones(4, 3).t()], arguments)

@@ -76,8 +76,8 @@ def bound_of(trial: int, case: Case) -> float | None:
 
 def alone(case: Case) -> tuple[list[list[float]], list[tuple[Net, torch.optim.Optimizer]]]:
     """The trials one by one, in eager PyTorch."""
-    losses, made = [], trials(case)
-    for number, (model, optimizer) in enumerate(made):
+    losses, results = [], trials(case)
+    for number, (model, optimizer) in enumerate(results):
         losses.append([])
         for step in range(STEPS):
             x, y = batches(step)
@@ -88,7 +88,7 @@ def alone(case: Case) -> tuple[list[list[float]], list[tuple[Net, torch.optim.Op
                 nn.utils.clip_grad_norm_(model.parameters(), bound_of(number, case))
             optimizer.step()
             losses[-1].append(loss.item())
-    return losses, made
+    return losses, results
 
 
 def together(case: Case) -> tuple[list[list[float]], list[Any], StackedStep]:
@@ -96,13 +96,13 @@ def together(case: Case) -> tuple[list[list[float]], list[Any], StackedStep]:
 
     Returns losses and final states.
     """
-    made, states = trials(case), []
+    results, states = trials(case), []
     model = Net().double()
     optimizer = case.new(model.parameters(), **case.options(0))
     step = dt.training_step(model, nn.functional.cross_entropy, optimizer, clip_norm=bound_of(0, case))
     training, losses = Training(step), []
     start = training.snapshot()
-    for number, (own, _) in enumerate(made):
+    for number, (own, _) in enumerate(results):
         training.restore(start)
         model.load_state_dict(own.state_dict())
         apply(step, case, number)

@@ -44,10 +44,10 @@ def test_learning_rate_schedulers(scheduler: str, recwarn: pytest.WarningsRecord
     }[scheduler]
     pair = Pair(mlp())
     kind = getattr(torch.optim.lr_scheduler, scheduler)
-    made = [kind(optimizer, **options) for optimizer in (pair.their_optimizer, pair.our_optimizer)]
+    results = [kind(optimizer, **options) for optimizer in (pair.their_optimizer, pair.our_optimizer)]
     for _ in range(5):
         pair.step(*batch())
-        for schedule in made:
+        for schedule in results:
             schedule.step(1.0) if scheduler == "ReduceLROnPlateau" else schedule.step()
     pair.whole()
     assert not [w for w in recwarn if "lr_scheduler.step" in str(w.message)]

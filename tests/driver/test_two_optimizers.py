@@ -22,8 +22,8 @@ class Critic(nn.Module):
 
     def forward(self, noise: Tensor, real: Tensor) -> Tensor:
         with torch.no_grad():
-            made = self.generator(noise)
-        return F.softplus(self.network(made)).mean() + F.softplus(-self.network(real)).mean()
+            result = self.generator(noise)
+        return F.softplus(self.network(result)).mean() + F.softplus(-self.network(real)).mean()
 
 
 class Generator(nn.Module):

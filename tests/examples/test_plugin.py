@@ -69,11 +69,11 @@ def test_the_example_in_an_environment_of_its_own(tmp_path: Path) -> None:
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-index", "--no-deps"]
     subprocess.run([*install, "--no-build-isolation", str(source)], check=True)
     assert run(python, TRAIN, PYTHONPATH="").stdout.strip() == "well"
-    said = run(
+    message = run(
         python, "from daceml_train.cli.doctor import plugins\nprint(*plugins(), sep='\\n')", PYTHONPATH=""
     ).stdout
-    assert "plugin softcap (daceml_train_example.softcap) of daceml_train_example 0.1.0" in said
-    assert "plugin negated_products" in said
+    assert "plugin softcap (daceml_train_example.softcap) of daceml_train_example 0.1.0" in message
+    assert "plugin negated_products" in message
 
 
 def installed(folder: Path, group: str, name: str, code: str) -> None:

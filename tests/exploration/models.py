@@ -43,5 +43,5 @@ def session(
     if kind == "module":
         return Session(model, x, **options)
     kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-    made = kinds[optimizer](model.parameters(), lr=1e-2) if kind == "step" else None
-    return Session(model, x, y, loss=F.cross_entropy, optimizer=made, **options)
+    result = kinds[optimizer](model.parameters(), lr=1e-2) if kind == "step" else None
+    return Session(model, x, y, loss=F.cross_entropy, optimizer=result, **options)

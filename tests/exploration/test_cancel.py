@@ -67,9 +67,9 @@ def test_a_measurement_ends_between_two_runs(monkeypatch: pytest.MonkeyPatch) ->
     def counted(self: Program, tensors: Any) -> Any:
         runs[0] += 1
         native.set()
-        made = run(self, tensors)
+        result = run(self, tensors)
         native.clear()
-        return made
+        return result
 
     monkeypatch.setattr(Program, "run", counted)
     answers: list[dict[str, Any]] = []

@@ -35,8 +35,8 @@ class Screen:
         self.opening = Opening(MODEL, capture, send, self.states.append, self._done, self.work)
         self.opening.show()
 
-    def _done(self, made: dt.Session, opened: list[str]) -> None:
-        self.made = made, opened
+    def _done(self, result: dt.Session, opened: list[str]) -> None:
+        self.made = result, opened
 
     def ask(self, kind: str, **what: Any) -> Any:
         return self.opening.handle({"type": kind, "id": "1", **what})

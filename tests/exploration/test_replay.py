@@ -25,37 +25,37 @@ from tests.exploration.models import batch, blocks, perceptron, session
 
 def by_hand() -> Session:
     """One pass before differentiation, places by hand in both blocks, and a pass everywhere."""
-    made = session()
-    made.apply("fuse_softmax_cross_entropy")
-    made.apply("decompose")
+    result = session()
+    result.apply("fuse_softmax_cross_entropy")
+    result.apply("decompose")
     for module in ("0", "1.norm", "1"):
-        made.apply(made.matches(pass_="fuse_elementwise", module_path=module)[0])
-    made.apply("simplify")
-    made.apply(made.matches(pass_="fuse_siblings")[0], limit=12)
-    return made
+        result.apply(result.matches(pass_="fuse_elementwise", module_path=module)[0])
+    result.apply("simplify")
+    result.apply(result.matches(pass_="fuse_siblings")[0], limit=12)
+    return result
 
 
 @pytest.mark.parametrize("ending", ["json", "txt", "py"])
 def test_saved_and_replayed(ending: str, tmp_path: Path) -> None:
-    made = by_hand()
-    path = made.save(tmp_path / f"mine.{ending}")
-    assert dt.Pipeline.of(path) == dt.Pipeline.of(str(path)) == made.pipeline()
-    other = dt.replay(path, blocks(), *batch(), loss=F.cross_entropy, optimizer=made.subject.optimizer)
+    result = by_hand()
+    path = result.save(tmp_path / f"mine.{ending}")
+    assert dt.Pipeline.of(path) == dt.Pipeline.of(str(path)) == result.pipeline()
+    other = dt.replay(path, blocks(), *batch(), loss=F.cross_entropy, optimizer=result.subject.optimizer)
     assert {p.name for p, _ in other.missed} <= {"at_place"}
     again = session().replay(path)
     assert not again.missed
-    assert show(again.session.graph) == show(made.graph)
-    assert [s.bytes for s in again.steps] == [s.bytes for s in made.history]
-    assert again.session.pipeline() == made.pipeline()
+    assert show(again.session.graph) == show(result.graph)
+    assert [s.bytes for s in again.steps] == [s.bytes for s in result.history]
+    assert again.session.pipeline() == result.pipeline()
     text = path.read_text()
     assert "%" not in text, "names of a graph's arrays"
     assert "limit=12" in text
 
 
 def test_the_order_of_levels_is_kept() -> None:
-    made = by_hand()
-    assert [s.level for s in made.history][-2:] == ["intra_operator", "fusion"]
-    assert [level for level, passes in made.pipeline().passes for _ in passes] == [
+    result = by_hand()
+    assert [s.level for s in result.history][-2:] == ["intra_operator", "fusion"]
+    assert [level for level, passes in result.pipeline().passes for _ in passes] == [
         "forward",
         "intra_operator",
         *["fusion"] * 5,
@@ -63,11 +63,11 @@ def test_the_order_of_levels_is_kept() -> None:
 
 
 def test_the_python_form_can_be_imported(tmp_path: Path) -> None:
-    made = by_hand()
-    text = made.save(tmp_path / "mine.py").read_text()
+    result = by_hand()
+    text = result.save(tmp_path / "mine.py").read_text()
     names: dict[str, object] = {}
     exec(compile(text, "mine.py", "exec"), names)
-    assert names["PIPELINE"] == made.pipeline()
+    assert names["PIPELINE"] == result.pipeline()
 
 
 def test_on_another_model_what_does_not_match_is_listed(tmp_path: Path) -> None:
@@ -90,14 +90,14 @@ def test_on_another_model_what_does_not_match_is_listed(tmp_path: Path) -> None:
 
 
 def test_places_count_from_the_first() -> None:
-    made = session()
-    same = [m for m in made.matches(pass_="fuse_elementwise") if (m.module, m.operators) == ("1", "mul, mul")]
+    result = session()
+    same = [m for m in result.matches(pass_="fuse_elementwise") if (m.module, m.operators) == ("1", "mul, mul")]
     anchored = [m.anchored for m in same]
     assert [p.options.get("occurrence", 0) for p in anchored] == list(range(len(same)))
     for match, place in zip(same, anchored, strict=True):
-        assert show(place.run(made.graph)) == show(match.candidate.apply())
+        assert show(place.run(result.graph)) == show(match.candidate.apply())
     beyond = AtPlace(**{**anchored[0].options, "occurrence": 99})
-    assert "not 100" in beyond.missing(made.graph)
+    assert "not 100" in beyond.missing(result.graph)
 
 
 def test_places_keep_to_their_pass_where_it_is_a_graph_of_its_own() -> None:
@@ -127,10 +127,10 @@ def test_places_keep_to_their_pass_where_it_is_a_graph_of_its_own() -> None:
 
 @pytest.mark.compiled
 def test_a_saved_session_is_a_pipeline_for_compilation(tmp_path: Path) -> None:
-    made = session(model=perceptron(), optimizer="sgd")
-    made.apply(made.matches(pass_="fuse_elementwise", module_path="1")[0])
-    made.apply(dt.TRAINING.without("forward"))
-    path = made.save(tmp_path / "mine.json")
+    result = session(model=perceptron(), optimizer="sgd")
+    result.apply(result.matches(pass_="fuse_elementwise", module_path="1")[0])
+    result.apply(dt.TRAINING.without("forward"))
+    path = result.save(tmp_path / "mine.json")
     eager, model = perceptron(), perceptron()
     model.load_state_dict(eager.state_dict())
     x, y = batch()
@@ -144,8 +144,8 @@ def test_a_saved_session_is_a_pipeline_for_compilation(tmp_path: Path) -> None:
         theirs.step()
         assert torch.allclose(step(x, y), loss.detach(), rtol=1e-4)
     assert not step.breaks
-    assert [s.matches for s in steps] == [s.matches for s in made.history]
-    assert steps[-1].bytes_after == made.state.bytes
+    assert [s.matches for s in steps] == [s.matches for s in result.history]
+    assert steps[-1].bytes_after == result.state.bytes
     drop_in = dt.optimize(eager, pipeline=path)
     with torch.no_grad():
         assert torch.allclose(drop_in(x), eager(x), rtol=1e-4, atol=1e-6)
@@ -210,12 +210,12 @@ def kept() -> Session:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_bad_file_is_one_error(name: str, kept: Session, tmp_path: Path) -> None:
-    ending, spoil, said = CASES[name]
+    ending, spoil, message = CASES[name]
     path = kept.save(tmp_path / f"bad.{ending}")
     spoiled = spoil(path.read_text())
     path.write_bytes(spoiled if isinstance(spoiled, bytes) else spoiled.encode())
     before = show(kept.graph), kept.history, kept.version
-    with pytest.raises(Invalid, match=said) as raised:
+    with pytest.raises(Invalid, match=message) as raised:
         kept.replay(path)
     assert len(str(raised.value)) < 600
     assert (show(kept.graph), kept.history, kept.version) == before

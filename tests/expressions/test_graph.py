@@ -27,11 +27,11 @@ def test_lowering_and_derivative(name: str) -> None:
 
     graph = Graph()
     values = [graph.input(f"x{i}", types.tensor(x)) for i, x in enumerate(given)]
-    made = graph.emit(Expression(operator.program(*given).text), *values)
-    cotangents = {r.name: graph.input(f"g{i}", r.tensor) for i, r in enumerate(made)}
+    outputs = graph.emit(Expression(operator.program(*given).text), *values)
+    cotangents = {r.name: graph.input(f"g{i}", r.tensor) for i, r in enumerate(outputs)}
     names = [v.name for v, x in zip(values, given, strict=True) if x.requires_grad]
     gradients = differentiate(graph, cotangents, names)
-    graph.output(*made, *(gradients[n] for n in names))
+    graph.output(*outputs, *(gradients[n] for n in names))
     arrays = dict(zip(graph.inputs, (x.detach().numpy() for x in (*given, *seeds)), strict=True))
     for a, b in zip(interpret(graph, arrays).outputs, expected, strict=True):
         np.testing.assert_allclose(a, b.detach().numpy(), rtol=0, atol=1e-10)

@@ -178,30 +178,30 @@ def random_dag(rng: np.random.Generator, count: int, kinds: int = 3) -> list[Nod
     return nodes
 
 
-def inputs(name: str, made: Forest, rng: np.random.Generator) -> dict[str, np.ndarray[Any, Any]]:
+def inputs(name: str, result: Forest, rng: np.random.Generator) -> dict[str, np.ndarray[Any, Any]]:
     """Inputs of the graph `tree` or `child_sum` for a forest."""
     normal = rng.normal
-    leaves = {"bounds": made.bounds, "x": normal(size=(made.counts[0], 3))}
+    leaves = {"bounds": result.bounds, "x": normal(size=(result.counts[0], 3))}
     if name == "tree":
-        structure = {"left": made.children(1, 0), "right": made.children(1, 1)}
+        structure = {"left": result.children(1, 0), "right": result.children(1, 1)}
         return {**leaves, **structure, "w": normal(size=(3, 4)), "u": normal(size=(8, 4)), "b": normal(size=4)}
-    structure = {"only": made.children(1, 0), "a": made.children(2, 0), "b": made.children(2, 1)}
+    structure = {"only": result.children(1, 0), "a": result.children(2, 0), "b": result.children(2, 1)}
     return {**leaves, **structure, "w": normal(size=(3, 8)), "u": normal(size=(4, 8)), "f": normal(size=(4, 4))}
 
 
-def eager(name: str, made: Forest, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+def eager(name: str, result: Forest, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """The results of the graph `tree` or `child_sum`, by recursion over nodes in PyTorch."""
     done: dict[int, list[torch.Tensor]] = {}
-    order = sorted((node for nodes in made.kinds for node in nodes), key=lambda node: node.level)
+    order = sorted((node for nodes in result.kinds for node in nodes), key=lambda node: node.level)
     width = {"tree": (1, 0), "child_sum": (2, 1)}[name]
-    states = [[given["x"].new_zeros(4)] * sum(made.counts) for _ in range(width[0])]
-    own = [[given["x"].new_zeros(4)] * made.counts[-1] for _ in range(width[1])]
+    states = [[given["x"].new_zeros(4)] * sum(result.counts) for _ in range(width[0])]
+    own = [[given["x"].new_zeros(4)] * result.counts[-1] for _ in range(width[1])]
     for node in order:
         below = [done[id(child)] for child in node.children]
         values = (_tree if name == "tree" else _child_sum)(node, below, given)
         done[id(node)] = values
         for state, value in zip(states, values, strict=False):
-            state[made.row(node)] = value
+            state[result.row(node)] = value
         for stack, value in zip(own, values[width[0] :], strict=False):
             stack[node.call] = value
     return [torch.stack(rows) for rows in (*states, *own)]

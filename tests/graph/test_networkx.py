@@ -11,15 +11,15 @@ from tests.graph import programs
 
 
 def test_nodes_say_what_they_are() -> None:
-    made = programs.mlp().to_networkx()
-    assert made.nodes["w"] == {
+    result = programs.mlp().to_networkx()
+    assert result.nodes["w"] == {
         "kind": "input",
         "arrays": ("w",),
         "role": "parameter",
         "module": "fc.weight",
         "source": "",
     }
-    assert made.nodes["relu"] == {
+    assert result.nodes["relu"] == {
         "kind": "operator",
         "arrays": ("relu",),
         "module": "act",
@@ -29,10 +29,10 @@ def test_nodes_say_what_they_are() -> None:
         "inputs": ("add",),
     }
     s0 = symbol("s0")
-    assert made.edges["x", "matmul"] == {"arrays": ("x",), "bytes": 32 * s0}
-    assert made.edges["add", "relu"] == {"arrays": ("add",), "bytes": 8 * 16 * 4}
-    assert list(nx.topological_sort(made))[-1] == "relu"
-    assert made.graph == {"name": "mlp", "outputs": ("relu",), "writes": {}}
+    assert result.edges["x", "matmul"] == {"arrays": ("x",), "bytes": 32 * s0}
+    assert result.edges["add", "relu"] == {"arrays": ("add",), "bytes": 8 * 16 * 4}
+    assert list(nx.topological_sort(result))[-1] == "relu"
+    assert result.graph == {"name": "mlp", "outputs": ("relu",), "writes": {}}
 
 
 def test_several_arrays_are_one_edge_and_writes_are_told() -> None:
@@ -45,11 +45,11 @@ def test_several_arrays_are_one_edge_and_writes_are_told() -> None:
       write p <- %n
       return %s
     }""")
-    made = graph.to_networkx()
-    assert made.nodes["p"]["becomes"] == "n"
-    assert made.nodes["v"]["arrays"] == ("v", "i")
-    assert made.edges["v", "t"]["arrays"] == ("i",) and made.edges["v", "t"]["bytes"] == 16
-    assert set(made.edges) == {
+    result = graph.to_networkx()
+    assert result.nodes["p"]["becomes"] == "n"
+    assert result.nodes["v"]["arrays"] == ("v", "i")
+    assert result.edges["v", "t"]["arrays"] == ("i",) and result.edges["v", "t"]["bytes"] == 16
+    assert set(result.edges) == {
         ("x", "v"),
         ("x", "t"),
         ("v", "t"),
@@ -65,13 +65,13 @@ def test_several_arrays_are_one_edge_and_writes_are_told() -> None:
 @settings(max_examples=30, deadline=None)
 def test_reachability_is_networkx_s(drawn: tuple[Graph, object]) -> None:
     graph, _ = drawn
-    made = graph.to_networkx()
+    result = graph.to_networkx()
     for name in graph.results:
-        key = next(k for k, arrays in made.nodes(data="arrays") if name in arrays)
-        expected = {a for k in (*nx.ancestors(made, key), key) for a in made.nodes[k]["arrays"]}
+        key = next(k for k, arrays in result.nodes(data="arrays") if name in arrays)
+        expected = {a for k in (*nx.ancestors(result, key), key) for a in result.nodes[k]["arrays"]}
         assert ancestors(graph.nodes, [name]) == expected
     for name in graph.inputs:
-        expected = {a for k in (*nx.descendants(made, name), name) for a in made.nodes[k]["arrays"]}
+        expected = {a for k in (*nx.descendants(result, name), name) for a in result.nodes[k]["arrays"]}
         assert descendants(graph.nodes, [name]) == expected
 
 
@@ -83,6 +83,6 @@ def test_networkx_draws_it_as_text() -> None:
 @pytest.mark.parametrize("name", ["update", "everything"])
 def test_every_operator_is_a_node(name: str) -> None:
     graph = getattr(programs, name)()
-    made = graph.to_networkx()
-    assert len(made) == len(graph.inputs) + len(graph.nodes)
-    assert nx.is_directed_acyclic_graph(made)
+    results = graph.to_networkx()
+    assert len(results) == len(graph.inputs) + len(graph.nodes)
+    assert nx.is_directed_acyclic_graph(results)

@@ -39,8 +39,8 @@ def check(graph: Graph, **sizes: int) -> Executable:
             for name, x in inputs.items()
         }
         expected = interpret(graph, inputs)
-        made = run(list(tensors.values()))
-        for a, b in zip(made, expected.outputs, strict=True):
+        results = run(list(tensors.values()))
+        for a, b in zip(results, expected.outputs, strict=True):
             np.testing.assert_allclose(a.numpy(), b, rtol=1e-5, atol=1e-6)
         for name in graph.inputs:
             wanted = expected.writes.get(name, inputs[name])

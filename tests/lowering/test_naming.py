@@ -79,8 +79,8 @@ def test_dumped_sources_say_where_they_are_used(tmp_path: Path) -> None:
     assert any(text.startswith("// ") and "%" in text.split("\n")[1] for text in texts)
     named = 0
     for text in (t for t in texts if "_internal(" in t):  # the first use of a kernel names its arrays
-        made, read = text.split("\n")[1].removeprefix("//   ").rstrip(")").split(" = (")
-        values = {re.sub(r"\W+", "_", value.removeprefix("%")) for value in f"{made}, {read}".split(", ")}
+        result, read = text.split("\n")[1].removeprefix("//   ").rstrip(")").split(" = (")
+        values = {re.sub(r"\W+", "_", value.removeprefix("%")) for value in f"{result}, {read}".split(", ")}
         named += bool(set(re.findall(r"\b[xy]\d+_(\w+)\b", text)) & values)
     assert named > 3
 

@@ -20,11 +20,11 @@ def closure(edges: list[list[int]]) -> list[set[int]]:
     return before
 
 
-def ordered(made: Schedule) -> list[set[int]]:
+def ordered(result: Schedule) -> list[set[int]]:
     """Per launch what the streams and events of a schedule put before it."""
     last: dict[int, int] = {}
     edges: list[list[int]] = []
-    for launch, (stream, waits) in enumerate(zip(made.stream, made.waits, strict=True)):
+    for launch, (stream, waits) in enumerate(zip(result.stream, result.waits, strict=True)):
         edges.append([*waits, *([last[stream]] if stream in last else [])])
         last[stream] = launch
     return closure(edges)
@@ -33,11 +33,11 @@ def ordered(made: Schedule) -> list[set[int]]:
 def partitions(items: list[int]) -> list[list[list[int]]]:
     if not items:
         return [[]]
-    made = []
+    results = []
     for rest in partitions(items[1:]):
-        made.append([[items[0]], *rest])
-        made += [[*rest[:i], [items[0], *rest[i]], *rest[i + 1 :]] for i in range(len(rest))]
-    return made
+        results.append([[items[0]], *rest])
+        results += [[*rest[:i], [items[0], *rest[i]], *rest[i + 1 :]] for i in range(len(rest))]
+    return results
 
 
 def fewest_events(edges: list[list[int]]) -> int:
@@ -60,10 +60,10 @@ def test_random_orders_against_brute_force() -> None:
     draw = random.Random(1)
     for _ in range(150):
         edges = random_edges(draw, 7)
-        made = assign(len(edges), edges, most=100)
+        result = assign(len(edges), edges, most=100)
         assert closure(reduced(edges)) == closure(edges)
-        assert ordered(made) == closure(edges)  # nothing less, and nothing more
-        assert sum(map(len, made.waits)) == fewest_events(edges), edges
+        assert ordered(result) == closure(edges)  # nothing less, and nothing more
+        assert sum(map(len, result.waits)) == fewest_events(edges), edges
 
 
 def test_reduction_and_matching_are_networkx_s() -> None:
@@ -86,9 +86,9 @@ def test_chains_that_share_a_stream_keep_every_dependence() -> None:
     draw = random.Random(2)
     for _ in range(100):
         edges = random_edges(draw, 12)
-        made = assign(len(edges), edges, most=2)
-        assert made.streams <= 2 and set(made.stream) == set(range(made.streams))
-        assert all(a <= b for a, b in zip(closure(edges), ordered(made), strict=True))
+        result = assign(len(edges), edges, most=2)
+        assert result.streams <= 2 and set(result.stream) == set(range(result.streams))
+        assert all(a <= b for a, b in zip(closure(edges), ordered(result), strict=True))
 
 
 def test_dependences_by_memory() -> None:
@@ -96,11 +96,11 @@ def test_dependences_by_memory() -> None:
     draw = random.Random(3)
 
     def accesses() -> tuple[Access, ...]:
-        made = []
+        results = []
         for _ in range(draw.randint(0, 2)):
             start = draw.randint(0, 20)
-            made.append(Access(draw.randint(0, 1), start, start + draw.randint(0, 8)))
-        return tuple(made)
+            results.append(Access(draw.randint(0, 1), start, start + draw.randint(0, 8)))
+        return tuple(results)
 
     def overlap(a: tuple[Access, ...], b: tuple[Access, ...]) -> bool:
         return any(
@@ -149,8 +149,8 @@ def test_thousands_of_launches(count: int) -> None:
         reads = tuple(Access(0, p, p + 1) for p in (draw.randint(max(0, index - 40), index) for _ in range(3)))
         works.append(Work(reads, (Access(0, index, index + 1),), 1e-5, 0.1))
     start = time.perf_counter()
-    made = schedule(works)
+    result = schedule(works)
     assert time.perf_counter() - start < 5  # a tenth of that on an idle core
-    assert made.streams > 1
+    assert result.streams > 1
     edges = dependences(works)
-    assert all(p in before for before, ps in zip(ordered(made), edges, strict=True) for p in ps)
+    assert all(p in before for before, ps in zip(ordered(result), edges, strict=True) for p in ps)

@@ -42,14 +42,14 @@ def check_op(
     wrt = [i for i, x in enumerate(inputs) if x.dtype.kind == "f"] if wrt is None else wrt
     expected = as_tuple(reference(*map(torch.as_tensor, inputs)))
     graph, _, results = build(op, inputs)
-    made = interpret(graph, {f"x{i}": x for i, x in enumerate(inputs)}).values
+    outputs = interpret(graph, {f"x{i}": x for i, x in enumerate(inputs)}).values
     assert len(results) == len(expected), f"{op.label} has {len(results)} results"
     for value, want in zip(results, expected, strict=True):
         if want is not None:
             assert value.shape == tuple(want.shape), (
                 f"{op.label}: shape rule {value.shape}, PyTorch {tuple(want.shape)}"
             )
-            compare(f"{op.label}", made[value.name], want, tolerance)
+            compare(f"{op.label}", outputs[value.name], want, tolerance)
     check_types(op, inputs)
 
     differentiable = [i for i, want in enumerate(expected) if want is not None and want.dtype.is_floating_point]
@@ -171,7 +171,7 @@ def check_gradient(
         outputs, [tensors[i] for i in wrt], torch_cotangents, allow_unused=True, create_graph=second
     )
     if not second:
-        made = interpret(graph, arrays).values
+        created = interpret(graph, arrays).values
         for name, want in zip(names, wanted, strict=True):
             gradient = gradients[name]
             if gradient is None:
@@ -179,8 +179,8 @@ def check_gradient(
                 continue
             compare(
                 f"{what}: {name}",
-                made[gradient.name],
-                torch.zeros(made[gradient.name].shape) if want is None else want,
+                created[gradient.name],
+                torch.zeros(created[gradient.name].shape) if want is None else want,
                 tolerance,
             )
         return
@@ -199,10 +199,10 @@ def check_gradient(
         [torch.as_tensor(v) for v in further.values()],
         allow_unused=True,
     )
-    made = interpret(graph, arrays).values
+    created = interpret(graph, arrays).values
     for name, want in zip(inner, leaves_wanted, strict=True):
         value = seconds[name]
-        got = np.zeros(graph.inputs[name].tensor.shape) if value is None else made[value.name]
+        got = np.zeros(graph.inputs[name].tensor.shape) if value is None else created[value.name]
         compare(f"{what}, second derivative: {name}", got, torch.zeros(got.shape) if want is None else want, tolerance)
 
 
@@ -215,16 +215,16 @@ def check_differences(op: Operator, inputs: Sequence[np.ndarray], wrt: Sequence[
 
     def along(step: float) -> float:
         moved = {name: x + step * directions[name] if name in directions else x for name, x in arrays.items()}
-        made = interpret(graph, moved).values
-        return float(sum((made[name] * c).sum() for name, c in cotangents.items()))
+        outputs = interpret(graph, moved).values
+        return float(sum((outputs[name] * c).sum() for name, c in cotangents.items()))
 
     difference = (along(1e-5) - along(-1e-5)) / 2e-5
     backward = graph.copy()
     of_values = {name: backward.input(f"g{i}", backward.tensors[name]) for i, name in enumerate(cotangents)}
     gradients = differentiate(backward, of_values, list(directions))
     given = arrays | {f"g{i}": c for i, c in enumerate(cotangents.values())}
-    made = interpret(backward, given).values
-    slope = sum(float((made[g.name] * directions[name]).sum()) for name, g in gradients.items() if g is not None)
+    outputs = interpret(backward, given).values
+    slope = sum(float((outputs[g.name] * directions[name]).sum()) for name, g in gradients.items() if g is not None)
     assert np.isclose(slope, difference, rtol=1e-5, atol=1e-7), f"{op.label}: slope {slope}, difference {difference}"
 
 

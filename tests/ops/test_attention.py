@@ -68,8 +68,8 @@ def test_gradient_is_that_of_aten(causal: bool) -> None:
     q, k, v = map(torch.as_tensor, qkv())
     y, logsumexp = FLASH(q, k, v, 0.0, causal)
     g = torch.as_tensor(numbers(2, 3, 5, 4, seed=9))
-    made = AttentionGrad(causal=causal).evaluate(*(t.numpy() for t in (g, q, k, v, y, logsumexp)))
-    for got, want in zip(made, FLASH_BACKWARD(g, q, k, v, y, logsumexp, 0.0, causal), strict=True):
+    results = AttentionGrad(causal=causal).evaluate(*(t.numpy() for t in (g, q, k, v, y, logsumexp)))
+    for got, want in zip(results, FLASH_BACKWARD(g, q, k, v, y, logsumexp, 0.0, causal), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
 
 
@@ -79,10 +79,10 @@ def test_types_and_memory_orders_are_those_of_aten(dtype: torch.dtype, permuted:
     order = (0, 2, 1, 3) if permuted else None
     tensors = [Tensor(s.shape, DType[str(dtype)[6:]], order) for s in qkv()]
     arrays = [torch.empty_strided(t.shape, t.strides, dtype=dtype).zero_() for t in tensors]
-    results, made = Attention().infer(*tensors), FLASH(*arrays)
+    results, outputs = Attention().infer(*tensors), FLASH(*arrays)
     backward = AttentionGrad().infer(results[0], *tensors, *results)
-    made_backward = FLASH_BACKWARD(made[0], *arrays, *made, 0.0, False)
-    for tensor, array in zip((*results, *backward), (*made, *made_backward), strict=True):
+    made_backward = FLASH_BACKWARD(outputs[0], *arrays, *outputs, 0.0, False)
+    for tensor, array in zip((*results, *backward), (*outputs, *made_backward), strict=True):
         assert (tensor.shape, str(array.dtype)) == (tuple(array.shape), f"torch.{tensor.dtype.name}")
         assert tensor.strides == array.stride()
 

@@ -50,20 +50,20 @@ def test_texts_read_back(make: Callable[[], Graph]) -> None:
 )
 def test_meaning_is_recursion(name: str, roots: list[Node]) -> None:
     graph = getattr(levels, name)()
-    made = levels.forest(name, roots)
-    given = levels.inputs(name, made, RNG)
-    expected = levels.eager(name, made, {n: torch.tensor(x) for n, x in given.items()})
+    result = levels.forest(name, roots)
+    given = levels.inputs(name, result, RNG)
+    expected = levels.eager(name, result, {n: torch.tensor(x) for n, x in given.items()})
     for value, reference in zip(interpret(graph, given).outputs, expected, strict=True):
         np.testing.assert_allclose(value, reference.numpy(), rtol=1e-12, atol=1e-14)
 
 
 def test_empty_levels_and_unused_rows_are_zero() -> None:
-    made = levels.forest("tree", [levels.random_tree(RNG, 5)])
-    given = levels.inputs("tree", made, RNG)
+    result = levels.forest("tree", [levels.random_tree(RNG, 5)])
+    given = levels.inputs("tree", result, RNG)
     (expected,) = interpret(levels.tree(), given).outputs
     given["bounds"] = np.repeat(given["bounds"], 2, axis=0)
     given["x"] = np.concatenate([given["x"], np.ones((3, 3))])
-    leaves = made.counts[0]
+    leaves = result.counts[0]
     for name in ("left", "right"):
         given[name] = np.append(np.where(given[name] < leaves, given[name], given[name] + 3), -1)
     (value,) = interpret(levels.tree(), given).outputs

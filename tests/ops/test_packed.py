@@ -33,15 +33,15 @@ def value(build: Any, *inputs: np.ndarray) -> np.ndarray:
     graph = Graph()
     given = [graph.input(f"x{i}", Tensor(x.shape, DType.float64)) for i, x in enumerate(inputs)]
     graph.output(build(*given))
-    (made,) = interpret(graph, {f"x{i}": x for i, x in enumerate(inputs)}).outputs
-    return made
+    (result,) = interpret(graph, {f"x{i}": x for i, x in enumerate(inputs)}).outputs
+    return result
 
 
 @pytest.mark.parametrize("columns", [1, 32, 33, 70])
 def test_matmul(columns: int) -> None:
     a, b = numbers(5, 7), numbers(7, columns)
-    made = value(lambda a, b: a.apply(PackedMatmul(columns=columns), packed(b)), a, b)
-    np.testing.assert_allclose(made, a @ b, rtol=1e-12)
+    result = value(lambda a, b: a.apply(PackedMatmul(columns=columns), packed(b)), a, b)
+    np.testing.assert_allclose(result, a @ b, rtol=1e-12)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -72,8 +72,8 @@ def test_depthwise(kernel: tuple[int, int]) -> None:
     x, w = numbers(2, 5, 6, 7), numbers(5, 1, *kernel)
     op = PackedDepthwise(columns=5, kernel=kernel, stride=(2, 1), padding=(1, 0))
     want = F.conv2d(torch.as_tensor(x), torch.as_tensor(w), None, (2, 1), (1, 0), groups=5)
-    made = value(lambda x, w: x.apply(op, packed_filters(w)), x, w)
-    np.testing.assert_allclose(made, want, rtol=1e-11, atol=1e-12)
+    result = value(lambda x, w: x.apply(op, packed_filters(w)), x, w)
+    np.testing.assert_allclose(result, want, rtol=1e-11, atol=1e-12)
 
 
 def test_results_have_their_channels_last_and_say_what_they_cost() -> None:

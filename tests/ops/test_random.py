@@ -52,12 +52,12 @@ def test_dropout(p: float) -> None:
     total = h + y
     gradients = differentiate(graph, {total.name: graph.input("g", total.tensor)}, ["x0"])
     g = numbers(50, 40, seed=1)
-    made = interpret(graph, {"x0": x, "x1": SEED, "g": g}).values
-    kept = made[y.name] != 0
+    results = interpret(graph, {"x0": x, "x1": SEED, "g": g}).values
+    kept = results[y.name] != 0
     assert abs(kept.mean() - (1 - p)) < 0.05 and (p not in (0, 1) or kept.mean() == 1 - p)
     scale = kept / (1 - p) if p < 1 else 0 * kept
-    np.testing.assert_allclose(made[y.name], x * scale)
-    np.testing.assert_allclose(made[gradients["x0"].name], g + g * scale)  # type: ignore[union-attr]
+    np.testing.assert_allclose(results[y.name], x * scale)
+    np.testing.assert_allclose(results[gradients["x0"].name], g + g * scale)  # type: ignore[union-attr]
 
 
 def test_backward_keeps_nothing_but_the_seed() -> None:

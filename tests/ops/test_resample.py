@@ -57,8 +57,8 @@ def test_the_adjoint() -> None:
     x, y = torch.rand(1, 2, 3, 4, dtype=torch.float64, requires_grad=True), numbers(1, 2, 5, 2)
 
     def reference(g: torch.Tensor) -> torch.Tensor:
-        made = F.interpolate(x, (5, 2), mode="bilinear")
-        return torch.autograd.grad(made, x, g, create_graph=True)[0]
+        result = F.interpolate(x, (5, 2), mode="bilinear")
+        return torch.autograd.grad(result, x, g, create_graph=True)[0]
 
     check_op(ResampleGrad("linear", (3, 4), (5, 2), (None, None)), y, reference=reference, symbolic=False, second=False)
 

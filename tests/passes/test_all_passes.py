@@ -156,9 +156,9 @@ def test_a_pass_describes_itself(name: str) -> None:
     assert "=>" in told.picture, f"{name} draws no picture"
     assert told.summary
     assert told.summary.endswith(".")
-    made = kind()
+    result = kind()
     for option, annotation in option_types(kind).items():
-        assert fits(getattr(made, option), annotation)
+        assert fits(getattr(result, option), annotation)
         assert option in str(told)
 
 

@@ -92,8 +92,8 @@ intra_operator: decompose(keep=("softmax",))
 
 def test_the_key_is_the_same_in_every_process() -> None:
     code = "import daceml_train as dt; print(dt.TRAINING.key)"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said.strip() == TRAINING.key
+    message = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert message.strip() == TRAINING.key
 
 
 @pytest.mark.parametrize(

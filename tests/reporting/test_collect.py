@@ -49,9 +49,9 @@ def test_two_functions_stay_apart() -> None:
 
 
 def test_text() -> None:
-    made = record()
-    made[0].fallbacks = [("aten.cumsum.default", "model.py:12")]
-    text = str(Report("module", "Net", functions_of(made), ("a reason",)))
+    results = record()
+    results[0].fallbacks = [("aten.cumsum.default", "model.py:12")]
+    text = str(Report("module", "Net", functions_of(results), ("a reason",)))
     assert re.search("one kernel or call per operator +2.0 kB", text)
     assert "after fusion" in text and "450 B" in text and "77.5 %" in text
     assert "aten.cumsum.default at model.py:12" in text
@@ -60,8 +60,8 @@ def test_text() -> None:
 
 
 def test_reasons_are_said_once_and_without_hints() -> None:
-    said = "Data-dependent branching\n  Explanation: a tensor decides.\n  Hint: file an issue."
-    assert reasons([said, said]) == ("Data-dependent branching Explanation: a tensor decides.",)
+    message = "Data-dependent branching\n  Explanation: a tensor decides.\n  Hint: file an issue."
+    assert reasons([message, message]) == ("Data-dependent branching Explanation: a tensor decides.",)
 
 
 def test_symbolic_bytes_are_shown_at_known_sizes() -> None:

@@ -75,8 +75,8 @@ class Elements(HTMLParser):
 
 
 def test_texts_are_escaped_and_nothing_is_loaded() -> None:
-    made = report([launched(0, EVIL, EVIL), launched(1, "matmul")])
-    page = made.to_html()
+    result = report([launched(0, EVIL, EVIL), launched(1, "matmul")])
+    page = result.to_html()
     elements = Elements()
     elements.feed(page)
     assert not elements.open
@@ -85,22 +85,22 @@ def test_texts_are_escaped_and_nothing_is_loaded() -> None:
     assert "https://" not in re.sub(r"&quot;https://example.org/x.js&quot;", "", page)
     assert "default-src 'none'" in page and "url(" not in page and "@import" not in page
     assert "prefers-color-scheme:dark" in page
-    for line in itertools.islice(str(made).splitlines(), 1, 4):  # what eager execution moves comes first
+    for line in itertools.islice(str(result).splitlines(), 1, 4):  # what eager execution moves comes first
         assert f"<p>{html.escape(line)}</p>" in page.partition("Bytes moved")[0]
 
 
 @pytest.mark.parametrize("count", [0, 1, 3000])
 def test_size(count: int) -> None:
-    made = report([launched(i, f"mul*{i} add", f"model.blocks.{i}.attention") for i in range(count)])
-    assert len(made._repr_html_()) < 300_000
-    assert str(made)
+    result = report([launched(i, f"mul*{i} add", f"model.blocks.{i}.attention") for i in range(count)])
+    assert len(result._repr_html_()) < 300_000
+    assert str(result)
 
 
 def test_without_times() -> None:
-    made = report([launched(seconds=None)], machine=None, eager=None)
-    assert made.to_html().count("<svg") == 2
-    assert made.functions[0].seconds is None
-    assert made.trace()["traceEvents"] == [made.trace()["traceEvents"][0]]
+    result = report([launched(seconds=None)], machine=None, eager=None)
+    assert result.to_html().count("<svg") == 2
+    assert result.functions[0].seconds is None
+    assert result.trace()["traceEvents"] == [result.trace()["traceEvents"][0]]
 
 
 def test_a_device_and_its_cuda_graphs() -> None:
@@ -109,10 +109,12 @@ def test_a_device_and_its_cuda_graphs() -> None:
         launched(n, shape=shape if n else "128 threads, teams of 1, 1 x 4 lanes each, 9 blocks") for n in range(3)
     ]
     function = dataclasses.replace(compiled(launches), device=EVIL, autotuned=(2, 1))
-    made = Report("training step", "net", (function,), (), None, None, ("9 launches in one CUDA graph, on one stream",))
+    result = Report(
+        "training step", "net", (function,), (), None, None, ("9 launches in one CUDA graph, on one stream",)
+    )
     line = f"on {EVIL}, blocks of 128 and 256 threads, 2 kernels autotuned, 1 changed"
-    assert line in str(made) and "9 launches in one CUDA graph" in str(made)
-    page = made.to_html()
+    assert line in str(result) and "9 launches in one CUDA graph" in str(result)
+    page = result.to_html()
     assert html.escape(line) in page and shape in page and "9 launches in one CUDA graph" in page and EVIL not in page
 
 
@@ -132,8 +134,8 @@ def test_peak() -> None:
 
 
 def test_trace() -> None:
-    made = report([launched(0), launched(1)])
-    told = json.loads(json.dumps(made.trace()))
+    result = report([launched(0), launched(1)])
+    told = json.loads(json.dumps(result.trace()))
     complete = [e for e in told["traceEvents"] if e["ph"] == "X"]
     assert [e["dur"] for e in complete] == pytest.approx([100.0, 200.0])
     assert complete[1]["ts"] == pytest.approx(complete[0]["dur"])
@@ -156,8 +158,8 @@ def test_more_than_the_roofline_is_from_cache() -> None:
 
 
 def test_the_device_line_says_which_passes_are_left_out() -> None:
-    made = dataclasses.replace(compiled([launched()]), device="an accelerator", left_out=("pack_weights", "fold"))
+    result = dataclasses.replace(compiled([launched()]), device="an accelerator", left_out=("pack_weights", "fold"))
     sentence = "without passes that are not for it: pack_weights, fold"
-    assert sentence in ", ".join(on_device(made))
-    report = Report("training step", "Model", (made,), ())
+    assert sentence in ", ".join(on_device(result))
+    report = Report("training step", "Model", (result,), ())
     assert sentence in str(report) and sentence in report.to_html()

@@ -44,7 +44,7 @@ class HostKernels(ProcessorToolchain):
     def addresses(
         self, codes: Sequence[KernelCode], folder: Path, jobs: int | None, progress: Progress | None
     ) -> dict[str, tuple[int, Path]]:
-        made = {}
+        results = {}
         for key, path in compile_kernels(codes, folder, jobs, progress).items():
             kernel = KERNEL(load(path, key))
 
@@ -53,8 +53,8 @@ class HostKernels(ProcessorToolchain):
                 return 0
 
             self._entries.append(LAUNCH(launch))
-            made[key] = ctypes.cast(self._entries[-1], ctypes.c_void_p).value or 0, path
-        return made
+            results[key] = ctypes.cast(self._entries[-1], ctypes.c_void_p).value or 0, path
+        return results
 
 
 class EmulatedCuda(CudaToolchain):
@@ -69,11 +69,11 @@ class EmulatedCuda(CudaToolchain):
     ) -> dict[str, tuple[int, Path]]:
         kernels = [code for code in codes if isinstance(code, CudaCode)]
         library = library_of(kernels)
-        made = {}
+        results = {}
         for code in kernels:
             entry = ctypes.cast(getattr(library, f"launch_{code.key}"), ctypes.c_void_p)
-            made[code.key] = entry.value or 0, Path(library._name)
-        return made
+            results[code.key] = entry.value or 0, Path(library._name)
+        return results
 
 
 @dataclass
@@ -123,16 +123,16 @@ class Emulated(GPU):
         if self.tape is None:
             self.launches += 1
             return function(*arguments, **keywords)
-        made = self._results(function, arguments, keywords)
+        result = self._results(function, arguments, keywords)
 
         def run() -> None:
             found = function(*arguments, **keywords)
-            for old, new in zip(pytree.tree_leaves(made), pytree.tree_leaves(found), strict=True):
+            for old, new in zip(pytree.tree_leaves(result), pytree.tree_leaves(found), strict=True):
                 if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
         self.issue(run)
-        return made
+        return result
 
     def _results(self, function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         """What a call will return: memory of the right layout, or an argument that it returns."""
@@ -140,7 +140,7 @@ class Emulated(GPU):
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             known = {id(t): mode.from_tensor(t) for t in given}
             fake = pytree.tree_map(lambda x: known.get(id(x), x), (list(arguments), dict(keywords)))
-            made = function(*fake[0], **fake[1])
+            result = function(*fake[0], **fake[1])
         real = {id(f): t for t in given for f in (known[id(t)],)}
         return pytree.tree_map(
             lambda x: (
@@ -150,7 +150,7 @@ class Emulated(GPU):
                 if isinstance(x, torch.Tensor)
                 else x
             ),
-            made,
+            result,
         )
 
     def issue(self, run: Callable[[], None]) -> None:
@@ -161,10 +161,10 @@ class Emulated(GPU):
         self.tape.append(Operation(run, self.current, self.pending.pop(self.current, [])))
 
     def empty(self, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
-        made = super().empty(dtype, sizes, strides)
+        result = super().empty(dtype, sizes, strides)
         if self.tape is not None:
-            self.kept.append(made)
-        return made
+            self.kept.append(result)
+        return result
 
     # ---- streams ------------------------------------------------------------------------------------------------
     def stream(self) -> Hashable:

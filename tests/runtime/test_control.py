@@ -41,8 +41,8 @@ def check(graph: Graph, run: Executable, **given: np.ndarray) -> None:
     }
     dtypes = {"f": torch.float32, "b": torch.bool, "i": torch.int64}
     for _ in range(2):
-        made = run([torch.tensor(x, dtype=dtypes[x.dtype.kind]) for x in map(np.asarray, inputs.values())])
-        for a, b in zip(made, interpret(graph, inputs).outputs, strict=True):
+        results = run([torch.tensor(x, dtype=dtypes[x.dtype.kind]) for x in map(np.asarray, inputs.values())])
+        for a, b in zip(results, interpret(graph, inputs).outputs, strict=True):
             np.testing.assert_allclose(a.numpy(), b, rtol=1e-4, atol=1e-5)
 
 

@@ -28,8 +28,8 @@ def offered(arena: Arena, like: torch.Tensor, call: Callable[[Builder, int], Non
     first, _ = builder.arena(4096, list(like.shape))
     builder.plan.copy((seen, 0), (first, 0), 8)
     builder.plan.finalize(4096 + like.nbytes, [out, seen])
-    made, beginning = builder.plan.run(list(inputs))
-    return made, torch.equal(beginning, made.flatten()[:2])
+    result, beginning = builder.plan.run(list(inputs))
+    return result, torch.equal(beginning, result.flatten()[:2])
 
 
 def test_a_result_takes_the_memory_that_the_arena_offers() -> None:
@@ -40,9 +40,9 @@ def test_a_result_takes_the_memory_that_the_arena_offers() -> None:
         view = builder.plan.view(0, 0, F32, [64, 64], [64, 1])
         builder.plan.call("aten::cumsum", "", [view, 0], [slot], tag=1)
 
-    made, there = offered(Arena(), x, call, [x])
+    result, there = offered(Arena(), x, call, [x])
     assert there
-    torch.testing.assert_close(made, x.cumsum(0))
+    torch.testing.assert_close(result, x.cumsum(0))
     assert pool_statistics().in_use - before <= 2 * x.nbytes
 
 
@@ -54,8 +54,8 @@ def test_a_temporary_array_gives_the_offer_back() -> None:
         view = builder.plan.view(0, 0, F32, [64, 64], [1, 64])
         builder.plan.call("aten::logcumsumexp", "", [view, 0], [slot], tag=1)
 
-    made, _ = offered(Arena(), x, call, [x])
-    torch.testing.assert_close(made, x.t().logcumsumexp(0))
+    result, _ = offered(Arena(), x, call, [x])
+    torch.testing.assert_close(result, x.t().logcumsumexp(0))
 
 
 def test_a_result_does_not_stay_in_memory_offered_for_another() -> None:

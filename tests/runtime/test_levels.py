@@ -65,13 +65,13 @@ def trained(name: str, dtype: str, transformed: bool) -> tuple[Graph, list[str],
 
 
 def check(name: str, roots: list[Node], graph: Graph, wrt: list[str], run: Executable, dtype: torch.dtype) -> None:
-    made = levels.forest(name, roots)
+    result = levels.forest(name, roots)
     given = {
         n: torch.tensor(x, dtype=dtype if x.dtype.kind == "f" else torch.int64)
-        for n, x in levels.inputs(name, made, RNG).items()
+        for n, x in levels.inputs(name, result, RNG).items()
     }
     values = {n: x.double().requires_grad_() if n in wrt else x for n, x in given.items()}
-    expected = levels.eager(name, made, values)
+    expected = levels.eager(name, result, values)
     weights = [torch.randn(e.shape, dtype=dtype) for e in expected]
     loss = sum((e * w.double()).sum() for e, w in zip(expected, weights, strict=True)) + values["w"].sum() * 0
     gradients = torch.autograd.grad(loss, [values[n] for n in wrt], allow_unused=True)
@@ -104,9 +104,9 @@ def test_libraries_of_matmuls_are_not_compared_for_each_size(monkeypatch: pytest
 
 def test_a_list_of_ten_thousand_nodes() -> None:
     run = executable(TRAINING.run(levels.tree(), ("intra_operator",)))
-    made = levels.forest("tree", [levels.chain(10_000)])
-    given = {n: torch.tensor(x) for n, x in levels.inputs("tree", made, np.random.default_rng(1)).items()}
-    expected = levels.eager("tree", made, given)
+    result = levels.forest("tree", [levels.chain(10_000)])
+    given = {n: torch.tensor(x) for n, x in levels.inputs("tree", result, np.random.default_rng(1)).items()}
+    expected = levels.eager("tree", result, given)
     (value,) = run([x.float() if x.is_floating_point() else x for x in given.values()])
     assert (value.double() - expected[0]).norm() <= LIMITS[torch.float32] * expected[0].norm()
 
@@ -121,8 +121,8 @@ def test_a_list_of_ten_thousand_nodes() -> None:
 )
 def test_bad_structure_is_refused_before_it_is_read(name: str, change: Any, sentence: str) -> None:
     run = executable(TRAINING.run(levels.tree(), ("intra_operator",)))
-    made = levels.forest("tree", [levels.random_tree(RNG, 5)])
-    given = {n: torch.tensor(x) for n, x in levels.inputs("tree", made, RNG).items()}
+    result = levels.forest("tree", [levels.random_tree(RNG, 5)])
+    given = {n: torch.tensor(x) for n, x in levels.inputs("tree", result, RNG).items()}
     given[name] = change(given[name])
     with pytest.raises(ExecutionError, match=sentence):
         run([x.float() if x.is_floating_point() else x for x in given.values()])

@@ -22,14 +22,14 @@ pytestmark = [
 
 def given(graph: Graph, **sizes: int) -> dict[str, Tensor]:
     """Random inputs in the memory order that the graph declares."""
-    made = {}
+    results = {}
     for name, array in arrays(graph, **sizes).items():
         t = graph.inputs[name].tensor
         x = torch.as_tensor(array, dtype=getattr(torch, t.dtype.name))
-        made[name] = (
+        results[name] = (
             x if t.order is None else x.permute(t.order).contiguous().permute([t.order.index(d) for d in range(t.rank)])
         )
-    return made
+    return results
 
 
 def packed_names(lowered: Program) -> list[str]:

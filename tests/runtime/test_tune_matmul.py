@@ -72,8 +72,8 @@ def test_onednn_computes_the_same(layout: str, added: Added) -> None:
     b = torch.randn(60, 70).t() if layout == "b transposed" else torch.randn(70, 60)
     c = {"nothing": None, "row": torch.randn(60)}.get(added, torch.randn(50, 60))
     expected = a @ b + (0 if c is None else c)
-    made = planned(a, b, c, added)()
-    torch.testing.assert_close(c if added == "result" else made[0], expected)
+    results = planned(a, b, c, added)()
+    torch.testing.assert_close(c if added == "result" else results[0], expected)
 
 
 @pytest.mark.skipif(not tune_matmul.available(), reason="this PyTorch has no oneDNN product")

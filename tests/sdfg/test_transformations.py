@@ -41,11 +41,11 @@ def test_each_pass_has_one_with_its_options() -> None:
     for name, kind in registered().items():
         if not kind.__module__.startswith("daceml_train."):
             continue
-        made = TRANSFORMATIONS[name]
-        assert made.__name__ == f"Daceml{kind.__name__}"
-        assert made in Optimizer(to_sdfg(chain())).patterns
-        assert made().transformation == kind()
-        assert set(option_types(kind)) <= set(made.__properties__)
+        result = TRANSFORMATIONS[name]
+        assert result.__name__ == f"Daceml{kind.__name__}"
+        assert result in Optimizer(to_sdfg(chain())).patterns
+        assert result().transformation == kind()
+        assert set(option_types(kind)) <= set(result.__properties__)
 
 
 def test_apply_transformations() -> None:

@@ -30,15 +30,15 @@ def joint(options: GradientOptions, keep: bool = False) -> Joint:
     return joint_graph(seen.captured.graph, trained, [t.parameter for t in trained] if keep else [], options)
 
 
-def values_of(made: Joint) -> dict[str, np.ndarray]:
+def values_of(result: Joint) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     inputs = {}
-    for name, entry in made.graph.inputs.items():
+    for name, entry in result.graph.inputs.items():
         inputs[name] = rng.uniform(0.5, 1.5, entry.tensor.shape)
         if not entry.tensor.dtype.is_float:
             inputs[name] = np.ones(entry.tensor.shape, entry.tensor.dtype.numpy)
-    found = interpret(made.graph, inputs)
-    return {**{target: found.values[name] for target, name in made.graph.writes.items()}, "loss": found.outputs[0]}
+    found = interpret(result.graph, inputs)
+    return {**{target: found.values[name] for target, name in result.graph.writes.items()}, "loss": found.outputs[0]}
 
 
 @pytest.mark.parametrize("clipping", [Clipping(), Clipping(norm=0.1), Clipping(value=0.01)])
@@ -58,9 +58,9 @@ def collectives(graph: Graph) -> list[AllReduce]:
 
 
 def test_gradients_and_the_loss_are_one_message() -> None:
-    made = joint(GradientOptions(ranks=4), keep=True)
-    (only,) = [node for node in made.graph.nodes if isinstance(node.op, AllReduce)]
-    (elements,) = made.graph.tensors[only.inputs[0]].shape
+    result = joint(GradientOptions(ranks=4), keep=True)
+    (only,) = [node for node in result.graph.nodes if isinstance(node.op, AllReduce)]
+    (elements,) = result.graph.tensors[only.inputs[0]].shape
     assert elements == 3 * 4 + 4 + 4 * 2 + 2 + 1
     assert not collectives(joint(GradientOptions()).graph)
 

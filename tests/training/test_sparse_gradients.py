@@ -116,10 +116,10 @@ def test_optimizers_of_pytorch(optimizer: Callable[[Any], torch.optim.Optimizer]
     ours, theirs = both(Twice)
     pairs = [(model, optimizer(model.parameters())) for model in (ours, theirs)]
     for _ in range(3):
-        for model, made in pairs:
-            made.zero_grad()
+        for model, result in pairs:
+            result.zero_grad()
             model(TOKENS, OTHERS).sum().backward()
-            made.step()
+            result.step()
     for own, their in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(own, their)
 

@@ -43,15 +43,15 @@ def program(signature: str, body: str, result: str = "") -> Graph:
 def arrays(graph: Graph, seed: int = 0, **sizes: int) -> dict[str, np.ndarray]:
     """Random inputs: floats of a normal distribution, integers in 0..2, booleans; `sizes` gives symbols values."""
     random = np.random.default_rng(seed)
-    made: dict[str, np.ndarray] = {}
+    results: dict[str, np.ndarray] = {}
     for name, entry in graph.inputs.items():
         shape = bind(entry.tensor.shape, sizes)
         if entry.tensor.dtype.is_float:
-            made[name] = random.standard_normal(shape)
+            results[name] = random.standard_normal(shape)
         else:
-            made[name] = random.integers(0, 2 if entry.tensor.dtype is DType.bool else 3, shape)
-            made[name] = made[name].astype(entry.tensor.dtype.numpy)
-    return made
+            results[name] = random.integers(0, 2 if entry.tensor.dtype is DType.bool else 3, shape)
+            results[name] = results[name].astype(entry.tensor.dtype.numpy)
+    return results
 
 
 def check_same(before: Graph, after: Graph, exact: bool = True, seed: int = 0, **sizes: int) -> None:

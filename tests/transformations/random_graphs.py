@@ -27,8 +27,8 @@ def training_graphs(draw: st.DrawFn, forward: tuple[Pass, ...] = ()) -> Graph:
     values += [graph.input(f"x{i}", Tensor(draw(shapes)), Role.parameter) for i in range(draw(st.integers(1, 2)))]
     kinds = st.sampled_from(sorted(EMITTERS))
     for _ in range(draw(st.integers(2, 10))):
-        made = EMITTERS[draw(kinds)](draw, graph, draw(st.sampled_from(values)), values, seed)
-        values += [v for v in made if v.dtype is DType.float32 and _elements(v) <= LIMIT]
+        results = EMITTERS[draw(kinds)](draw, graph, draw(st.sampled_from(values)), values, seed)
+        values += [v for v in results if v.dtype is DType.float32 and _elements(v) <= LIMIT]
     total: Value | None = None
     for value in [*values[-2:], *draw(st.lists(st.sampled_from(values), max_size=2))]:
         loss = value.unary("tanh").sum(range(value.tensor.rank))

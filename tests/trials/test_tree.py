@@ -100,10 +100,10 @@ def test_order_of_one_worker_has_parents_first(found: list[Any]) -> None:
 @given(trials, st.integers(1, 5))
 def test_simulation_is_between_its_bounds(found: list[Any], workers: int) -> None:
     tree = tree_of(found)
-    made = simulate(tree, workers)
-    assert made.busy == tree.steps()
-    assert made.longest == max(until[-1] for _, until in found)
-    assert made.bound <= made.time <= made.busy / workers + made.longest  # Graham's bound of list scheduling
+    result = simulate(tree, workers)
+    assert result.busy == tree.steps()
+    assert result.longest == max(until[-1] for _, until in found)
+    assert result.bound <= result.time <= result.busy / workers + result.longest  # Graham's bound of list scheduling
     assert simulate(tree, 1).time == tree.steps()
 
 

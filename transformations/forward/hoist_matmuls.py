@@ -106,20 +106,20 @@ def member_of(uses: Uses, node: Node) -> Member | None:
     """`node` as a matmul of a slice, or None."""
     if not isinstance(node.op, Matmul) or uses.graph.tensors[node.outputs[0]].rank != 2:
         return None
-    maker = uses.producers.get(node.inputs[0])
-    if maker is not None and isinstance(maker.op, ViewOp):
-        maker = uses.producers.get(maker.inputs[0])
-    if maker is None or not isinstance(maker.op, Slice):
+    producer = uses.producers.get(node.inputs[0])
+    if producer is not None and isinstance(producer.op, ViewOp):
+        producer = uses.producers.get(producer.inputs[0])
+    if producer is None or not isinstance(producer.op, Slice):
         return None
-    (x,), cut = maker.inputs, maker.op
+    (x,), cut = producer.inputs, producer.op
     sizes, matrix = uses.graph.tensors[x].shape, uses.graph.tensors[node.inputs[0]].shape
     if not (cut.dim < len(sizes) - 1 and same_shape(matrix[-1:], sizes[-1:])):
         return None
-    where = f" (at {maker.origin})" if str(maker.origin) else ""
+    where = f" (at {producer.origin})" if str(producer.origin) else ""
     if cut.step != 1:
-        return Member(node, cut, x, f"%{maker.outputs[0]} takes rows of %{x} in steps of {cut.step}{where}")
+        return Member(node, cut, x, f"%{producer.outputs[0]} takes rows of %{x} in steps of {cut.step}{where}")
     if not (isinstance(cut.start, int) and isinstance(cut.stop, int)):
-        return Member(node, cut, x, f"where %{maker.outputs[0]} is cut from %{x} depends on a size{where}")
+        return Member(node, cut, x, f"where %{producer.outputs[0]} is cut from %{x} depends on a size{where}")
     return Member(node, cut, x)
 
 
@@ -133,8 +133,8 @@ def hoisted(graph: Graph, families: Sequence[Family]) -> Graph:
     for node in graph.nodes:
         if node.outputs[0] not in family_of:
             names = [name if name not in other.tensors else other.fresh(name) for name in node.outputs]
-            made = other.append(node.op, tuple(values[i].name for i in node.inputs), names, node.origin)
-            values.update(zip(node.outputs, made, strict=True))
+            results = other.append(node.op, tuple(values[i].name for i in node.inputs), names, node.origin)
+            values.update(zip(node.outputs, results, strict=True))
             continue
         family, member = family_of[node.outputs[0]]
         with other.at(node.origin):

@@ -58,28 +58,28 @@ class RecognizeAttention(Rewrite):
             return None
         found = WrittenAttention(v=node.inputs[1])
         name, reader = node.inputs[0], node
-        while (maker := uses.producers.get(name)) is not None:
+        while (producer := uses.producers.get(name)) is not None:
             found.inner.append((name, reader))
-            match maker.op:
-                case ViewOp() if merges(uses, maker):
+            match producer.op:
+                case ViewOp() if merges(uses, producer):
                     pass
                 case Dropout() if found.dropout is None and found.softmax is None:
-                    found.dropout = maker
+                    found.dropout = producer
                 case Softmax() if found.softmax is None:
-                    found.softmax, found.scores = maker, uses.graph.tensors[name].shape
+                    found.softmax, found.scores = producer, uses.graph.tensors[name].shape
                 case Matmul() if found.softmax is not None:
-                    found.q, found.k_transposed = maker.inputs
+                    found.q, found.k_transposed = producer.inputs
                     found.masks.reverse()
                     return {"written": found}
                 case Elementwise() if found.softmax is not None:
-                    following = self.step(uses, maker, found)
+                    following = self.step(uses, producer, found)
                     if following is None:
-                        return near_miss(uses, maker, found)
-                    name, reader = following, maker
+                        return near_miss(uses, producer, found)
+                    name, reader = following, producer
                     continue
                 case _:
-                    return near_miss(uses, maker, found)
-            name, reader = maker.inputs[0], maker
+                    return near_miss(uses, producer, found)
+            name, reader = producer.inputs[0], producer
         return None
 
     def step(self, uses: Uses, node: Node, found: WrittenAttention) -> str | None:
@@ -181,11 +181,11 @@ def leads_to_softmax(uses: Uses, node: Node) -> bool:
     """Whether weights come from a softmax of scores through elementwise operators."""
     waiting = list(node.inputs)
     for _ in range(16):
-        maker = uses.producers.get(waiting.pop(0)) if waiting else None
-        if maker is not None and isinstance(maker.op, Softmax):
-            return leads_to_product(uses, maker.inputs[0])
-        if maker is not None and isinstance(maker.op, ViewOp | Elementwise):
-            waiting += maker.inputs
+        producer = uses.producers.get(waiting.pop(0)) if waiting else None
+        if producer is not None and isinstance(producer.op, Softmax):
+            return leads_to_product(uses, producer.inputs[0])
+        if producer is not None and isinstance(producer.op, ViewOp | Elementwise):
+            waiting += producer.inputs
     return False
 
 

@@ -116,8 +116,8 @@ class _Stored:
             self.append(node, node.op, inputs)
             self.small.update((name, self.now[name].cast(self.dtype)) for name in stored)
             return
-        made = [kernel.yields[node.outputs.index(name)] for name in stored]
-        casts = [Statement(Cast(self.dtype), (value,), (f"stored{k}",)) for k, value in enumerate(made)]
+        results = [kernel.yields[node.outputs.index(name)] for name in stored]
+        casts = [Statement(Cast(self.dtype), (value,), (f"stored{k}",)) for k, value in enumerate(results)]
         yields = (*kernel.yields, *(cast.outputs[0] for cast in casts))
         op, _ = canonical(kernel.arguments, (*kernel.statements, *casts), yields)
         self.append(node, replace(op, updates=kernel.updates), inputs, stored)
@@ -126,9 +126,9 @@ class _Stored:
         """Add a node under its old names, followed by `stored` results in the other type."""
         names = [name if name not in self.other.tensors else self.other.fresh(name) for name in node.outputs]
         more = [self.other.fresh(f"{name}_stored") for name in stored or ()]
-        made = self.other.append(op, inputs, [*names, *more], node.origin)  # type: ignore[arg-type]
-        self.now.update(zip(node.outputs, made, strict=False))
-        self.small.update(zip(stored or (), made[len(node.outputs) :], strict=True))
+        results = self.other.append(op, inputs, [*names, *more], node.origin)  # type: ignore[arg-type]
+        self.now.update(zip(node.outputs, results, strict=False))
+        self.small.update(zip(stored or (), results[len(node.outputs) :], strict=True))
 
     def late(self, node: Node) -> None:
         """Copy a node of the backward pass: a kernel converts its operands itself, others read converted arrays."""

@@ -63,8 +63,8 @@ class DuplicateCheapProducers(Pass):
         bases = {grouping.source(name)[0] for name in reads}
         for name in reads:
             base = grouping.source(name)[0]
-            maker = grouping.producer.get(base)
-            if maker is None or maker.group is None or magnitude(grouping.tensors[base].size) < 2:
+            producer = grouping.producer.get(base)
+            if producer is None or producer.group is None or magnitude(grouping.tensors[base].size) < 2:
                 continue
             cone = self.cone(grouping, name, bases)
             if cone is None or len(group.items) + len(cone) > self.limit:
@@ -88,10 +88,10 @@ class DuplicateCheapProducers(Pass):
             array = todo.pop(0)
             if array in order:
                 continue
-            maker = grouping.producer[grouping.source(array)[0]]
+            producer = grouping.producer[grouping.source(array)[0]]
             order[array] = None
-            flops += magnitude(maker.op.flops(*(grouping.tensors[i] for i in maker.inputs)))
-            for operand in maker.inputs:
+            flops += magnitude(producer.op.flops(*(grouping.tensors[i] for i in producer.inputs)))
+            for operand in producer.inputs:
                 source = grouping.source(operand)[0]
                 if source in bases:
                     continue
@@ -111,41 +111,41 @@ class DuplicateCheapProducers(Pass):
         return list(order) if sum(magnitude(grouping.tensors[e].bytes) for e in extra) < saved else None
 
     def constant(self, grouping: Grouping, array: str) -> bool:
-        maker = grouping.producer.get(array)
-        return maker is not None and isinstance(maker.op, CONSTANT)
+        producer = grouping.producer.get(array)
+        return producer is not None and isinstance(producer.op, CONSTANT)
 
     def resident(self, grouping: Grouping, array: str) -> bool:
         """Whether an array is in memory, or a constant: reading it adds no result to the kernel that produces it."""
-        maker = grouping.producer.get(array)
-        return maker is None or maker.group is None or grouping.seen_outside(array, [maker.group])
+        producer = grouping.producer.get(array)
+        return producer is None or producer.group is None or grouping.seen_outside(array, [producer.group])
 
     def storable(self, grouping: Grouping, array: str, instead: Tensor) -> bool:
         """Whether the kernel that produces `array` may store it too, at a cost that is small against the savings."""
-        maker = grouping.producer[array]
-        assert maker.group is not None
+        producer = grouping.producer[array]
+        assert producer.group is not None
         small = magnitude(grouping.tensors[array].bytes) * 8 <= magnitude(instead.bytes)
-        return small and grouping.refusal_of_result(maker.group, array) is None
+        return small and grouping.refusal_of_result(producer.group, array) is None
 
     def pointwise(self, grouping: Grouping, array: str) -> bool:
         """Whether an array is computed element by element; movement within a kernel counts as such."""
-        maker: Item | None = grouping.producer.get(array)
-        return maker is not None and isinstance(maker.op, (*POINTWISE, *MOVEMENT, Uniform))
+        producer: Item | None = grouping.producer.get(array)
+        return producer is not None and isinstance(producer.op, (*POINTWISE, *MOVEMENT, Uniform))
 
     def inner(self, grouping: Grouping, array: str) -> bool:
         """Whether the cone continues through an array: it is not in memory otherwise, or depends on constants and
         scalars alone.
         """
-        maker = grouping.producer.get(array)
-        if maker is None or maker.group is None or not self.pointwise(grouping, array):
+        producer = grouping.producer.get(array)
+        if producer is None or producer.group is None or not self.pointwise(grouping, array):
             return False
-        return not grouping.seen_outside(array, [maker.group]) or self.free(grouping, array)
+        return not grouping.seen_outside(array, [producer.group]) or self.free(grouping, array)
 
     def free(self, grouping: Grouping, array: str) -> bool:
         """Whether an array is computed from constants and 0-d values alone."""
-        maker = grouping.producer.get(array)
-        if maker is None:
+        producer = grouping.producer.get(array)
+        if producer is None:
             return grouping.tensors[array].rank == 0
-        if isinstance(maker.op, CONSTANT):
+        if isinstance(producer.op, CONSTANT):
             return True
-        sources = (grouping.source(i)[0] for i in maker.inputs)
+        sources = (grouping.source(i)[0] for i in producer.inputs)
         return self.pointwise(grouping, array) and all(self.free(grouping, s) for s in sources)

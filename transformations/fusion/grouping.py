@@ -115,8 +115,8 @@ class Grouping:
         for statement in kernel.statements:
             for name in statement.outputs:
                 names[name] = results.get(name) or self.fresh(statement.op.label)
-            made = tuple(names[o] for o in statement.outputs)
-            item = Item(statement.op, [names[i] for i in statement.inputs], made, origin)
+            result = tuple(names[o] for o in statement.outputs)
+            item = Item(statement.op, [names[i] for i in statement.inputs], result, origin)
             self._register(item)
             if not isinstance(item.op, CONSTANT):
                 items.append(item)
@@ -155,16 +155,16 @@ class Grouping:
             name: None
             for item in group.items
             for name in item.inputs
-            if (maker := self.producer.get(name)) is None or maker.group is not group
+            if (producer := self.producer.get(name)) is None or producer.group is not group
         }
 
     def predecessors(self, group: Group) -> dict[Group, None]:
         """Groups whose results this one reads."""
         found: dict[Group, None] = {}
         for name in self.reads(group):
-            maker = self.producer.get(self.source(name)[0])
-            if maker is not None and maker.group is not None and maker.group is not group:
-                found[maker.group] = None
+            producer = self.producer.get(self.source(name)[0])
+            if producer is not None and producer.group is not None and producer.group is not group:
+                found[producer.group] = None
         return found
 
     def consumers(self, name: str) -> Iterator[Item]:
@@ -219,28 +219,28 @@ class Grouping:
         inside = {id(g) for g in groups}
         statements: list[Statement] = []
         arguments: dict[str, None] = {}
-        made: set[str] = set()
+        results: set[str] = set()
 
         def need(name: str) -> None:
-            if name in made or name in arguments:
+            if name in results or name in arguments:
                 return
             base, path = self.source(name)
-            maker = self.producer.get(base)
-            if maker is not None and (maker.group is None or maker in copies):  # a constant is always copied
-                add(maker)
-            elif maker is None or id(maker.group) not in inside:
+            producer = self.producer.get(base)
+            if producer is not None and (producer.group is None or producer in copies):  # a constant is always copied
+                add(producer)
+            elif producer is None or id(producer.group) not in inside:
                 arguments[name] = None
                 return
             for item in reversed(path):
                 add(item)
 
         def add(item: Item) -> None:
-            if item.outputs[0] in made:
+            if item.outputs[0] in results:
                 return
             for name in item.inputs:
                 need(name)
             statements.append(Statement(item.op, tuple(item.inputs), item.outputs))
-            made.update(item.outputs)
+            results.update(item.outputs)
 
         for group in groups:
             for item in group.items:
@@ -369,10 +369,10 @@ class Grouping:
         """Let `group` recompute array `name`; the caller has checked `refusal_of_copies`."""
         self.applied += 1
         base, path = self.source(name)
-        maker = self.producer[base]
+        producer = self.producer[base]
         renamed: dict[str, str] = {}
         copies = []
-        for item in (maker, *reversed(path)):
+        for item in (producer, *reversed(path)):
             outputs = tuple(self.fresh(item.op.label) for _ in item.outputs)
             renamed.update(zip(item.outputs, outputs, strict=True))
             copy = Item(item.op, [renamed.get(i, i) for i in item.inputs], outputs, item.origin)
@@ -391,9 +391,9 @@ class Grouping:
         self._forget_readers(name)
 
     def _forget_readers(self, name: str) -> None:
-        maker = self.producer.get(self.source(name)[0])
-        if maker is not None and maker.group is not None:
-            maker.group.readers = None
+        producer = self.producer.get(self.source(name)[0])
+        if producer is not None and producer.group is not None:
+            producer.group.readers = None
 
     # ---- result -------------------------------------------------------------------------------------------------
     def build(self, only: Group | None = None) -> Graph:
@@ -433,7 +433,7 @@ class Grouping:
             item.group is not None
             and item.group.fusible
             and any(
-                (maker := self.producer.get(name)) is not None and isinstance(maker.op, CONSTANT)
+                (producer := self.producer.get(name)) is not None and isinstance(producer.op, CONSTANT)
                 for name in item.inputs
             )
         )

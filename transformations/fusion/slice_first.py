@@ -93,15 +93,15 @@ def excerpt(uses: Uses, nodes: Sequence[Node]) -> Graph:
     graph, own = Graph(), {id(n) for n in nodes}
 
     def need(name: str) -> None:
-        maker = uses.producers.get(name)
-        if name in graph.tensors or (maker is not None and id(maker) in own):
+        producer = uses.producers.get(name)
+        if name in graph.tensors or (producer is not None and id(producer) in own):
             return
-        if maker is None or not (is_alias(maker.op) or isinstance(maker.op, Full | Iota)):
+        if producer is None or not (is_alias(producer.op) or isinstance(producer.op, Full | Iota)):
             graph.input(name, uses.graph.tensors[name])
             return
-        for operand in maker.inputs:
+        for operand in producer.inputs:
             need(operand)
-        graph.append(maker.op, maker.inputs, maker.outputs)
+        graph.append(producer.op, producer.inputs, producer.outputs)
 
     for node in nodes:
         for name in node.inputs:

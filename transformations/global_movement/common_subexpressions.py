@@ -31,15 +31,15 @@ class CommonSubexpressions(Pass):
     def run(self, graph: Graph) -> Graph:
         other = graph.empty()
         now = {name: name for name in graph.inputs}
-        made: dict[Hashable, tuple[str, ...]] = {}
+        results: dict[Hashable, tuple[str, ...]] = {}
         for node in graph.nodes:
             inputs = tuple(now[i] for i in node.inputs)
             key = identity(graph, node, inputs)
-            outputs = None if key is None else made.get(key)
+            outputs = None if key is None else results.get(key)
             if outputs is None:
                 outputs = tuple(v.name for v in other.append(node.op, inputs, node.outputs, node.origin))
                 if key is not None:
-                    made[key] = outputs
+                    results[key] = outputs
             now.update(zip(node.outputs, outputs, strict=True))
         return without_dead_code(graph.finish(other, now))
 

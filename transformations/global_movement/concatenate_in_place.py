@@ -130,8 +130,8 @@ class Joined:
         graph, node, known = self.graph, self.node, self.known
         name = node.inputs[position]
         root = known.base[name]
-        made = concat_alias(graph, known.producers, node, position, known.taken.get(node.outputs[0]))
-        if made is None or made[0] != root or same(graph.tensors[name].size, 0):
+        results = concat_alias(graph, known.producers, node, position, known.taken.get(node.outputs[0]))
+        if results is None or results[0] != root or same(graph.tensors[name].size, 0):
             return f"%{name} is an alias whose strides do not exist in %{node.outputs[0]}"
         if not by_kernel(known.producers.get(root), root):
             return f"%{root} is not produced by a kernel in memory of its own"
@@ -141,7 +141,7 @@ class Joined:
             return f"%{root} is a result of the graph"
         if root in known.taken or [known.base[i] for i in node.inputs].count(root) > 1:
             return f"%{root} already lies in a concatenation"
-        dense = same_shape(made[1].strides, graph.tensors[root].strides)
+        dense = same_shape(results[1].strides, graph.tensors[root].strides)
         if not dense and any(n.op.vendor and not isinstance(n.op, Concat) for n in known.readers[root]):
             return f"a library call reads %{root}, which would not be dense"
         if not dense and any(has_product(n.op) for n in known.readers[root]):
@@ -149,12 +149,12 @@ class Joined:
         return None
 
 
-def by_kernel(maker: Node | None, name: str) -> bool:
+def by_kernel(producer: Node | None, name: str) -> bool:
     """Whether a generated kernel or another concatenation produces an array in memory of its own."""
-    if maker is None or isinstance(maker.op, ControlFlow | Full | Iota):
+    if producer is None or isinstance(producer.op, ControlFlow | Full | Iota):
         return False
-    if isinstance(maker.op, Concat):
+    if isinstance(producer.op, Concat):
         return True
-    if maker.op.vendor or maker.op.is_composite:
+    if producer.op.vendor or producer.op.is_composite:
         return False
-    return maker.outputs.index(name) not in dict(maker.op.updates)
+    return producer.outputs.index(name) not in dict(producer.op.updates)

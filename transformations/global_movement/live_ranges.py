@@ -79,9 +79,9 @@ class LiveRanges:
     def pauses(self, least: int) -> Iterator[Gap]:
         """The pauses of blocks of at least `least` bytes whose operators are cheap."""
         for block, users in self.users.items():
-            size, maker = self.items.bytes[block], self.makers[block]
-            if size >= max(least, 1) and block not in self.items.kept and self.runs.light[maker]:
-                yield from self._between(block, users, self.runs.costs[maker] / size)
+            size, producer = self.items.bytes[block], self.makers[block]
+            if size >= max(least, 1) and block not in self.items.kept and self.runs.light[producer]:
+                yield from self._between(block, users, self.runs.costs[producer] / size)
 
     def _between(self, block: int, users: Sequence[int], price: float) -> Iterator[Gap]:
         return (Gap(price, block, before, until) for before, until in pairwise(users) if until > before + 1)
@@ -138,25 +138,25 @@ class LiveRanges:
         recipe, seen = RematRecipe(), set[int]()
         todo = [block]
         while todo:
-            made = todo.pop()
-            item = self.makers[made]
+            result = todo.pop()
+            item = self.makers[result]
             if item in seen:
                 continue
             seen.add(item)
             if not self.runs.light[item] or len(seen) > TOGETHER:
                 return None
-            following = None if made == block else self._next(made, position)
+            following = None if result == block else self._next(result, position)
             if following is not None:
-                recipe.earlier.append(made)
-                recipe.more.append((position, following - 1, self.items.bytes[made]))
+                recipe.earlier.append(result)
+                recipe.more.append((position, following - 1, self.items.bytes[result]))
             else:
                 recipe.items.append(item)
-                if made != block:
-                    recipe.briefly.append(made)
-                    recipe.more.append((position, position, self.items.bytes[made]))
+                if result != block:
+                    recipe.briefly.append(result)
+                    recipe.more.append((position, position, self.items.bytes[result]))
             for other in self.items.touches[item]:
                 if self.makers[other] == item:
-                    if other != made:  # produced along with it and freed at once
+                    if other != result:  # produced along with it and freed at once
                         recipe.more.append((position, position, self.items.bytes[other]))
                     continue
                 recipe.reads.append(other)

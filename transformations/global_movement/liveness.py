@@ -43,10 +43,10 @@ class Liveness:
         curve, now = [], 0
         for item in order:
             shared, taken = 0, set[int]()
-            for made, read in self.overwrites[item]:
+            for result, read in self.overwrites[item]:
                 dies = remaining[read] == 1 and there[read] and read not in self.kept
-                if dies and not there[made] and taken.isdisjoint((made, read)):
-                    taken.update((made, read))
+                if dies and not there[result] and taken.isdisjoint((result, read)):
+                    taken.update((result, read))
                     shared += self.bytes[read]
             for block in self.touches[item]:
                 if not there[block]:
@@ -81,7 +81,7 @@ def liveness_of(graph: Graph, over: Mapping[str, Sequence[str]] | None = None) -
             sizes.append(number(blocks.tensors[block].bytes))
         return numbers[block]
 
-    maker: dict[str, frozenset[int]] = {}
+    producer: dict[str, frozenset[int]] = {}
     family: dict[str, list[int]] = {}
     nodes: list[Node] = []
     before: list[set[int]] = []
@@ -91,15 +91,15 @@ def liveness_of(graph: Graph, over: Mapping[str, Sequence[str]] | None = None) -
     for node in graph.nodes:
         free = isinstance(node.op, Full | Iota) or (is_alias(node.op) and blocks.made.get(node.outputs[0]) is None)
         if free:
-            maker[node.outputs[0]] = frozenset(i for name in node.inputs for i in maker.get(name, ()))
+            producer[node.outputs[0]] = frozenset(i for name in node.inputs for i in producer.get(name, ()))
             continue
         index = len(nodes)
         nodes.append(node)
-        before.append({i for name in node.inputs for i in maker.get(name, ())})
+        before.append({i for name in node.inputs for i in producer.get(name, ())})
         if draws(node.op):  # PyTorch's generator produces its numbers in order
             before[index] |= set() if drawn is None else {drawn}
             drawn = index
-        maker.update((name, frozenset((index,))) for name in node.outputs)
+        producer.update((name, frozenset((index,))) for name in node.outputs)
         found = (numbered(name) for name in (*node.inputs, *node.outputs))
         touches.append(tuple(dict.fromkeys(block for block in found if block is not None)))
         for name in dict.fromkeys(blocks.base.get(name, name) for name in node.inputs):
@@ -133,7 +133,7 @@ def liveness_of(graph: Graph, over: Mapping[str, Sequence[str]] | None = None) -
 
 def reordered(graph: Graph, nodes: Iterable[Node]) -> Graph:
     """The graph with its items in this order; aliases and constants precede their first reader."""
-    makers = graph.producers()
+    producers = graph.producers()
     placed: set[str] = set(graph.inputs)
     order: list[Node] = []
 
@@ -144,7 +144,7 @@ def reordered(graph: Graph, nodes: Iterable[Node]) -> Graph:
             if top.outputs[0] in placed:
                 stack.pop()
                 continue
-            missing = [makers[name] for name in top.inputs if name not in placed]
+            missing = [producers[name] for name in top.inputs if name not in placed]
             if missing:
                 stack.extend(missing)
                 continue
@@ -155,8 +155,8 @@ def reordered(graph: Graph, nodes: Iterable[Node]) -> Graph:
     for node in nodes:
         place(node)
     for name in graph.results:
-        if name in makers:
-            place(makers[name])
+        if name in producers:
+            place(producers[name])
     other = graph.copy()
     other.nodes = order
     kept = {name for node in order for name in node.outputs}

@@ -110,9 +110,9 @@ class RematStages:
 
     def movable(self, block: int) -> bool:
         """Whether a block is read in a later stage than its producer's and may be rematerialized there."""
-        maker = self.maker[block]
-        late = self._stage(self.users[block][-1]) > self.stage_of[maker]
-        return late and self.pure[maker] and block not in self.fixed
+        producer = self.maker[block]
+        late = self._stage(self.users[block][-1]) > self.stage_of[producer]
+        return late and self.pure[producer] and block not in self.fixed
 
     def _variables(self) -> None:
         self.keep: dict[tuple[int, int], int] = {}

@@ -124,11 +124,11 @@ class _Search:
     def _chosen(self, patterns: Sequence[str], option: str, possible: frozenset[int]) -> set[int]:
         """The blocks that patterns name: by the array or by the path of the module that produced it."""
         found: set[int] = set()
-        makers = self.runs.makers
+        producers = self.runs.makers
         for pattern in patterns:
             matched = set()
             for block, name in enumerate(self.items.names):
-                path = self.items.nodes[makers[block]].origin.module
+                path = self.items.nodes[producers[block]].origin.module
                 if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(path, pattern) or _under(path, pattern):
                     matched.add(block)
             if not matched:
@@ -142,10 +142,10 @@ class _Search:
 
     def _impossible(self, block: int) -> str:
         """Why an array cannot be rematerialized."""
-        maker = self.items.nodes[self.runs.makers[block]]
+        producer = self.items.nodes[self.runs.makers[block]]
         name = f"{self.items.names[block]} cannot be rematerialized"
-        if draws(maker.op):
-            return f"{name}: {maker.op.label} draws from PyTorch's generator"
+        if draws(producer.op):
+            return f"{name}: {producer.op.label} draws from PyTorch's generator"
         if block in self.items.kept:
             return f"{name}: it is a result of the step"
         return f"{name}: it does not belong to the forward pass"

@@ -54,7 +54,7 @@ class RematerializeCheap(Pass):
         spans.lower(self.time * sum(runs.costs), self.min_bytes)
         if not spans.again:
             return graph
-        made = DeadCode().run(rebuilt(runs.graph, runs.items, spans.choice))
-        again = {name for node in made.nodes for name in node.outputs}.difference(graph.tensors)
-        made = FuseSiblings(window=NEAR).joined(made, again, ancestors(made.nodes, made.outputs[:1]))
-        return made if memory(finished(made, rest)).peak < runs.peak else graph
+        result = DeadCode().run(rebuilt(runs.graph, runs.items, spans.choice))
+        again = {name for node in result.nodes for name in node.outputs}.difference(graph.tensors)
+        result = FuseSiblings(window=NEAR).joined(result, again, ancestors(result.nodes, result.outputs[:1]))
+        return result if memory(finished(result, rest)).peak < runs.peak else graph

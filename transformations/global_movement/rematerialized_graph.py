@@ -83,8 +83,8 @@ class _Rebuild:
         for name in self.graph.results:
             if name not in self.item_of:
                 self.version(name, -1)
-        made = {name for node in self.other.nodes for name in node.outputs} | set(self.graph.inputs)
-        self.other.tensors = {name: t for name, t in self.other.tensors.items() if name in made}
+        result = {name for node in self.other.nodes for name in node.outputs} | set(self.graph.inputs)
+        self.other.tensors = {name: t for name, t in self.other.tensors.items() if name in result}
         return self.graph.finish(self.other, {})
 
     def version(self, name: str, stage: int) -> str:
@@ -132,14 +132,14 @@ class _Rebuild:
             node = self.makers[alias]
             key = alias, found if node.inputs else ""
             if key not in self.views:
-                made = self.fresh(alias) if alias in self.shown else alias
+                result = self.fresh(alias) if alias in self.shown else alias
                 self.shown.add(alias)
-                self.views[key] = made
-                self.other.nodes.append(Node(node.op, (found,) if node.inputs else (), (made,), node.origin))
+                self.views[key] = result
+                self.other.nodes.append(Node(node.op, (found,) if node.inputs else (), (result,), node.origin))
             found = self.views[key]
         return found
 
     def fresh(self, name: str) -> str:
-        made = self.other.fresh(f"{name}_again")
-        self.other.tensors[made] = self.graph.tensors[name]
-        return made
+        result = self.other.fresh(f"{name}_again")
+        self.other.tensors[result] = self.graph.tensors[name]
+        return result

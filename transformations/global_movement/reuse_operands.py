@@ -50,9 +50,9 @@ class ReuseOperands(Pass):
                     fits = last[block] == position and argument not in pairs.values()
                     if fits and legal(graph, blocks, node, {**pairs, result: argument}):
                         pairs[result] = argument
-                        made = blocks.block(node.outputs[result])
-                        over[made] = block
-                        last[block] = last[made]
+                        output = blocks.block(node.outputs[result])
+                        over[output] = block
+                        last[block] = last[output]
                         break
             if pairs and isinstance(node.op, AddRows):
                 other.nodes[position] = replace(node, op=replace(node.op, in_place=True))

@@ -66,7 +66,7 @@ def as_kernel(node: Node) -> Kernel | None:
 
 
 def _updates(graph: Graph) -> list[_Update]:
-    made = {name: index for index, node in enumerate(graph.nodes) for name in node.outputs}
+    results = {name: index for index, node in enumerate(graph.nodes) for name in node.outputs}
     first: dict[str, int] = {}
     for index, node in enumerate(graph.nodes):
         for name in node.inputs:
@@ -87,7 +87,7 @@ def _updates(graph: Graph) -> list[_Update]:
             if not pointwise or any(types[o].rank for s in statements for o in (*s.inputs, *s.outputs)):
                 continue
             arguments = {argument: array for argument, array in arrays.items() if argument in needed}
-            earliest = max((made.get(array, -1) for array in arguments.values()), default=-1)
+            earliest = max((results.get(array, -1) for array in arguments.values()), default=-1)
             latest = min(first.get(name, len(graph.nodes)), len(graph.nodes) if len(node.outputs) == 1 else position)
             found.append(_Update(name, local, position, tuple(statements), arguments, earliest, latest))
     names = {update.name for update in found}

@@ -63,9 +63,9 @@ def postponed(items: Liveness) -> list[int]:
     earliest = [float(count)] * count
     """The least key of the items that depend on an item."""
     for item in reversed(range(count)):
-        made = sum(items.bytes[b] for b in items.touches[item] if first[b] == item)
+        result = sum(items.bytes[b] for b in items.touches[item] if first[b] == item)
         freed = sum(items.bytes[b] for b in items.touches[item] if last[b] == item and first[b] != item)
-        if made > freed and earliest[item] < count:
+        if result > freed and earliest[item] < count:
             key[item] = earliest[item]
         for other in items.before[item]:
             earliest[other] = min(earliest[other], key[item])
@@ -245,11 +245,11 @@ def _moves(
     found: list[list[int]] = []
     for block in across[: 2 * TRIED]:
         first, reached, last = spans[block]
-        maker, reader = order[first], order[last]
+        producer, reader = order[first], order[last]
         if first == reached and first < peak:  # nothing before the peak reads it: produce it later
-            target = min((where[i] for i in after[maker]), default=len(order))
+            target = min((where[i] for i in after[producer]), default=len(order))
             if target > peak + 1:
-                found.append([*order[:first], *order[first + 1 : target], maker, *order[target:]])
+                found.append([*order[:first], *order[first + 1 : target], producer, *order[target:]])
         if last > peak and block not in items.kept:  # read it earlier
             target = max((where[i] for i in items.before[reader]), default=-1) + 1
             if target <= peak:

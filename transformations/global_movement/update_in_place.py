@@ -41,7 +41,7 @@ class UpdateInPlace(Pass):
         readers = readers_of_memory(graph, base)
         seen = {base[name] for name in graph.outputs} | {base[n] for t, n in graph.writes.items() if base[n] != t}
         targets = {value: target for target, value in graph.writes.items()}
-        made = {name: index for index, node in enumerate(graph.nodes) for name in node.outputs}
+        results = {name: index for index, node in enumerate(graph.nodes) for name in node.outputs}
         nodes, wanted = list(graph.nodes), [float(i) for i in range(len(graph.nodes))]
         for index, node in enumerate(graph.nodes):
             rows = isinstance(node.op, AddRows)
@@ -62,7 +62,7 @@ class UpdateInPlace(Pass):
                 pairs = storable(graph, blocks, node, kernel, pairs)
             if pairs:
                 nodes[index] = replace(node, op=over(node.op if kernel is None else kernel, tuple(pairs)))
-                needs = [made[i] for i in node.inputs if i in made]
+                needs = [results[i] for i in node.inputs if i in results]
                 needs += [r for _, argument in pairs for r in readers[node.inputs[argument]] if r != index]
                 wanted[index] = max(needs, default=-1) + 0.5
         other = graph.copy()

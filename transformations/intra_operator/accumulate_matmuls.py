@@ -33,8 +33,8 @@ class MatmulTerm:
 
     def only_reader(self, uses: Uses, reader: Node) -> bool:
         """Whether `reader` is the only reader of the matmul."""
-        made = self.node.outputs[0]
-        if self.seen != made and not uses.only_reader(made, uses.producers[self.seen]):
+        result = self.node.outputs[0]
+        if self.seen != result and not uses.only_reader(result, uses.producers[self.seen]):
             return False
         return uses.only_reader(self.seen, reader)
 
@@ -90,7 +90,7 @@ class AccumulateMatmuls(Rewrite):
 
 def pointwise(uses: Uses, name: str) -> bool:
     """Whether an elementwise operator produces an array, unless it adds a matmul and so may be accumulated itself."""
-    maker = uses.producers.get(name)
-    if maker is None or not isinstance(maker.op, Elementwise | Cast):
+    producer = uses.producers.get(name)
+    if producer is None or not isinstance(producer.op, Elementwise | Cast):
         return False
-    return maker.op.label != "add" or not any(MatmulTerm.of(uses, i) for i in maker.inputs)
+    return producer.op.label != "add" or not any(MatmulTerm.of(uses, i) for i in producer.inputs)

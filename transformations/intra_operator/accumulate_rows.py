@@ -58,11 +58,11 @@ class AccumulateRows(Rewrite):
     def emit(self, match: Match, builder: Graph, values: Mapping[str, Value]) -> Iterable[Value]:
         rows, indices = (values[i] for i in match.bindings["gradient"].inputs)
         uses, c = match.uses, match.bindings["c"]
-        maker = uses.producers.get(c)
+        producer = uses.producers.get(c)
         table = values[c]
-        alone = maker is not None and isinstance(maker.op, Matmul) and uses.only_reader(c, match.root)
-        if maker is not None and alone and hint(uses.bytes(*maker.inputs)) < hint(uses.bytes(c)):
+        alone = producer is not None and isinstance(producer.op, Matmul) and uses.only_reader(c, match.root)
+        if producer is not None and alone and hint(uses.bytes(*producer.inputs)) < hint(uses.bytes(c)):
             (table,) = builder.emit(
-                maker.op, *(values[i] for i in maker.inputs)
+                producer.op, *(values[i] for i in producer.inputs)
             )  # its factors wait for the rows instead
         return builder.emit(AddRows(), table, indices, rows)

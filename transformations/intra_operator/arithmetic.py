@@ -122,10 +122,10 @@ def same_cast(s: Site) -> Value | None:
 
 def cast_of_exact_cast(s: Site) -> Value | None:
     """cast(cast(x)) => cast(x), where the inner cast loses nothing"""
-    made = s.made_by(s.x, Cast)
-    if made is None or s.x.dtype not in _EXACT_IN.get(made[1][0].dtype, ()):
+    results = s.made_by(s.x, Cast)
+    if results is None or s.x.dtype not in _EXACT_IN.get(results[1][0].dtype, ()):
         return None
-    return made[1][0].cast(s.result.dtype)
+    return results[1][0].cast(s.result.dtype)
 
 
 # ---- shapes ---------------------------------------------------------------------------------------------------------
@@ -144,8 +144,8 @@ def broadcast_instead(s: Site) -> Value | None:
 
 
 def _before_broadcast(s: Site, x: Value) -> Value | None:
-    if made := s.made_by(x, Expand):
-        return made[1][0]
+    if results := s.made_by(x, Expand):
+        return results[1][0]
     if made_view := s.made_by(x, View):
         source = made_view[1][0]
         added = x.tensor.rank - source.tensor.rank

@@ -90,8 +90,8 @@ class MergeSummedBatch(Rewrite):
             apart, p = p, uses.producers.get(p.inputs[0])
         if p is None or not isinstance(p.op, Matmul):
             return None
-        seen, made = uses.graph.tensors[node.inputs[0]], uses.graph.tensors[p.outputs[0]]
-        if made.rank != 3 or not same_shape(seen.shape[-2:], made.shape[-2:]):
+        seen, result = uses.graph.tensors[node.inputs[0]], uses.graph.tensors[p.outputs[0]]
+        if result.rank != 3 or not same_shape(seen.shape[-2:], result.shape[-2:]):
             return None
         turned = uses.producers.get(p.inputs[0])
         x = turned.inputs[0] if turned is not None and turned.op == TRANSPOSED else None

@@ -40,22 +40,22 @@ class FoldBatchNorm(Rewrite):
     def match(self, uses: Uses, node: Node) -> Mapping[str, Any] | None:
         if not isinstance(node.op, BatchNormInference):
             return None
-        made, bias = uses.producers.get(node.inputs[0]), None
-        if made is not None and isinstance(made.op, Elementwise) and made.op.kind == "add":
-            for matmul, other in (made.inputs, made.inputs[::-1]):
-                maker = uses.producers.get(matmul)
-                if maker is not None and isinstance(maker.op, Matmul) and _row(uses, other, made.outputs[0]):
-                    return {"linear": maker, "bias": other, "between": (made,)}
-        if made is None or not isinstance(made.op, Convolution | Matmul):
+        result, bias = uses.producers.get(node.inputs[0]), None
+        if result is not None and isinstance(result.op, Elementwise) and result.op.kind == "add":
+            for matmul, other in (result.inputs, result.inputs[::-1]):
+                producer = uses.producers.get(matmul)
+                if producer is not None and isinstance(producer.op, Matmul) and _row(uses, other, result.outputs[0]):
+                    return {"linear": producer, "bias": other, "between": (result,)}
+        if result is None or not isinstance(result.op, Convolution | Matmul):
             return None
-        bias = made.inputs[2] if len(made.inputs) > 2 else None
-        return {"linear": made, "bias": bias, "between": ()}
+        bias = result.inputs[2] if len(result.inputs) > 2 else None
+        return {"linear": result, "bias": bias, "between": ()}
 
     def legality(self, match: Match) -> Iterator[tuple[bool, str]]:
         uses, linear = match.uses, match.bindings["linear"]
         chain = [linear, *match.bindings["between"], match.root]
-        for made, reader in itertools.pairwise(chain):
-            yield uses.only_reader(made.outputs[0], reader), f"%{made.outputs[0]} has another reader"
+        for result, reader in itertools.pairwise(chain):
+            yield uses.only_reader(result.outputs[0], reader), f"%{result.outputs[0]} has another reader"
         y = uses.graph.tensors[linear.outputs[0]]
         yield y.dtype in EXACT, f"%{linear.outputs[0]} has 16-bit elements, so the weights would be rounded once more"
         yield not isinstance(linear.op, Matmul) or y.rank == 2, f"%{linear.outputs[0]} is a batch of matmuls"
@@ -98,6 +98,6 @@ def _held(uses: Uses, name: str) -> bool:
     graph = uses.graph
     if name in graph.inputs:
         return graph.inputs[name].role in HELD and name not in graph.writes
-    maker = uses.producers[name]
-    simple = is_alias(maker.op) or isinstance(maker.op, Elementwise)
-    return simple and all(_held(uses, operand) for operand in maker.inputs)
+    producer = uses.producers[name]
+    simple = is_alias(producer.op) or isinstance(producer.op, Elementwise)
+    return simple and all(_held(uses, operand) for operand in producer.inputs)

@@ -148,8 +148,8 @@ class _Narrowed:
 
     def append(self, node: Node, inputs: list[Value]) -> None:
         names = [self.free(name) for name in node.outputs]
-        made = self.other.append(node.op, tuple(v.name for v in inputs), names, node.origin)
-        self.values.update(zip(node.outputs, made, strict=True))
+        results = self.other.append(node.op, tuple(v.name for v in inputs), names, node.origin)
+        self.values.update(zip(node.outputs, results, strict=True))
 
     def free(self, name: str) -> str:
         return name if name not in self.other.tensors else self.other.fresh(name)

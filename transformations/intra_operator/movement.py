@@ -31,8 +31,8 @@ def same_view(s: Site) -> Value | None:
 
 def view_of_view(s: Site) -> Value | None:
     """view(view(x)) => view(x)"""
-    made = s.made_by(s.x, View)
-    return made[1][0].apply(s.op) if made else None
+    results = s.made_by(s.x, View)
+    return results[1][0].apply(s.op) if results else None
 
 
 def same_permute(s: Site) -> Value | None:
@@ -44,8 +44,8 @@ def same_permute(s: Site) -> Value | None:
 def permute_of_permute(s: Site) -> Value | None:
     """permute(permute(x)) => permute(x)"""
     assert isinstance(s.op, Permute)
-    if made := s.made_by(s.x, Permute):
-        inner, (x,) = made
+    if result := s.made_by(s.x, Permute):
+        inner, (x,) = result
         return x.permute(tuple(inner.dims[d] for d in s.op.dims))
     return None
 
@@ -66,8 +66,8 @@ def same_expand(s: Site) -> Value | None:
 
 def expand_of_expand(s: Site) -> Value | None:
     """expand(expand(x)) => expand(x)"""
-    made = s.made_by(s.x, Expand)
-    return made[1][0].apply(s.op) if made else None
+    results = s.made_by(s.x, Expand)
+    return results[1][0].apply(s.op) if results else None
 
 
 # ---- slice ----------------------------------------------------------------------------------------------------------
@@ -80,10 +80,10 @@ def whole_slice(s: Site) -> Value | None:
 def slice_of_slice(s: Site) -> Value | None:
     """slice(slice(x)), along one dimension => slice(x)"""
     assert isinstance(s.op, Slice)
-    made = s.made_by(s.x, Slice)
-    if made is None or made[0].dim != s.op.dim or same(s.op.count, 0):
+    results = s.made_by(s.x, Slice)
+    if results is None or results[0].dim != s.op.dim or same(s.op.count, 0):
         return None
-    inner, (x,) = made
+    inner, (x,) = results
     start = simplify(inner.start + s.op.start * inner.step)
     step = inner.step * s.op.step
     past = s.op.stop - s.op.start if step == 1 else (s.op.count - 1) * step + 1
@@ -93,33 +93,33 @@ def slice_of_slice(s: Site) -> Value | None:
 def slice_of_concat(s: Site) -> Value | None:
     """slice(concat(..., x, ...)), inside x => slice(x)"""
     assert isinstance(s.op, Slice)
-    made = s.made_by(s.x, Concat)
-    if made is None or made[0].dim != s.op.dim:
+    results = s.made_by(s.x, Concat)
+    if results is None or results[0].dim != s.op.dim:
         return None
     starts = s.sweep.notes.get(s.x.name)
     if starts is None:
         starts = [0]
-        for piece in made[1]:
+        for piece in results[1]:
             starts.append(simplify(starts[-1] + piece.shape[s.op.dim]))
         s.sweep.notes[s.x.name] = starts
     if all(isinstance(place, int) for place in (*starts, s.op.start)):
-        candidates = [min(bisect.bisect_right(starts, s.op.start), len(made[1])) - 1]
+        candidates = [min(bisect.bisect_right(starts, s.op.start), len(results[1])) - 1]
     else:
         candidates = [i for i, place in enumerate(starts[:-1]) if at_most(place, s.op.start)][-1:]
     for i in candidates:
         if at_most(s.op.stop, starts[i + 1]):
             start, stop = simplify(s.op.start - starts[i]), simplify(s.op.stop - starts[i])
-            return made[1][i].slice(s.op.dim, start, stop, s.op.step)
+            return results[1][i].slice(s.op.dim, start, stop, s.op.step)
     return None
 
 
 def slice_of_pad(s: Site) -> Value | None:
     """slice(pad(x)), inside x, where nothing else is padded => slice(x)"""
     assert isinstance(s.op, Slice)
-    made = s.made_by(s.x, Pad)
-    if made is None:
+    result = s.made_by(s.x, Pad)
+    if result is None:
         return None
-    pad, (x,) = made
+    pad, (x,) = result
     if any(not (same(low, 0) and same(high, 0)) for d, (low, high) in enumerate(pad.pads) if d != s.op.dim):
         return None
     start, stop = simplify(s.op.start - pad.pads[s.op.dim][0]), simplify(s.op.stop - pad.pads[s.op.dim][0])
@@ -137,10 +137,10 @@ def empty_pad(s: Site) -> Value | None:
 def pad_of_pad(s: Site) -> Value | None:
     """pad(pad(x)), with one value => pad(x)"""
     assert isinstance(s.op, Pad)
-    made = s.made_by(s.x, Pad)
-    if made is None or not same_number(made[0].value, s.op.value):
+    results = s.made_by(s.x, Pad)
+    if results is None or not same_number(results[0].value, s.op.value):
         return None
-    inner, (x,) = made
+    inner, (x,) = results
     pairs = zip(inner.pads, s.op.pads, strict=True)
     return x.apply(Pad(tuple((simplify(a + c), simplify(b + d)) for (a, b), (c, d) in pairs), s.op.value))
 
@@ -156,9 +156,9 @@ def concat_of_slices(s: Site) -> Value | None:
     dim = s.op.dim
     pieces: list[tuple[Value, Dim, Dim]] = []  # source and range; an operand that is no slice is its own whole
     for piece in s.operands:
-        made = s.made_by(piece, Slice)
-        if made and made[0].dim == dim and made[0].step == 1:
-            source, start, stop = made[1][0], made[0].start, made[0].stop
+        results = s.made_by(piece, Slice)
+        if results and results[0].dim == dim and results[0].step == 1:
+            source, start, stop = results[1][0], results[0].start, results[0].stop
         else:
             source, start, stop = piece, 0, piece.shape[dim]
         if pieces and pieces[-1][0].name == source.name and same(pieces[-1][2], start):
@@ -173,8 +173,8 @@ def concat_of_slices(s: Site) -> Value | None:
 def flip_of_flip(s: Site) -> Value | None:
     """flip(flip(x)), of the same dimensions => x"""
     assert isinstance(s.op, Flip)
-    made = s.made_by(s.x, Flip)
-    return made[1][0] if made and made[0].dims == s.op.dims else None
+    results = s.made_by(s.x, Flip)
+    return results[1][0] if results and results[0].dims == s.op.dims else None
 
 
 def flip_of_ones(s: Site) -> Value | None:

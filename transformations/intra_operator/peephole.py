@@ -44,8 +44,8 @@ class Site:
 
     def of_kind(self, value: Value, kind: str) -> tuple[Value, ...] | None:
         """The operands of the elementwise operator `kind` that produces `value`."""
-        made = self.made_by(value, Elementwise)
-        return made[1] if made and made[0].kind == kind else None
+        results = self.made_by(value, Elementwise)
+        return results[1] if results and results[0].kind == kind else None
 
     def constant(self, value: Value) -> float | int | bool | None:
         """The real number that every element of `value` provably equals; None also for expressions over sizes."""
@@ -93,9 +93,9 @@ class Sweep:
             self.graph.applied += 1
             return (answer,)
         chosen = [n if n not in self.graph.tensors else self.graph.fresh(n) for n in names]
-        made = self.graph.append(op, tuple(v.name for v in operands), chosen)
-        self.makers.update((v.name, self.graph.nodes[-1]) for v in made)
-        return tuple(self.value(v.name) for v in made)
+        results = self.graph.append(op, tuple(v.name for v in operands), chosen)
+        self.makers.update((v.name, self.graph.nodes[-1]) for v in results)
+        return tuple(self.value(v.name) for v in results)
 
     def _answer(self, op: Operator, operands: tuple[Value, ...]) -> Value | None:
         """The result of the first rule that matches `op`."""
@@ -143,10 +143,10 @@ class Peephole(Pass):
         for index, node in enumerate(graph.nodes):
             keep = chosen is not None and index not in chosen
             with sweep.graph.at(node.origin):
-                made = sweep.append(node.op, tuple(now[i] for i in node.inputs), node.outputs, keep)
+                results = sweep.append(node.op, tuple(now[i] for i in node.inputs), node.outputs, keep)
             if sweep.answered:
                 found.append(index)
-            now.update(zip(node.outputs, made, strict=True))
+            now.update(zip(node.outputs, results, strict=True))
         return without_dead_code(graph.finish(sweep.graph, {old: value.name for old, value in now.items()}))
 
 

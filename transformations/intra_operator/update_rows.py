@@ -65,8 +65,8 @@ def _bytes(match: Match, rewrite: UpdateRows, after: bool) -> Dim:
     graph, uses, gradient = Graph(), match.uses, match.bindings["gradient"]
     spread = uses.producers.get(gradient.inputs[0])
     outer: Sequence[str] = (*match.root.inputs, *gradient.inputs, *(spread.inputs if spread is not None else ()))
-    made = {gradient.outputs[0], *(spread.outputs if spread is not None else ())}
-    values = {name: graph.input(name, uses.graph.tensors[name]) for name in dict.fromkeys(outer) if name not in made}
+    results = {gradient.outputs[0], *(spread.outputs if spread is not None else ())}
+    values = {name: graph.input(name, uses.graph.tensors[name]) for name in dict.fromkeys(outer) if name not in results}
     if spread is not None:
         values |= dict(zip(spread.outputs, graph.emit(spread.op, *(values[i] for i in spread.inputs)), strict=True))
     if after:

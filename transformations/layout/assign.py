@@ -259,8 +259,8 @@ class _Rebuild:
         if (name, last) not in self.made:
             order = channels_last(tensor.rank) if last else tuple(range(tensor.rank))
             op = View(tensor.shape) if equal and not last else Reorder(order)
-            (made,) = self.other.append(op, (now,))
-            self.made[name, last] = made.name
+            (result,) = self.other.append(op, (now,))
+            self.made[name, last] = result.name
         return self.made[name, last]
 
     def kernel(self, number: int, node: Node) -> None:
@@ -296,5 +296,5 @@ def stored(kernel: Kernel, orders: Mapping[int, tuple[int, ...]]) -> Kernel:
     for position, order in orders.items():
         yields[position] = f"y{position}"
         statements.append(Statement(Reorder(order), (kernel.yields[position],), (yields[position],)))
-    made, _ = canonical(kernel.arguments, statements, yields)
-    return Kernel(made.arguments, made.statements, made.yields, kernel.updates)
+    result, _ = canonical(kernel.arguments, statements, yields)
+    return Kernel(result.arguments, result.statements, result.yields, kernel.updates)

@@ -100,8 +100,8 @@ class ConvolutionAsMatmul(Rewrite):
             case Convolution():
                 x, w, *bias = operands
                 rows, factor = problem.windows(x), problem.matrix(w).T
-                (made,) = builder.emit(MatmulAdd(), bias[0], rows, factor) if bias else (rows @ factor,)
-                result = _in_order(problem.image(made, problem.y), wanted)
+                (output,) = builder.emit(MatmulAdd(), bias[0], rows, factor) if bias else (rows @ factor,)
+                result = _in_order(problem.image(output, problem.y), wanted)
             case ConvolutionInputGrad():
                 g, w = operands
                 result = _in_order(problem.summed(_rows(g) @ problem.matrix(w)), wanted)
@@ -210,8 +210,8 @@ class Problem:
         if same_memory(self.weight.shape, None, LAST) and wanted.order is not None:
             k, c, h, w = self.weight.shape
             return matrix.view((k, h, w, c)).permute((0, 3, 1, 2))
-        made = matrix.view(self.weight.shape)
-        return _in_order(made, wanted) if self.back(wanted) else made
+        result = matrix.view(self.weight.shape)
+        return _in_order(result, wanted) if self.back(wanted) else result
 
     @property
     def geometry(self) -> dict[str, Any]:

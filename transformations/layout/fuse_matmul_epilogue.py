@@ -39,11 +39,11 @@ class FuseMatmulEpilogue(Rewrite):
     def match(self, uses: Uses, node: Node) -> Mapping[str, Any] | None:
         if not isinstance(node.op, Kernel | Elementwise | Cast) or has_product(node.op):
             return None
-        made = [name for name in dict.fromkeys(node.inputs) if (p := uses.producers.get(name)) and has_product(p.op)]
-        fits = [name for name in made if uses.only_reader(name, node) and node.inputs.count(name) == 1]
-        if not made:
+        results = [name for name in dict.fromkeys(node.inputs) if (p := uses.producers.get(name)) and has_product(p.op)]
+        fits = [name for name in results if uses.only_reader(name, node) and node.inputs.count(name) == 1]
+        if not results:
             return None
-        name = (fits or made)[0]
+        name = (fits or results)[0]
         return {"made": name, "matmul": uses.producers[name], "alone": bool(fits)}
 
     def legality(self, match: Match) -> Iterator[tuple[bool, str]]:

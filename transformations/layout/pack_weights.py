@@ -118,10 +118,10 @@ class PackWeights(Rewrite):
         x, weight = (now[match.bindings[name]] for name in ("x", "weight"))
         added = [now[name] for name in match.bindings["added"]]
         if isinstance(op, Convolution):
-            made = self.convolved(match, op, x, weight)
+            result = self.convolved(match, op, x, weight)
         else:
-            made = x.apply(PackedMatmul(columns=number(weight.shape[1])), packed(weight))
-        return (biased(made, added),)
+            result = x.apply(PackedMatmul(columns=number(weight.shape[1])), packed(weight))
+        return (biased(result, added),)
 
     def convolved(self, match: Match, op: Convolution, x: Value, weight: Value) -> Value:
         """The convolution without its bias."""
@@ -145,10 +145,10 @@ class PackWeights(Rewrite):
 def side_by_side(uses: Uses, name: str) -> bool:
     """Whether the channels of images are adjacent and distinct in memory."""
     tensor = uses.graph.tensors[name]
-    while (maker := uses.producers.get(name)) is not None and is_alias(maker.op):
-        if isinstance(maker.op, Expand):
+    while (producer := uses.producers.get(name)) is not None and is_alias(producer.op):
+        if isinstance(producer.op, Expand):
             return False
-        name = maker.inputs[0]
+        name = producer.inputs[0]
     return same_memory(tensor.shape, tensor.order, channels_last(4))
 
 
@@ -165,9 +165,9 @@ def depthwise(op: Convolution, weight: Tensor) -> bool:
     return one and narrow and set(op.dilation) == {1} and len(set(op.stride)) == 1 and op.stride[0] <= 2
 
 
-def biased(made: Value, added: Sequence[Value]) -> Value:
+def biased(result: Value, added: Sequence[Value]) -> Value:
     """A matmul plus the operand that is added to it: a bias per channel of images, else one that broadcasts."""
     for other in added:
-        channels = len(made.shape) == 4
-        made = made + (other.view((1, other.shape[0], 1, 1)) if channels else other)
-    return made
+        channels = len(result.shape) == 4
+        result = result + (other.view((1, other.shape[0], 1, 1)) if channels else other)
+    return result

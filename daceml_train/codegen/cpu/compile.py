@@ -83,10 +83,10 @@ def library_path(key: str, folder: Path, compiler: str | None = None) -> Path:
     try:
         return folder / f"{stem}-{_toolchain(tuple(compiler_command(compiler)))}.so"
     except CompilerError:
-        made = [path for path in folder.glob(f"{stem}-*.so") if intact(path)]
-        if not made:
+        results = [path for path in folder.glob(f"{stem}-*.so") if intact(path)]
+        if not results:
             raise
-        return max(made, key=lambda path: path.stat().st_mtime)
+        return max(results, key=lambda path: path.stat().st_mtime)
 
 
 def compile_kernels(
@@ -162,12 +162,12 @@ def build(source: str, path: Path, compiler: str | None = None) -> None:
 
 def _run(command: list[str], stem: str) -> None:
     try:
-        made = run(command)
+        result = run(command)
     except OSError as error:
         raise CompilerError(f"the C++ compiler {command[0]!r} cannot be started ({error.strerror})") from None
-    if made.returncode != 0 or not Path(command[-1]).exists():
-        tail = "\n".join(made.stderr.strip().splitlines()[-20:])
-        raise Rejected(f"{command[0]} failed on {stem} (exit {made.returncode}):\n{tail}")
+    if result.returncode != 0 or not Path(command[-1]).exists():
+        tail = "\n".join(result.stderr.strip().splitlines()[-20:])
+        raise Rejected(f"{command[0]} failed on {stem} (exit {result.returncode}):\n{tail}")
 
 
 def install(library: Path, path: Path) -> None:

@@ -78,14 +78,14 @@ def loop(region: Any, label: str, variable: str, first: Any, last: Any, step: in
     more = f"{variable} = {variable} + {step}"
     if label in {block.label for block in region.nodes()}:
         label = f"{label}{region.number_of_nodes()}"
-    made = LoopRegion(label, f"{variable} < {end}", variable, f"{variable} = {begin}", more)
+    result = LoopRegion(label, f"{variable} < {end}", variable, f"{variable} = {begin}", more)
     if not region.number_of_nodes():
-        region.add_node(made, is_start_block=True)
+        region.add_node(result, is_start_block=True)
     else:
         (previous,) = region.sink_nodes()
-        region.add_node(made)
-        region.add_edge(previous, made, dace.InterstateEdge())
-    return made
+        region.add_node(result)
+        region.add_edge(previous, result, dace.InterstateEdge())
+    return result
 
 
 def indices(axes: Sequence[Axis], flat: str) -> dict[str, str]:

@@ -79,8 +79,8 @@ def find_nvcc(newest: int | None = None) -> Path:
 @functools.cache
 def nvcc_version(nvcc: Path) -> tuple[int, int]:
     """Major and minor version; zeros if the compiler does not say."""
-    said = re.search(r"release (\d+)\.(\d+)", _version_text(nvcc))
-    return (int(said[1]), int(said[2])) if said else (0, 0)
+    messages = re.search(r"release (\d+)\.(\d+)", _version_text(nvcc))
+    return (int(messages[1]), int(messages[2])) if messages else (0, 0)
 
 
 @functools.cache
@@ -174,20 +174,20 @@ def run_nvcc(nvcc: Path, options: Sequence[str], arch: str = DEFAULT_ARCHITECTUR
     """Call nvcc with the package's flags; returns its output. Raises `CompilerError` with its last lines."""
     command = [str(nvcc), *FLAGS, f"-arch={target(nvcc, arch)}", f"-I{HEADERS}", *options]
     try:
-        made = run(command)
+        result = run(command)
     except OSError as error:
         raise CompilerError(f"{nvcc} cannot be started ({error.strerror}); {ADVICE}") from None
-    if made.returncode != 0:
-        tail = "\n".join((made.stderr or made.stdout).strip().splitlines()[-20:])
-        raise Rejected(f"nvcc failed (exit {made.returncode}):\n{tail}")
-    return made.stdout + made.stderr
+    if result.returncode != 0:
+        tail = "\n".join((result.stderr or result.stdout).strip().splitlines()[-20:])
+        raise Rejected(f"nvcc failed (exit {result.returncode}):\n{tail}")
+    return result.stdout + result.stderr
 
 
 @functools.cache
 def _runtime(nvcc: Path) -> tuple[str, ...]:
     """How to link the CUDA runtime: static as nvcc does it, else the shared one that packages from PyPI bring."""
-    said = run([str(nvcc), "-dryrun", "-x", "cu", os.devnull]).stderr
-    top = [line.split("TOP=", 1)[1].strip() for line in said.splitlines() if "TOP=" in line]
+    message = run([str(nvcc), "-dryrun", "-x", "cu", os.devnull]).stderr
+    top = [line.split("TOP=", 1)[1].strip() for line in message.splitlines() if "TOP=" in line]
     root = Path(top[0]).resolve() if top else nvcc.resolve().parent.parent
     places = [place for place in (root / "lib64", root / "lib", *root.glob("targets/*/lib")) if place.is_dir()]
     for place in places:

@@ -66,14 +66,14 @@ def choose(loops: Loops, phases: Staging) -> Geometry:
 def candidates(loops: Loops, phases: Staging) -> list[Geometry]:
     """Candidate geometries of a kernel: first the one that the sizes suggest, then its neighbors, for autotuning."""
     if loops.mode == "flat":
-        made = _flat(loops)
+        results = _flat(loops)
     elif loops.mode == "tiles":
-        made = [_tiles(loops, phases, threads) for threads in (128, 256, 64)]
+        results = [_tiles(loops, phases, threads) for threads in (128, 256, 64)]
     elif any(loops.kind(leaf) == "row" for leaf in loops.leaves.values()) or any(r.kept for r in phases.rows if r):
-        made = _held_rows(loops, phases)
+        results = _held_rows(loops, phases)
     else:
-        made = _passing_rows(loops, phases)
-    return list(dict.fromkeys(made))
+        results = _passing_rows(loops, phases)
+    return list(dict.fromkeys(results))
 
 
 def _flat(loops: Loops) -> list[Geometry]:
@@ -85,11 +85,11 @@ def _flat(loops: Loops) -> list[Geometry]:
     arrays = sum(max(2, dtype.bytes) / 4 for dtype in types)
     while width > 1 and arrays * width > REGISTERS:  # all fragments of a thread are in registers at one time
         width //= 2
-    made = []
+    results = []
     for threads, w, each in ((256, width, 4), (256, width, 1), (128, width, 4), (512, width, 2), (256, width // 2, 4)):
         if w:
-            made.append(Geometry(threads, 1, w, full=True, ragged=ragged and w > 1, each=each))
-    return made
+            results.append(Geometry(threads, 1, w, full=True, ragged=ragged and w > 1, each=each))
+    return results
 
 
 def _tiles(loops: Loops, phases: Staging, threads: int) -> Geometry:
@@ -103,7 +103,7 @@ def _tiles(loops: Loops, phases: Staging, threads: int) -> Geometry:
 def _passing_rows(loops: Loops, phases: Staging) -> list[Geometry]:
     """Rows without kept values: teams of lanes, or blocks over which the lanes are distributed, too."""
     (widest, ragged), lanes = _width(loops), product(a.size for a in loops.lane_axes)
-    made = []
+    results = []
     for threads, width, less, each in (
         (256, widest, 1, 8),
         (256, widest, 1, 32),
@@ -117,8 +117,8 @@ def _passing_rows(loops: Loops, phases: Staging) -> list[Geometry]:
         team, ahead = 32 if tiled else _power(fragments), max(1, _ahead(loops, phases, width) // less)
         full = isinstance(lanes, int) and (lanes % (32 * width) == 0 if tiled else lanes == team * width)
         rest = ragged and width > 1
-        made.append(Geometry(threads, team, width, tiled=tiled, full=full, ragged=rest, ahead=ahead, each=each))
-    return made
+        results.append(Geometry(threads, team, width, tiled=tiled, full=full, ragged=rest, ahead=ahead, each=each))
+    return results
 
 
 def _held_rows(loops: Loops, phases: Staging) -> list[Geometry]:
@@ -140,15 +140,15 @@ def _held_rows(loops: Loops, phases: Staging) -> list[Geometry]:
 
     # more than a warp: the block, for its barriers
     team = min(32, _power(fragments)) if fragments <= 32 * most else _power(-(-fragments // most))
-    made = [held(team, 128 if team <= 32 else team)]
+    results = [held(team, 128 if team <= 32 else team)]
     if team <= 32:
-        made += [held(team, 256), held(team, 64)]
+        results += [held(team, 256), held(team, 64)]
     for other in (2 * team, team // 2, 4 * team):
         if 1 <= other < MOST_THREADS and other < 2 * fragments and -(-fragments // other) <= 2 * most:
-            made.append(held(other, 128 if other <= 32 else other))
+            results.append(held(other, 128 if other <= 32 else other))
     if width > 1 and 2 * team < MOST_THREADS:
-        made.append(held(2 * team, 128 if team < 32 else 2 * team, width // 2))
-    return made
+        results.append(held(2 * team, 128 if team < 32 else 2 * team, width // 2))
+    return results
 
 
 def _ahead(loops: Loops, phases: Staging, width: int) -> int:

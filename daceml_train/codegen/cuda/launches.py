@@ -103,7 +103,7 @@ class Launches(Builder):
 
     def loop(self, region: Any, variable: str, first: str, last: str, step: str, unroll: int = 1) -> Any:
         """A loop after all blocks of a region."""
-        made = LoopRegion(
+        result = LoopRegion(
             f"{variable}{region.number_of_nodes()}",
             f"{variable} < {last}",
             variable,
@@ -113,11 +113,11 @@ class Launches(Builder):
             unroll_factor=unroll,
         )
         (previous,) = region.sink_nodes() or (None,)
-        region.add_node(made, is_start_block=previous is None)
+        region.add_node(result, is_start_block=previous is None)
         if previous is not None:
-            region.add_edge(previous, made, dace.InterstateEdge())
+            region.add_edge(previous, result, dace.InterstateEdge())
         self.inner.add(variable)
-        return made
+        return result
 
     def tasklet(
         self,

@@ -132,8 +132,8 @@ class CudaPlan(Plan):
         return plain and not loops.has_rows(name) and not loops.has_lanes(name)
 
     def _fragment(self, name: str, dtype: DType, outer: tuple[str, ...] = ()) -> None:
-        made = Array(name, dtype, outer + tuple(a.name for a in self.loops.lane_axes))
-        self.fragments.setdefault(name, made)
+        result = Array(name, dtype, outer + tuple(a.name for a in self.loops.lane_axes))
+        self.fragments.setdefault(name, result)
 
     def _scratch(self, name: str, axes: Sequence[str], dtype: DType) -> None:
         sizes = {a.name: a.size for a in self.loops.row_axes + self.loops.lane_axes}
@@ -144,9 +144,9 @@ class CudaPlan(Plan):
             strides.append(step)
             step = step * sizes[axis]
         pointer = ("scratch", len(self.arrays.scratch))
-        made = Array(name, dtype, tuple(axes), tuple(reversed(strides)), pointer, 0, simplify(step * dtype.bytes))
-        self.arrays.scratch.append(made)
-        self.arrays.named[name] = made
+        result = Array(name, dtype, tuple(axes), tuple(reversed(strides)), pointer, 0, simplify(step * dtype.bytes))
+        self.arrays.scratch.append(result)
+        self.arrays.named[name] = result
 
     @property
     def narrow(self) -> bool:

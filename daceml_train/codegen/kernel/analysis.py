@@ -328,7 +328,7 @@ class _Analysis:
         sizes: list[Dim] = []
         leaves: dict[str, Leaf] = {}
         statements: dict[str, str] = {}
-        made: dict[object, str] = {}
+        outputs: dict[object, str] = {}
 
         def axes(raw: Sequence[int]) -> list[int]:
             found = self.axes.resolve(raw)
@@ -349,15 +349,15 @@ class _Analysis:
         def add(source: _Memory | _Draft) -> str:
             if isinstance(source, _Memory):
                 return read(source)
-            if id(source) in made:
-                return made[id(source)]
+            if id(source) in outputs:
+                return outputs[id(source)]
             inputs = tuple(add(i) for i in source.inputs)
             where = index(source.index)
             reduced = frozenset(axes(source.reduced))
             depends = frozenset(a for i in inputs for a in leaves[i].axes) | {a for a, _ in where}
             name = f"v{len(leaves)}"
             leaves[name] = Leaf(name, source.op, inputs, source.dtype, depends - reduced, reduced, where)
-            made[id(source)], statements[name] = name, source.statement
+            outputs[id(source)], statements[name] = name, source.statement
             return name
 
         def read(memory: _Memory) -> str:
@@ -369,14 +369,14 @@ class _Analysis:
                 total[dim] = simplify(total.get(dim, 0) + multiple)
             offset = tuple(sorted((d, m) for d, m in total.items() if not same(m, 0)))
             key = (memory.argument, tuple(sorted(terms, key=lambda t: t[0])), offset)
-            if key not in made:
+            if key not in outputs:
                 name = f"v{len(leaves)}"
                 depends = frozenset(t[0] for t in terms)
                 leaves[name] = Leaf(
                     name, None, (), memory.dtype, depends, argument=memory.argument, terms=key[1], offset=offset
                 )
-                made[key], statements[name] = name, self.kernel.arguments[memory.argument]
-            return made[key]
+                outputs[key], statements[name] = name, self.kernel.arguments[memory.argument]
+            return outputs[key]
 
         targets = dict(self.kernel.updates)
         results: list[Result] = []

@@ -50,25 +50,25 @@ class Arrays:
         for number, (leaf, strides) in enumerate(zip(loops.reads, loops.memory, strict=True)):
             layout = loops.operands[leaf.argument]
             offset = simplify(sum((layout.strides[d] * m for d, m in leaf.offset), start=0))
-            made = array(f"x{number}", strides, layout.dtype, ("input", leaf.argument), offset)
-            twin = next((a.name for a in self.named.values() if shape(a) == shape(made)), None)
-            self.place[leaf.name] = twin or made.name
+            output = array(f"x{number}", strides, layout.dtype, ("input", leaf.argument), offset)
+            twin = next((a.name for a in self.named.values() if shape(a) == shape(output)), None)
+            self.place[leaf.name] = twin or output.name
             if twin is None:
-                self.named[made.name] = made
+                self.named[output.name] = output
         outputs = 0
         for number, (result, strides) in enumerate(zip(loops.domain.results, loops.stores, strict=True)):
             if result.target is None:
-                made = array(f"y{number}", strides, loops.results[number].dtype, ("output", outputs), 0)
+                output = array(f"y{number}", strides, loops.results[number].dtype, ("output", outputs), 0)
                 outputs += 1
             else:
-                made = array(f"y{number}", strides, loops.results[number].dtype, ("input", result.target), 0)
-            twin = next((a.name for a in self.named.values() if a.pointer == made.pointer), None)
+                output = array(f"y{number}", strides, loops.results[number].dtype, ("input", result.target), 0)
+            twin = next((a.name for a in self.named.values() if a.pointer == output.pointer), None)
             if twin is not None:
-                if shape(self.named[twin]) != shape(made):
+                if shape(self.named[twin]) != shape(output):
                     raise Refused(f"result {number} is stored over argument {result.target} under another index")
-                made = self.named[twin]
-            self.named[made.name] = made
-            self.results.append(made.name)
+                output = self.named[twin]
+            self.named[output.name] = output
+            self.results.append(output.name)
         for target in {r.target for r in loops.domain.results if r.target is not None}:
             if sum(a.pointer == ("input", target) for a in self.named.values()) > 1:
                 raise Refused(f"argument {target} is written and read under several indices")
@@ -85,9 +85,9 @@ class Arrays:
                 strides.append(step)
                 step = step * (TILE if loops.mode == "tiles" and axis in lanes else whole[axis])
             pointer = ("scratch", len(self.scratch))
-            made = Array(name, dtype, tuple(axes), tuple(reversed(strides)), pointer, 0, simplify(step * dtype.bytes))
-            self.scratch.append(made)
-            self.named[name] = made
+            result = Array(name, dtype, tuple(axes), tuple(reversed(strides)), pointer, 0, simplify(step * dtype.bytes))
+            self.scratch.append(result)
+            self.named[name] = result
 
         for name in loops.turned:
             dtype = self.named[self.place[name]].dtype
@@ -95,9 +95,9 @@ class Arrays:
             size = SQUARE_LANES * (SQUARE + 1)  # one more, so the rows of a square are in different cache sets
             axes = ("block", loops.lane_axes[-1].name, loops.row_axes[-1].name)
             bytes_of = simplify(symbol("blocks") * size * dtype.bytes)
-            made = Array(f"square_{name}", dtype, axes, (size, SQUARE + 1, 1), pointer, 0, bytes_of)
-            self.scratch.append(made)
-            self.named[made.name] = made
+            result = Array(f"square_{name}", dtype, axes, (size, SQUARE + 1, 1), pointer, 0, bytes_of)
+            self.scratch.append(result)
+            self.named[result.name] = result
         tile = ("block", loops.lane_axes[-1].name) if loops.mode == "tiles" else ("block", *lanes)
         for name, leaf in loops.leaves.items():
             kind = loops.kind(leaf)

@@ -89,8 +89,8 @@ class Values:
                 values = [o.value if isinstance(o := self.leaves[i].op, Full) else None for i in leaf.inputs]
                 return elementwise(op, texts, kinds, [v if isinstance(v, int | float) else None for v in values])
             case Cast():
-                maker = self.leaves[leaf.inputs[0]].op
-                return cast(op, texts[0], kinds[0], exact=maker is None or isinstance(maker, Cast))
+                producer = self.leaves[leaf.inputs[0]].op
+                return cast(op, texts[0], kinds[0], exact=producer is None or isinstance(producer, Cast))
             case Iota():
                 dtype = computed(leaf.dtype)
                 index = self.index_text(leaf)

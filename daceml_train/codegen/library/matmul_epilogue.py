@@ -91,7 +91,7 @@ class MatmulEpilogue:
             raise Refused("the kernel around a packed matmul has one float32 result, in memory of its own")
         x, panels = (layouts[name] for name in first.inputs)
         (tensor,) = op.infer(*(Tensor(o.shape, o.dtype) for o in (x, panels)))
-        made = Layout(tensor.shape, tensor.strides, tensor.dtype)
+        result = Layout(tensor.shape, tensor.strides, tensor.dtype)
         dense = Tensor(panels.shape).strides
         if not all(same(a, b) or same(n, 1) for n, a, b in zip(panels.shape, panels.strides, dense, strict=True)):
             raise Refused("the matrix is not packed in panels")
@@ -103,14 +103,14 @@ class MatmulEpilogue:
         if any(name in s.inputs for s in rest for name in first.inputs):
             raise Refused("an operand of the matmul has a second use")
         body = Kernel((first.outputs[0], *names), tuple(rest), kernel.yields)
-        read = [made, *(layouts[name] for name in names)]
+        read = [result, *(layouts[name] for name in names)]
         domain = analyze(body, [Tensor(o.shape, o.dtype) for o in read])
         if not all(isinstance(leaf.op, Elementwise | Cast | Full | None) for leaf in domain.leaves.values()):
             raise Refused("only elementwise operators may follow a matmul in its kernel")
         loops = Loops(domain, read, results)
         left, right, *places = map(kernel.arguments.index, (*first.inputs, *names))
         others = tuple((leaf, places[leaf.argument - 1], index) for leaf, index in _indexed(loops, op.columns))
-        return MatmulEpilogue(op, (x, panels), made, domain, Values(loops), (left, right), others)
+        return MatmulEpilogue(op, (x, panels), result, domain, Values(loops), (left, right), others)
 
     def text(self) -> str:
         """The C++ text of `Body`: the epilogue of a sum, given its position in the result and its column."""
@@ -135,8 +135,8 @@ class MatmulEpilogue:
         head = "inline __attribute__((always_inline)) float operator()(float sum, int64_t at, int64_t column) const {"
         built = ["    Body(void** pointers, const int64_t* integers) {", *loads, "    }"]
         asked = ["    void ahead(int64_t at) const {", *ahead, "    }"]
-        made = [f"    {head}", *lines, f"        return {result};", "    }"]
-        return "\n".join(["struct Body {", *fields, *built, *asked, *made, "};"])
+        results = [f"    {head}", *lines, f"        return {result};", "    }"]
+        return "\n".join(["struct Body {", *fields, *built, *asked, *results, "};"])
 
 
 def _indexed(loops: Loops, columns: int) -> list[tuple[Leaf, str]]:

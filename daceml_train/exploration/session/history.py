@@ -152,14 +152,14 @@ class History:
         """All passes of a pipeline, also those that change nothing, so that it is kept as the user wrote it."""
         if not len(pipeline):
             raise Invalid("the pipeline has no pass")
-        state, made = self.state, list[Step]()
+        state, results = self.state, list[Step]()
         for level, passes in pipeline.passes:
             for transformation in passes:
-                step = self._step(transformation, level, state, self._at + len(made))
-                made.append(step)
+                step = self._step(transformation, level, state, self._at + len(results))
+                results.append(step)
                 state = step.after
-        self._push(made)
-        return made[-1]
+        self._push(results)
+        return results[-1]
 
     @alone
     def undo(self) -> Step:

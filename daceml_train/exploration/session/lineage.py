@@ -63,9 +63,9 @@ class Lineage:
         excerpt = Sources(self.session.subject.model).lines(source) if source else None
         text = excerpt["lines"][excerpt["line"] - excerpt["first"]].strip() if excerpt else ""
         lines += [f"  module  {node.origin.module or '(none)'}", f"  source  {f'{source}  {text}'.strip() or '(none)'}"]
-        made, readers = graph.producers(), graph.readers()
+        results, readers = graph.producers(), graph.readers()
         for name in dict.fromkeys(node.inputs):
-            by = f"produced by {described(made[name].op)}" if name in made else _given(graph, name)
+            by = f"produced by {described(results[name].op)}" if name in results else _given(graph, name)
             lines.append(f"  reads   %{name}: {graph.tensors[name]}, {_bytes(graph, name)}, {by}")
         for name in node.outputs:
             by = ", ".join(dict.fromkeys(described(reader.op) for reader in readers[name])) or "nothing"
@@ -131,7 +131,7 @@ def lineage(session: Session, name: str) -> Lineage:
 
 def descend(before: Graph, after: Graph, names: Iterable[str]) -> tuple[str, ...]:
     """The arrays of `after` whose operators represent the producers of `names` in `before`."""
-    makers, made, readers = before.producers(), after.producers(), before.readers()
+    producers, results, readers = before.producers(), after.producers(), before.readers()
     found: dict[str, None] = {}
     seen: set[str] = set()
     todo = list(names)
@@ -140,15 +140,15 @@ def descend(before: Graph, after: Graph, names: Iterable[str]) -> tuple[str, ...
         if name in seen:
             continue
         seen.add(name)
-        if name in made:
+        if name in results:
             found[name] = None
         else:
             todo += [output for reader in readers.get(name, ()) for output in reader.outputs]
-    origins = {makers[name].origin for name in names if name in makers}
+    origins = {producers[name].origin for name in names if name in producers}
     todo = list(found)
     while todo:
-        for name in made[todo.pop()].inputs:
-            if name in made and name not in makers and name not in found and made[name].origin in origins:
+        for name in results[todo.pop()].inputs:
+            if name in results and name not in producers and name not in found and results[name].origin in origins:
                 found[name] = None
                 todo.append(name)
     return tuple(found)
@@ -157,8 +157,8 @@ def descend(before: Graph, after: Graph, names: Iterable[str]) -> tuple[str, ...
 def _named(graph: Graph, name: str) -> Node | None:
     """The requested operator; None for none, `Invalid` for several."""
     wanted = name.removeprefix("%")
-    if (made := graph.producers().get(wanted)) is not None:
-        return made
+    if (result := graph.producers().get(wanted)) is not None:
+        return result
     for fits in (
         [n for n in graph.nodes if n.origin.module == wanted],
         [n for n in graph.nodes if wanted in (n.op.label, described(n.op), n.origin.source)],
@@ -238,5 +238,5 @@ def _bytes(graph: Graph, name: str) -> str:
 
 
 def _shown(node: Node) -> str:
-    made, read = (", ".join(f"%{name}" for name in names) for names in (node.outputs, node.inputs))
-    return f"{made} = {described(node.op)}({read})"
+    result, read = (", ".join(f"%{name}" for name in names) for names in (node.outputs, node.inputs))
+    return f"{result} = {described(node.op)}({read})"

@@ -155,12 +155,12 @@ class Session(History):
         Steps that do not match, or fail, are listed with their reasons, and the others are applied; a pass that changes
         nothing is a step without matches, since it may change another model.
         """
-        state, made = self.state, list[Step]()
+        state, results = self.state, list[Step]()
         missed: list[tuple[Pass, str]] = []
         for level, passes in Pipeline.of(path).passes:
             for transformation in passes:
                 try:
-                    step = self._step(transformation, level, state, self._at + len(made))
+                    step = self._step(transformation, level, state, self._at + len(results))
                 except Exception as error:
                     missed.append((transformation, message_of(error)))
                     continue
@@ -168,11 +168,11 @@ class Session(History):
                     seen = state.forward if level == "forward" else state.graph
                     missed.append((transformation, transformation.missing(seen) or "it changes nothing"))
                     continue
-                made.append(step)
+                results.append(step)
                 state = step.after
-        if made:
-            self._push(made)
-        return Replay(self, tuple(made), tuple(missed))
+        if results:
+            self._push(results)
+        return Replay(self, tuple(results), tuple(missed))
 
     def export_html(self, path: Path | str) -> Path:
         """Write the session as a page that needs neither kernel nor network."""

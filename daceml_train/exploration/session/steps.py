@@ -72,8 +72,8 @@ class Match(_Told):
     @property
     def nodes(self) -> tuple[Node, ...]:
         """The matched operators."""
-        makers = self._makers
-        return tuple({id(n): n for name in self.arrays if (n := makers.get(name)) is not None}.values())
+        producers = self._makers
+        return tuple({id(n): n for name in self.arrays if (n := producers.get(name)) is not None}.values())
 
     @cached_property
     def _place(self) -> tuple[str, str]:
@@ -242,8 +242,8 @@ def counted(candidates: int, operators: int, candidate: Candidate) -> bool:
 
 def _missing(graph: Graph, other: Graph) -> tuple[Node, ...]:
     """Operators of `graph` that `other` does not have."""
-    makers = other.producers()
-    there = ((node, makers.get(node.outputs[0])) for node in graph.nodes)
+    producers = other.producers()
+    there = ((node, producers.get(node.outputs[0])) for node in graph.nodes)
     return tuple(n for n, o in there if o is None or (n is not o and (n.op, n.inputs) != (o.op, o.inputs)))
 
 

@@ -141,10 +141,10 @@ class GraphView:
     def _connect(self) -> None:
         graph, root_of = self.tree.graph, self.tree.root_of
         edges: dict[tuple[str, str], Edge] = {}
-        makers: dict[str, str] = {}
+        producers: dict[str, str] = {}
         batch = [name for name, entry in graph.inputs.items() if entry.role in (Role.input, Role.cotangent)]
         self.ends = {f"array:{name}": name for name in [*batch[:ENDS], *graph.outputs[:1]]}
-        makers.update((name, key) for key, name in self.ends.items() if name in graph.inputs)
+        producers.update((name, key) for key, name in self.ends.items() if name in graph.inputs)
 
         def join(name: str, source: str | None, target: str) -> None:
             if source is None or source == target:
@@ -159,23 +159,23 @@ class GraphView:
                 continue
             item = self.tree.of_node[position]
             if item.key in self._inside:
-                self._join_body(item, makers, join)
+                self._join_body(item, producers, join)
                 continue
             key = self._of_node[position].key
             for name in dict.fromkeys(root_of.get(i, i) for i in node.inputs):
-                join(name, makers.get(name), key)
-            makers.update(dict.fromkeys(node.outputs, key))
+                join(name, producers.get(name), key)
+            producers.update(dict.fromkeys(node.outputs, key))
         for key, name in self.ends.items():
             if name in graph.outputs:
-                join(name, makers.get(root_of.get(name, name)), key)
+                join(name, producers.get(root_of.get(name, name)), key)
         self.edges = list(edges.values())
 
-    def _join_body(self, item: Item, makers: dict[str, str], join: Any) -> None:
+    def _join_body(self, item: Item, producers: dict[str, str], join: Any) -> None:
         inner, parts = self._inside[item.key]
         node = self.tree.graph.nodes[item.nodes[0]]
         outer = {f"in{i}": self.tree.root_of.get(name, name) for i, name in enumerate(node.inputs)}
         drawn = {part.key.rsplit("/", 1)[1]: part.key for part in parts}
-        produced: dict[str, tuple[str, str | None]] = {n: (name, makers.get(name)) for n, name in outer.items()}
+        produced: dict[str, tuple[str, str | None]] = {n: (name, producers.get(name)) for n, name in outer.items()}
         for statement in inner.nodes:
             if hidden(statement):
                 source = produced.get(statement.inputs[0], ("", None)) if statement.inputs else ("", None)
@@ -189,7 +189,7 @@ class GraphView:
         for name, result in zip(node.outputs, inner.outputs, strict=True):
             source_key = produced.get(result, ("", None))[1]
             if source_key is not None:
-                makers[name] = source_key
+                producers[name] = source_key
 
     def bytes_of(self, name: str) -> int:
         """Bytes of an array; 0 for values inside a kernel, which have no memory."""

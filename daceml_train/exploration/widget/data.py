@@ -25,17 +25,17 @@ def step_data(step: Step) -> dict[str, Any]:
     }
 
 
-def preview_data(made: Preview) -> dict[str, Any]:
+def preview_data(result: Preview) -> dict[str, Any]:
     """What applying would do, or why it is impossible."""
-    if made.reason is not None:
-        return {"reason": made.reason, "text": str(made.transformation)}
+    if result.reason is not None:
+        return {"reason": result.reason, "text": str(result.transformation)}
     return {
-        "text": str(made.transformation),
-        "rows": [[name, *getattr(made, name)] for name in ("bytes", "peak", "flops", "operators")],
-        "removed": [str(node) for node in made.removed[:8]],
-        "gone": len(made.removed),
-        "added": [str(node) for node in made.added[:8]],
-        "new": len(made.added),
+        "text": str(result.transformation),
+        "rows": [[name, *getattr(result, name)] for name in ("bytes", "peak", "flops", "operators")],
+        "removed": [str(node) for node in result.removed[:8]],
+        "gone": len(result.removed),
+        "added": [str(node) for node in result.added[:8]],
+        "new": len(result.added),
     }
 
 

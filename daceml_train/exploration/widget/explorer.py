@@ -84,14 +84,14 @@ class Explorer(anywidget.AnyWidget):
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
         """The widget, and a page without scripts for viewers without widgets."""
-        made = super()._repr_mimebundle_(**options)
-        bundle = made[0] if isinstance(made, tuple) else made
+        results = super()._repr_mimebundle_(**options)
+        bundle = results[0] if isinstance(results, tuple) else results
         if bundle is not None and self.requests is not None:
             bundle["text/html"] = self.requests.session._repr_html_()
         elif bundle is not None and self.opening is not None:
             bundle["text/html"] = modules_html(self.opening.model)
             self.opening.begin()
-        return made
+        return results
 
 
 def explore(model: torch.nn.Module | Session, *inputs: Any, height: int = 620, **options: Any) -> Explorer:

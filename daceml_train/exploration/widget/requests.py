@@ -92,8 +92,8 @@ class Requests:
     def _answer(self, method: Callable[[dict[str, Any]], Any], request: dict[str, Any]) -> None:
         number = request.get("id")
         try:
-            made = method(request)
-            answer, buffers = made if isinstance(made, tuple) else (made, [])
+            result = method(request)
+            answer, buffers = result if isinstance(result, tuple) else (result, [])
             self.send({"type": "answer", "id": number, **(answer or {})}, buffers)
         except Cancelled:
             self.show()

@@ -64,11 +64,11 @@ class Autotuner:
             return program, known
         try:
             every = [code for codes in tried.values() for code in codes[1:]]
-            made = device.toolchain.addresses(every, self.libraries, self.jobs, None)
+            results = device.toolchain.addresses(every, self.libraries, self.jobs, None)
         except DacemlError as error:  # the default kernels are compiled
             self.notes.append(f"no kernels were autotuned: {error}")
             return program, known
-        known |= {key: address for key, (address, _) in made.items()}
+        known |= {key: address for key, (address, _) in results.items()}
         best: dict[int, KernelCode] = {}
         for number, codes in tried.items():
             key = _key(codes[0], value, device)

@@ -95,19 +95,19 @@ class _Run:
             return torch.empty_strided(sizes, strides, dtype=dtype, device=tensor.device)
         return view.set_(tensor.untyped_storage(), (start + offset) // dtype.itemsize, sizes, strides)
 
-    def own(self, slot: int, made: torch.Tensor, arguments: Sequence[Any]) -> None:
+    def own(self, slot: int, result: torch.Tensor, arguments: Sequence[Any]) -> None:
         """Store what a call returned, in the layout of its slot."""
         entry = self.plan.slots[slot]
         assert entry is not None
         dtype, sizes, strides = entry.layout
-        if tuple(made.shape) != sizes or made.dtype is not dtype:
-            raise Invalid(f"a call returned {made.dtype} of sizes {tuple(made.shape)}, expected {dtype} of {sizes}")
+        if tuple(result.shape) != sizes or result.dtype is not dtype:
+            raise Invalid(f"a call returned {result.dtype} of sizes {tuple(result.shape)}, expected {dtype} of {sizes}")
         storages = {a.untyped_storage()._cdata for a in arguments if isinstance(a, torch.Tensor)}
-        if not same_strides(made, strides) or made.untyped_storage()._cdata in storages:
+        if not same_strides(result, strides) or result.untyped_storage()._cdata in storages:
             dense = self.empty(slot)
-            self.plan.device.call(torch.ops.aten.copy_.default, (dense, made), {})
-            made = dense
-        self.owned[slot] = made
+            self.plan.device.call(torch.ops.aten.copy_.default, (dense, result), {})
+            result = dense
+        self.owned[slot] = result
 
     def release(self, slot: int) -> None:
         """Release an owned slot's memory."""
@@ -149,8 +149,8 @@ class DevicePlan:
         self, slot: int, index: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int], mutable: bool
     ) -> None:
         """See `Plan.input_slot`."""
-        made = _Slot(Allocation.input, 0, index, mutable, (dtype, tuple(sizes), tuple(strides)))
-        self.slots[slot] = self._inputs[index] = made
+        result = _Slot(Allocation.input, 0, index, mutable, (dtype, tuple(sizes), tuple(strides)))
+        self.slots[slot] = self._inputs[index] = result
 
     def fresh_slot(self, slot: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]) -> None:
         """See `Plan.fresh_slot`."""

@@ -17,9 +17,11 @@ class NegatedProducts(Rewrite):
     level = "intra_operator"
 
     def match(self, uses, node):
-        made = [uses.producers.get(name) for name in node.inputs]
-        fits = node.op.label == "mul" and made[0] is not made[1] and all(m and m.op.label == "neg" for m in made)
-        return {"m": made[0], "n": made[1]} if fits else None
+        results = [uses.producers.get(name) for name in node.inputs]
+        fits = (
+            node.op.label == "mul" and results[0] is not results[1] and all(m and m.op.label == "neg" for m in results)
+        )
+        return {"m": results[0], "n": results[1]} if fits else None
 
     def legality(self, match):
         for name in (part.outputs[0] for part in match.bindings.values()):

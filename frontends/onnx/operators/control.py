@@ -75,8 +75,8 @@ def loop_with_end(trips: Host, go: Any, *carried: Any, body: Body, outputs: int)
         return torch.cond(on, lambda: one_step(i, on, *states[1:]), lambda: apart(states), ()), torch.zeros(())
 
     def one_step(i: Tensor, on: Tensor, *states: Tensor) -> tuple[Any, ...]:
-        again, *made = apart(body(i, on, *states))
-        return (again.reshape(()).float(), *made)
+        again, *results = apart(body(i, on, *states))
+        return (again.reshape(()).float(), *results)
 
     # A differentiated scan of PyTorch has no boolean states.
     first = torch.ones(()) if go is None else go.reshape(()).float()
@@ -95,8 +95,8 @@ def loop_on_data(trips: Any, go: Any, *carried: Any, body: Body, outputs: int) -
         return on.clone() if trips is None else on & (i < trips.reshape(()))
 
     def step(i: Tensor, on: Tensor, *states: Tensor) -> tuple[Any, ...]:
-        again, *made = apart(body(i, on, *states))
-        return (i + 1, again.reshape(()), *made)
+        again, *results = apart(body(i, on, *states))
+        return (i + 1, again.reshape(()), *results)
 
     first = torch.ones((), dtype=torch.bool) if go is None else go.reshape(()).clone()
     return tuple(while_loop(more, step, (torch.zeros((), dtype=torch.int64), first, *apart(carried)))[2:])
@@ -116,8 +116,8 @@ def loop(trips: Host, go: Host, *carried: Any, body: Body, outputs: int) -> tupl
     last = None if trips is None else integer(trips)
     while on and (last is None or step < last):
         again, *results = body(torch.tensor(step), torch.tensor(on), *state)
-        state, made = results[: len(state)], results[len(state) :]
-        for column, value in zip(slices, made, strict=True):
+        state, created = results[: len(state)], results[len(state) :]
+        for column, value in zip(slices, created, strict=True):
             column.append(value)
         step, on = step + 1, bool(again)
     return (*state, *(torch.stack(column) if column else torch.zeros(0) for column in slices))

@@ -170,12 +170,12 @@ def _translated(
         inputs = _inputs(t, gm, example_inputs, operands, grad_enabled)
         bound = [_attribute(t, name, held[name], example) for name, example in attributes.items()]
         values = [graph.value(i.name) if i.name and i.kind != "number" else i.value for i in (*bound, *inputs)]
-        made = t.run(traced, values, tokens=signature.input_tokens)
+        created = t.run(traced, values, tokens=signature.input_tokens)
     finally:
         custom_functions.reset(token)
-    made = made[len(signature.output_tokens) :]
-    written = _writes(t, traced, signature, made, values)
-    outputs, detached = outputs_of(t, results, examples, made[written:], bases, grad_enabled)
+    created = created[len(signature.output_tokens) :]
+    written = _writes(t, traced, signature, created, values)
+    outputs, detached = outputs_of(t, results, examples, created[written:], bases, grad_enabled)
     graph.nodes = _live(graph)
     inputs = [_dropped(graph, i) for i in inputs]
     spec = pytree.tree_structure(_results(gm))
@@ -375,12 +375,14 @@ def _role(real: object, text: str) -> Role:
 # ---- outputs -----------------------------------------------------------------------------------------------------
 
 
-def _writes(t: Translator, traced: fx.GraphModule, signature: Any, made: Sequence[Any], values: Sequence[Any]) -> int:
+def _writes(
+    t: Translator, traced: fx.GraphModule, signature: Any, results: Sequence[Any], values: Sequence[Any]
+) -> int:
     """Declare the changed inputs as writes; return how many outputs of the trace they take."""
     tokens = signature.input_tokens
     placeholders = [n.name for n in traced.graph.nodes if n.op == "placeholder" and n.name not in tokens]
     changed = list(signature.user_inputs_to_mutate.values())
-    for value, target in zip(made, changed, strict=False):
+    for value, target in zip(results, changed, strict=False):
         owner = values[placeholders.index(target)]
         assert isinstance(value, Value) and isinstance(owner, Value)
         t.graph.write(owner.name, value)

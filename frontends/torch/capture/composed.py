@@ -158,9 +158,11 @@ def _rows_in_memory(x: torch.Tensor) -> list[int] | None:
 def _calling(function: Any, **replaced: Any) -> Callable[..., Any]:
     """A function of PyTorch's, in whose code some names mean other functions."""
     scope = {**function.__globals__, **replaced}
-    made = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
+    result = types.FunctionType(
+        function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
+    )
+    result.__kwdefaults__ = function.__kwdefaults__
+    return result
 
 
 def _multi_head_attention() -> Callable[..., Any]:

@@ -59,8 +59,8 @@ def gradients(
 
     found: dict[fx.Node, Tensor] = {}
     if used:
-        made, pull = torch.func.vjp(function, *(values[n] for n in used))[:2]
-        full = tuple(torch.ones_like(y) if c is None else c for y, c in zip(made, cotangents, strict=True))
+        results, pull = torch.func.vjp(function, *(values[n] for n in used))[:2]
+        full = tuple(torch.ones_like(y) if c is None else c for y, c in zip(results, cotangents, strict=True))
         found = dict(zip(used, pull(full), strict=True))
     zeros = bool(given.get("materialize_grads"))
     return tuple(found.get(n, torch.zeros_like(values[n]) if zeros else None) for n in inputs)

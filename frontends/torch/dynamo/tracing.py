@@ -60,16 +60,16 @@ def compiled(function: Callable[..., Any], backend: Callable[..., Any], limits: 
 
     A call of compiled code then costs no more than its guards.
     """
-    made = torch.compile(function, backend=backend, **options)
-    cells = dict(zip(made.__code__.co_freevars, made.__closure__ or (), strict=True))
+    result = torch.compile(function, backend=backend, **options)
+    cells = dict(zip(result.__code__.co_freevars, result.__closure__ or (), strict=True))
     if "callback" in cells:
         cells["callback"].cell_contents = _Callback(cells["callback"].cell_contents, limits or {})
-        return made
+        return result
 
-    @functools.wraps(made)
+    @functools.wraps(result)
     def call(*arguments: Any, **keywords: Any) -> Any:
         with torch._dynamo.config.patch(limits or {}), tracing():
-            return made(*arguments, **keywords)
+            return result(*arguments, **keywords)
 
     return call
 

@@ -31,31 +31,31 @@ def _run(operands: Sequence[torch.Tensor], program: str) -> list[torch.Tensor]:
 
 
 def _fake(operands: Sequence[torch.Tensor], program: str) -> list[torch.Tensor]:
-    made = parsed(program)
+    result = parsed(program)
     device = operands[0].device if operands else torch.device("cpu")
-    return [torch.empty(o.shape, dtype=types.TORCH_DTYPES[o.dtype], device=device) for o in made.outputs]
+    return [torch.empty(o.shape, dtype=types.TORCH_DTYPES[o.dtype], device=device) for o in result.outputs]
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor]) -> None:
     """Keep what the derivative reads of the operands and the results."""
     operands, ctx.program = inputs
-    made = parsed(ctx.program)
-    ctx.wanted = tuple(a.dtype.is_float and x.requires_grad for a, x in zip(made.inputs, operands, strict=True))
-    everything = tuple(o.dtype.is_float for o in made.outputs)
+    result = parsed(ctx.program)
+    ctx.wanted = tuple(a.dtype.is_float and x.requires_grad for a, x in zip(result.inputs, operands, strict=True))
+    everything = tuple(o.dtype.is_float for o in result.outputs)
     ctx.kept = [i for i in derivative(ctx.program, everything, ctx.wanted)[1] if i < len(operands) + len(output)]
     ctx.save_for_backward(*((*operands, *output)[i] for i in ctx.kept))
 
 
 def _backward(ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> Any:
-    made = parsed(ctx.program)
-    count = len(made.inputs)
-    seeded = tuple(g is not None and o.dtype.is_float for g, o in zip(cotangents, made.outputs, strict=True))
+    result = parsed(ctx.program)
+    count = len(result.inputs)
+    seeded = tuple(g is not None and o.dtype.is_float for g, o in zip(cotangents, result.outputs, strict=True))
     if not any(seeded) or not any(ctx.wanted):
         return [None] * count, None
     text, reads = derivative(ctx.program, seeded, ctx.wanted)
     given = dict(zip(ctx.kept, ctx.saved_tensors, strict=True))
     present = [g for g, s in zip(cotangents, seeded, strict=True) if s]
-    given |= {count + len(made.outputs) + i: g for i, g in enumerate(present) if g is not None}
+    given |= {count + len(result.outputs) + i: g for i, g in enumerate(present) if g is not None}
     found = iter(_operator([given[i] for i in reads], with_saved(text)))
     return [next(found) if w else None for w in ctx.wanted], None
 
@@ -107,8 +107,8 @@ def expression(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any, **keywords: Any) -> Any:
         operands, options = _bound(function, arguments, keywords)
         program = _program(function, operands, options)
-        made = _operator(list(operands.values()), with_saved(program.text))[: len(program.outputs)]
-        return made[0] if len(made) == 1 else tuple(made)
+        results = _operator(list(operands.values()), with_saved(program.text))[: len(program.outputs)]
+        return results[0] if len(results) == 1 else tuple(results)
 
     def program_of(*arguments: Any, **keywords: Any) -> Program:
         return _program(function, *_bound(function, arguments, keywords))

@@ -69,10 +69,10 @@ class Block:
         before, events = len(recorder.pending), recorder.events
         result = self.function(*operands)
         recorder.memo[key] = None
-        made = recorder.pending[before:]
-        if recorder.events != events or len(made) != 1 or not all(_only_computes(a) for a in operands):
+        results = recorder.pending[before:]
+        if recorder.events != events or len(results) != 1 or not all(_only_computes(a) for a in operands):
             return result
-        run: Run = made[0]
+        run: Run = results[0]
         ids = [id(a) for a in operands if isinstance(a, torch.Tensor)]
         positions = {id(a): k for k, a in enumerate(operands)}
         try:

@@ -66,11 +66,11 @@ class Fakes:
         """A fake tensor of this type."""
         if m not in self.by_meta:
             with torch._C.DisableTorchFunction(), self.mode:
-                made = torch.empty(m.shape, dtype=m.dtype, device=m.device)
+                result = torch.empty(m.shape, dtype=m.dtype, device=m.device)
                 if m.requires_grad:
                     with torch.enable_grad():  # no leaf, which PyTorch would refuse to change in place
-                        made = made.requires_grad_().clone()
-            self.by_meta[m] = made
+                        result = result.requires_grad_().clone()
+            self.by_meta[m] = result
         return self.by_meta[m]
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, str]:
@@ -106,7 +106,7 @@ def step(structures: Any, at: Step, run: Run, key: tuple[Any, ...], keywords: bo
             return fakes.of(entry.meta)
         return entry.fake
 
-    made = Step(before=at, operator=key, keywords=keywords)
+    output = Step(before=at, operator=key, keywords=keywords)
     args = [decoded(e, of) for e in key[2:]]
     kwargs = args.pop() if keywords else {}
     watch = _Watch([a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)])
@@ -114,29 +114,29 @@ def step(structures: Any, at: Step, run: Run, key: tuple[Any, ...], keywords: bo
         with torch._C.DisableTorchFunction(), fakes.mode, watch, torch.set_grad_enabled(key[1]):
             result = key[0](*args, **kwargs)
     except Exception as error:  # whatever it is, PyTorch raises it on the values
-        made.refused = LOOK if "data" in type(error).__name__.lower() else str(error).split("\n")[0] or LOOK
-        return made
+        output.refused = LOOK if "data" in type(error).__name__.lower() else str(error).split("\n")[0] or LOOK
+        return output
     if watch.reason:
-        made.refused = watch.reason
-        return made
-    made.inputs = tuple(metas)
+        output.refused = watch.reason
+        return output
+    output.inputs = tuple(metas)
     if isinstance(result, torch.Tensor):
-        made.examples = (result,)
+        output.examples = (result,)
     elif isinstance(result, tuple | list) and result and all(isinstance(r, torch.Tensor) for r in result):
-        made.examples, named = (
+        output.examples, named = (
             tuple(result),
             hasattr(result, "_fields") or type(result).__module__ == "torch.return_types",
         )
-        made.kind = type(result) if named else (list if isinstance(result, list) else tuple)
+        output.kind = type(result) if named else (list if isinstance(result, list) else tuple)
     elif any(isinstance(r, torch.Tensor) for r in pytree.tree_leaves(result)):
-        made.refused = f"it returns {type(result).__name__}"
-        return made
+        output.refused = f"it returns {type(result).__name__}"
+        return output
     else:
-        made.constant = result
-        return made
-    made.made = tuple(map(meta_of, made.examples))
-    made.count = at.count + len(made.made)
-    return made
+        output.constant = result
+        return output
+    output.made = tuple(map(meta_of, output.examples))
+    output.count = at.count + len(output.made)
+    return output
 
 
 def evaluate(operators: Sequence[Step], inputs: Sequence[Any], shared: Callable[[Shared], Any]) -> list[torch.Tensor]:
@@ -156,16 +156,16 @@ def evaluate(operators: Sequence[Step], inputs: Sequence[Any], shared: Callable[
         kwargs = args.pop() if each.keywords else {}
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
             result = function(*args, **kwargs)
-        made = [result] if each.kind is None else list(result)
-        values += made if grad else [t.detach() for t in made]
+        results = [result] if each.kind is None else list(result)
+        values += results if grad else [t.detach() for t in results]
     return values
 
 
 def replay(run: Run) -> None:
     """Compute the values of one run as PyTorch does."""
     operators = run.at.operators()
-    made = evaluate(operators, [known(a) for a in run.inputs], lambda shared: shared.tensor)
-    for value, tensor in zip(run.values, made, strict=True):
+    results = evaluate(operators, [known(a) for a in run.inputs], lambda shared: shared.tensor)
+    for value, tensor in zip(run.values, results, strict=True):
         if value is not None:
             value.value = tensor
 
@@ -210,8 +210,8 @@ class Cell:
     def rows(self, inputs: Sequence[torch.Tensor], shared: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
         """The outputs of `count` calls, whose inputs are rows."""
         if count == 1:
-            made = self.single([t[0] for t in inputs], shared)
-            return [t.unsqueeze(0) for t in made]
+            results = self.single([t[0] for t in inputs], shared)
+            return [t.unsqueeze(0) for t in results]
         if not inputs:
             return self._mapped(inputs, shared, count)
         return list(self._any_count()(*inputs, *shared))
@@ -221,8 +221,8 @@ class Cell:
         dims = (*[0] * len(inputs), *[None] * len(shared), 0)
 
         def body(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            made = self.single(given[: len(inputs)], given[len(inputs) : -1])
-            return tuple(made)
+            results = self.single(given[: len(inputs)], given[len(inputs) : -1])
+            return tuple(results)
 
         return list(torch.func.vmap(body, in_dims=dims)(*inputs, *shared, number))
 
@@ -238,11 +238,11 @@ class Cell:
             def traced(count: int) -> fx.GraphModule:
                 examples = [torch.zeros(count, *m.shape, dtype=m.dtype, device=m.device) for m in self.given]
                 mapped = torch.func.vmap(body, in_dims=dims)
-                made = make_fx(mapped, tracing_mode="fake", _allow_non_fake_inputs=True)(
+                result = make_fx(mapped, tracing_mode="fake", _allow_non_fake_inputs=True)(
                     *examples, *[t.detach() for t in shared]
                 )
-                made.graph.eliminate_dead_code()
-                return made
+                result.graph.eliminate_dead_code()
+                return result
 
             self.traced = for_any_count({count: traced(count) for count in COUNTS})
         return self.traced  # type: ignore[no-any-return]

@@ -48,11 +48,11 @@ def for_any_count(traces: Mapping[int, fx.GraphModule]) -> fx.GraphModule:
         key = (factor, offset)
         if key not in sizes:
             with graph.inserting_after(last):
-                last = made = graph.call_function(operator.mul, (rows, factor))
+                last = result = graph.call_function(operator.mul, (rows, factor))
                 if offset:
-                    with graph.inserting_after(made):
-                        last = made = graph.call_function(operator.add, (made, offset))
-            sizes[key] = made
+                    with graph.inserting_after(result):
+                        last = result = graph.call_function(operator.add, (result, offset))
+            sizes[key] = result
         return sizes[key]
 
     def joined(values: list[Any]) -> Any:

@@ -91,10 +91,10 @@ class Forest:
         fixed = [tensor for _, _, tensor in self.fixed]
         given = [*shared, *fixed, *self.arrays]
         if torch.is_grad_enabled() and any(t.requires_grad for t in given):
-            made = _Levels.apply(self, *given)  # type: ignore[no-untyped-call]
+            results = _Levels.apply(self, *given)  # type: ignore[no-untyped-call]
         else:
-            made = self.forward(shared, fixed, self.arrays, None)
-        return dict(zip(self.sizes, made, strict=True))
+            results = self.forward(shared, fixed, self.arrays, None)
+        return dict(zip(self.sizes, results, strict=True))
 
     def forward(self, shared: Any, fixed: Any, arrays: Any, saved: list[Any] | None) -> tuple[torch.Tensor, ...]:
         """All buffers; `saved` receives what the derivative needs of each group."""
@@ -109,11 +109,11 @@ class Forest:
                 flags = [arrays[at].requires_grad if m is None else m.requires_grad for m, at in group.operands]
                 inputs = [t.requires_grad_(flag) for t, flag in zip(inputs, flags, strict=True)]
                 with torch.enable_grad():
-                    made = group.cell.rows(inputs, own, group.count)
-                saved.append((inputs, own, made))
+                    results = group.cell.rows(inputs, own, group.count)
+                saved.append((inputs, own, results))
             else:
-                made = group.cell.rows(inputs, own, group.count)
-            for k, rows in zip(group.cell.outputs, made, strict=True):
+                results = group.cell.rows(inputs, own, group.count)
+            for k, rows in zip(group.cell.outputs, results, strict=True):
                 start = group.starts[k]
                 buffers[group.cell.metas[k]][start : start + group.count] = rows.detach()
         return tuple(buffers.values())
@@ -126,10 +126,10 @@ class Forest:
                 of[m] = torch.zeros((n, *m.shape), dtype=m.dtype, device=m.device) if given is None else given.clone()
         shared: dict[Shared, torch.Tensor] = {}
         arrays: list[Any] = [None] * len(self.arrays)
-        for group, (inputs, own, made) in zip(self.groups[::-1], saved[::-1], strict=True):
+        for group, (inputs, own, outputs) in zip(self.groups[::-1], saved[::-1], strict=True):
             seeds: list[torch.Tensor] = []
             results: list[torch.Tensor] = []
-            for k, tensor in zip(group.cell.outputs, made, strict=True):
+            for k, tensor in zip(group.cell.outputs, outputs, strict=True):
                 if tensor.requires_grad:
                     start = group.starts[k]
                     results.append(tensor)
@@ -172,11 +172,11 @@ class _Levels(torch.autograd.Function):
         first, second = len(forest.shared), len(forest.shared) + len(forest.fixed)
         own = [t.detach().requires_grad_(t.requires_grad) for t in given[:first]]
         saved: list[Any] = []
-        made = forest.forward(own, given[first:second], given[second:], saved)
+        results = forest.forward(own, given[first:second], given[second:], saved)
         ctx.forest, ctx.saved = forest, saved
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*[t for m, t in zip(forest.sizes, made, strict=True) if not m.requires_grad])
-        return made
+        ctx.mark_non_differentiable(*[t for m, t in zip(forest.sizes, results, strict=True) if not m.requires_grad])
+        return results
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -249,15 +249,15 @@ def _merged(bases: Sequence[tuple[torch.Tensor, int, int | None]]) -> torch.Tens
 
 def gathered(function: Any, args: Any) -> Any:
     """Arguments of a function with tensors in place of lazy values; those in one list are read from buffers at once."""
-    made = []
+    results = []
     for a in args:
         if type(a) in (list, tuple) and len(a) > 1 and all(type(b) is Lazy and b.value is None for b in a):
             for group in _by_buffer(a):
                 parts = rows(group).unbind(0)
                 for value, part in zip(group, parts, strict=True):
                     value.value = part
-        made.append(known(a))
-    return tuple(made)
+        results.append(known(a))
+    return tuple(results)
 
 
 def _by_buffer(values: Sequence[Lazy]) -> list[list[Lazy]]:

@@ -184,8 +184,8 @@ class Layout:
                     graph.input(name, _rows(meta, count) if state is None else Tensor((count,), DType.int64))
                 )
                 wrt += [name] if state is None and meta.requires_grad else []
-        made = graph.emit(self._levels(counts), *operands)
-        graph.output(*made)
+        results = graph.emit(self._levels(counts), *operands)
+        graph.output(*results)
         return graph, wrt, [k for k, meta in enumerate(self.results) if meta.requires_grad]
 
     def _levels(self, counts: Sequence[Dim]) -> Levels:

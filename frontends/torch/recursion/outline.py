@@ -80,21 +80,21 @@ class Outliner:
 
     def body(self, statements: list[ast.stmt]) -> list[ast.stmt]:
         """Statements with blocks."""
-        made: list[ast.stmt] = []
+        results: list[ast.stmt] = []
         block: list[ast.stmt] = []
         for node in statements:
             if self.statement(node):
                 block.append(node)
                 continue
-            made += self.outlined(block)
+            results += self.outlined(block)
             block = []
             for name in ("body", "orelse", "finalbody"):
                 if isinstance(inner := getattr(node, name, None), list) and not isinstance(
                     node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef
                 ):
                     setattr(node, name, self.body(inner))
-            made.append(node)
-        return made + self.outlined(block)
+            results.append(node)
+        return results + self.outlined(block)
 
     def outlined(self, block: list[ast.stmt]) -> list[ast.stmt]:
         """The statement that calls a block of these."""
@@ -118,8 +118,8 @@ class Outliner:
             body.append(ast.copy_location(ast.Return(ast.Tuple(loaded, ast.Load())), last))
         names = [ast.arg(name) for name, _ in parameters.values()]
         arguments = ast.arguments([], names, None, [], [], None, [])
-        made = ast.copy_location(ast.FunctionDef(self.tree.name, arguments, body, [], None), block[0])
-        code = _compiled(made, self.function)
+        result = ast.copy_location(ast.FunctionDef(self.tree.name, arguments, body, [], None), block[0])
+        code = _compiled(result, self.function)
         self.blocks.append(Block(types.FunctionType(code, self.function.__globals__), self.function))
         call = ast.Call(ast.Constant(_placeholder(len(self.blocks) - 1)), [e for _, e in parameters.values()], [])
         target: list[ast.expr] = [ast.Tuple([ast.Name(n, ast.Store()) for n in results], ast.Store())]
@@ -164,11 +164,11 @@ def outlined(
     marked = frozenset(getattr(f, "__name__", "") for f in functions)
     found: dict[types.FunctionType, types.CodeType] = {}
     for function in functions:
-        if (made := outline(function, marked)) is None:
+        if (results := outline(function, marked)) is None:
             continue
         assert isinstance(function, types.FunctionType)
-        found[function] = made[0]
-        for code in (made[0], *(block.function.__code__ for block in made[1])):
+        found[function] = results[0]
+        for code in (results[0], *(block.function.__code__ for block in results[1])):
             codes[id(code)] = code
     return found
 

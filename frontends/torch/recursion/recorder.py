@@ -139,9 +139,9 @@ class Recorder(TorchFunctionMode):
             value = Lazy(run, first, step.made[0])
             values.append(value)
             return value
-        made = [Lazy(run, first + k, kind) for k, kind in enumerate(step.made)]
-        values += made
-        return step.kind(made)
+        results = [Lazy(run, first + k, kind) for k, kind in enumerate(step.made)]
+        values += results
+        return step.kind(results)
 
     def _encode(self, run: Run, a: Any) -> Any:
         kind = type(a)
@@ -238,12 +238,12 @@ class Recorder(TorchFunctionMode):
     def _solo(self, function: Any, args: Any, kwargs: Any) -> Any:
         joined = _joined(function, args, kwargs)
         if joined is None:
-            made, why = self.structures.fakes.run(function, args, kwargs)
+            result, why = self.structures.fakes.run(function, args, kwargs)
         else:
-            made, why = joined, ""
+            result, why = joined, ""
         if why == cells.IN_PLACE and not any(type(value.source) is Run for value in _lazies((args, kwargs))):
             why = cells.LOOK  # PyTorch has computed the operands, and their views, before it changes them
-        if why or not isinstance(made, torch.Tensor | Meta):
+        if why or not isinstance(result, torch.Tensor | Meta):
             return self._at_once(function, args, kwargs, why)
         stage = 0
         for value in _lazies((args, kwargs)):
@@ -255,7 +255,7 @@ class Recorder(TorchFunctionMode):
             stage = max(stage, source.stage)
         self.events += 1
         solo = Solo(self, function, args, kwargs, stage)
-        value = Lazy(solo, 0, made if isinstance(made, Meta) else meta_of(made))
+        value = Lazy(solo, 0, result if isinstance(result, Meta) else meta_of(result))
         solo.values.append(value)
         self.solos.append(solo)
         return value
@@ -310,12 +310,12 @@ class Recorder(TorchFunctionMode):
         function, args = solo.function, solo.args
         whole = _joined(function, args, solo.kwargs) is not None and (len(args) == 1 or args[1] == 0)
         if whole and all(a.value is None for a in args[0]):
-            made = rows(args[0])
-            made = made.flatten(0, 1) if function is torch.cat else made
+            result = rows(args[0])
+            result = result.flatten(0, 1) if function is torch.cat else result
         else:
-            made = function(*gathered(function, args), **known(solo.kwargs))
+            result = function(*gathered(function, args), **known(solo.kwargs))
         for value in solo.values:
-            value.value = made
+            value.value = result
 
     def abandon(self, why: str) -> None:
         """Compute what is recorded call by call, as PyTorch does, and run the rest of this forward pass in PyTorch."""

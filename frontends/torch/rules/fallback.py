@@ -219,8 +219,8 @@ def _body(
     """The body of a traced forward and backward, in which the operator's own results replace the forward."""
     graph = Graph("derivative")
     xs = [graph.input(f"x{i}", v.tensor) for i, v in enumerate(operands)]
-    ys = [graph.input(f"y{i}", made) for i, made in enumerate(op.types)]
-    cotangents = {i: graph.input(f"g{i}", made) for i, made in enumerate(op.types) if made.dtype.is_float}
+    ys = [graph.input(f"y{i}", outputs) for i, outputs in enumerate(op.types)]
+    cotangents = {i: graph.input(f"g{i}", outputs) for i, outputs in enumerate(op.types) if outputs.dtype.is_float}
     if not all(i in cotangents for i in differentiable):
         raise Unsupported(f"the derivative of {op.label}")
     t = Translator(graph, emit)
@@ -233,17 +233,17 @@ def _body(
         )
     elif op.random:
         raise Unsupported(f"the derivative of {op.label}, which is random")
-    made = t.run(joint, [*xs, *(cotangents[i] for i in differentiable)])[len(differentiable) :]
+    outputs = t.run(joint, [*xs, *(cotangents[i] for i in differentiable)])[len(differentiable) :]
     gradients: list[str | None] = [None] * len(operands)
-    for position, value in zip(_gradient_positions(made, wanted, len(operands)), made, strict=True):
+    for position, value in zip(_gradient_positions(outputs, wanted, len(operands)), outputs, strict=True):
         if isinstance(value, Value):
             gradients[position] = value.name
     return body_of(graph, gradients)
 
 
-def _gradient_positions(made: Sequence[Any], wanted: Sequence[int], count: int) -> Sequence[int]:
+def _gradient_positions(results: Sequence[Any], wanted: Sequence[int], count: int) -> Sequence[int]:
     """The operand of each traced gradient: PyTorch returns one per operand, or one per differentiable one."""
-    return range(count) if len(made) == count else wanted
+    return range(count) if len(results) == count else wanted
 
 
 def body_of(graph: Graph, yields: Sequence[str | None]) -> Body:

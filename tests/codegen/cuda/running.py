@@ -25,15 +25,15 @@ def emulated(codes: Sequence[CudaCode], barriers: bool = True) -> ctypes.CDLL:
     path = cache_folder() / "emulated" / f"{hashlib.sha256(chr(0).join(version).encode()).hexdigest()[:24]}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        made = path.with_suffix(f".{os.getpid()}")
-        source = made.with_suffix(f".{os.getpid()}.cpp")
+        result = path.with_suffix(f".{os.getpid()}")
+        source = result.with_suffix(f".{os.getpid()}.cpp")
         source.write_text(content)
         command = ["g++", "-std=c++20", "-O0", "-w", "-fPIC", "-shared", "-DVM_EMULATOR", "-fvisibility=hidden"]
         run = subprocess.run(
-            [*command, f"-I{HEADERS}", f"-I{EMULATOR}", str(source), "-o", str(made)], capture_output=True, text=True
+            [*command, f"-I{HEADERS}", f"-I{EMULATOR}", str(source), "-o", str(result)], capture_output=True, text=True
         )
         assert run.returncode == 0, run.stderr[:4000]
-        made.rename(path)
+        result.rename(path)
         source.unlink()
     return ctypes.CDLL(str(path))
 

@@ -19,7 +19,7 @@ def rows(lanes: int, count: int = 3, dtype: torch.dtype = torch.float32) -> list
     r = torch.randn
     x, g, weight, bias = r(count, lanes), r(count, lanes), r(lanes), r(lanes)
     mean, rstd = x.mean(1, True), (x.var(1, unbiased=False, keepdim=True) + 1e-5).rsqrt()
-    made = [
+    results = [
         (groups.layer_norm, x, weight, bias),
         (groups.layer_norm_backward, g, x, weight, mean, rstd),
         (groups.softmax, x),
@@ -30,7 +30,7 @@ def rows(lanes: int, count: int = 3, dtype: torch.dtype = torch.float32) -> list
     tolerance = {torch.bfloat16: 4e-2, torch.float16: 5e-3, torch.float64: 1e-12}.get(dtype, 5e-6)
     return [
         case(f"{body.__name__} {lanes} {dtype}", body, *(i.to(dtype) for i in inputs), tolerance=tolerance)
-        for body, *inputs in made
+        for body, *inputs in results
     ]
 
 

@@ -50,9 +50,9 @@ def compiled(codes: Sequence[CudaCode], folder: Path) -> tuple[str, str]:
     return run_nvcc(NVCC, [*options, "-o", str(folder / "kernels.cubin")]), (folder / "kernels.ptx").read_text()
 
 
-def spills(said: str) -> dict[str, int]:
+def spills(message: str) -> dict[str, int]:
     """Kernel over rows -> bytes that do not fit into registers, where fragments are read 16 bytes at a time."""
-    found = re.findall(r"Function properties for (\w+)\s+.*?(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    found = re.findall(r"Function properties for (\w+)\s+.*?(\d+) bytes spill stores, (\d+) bytes spill loads", message)
     return {name: int(stores) + int(loads) for name, stores, loads in found if "ILb1E" in name}
 
 
@@ -83,8 +83,8 @@ def memory_bound(dtype: torch.dtype) -> dict[str, CudaCode]:
 def test_memory_bound_kernels(dtype, tmp_path):
     """No spills; all that is large is moved by 16-byte instructions, of which each kernel needs some."""
     codes = memory_bound(dtype)
-    said, assembly = compiled([*codes.values()], tmp_path)
-    assert spills(said) and not {k: b for k, b in spills(said).items() if b}
+    message, assembly = compiled([*codes.values()], tmp_path)
+    assert spills(message) and not {k: b for k, b in spills(message).items() if b}
     functions = {m[1]: m[2] for m in re.finditer(r"\.entry (\w+)\((.*?)\n}", assembly, re.DOTALL)}
     for name, code in codes.items():
         wide = [body for f, body in functions.items() if code.key in f and "ILb1E" in f]
@@ -176,8 +176,8 @@ def test_training_steps_of_networks(name, tmp_path):
         with pytest.raises(Collected):
             step(x, *targets)
     assert len(toolchain.codes) >= 3
-    said, _ = compiled(toolchain.codes, tmp_path)
-    assert spills(said) and not {k: b for k, b in spills(said).items() if b}
+    message, _ = compiled(toolchain.codes, tmp_path)
+    assert spills(message) and not {k: b for k, b in spills(message).items() if b}
 
 
 @needs_nvcc
@@ -196,16 +196,16 @@ def test_the_library_is_made_once(tmp_path, monkeypatch):
 def test_many_kernels_are_several_files(tmp_path, monkeypatch):
     """Compiled at the same time; variants of a kernel that differ in the number of blocks alone are one text."""
     monkeypatch.setattr(toolchain, "TOGETHER", 1)
-    tools, said = toolchain.CudaToolchain((9, 0), 132), []
+    tools, messages = toolchain.CudaToolchain((9, 0), 132), []
     first = code_of(case("gelu", groups.bias_gelu, torch.randn(512, 64), torch.randn(64)))
     others = tools.variants(first)
     assert others[0] is first and others[0].key == others[1].key and others[0].rows != others[1].rows
     codes = [first, others[1], code_of(case("softmax", groups.softmax, torch.randn(4, 64)))]
-    made = tools.addresses(codes, tmp_path, 2, lambda done, count: said.append((done, count)))
-    assert len(made) == len({path for _, path in made.values()}) == len([*tmp_path.iterdir()]) == 2
-    assert all(address for address, _ in made.values()) and said == [(0, 2), (1, 2), (2, 2)]
+    results = tools.addresses(codes, tmp_path, 2, lambda done, count: messages.append((done, count)))
+    assert len(results) == len({path for _, path in results.values()}) == len([*tmp_path.iterdir()]) == 2
+    assert all(address for address, _ in results.values()) and messages == [(0, 2), (1, 2), (2, 2)]
     monkeypatch.setattr(compiling, "run_nvcc", lambda *_: pytest.fail("compiled again"))
-    assert tools.addresses(codes, tmp_path, 2, None) == made
+    assert tools.addresses(codes, tmp_path, 2, None) == results
 
 
 def test_a_missing_nvcc_is_named(monkeypatch):

@@ -44,7 +44,7 @@ def test_equals_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """Sizes with remainders, all strides, dilations, paddings; blocks; slices as operands; 32 and 64 bits."""
     torch.manual_seed(0)
     monkeypatch.setattr(depthwise, "FAST", 0)
-    made = []
+    results = []
     for number, (n, c, h, w, kernel, *window) in enumerate(CASES):
         dtype = torch.float64 if number % 3 == 2 else torch.float32
         whole = torch.randn(n, c + 6, h, w, dtype=dtype).contiguous(memory_format=torch.channels_last)
@@ -54,9 +54,9 @@ def test_equals_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         g = torch.randn_like(y).contiguous(memory_format=torch.channels_last)
         code = depthwise_weight_gradient(operator(c, kernel, *window), [layout(g), layout(x)])
         assert code is not None
-        made.append((code, g, x, kernel, window))
-    paths = compile_kernels([m[0] for m in made], tmp_path)
-    for code, g, x, kernel, (stride, padding, dilation) in made:
+        results.append((code, g, x, kernel, window))
+    paths = compile_kernels([m[0] for m in results], tmp_path)
+    for code, g, x, kernel, (stride, padding, dilation) in results:
         function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(load(paths[code.key], code.key))
         c = x.shape[1]
         expected = torch.ops.aten.convolution_backward(

@@ -40,7 +40,7 @@ def run(code: KernelCode, path: Path, tensors: list[torch.Tensor], blocks: int) 
 def test_equals_pytorch(tmp_path: Path) -> None:
     """All strides, paddings, dilations; images in either layout and cut out of others; blocks; 32 and 64 bits."""
     torch.manual_seed(0)
-    made = []
+    results = []
     for number, (n, c, h, w, kernel, stride, padding, dilation) in enumerate(CASES):
         dtype = torch.float64 if number % 3 == 2 else torch.float32
         x = torch.randn(n, c + 2, h, w, dtype=dtype)
@@ -54,9 +54,9 @@ def test_equals_pytorch(tmp_path: Path) -> None:
         summed = sums_of(back, [layout(rows)], [layout(image)])
         assert gathered is not None
         assert summed is not None
-        made.append((gathered, summed, x, rows, image, columns, CASES[number][4:]))
-    paths = compile_kernels([code for m in made for code in m[:2]], tmp_path)
-    for gathered, summed, x, rows, image, columns, (kernel, stride, padding, dilation) in made:
+        results.append((gathered, summed, x, rows, image, columns, CASES[number][4:]))
+    paths = compile_kernels([code for m in results for code in m[:2]], tmp_path)
+    for gathered, summed, x, rows, image, columns, (kernel, stride, padding, dilation) in results:
         want = F.fold(columns, x.shape[2:], kernel, dilation, padding, stride)
         for blocks in (1, 3):
             rows.fill_(float("nan"))

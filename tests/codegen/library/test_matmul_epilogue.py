@@ -75,7 +75,7 @@ def body(op: Packed, shape: tuple[int, ...]) -> Kernel:
 def test_convolutions_equal_pytorchs(last: bool, tmp_path: Path) -> None:
     """Images in both layouts and cut out of others; one to five threads; NaN goes through a ReLU."""
     torch.manual_seed(0)
-    made = []
+    results = []
     for n, c, h, w, k, kernel, stride, padding, dilation in CASES:
         x = torch.randn(n, c + 2, h, w)
         x = (x.contiguous(memory_format=torch.channels_last) if last else x)[:, 1 : c + 1]
@@ -89,10 +89,10 @@ def test_convolutions_equal_pytorchs(last: bool, tmp_path: Path) -> None:
         operands = [x, matrix, bias, other]
         code = matmul_kernel(body(op, (1, k, 1, 1)), [*map(layout, operands)], [layout(want)])
         assert code is not None
-        made.append((code, operands, want.relu() * 0.3 + other, math.prod((c, *kernel))))
-    paths = compile_kernels([m[0] for m in made], tmp_path)
+        results.append((code, operands, want.relu() * 0.3 + other, math.prod((c, *kernel))))
+    paths = compile_kernels([m[0] for m in results], tmp_path)
     assert len(paths) == 2, "sizes are no part of the text, unless there is but one column"
-    for code, operands, want, depth in made:
+    for code, operands, want, depth in results:
         for blocks in (1, 2, 3, 4, 5):
             result = torch.full_like(want, 7.0)
             run(code, paths[code.key], [*operands, result], blocks)
@@ -103,7 +103,7 @@ def test_convolutions_equal_pytorchs(last: bool, tmp_path: Path) -> None:
 def test_convolutions_in_tiles_equal_pytorchs(tmp_path: Path) -> None:
     """Odd sizes, tails of columns, padding, images cut out of others; more tiles than fit at once."""
     torch.manual_seed(0)
-    made = []
+    results = []
     g = torch.tensor([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]])
     for n, c, h, w, k, padding in (
         (2, 16, 6, 5, 32, 1),
@@ -122,9 +122,9 @@ def test_convolutions_in_tiles_equal_pytorchs(tmp_path: Path) -> None:
         operands = [x, matrix, bias, other]
         code = matmul_kernel(body(op, (1, k, 1, 1)), [*map(layout, operands)], [layout(want)])
         assert code is not None
-        made.append((code, operands, want.relu() * 0.3 + other, 9 * c))
-    paths = compile_kernels([m[0] for m in made], tmp_path)
-    for code, operands, want, depth in made:
+        results.append((code, operands, want.relu() * 0.3 + other, 9 * c))
+    paths = compile_kernels([m[0] for m in results], tmp_path)
+    for code, operands, want, depth in results:
         for blocks in (1, 2, 3, 4):
             result = torch.full_like(want, 7.0)
             run(code, paths[code.key], [*operands, result], blocks)
@@ -135,7 +135,7 @@ def test_convolutions_in_tiles_equal_pytorchs(tmp_path: Path) -> None:
 def test_depthwise_convolutions_equal_pytorchs(tmp_path: Path) -> None:
     """Channels that are no whole vectors, images cut out of others, narrow images, windows larger than the image."""
     torch.manual_seed(0)
-    made = []
+    results = []
     cases = [  # images, channels, height, width, kernel, stride, padding
         (2, 24, 9, 16, (3, 3), 1, (1, 1)),
         (1, 150, 8, 11, (3, 3), 2, (1, 1)),
@@ -154,9 +154,9 @@ def test_depthwise_convolutions_equal_pytorchs(tmp_path: Path) -> None:
         operands = [x, weight.permute(2, 3, 1, 0).reshape(-1, c).contiguous(), bias, other]
         code = matmul_kernel(body(op, (1, c, 1, 1)), [*map(layout, operands)], [layout(want)])
         assert code is not None
-        made.append((code, operands, want.relu() * 0.3 + other))
-    paths = compile_kernels([m[0] for m in made], tmp_path)
-    for code, operands, want in made:
+        results.append((code, operands, want.relu() * 0.3 + other))
+    paths = compile_kernels([m[0] for m in results], tmp_path)
+    for code, operands, want in results:
         for blocks in (1, 2, 3):
             result = torch.full_like(want, 7.0)
             run(code, paths[code.key], [*operands, result], blocks)
@@ -167,7 +167,7 @@ def test_depthwise_convolutions_equal_pytorchs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 def test_products_equal_pytorchs(transposed: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    made = []
+    results = []
     for rows, depth, columns in (
         (1, 40, 70),
         (2, 16, 32),
@@ -184,9 +184,9 @@ def test_products_equal_pytorchs(transposed: bool, tmp_path: Path) -> None:
             body(PackedMatmul(columns=columns), (1, columns)), [*map(layout, operands)], [layout(other)]
         )
         assert code is not None
-        made.append((code, operands, (a @ b + bias).relu() * 0.3 + other, depth))
-    paths = compile_kernels([m[0] for m in made], tmp_path)
-    for code, operands, want, depth in made:
+        results.append((code, operands, (a @ b + bias).relu() * 0.3 + other, depth))
+    paths = compile_kernels([m[0] for m in results], tmp_path)
+    for code, operands, want, depth in results:
         for blocks in (1, 2, 3, 4):
             result = torch.full_like(want, 7.0)
             run(code, paths[code.key], [*operands, result], blocks)

@@ -23,14 +23,14 @@ def run_all(codes, cases, tmp_path) -> None:
     symbols = compile_kernels(codes, tmp_path)
     for code, (arrays, results, expected) in zip(codes, cases, strict=True):
         for threads in (1, 2):
-            made = [np.full(t.shape, np.nan, "float32") for t in results]
-            pointers = (ctypes.c_void_p * (len(arrays) + len(made)))(*(a.ctypes.data for a in (*arrays, *made)))
+            outputs = [np.full(t.shape, np.nan, "float32") for t in results]
+            pointers = (ctypes.c_void_p * (len(arrays) + len(outputs)))(*(a.ctypes.data for a in (*arrays, *outputs)))
             assert len(code.integers) == 1
             assert not code.scratch
             function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(load(symbols[code.key], code.key))
             integers = (ctypes.c_int64 * 1)(threads)
             function(ctypes.addressof(pointers), ctypes.addressof(integers))
-            for a, b in zip(made, expected, strict=True):
+            for a, b in zip(outputs, expected, strict=True):
                 np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6)
 
 
@@ -77,9 +77,9 @@ def copied(length: int, size: int) -> tuple[Kernel, list[Tensor]]:
 
 @pytest.mark.compiled
 def test_values(tmp_path) -> None:
-    makers = (sums, lambda n, k: sums(n, k, "max"), lambda n, k: sums(n, k, "min"), normalized, copied)
+    producers = (sums, lambda n, k: sums(n, k, "max"), lambda n, k: sums(n, k, "min"), normalized, copied)
     codes, cases = [], []
-    for make_case in makers:
+    for make_case in producers:
         for length in (4, 16, 28, 67):
             kernel, operands = make_case(length, 3)
             graph = Graph()

@@ -48,17 +48,17 @@ class _Scales(Pass):
 @pytest.mark.compiled
 @pytest.mark.parametrize("kind", ["module", "loss", "step"])
 def test_a_program_is_right(kind: str) -> None:
-    made = wrong(kind)
-    before = {name: p.clone() for name, p in made.subject.model.named_parameters()}
-    told = made.verify()
+    result = wrong(kind)
+    before = {name: p.clone() for name, p in result.subject.model.named_parameters()}
+    told = result.verify()
     assert told, told
     assert told.reference == "PyTorch in float64"
     gradients = {check.name for check in told.checks if check.kind == "gradient"}
     assert gradients == set(before)
     assert ({"update"} <= {c.kind for c in told.checks}) == (kind == "step")
     assert all(check.eager is not None for check in told.checks)
-    assert all(torch.equal(p, before[name]) for name, p in made.subject.model.named_parameters())
-    assert all(p.grad is None for p in made.subject.model.parameters())
+    assert all(torch.equal(p, before[name]) for name, p in result.subject.model.named_parameters())
+    assert all(p.grad is None for p in result.subject.model.parameters())
 
 
 @pytest.mark.compiled
@@ -88,8 +88,8 @@ def test_random_numbers_and_buffers(random: str) -> None:
     model = Net()
     adam = torch.optim.Adam(model.parameters(), lr=1e-2)
     data = torch.randn(4, 3, 6, 6), torch.randint(0, 4, (4,))
-    made = Session(model, *data, loss=F.cross_entropy, optimizer=adam, pipeline=dt.TRAINING, random=random)  # type: ignore[arg-type]
-    told = made.verify()
+    result = Session(model, *data, loss=F.cross_entropy, optimizer=adam, pipeline=dt.TRAINING, random=random)  # type: ignore[arg-type]
+    told = result.verify()
     assert told, told
     assert ("random='eager' draws the same" in str(told)) == (random == "seeded")
     assert {"norm.running_mean", "norm.num_batches_tracked"} <= {c.name for c in told.checks if c.kind == "buffer"}
@@ -110,8 +110,8 @@ TREATMENTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", TREATMENTS)
 def test_what_a_step_does_to_gradients(kind: str) -> None:
     given = {name: value() if callable(value) else value for name, value in TREATMENTS[kind].items()}
-    made = session(model=perceptron(), optimizer="adamw", pipeline=dt.TRAINING, **given)
-    told = made.verify()
+    result = session(model=perceptron(), optimizer="adamw", pipeline=dt.TRAINING, **given)
+    told = result.verify()
     assert told, told
     assert told.reference == "PyTorch in float64"
     kinds = {check.kind for check in told.checks}
@@ -122,7 +122,7 @@ def test_what_a_step_does_to_gradients(kind: str) -> None:
     if "scaler" in given:
         assert given["scaler"]._scale is None, "the user's scaler must stay as it is"
     plain = session(model=perceptron(), optimizer="adamw", pipeline=dt.TRAINING)
-    assert len(made.start.graph.nodes) > len(plain.start.graph.nodes)
+    assert len(result.start.graph.nodes) > len(plain.start.graph.nodes)
 
 
 def test_gradients_are_treated_in_a_step_only() -> None:
@@ -150,8 +150,8 @@ def test_noise_beside_random_numbers_is_measured() -> None:
     model = Attention()
     adam = torch.optim.Adam(model.parameters(), lr=1e-2)
     data = torch.randn(3, 5, 8), torch.randint(0, 3, (3,))
-    made = Session(model, *data, loss=F.cross_entropy, optimizer=adam)
-    told = made.verify()
+    result = Session(model, *data, loss=F.cross_entropy, optimizer=adam)
+    told = result.verify()
     assert told, told
     found = {(check.kind, check.name): check for check in told.checks}
     update = found["update", "attend.in_proj_bias"]
@@ -163,27 +163,27 @@ def test_noise_beside_random_numbers_is_measured() -> None:
 @pytest.mark.compiled
 def test_a_wrong_pass_is_found_beside_random_numbers() -> None:
     model = nn.Sequential(nn.Linear(16, 10), nn.Dropout(0.3), nn.ReLU(), nn.Linear(10, 10))
-    made = session("loss", model=model, pipeline=dt.Pipeline(intra_operator=(_Scales(),)))
-    told = made.verify()
+    result = session("loss", model=model, pipeline=dt.Pipeline(intra_operator=(_Scales(),)))
+    told = result.verify()
     assert {(check.kind, check.name) for check in told.checks if not check.ok} == {("gradient", "0.bias")}, told
 
 
 @pytest.mark.compiled
 def test_times_are_taken_in_turn() -> None:
-    made = wrong("loss")
-    told = made.measure(repeats=3)
+    result = wrong("loss")
+    told = result.measure(repeats=3)
     assert list(told.timed) == ["now", "start", "default", "eager"]
     assert all(len(entry.seconds) == 3 for entry in told.timed.values())
-    assert told["now"].bytes == told["default"].bytes == made.state.bytes
+    assert told["now"].bytes == told["default"].bytes == result.state.bytes
     assert told["eager"].bytes is None
     assert told["now"].kernels + told["now"].calls > 0
     assert "quartiles" in str(told)
     with pytest.raises(Invalid, match="repeats is a number of runs"):
-        made.measure(repeats=0)
+        result.measure(repeats=0)
     other = wrong("loss", None)
     with pytest.raises(Invalid, match="different models"):
-        dt.compare(made, other, measure=True)
-    compared = dt.compare(made, dt.TRAINING, measure=True, repeats=2)
+        dt.compare(result, other, measure=True)
+    compared = dt.compare(result, dt.TRAINING, measure=True, repeats=2)
     assert compared.times is not None
     assert compared.same
     assert "time" in str(compared)
@@ -216,9 +216,9 @@ def test_noise_is_said_to_be_noise() -> None:
 
 
 def test_sessions_and_pipelines_side_by_side() -> None:
-    made = session(pipeline=dt.TRAINING)
-    told = dt.compare(made, dt.TRAINING.without("fusion"))
-    assert told.totals[0] == made.state.totals
+    result = session(pipeline=dt.TRAINING)
+    told = dt.compare(result, dt.TRAINING.without("fusion"))
+    assert told.totals[0] == result.state.totals
     assert told.totals[0].bytes < told.totals[1].bytes
     assert told.totals[0].kernels < told.totals[1].kernels
     assert all(step.startswith("-") for step in told.steps)
@@ -226,8 +226,8 @@ def test_sessions_and_pipelines_side_by_side() -> None:
     differences = [abs(a - b) for a, b in told.modules.values()]
     assert differences == sorted(differences, reverse=True)
     assert sum(b - a for a, b in told.modules.values()) == told.totals[1].bytes - told.totals[0].bytes
-    assert dt.compare(made, made).same
+    assert dt.compare(result, result).same
     assert told.as_dict()["bytes"] == [told.totals[0].bytes, told.totals[1].bytes]
     with pytest.raises(Invalid, match="compared on a session's model"):
         dt.compare(dt.TRAINING, dt.INFERENCE)
-    assert dt.compare(dt.TRAINING, dt.TRAINING, made).same
+    assert dt.compare(dt.TRAINING, dt.TRAINING, result).same

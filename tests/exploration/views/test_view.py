@@ -119,9 +119,9 @@ def test_a_kernel_opens_to_its_statements(session: dt.Session) -> None:
 def test_phases(session: dt.Session) -> None:
     graph = session.graph
     found = phases(graph)
-    made = {name: phase for node, phase in zip(graph.nodes, found, strict=True) for name in node.outputs}
-    assert made[graph.outputs[0]] == "forward"
-    assert {made[value] for value in graph.writes.values()} == {"update"}
+    results = {name: phase for node, phase in zip(graph.nodes, found, strict=True) for name in node.outputs}
+    assert results[graph.outputs[0]] == "forward"
+    assert {results[value] for value in graph.writes.values()} == {"update"}
     assert set(phases(chain(3))) == {"forward"}
 
 
@@ -148,14 +148,14 @@ def test_search(session: dt.Session) -> None:
 
 
 def test_the_viewer_gets_valid_json(session: dt.Session) -> None:
-    made = json.loads(json.dumps(sdfg_of(view_of(session.graph))))
-    (state,) = made["nodes"]
+    results = json.loads(json.dumps(sdfg_of(view_of(session.graph))))
+    (state,) = results["nodes"]
     ids = {str(node["id"]) for node in state["nodes"]}
     assert all(edge["src"] in ids and edge["dst"] in ids for edge in state["edges"])
     assert state["scope_dict"]["-1"] == [node["id"] for node in state["nodes"]]
     data = [n["attributes"]["data"] for n in state["nodes"] if n["type"] == "AccessNode"]
     data += [e["attributes"]["data"]["attributes"]["data"] for e in state["edges"]]
-    assert all(name in made["attributes"]["_arrays"] and "." not in name for name in data)
+    assert all(name in results["attributes"]["_arrays"] and "." not in name for name in data)
     inner = [n["attributes"]["sdfg"]["cfg_list_id"] for n in state["nodes"] if n["type"] == "NestedSDFG"]
     assert len({0, *inner}) == len(inner) + 1
 
@@ -198,7 +198,7 @@ def test_notebooks_show_graphs(session: dt.Session, monkeypatch: pytest.MonkeyPa
     shell = InteractiveShell.instance()
     try:
         show_graphs()
-        made, _ = shell.display_formatter.format(session.graph)
-        assert made["text/html"].startswith("<style>") and "matmul" in made["text/html"]
+        results, _ = shell.display_formatter.format(session.graph)
+        assert results["text/html"].startswith("<style>") and "matmul" in results["text/html"]
     finally:
         InteractiveShell.clear_instance()

@@ -221,7 +221,7 @@ def test_the_viewer_is_the_one_that_dace_brings() -> None:
 
 
 def test_work_is_cancelled_and_goes_on() -> None:
-    work, said = Work(), list[str]()
+    work, messages = Work(), list[str]()
     started, ended = threading.Event(), threading.Event()
 
     def long() -> None:
@@ -230,22 +230,22 @@ def test_work_is_cancelled_and_goes_on() -> None:
             while True:
                 time.sleep(0.005)
         except Cancelled:
-            said.append("cancelled")
+            messages.append("cancelled")
 
     work.put(long, "verify")
     assert started.wait(5)
     assert work.cancel() == "verify"
-    work.put(lambda: (said.append("next"), ended.set()), "next")  # type: ignore[arg-type, return-value]
-    assert ended.wait(5) and said == ["cancelled", "next"]
+    work.put(lambda: (messages.append("next"), ended.set()), "next")  # type: ignore[arg-type, return-value]
+    assert ended.wait(5) and messages == ["cancelled", "next"]
     time.sleep(0.05)
     assert work.cancel() == ""
 
 
 def test_the_widget_is_a_widget(session: dt.Session) -> None:
     pytest.importorskip("anywidget")
-    made = dt.explore(session)
-    assert made.state["name"] == "Sequential, Adam"
-    bundle = made._repr_mimebundle_()
+    result = dt.explore(session)
+    assert result.state["name"] == "Sequential, Adam"
+    bundle = result._repr_mimebundle_()
     data = bundle[0] if isinstance(bundle, tuple) else bundle
     assert "application/vnd.jupyter.widget-view+json" in data and len(data["text/html"]) < 300_000
     with pytest.raises(dt.Invalid, match="already has its model and inputs"):

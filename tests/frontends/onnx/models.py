@@ -23,8 +23,8 @@ def model(
 ) -> onnx.ModelProto:
     initializers = [numpy_helper.from_array(value, name) for name, value in weights.items()]
     graph = helper.make_graph(list(nodes), "small", list(inputs), list(outputs), initializers)
-    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
-    return made
+    result = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
+    return result
 
 
 def random(*shape: int, seed: int = 0) -> np.ndarray:
@@ -38,13 +38,13 @@ def perceptron(**kinds: object) -> onnx.ModelProto:
         helper.make_node("Relu", ["h"], ["r"], "/Relu"),
         helper.make_node("MatMul", ["r", "head"], ["y"], "/MatMul"),
     ]
-    made = model(nodes, [tensor("x", "batch", 4)], [tensor("y", "batch", 3)])
+    result = model(nodes, [tensor("x", "batch", 4)], [tensor("y", "batch", 3)])
     for name, value in (
         ("layers.0.weight", random(8, 4)),
         ("layers.0.bias", random(8, seed=1)),
         ("head", random(8, 3)),
     ):
-        made.graph.initializer.append(numpy_helper.from_array(value, name))
-    made.producer_name, made.doc_string = "tests", "two layers"
-    helper.set_model_props(made, {"licence": "none"})
-    return made
+        result.graph.initializer.append(numpy_helper.from_array(value, name))
+    result.producer_name, result.doc_string = "tests", "two layers"
+    helper.set_model_props(result, {"licence": "none"})
+    return result

@@ -27,8 +27,8 @@ def test_every_official_node_case_is_right_or_refused():
                 warnings.simplefilter("ignore")
                 result = module(*map(value, inputs))
             for got, want in zip([result] if len(outputs) == 1 else result, map(value, outputs), strict=True):
-                if said := difference(got, want, case.rtol, case.atol, values=case.name not in EXCLUDED):
-                    wrong.append(f"{case.name}: {said}")
+                if message := difference(got, want, case.rtol, case.atol, values=case.name not in EXCLUDED):
+                    wrong.append(f"{case.name}: {message}")
         counts["run"] += 1
     assert not wrong
     assert counts["run"] >= 1650, counts

@@ -65,11 +65,11 @@ def test_equals_onnx_runtime(name):
         for n, a in zip(inputs, arrays, strict=True)
     ]
     kinds = [TensorProto.FLOAT, TensorProto.INT32]
-    made = [
+    created = [
         helper.make_tensor_value_info(r, k, list("abc")[: 3 - 2 * i])
         for i, (r, k) in enumerate(zip(results, kinds, strict=False))
     ]
-    graph = helper.make_graph([node], "contrib", declared, made)
+    graph = helper.make_graph([node], "contrib", declared, created)
     model = helper.make_model(
         graph, opset_imports=[helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)], ir_version=8
     )

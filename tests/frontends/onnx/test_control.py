@@ -121,13 +121,13 @@ def test_captured_and_right(name: str) -> None:
         sum((y * torch.arange(1.0, 1 + y.numel()).view(y.shape)).sum() for y in eager).backward()
     gradient, module.w.grad = module.w.grad, None
     optimized = dt.optimize(module)
-    made = optimized(*inputs)
-    made = made if isinstance(made, tuple) else (made,)
-    for a, b, c in zip(made, expected, eager, strict=True):
+    results = optimized(*inputs)
+    results = results if isinstance(results, tuple) else (results,)
+    for a, b, c in zip(results, expected, eager, strict=True):
         torch.testing.assert_close(a, torch.as_tensor(b), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(a, c, rtol=1e-4, atol=1e-4)
     if trains:
-        sum((y * torch.arange(1.0, 1 + y.numel()).view(y.shape)).sum() for y in made).backward()
+        sum((y * torch.arange(1.0, 1 + y.numel()).view(y.shape)).sum() for y in results).backward()
         torch.testing.assert_close(module.w.grad, gradient, rtol=1e-3, atol=1e-3)
     state = state_of(optimized)
     assert state is not None and not state.backend.breaks and state.backend.graphs == 1

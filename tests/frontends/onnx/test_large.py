@@ -26,10 +26,10 @@ def table_model(folder: Path, rows: int) -> Path:
         file.write(np.ones(16 * WIDTH, np.float32).tobytes())
 
     def weight(name: str, shape: tuple[int, int], start: int, stop: int) -> TensorProto:
-        made = TensorProto(name=name, data_type=TensorProto.FLOAT, dims=shape, data_location=TensorProto.EXTERNAL)
+        result = TensorProto(name=name, data_type=TensorProto.FLOAT, dims=shape, data_location=TensorProto.EXTERNAL)
         for key, value in (("location", "weights.bin"), ("offset", start), ("length", stop - start)):
-            made.external_data.add(key=key, value=str(value))
-        return made
+            result.external_data.add(key=key, value=str(value))
+        return result
 
     graph = helper.make_graph(
         [helper.make_node("Gather", ["table", "rows"], ["h"]), helper.make_node("MatMul", ["h", "head"], ["y"])],
@@ -38,8 +38,8 @@ def table_model(folder: Path, rows: int) -> Path:
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 16])],
         [weight("table", (rows, WIDTH), 0, split), weight("head", (WIDTH, 16), split, end)],
     )
-    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-    onnx.save(made, folder / "large.onnx")
+    result = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    onnx.save(result, folder / "large.onnx")
     return folder / "large.onnx"
 
 
@@ -59,6 +59,6 @@ def test_weights_are_mapped_and_never_copied(rows: int, tmp_path: Path) -> None:
     asked = torch.tensor([KNOWN, KNOWN + 1])
     dt.optimize(dt.load_onnx(small))(asked)  # what compiling itself takes is there before
     before = memory_of_its_own()
-    made = dt.optimize(dt.load_onnx(path))(asked)
+    results = dt.optimize(dt.load_onnx(path))(asked)
     assert memory_of_its_own() - before < rows * WIDTH  # a quarter of the weights
-    torch.testing.assert_close(made[:, 0], torch.tensor([WIDTH * (WIDTH - 1) / 2, 0.0]))
+    torch.testing.assert_close(results[:, 0], torch.tensor([WIDTH * (WIDTH - 1) / 2, 0.0]))

@@ -52,12 +52,12 @@ def test_an_unknown_trainable_name_is_named():
 
 
 def test_what_the_exporter_notes_decides_over_where_a_value_stands():
-    made = perceptron()
+    result = perceptron()
     for name, kind in (("head", "BUFFER"), ("layers.0.bias", "PARAMETER")):
-        info = made.graph.value_info.add(name=name)
+        info = result.graph.value_info.add(name=name)
         info.type.tensor_type.elem_type = TensorProto.FLOAT
         info.metadata_props.add(key="pkg.torch.export.graph_signature.InputSpec.kind", value=kind)
-    assert {name for name, _ in load(made).named_parameters()} == {"layers.0.weight", "layers.0.bias"}
+    assert {name for name, _ in load(result).named_parameters()} == {"layers.0.weight", "layers.0.bias"}
 
 
 @pytest.mark.compiled
@@ -100,18 +100,18 @@ def test_sizes_stay_symbolic_through_shape_arithmetic():
         helper.make_node("Reshape", ["x", "target"], ["y"]),
     ]
     constants = {"zero": np.array(0), "axis": np.array([0]), "rest": np.array([2, -1])}
-    made = model(nodes, [tensor("x", "n", 6)], [tensor("y", "n", 2, 3)], **constants)
-    module = load(made)
+    result = model(nodes, [tensor("x", "n", 6)], [tensor("y", "n", 2, 3)], **constants)
+    module = load(result)
     assert "as_tensor" not in module.source and not list(module.buffers())
     assert module(torch.zeros(7, 6)).shape == (7, 2, 3)
 
 
 def test_nodes_over_constants_are_computed_at_import():
     nodes = [helper.make_node("Add", ["a", "b"], ["c"]), helper.make_node("Mul", ["x", "c"], ["y"])]
-    made = model(
+    result = model(
         nodes, [tensor("x", 3)], [tensor("y", 3)], a=np.arange(3.0, dtype=np.float32), b=np.ones(3, np.float32)
     )
-    module = load(made, trainable=False)
+    module = load(result, trainable=False)
     assert module.source.count("# Add") == 0
     torch.testing.assert_close(module(torch.ones(3)), torch.tensor([1.0, 2.0, 3.0]))
 
@@ -152,8 +152,8 @@ def test_a_loop_of_known_length_trains():
         [tensor("again", element=TensorProto.BOOL), tensor("next", 2)],
     )
     nodes = [helper.make_node("Loop", ["trips", "", "x"], ["y"], body=body)]
-    made = model(nodes, [tensor("x", 2)], [tensor("y", 2)], trips=np.array(3), w=np.array([2, 3], np.float32))
-    module = dt.optimize(made)
+    result = model(nodes, [tensor("x", 2)], [tensor("y", 2)], trips=np.array(3), w=np.array([2, 3], np.float32))
+    module = dt.optimize(result)
     x = torch.tensor([1.0, 1.0])
     torch.testing.assert_close(module(x), torch.tensor([8.0, 27.0]))
     module(x).sum().backward()
@@ -207,21 +207,21 @@ def test_inputs_are_held_to_their_declaration(x, sentence):
 
 
 def test_local_functions_are_inlined():
-    made = perceptron()
+    result = perceptron()
     function = helper.make_function(
         "own", "Twice", ["a"], ["b"], [helper.make_node("Add", ["a", "a"], ["b"])], [helper.make_opsetid("", 21)]
     )
-    made.functions.append(function)
-    made.opset_import.append(helper.make_opsetid("own", 1))
-    made.graph.node[1].CopyFrom(helper.make_node("Twice", ["h"], ["r"], domain="own"))
-    eager = load(made)
+    result.functions.append(function)
+    result.opset_import.append(helper.make_opsetid("own", 1))
+    result.graph.node[1].CopyFrom(helper.make_node("Twice", ["h"], ["r"], domain="own"))
+    eager = load(result)
     hidden = X @ eager.layers._modules["0"].weight.T + eager.layers._modules["0"].bias
     torch.testing.assert_close(eager(X), (2 * hidden) @ eager.head)
 
 
 def test_operators_and_names_cannot_write_code():
-    made = perceptron()
+    result = perceptron()
     evil = 'x"\n    import os; os.abort()  #'
-    made.graph.node[1].name = evil
-    made.graph.initializer[2].name = made.graph.node[2].input[1] = "head'); import os; os.abort() #"
-    torch.testing.assert_close(load(made)(X), reference(X))
+    result.graph.node[1].name = evil
+    result.graph.initializer[2].name = result.graph.node[2].input[1] = "head'); import os; os.abort() #"
+    torch.testing.assert_close(load(result)(X), reference(X))

@@ -13,15 +13,15 @@ from tests.frontends.onnx.models import model, perceptron, random, tensor
 def external(tmp_path, location, *, offset=0, length=None, write=True):
     if write:
         (tmp_path / "w.bin").write_bytes(random(3, 3).tobytes())
-    made = model([helper.make_node("MatMul", ["x", "w"], ["y"])], [tensor("x", 2, 3)], [tensor("y", 2, 3)])
-    weight = made.graph.initializer.add(name="w", data_type=TensorProto.FLOAT, dims=[3, 3])
+    result = model([helper.make_node("MatMul", ["x", "w"], ["y"])], [tensor("x", 2, 3)], [tensor("y", 2, 3)])
+    weight = result.graph.initializer.add(name="w", data_type=TensorProto.FLOAT, dims=[3, 3])
     weight.data_location = TensorProto.EXTERNAL
     for key, text in (("location", location), ("offset", offset), ("length", length)):
         if text is not None:
             weight.external_data.add(key=key, value=str(text))
     (tmp_path / "folder").mkdir(exist_ok=True)
     path = tmp_path / "folder" / "m.onnx" if location.startswith("..") else tmp_path / "m.onnx"
-    path.write_bytes(made.SerializeToString())
+    path.write_bytes(result.SerializeToString())
     return path
 
 
@@ -65,14 +65,14 @@ def test_external_data_with_a_second_name_is_refused(tmp_path):
 
 @pytest.mark.parametrize("repeats", [[1 << 32, 1 << 32], [1 << 40, 1 << 20]])
 def test_a_tile_that_no_memory_holds_is_named(repeats):
-    made = model(
+    result = model(
         [helper.make_node("Tile", ["x", "r"], ["y"], name="tiles")],
         [tensor("x", 2, 3)],
         [tensor("y", "a", "b")],
     )
-    made.graph.initializer.append(numpy_helper.from_array(np.array(repeats, dtype=np.int64), "r"))
+    result.graph.initializer.append(numpy_helper.from_array(np.array(repeats, dtype=np.int64), "r"))
     with pytest.raises(dt.Invalid, match=r"more than can be addressed"):
-        load(made)(torch.ones(2, 3))
+        load(result)(torch.ones(2, 3))
 
 
 def test_external_data_without_a_path(tmp_path):
@@ -83,40 +83,40 @@ def test_external_data_without_a_path(tmp_path):
 
 def test_a_wrong_checksum(tmp_path):
     path = external(tmp_path, "w.bin")
-    made = onnx.load(path, load_external_data=False)
-    made.graph.initializer[0].external_data.add(key="checksum", value="0" * 40)
-    path.write_bytes(made.SerializeToString())
+    result = onnx.load(path, load_external_data=False)
+    result.graph.initializer[0].external_data.add(key="checksum", value="0" * 40)
+    path.write_bytes(result.SerializeToString())
     with pytest.raises(dt.Invalid, match="checksum of external data of 'w'"):
         load(path)
 
 
 def changed(change):
-    made = perceptron()
-    change(made)
-    return made
+    result = perceptron()
+    change(result)
+    return result
 
 
-def unknown(made):
-    made.graph.node[1].op_type = "Blur"
-    made.graph.node[1].domain = "elsewhere"
-    made.opset_import.append(helper.make_opsetid("elsewhere", 3))
+def unknown(result):
+    result.graph.node[1].op_type = "Blur"
+    result.graph.node[1].domain = "elsewhere"
+    result.opset_import.append(helper.make_opsetid("elsewhere", 3))
 
 
-def circle(made):
-    made.graph.node[0].input[0] = "y"
+def circle(result):
+    result.graph.node[0].input[0] = "y"
 
 
-def absurd(made):
-    del made.graph.node[:]
-    made.graph.node.append(helper.make_node("ConstantOfShape", ["huge"], ["y"]))
-    for dim in made.graph.output[0].type.tensor_type.shape.dim:
+def absurd(result):
+    del result.graph.node[:]
+    result.graph.node.append(helper.make_node("ConstantOfShape", ["huge"], ["y"]))
+    for dim in result.graph.output[0].type.tensor_type.shape.dim:
         dim.Clear()
-    made.graph.initializer.append(numpy_helper.from_array(np.array([1 << 40, 1 << 20]), "huge"))
+    result.graph.initializer.append(numpy_helper.from_array(np.array([1 << 40, 1 << 20]), "huge"))
 
 
-def conflict(made):
-    made.graph.initializer[0].dims[1] = 5
-    made.graph.initializer[0].raw_data = random(8, 5).tobytes()
+def conflict(result):
+    result.graph.initializer[0].dims[1] = 5
+    result.graph.initializer[0].raw_data = random(8, 5).tobytes()
 
 
 @pytest.mark.parametrize(
@@ -165,13 +165,13 @@ def test_other_arguments(tmp_path):
 
 
 def test_strings_are_refused_by_name():
-    made = model(
+    result = model(
         [helper.make_node("StringNormalizer", ["x"], ["y"])],
         [tensor("x", 2, element=TensorProto.STRING)],
         [tensor("y", 2, element=TensorProto.STRING)],
     )
     with pytest.raises(dt.Unsupported, match="input 'x' has ONNX element type STRING"):
-        load(made)
+        load(result)
 
 
 def test_damaged_models_never_crash():

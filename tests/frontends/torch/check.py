@@ -41,12 +41,12 @@ class Interpreting:
                 arrays["seed"] = np.asarray(7)
             results = interpret(captured.graph, arrays)
             self._differentiate(captured, arrays, operands)
-            made = [output(o, operands, results.outputs, results.sizes) for o in captured.outputs]
+            outputs = [output(o, operands, results.outputs, results.sizes) for o in captured.outputs]
             for name, value in results.writes.items():
                 (target,) = (s for s in captured.inputs if s.name == name)
                 with torch.no_grad():
                     tensor_of(target, operands).copy_(torch.as_tensor(value))
-            return pytree.tree_unflatten(made, captured.out_spec)
+            return pytree.tree_unflatten(outputs, captured.out_spec)
 
         return run
 
@@ -71,8 +71,8 @@ class Interpreting:
         sizes = interpret(captured.graph, arrays)
         for name, value in of.items():
             cotangents[value.name] = np.ones_like(sizes.values[name])
-        made = interpret(graph, {**arrays, **cotangents}).outputs
-        for name, value in zip(names, made, strict=True):
+        results = interpret(graph, {**arrays, **cotangents}).outputs
+        for name, value in zip(names, results, strict=True):
             key = id(wanted[name])
             self.gradients[key] = self.gradients.get(key, 0) + value
 
@@ -88,10 +88,10 @@ def array(tensor: torch.Tensor) -> np.ndarray:
     return (tensor.double() if tensor.is_floating_point() else tensor).contiguous().numpy().copy()
 
 
-def output(source: OutputSource, operands: Sequence[Any], made: Sequence[np.ndarray], sizes: dict[str, int]) -> Any:
+def output(source: OutputSource, operands: Sequence[Any], results: Sequence[np.ndarray], sizes: dict[str, int]) -> Any:
     match source.kind:
         case "graph":
-            tensor = torch.as_tensor(np.ascontiguousarray(made[source.index])).reshape(made[source.index].shape)
+            tensor = torch.as_tensor(np.ascontiguousarray(results[source.index])).reshape(results[source.index].shape)
             if source.view is None or source.strides is None:
                 return tensor
             strides = [bind(s, sizes) for s in source.strides]
@@ -126,10 +126,10 @@ def check(
     backend = Interpreting()
     compiled = torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
     torch.manual_seed(0)
-    made = compiled(*inputs)
+    result = compiled(*inputs)
     assert backend.captured, "nothing was captured"
     if values:
-        compare(made, expected, tolerance)
+        compare(result, expected, tolerance)
         compare([t.detach().clone() for t in held], expected_after, tolerance)
     if gradients and values:
         for position, (tensor, wanted) in enumerate(zip(held, expected_gradients, strict=True)):
@@ -148,16 +148,16 @@ def _eager(function: Any, inputs: Any, held: Any, gradients: bool) -> tuple[Any,
     for t in held:
         t.grad = None
     torch.manual_seed(0)
-    made = function(*inputs)
+    result = function(*inputs)
     after = [t.detach().clone() for t in held]
     if gradients:
-        results = [t for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor) and t.requires_grad]
+        results = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
         storages = {h.untyped_storage()._cdata for h in held}
         fresh = list({id(t): t for t in results if t.untyped_storage()._cdata not in storages}.values())
         if fresh:
             torch.autograd.backward(fresh, [torch.ones_like(t) for t in fresh])
     wanted = [torch.zeros_like(t) if t.grad is None else t.grad.clone() for t in held]
-    detached = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), made)
+    detached = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), result)
     return detached, after, wanted
 
 
@@ -168,8 +168,8 @@ def _restore(held: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> No
             tensor.copy_(value)
 
 
-def compare(made: Any, expected: Any, tolerance: float) -> None:
-    for got, wanted in zip(pytree.tree_leaves(made), pytree.tree_leaves(expected), strict=True):
+def compare(result: Any, expected: Any, tolerance: float) -> None:
+    for got, wanted in zip(pytree.tree_leaves(result), pytree.tree_leaves(expected), strict=True):
         if isinstance(wanted, torch.Tensor):
             np.testing.assert_allclose(array(got), array(wanted), tolerance, tolerance)
         else:

@@ -112,13 +112,13 @@ class Recurrent(nn.Module):
     def forward(self, tokens):
         x = self.embed(tokens)
         h = c = x.new_zeros(tokens.shape[0], 5)
-        made = []
+        results = []
         for step in range(tokens.shape[1]):
             i, f, g, o = (self.wx(x[:, step]) + self.wh(h)).chunk(4, 1)
             c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
             h = torch.sigmoid(o) * torch.tanh(c)
-            made.append(h)
-        return self.out(torch.stack(made, 1))
+            results.append(h)
+        return self.out(torch.stack(results, 1))
 
 
 class Recommender(nn.Module):

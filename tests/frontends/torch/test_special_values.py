@@ -50,18 +50,18 @@ def run(model: Any, kind: str) -> list[torch.Tensor | None]:
 @pytest.mark.parametrize("kind", ["number", "0-d", "tensor"])
 def test_a_bound_that_is_nan_in_kernels(kind: str, tmp_path: Path) -> None:
     compiled = dt.optimize(Clamp(kind), cache=str(tmp_path))
-    expected, made = run(Clamp(kind), kind), run(compiled, kind)
-    torch.testing.assert_close(made, expected, rtol=0, atol=0, equal_nan=True)
+    expected, result = run(Clamp(kind), kind), run(compiled, kind)
+    torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", ["number", "0-d", "tensor"])
 def test_a_bound_that_is_nan_in_the_interpreter(kind: str) -> None:
     backend = Interpreting()
     x, bounds = torch.tensor(NUMBERS * 4).requires_grad_(), bounds_of(kind)
-    made = torch.compile(Clamp(kind), backend=backend, fullgraph=True)(x, bounds)
+    result = torch.compile(Clamp(kind), backend=backend, fullgraph=True)(x, bounds)
     y = Clamp(kind)(x, bounds)
     y.sum().backward()
-    np.testing.assert_array_equal(np.asarray(made.detach()), y.detach().numpy())
+    np.testing.assert_array_equal(np.asarray(result.detach()), y.detach().numpy())
     np.testing.assert_array_equal(backend.gradients[id(x)], x.grad.numpy())
 
 
@@ -89,7 +89,7 @@ def test_special_values_in_the_interpreter(name: str) -> None:
     function = ACTIVATIONS[name]
     x = torch.tensor([math.nan, math.inf, -math.inf, 0.0, 1.0, -1.0, 3.0, -3.0, 6.0, 0.25, 90.0] * 64).double()
     x.requires_grad_()
-    made = torch.compile(lambda v: function(v), backend=backend, fullgraph=True)(x)
+    result = torch.compile(lambda v: function(v), backend=backend, fullgraph=True)(x)
     y = function(x)
     y.sum().backward()
     keep = (
@@ -97,7 +97,7 @@ def test_special_values_in_the_interpreter(name: str) -> None:
         if name in ("hardswish", "elu", "elu of nan", "celu", "selu")
         else torch.ones_like(x, dtype=torch.bool)
     )
-    np.testing.assert_allclose(np.asarray(made.detach()), y.detach().numpy(), rtol=1e-13)
+    np.testing.assert_allclose(np.asarray(result.detach()), y.detach().numpy(), rtol=1e-13)
     ours, theirs = torch.as_tensor(backend.gradients[id(x)]), x.grad
     np.testing.assert_allclose(ours[keep].numpy(), theirs[keep].numpy(), rtol=1e-13)
 
@@ -127,8 +127,8 @@ def test_compilers_keep_what_arithmetic_does_with_special_values(name: str, tmp_
     """No flag lets the compiler turn `x * (condition ? 1 : 0)` into a choice: NaN and infinity times zero are NaN."""
     x = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -2.0, 3e-39] * 8, requires_grad=True)
     y = SELECTED[name](x)
-    made = dt.optimize(Selected(name), cache=str(tmp_path))(x)
-    torch.testing.assert_close(made, y, rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(torch.signbit(made[~made.isnan()]), torch.signbit(y[~y.isnan()]))
-    (ours,), (theirs,) = (torch.autograd.grad(v.nansum(), x) for v in (made, y))
+    results = dt.optimize(Selected(name), cache=str(tmp_path))(x)
+    torch.testing.assert_close(results, y, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(torch.signbit(results[~results.isnan()]), torch.signbit(y[~y.isnan()]))
+    (ours,), (theirs,) = (torch.autograd.grad(v.nansum(), x) for v in (results, y))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)

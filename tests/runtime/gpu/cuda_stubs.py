@@ -102,7 +102,7 @@ class Graph:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """Two devices."""
-    made = Driver()
+    result = Driver()
     cuda = torch.cuda
     properties = SimpleNamespace(multi_processor_count=132)
     for name, value in {
@@ -110,25 +110,25 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         "get_device_properties": lambda index: properties,
         "get_device_name": lambda index: f"stub {index}",
         "get_device_capability": lambda index: (9, 0),
-        "current_stream": made.stream_of,
-        "Stream": made.new_stream,
-        "set_stream": made.set_stream,
-        "stream": made.on,
-        "device": made.device,
+        "current_stream": result.stream_of,
+        "Stream": result.new_stream,
+        "set_stream": result.set_stream,
+        "stream": result.on,
+        "device": result.device,
         "synchronize": lambda: None,
         "empty_cache": lambda: None,
-        "CUDAGraph": type("CUDAGraph", (Graph,), {"driver": made}),
+        "CUDAGraph": type("CUDAGraph", (Graph,), {"driver": result}),
     }.items():
         monkeypatch.setattr(cuda, name, value)
     monkeypatch.setattr(cuda.graph, "default_capture_stream", None)
     for name, function in {
         "_host_emptyCache": lambda: None,
-        "_cuda_endAllocateToPool": made.end,
-        "_cuda_releasePool": lambda index, pool: made.released.append((index, pool)),
-        "_cuda_clearCublasWorkspaces": made.clear,
+        "_cuda_endAllocateToPool": result.end,
+        "_cuda_releasePool": lambda index, pool: result.released.append((index, pool)),
+        "_cuda_clearCublasWorkspaces": result.clear,
     }.items():
         monkeypatch.setattr(torch._C, name, function, raising=False)
-    return made
+    return result
 
 
 @pytest.fixture

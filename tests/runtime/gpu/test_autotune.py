@@ -38,9 +38,9 @@ class Timed(Emulated):
         for run, turn in itertools.product(runs, range(2)):
             run(turn)
         self.measured.append(len(runs))
-        made = [1.0] * len(runs)
-        made[self.fastest % len(runs)] = self.margin
-        return made
+        results = [1.0] * len(runs)
+        results[self.fastest % len(runs)] = self.margin
+        return results
 
 
 @pytest.fixture
@@ -52,15 +52,15 @@ def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[BoundPlan]]:
     """Every plan that is bound."""
-    made: list[BoundPlan] = []
+    results: list[BoundPlan] = []
     bind = BoundPlan.__init__
 
     def noted(self: BoundPlan, *arguments: Any, **keywords: Any) -> None:
         bind(self, *arguments, **keywords)
-        made.append(self)
+        results.append(self)
 
     monkeypatch.setattr(BoundPlan, "__init__", noted)
-    return made
+    return results
 
 
 class Normed(nn.Module):

@@ -180,6 +180,6 @@ def test_rows_that_see_nothing_are_nan_as_in_eager() -> None:
 
     x = torch.randn(2, T, 36)
     expected = Layer()(x, mask)
-    made = dt.optimize(Layer())(x, mask)
+    result = dt.optimize(Layer())(x, mask)
     assert expected[1].isnan().all()
-    torch.testing.assert_close(made, expected, equal_nan=True, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(result, expected, equal_nan=True, rtol=1e-5, atol=1e-6)

@@ -70,5 +70,5 @@ def test_between_products(name: str) -> None:
     graph.output(z, *(value for value in gradients.values() if value is not None))
     after = TRAINING.run(graph, tuple(level for level, _ in TRAINING.passes if level != "forward"))
     kernels = [node for node in after.nodes if isinstance(node.op, Kernel | Elementwise)]
-    made = [o for node in kernels for o in node.outputs if after.tensors[o].shape == (6, 8)]
-    assert len(made) == 2, after
+    results = [o for node in kernels for o in node.outputs if after.tensors[o].shape == (6, 8)]
+    assert len(results) == 2, after

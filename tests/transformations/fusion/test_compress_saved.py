@@ -123,8 +123,10 @@ def test_gradients_are_off_by_what_is_documented(dtype: str, unit: float) -> Non
     model.zero_grad()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     plain = dt.training_step(model, nn.functional.cross_entropy, optimizer)
-    made = dt.training_step(model, nn.functional.cross_entropy, optimizer, pipeline=stored(dtype), keep_gradients=True)
-    assert float(plain(x, y)) == float(made(x, y)), "the forward pass is the same, to the bit"
+    result = dt.training_step(
+        model, nn.functional.cross_entropy, optimizer, pipeline=stored(dtype), keep_gradients=True
+    )
+    assert float(plain(x, y)) == float(result(x, y)), "the forward pass is the same, to the bit"
     off = 0.0
     for name, parameter in model.named_parameters():
         error = (parameter.grad - expected[name]).abs().max() / expected[name].abs().max()
@@ -137,7 +139,7 @@ def test_less_is_held() -> None:
     """A chain of matmuls, whose activations are all that lives: the peak falls towards a half."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    made = dt.training_step(model, nn.functional.mse_loss, optimizer)
-    graph = made.graph(torch.randn(512, 64), torch.randn(512, 64))
+    result = dt.training_step(model, nn.functional.mse_loss, optimizer)
+    graph = result.graph(torch.randn(512, 64), torch.randn(512, 64))
     peaks = [memory(pipeline.run(graph)).peak for pipeline in (dt.TRAINING, stored("bfloat16"))]
     assert peaks[1] < 0.75 * peaks[0]

@@ -98,9 +98,9 @@ def test_rows_of_embeddings_are_added_to_their_part() -> None:
 def test_gradients_of_tables(padding: int, dims: str) -> None:
     """Zeros and rows; indices and rows that do not lie densely are copied."""
     signature = "p: f32[8, 5], m: f32[8, 5], r: f32[5], i: i64[3, 3], g: f32[3, 3, 5]"
-    made = f"embedding_grad(%v, %j, rows=8, padding_idx={padding})"
+    result = f"embedding_grad(%v, %j, rows=8, padding_idx={padding})"
     moved = f"%j = permute(%i, dims=({dims}))\n%v = permute(%g, dims=({dims}, 2))\n"
-    body = UPDATE.replace("%d = matmul(%a, %b)", f"{moved}%d = {made}")
+    body = UPDATE.replace("%d = matmul(%a, %b)", f"{moved}%d = {result}")
     graph = updated(signature, body)
     after = SMALL.run(graph)
     check_same(graph, after)
@@ -230,7 +230,7 @@ def test_training(optimizer) -> None:
     theirs = Tied()
     ours = copy.deepcopy(theirs)
     tokens, targets = torch.randint(50, (2, 5)), torch.randint(50, (10,))
-    made = [optimizer(m.parameters()) for m in (ours, theirs)]
+    results = [optimizer(m.parameters()) for m in (ours, theirs)]
     parts: list[int] = []
 
     def watch(step: Step) -> None:
@@ -239,13 +239,13 @@ def test_training(optimizer) -> None:
 
     pipeline = dt.TRAINING.replace(ChunkUpdates, ChunkUpdates(part=640, min_bytes=0))
     pipeline = pipeline.replace(ReuseOperands, ReuseOperands(min_bytes=0))
-    step = dt.training_step(ours, F.cross_entropy, made[0], pipeline=pipeline, pass_callback=watch)
+    step = dt.training_step(ours, F.cross_entropy, results[0], pipeline=pipeline, pass_callback=watch)
     for _ in range(4):
         loss = step(tokens, targets)
-        made[1].zero_grad()
+        results[1].zero_grad()
         expected = F.cross_entropy(theirs(tokens), targets)
         expected.backward()
-        made[1].step()
+        results[1].step()
         assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-5, abs=1e-6)
     assert step.breaks == [] and sorted(parts) == [4, 4, 5]
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):

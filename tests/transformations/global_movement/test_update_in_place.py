@@ -41,8 +41,8 @@ def in_place(graph: Graph) -> set[str]:
 
 def launches(graph: Graph) -> tuple[int, int]:
     """Kernels and copies."""
-    made = lower(graph).launches
-    return sum(isinstance(x, KernelLaunch) for x in made), sum(isinstance(x, CopyLaunch) for x in made)
+    results = lower(graph).launches
+    return sum(isinstance(x, KernelLaunch) for x in results), sum(isinstance(x, CopyLaunch) for x in results)
 
 
 def test_a_permuted_gradient() -> None:

@@ -60,10 +60,10 @@ def test_rows_that_repeat_are_scaled_once() -> None:
     ],
 )
 def test_refusals(option: str, padding: str, also: str, sentence: str) -> None:
-    made, buffer = ("%n, %m", ", %b") if "momentum" in option else ("%n", "")
+    result, buffer = ("%n, %m", ", %b") if "momentum" in option else ("%n", "")
     body = f"""
         %d = embedding_grad(%g, %i, rows=90{padding})
-        {made} = sgd_update(%p, %d, %rate{buffer}, {option})
+        {result} = sgd_update(%p, %d, %rate{buffer}, {option})
     """
     check_refused(program(SIGNATURE, body, f"%n{also}"), UpdateRows(), sentence)
 

@@ -107,9 +107,9 @@ def test_a_flattened_image_is_read_in_row_major_order() -> None:
 def test_follows_the_convolution(op: str) -> None:
     body = conv("a", "x", "u") + op + '\n%s = reduce(%b, kind="sum", dims=(0, 2, 3))'
     after = assigned(program(f"x: {LARGE}, u: f32[4, 3, 3, 3]", body, "%s"))
-    made = next(node for node in after.nodes if node.outputs[0] == "b")
+    result = next(node for node in after.nodes if node.outputs[0] == "b")
     assert lasts(after)["convolution"]
-    assert is_last(after.tensors[made.outputs[0]])
+    assert is_last(after.tensors[result.outputs[0]])
 
 
 def test_gradients_of_a_convolution_follow() -> None:

@@ -81,15 +81,15 @@ def library(codes: Sequence[CudaCode], change: Change | None = None) -> Library:
 def _compile(folder: Path) -> None:
     nvcc = [str(find_nvcc()), *FLAGS, f"-I{folder}", f"-I{HEADERS}", str(folder / "kernels.cu")]
     shared = ["-shared", "-cudart=none", "-Xcompiler=-fPIC", "-gencode", f"arch={ARCHITECTURE},code={ARCHITECTURE}"]
-    made = folder / "made.so"
+    result = folder / "made.so"
     for command in (
         ["g++", "-O1", "-fPIC", "-c", str(SHIM), "-o", str(folder / "shim.o")],
         [*nvcc, f"-arch={ARCHITECTURE}", "-ptx", "-o", str(folder / "kernels.ptx")],
-        [*nvcc, *shared, str(folder / "shim.o"), "-o", str(made)],
+        [*nvcc, *shared, str(folder / "shim.o"), "-o", str(result)],
     ):
         run = subprocess.run(command, capture_output=True, text=True)
         assert run.returncode == 0, run.stderr[:4000]
-    made.rename(folder / "kernels.so")
+    result.rename(folder / "kernels.so")
 
 
 def run(case: Case, code: CudaCode, compiled: Library, shift: int = 0) -> list[str]:

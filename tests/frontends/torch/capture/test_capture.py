@@ -125,8 +125,8 @@ def test_symbolic_batch() -> None:
     for size in (2, 7):
         x = torch.randn(size, 3)
         arrays = {n: array(held[path] if (path := graph.inputs[n].path) in held else x) for n in given}
-        made = interpret(graph, arrays).outputs[0]
-        np.testing.assert_allclose(made, model(x).detach().numpy(), 1e-5, 1e-5)
+        result = interpret(graph, arrays).outputs[0]
+        np.testing.assert_allclose(result, model(x).detach().numpy(), 1e-5, 1e-5)
 
 
 def test_symbolic_batch_norm() -> None:
@@ -208,8 +208,8 @@ def test_a_graph_that_does_not_come_from_dynamo() -> None:
     x = torch.randn(5, 3)
     captured = capture(traced, [x])
     arrays = {s.name: array(s.value if s.kind == "attribute" else x) for s in captured.inputs}
-    made = interpret(captured.graph, arrays).outputs[0]
-    np.testing.assert_allclose(made, module(x).detach().numpy(), 1e-5, 1e-5)
+    result = interpret(captured.graph, arrays).outputs[0]
+    np.testing.assert_allclose(result, module(x).detach().numpy(), 1e-5, 1e-5)
     assert captured.detached == (False,)
     assert [s.kind for s in captured.inputs] == ["tensor"] + ["attribute"] * 4
 

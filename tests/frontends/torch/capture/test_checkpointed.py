@@ -94,13 +94,13 @@ def test_statistics_move_as_in_eager_execution(name: str, tmp_path: Path) -> Non
     compiled = dt.optimize(copy.deepcopy(model), cache=str(tmp_path))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = trained(compiled, x)
-    torch.testing.assert_close(made, expected)
-    assert all(torch.equal(made[1][key], value) for key, value in expected[1].items())
+        results = trained(compiled, x)
+    torch.testing.assert_close(results, expected)
+    assert all(torch.equal(results[1][key], value) for key, value in expected[1].items())
     state = state_of(compiled)
     assert state is not None
-    said = [reason for reason in state.backend.breaks if "a second time in the backward pass" in reason]
-    assert len(said) == len(state.backend.breaks) == (name != "counter")
+    messages = [reason for reason in state.backend.breaks if "a second time in the backward pass" in reason]
+    assert len(messages) == len(state.backend.breaks) == (name != "counter")
 
 
 @pytest.mark.compiled

@@ -39,8 +39,8 @@ UNSIGNED = {"sub", "alpha", "rsub"}
 def number(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     if dtype is torch.bool:
         return torch.rand(shape) > 0.5
-    made = torch.randint(1, 5, shape).to(dtype)
-    return made + 0.25 if dtype.is_floating_point else made
+    result = torch.randint(1, 5, shape).to(dtype)
+    return result + 0.25 if dtype.is_floating_point else result
 
 
 def pairs() -> list[tuple[str, int]]:

@@ -75,15 +75,15 @@ def test_compiled(tmp_path: Path) -> None:
     ones = [x.clone().requires_grad_() for x in inputs]
     others = [x.clone().requires_grad_() for x in inputs]
     expected, compiled = All()(*ones), dt.optimize(All(), cache=tmp_path, jobs=2)
-    made = compiled(*others)
+    results = compiled(*others)
     state = state_of(compiled)
     assert state is not None and not state.backend.breaks
     assert not [f for record in state.backend.records for f in record.fallbacks]
-    for name, got, wanted in zip(CASES, made, expected, strict=True):
+    for name, got, wanted in zip(CASES, results, expected, strict=True):
         torch.testing.assert_close(got, wanted, msg=name)
     weights = [torch.randn_like(y) for y in expected]
     torch.autograd.backward(expected, weights)
-    torch.autograd.backward(made, weights)
+    torch.autograd.backward(results, weights)
     for name, got, wanted in zip(CASES, others, ones, strict=True):
         torch.testing.assert_close(got.grad, wanted.grad, msg=name)
 
