@@ -8,6 +8,7 @@ from functools import cached_property
 
 from daceml_train.analysis.aliases import readers_of_memory, roots
 from daceml_train.analysis.concat_aliases import ConcatAlias, concat_alias, concat_aliases
+from daceml_train.analysis.traffic import traffic
 from daceml_train.errors import Refused
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.control import ControlFlow
@@ -106,7 +107,10 @@ class Joined:
 
     @property
     def traffic(self) -> Dim:
-        """Bytes that applying adds: operands in place are not copied."""
+        """Bytes that applying adds: operands in place are not copied, and constants beside them need not be stored."""
+        producers = map(self.known.producers.get, self.node.inputs)
+        if any(producer is not None and isinstance(producer.op, Full | Iota) for producer in producers):
+            return simplify(traffic(self.apply()).bytes - traffic(self.graph).bytes)
         return simplify(sum((-2 * self.graph.tensors[self.node.inputs[k]].bytes for k in self.placed), start=0))
 
     def apply(self) -> Graph:
