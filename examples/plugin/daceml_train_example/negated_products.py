@@ -17,11 +17,9 @@ class NegatedProducts(Rewrite):
     level = "intra_operator"
 
     def match(self, uses, node):
-        results = [uses.producers.get(name) for name in node.inputs]
-        fits = (
-            node.op.label == "mul" and results[0] is not results[1] and all(m and m.op.label == "neg" for m in results)
-        )
-        return {"m": results[0], "n": results[1]} if fits else None
+        sides = [uses.producers.get(name) for name in node.inputs]
+        fits = node.op.label == "mul" and sides[0] is not sides[1] and all(m and m.op.label == "neg" for m in sides)
+        return {"m": sides[0], "n": sides[1]} if fits else None
 
     def legality(self, match):
         for name in (part.outputs[0] for part in match.bindings.values()):
