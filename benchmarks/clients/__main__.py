@@ -63,7 +63,7 @@ def page(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         cells = row["client"].replace("_", " "), row["version"], row["program"], str(row["changed"]), row["kind"]
         lines.append(f"| {' | '.join(cells)} |")
-    messages = [f"- {row['client']}, {row['program']}: {row['messages'][:300]}" for row in rows if row["said"]]
+    messages = [f"- {row['client']}, {row['program']}: {row['said'][:300]}" for row in rows if row["said"]]
     return "\n".join([*lines, *([""] if messages else []), *messages])
 
 

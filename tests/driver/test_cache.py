@@ -113,7 +113,7 @@ def test_one_warning_names_the_compiler(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (IndexError("a bug"), "internal error, IndexError: a bug"),
         (Invalid("%b updates %a"), "internal error, %b updates %a"),

@@ -57,7 +57,7 @@ class Communicating(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         (reduced, "all_reduce"),
         (gathered, "all_gather_into_tensor"),

@@ -78,7 +78,7 @@ def alone(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "said"), [
+@pytest.mark.parametrize(("how", "message"), [
     ("wrapped", "the model is a DistributedDataParallel, which reduces gradients in hooks"),
     ("inside", "its module '0' is a DistributedDataParallel"),
     ("fully_shard", "the model is a FSDPModule, which gathers parameters"),

@@ -38,7 +38,7 @@ def module_settings(**keywords: Any) -> Settings:
 FACES: list[Callable[..., Settings]] = [module_settings, lambda **keywords: step(**keywords).options]
 
 
-@pytest.mark.parametrize("made", FACES, ids=["optimize", "training_step"])
+@pytest.mark.parametrize("result", FACES, ids=["optimize", "training_step"])
 def test_a_value_says_the_same_as_keywords(result: Callable[..., Settings], tmp_path: Path) -> None:
     given: dict[str, Any] = {"pipeline": "fusion: fuse_elementwise()", "cache": tmp_path, "jobs": 1, "dynamic": False}
     given |= {"random": "eager", "autotune": False}
@@ -54,7 +54,7 @@ def test_the_schedule_is_that_of_the_function_unless_one_is_given() -> None:
     assert module_settings(options=dt.Options(schedule="ahead_of_time")).cuda_graphs
 
 
-@pytest.mark.parametrize("made", FACES, ids=["optimize", "training_step"])
+@pytest.mark.parametrize("result", FACES, ids=["optimize", "training_step"])
 def test_old_names_are_understood(result: Callable[..., Settings], tmp_path: Path) -> None:
     heard: list[Any] = []
     with warnings.catch_warnings(record=True) as caught:
@@ -85,7 +85,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("made", FACES, ids=["optimize", "training_step"])
+@pytest.mark.parametrize("result", FACES, ids=["optimize", "training_step"])
 @pytest.mark.parametrize(("given", "sentence"), WRONG, ids=[next(iter(w[0])) for w in WRONG])
 def test_what_does_not_exist_or_fit_is_said_at_once(
     result: Callable[..., Settings], given: dict[str, Any], sentence: str
