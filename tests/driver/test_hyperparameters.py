@@ -118,3 +118,19 @@ def test_parameters_of_16_bits_keep_constants() -> None:
     optimizer = torch.optim.Adam([parameter])
     update = update_of(optimizer, optimizer.param_groups[0])
     assert update.op.given == () and update.op.has("beta2")
+
+
+def test_a_list_of_options_changed_in_place_after_it_was_found_right(tmp_path: Path) -> None:
+    """What an identity of objects cannot tell: the same list with a zero is another program."""
+    ours, theirs = pair("Adam", torch.float64)
+    for _, optimizer in (ours, theirs):
+        optimizer.param_groups[0]["betas"] = [0.9, 0.99]
+    step = dt.training_step(ours[0], F.mse_loss, ours[1], cache=tmp_path)
+    for t, beta in enumerate([0.9, 0.9, 0.9, 0.0, 0.0, 0.5]):
+        for _, optimizer in (ours, theirs):
+            optimizer.param_groups[0]["betas"][0] = beta
+        x, y = batch(t, torch.float64)
+        step(x, y)
+        eager_step(*theirs, x, y)
+        assert_alike(ours, theirs, TOLERANCE[torch.float64])
+    assert len(step.records) == 2
