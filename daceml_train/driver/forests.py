@@ -109,8 +109,8 @@ class Forests:
         replaced = [p for p in self.programs if not set(cells).isdisjoint(p.layout.cells)]
         cells = list(dict.fromkeys([*(c for p in replaced for c in p.layout.cells), *cells]))
         for cell in cells:  # grows
-            found = {s[0] for sources in cell.sources for s in sources if s is not DATA}
-            cells += [c for c in sorted(found, key=structure_order) if c not in cells]
+            found = dict.fromkeys(s[0] for sources in cell.sources for s in sources if s is not DATA)
+            cells += [c for c in found if c not in cells]
         try:
             result = self._compiled(Layout(cells))
         except DacemlError as error:
@@ -126,8 +126,3 @@ class Forests:
         self.records += compiled.records
         self.compiled += 1
         return ForestProgram(layout, compiled, list(graph.inputs), frozenset(outputs))
-
-
-def structure_order(cell: Cell) -> int:
-    """An order of cells that does not depend on addresses."""
-    return len(cell.operators)

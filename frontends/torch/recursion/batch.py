@@ -43,9 +43,9 @@ def learn(members: dict[Cell, list[Run]]) -> None:
             for run in runs:
                 a = run.inputs[k]
                 if type(a) is Lazy and a.value is None and (source := own.get(id(a.source))) is not None:
-                    sources.add((source, a.index))
+                    sources[source, a.index] = None
                 else:
-                    sources.add(DATA)
+                    sources[DATA] = None
 
 
 class Batch:

@@ -193,8 +193,8 @@ class Cell:
         self.traced: Any = None
         self.given = self.inputs or (NUMBER,)
         """The types of the inputs; a cell without any takes the number of the call."""
-        self.sources: list[set[Any]] = [set() for _ in self.inputs]
-        """Per input, what it was ever taken from; see `kinds`."""
+        self.sources: list[dict[Any, None]] = [{} for _ in self.inputs]
+        """Per input, what it was ever taken from, in the order of learning; see `kinds`."""
 
     def want(self, outputs: set[int]) -> None:
         """Have at least these outputs."""

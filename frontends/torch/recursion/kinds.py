@@ -62,9 +62,9 @@ class Layout:
             if k is None or self.outputs[k] != cell.outputs:
                 return False
             for (_, state), now, then in zip(self.kinds[k].inputs, cell.sources, self.learned[k], strict=False):
-                if not all(self._takes(state, source, known) for source in now - then):
+                if not all(self._takes(state, source, known) for source in now.keys() - then):
                     return False
-                then |= now
+                then.update(now)
         return True
 
     def _takes(self, state: int | None, source: Output | None, known: dict[Cell, int]) -> bool:
@@ -124,7 +124,7 @@ class Layout:
         for kind in self.kinds:
             cell = kind.cell
             assert cell is not None
-            for sources in cell.sources or [{DATA}]:
+            for sources in cell.sources or [{DATA: None}]:
                 outputs = [s for s in sources if s is not DATA]
                 state = self.states[self._find(outputs[0])] if outputs else None
                 kind.inputs.append((self._operand(), state))
