@@ -81,8 +81,8 @@ class OptimizerGuard:
         for position, group in enumerate(optimizer.param_groups):
             read = frozenset({"params", "initial_lr", "lr", *(key for index, key, _ in sources if index == position)})
             self.groups.append((group, read, options(group, read), [*group["params"]]))
-        self.found_right: list[list[Any]] = [[_END] for _ in self.groups]
-        """Per group the values that `holds` last found right: the same objects need no second look."""
+        self.right: IdentityGuard | None = None
+        """The options that `holds` last found right: the same objects need no second look."""
         owners: dict[int, Mapping[str, Any]] = {**dict(enumerate(optimizer.param_groups)), OF_STEP: bounds}
         self.read = [(owners[index], key, place) for index, key, place in sources]
         self.values = (ctypes.c_double * max(len(self.read), 1))()
@@ -93,19 +93,16 @@ class OptimizerGuard:
         """Whether all is as it was bound but the hyper-parameters that are read at each call."""
         if optimizer.state is not self.state_object or len(optimizer.param_groups) != len(self.groups):
             return False
-        for position, group in enumerate(optimizer.param_groups):
-            bound, read, expected, parameters = self.groups[position]
+        for group, (bound, _, _, parameters) in zip(optimizer.param_groups, self.groups, strict=True):
             if group is not bound or len(group["params"]) != len(parameters):
                 return False
             if not all(map(operator.is_, group["params"], parameters)):
                 return False
-            right = self.found_right[position]
-            if len(group) != len(right) or not all(map(operator.is_, group.values(), right)):
-                if options(group, read) != expected:
-                    return False
-                values = [*group.values()]
-                changeable = any(isinstance(v, list) and k != "params" for k, v in group.items())
-                self.found_right[position] = [_END] if changeable else values
+        if self.right is None or not self.right.holds():
+            if not self.same_options():
+                return False
+            lists = any(isinstance(v, list) for g in optimizer.param_groups for k, v in g.items() if k != "params")
+            self.right = None if lists else IdentityGuard(optimizer.param_groups)  # a list may change in place
         return self.same.holds()
 
     def refresh(self) -> list[tuple[int, torch.Tensor]]:
