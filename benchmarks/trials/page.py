@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,15 @@ first row every parameter, buffer, tensor of the optimizer, and generator at the
 values that it was told and its best trial; for the residual network the values of two trials; for kills the values of
 an undisturbed search. Times are wall clock without compilation; those of processes include their start. The space
 *late drops* has two rates, and two drops by four factors at two steps each.
+"""
+INITIALIZATIONS = """What Optuna prunes and samples depends on the values that it is told, hence on the initial
+parameters. Over the same {count} initializations for all searches, times fewer steps, and in brackets the limit that
+distinct steps set:
+"""
+PROGRAMS = """Rate, weight decay, momentum or betas, dropout, and label smoothing are changed one at a time, under
+clipping, with batches of 32, 48, and 64 in random order, by two processes that start with one empty cache. Each process
+needs a program for its first batch size and one for all others; what one has compiled, the other one loads. The cost of
+a change is the first step with another value minus the best of five steps before it.
 """
 STACKED = """A 64-64-10 network on batches of 64, plain descent, each trial with a rate of its own. Times are those
 of one step of one trial on one thread, in processor time. Matmuls of all trials may sum in another order than those of
@@ -51,6 +61,9 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
             f"| {entry['name']} | {entry['alone']:,} | {entry['steps']:,}{least} | {ratio:.2f} | {alone} | "
             f"{entry['seconds']:.2f} | {_yes(entry['equal'])} |"
         )
+    yield from _initializations([entry for entry in trained if "ratios" in entry])
+    if "programs" in rows:
+        yield from _programs(rows["programs"]["searches"])
     if "stacked" in rows:
         yield from _stacked(rows["stacked"]["searches"])
     if "simulated" in rows:
@@ -65,6 +78,30 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
                 f"{entry['steps']:,} steps, of {entry['distinct']:,} that are needed. Killed: {moments}. "
                 f"{entry['seconds']:.0f} s."
             )
+
+
+def _initializations(entries: list[dict[str, Any]]) -> Iterator[str]:
+    if not entries:
+        return
+    yield "\n## Optuna, by initialization\n"
+    yield INITIALIZATIONS.format(count=len(entries[0]["ratios"]))
+    yield "| search | median | lowest | highest |"
+    yield "|---|---|---|---|"
+    for entry in entries:
+        cells = [f"{of(entry['ratios']):.2f} ({of(entry['limits']):.2f})" for of in (statistics.median, min, max)]
+        yield f"| {entry['name']} | {' | '.join(cells)} |"
+
+
+def _programs(entries: list[dict[str, Any]]) -> Iterator[str]:
+    yield "\n## Programs of a search over values\n"
+    yield PROGRAMS
+    yield "| search | compiled | loaded | compiled for a value | cost of a change, median | worst |"
+    yield "|---|---|---|---|---|---|"
+    for entry in entries:
+        yield (
+            f"| {entry['name']} | {entry['compiled']} | {entry['loaded']} | {entry['by a value']} | "
+            f"{entry['median ms']:.3f} ms | {entry['worst ms']:.2f} ms |"
+        )
 
 
 def _stacked(entries: list[dict[str, Any]]) -> Iterator[str]:

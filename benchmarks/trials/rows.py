@@ -16,6 +16,7 @@ import torch
 import daceml_train as dt
 from benchmarks.faults.children import begin, finished
 from benchmarks.trials import digits
+from benchmarks.trials.programs import compiled
 from daceml_train.driver.stacked import StackedStep
 from daceml_train.trials.keys import Path as TrialPath
 from daceml_train.trials.pool import train_tree
@@ -26,6 +27,8 @@ from daceml_train.trials.tree import merged
 Row = dict[str, Any]
 KILLS_EACH = 8
 """Kills of a search at most, so that searches end."""
+INITIALIZATIONS = 10
+"""With how many initial parameters each search by Optuna runs: what it prunes and samples depends on the values."""
 LONGEST = 3.0
 """Seconds between two kills at most; a search takes about so long."""
 
@@ -85,24 +88,27 @@ def with_optuna(kills: int) -> Row:
     found = []
     for name, (sampler, pruner) in searches.items():
         shared, alone = (_study(sampler(), pruner(), each) for each in (False, True))
+        others = [_study(sampler(), pruner(), False, seed) for seed in range(INITIALIZATIONS)]
         keys = ("told", "best")
         row = {"name": name, "alone": alone["steps"], "steps": shared["steps"]}
         row |= {"alone seconds": alone["seconds"], "seconds": shared["seconds"], "distinct": shared["distinct"]}
+        row["ratios"] = [study["requested"] / study["steps"] for study in others]
+        row["limits"] = [study["requested"] / study["distinct"] for study in others]
         found.append(row | {"equal": all(shared[key] == alone[key] for key in keys), "best": shared["best"][2]})
     return {"searches": found}
 
 
-def _study(sampler: Any, pruner: Any, each: bool) -> Row:
+def _study(sampler: Any, pruner: Any, each: bool, seed: int = 0) -> Row:
     import optuna
 
-    own = digits.stages()
+    own = digits.stages(seed=seed)
     dict(own.run(0, {"lr": 0.3}, 2))  # compiles
     own.reset()
     told, steps = [], 0
 
     def new() -> dt.Stages:
         own.reset()
-        return dt.Stages(own.step, data=digits.data, evaluate=digits.accuracy, seed=0, name="digits")
+        return dt.Stages(own.step, data=digits.data, evaluate=digits.accuracy, seed=seed, name="digits")
 
     shared = new()
 
@@ -129,7 +135,9 @@ def _study(sampler: Any, pruner: Any, each: bool) -> Row:
     seconds = time.perf_counter() - start
     best = study.best_trial.number, study.best_params, study.best_value
     trained = steps or shared.report().steps
-    return {"told": told, "best": best, "steps": trained, "seconds": seconds, "distinct": shared.tree.steps()}
+    requested = sum({number: reached for number, reached, _ in told}.values())
+    found = {"told": told, "best": best, "steps": trained, "seconds": seconds}
+    return found | {"requested": requested, "distinct": shared.tree.steps()}
 
 
 def residual(kills: int, steps: int = 60) -> Row:
@@ -316,6 +324,7 @@ ROWS: dict[str, Callable[[int], Row]] = {
     "late": late,
     "optuna": with_optuna,
     "residual": residual,
+    "programs": compiled,
     "stacked": in_one_program,
     "simulated": simulated,
     "kills": killed,
