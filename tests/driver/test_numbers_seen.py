@@ -57,6 +57,15 @@ class Counting(Model):
         return h * h.flatten()[self.seen["index"]] + int(x.abs().max().item())
 
 
+class Listing(Model):
+    """Integers of a whole list, which Python keeps and computes with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.l(x)
+        self.seen["positive"] = (x[:, 0] > 0).long().tolist()
+        return self.r(h * (1 + sum(self.seen["positive"])))
+
+
 class Inner(Model):
     """A number that decides within a function that is inlined."""
 
@@ -69,7 +78,7 @@ class Inner(Model):
         return self.r(h)
 
 
-@pytest.mark.parametrize("kind", [Kept, Branching, Scaling, Counting, Inner], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Kept, Branching, Scaling, Counting, Listing, Inner], ids=lambda kind: kind.__name__)
 def test_numbers(kind: type[Model], tmp_path: Path) -> None:
     torch._dynamo.reset()
     ours = kind().double()  # so that no rounding adds up over the steps

@@ -94,7 +94,7 @@ def tile(x: Tensor, repeats: Host) -> Tensor:
 
 def _addressable(shape: Sequence[Any]) -> Sequence[Any]:
     """The shape, unless no memory could store such an array: PyTorch's own count of elements overflows silently."""
-    count = math.prod(size for size in shape if isinstance(size, int))
+    count = math.prod([size for size in shape if isinstance(size, int)])  # TorchDynamo traces no generator in it
     if count > _ADDRESSABLE:
         raise Invalid(
             f"the node produces an array of shape {tuple(shape)}: {count} elements, more than can be addressed"

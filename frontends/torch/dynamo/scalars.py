@@ -1,8 +1,8 @@
 """`.item()` of a floating-point number: a value of the graph that Python sees after it has run, and no break.
 
 TorchDynamo has this as a setting for all numbers. An integer mostly becomes a size or an index, of which a program
-cannot be compiled, so that it still breaks the graph where a function may be compiled in pieces. So does each number of
-a function that takes a branch by one, or whose graph cannot be compiled: that is known only after it was traced, which
+cannot be compiled, so that it still breaks the graph where a function may be compiled in pieces, as do the integers of
+`.tolist()`. So does each number of a function that takes a branch by one, or whose graph cannot be compiled: that is known only after it was traced, which
 then starts over.
 """
 
@@ -49,21 +49,20 @@ def start_over() -> None:
 def _install() -> None:
     tensors: Any = TensorVariable
     numbers: Any = SymNodeVariable
-    item, evaluate = tensors.method_item, numbers.evaluate_expr
+    item, tolist, evaluate = tensors.method_item, tensors.method_tolist, numbers.evaluate_expr
 
     def method_item(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        depth = _traces.depth
-        if depth and not tx.one_graph:
+        if _traces.depth and not tx.one_graph:
             code = tx.output.root_tx.f_code
             if code in _broken or self.dtype is None or not self.dtype.is_floating_point:
-                unimplemented(
-                    gb_type="Tensor.item()",
-                    context="",
-                    explanation="Integers break the graph, and so do numbers of a function that branches on one.",
-                    hints=[*graph_break_hints.SUPPORTABLE],
-                )
+                _break("Tensor.item()")
             _traces.code = code
         return item(self, tx, *args, **kwargs)
+
+    def method_tolist(self: Any, tx: Any) -> Any:
+        if _traces.depth and not tx.one_graph:
+            _break("Tensor.tolist()")
+        return tolist(self, tx)
 
     def evaluate_expr(self: Any, *args: Any) -> Any:
         try:
@@ -72,4 +71,14 @@ def _install() -> None:
             start_over()
             raise
 
-    tensors.method_item, numbers.evaluate_expr = method_item, evaluate_expr
+    tensors.method_item, tensors.method_tolist = method_item, method_tolist
+    numbers.evaluate_expr = evaluate_expr
+
+
+def _break(call: str) -> None:
+    unimplemented(
+        gb_type=call,
+        context="",
+        explanation="Integers break the graph, and so do numbers of a function that branches on one.",
+        hints=[*graph_break_hints.SUPPORTABLE],
+    )
