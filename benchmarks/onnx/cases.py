@@ -19,7 +19,7 @@ import daceml_train as dt
 from daceml_train.driver.module import state_of
 from daceml_train.frontends.onnx import elements
 
-RIGHT, WRONG, REFUSED, RAISED, RANDOM = "right", "wrong", "refused", "raised", "random"
+RIGHT, WRONG, REFUSED, RAISED, RANDOM, ROUNDING = "right", "wrong", "refused", "raised", "random", "rounding"
 
 EXCLUDED = {
     "test_bernoulli": "draws random numbers",
@@ -106,14 +106,31 @@ def run(case: Any, suite: str, cache: str) -> Outcome:
                 results = [result] if len(outputs) == 1 else list(result)
                 for name, got, want in zip(model.graph.output, results, outputs, strict=True):
                     if sentence := difference(got, want, case.rtol, case.atol, values=case.name not in EXCLUDED):
-                        return Outcome(case.name, suite, WRONG, f"{name.name}: {sentence}", operators)
+                        exact = _as_eager(model, inputs, results, case)
+                        kind = ROUNDING if suite == "light" and exact else WRONG
+                        return Outcome(case.name, suite, kind, f"{name.name}: {sentence}", operators, *_graphs(state))
     except dt.Unsupported as error:
         return Outcome(case.name, suite, REFUSED, str(error), operators)
     except Exception as error:
         return Outcome(case.name, suite, RAISED, f"{type(error).__name__}: {str(error)[:300]}", operators)
     kind = RANDOM if case.name in EXCLUDED else RIGHT
-    graphs, breaks = state.backend.graphs, len(state.backend.breaks)
-    return Outcome(case.name, suite, kind, EXCLUDED.get(case.name, ""), operators, graphs, breaks)
+    return Outcome(case.name, suite, kind, EXCLUDED.get(case.name, ""), operators, *_graphs(state))
+
+
+def _graphs(state: Any) -> tuple[int, int]:
+    return state.backend.graphs, len(state.backend.breaks)
+
+
+def _as_eager(model: onnx.ModelProto, inputs: list[Any], results: list[Any], case: Any) -> bool:
+    """Whether eager execution computes the same results on this processor.
+
+    The networks of constant fills sum thousands of equal numbers, after which classes that tie in exact arithmetic
+    differ by rounding, and softmax makes that large: no result of another library is comparable then.
+    """
+    with torch.no_grad():
+        eager = dt.load_onnx(model)(*inputs)
+    wanted = [eager] if len(results) == 1 else list(eager)
+    return not any(difference(got, want, case.rtol, case.atol) for got, want in zip(results, wanted, strict=True))
 
 
 def _data(case: Any, model: onnx.ModelProto) -> Iterator[tuple[list[Any], list[Any]]]:

@@ -2,8 +2,8 @@
 
 TorchDynamo has this as a setting for all numbers. An integer mostly becomes a size or an index, of which a program
 cannot be compiled, so that it still breaks the graph where a function may be compiled in pieces, as do the integers of
-`.tolist()`. So does each number of a function that takes a branch by one, or whose graph cannot be compiled: that is known only after it was traced, which
-then starts over.
+`.tolist()`. So does each number of a function that takes a branch by one, or whose graph cannot be compiled: that is
+known only after it was traced, which then starts over.
 """
 
 from __future__ import annotations
