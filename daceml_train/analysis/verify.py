@@ -84,7 +84,7 @@ def _infer(op: Operator, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return op.infer(*operands)
 
 
-@functools.lru_cache(maxsize=1 << 16)
+@functools.lru_cache(maxsize=1 << 12)
 def _remembered(op: Operator, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return op.infer(*operands)
 
@@ -153,7 +153,7 @@ def _symbols(op: Operator) -> Sequence[sympy.Symbol]:
         return tuple(symbols_of(op))
 
 
-@functools.lru_cache(maxsize=1 << 16)
+@functools.lru_cache(maxsize=1 << 10)
 def _remembered_symbols(op: Operator) -> tuple[sympy.Symbol, ...]:
     return tuple(set(symbols_of(op)))
 

@@ -75,13 +75,13 @@ class _SizePrinter(StrPrinter):  # type: ignore[misc]
         raise Invalid(f"a size uses {type(expr).__name__}, which graph texts cannot show: {expr!r}")
 
 
-@functools.lru_cache(maxsize=65536, typed=True)
+@functools.lru_cache(maxsize=1 << 12, typed=True)
 def show_size(size: Dim) -> str:
     """A size, or an attribute computed from sizes."""
     return str(size) if isinstance(size, int) else str(_SizePrinter().doprint(simplify(size)))
 
 
-@functools.lru_cache(maxsize=65536)
+@functools.lru_cache(maxsize=1 << 12)
 def show_type(tensor: Tensor) -> str:
     """A type, such as `f32[8, s0]`; with its memory order unless that is row-major: `f32[2, 3]@10`."""
     order = "" if tensor.order is None else "@" + "".join(map(str, tensor.order))

@@ -255,7 +255,7 @@ class Elementwise(Operator):
         return self.row.flops * product(self.infer(*operands)[0].shape)
 
 
-@functools.lru_cache(maxsize=1 << 16)
+@functools.lru_cache(maxsize=1 << 11)
 def _infer(kind: str, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The shape rule of every row; cached, since each pass asks for every operator."""
     if len(operands) != len(TABLE[kind].operands):

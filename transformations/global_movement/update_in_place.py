@@ -105,7 +105,7 @@ def can_store(graph: Graph, blocks: Blocks, node: Node, kernel: Kernel, pairs: t
     return _plannable(replace(kernel, updates=pairs), tuple(operands), tuple(results))
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=128)
 def _plannable(kernel: Kernel, operands: tuple[Layout, ...], results: tuple[Layout, ...]) -> bool:
     try:
         Plan(analyze(kernel, [Tensor(o.shape, o.dtype) for o in operands]), operands, results)
