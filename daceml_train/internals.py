@@ -32,6 +32,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
         "torch._guards.TracingContext",
         "torch._guards.detect_fake_mode",
         "torch.fx.experimental._config",
+        "torch.fx.graph_module._loader",
     ),
     "TorchDynamo: what it cannot trace, taught to it": (
         "torch._dynamo.exc.unimplemented",

@@ -103,7 +103,7 @@ def models(count: int, cache: Path, say: Say) -> dict[str, Any]:
     def work(number: int) -> None:
         nonlocal worst, breaks
         torch.compiler.reset()
-        torch.manual_seed(number)
+        torch.default_generator.manual_seed(number)  # torch.manual_seed queues a call for a GPU each time
         pair = Pair(perceptron(4 + number), cache)
         for turn in range(2):
             pair.train(*batch(turn))

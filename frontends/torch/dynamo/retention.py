@@ -2,37 +2,70 @@
 
 For each object that guards identify, TorchDynamo registers a finalizer that holds all guards of the function. Classes
 and functions of PyTorch never die, so neither did the guards of any model. In this package's traces, they live as long
-as the compiled code instead. The results that fake tensors remember per operator and sizes have no bound of their own.
+as the compiled code instead. The results that fake tensors remember per operator and sizes, the source text of all code
+that FX generates, and a few smaller records have no bound of their own; here they have one.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import linecache
 import weakref
+from collections import deque
 from typing import Any
 
+import torch._dynamo.guards
 from torch._dynamo.guards import CheckFunctionManager
+from torch._dynamo.utils import get_metrics_context
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.graph_module import _loader
 
 from daceml_train.frontends.torch.traces import Traces
 
 REMEMBERED = 2048
 """Results of fake operators after which all are forgotten, about 1 KiB each; a capture of ResNet-50 has some 600."""
+CODES = 64
+"""Code objects whose variables guards remember, after which all are forgotten."""
+SOURCES = 64
+"""Graph modules of our traces whose source text is kept for tracebacks."""
 
 _traces = Traces()
+_sources: deque[str] = deque()
+"""Names of the sources of our traces, the oldest first."""
 
 
 def enter() -> None:
     """Let the guards of this thread's traces die with their code, until `leave`, for this package's backend only."""
     _install()
-    if len(FakeTensorMode.cache) > REMEMBERED:
-        FakeTensorMode.cache_clear()
+    _bound()
+    if not _traces.depth:
+        _traces.sources = len(_loader.eval_cache)
     _traces.depth += 1
 
 
 def leave() -> None:
     """End what `enter` began."""
     _traces.depth -= 1
+    if _traces.depth:
+        return
+    texts = _loader.eval_cache
+    _sources.extend(reversed([*itertools.islice(reversed(texts), max(0, len(texts) - _traces.sources))]))
+    while len(_sources) > SOURCES:
+        name = _sources.popleft()
+        texts.pop(name, None)
+        linecache.cache.pop(name, None)
+
+
+def _bound() -> None:
+    if len(FakeTensorMode.cache) > REMEMBERED:
+        FakeTensorMode.cache_clear()
+    context = get_metrics_context()
+    if not context.in_progress():  # stacks of who set a metric, for an error within one compilation
+        getattr(context, "_edits", []).clear()
+    names = getattr(torch._dynamo.guards, "code_framelocals_names_reversed_cached", None)  # since PyTorch 2.12
+    if names is not None and names.cache_info().currsize > CODES:
+        names.cache_clear()
 
 
 @functools.cache

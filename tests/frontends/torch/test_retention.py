@@ -1,13 +1,14 @@
 """What TorchDynamo keeps of a model that has gone."""
 
 import gc
+import linecache
 
-import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-from torch._dynamo.guards import CheckFunctionManager
+from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import graph_module
 
 from daceml_train.frontends.torch.dynamo import retention
 from daceml_train.frontends.torch.dynamo.tracing import compiled
@@ -25,10 +26,8 @@ def model(width: int) -> nn.Module:
 def test_guards_die_with_the_compiled_code():
     torch._dynamo.reset()
     before = guards()
-    net = model(5)
-    compiled(lambda x: net(x).sum(), "eager")(torch.ones(2, 4)).backward()
+    compiled(model(5).forward, "eager")(torch.ones(2, 4)).sum().backward()
     assert len(guards() - before) == 1
-    del net
     torch._dynamo.reset()
     assert not guards() - before
 
@@ -47,19 +46,24 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
     return scale(x) + 1
 
 
-def test_what_dies_invalidates_the_code_that_was_compiled_for_it(monkeypatch):
+def test_code_is_invalid_once_what_its_guards_identify_has_died():
     torch._dynamo.reset()
-    net = model(6)
+    holder = [type("Double", (), {"factor": 2})]
 
     def call(x):
-        return net(x) + 1
+        return holder[0].factor * x + 1
 
-    compiled(call, "eager")(torch.ones(2, 4))
-    assert len(_debug_get_cache_entry_list(call.__code__)) == 1
-    watched = [o for o in gc.get_objects() if type(o) is CheckFunctionManager and "watched" in vars(o)]
-    assert watched
-    died = [reference() for manager in watched for reference in manager.watched]
-    assert all(o is not None for o in died)
+    function = compiled(call, "eager")
+    assert function(torch.ones(2)).tolist() == [3, 3]
+    watched = [o.watched for o in gc.get_objects() if type(o) is CheckFunctionManager and "watched" in vars(o)]
+    assert any(reference() is holder[0] for references in watched for reference in references)
+    (entry,) = _debug_get_cache_entry_list(call.__code__)
+    assert not isinstance(entry.guard_manager, DeletedGuardManagerWrapper)
+    del watched
+    holder.clear()
+    gc.collect()
+    (entry,) = _debug_get_cache_entry_list(call.__code__)
+    assert isinstance(entry.guard_manager, DeletedGuardManagerWrapper)
 
 
 def test_code_is_not_run_for_an_object_that_took_the_place_of_a_dead_one():
@@ -87,5 +91,13 @@ def test_results_of_fake_operators_are_bounded(monkeypatch):
     assert not FakeTensorMode.cache
 
 
-if __name__ == "__main__":
-    pytest.main([__file__])
+def test_sources_of_generated_code_are_bounded(monkeypatch):
+    monkeypatch.setattr(retention, "SOURCES", 3)
+    texts = graph_module._loader.eval_cache
+    mine = fx.symbolic_trace(nn.ReLU()).forward.__code__.co_filename  # of no trace of ours
+    for number in range(6):
+        torch._dynamo.reset()
+        compiled(lambda x, n=number: x.sin() + n, "eager")(torch.ones(2, 4))
+    kept = list(texts)[list(texts).index(mine) + 1 :]
+    assert 0 < len(kept) <= 3
+    assert not [name for name in linecache.cache if name.startswith("<eval_with_key>") and name not in texts]
