@@ -25,7 +25,7 @@ from torch.fx.experimental import _config as symbols
 from daceml_train.errors import INTERNAL, DacemlError, internal
 from daceml_train.frontends.torch import absent_gradients
 from daceml_train.frontends.torch.capture import graph_leaves
-from daceml_train.frontends.torch.dynamo import formats, polyfills, prints, retention, scalars
+from daceml_train.frontends.torch.dynamo import formats, polyfills, prints, retention, scalars, size_limits
 
 RECOMPILATIONS = 64
 """Programs per module or step before Dynamo stops: modes, frozen sets of parameters and kinds of arguments."""
@@ -115,6 +115,7 @@ def tracing() -> Iterator[None]:
     prints.enter()
     scalars.enter()
     retention.enter()
+    size_limits.enter()
     logger, config = logging.getLogger("torch._subclasses.fake_tensor"), torch._dynamo.config
     before = logger.disabled, config.allow_rnn, symbols.use_duck_shape
     logger.disabled, config.allow_rnn, symbols.use_duck_shape = True, True, False
@@ -137,6 +138,7 @@ def tracing() -> Iterator[None]:
         prints.leave()
         scalars.leave()
         retention.leave()
+        size_limits.leave()
         logger.disabled, config.allow_rnn, symbols.use_duck_shape = before
         for name, value in theirs.items():
             setattr(config, name, value)
