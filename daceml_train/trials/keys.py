@@ -66,6 +66,8 @@ class Path:
         self._ends = [segment.end for segment in self.segments]
         self._keys = [root]
         """The key at the start of each segment whose key is known."""
+        self._at: dict[int, str] = {0: root}
+        """The keys that were asked for, by step."""
 
     def position(self, step: int) -> int:
         """The index of the segment that contains a point, which belongs to the segment that ends there."""
@@ -75,13 +77,14 @@ class Path:
         """The key of the point after `step` steps. Raises `Invalid` beyond the end."""
         if not 0 <= step <= self.end:
             raise Invalid(f"a trial of {self.end} steps has no point after {step}")
-        if step == 0:
-            return self.root
+        if step in self._at:
+            return self._at[step]
         position = self.position(step)
         while len(self._keys) <= position:
             known = self.segments[len(self._keys) - 1]
             self._keys.append(_link(self._keys[-1], known, known.end))
-        return _link(self._keys[position], self.segments[position], step)
+        found = self._at[step] = _link(self._keys[position], self.segments[position], step)
+        return found
 
     def settings(self, step: int) -> Settings:
         """The settings of the step with this number."""

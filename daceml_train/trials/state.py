@@ -7,6 +7,7 @@ optimizer are not part of it: they are settings.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -134,8 +135,13 @@ def generators() -> dict[str, Any]:
     on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     numpy = (str(name), torch.from_numpy(np.asarray(words, dtype=np.int64)), *rest)
     version, own, *following = random.getstate()
-    python = (version, torch.tensor(own, dtype=torch.int64), *following)  # a tensor is copied faster than a tuple
-    return {"torch": torch.get_rng_state(), "cuda": on_gpu, "python": python, "numpy": numpy}
+    return {"torch": torch.get_rng_state(), "cuda": on_gpu, "python": (version, _words(own), *following), "numpy": numpy}
+
+
+@functools.lru_cache(maxsize=4)
+def _words(words: tuple[int, ...]) -> torch.Tensor:
+    """The words of Python's generator, which seldom moves, as a tensor: copies and files take tensors faster."""
+    return torch.tensor(words, dtype=torch.int64)
 
 
 def restore_generators(saved: Mapping[str, Any]) -> None:
