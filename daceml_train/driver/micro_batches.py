@@ -104,7 +104,8 @@ class MicroBatchedStep(_Part):
             words = "'batch', 'mean' or 'sum'"
             raise Invalid(f"reduction is {words}, given {reduction!r}")
         super().__init__(model, loss, optimizer, options, clipping=clipping, scaler=scaler, schedule=schedule)
-        self.count, self.share = count, {"batch": None, "mean": 1 / count, "sum": 1.0}[reduction]
+        self.count, self.reduction = count, reduction
+        self.share = {"batch": None, "mean": 1 / count, "sum": 1.0}[reduction]
         self.counts = 1.0 if self.share is None else self.share
         self.accumulating = _Accumulating(model, loss, optimizer, options, scaler=scaler, schedule=schedule)
         self.accumulating.share, self.accumulating.counts = self.share, self.counts

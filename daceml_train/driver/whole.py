@@ -21,6 +21,7 @@ from daceml_train.errors import BudgetInfeasible
 from daceml_train.frontends.torch.capture.capture import Captured, InputSource
 from daceml_train.frontends.torch.dynamo.tracing import reason
 from daceml_train.graph.graph import Graph
+from daceml_train.graph.leaves import leaves
 from daceml_train.lowering.device import Device
 from daceml_train.passes.base import without_dead_code
 from daceml_train.runtime.torch_types import torch_dtype
@@ -83,6 +84,7 @@ class Wholes:
         assert found.whole is not None
         graph = found.whole.copy()
         graph.outputs, graph.writes = list(found.denominators.values()), {}
+        graph = leaves(without_dead_code(graph)).graph  # the count of a loss needs none of what its value needs
         graph = _needed(without_dead_code(graph), whole)
         compiled = compile_differentiable(graph, (), (), self.options, device)
         position = {id(leaf): i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)}

@@ -21,6 +21,8 @@ from daceml_train.errors import Invalid
 from daceml_train.trials.checkpoints import Point, Store
 from daceml_train.trials.keys import Path, Settings, digest
 from daceml_train.trials.plan import Plan
+from daceml_train.trials.ray_tune import train
+from daceml_train.trials.recipe import Recipe, rebuilt
 from daceml_train.trials.report import Report
 from daceml_train.trials.root import fingerprint, root_parts
 from daceml_train.trials.schedules import plain
@@ -49,7 +51,10 @@ class Stages:
     `storage` is a folder that studies and processes share; without one, checkpoints are kept in memory alone, of which
     copies take `memory` bytes at most. `seed` is that of all generators, which otherwise start as they are now.
     `name` stands for data and functions that have no text to compare. `also` are objects with `state_dict()` that
-    training moves, by name. Where settings change after fewer than `spacing` equal steps, nothing is saved.
+    training moves, by name. Where settings change after fewer than `spacing` equal steps, nothing is saved. `save_at`
+    names steps at which trials that arrive one by one may part.
+
+    Pickled, as Ray does it, it is a recipe: the model, the optimizer, and where they started.
     """
 
     def __init__(
@@ -66,9 +71,14 @@ class Stages:
         also: Mapping[str, Stateful] | None = None,
         memory: int = 2**30,
         spacing: int = 2,
+        save_at: Iterable[int] = (),
     ) -> None:
         _check(step, data, evaluate, apply)
         self.step, self.data, self.evaluate, self.spacing = step, data, evaluate, spacing
+        self.options: dict[str, Any] = {"data": data, "evaluate": evaluate, "storage": storage, "apply": apply}
+        self.options |= {"data_settings": tuple(data_settings), "name": name, "also": also, "memory": memory}
+        self.options |= {"spacing": spacing, "save_at": tuple(save_at)}
+        """What another process needs besides the step, see `recipe`."""
         self.training = Training(step, also)
         self.applied = Applied(step.optimizer, apply, data_settings)
         start = self.training.snapshot()
@@ -84,8 +94,8 @@ class Stages:
         """The forks of trials that are known beforehand, by step."""
         self._planned: set[str] = set()
         """The ends of these trials: on their way, only forks and rungs are saved."""
-        self._changes: set[int] = set()
-        """Where settings of trials changed that arrived one by one: later ones may part there."""
+        self._changes: set[int] = set(self.options["save_at"])
+        """Where trials may part that arrive one by one: where settings of earlier ones changed."""
         self.name_of_run = uuid.uuid4().hex
         """Tells what this object is asked for from what others on the same storage are; a pool is one."""
         self._start = start
@@ -149,6 +159,19 @@ class Stages:
     def report(self) -> Report:
         """What was asked for, what was trained and by whom; with a storage, by all studies and processes on it."""
         return Report.of(self.tree, self.store.records(), self.store.worker, len(self.store.unsaved))
+
+    def trainable(self, config: dict[str, Any]) -> None:
+        """A trial of Ray Tune: `ray.tune.Tuner(stages.trainable, param_space={"until": (10, 40), "lr": ...})`.
+
+        `config` is the settings, and `until`. After each of these numbers of steps Ray is told `steps` and what
+        `evaluate` returned: a dictionary as it is, a number as `value`. A trial that takes over another one's
+        checkpoint, as in population-based training, goes on from that point with its own settings.
+        Raises `Invalid` without a storage, which the processes share.
+        """
+        train(self, config)
+
+    def __reduce__(self) -> Any:
+        return rebuilt, (type(self), Recipe.of(self))
 
     # ---- for a pool of processes --------------------------------------------------------------------------------
     def path(self, settings: Trial, end: int) -> Path:

@@ -135,7 +135,12 @@ def generators() -> dict[str, Any]:
     on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     numpy = (str(name), torch.from_numpy(np.asarray(words, dtype=np.int64)), *rest)
     version, own, *following = random.getstate()
-    return {"torch": torch.get_rng_state(), "cuda": on_gpu, "python": (version, _words(own), *following), "numpy": numpy}
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": on_gpu,
+        "python": (version, _words(own), *following),
+        "numpy": numpy,
+    }
 
 
 @functools.lru_cache(maxsize=4)

@@ -180,6 +180,28 @@ def test_weights_that_change_are_seen() -> None:
         torch.testing.assert_close(step(x, y), expected.detach(), rtol=1e-12, atol=1e-12)
 
 
+def test_a_count_needs_no_dropout() -> None:
+    """The divisor of a mean over classes that are not ignored depends on targets alone, not on the seed of dropout.
+
+    The probability is so small that nothing is dropped.
+    """
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Linear(6, 8), nn.Dropout(1e-9), nn.Linear(8, 4))
+    theirs = copy.deepcopy(ours)
+    step = dt.training_step(ours, F.cross_entropy, torch.optim.SGD(ours.parameters(), lr=0.1), micro_batches=2)
+    their = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    x, y = torch.randn(8, 6), torch.tensor([0, 1, -100, -100, 2, 3, 1, -100])
+    for _ in range(3):
+        their.zero_grad()
+        expected = F.cross_entropy(theirs(x), y)
+        expected.backward()
+        their.step()
+        assert float(step(x, y)) == pytest.approx(float(expected.detach()), rel=1e-5)
+    assert step.breaks == [] and step.accumulating.breaks == []
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_batch_statistics_are_those_of_a_part() -> None:
     """As in eager execution on the parts: normalization, and running statistics, which move once for each."""
     torch.manual_seed(0)
