@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from daceml_train.reporting import picture, text
@@ -44,19 +44,34 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 def document(report: Contents) -> str:
     """A whole page."""
-    title = escape(f"{report.kind} of {report.name}")
+    return whole(f"{report.kind} of {report.name}", fragment(report))
+
+
+def whole(title: str, inside: str) -> str:
+    """A page around a fragment; the title is escaped here."""
     dark = "<style>body{margin:24px}@media (prefers-color-scheme:dark){body{background:#14181b}}</style>"
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f'<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">{dark}'
-        f"</head><body>{fragment(report)}</body></html>\n"
+        f"</head><body>{inside}</body></html>\n"
     )
 
 
 def fragment(report: Contents) -> str:
     """The contents of a page or a notebook."""
-    return f'<style>{STYLE}</style><div class="daceml-report">{"".join(_parts(report))}</div>'
+    return styled(_parts(report))
+
+
+def styled(parts: Iterable[str]) -> str:
+    """Parts of a page, which are HTML, in its style."""
+    return f'<style>{STYLE}</style><div class="daceml-report">{"".join(parts)}</div>'
+
+
+def cards(entries: Iterable[tuple[str, str]]) -> str:
+    """Cards, each a name and a value; both are escaped here."""
+    inside = "".join(f"<div><b>{escape(value)}</b>{escape(name)}</div>" for name, value in entries)
+    return f'<div class="cards">{inside}</div>'
 
 
 def _parts(report: Contents) -> Iterator[str]:
@@ -78,14 +93,13 @@ def _parts(report: Contents) -> Iterator[str]:
         largest = list(report.eager.by_operator.items())[:ROWS]
         rows = [(escape(name), bytes_text(size), _bar(size, report.eager.bytes)) for name, size in largest]
         yield "<h2>What PyTorch moves in eager execution</h2>"
-        yield _table(("operator", "bytes", ""), rows)
+        yield table(("operator", "bytes", ""), rows)
 
 
 def _function(report: Contents, function: Compiled) -> Iterator[str]:
     if function.sizes:
         yield f"<p>at the sizes last used, {escape(', '.join(f'{n} = {v}' for n, v in function.sizes.items()))}</p>"
-    cards = "".join(f"<div><b>{escape(v)}</b>{escape(k)}</div>" for k, v in _cards(report, function))
-    yield f'<div class="cards">{cards}</div>'
+    yield cards(_cards(report, function))
     yield "<h2>Bytes moved</h2>"
     yield picture.bars(function, report.eager if len(report.functions) == 1 else None)
     groups = grouped(function.launches, lambda x: x.operators)
@@ -150,7 +164,7 @@ def _groups(heading: str, groups: Sequence[Group], function: Compiled, machine: 
             row.append(roofline_text(group.roofline(machine)))
         rows.append(tuple(row))
     times = ("time", "of roofline") if timed else ()
-    return _table((heading, "launches", "bytes", "", "arithmetic", *times), rows) + _more(len(groups))
+    return table((heading, "launches", "bytes", "", "arithmetic", *times), rows) + _more(len(groups))
 
 
 def _more(count: int) -> str:
@@ -172,7 +186,7 @@ def _passes(function: Compiled) -> str:
                 name = f"&ensp;{escape(change.name)}"
                 seconds = f"{change.seconds:.2f} s"
                 rows.append((name, bytes_text(change.after), percent(change.saved), _flops(change), seconds))
-    return _table(("level and pass", "bytes after it", "saved", "arithmetic after it", "time"), rows)
+    return table(("level and pass", "bytes after it", "saved", "arithmetic after it", "time"), rows)
 
 
 def _flops(change: Change) -> str:
@@ -181,7 +195,7 @@ def _flops(change: Change) -> str:
 
 def _arrays(arrays: Sequence[Kept]) -> str:
     rows = [(k.array, bytes_text(k.bytes), _short(k.operators), k.module) for k in arrays[:ROWS]]
-    return _table(("array", "bytes", "produced by", "module"), [tuple(map(escape, row)) for row in rows]) + _more(
+    return table(("array", "bytes", "produced by", "module"), [tuple(map(escape, row)) for row in rows]) + _more(
         len(arrays)
     )
 
@@ -210,7 +224,7 @@ def _items(texts: Sequence[str]) -> str:
     return "".join(f"<li>{escape(text)}</li>" for text in texts)
 
 
-def _table(heading: Sequence[str], rows: Sequence[tuple[str, ...]]) -> str:
+def table(heading: Sequence[str], rows: Sequence[tuple[str, ...]]) -> str:
     """A table; headings are escaped here, cells are HTML."""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in heading)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)

@@ -30,7 +30,7 @@ def bars(function: Compiled, eager: Eager | None) -> str:
         parts.append(f'<text x="200" y="{y + 17}" text-anchor="end">{escape(name)}</text>')
         parts.append(f'<rect class="{kind}" x="210" y="{y + 5}" width="{width:.1f}" height="16" rx="2"/>')
         parts.append(f'<text class="number" x="{218 + width:.1f}" y="{y + 17}">{bytes_text(size)}</text>')
-    return _svg(height, parts, "Bytes by level")
+    return svg(height, parts, "Bytes by level")
 
 
 def roofline(groups: Sequence[Group], machine: Machine, count: int = 80) -> str:
@@ -70,7 +70,7 @@ def roofline(groups: Sequence[Group], machine: Machine, count: int = 80) -> str:
     caption = f"{machine.bandwidth / 1e9:.1f} GB/s, {machine.peak / 1e9:.0f} GFLOP/s"
     parts.append(f'<text class="number" x="{right}" y="{upper - 4}" text-anchor="end">{caption}</text>')
     parts.append(f'<text x="{(left + right) / 2:.0f}" y="{lower + 34}" text-anchor="middle">operations per byte</text>')
-    return _svg(lower + 40, parts, "Roofline")
+    return svg(lower + 40, parts, "Roofline")
 
 
 def _grid(low: float, high: float, bottom: float, top: float, at: object) -> Iterator[str]:
@@ -117,9 +117,10 @@ def memory(function: Compiled) -> str:
     shown = f'<text class="number" x="{min(left + at * step + 8, right - 90):.0f}" y="{upper - 3}">'
     parts.append(f"{shown}{bytes_text(function.peak)}</text>")
     parts.append(f'<text x="{right}" y="{lower + 18}" text-anchor="end">{len(sizes)} launches, in order</text>')
-    return _svg(lower + 26, parts, "Memory over the step")
+    return svg(lower + 26, parts, "Memory over the step")
 
 
-def _svg(height: float, parts: Sequence[str], title: str) -> str:
+def svg(height: float, parts: Sequence[str], title: str) -> str:
+    """A picture of `WIDTH` by `height` units; the parts are SVG."""
     inside = "".join(parts)
     return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{title}">{inside}</svg>'

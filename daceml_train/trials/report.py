@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path as Folder
 from typing import Any
 
+from daceml_train.reporting import page
+from daceml_train.trials import report_page
+from daceml_train.trials.checkpoints import Point
 from daceml_train.trials.tree import Stage, Tree
 
 ROWS = 60
@@ -24,8 +30,19 @@ class Worker:
 
 
 @dataclass(frozen=True)
+class End:
+    """A number of steps at which a trial of a run wants a value, the key of the point, and the value."""
+
+    run: str
+    trial: int
+    steps: int
+    key: str
+    value: Any
+
+
+@dataclass(frozen=True)
 class Report:
-    """What a search asked for and what was trained. Printed, it is a page."""
+    """What a search asked for and what was trained, as text, or as a page: `report.save("search.html")`."""
 
     tree: Tree
     requested: int
@@ -35,14 +52,23 @@ class Report:
     twice: int
     """Steps that were trained more than once: after a killed process, or where a fork was not known in time."""
     unsaved: int
-    trained: Mapping[str, str] = field(default_factory=dict)
-    """The key at the end of a stage, and who trained it."""
+    rows: tuple[Mapping[str, Any], ...] = ()
+    """The stages that were trained, each once, in the order of their beginnings."""
+    ends: tuple[End, ...] = ()
+    """What was asked for, in order."""
 
     @classmethod
-    def of(cls, tree: Tree, records: Iterable[Mapping[str, Any]], worker: str, unsaved: int) -> Report:
-        """The report of what was recorded, of which `worker` is this process."""
+    def of(
+        cls,
+        tree: Tree,
+        records: Iterable[Mapping[str, Any]],
+        worker: str,
+        unsaved: int,
+        values: Callable[[Point], tuple[bool, Any]] = lambda point: (False, None),
+    ) -> Report:
+        """The report of what was recorded, of which `worker` is this process; `values` are those of points."""
         records = list(records)
-        own = [record for record in records if "key" in record]
+        own = [{"at": 0.0, "settings": (), **record} for record in records if "key" in record]
         asked = {(r["run"], r["trial"], r["until"], r["point"]): r["requested"] for r in records if "requested" in r}
         requested = sum(asked.values())
         by_worker: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
@@ -50,18 +76,37 @@ class Report:
             by_worker[record["worker"]].append(record)
         workers = tuple(Worker(name, len(rows), _steps(rows), _seconds(rows)) for name, rows in by_worker.items())
         steps = _steps(own)
-        trained = {record["key"]: record["worker"] for record in own}
+        by_key = {record["key"]: record for record in sorted(own, key=lambda record: -record["at"])}
         here = _steps(record for record in own if record["worker"] == worker)
         twice = max(steps - _steps({record["key"]: record for record in own}.values()), here - tree.steps(), 0)
-        return cls(tree, requested, steps, _seconds(own), workers, twice, unsaved, trained)
+        rows = tuple(sorted(by_key.values(), key=lambda record: record["at"]))
+        ends = tuple(End(r, n, until, key, values((until, key))[1]) for r, n, until, key in asked)
+        return cls(tree, requested, steps, _seconds(own), workers, twice, unsaved, rows, ends)
 
     @property
     def ratio(self) -> float:
         """How many times fewer steps were trained."""
         return self.requested / max(self.steps, 1)
 
+    @functools.cached_property
+    def trained(self) -> dict[str, str]:
+        """The key at the end of a stage, and who trained it."""
+        return {row["key"]: row["worker"] for row in self.rows}
+
     def __str__(self) -> str:
         return "\n".join(self.lines())
+
+    def to_html(self) -> str:
+        """A page without scripts, which loads nothing: the tree, the processes over time, and the values of trials."""
+        return page.whole("Search by stages", report_page.fragment(self))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the report: a page for `.html`, or text for any other ending."""
+        file = Folder(path)
+        file.write_text(self.to_html() if file.suffix == ".html" else f"{self}\n", encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        return report_page.fragment(self)
 
     def lines(self) -> Iterator[str]:
         """The page line by line."""

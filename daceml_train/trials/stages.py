@@ -7,6 +7,7 @@ at the forks of trials that are known beforehand, and where settings change of t
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -158,7 +159,8 @@ class Stages:
 
     def report(self) -> Report:
         """What was asked for, what was trained and by whom; with a storage, by all studies and processes on it."""
-        return Report.of(self.tree, self.store.records(), self.store.worker, len(self.store.unsaved))
+        values = functools.partial(self.store.value, evaluation=self.evaluation)
+        return Report.of(self.tree, self.store.records(), self.store.worker, len(self.store.unsaved), values)
 
     def trainable(self, config: dict[str, Any]) -> None:
         """A trial of Ray Tune: `ray.tune.Tuner(stages.trainable, param_space={"until": (10, 40), "lr": ...})`.
@@ -277,14 +279,14 @@ class Stages:
             if self.store.has(point):  # another process was faster
                 return
             self._go(path, start, number)
-            began = time.perf_counter()
+            at, began = time.time(), time.perf_counter()
             self._train(path, start, stop, number)
             seconds = time.perf_counter() - began
             self._live, state = point, self.training.snapshot()
             self._last = point, state
             self.store.save(point, state, number)
-            before = path.key(start)
-            self.store.record(trial=number, start=start, end=stop, before=before, key=point[1], seconds=seconds)
+            entry = {"trial": number, "start": start, "end": stop, "before": path.key(start), "key": point[1]}
+            self.store.record(**entry, at=at, seconds=seconds, settings=path.settings(start))
 
     def _train(self, path: Path, start: int, stop: int, number: int) -> None:
         self._live = None
