@@ -206,7 +206,8 @@ def link(compiled: Compiled, options: Settings, device: Device = CPU, arena: Any
     """Bind the programs to kernels, memory and tuners: what runs them."""
     addresses = generate(compiled, options, device)
     arena = arena or new_arena(device)
-    products = MatmulTuner(options.cache.products)
+    shared = options.matmuls is not None
+    products = MatmulTuner(options.matmuls or options.cache.products, shared=shared)
     search = None
     if options.autotune and device.target == "cuda":
         search = Autotuner(options.cache.shapes, options.cache.kernels, options.jobs)

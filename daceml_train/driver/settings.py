@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from daceml_train.driver.dump import Dump
@@ -38,6 +39,8 @@ class Settings:
     autotune: bool = True
     concurrency: Concurrency = "measured"
     cuda_graphs: bool = False
+    matmuls: Path | None = None
+    """Where the measured choices of libraries are kept that processes share; None: in the cache."""
     inference: Pipeline | None = None
     """For calls without gradients; None: `pipeline` for them, too."""
 

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from filelock import FileLock
 
 from daceml_train.runtime.executor import Arena, Plan
 from daceml_train.runtime.machine_load import Load, machine
 from daceml_train.storage.files import keep
+from daceml_train.storage.folders import make
 
 SMALLEST = 1 << 20
 """Multiplications below which a matmul takes microseconds and the cheaper call of `mm` wins."""
@@ -59,14 +61,21 @@ class MatmulShape:
 
 @dataclass
 class MatmulTuner:
-    """Choices so far; `path` is the file that stores them between processes (None: in memory only)."""
+    """Choices so far; `path` is the file that stores them between processes (None: in memory only).
+
+    Where it is `shared`, all processes take the choice that one of them measured, under load or not.
+    """
 
     path: Path | None = None
+    shared: bool = False
     chosen: dict[str, Way] = field(default_factory=dict)
     kept: dict[str, Way] = field(default_factory=dict)
     """Those of `chosen` that are stored: they were measured while no other process had the machine."""
 
     def __post_init__(self) -> None:
+        self._read()
+
+    def _read(self) -> None:
         if self.path is not None and self.path.exists():
             try:
                 known = json.loads(self.path.read_text())
@@ -79,6 +88,13 @@ class MatmulTuner:
         """The fastest library for this matmul here; measured if it is new."""
         if product.rows * product.inner * product.columns < SMALLEST or not available():
             return "blas"
+        if product.key not in self.chosen and self.shared and self.path is not None:
+            make(self.path.parent)
+            with FileLock(self.path.with_suffix(".lock")):
+                self._read()  # what others chose while this process waited
+                if product.key not in self.chosen:
+                    self.chosen[product.key] = self.kept[product.key] = measure(product)
+                    self.save()
         if product.key not in self.chosen:
             load = Load()
             self.chosen[product.key] = measure(product)

@@ -30,7 +30,7 @@ from daceml_train.trials.state import State, size_of
 Point = tuple[int, str]
 """A point in training: the number of steps, and the key."""
 
-_POINTS, _VALUES, _LOCKS, _LOGS, _ROOT = "points", "values", "locks", "logs", "root.json"
+_POINTS, _VALUES, _LOCKS, _LOGS, _ROOT, _CHOICES = "points", "values", "locks", "logs", "root.json", "matmuls.json"
 _SETTLED = 50_000_000
 """The age in nanoseconds from which a folder's time stamp tells of all files in it."""
 
@@ -66,6 +66,11 @@ class Store:
         except OSError as error:
             advice = "name a folder that can be written, or leave storage out to keep checkpoints in memory"
             raise Invalid(f"the storage {folder.parent} cannot be used: {error}", advice=advice) from error
+
+    @property
+    def choices(self) -> Folder | None:
+        """The file of choices among libraries, by which the bits of points are what they are."""
+        return None if self.folder is None else self.folder / _CHOICES
 
     # ---- points -------------------------------------------------------------------------------------------------
     def steps(self) -> list[int]:

@@ -19,6 +19,7 @@ import torch
 from daceml_train.driver.micro_batches import MicroBatchedStep
 from daceml_train.driver.step import TrainingStep
 from daceml_train.errors import Invalid
+from daceml_train.runtime.roofline import processor
 from daceml_train.trials.keys import digest
 from daceml_train.trials.state import State, Training, digest_of
 
@@ -53,7 +54,8 @@ def versions(step: TrainingStep) -> str:
         "daceml_train": importlib.import_module("daceml_train").__version__,
         "numpy": np.__version__,
         "threads": torch.get_num_threads(),
-        "processor": torch.backends.cpu.get_cpu_capability(),
+        "processor": processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "matmul": torch.get_float32_matmul_precision(),

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from daceml_train.driver.choices import share_choices
 from daceml_train.driver.step import TrainingStep
 from daceml_train.errors import Invalid
 from daceml_train.trials.checkpoints import Point, Store
@@ -234,6 +235,7 @@ class Stages:
             if torch.get_num_threads() != self._threads:
                 what = f"PyTorch has {torch.get_num_threads()} threads, the trials were started with {self._threads}"
                 raise Invalid(what, advice="sums depend on it: call torch.set_num_threads before Stages(...)")
+            share_choices(self.step, self.store.choices)
             self._live = None
             try:
                 yield

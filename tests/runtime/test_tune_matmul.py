@@ -47,6 +47,19 @@ def test_a_choice_under_load_is_made_again_by_the_next_process(tmp_path: Path, m
     assert MatmulTuner(path).way(product()) == MatmulTuner(path).way(product()) == "blas"
 
 
+def test_a_shared_choice_is_that_of_the_first_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also under load, and also for one that had looked into the file before: bits depend on it, not time alone."""
+    answers = iter(["onednn", "blas"])
+    monkeypatch.setattr(tune_matmul, "available", lambda: True)
+    monkeypatch.setattr(tune_matmul, "measure", lambda p: next(answers))
+    clock = itertools.count()
+    monkeypatch.setattr(machine_load, "waited", lambda: 1.0 * next(clock))
+    path = tmp_path / "of a search" / "matmuls.json"
+    first, second = MatmulTuner(path, shared=True), MatmulTuner(path, shared=True)
+    assert first.way(product()) == second.way(product()) == MatmulTuner(path, shared=True).way(product()) == "onednn"
+    assert second.way(product(added="row")) == first.way(product(added="row")) == "blas"
+
+
 def test_a_choice_is_that_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {product().key}
     monkeypatch.setattr(tune_matmul, "machine", lambda: "another one")
