@@ -29,6 +29,7 @@ from daceml_train.trials.report import Report
 from daceml_train.trials.root import fingerprint, root_parts
 from daceml_train.trials.schedules import plain
 from daceml_train.trials.settings import Applied
+from daceml_train.trials.stacks import Stacks
 from daceml_train.trials.state import State, Stateful, Training, restore_generators, seeded
 from daceml_train.trials.tree import Stage, Tree, merged
 
@@ -56,6 +57,9 @@ class Stages:
     training moves, by name. Where settings change after fewer than `spacing` equal steps, nothing is saved. `save_at`
     names steps at which trials that arrive one by one may part.
 
+    `run_all` trains up to `stacked` stages of equal range as one program where that is faster. Sums may then be taken
+    in another order: trials equal separate ones up to rounding, and share no points with those that are bit-equal.
+
     Pickled, as Ray does it, it is a recipe: the model, the optimizer, and where they started.
     """
 
@@ -74,12 +78,13 @@ class Stages:
         memory: int = 2**30,
         spacing: int = 2,
         save_at: Iterable[int] = (),
+        stacked: int = 1,
     ) -> None:
         _check(step, data, evaluate, apply)
         self.step, self.data, self.evaluate, self.spacing = step, data, evaluate, spacing
         self.options: dict[str, Any] = {"data": data, "evaluate": evaluate, "storage": storage, "apply": apply}
         self.options |= {"data_settings": tuple(data_settings), "name": name, "also": also, "memory": memory}
-        self.options |= {"spacing": spacing, "save_at": tuple(save_at)}
+        self.options |= {"spacing": spacing, "save_at": tuple(save_at), "stacked": stacked}
         """What another process needs besides the step, see `recipe`."""
         self.training = Training(step, also)
         self.applied = Applied(step.optimizer, apply, data_settings)
@@ -87,6 +92,8 @@ class Stages:
         if seed is not None:
             start["generators"] = seeded(seed)
         self.parts = root_parts(self.training, start, {"data": data, "apply": apply}, name)
+        if stacked != 1:
+            self.parts["stacked"] = str(as_rungs(stacked)[0])
         self.root = digest(*(text for item in sorted(self.parts.items()) for text in item))
         self.evaluation = "" if evaluate is None else fingerprint(evaluate, "evaluate", name)
         self.store = Store(self.root, storage, memory, self.parts)
@@ -98,6 +105,8 @@ class Stages:
         """The ends of these trials: on their way, only forks and rungs are saved."""
         self._changes: set[int] = set(self.options["save_at"])
         """Where trials may part that arrive one by one: where settings of earlier ones changed."""
+        self.stacks = None if stacked == 1 else Stacks(self, stacked)
+        """What trains several stages at once."""
         self.name_of_run = uuid.uuid4().hex
         """Tells what this object is asked for from what others on the same storage are; a pool is one."""
         self._start = start
@@ -132,7 +141,9 @@ class Stages:
         rungs = as_rungs(until)
         paths = [self.path(settings, rungs[-1]) for settings in trials]
         tree = self.know(paths, rungs)
-        order = list(tree.ordered())
+        if self.stacks is not None:
+            self.stacks.train(tree, progress)
+        order = [] if self.stacks is not None else list(tree.ordered())
         for done, stage in enumerate(order):
             if progress is not None:
                 progress(done, len(order))
@@ -142,14 +153,14 @@ class Stages:
     def load(self, settings: Trial, steps: int) -> None:
         """Bring the model, the optimizer and the generators to a point, and leave them there."""
         path = self.path(settings, steps)
-        with self._session():
+        with self.session():
             self._advance(path, steps, (steps,), -1)
             self._go(path, steps, -1)
             self.applied.apply(dict(path.settings(steps - 1)))
 
     def reset(self) -> None:
         """Bring the model, the optimizer and the generators to where they were when this object was created."""
-        with self._session():
+        with self.session():
             self.applied.apply({})
             self.training.restore(self._start)
 
@@ -176,7 +187,7 @@ class Stages:
     def __reduce__(self) -> Any:
         return rebuilt, (type(self), Recipe.of(self))
 
-    # ---- for a pool of processes --------------------------------------------------------------------------------
+    # ---- for a pool of processes, and for stages that are trained together -------------------------------------------
     def path(self, settings: Trial, end: int) -> Path:
         """The path of a trial. Raises `Invalid` for a setting that nothing takes."""
         self.applied.check(settings)
@@ -193,7 +204,7 @@ class Stages:
     def execute(self, stage: Stage) -> None:
         """Train a stage of a tree, and what it starts from if that is missing; evaluate where trials end."""
         trial = self.first_trial(stage)
-        with self._session():
+        with self.session():
             self._advance(stage.path, stage.end, (stage.end,), trial, exact=True)
             if stage.trials:
                 self._value(stage.path, stage.end, trial)
@@ -209,10 +220,20 @@ class Stages:
         """The lowest number of a trial that a stage is part of."""
         return min(_below(stage), default=-1)
 
+    def state(self, path: Path, step: int, number: int) -> State:
+        """The state at a point; what is missing on the way is trained."""
+        point = step, path.key(step)
+        found = self._state(point, number)
+        if found is None:
+            self._go(path, step, number)
+            found = self.training.snapshot()
+        self._live = None  # the caller moves the model
+        return found
+
     def values(self, number: int, path: Path, rungs: Sequence[int]) -> Iterator[tuple[int, Any]]:
         """As `run`."""
         for position, rung in enumerate(rungs):
-            with self._session():
+            with self.session():
                 self._note_changes(path)
                 self.tree.add(number, path, rungs[: position + 1])
                 known, value = self._known(path, rung)
@@ -229,7 +250,7 @@ class Stages:
         return (self.store.has(point), None) if self.evaluate is None else self.store.value(point, self.evaluation)
 
     @contextlib.contextmanager
-    def _session(self) -> Iterator[None]:
+    def session(self) -> Iterator[None]:
         """One call at a time; what the caller does to the model afterwards is not trusted to leave it where it is."""
         with self._lock:
             if torch.get_num_threads() != self._threads:

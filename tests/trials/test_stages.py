@@ -100,7 +100,7 @@ def test_batch_and_options_of_the_optimizer_are_settings() -> None:
     equal_to_alone(found, trials, values)
     assert found.step.optimizer.param_groups[0]["weight_decay"] == 0.1
     found.load(trials[0], 6)
-    with found._session():
+    with found.session():
         found.applied.apply({"lr": 0.3})
     assert found.step.optimizer.param_groups[0]["weight_decay"] == 0
 
