@@ -55,13 +55,7 @@ class Clipped:
         self.clipping = replace(self.clipping, value=value)
 
     def _compiled_clipping(self) -> Clipping:
-        """What a program knows of the clipping.
-
-        Gradients of 16-bit parameters are clipped by constants, which enter their arithmetic unrounded.
-        """
-        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
-        if any(p.dtype not in (torch.float32, torch.float64) for p in parameters):
-            return self.clipping
+        """What a program knows of the clipping."""
         return self.clipping.read_at_each_call()
 
     def _gradients(self) -> GradientOptions:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from daceml_train.graph.bodies import within
 from daceml_train.graph.graph import Graph
 from daceml_train.lowering.device import Device
-from daceml_train.ops.fused_attention import FusedAttention
+from daceml_train.ops.fused_attention import FusedAttention, threshold
 from daceml_train.ops.operator import Value, make
-from daceml_train.ops.random import Uniform
+from daceml_train.ops.random import DropoutGiven, Uniform
 from daceml_train.tensor import simplify
 
 
@@ -40,12 +40,14 @@ def _written_out(op: FusedAttention, operands: list[Value]) -> tuple[Value, ...]
     }
     shape = (*q.shape[:3], k.shape[2])
     scores = (flat["q"] @ flat["k"].T).view(shape) * op.scale
-    for mask, fill in zip(rest[1:] if op.p else rest, op.fills, strict=True):
+    for mask, fill in zip(rest[op.before :], op.fills, strict=True):
         scores = scores + mask if fill is None else mask.where(fill, scores)
     weights = scores.apply(make("softmax", dim=3))
     level = scores.apply(make("logsumexp", dims=(3,)))
-    if op.p:
-        kept = rest[0].apply(Uniform(shape, op.stream)).compare("ge", op.threshold)
+    if op.given:
+        weights = weights.apply(DropoutGiven(op.stream), rest[0], rest[1])
+    elif op.p:
+        kept = rest[0].apply(Uniform(shape, op.stream)).compare("ge", threshold(op.p))
         weights = kept.where(weights * (1 / (1 - op.p)), 0.0)
     y = weights.view((simplify(shape[0] * shape[1]), *shape[2:])) @ flat["v"]
     return y.view(q.shape), level

@@ -128,7 +128,8 @@ class DropoutGiven(Operator):
         x, seed, p = operands
         threshold = ((p * 2.0**24).unary("ceil") * 2.0**-24).cast(DType.float32)  # exact, see `dropout`
         keep = seed.apply(Uniform(x.shape, self.stream))._binary("ge", threshold)
-        return (keep.where(x * (1.0 / (1.0 - p)).cast(x.dtype), 0.0),)
+        wide = x.dtype if x.dtype in (DType.float32, DType.float64) else DType.float32  # as a constant: unrounded
+        return (keep.where((x.cast(wide) * (1.0 / (1.0 - p)).cast(wide)).cast(x.dtype), 0.0),)
 
     def vjp(self, b: Builder, seed: Value, p: Value, grad_y: Value) -> tuple[Value, None, None]:
         return grad_y.apply(self, seed, p), None, None

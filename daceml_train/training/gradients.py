@@ -104,19 +104,25 @@ def clip(
     `given` is the bound, a 0-d float64 value, where the program reads it at each call.
     """
     if clipping.value is not None:
-        return [_bounded(g, float(clipping.value) if given is None else given.cast(g.dtype)) for g in gradients], None
+        return [_bounded(g, float(clipping.value) if given is None else given) for g in gradients], None
     if clipping.norm is None or not gradients:
         return list(gradients), None
     total = _norm(_together([_norm(g, clipping.kind) for g in gradients]), clipping.kind)
-    bound = total.constant(float(clipping.norm)) if given is None else given.cast(total.dtype)
-    factor = bound / (total + 1e-6)
+    if given is None:
+        factor = total.constant(float(clipping.norm)) / (total + 1e-6)
+    else:
+        wide = wide_type(total.dtype)  # the bound enters arithmetic unrounded, as a constant does
+        factor = (given.cast(wide) / (total + 1e-6).cast(wide)).cast(total.dtype)
     factor = factor._binary("minimum", 1.0)
     return [g * factor.cast(g.dtype) for g in gradients], total
 
 
 def _bounded(g: Value, bound: float | Value) -> Value:
-    below = -bound if isinstance(bound, float) else bound.unary("neg")
-    return g._binary("maximum", below)._binary("minimum", bound)
+    if isinstance(bound, float):
+        return g._binary("maximum", -bound)._binary("minimum", bound)
+    wide = wide_type(g.dtype)
+    above = bound.cast(wide)
+    return g.cast(wide)._binary("maximum", above.unary("neg"))._binary("minimum", above).cast(g.dtype)
 
 
 def _norm(x: Value, kind: float) -> Value:

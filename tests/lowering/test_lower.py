@@ -109,6 +109,16 @@ GRAPHS = {
         """,
         "%y, %l, %gq, %gk, %gv",
     ),
+    "attention with a mask, and dropout whose probability is read": program(
+        "q: f32[2, 3, 35, 5], k: f32[2, 3, 37, 5], v: f32[2, 3, 37, 5], s: i64[], n: f64[], m: f32[35, 1], "
+        "g: f32[2, 3, 35, 5]",
+        """
+        %o = sigmoid(%n)
+        %y, %l = fused_attention(%q, %k, %v, %s, %o, %m, scale=0.4, fills=(None,), stream=1, given=True)
+        %gq, %gk, %gv = fused_attention_grad(%g, %q, %k, %v, %y, %l, %s, %o, %m, scale=0.4, fills=(None,), stream=1, given=True)
+        """,
+        "%y, %l, %gq, %gk, %gv",
+    ),
     "attention without masks": program(
         "q: f32[1, 2, 20, 24], k: f32[1, 2, 37, 24], v: f32[1, 2, 37, 24], g: f32[1, 2, 20, 24]",
         """

@@ -54,6 +54,24 @@ def test_dropout_is_that_of_the_operator() -> None:
     check_op(op, *qkv(), seed, reference=reference, second=False, symbolic=False)
 
 
+def test_dropout_whose_probability_is_an_operand() -> None:
+    """With a mask: values, and gradients of q, k, v, and the mask."""
+    seed, mask = np.array(7), numbers(5, 7, seed=3)
+    constant, given = (FusedAttention(scale=0.5, fills=(None,), stream=2, p=p, given=not p) for p in (0.4, 0.0))
+
+    def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        factors = constant.weights(q.detach().numpy(), k.detach().numpy(), [seed, mask])[2]
+        scores = 0.5 * q @ k.mT + rest[2]
+        return (scores.softmax(-1) * torch.as_tensor(factors)) @ v, scores.logsumexp(-1).detach()
+
+    operands = (*qkv(), seed, np.array(0.4), mask)
+    check_op(given, *operands, reference=reference, wrt=(0, 1, 2, 5), second=False, symbolic=False)
+    for found, expected in zip(
+        given.evaluate(*qkv(), seed, np.array(0.4), mask), constant.evaluate(*qkv(), seed, mask), strict=True
+    ):
+        assert np.array_equal(found, expected)
+
+
 def test_a_row_that_sees_nothing_is_nan_as_written() -> None:
     hidden = np.zeros((5, 7), bool)
     hidden[1] = True
@@ -68,6 +86,8 @@ def test_errors() -> None:
         FusedAttention(scale=1.0, fills=(None,)).infer(q, q, q)
     with pytest.raises(Invalid, match="expects a seed and 0 masks"):
         FusedAttention(scale=1.0, p=0.5).infer(q, q, q)
+    with pytest.raises(Invalid, match="expects a seed, a probability and 0 masks"):
+        FusedAttention(scale=1.0, given=True).infer(q, q, q, Tensor((), DType.int64))
     with pytest.raises(Invalid, match="a mask that broadcasts"):
         FusedAttention(scale=1.0, fills=(0.0,)).infer(q, q, q, mask)
     with pytest.raises(Invalid, match="expects f32 or f64"):

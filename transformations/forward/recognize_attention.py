@@ -15,7 +15,7 @@ from daceml_train.ops.fused_attention import FusedAttention
 from daceml_train.ops.movement import Expand
 from daceml_train.ops.movement import View as ViewOp
 from daceml_train.ops.operator import Value
-from daceml_train.ops.random import Dropout
+from daceml_train.ops.random import Dropout, DropoutGiven
 from daceml_train.ops.softmax import Softmax
 from daceml_train.passes.base import Match, Rewrite, Uses
 from daceml_train.tensor import Dim, DType, Shape, broadcast, same_shape, simplify
@@ -63,7 +63,7 @@ class RecognizeAttention(Rewrite):
             match producer.op:
                 case ViewOp() if merges(uses, producer):
                     pass
-                case Dropout() if found.dropout is None and found.softmax is None:
+                case Dropout() | DropoutGiven() if found.dropout is None and found.softmax is None:
                     found.dropout = producer
                 case Softmax() if found.softmax is None:
                     found.softmax, found.scores = producer, uses.graph.tensors[name].shape
@@ -127,7 +127,7 @@ class RecognizeAttention(Rewrite):
             yield same_shape(broadcast(m.shape, w.scores), w.scores), f"the mask %{mask} is larger than the scores"
             wanted = q.dtype if fill is None else DType.bool
             yield m.dtype is wanted, f"the mask %{mask} is of type {m.dtype.short}"
-        p = w.dropout.op.p if w.dropout is not None else 0.0
+        p = w.dropout.op.p if w.dropout is not None and isinstance(w.dropout.op, Dropout) else 0.0
         yield p < 1, "dropout leaves nothing"
 
     def traffic(self, match: Match) -> Dim:
@@ -148,10 +148,12 @@ class RecognizeAttention(Rewrite):
         if not w.masks and w.dropout is None:
             y, _ = builder.emit(Attention(scale=w.scale), q, k, v)
         else:
-            p, stream = (w.dropout.op.p, w.dropout.op.stream) if w.dropout is not None else (0.0, 0)
+            drop = None if w.dropout is None else w.dropout.op
+            p, given = getattr(drop, "p", 0.0), isinstance(drop, DropoutGiven)
             fills = tuple(fill for _, fill, _ in w.masks)
-            op = FusedAttention(scale=w.scale, fills=fills, p=p, stream=stream)
-            seed = [now[w.dropout.inputs[1]]] if p else []
+            stream = 0 if drop is None or not (p or given) else drop.stream
+            op = FusedAttention(scale=w.scale, fills=fills, p=p, stream=stream, given=given)
+            seed = [now[name] for name in w.dropout.inputs[1:]] if op.before else []
             masks = (now[n].unary("logical_not") if inverted else now[n] for n, _, inverted in w.masks)
             y, _ = builder.emit(op, q, k, v, *seed, *(self.mask(mask, lead) for mask in masks))
         yield y.view(uses.graph.tensors[match.root.outputs[0]].shape)

@@ -16,7 +16,7 @@ from daceml_train.codegen.library.depthwise import depthwise_weight_gradient
 from daceml_train.codegen.library.im2col import sums_of, windows_of
 from daceml_train.codegen.library.index_add import add_rows
 from daceml_train.codegen.library.launch import launch_of
-from daceml_train.ops.fused_attention import FusedAttention, FusedAttentionGrad, Masked
+from daceml_train.ops.fused_attention import FusedAttention, FusedAttentionGrad, Masked, threshold
 from daceml_train.ops.operator import Operator
 from daceml_train.tensor import Dim, DType, product, same, symbol
 
@@ -69,9 +69,9 @@ def _attention_code(
     scratch: Dim,
 ) -> KernelCode:
     sizes = (*q.shape[:3], k.shape[2], q.shape[3])
-    numbers = [*sizes, int(bool(op.p)), op.stream, *map(_bits, (op.threshold, 1 / (1 - op.p), op.scale))]
+    numbers = [*sizes, op.before, op.stream, *map(_bits, (threshold(op.p), 1 / (1 - op.p), op.scale))]
     numbers += [stride for array in arrays for stride in array.strides]
-    for mask, fill in zip(rest[bool(op.p) :], op.fills, strict=True):
+    for mask, fill in zip(rest[op.before :], op.fills, strict=True):
         missing = 4 - len(mask.shape)
         steps = (0 if same(n, 1) else s for n, s in zip(mask.shape, mask.strides, strict=True))
         numbers += [int(fill is not None), _bits(fill or 0.0), *[0] * missing, *steps]

@@ -37,7 +37,7 @@ def _attention(
     if _has_kernel(query, key, value, attn_mask, dropout_p, is_causal) and isinstance(factor, float):
         result: torch.Tensor = _ops.attention(query, key, value, mask, is_causal, factor)[0]
         return result
-    return _composed_attention(query, key, value, attn_mask, dropout_p, is_causal, factor)
+    return composed_attention(query, key, value, attn_mask, dropout_p, is_causal, factor)
 
 
 def _has_kernel(
@@ -70,7 +70,7 @@ def _additive(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), -math.inf)
 
 
-def _composed_attention(
+def composed_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -79,6 +79,7 @@ def _composed_attention(
     causal: bool,
     scale: float,
 ) -> torch.Tensor:
+    """Softmax attention of operators; a mask is boolean, or added to the scores."""
     scores = query @ key.transpose(-2, -1) * scale
     if causal:
         mask = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
@@ -174,7 +175,7 @@ def _multi_head_attention() -> Callable[..., Any]:
     return _calling(F.multi_head_attention_forward, **inner, **helpers)
 
 
-def _layer_by_layer(kind: str) -> Callable[..., Any]:
+def layer_by_layer(kind: str) -> Callable[..., Any]:
     """A recurrent network with dropout between its layers, which PyTorch's decomposition leaves out."""
     function = getattr(torch, kind)
 
@@ -234,7 +235,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     F.multi_head_attention_forward: _multi_head_attention(),
     F.embedding: _embedding,
     F.embedding_bag: _embedding_bag,
-    **{getattr(torch, kind): _layer_by_layer(kind) for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    **{getattr(torch, kind): layer_by_layer(kind) for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
     F.cosine_similarity: _cosine_similarity,
     torch.cosine_similarity: _cosine_similarity,
     **POLYFILLS,
@@ -252,7 +253,7 @@ def _attention_in_functorch(*operands: Any, **options: Any) -> torch.Tensor:
     given = dict(zip(names, operands, strict=False)) | options
     query = given["query"]
     scale = given.get("scale") or 1 / math.sqrt(query.shape[-1])
-    return _composed_attention(
+    return composed_attention(
         query,
         given["key"],
         given["value"],

@@ -1,4 +1,4 @@
-"""Python floats that users change between steps: the probability of dropout, label smoothing, numbers of a loss.
+"""Python floats that users change between steps: the probability of dropout, label smoothing, a model's own floats.
 
 TorchDynamo burns a float in until it has seen it change, and whatever PyTorch's own functions take as a C++ number
 for ever. Here those that are hyper-parameters are inputs from the first trace on, so that no value of theirs is in
@@ -11,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.source import AttrSource
 from torch._dynamo.variables import UserFunctionVariable
@@ -26,6 +26,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from daceml_train import logs
 from daceml_train.errors import Unsupported
+from daceml_train.frontends.torch.dynamo.float_functions import FUNCTIONS
 
 Result = TypeVar("Result")
 _traces = threading.local()
@@ -40,15 +41,20 @@ def traced(call: Callable[[], Result], wanted: bool) -> Result:
     if not wanted:
         return call()
     _install()
-    _traces.used = False
-    try:
-        with _mode("inputs"):
-            return call()
-    except (TorchDynamoException, Unsupported) as error:
-        if not _traces.used:
-            raise
-        reason = str(error).partition("\n")[0]
-        logs.event(logs.RECOMPILES, f"floats of the model and the loss are constants of the program: {reason}")
+    for _ in range(2):
+        _traces.used, _traces.all, _traces.of_model = False, False, None
+        try:
+            with _mode("inputs"):
+                return call()
+        except (TorchDynamoException, Unsupported) as error:
+            if not _traces.used:
+                raise
+            reason = str(error).partition("\n")[0]
+            if not _traces.all:
+                logs.event(logs.RECOMPILES, f"floats of the model and the loss are constants of the program: {reason}")
+                break
+            _traces.of_model.refused = True
+            logs.event(logs.RECOMPILES, f"floats of the model become inputs one by one: {reason}")
     with _mode("constants"):
         return call()
 
@@ -72,91 +78,75 @@ def _setting(name: str, value: bool) -> Iterator[None]:
         setattr(torch._dynamo.config, name, before)
 
 
-def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """`F.dropout` with a probability that is an input; nothing and everything dropped are programs of their own."""
-    if p < 0.0 or p > 1.0:
-        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-    if not training or p == 0.0:
-        return input
-    if p == 1.0:
-        return F.dropout(input, 1.0, True, False)
-    result: Tensor = torch.ops.daceml_train.dropout(input, p)
-    return result
+_OF_MODULES: tuple[tuple[type[nn.Module], str], ...] = (
+    (nn.modules.dropout._DropoutNd, "p"),
+    (nn.CrossEntropyLoss, "label_smoothing"),
+)
+"""Floats of PyTorch's modules that a function of ours reads."""
+_OF_LARGE_MODULES: tuple[tuple[type[nn.Module], str], ...] = (
+    (nn.MultiheadAttention, "dropout"),
+    (nn.RNNBase, "dropout"),
+)
+"""The same, but not where they are zero, which is the rule: PyTorch's function is then called as it is."""
 
 
-def cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """`F.cross_entropy` of class indices with a label smoothing that is an input, composed as ATen does it."""
-    if label_smoothing < 0.0 or label_smoothing > 1.0:
-        raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
-    if label_smoothing == 0.0:
-        return F.cross_entropy(input, target, ignore_index=ignore_index, reduction=reduction)
-    dim = 0 if input.dim() == 1 else 1
-    classes = input.shape[dim]
-    logp = F.log_softmax(input, dim)
-    picked = F.nll_loss(logp, target, ignore_index=ignore_index, reduction=reduction)
-    ignored = target == ignore_index
-    smooth = (-logp.sum(dim)).masked_fill(ignored, 0.0)
-    if reduction == "mean":
-        smooth = smooth.sum() / torch.logical_not(ignored).sum()
-    elif reduction == "sum":
-        smooth = smooth.sum()
-    return (1 - label_smoothing) * picked + smooth * (label_smoothing / classes)
+class _Held:
+    """The floats that the modules of a model hold, as they were traced, by module and name."""
+
+    def __init__(self) -> None:
+        self.values: dict[tuple[int, str], tuple[weakref.ref[nn.Module], float]] = {}
+        self.inputs = False
+        """Whether one of them has changed since; from then on all are inputs."""
+        self.refused = False
+        """Whether a trace with all of them as inputs has failed."""
+
+    def note(self, owner: nn.Module, name: str, value: float) -> None:
+        self.values[id(owner), name] = weakref.ref(owner), value
+
+    def changed(self) -> bool:
+        return any(
+            (owner := reference()) is not None and vars(owner).get(name) != value
+            for (_, name), (reference, value) in self.values.items()
+        )
 
 
-def _plain_dropout(input: Any, p: Any = None, training: Any = None, inplace: Any = None) -> Any:
-    """The probability of a call of dropout that can be replaced; else None."""
-    return p if inplace is None or (inplace.is_python_constant() and not inplace.as_python_constant()) else None
+_held: weakref.WeakKeyDictionary[nn.Module, _Held] = weakref.WeakKeyDictionary()
 
 
-def _smoothing_of_indices(
-    input: Any,
-    target: Any,
-    weight: Any = None,
-    size_average: Any = None,
-    ignore_index: Any = None,
-    reduce: Any = None,
-    reduction: Any = None,
-    label_smoothing: Any = None,
-) -> Any:
-    """The smoothing of a cross entropy of class indices without weights; else None."""
-    absent = all(x is None or x.is_constant_none() for x in (weight, size_average, reduce))
-    example = target.as_proxy().node.meta.get("example_value") if absent else None
-    indices = isinstance(example, Tensor) and not example.is_floating_point()
-    return label_smoothing if indices else None
-
-
-_FUNCTIONS: dict[Any, tuple[Callable[..., Any], Any]] = {
-    F.dropout: (_plain_dropout, dropout),
-    F.cross_entropy: (_smoothing_of_indices, cross_entropy),
-}
-"""Function of PyTorch -> the number of a call that may be an input, and the function that can read it."""
-
-
-def _hyperparameter(builder: Any) -> bool:
+def _hyperparameter(builder: Any, value: float) -> bool:
     """Whether a float is a hyper-parameter by where it is: in the loss, or the one that an operator of ours reads.
 
-    What else modules of PyTorch hold, and what a model computes from its sizes (the scale of attention), is a constant
-    until it changes.
+    What a model's own modules hold is a constant until one of these floats changes; then all of them are inputs. What
+    else modules of PyTorch hold, and what a model computes from its sizes (the scale of attention), is a constant
+    until it changes itself.
     """
     source = builder.source
     if not isinstance(source, AttrSource):
         return False
     owner = builder.tx.output.resolve_source_value(source.base)
-    if isinstance(owner, nn.modules.dropout._DropoutNd):
-        return bool(source.member == "p")
-    if isinstance(owner, nn.CrossEntropyLoss):
-        return bool(source.member == "label_smoothing")
-    own = isinstance(owner, nn.Module) and not type(owner).__module__.startswith("torch.nn.")
-    return own and source.name.startswith("L['self'].loss")
+    if any(isinstance(owner, kind) and source.member == name for kind, name in _OF_MODULES):
+        return True
+    if value > 0 and any(isinstance(owner, kind) and source.member == name for kind, name in _OF_LARGE_MODULES):
+        return True
+    if not isinstance(owner, nn.Module) or type(owner).__module__.startswith("torch.nn."):
+        return False
+    if source.name.startswith("L['self'].loss"):
+        return True
+    return source.name.startswith("L['self'].model") and _of_model(builder, owner, source.member, value)
+
+
+def _of_model(builder: Any, owner: nn.Module, name: str, value: float) -> bool:
+    """Whether a float of a model is an input, by what the floats of the model were at earlier traces."""
+    model = getattr(builder.tx.output.root_tx.f_locals.get("self"), "model", None)
+    if not isinstance(model, nn.Module):
+        return False
+    held = _held.setdefault(model, _Held())
+    if _traces.of_model is None:  # the first one of this trace
+        _traces.of_model = held
+        held.inputs = held.inputs or held.changed()
+    held.note(owner, name, value)
+    _traces.all = held.inputs and not held.refused
+    return bool(_traces.all)
 
 
 @functools.cache
@@ -172,7 +162,7 @@ def _install() -> None:
                 return wrap(self, value)
         if mode != "inputs":
             return wrap(self, value)
-        if _hyperparameter(self):
+        if _hyperparameter(self, value):
             with _setting("assume_static_by_default", False):
                 found = wrap(self, value)
         else:
@@ -181,7 +171,7 @@ def _install() -> None:
         return found
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        found = _FUNCTIONS.get(self.value) if getattr(_traces, "mode", "") == "inputs" else None
+        found = FUNCTIONS.get(self.value) if getattr(_traces, "mode", "") == "inputs" else None
         if found is not None:
             number = found[0](*args, **kwargs)
             if number is not None and isinstance(number.realize(), SymNodeVariable):

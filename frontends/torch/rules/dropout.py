@@ -12,7 +12,6 @@ from torch.fx.experimental.symbolic_shapes import guard_float
 from daceml_train.frontends.torch.capture.rng_draws import mask_of
 from daceml_train.frontends.torch.rules.translate import Translator, rule
 from daceml_train.ops.operator import Value
-from daceml_train.ops.softmax import Softmax
 from daceml_train.tensor import DType, Tensor
 
 
@@ -33,11 +32,8 @@ def _dropout(t: Translator, x: Value, p: float, train: bool | None) -> tuple[Val
 
 @rule("daceml_train.dropout.default")
 def _dropout_given(t: Translator, x: Value, p: Any) -> Value:
-    """Dropout whose probability may be an input; a constant in attention, whose kernel has it as an attribute, and for
-    16-bit numbers, where constants enter arithmetic unrounded.
-    """
-    wide = x.dtype in (DType.float32, DType.float64)
-    if not isinstance(p, Value) or not wide or _is_softmax(t, x):
+    """Dropout whose probability may be an input."""
+    if not isinstance(p, Value):
         argument = t.node.args[1]
         held = argument.meta["val"] if isinstance(argument, fx.Node) else argument
         return t.emit("dropout", x, t.seed(), p=_burned_in(held), stream=t.stream())
@@ -47,17 +43,6 @@ def _dropout_given(t: Translator, x: Value, p: Any) -> Value:
 def _burned_in(number: Any) -> float:
     """A number as a constant, with a guard if it is an input."""
     return guard_float(number) if isinstance(number, torch.SymFloat) else float(number)
-
-
-def _is_softmax(t: Translator, x: Value) -> bool:
-    """Whether a value is a softmax, in another shape perhaps."""
-    name = x.name
-    for node in reversed(t.graph.nodes):  # a dropout follows its operand closely
-        if name in node.outputs:
-            if isinstance(node.op, Softmax) or len(node.inputs) != 1:
-                return isinstance(node.op, Softmax)
-            name = node.inputs[0]
-    return False
 
 
 def _dropout_as_eager(t: Translator, x: Value, p: float) -> tuple[Value, Value]:

@@ -133,9 +133,9 @@ template <typename T> inline void ahead(int64_t rows, int64_t columns, const T* 
     for (int64_t c = 0; c < columns; c += Lanes<T>::count) __builtin_prefetch(from + r * row + c, 0, 2);
 }
 
-// What forward and backward share. Integers after the blocks: batch, heads, queries, keys, size of a head, whether
-// there is dropout, its stream, then as bits of doubles its threshold, 1 / (1 - p), and the scale; then (batch, head,
-// row, column) strides per array.
+// What forward and backward share. Integers after the blocks: batch, heads, queries, keys, size of a head, how many
+// arrays dropout reads (0: there is none, 1: the seed, 2: the seed and p, a double), its stream, then as bits of doubles
+// its threshold, 1 / (1 - p), and the scale; then (batch, head, row, column) strides per array.
 template <typename T> struct Attention {
   int64_t blocks, heads, queries, keys, size, pairs, key_width, width;
   bool drops;
@@ -144,11 +144,16 @@ template <typename T> struct Attention {
   T kept, scale;
   const int64_t* strides;
 
-  Attention(const int64_t* n, const void* seed)
+  Attention(const int64_t* n, void* const* given)
       : blocks(n[0]), heads(n[2]), queries(n[3]), keys(n[4]), size(n[5]), pairs(n[1] * n[2]),
         key_width(padded<T>(keys)), width(padded<T>(size)), drops(n[6]),
-        random(drops ? random_key(*(const int64_t*)seed, n[7]) : 0), threshold((float)bits64(n[8])),
-        kept((T)bits64(n[9])), scale((T)bits64(n[10])), strides(n + 11) {}
+        random(drops ? random_key(*(const int64_t*)given[0], n[7]) : 0), threshold((float)bits64(n[8])),
+        kept((T)bits64(n[9])), scale((T)bits64(n[10])), strides(n + 11) {
+    if (n[6] < 2) return;
+    const double p = *(const double*)given[1];
+    threshold = (float)(ceil(p * 16777216.0) / 16777216.0);
+    kept = (T)(1.0 / (1.0 - p));
+  }
 
   int64_t at(int array, int64_t pair, int64_t row) const {
     const int64_t* s = strides + 4 * array;
@@ -189,11 +194,10 @@ template <typename T> struct Attention {
   }
 };
 
-// q, k, v, [seed], masks -> y, logsumexp; arrays with strides: q, k, v, y
+// q, k, v, [seed, [p]], masks -> y, logsumexp; arrays with strides: q, k, v, y
 template <typename T, int M> inline void fused_attention(void** pointers, const int64_t* integers) {
-  const bool seeded = integers[6];
-  void* const* masks = pointers + 3 + seeded;
-  const Attention<T> at(integers, pointers[3]);
+  void* const* masks = pointers + 3 + integers[6];
+  const Attention<T> at(integers, pointers + 3);
   T *y = (T*)masks[M], *logsumexp = (T*)masks[M + 1], *scratch = (T*)masks[M + 2];
   const int64_t *mask_numbers = at.strides + 16, bands = vm_groups(at.queries, BAND), units = at.pairs * bands;
   const int64_t keys = at.keys, W = at.key_width, D = at.width;
@@ -254,11 +258,10 @@ template <typename T, int M> inline void fused_attention(void** pointers, const 
   }
 }
 
-// grad, q, k, v, y, logsumexp, [seed], masks -> gq, gk, gv; arrays with strides: grad, q, k, v, y, gq, gk, gv
+// grad, q, k, v, y, logsumexp, [seed, [p]], masks -> gq, gk, gv; arrays with strides: grad, q, k, v, y, gq, gk, gv
 template <typename T, int M> inline void fused_attention_grad(void** pointers, const int64_t* integers) {
-  const bool seeded = integers[6];
-  void* const* masks = pointers + 6 + seeded;
-  const Attention<T> at(integers, pointers[6]);
+  void* const* masks = pointers + 6 + integers[6];
+  const Attention<T> at(integers, pointers + 6);
   const T* logsumexp = (const T*)pointers[5];
   T *gq = (T*)masks[M], *gk = (T*)masks[M + 1], *gv = (T*)masks[M + 2], *scratch = (T*)masks[M + 3];
   const int64_t* mask_numbers = at.strides + 32;
