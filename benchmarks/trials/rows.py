@@ -20,7 +20,7 @@ from benchmarks.trials.programs import compiled
 from daceml_train.driver.stacked import StackedStep
 from daceml_train.trials.keys import Path as TrialPath
 from daceml_train.trials.pool import train_tree
-from daceml_train.trials.simulate import simulate
+from daceml_train.trials.simulate import simulate, simulate_helped
 from daceml_train.trials.state import same
 from daceml_train.trials.tree import merged
 
@@ -29,6 +29,8 @@ KILLS_EACH = 8
 """Kills of a search at most, so that searches end."""
 INITIALIZATIONS = 10
 """With how many initial parameters each search by Optuna runs: what it prunes and samples depends on the values."""
+HELPED, EACH = 4, 0.9
+"""How many workers train a stage at most in a simulation with helpers, and the speed that each further one adds."""
 LONGEST = 3.0
 """Seconds between two kills at most; a search takes about so long."""
 
@@ -69,7 +71,10 @@ def late(kills: int) -> Row:
 
 
 def with_optuna(kills: int) -> Row:
-    """Optuna's samplers and pruners: what they are told, and the best trial."""
+    """Optuna's samplers and pruners: what they are told, and the best trial.
+
+    `save_at` names the steps of the space's drops, which a user knows: the first trial to pass one cannot.
+    """
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -108,7 +113,9 @@ def _study(sampler: Any, pruner: Any, each: bool, seed: int = 0) -> Row:
 
     def new() -> dt.Stages:
         own.reset()
-        return dt.Stages(own.step, data=digits.data, evaluate=digits.accuracy, seed=seed, name="digits")
+        return dt.Stages(
+            own.step, data=digits.data, evaluate=digits.accuracy, seed=seed, name="digits", save_at=(60, 80, 110, 130)
+        )
 
     shared = new()
 
@@ -177,9 +184,12 @@ def simulated(kills: int) -> Row:
         )
         result, alone = simulate(tree, 40, 1.0, 0.05, 0.05), simulate(separate, 40)
         row = {"name": name, "alone": tree.requested, "steps": tree.steps(), "makespan": result.time}
+        helped = simulate_helped(tree, 40, 1.0, 0.05, 0.05, HELPED, EACH)
         found.append(
             row
             | {
+                "helped makespan": helped.time,
+                "helped bound": helped.bound,
                 "bound": result.bound,
                 "simple bound": max(result.longest, result.busy / 40),
                 "alone makespan": alone.time,

@@ -22,7 +22,7 @@ UNTIL = "until"
 _FILE = "settings.json"
 
 
-class Runs(Protocol):
+class TrialRunner(Protocol):
     """What a trial needs of `Stages`."""
 
     store: Any
@@ -34,7 +34,7 @@ class Runs(Protocol):
         """The path of a trial."""
 
 
-def train(stages: Runs, config: Mapping[str, Any]) -> None:
+def train(stages: TrialRunner, config: Mapping[str, Any]) -> None:
     """Train the trial of this process of Ray Tune, and report its values. Called by Ray."""
     from ray import tune
 
@@ -52,7 +52,7 @@ def train(stages: Runs, config: Mapping[str, Any]) -> None:
             tune.report({**values, "steps": steps}, checkpoint=tune.Checkpoint.from_directory(folder))
 
 
-def _asked(stages: Runs, config: Mapping[str, Any]) -> tuple[tuple[int, ...], dict[str, Any]]:
+def _asked(stages: TrialRunner, config: Mapping[str, Any]) -> tuple[tuple[int, ...], dict[str, Any]]:
     until = config.get(UNTIL)
     if until is None:
         raise Invalid(

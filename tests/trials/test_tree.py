@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import daceml_train as dt
 from daceml_train.trials.keys import Path, exact
-from daceml_train.trials.simulate import simulate
+from daceml_train.trials.simulate import simulate, simulate_helped
 from daceml_train.trials.tree import Tree, merged
 
 S = dt.schedule
@@ -105,6 +105,19 @@ def test_simulation_is_between_its_bounds(found: list[Any], workers: int) -> Non
     assert result.longest == max(until[-1] for _, until in found)
     assert result.bound <= result.time <= result.busy / workers + result.longest  # Graham's bound of list scheduling
     assert simulate(tree, 1).time == tree.steps()
+
+
+@given(trials, st.integers(1, 5), st.integers(1, 4))
+def test_helpers_shorten_a_simulation(found: list[Any], workers: int, most: int) -> None:
+    """Without helpers it is list scheduling; with them, no more than that, and not below what all workers can do."""
+    tree = tree_of(found)
+    alone = simulate(tree, workers)
+    assert simulate_helped(tree, workers, most=1).time <= alone.busy / workers + alone.longest + 1e-6
+    assert simulate_helped(tree, 1).time == pytest.approx(alone.busy)
+    helped = simulate_helped(tree, workers, most=most, each=1.0)
+    assert helped.bound - 1e-6 <= helped.time and helped.busy == tree.steps()
+    if most >= workers:  # all work at all times
+        assert helped.time == pytest.approx(tree.steps() / workers)
 
 
 def test_late_drops_of_the_design() -> None:
