@@ -40,7 +40,7 @@ class End:
     value: Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """What a search asked for and what was trained, as text, or as a page: `report.save("search.html")`."""
 
@@ -95,6 +95,9 @@ class Report:
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
+
+    def __repr__(self) -> str:
+        return f"<{next(self.lines())}>"
 
     def to_html(self) -> str:
         """A page without scripts, which loads nothing: the tree, the processes over time, and the values of trials."""

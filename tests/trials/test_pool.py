@@ -1,7 +1,9 @@
 """Trials on several processes: the values of one process, also where processes are killed."""
 
 import functools
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +35,40 @@ def test_killed_processes_lose_their_stage_alone(tmp_path: Path, monkeypatch: py
     found = stored(tmp_path, killing)
     equal_to_alone(found, TRIALS[:4], values, name="numbers")
     assert found.report().steps == 6 + 2 * 3 + 4 * 3
+
+
+def test_two_searches_at_once_on_one_storage(tmp_path: Path) -> None:
+    """Two programs, each with processes of its own, search overlapping trials: no stage is trained twice."""
+    searches = {"first": TRIALS[:6], "second": TRIALS[2:]}
+    values: dict[str, list[dict[int, Any]]] = {}
+
+    def search(name: str) -> None:
+        values[name] = run_trials(functools.partial(stored, tmp_path), searches[name], (6, 12), workers=2)
+
+    threads = [threading.Thread(target=search, args=(name,)) for name in searches]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = stored(tmp_path)
+    for name, trials in searches.items():
+        equal_to_alone(found, trials, values[name], name="numbers")
+    report = found.report()
+    assert (report.requested, report.steps, report.twice) == (2 * 6 * 12, 48, 0)
+    assert len(report.workers) > 1
+
+
+def test_damaged_ends_and_values_name_their_trials(tmp_path: Path) -> None:
+    first = stored(tmp_path)
+    first.run_all(TRIALS[:2], 12)
+    for file in (tmp_path / first.root / "points").glob("000000012-*"):
+        file.write_bytes(file.read_bytes()[:-9])
+    for file in (tmp_path / first.root / "values").glob("*.json"):
+        file.write_bytes(b"{")
+    other = stored(tmp_path)
+    with pytest.warns(UserWarning, match="the checkpoint of trial [01] after 12 steps is damaged"):
+        values = other.run_all(TRIALS[:3], 12)
+    equal_to_alone(other, TRIALS[:3], values, name="numbers")
 
 
 def test_a_stage_that_kills_its_process_names_its_trial(tmp_path: Path) -> None:

@@ -2,7 +2,12 @@
 
 import json
 import logging
+import os
 import random
+import re
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,6 +107,38 @@ def test_population_based_training_forks(tmp_path: Path) -> None:
     assert forked, "some members took over others' weights with other rates"
     report = found.report()
     assert report.twice == 0 and report.steps < 4 * 16 + 1
+
+
+def test_a_process_that_is_killed_costs_its_stage(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+
+    def killing(step: int, settings: dict[str, Any]) -> Any:
+        if step == 7 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return data(step, settings)
+
+    found = dt.Stages(new_step(), data=killing, evaluate=accuracy, storage=tmp_path / "s", seed=0, name="numbers")
+    failures = tune.FailureConfig(max_failures=2)
+    run = tune.RunConfig(storage_path=str(tmp_path / "ray"), verbose=0, failure_config=failures)
+    space = {"until": (6, 12), "lr": tune.grid_search([trial["lr"] for trial in TRIALS[:4]])}
+    results = tune.Tuner(found.trainable, param_space=space, run_config=run).fit()
+    assert mark.exists() and not results.errors
+    for result in results:
+        expected, _ = alone({"lr": result.config["lr"]}, (12,), name="numbers")
+        assert result.metrics["value"] == expected[12]
+    report = found.report()
+    assert (report.steps, report.twice) == (6 + 2 * 3 + 4 * 3, 0)
+
+
+def test_the_example(tmp_path: Path) -> None:
+    """It finds the accuracy that it states, and trains each stage once."""
+    example = Path(__file__).parents[2] / "examples" / "search" / "ray_tune.py"
+    around = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(example.parents[2])}
+    ran = subprocess.run([sys.executable, example], env=around, cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert re.search(r"best accuracy 0\.9[3-9]", ran.stdout) and "3200 steps asked for, 1240 trained" in ran.stdout
+    assert len(list(tmp_path.glob("*/search.html"))) == 1
 
 
 def test_what_is_missing_is_told(tmp_path: Path) -> None:
