@@ -319,6 +319,32 @@ def _stacked(count: int, steps: int) -> Row:
     return {"name": f"{count} trials", "alone us": alone * 1e6, "us": together / count * 1e6, "far": far}
 
 
+def together(kills: int) -> Row:
+    """Late drops, where ready stages of equal range are one program if that is faster; beside stages one at a time."""
+    trials = list(digits.late_drops())
+    shared = digits.stages(evaluate=False)
+    dict(shared.run(0, {"lr": 0.3}, 2))  # compiles
+    times: dict[int, list[float]] = {}
+    ends: dict[int, list[Any]] = {}
+    for _ in range(4):  # the first one compiles
+        for count in (1, 8, 16):
+            own = dt.Stages(shared.step, data=digits.data, seed=0, name="digits", stacked=count)
+            start = time.process_time()
+            own.run_all(trials, digits.STEPS)
+            times.setdefault(count, []).append(time.process_time() - start)
+            ends[count] = []
+            for trial in trials[::9]:
+                own.load(trial, digits.STEPS)
+                ends[count].append([p.detach().clone() for p in own.step.model.parameters()])
+            shared.reset()
+    one, found = min(times.pop(1)), []
+    for count, seconds in times.items():
+        pairs = ((a, b) for x, y in zip(ends[1], ends[count], strict=True) for a, b in zip(x, y, strict=True))
+        far = max(float((a - b).abs().max()) for a, b in pairs)
+        found.append({"name": f"late drops, up to {count} stages", "one": one, "seconds": min(seconds), "far": far})
+    return {"searches": found}
+
+
 def _processor_time(call: Callable[[], Any], times: int, rounds: int = 7) -> float:
     """The least of several mean times of one call, on this thread."""
     found = []
@@ -336,6 +362,7 @@ ROWS: dict[str, Callable[[int], Row]] = {
     "residual": residual,
     "programs": compiled,
     "stacked": in_one_program,
+    "together": together,
     "simulated": simulated,
     "kills": killed,
 }
