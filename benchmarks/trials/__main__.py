@@ -1,8 +1,8 @@
 """Searches by stages beside separate trials: `python -m benchmarks.trials [ROW ...] [--kills N] [--page]`.
 
-Rows: late, optuna, residual, programs, stacked, together, simulated, kills; all by default. Results are written after each row to
-`benchmarks/results/trials.json` and `docs/results/trials.md`. Exits with 1 where a search by stages differs from
-separate trials in a single bit, and where a value compiles a program.
+Rows: late, optuna, residual, programs, stacked, together, simulated, kills; all by default. Results are written after
+each row to `benchmarks/results/trials.json` and `docs/results/trials.md`. Exits with 1 where a search by stages differs
+from separate trials in a single bit, and where a value compiles a program.
 """
 
 from __future__ import annotations

@@ -38,18 +38,18 @@ STACKED = """A 64-64-10 network on batches of 64, plain descent, each trial with
 of one step of one trial on one thread, in processor time. Matmuls of all trials may sum in another order than those of
 one: the last column is the largest difference from separate trials after 20 steps.
 """
-TOGETHER = """`Stages(stacked=...)` trains ready stages of equal range as one program where that is measured to be faster. Seconds of
-processor time of whole searches of 128 trials, the best of three after one that compiles; the last column is the largest
-difference from the parameters of separate stages at the ends of 15 trials.
+TOGETHER = """`Stages(stacked=...)` trains ready stages of equal range as one program where that is measured to be
+faster. Seconds of processor time of whole searches of 128 trials, the best of three after one that compiles; the last
+column is the largest difference from the parameters of separate stages at the ends of 15 trials.
 """
 SIMULATED = """Nothing is trained. A checkpoint takes 0.05 epochs to save or to load. The bound is the largest of d
 plus the epochs after the first d of each trial, divided by the workers: these cannot start earlier. The simple bound is
 the larger of the longest trial and of the work divided by the workers. No schedule reaches it where one worker trains a
-stage: the grid of step decay begins with three stages of 80 epochs, which 37 of the 40 workers cannot work on.
+stage: the grid of step decay begins with three stages of 80 epochs, of which 37 of the 40 workers have nothing.
 
 *Helped*: workers without a stage of their own train stages of others with them, up to four on one, each further one at
-0.9 of its speed, as data parallelism may be. Such trials equal separate ones up to rounding, not to the bit, so that
-`dt.run_trials` does not do this; the column says what it would bring.
+0.9 of its speed, as data parallelism may be. Such trials equal separate ones up to rounding, not to the bit, so
+`dt.run_trials` does not do this; the column tells what it would bring.
 """
 
 
@@ -73,6 +73,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
             f"| {entry['name']} | {entry['alone']:,} | {entry['steps']:,}{least} | {ratio:.2f} | {alone} | "
             f"{entry['seconds']:.2f} | {_yes(entry['equal'])} |"
         )
+    yield from _late(rows)
     yield from _initializations([entry for entry in trained if "ratios" in entry])
     if "programs" in rows:
         yield from _programs(rows["programs"]["searches"])
@@ -92,6 +93,17 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
                 f"{entry['steps']:,} steps, of {entry['distinct']:,} that are needed. Killed: {moments}. "
                 f"{entry['seconds']:.0f} s."
             )
+
+
+def _late(rows: Mapping[str, Any]) -> Iterator[str]:
+    for entry in rows.get("late", {"searches": []})["searches"]:
+        ratio = entry["alone processor seconds"] / entry["processor seconds"]
+        wall = entry["alone seconds"] / entry["seconds"]
+        yield (
+            f"\nLate drops take {wall:.2f} times less wall clock, and {ratio:.2f} times less processor time "
+            f"({entry['alone processor seconds']:.2f} and {entry['processor seconds']:.2f} s), which other processes "
+            "disturb less. Of the steps' ratio, the rest is saving and restoring."
+        )
 
 
 def _initializations(entries: list[dict[str, Any]]) -> Iterator[str]:

@@ -41,18 +41,18 @@ def late(kills: int) -> Row:
     shared = digits.stages(evaluate=False)
     dict(shared.run(0, {"lr": 0.3}, 2))  # compiles
     shared = dt.Stages(shared.step, data=digits.data, seed=0, name="digits")
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     shared.run_all(trials, digits.STEPS)
-    seconds = time.perf_counter() - start
-    equal, alone, steps = True, 0.0, 0
+    seconds, processor = time.perf_counter() - start, time.process_time() - cpu
+    equal, alone, alone_processor, steps = True, 0.0, 0.0, 0
     for number, trial in enumerate(trials):
         shared.load(trial, digits.STEPS)
         state = shared.training.snapshot()
         shared.reset()
         single = dt.Stages(shared.step, data=digits.data, seed=0, name="digits")  # the same program and tensors
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         dict(single.run(number, trial, digits.STEPS))
-        alone += time.perf_counter() - start
+        alone, alone_processor = alone + time.perf_counter() - start, alone_processor + time.process_time() - cpu
         steps += single.report().steps
         equal &= same(state, single.training.snapshot())
     report = shared.report()
@@ -64,6 +64,8 @@ def late(kills: int) -> Row:
                 "steps": report.steps,
                 "alone seconds": alone,
                 "seconds": seconds,
+                "alone processor seconds": alone_processor,
+                "processor seconds": processor,
                 "equal": equal,
             }
         ]
