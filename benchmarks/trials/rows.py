@@ -36,40 +36,48 @@ LONGEST = 3.0
 
 
 def late(kills: int) -> Row:
-    """128 trials that part late: steps, time, and every tensor and generator beside separate trials."""
+    """128 trials that part late: steps, time, and every tensor and generator beside separate trials.
+
+    The search by stages runs four times, each followed by a quarter of the separate trials, so that both have their
+    share of a machine that grows faster or slower; its time is the mean.
+    """
     trials = list(digits.late_drops())
     shared = digits.stages(evaluate=False)
     dict(shared.run(0, {"lr": 0.3}, 2))  # compiles
-    shared = dt.Stages(shared.step, data=digits.data, seed=0, name="digits")
-    start, cpu = time.perf_counter(), time.process_time()
-    shared.run_all(trials, digits.STEPS)
-    seconds, processor = time.perf_counter() - start, time.process_time() - cpu
-    equal, alone, alone_processor, steps = True, 0.0, 0.0, 0
-    for number, trial in enumerate(trials):
-        shared.load(trial, digits.STEPS)
-        state = shared.training.snapshot()
+    together, apart, equal, steps = _Spent(), _Spent(), True, 0
+    for quarter in range(4):
         shared.reset()
-        single = dt.Stages(shared.step, data=digits.data, seed=0, name="digits")  # the same program and tensors
-        start, cpu = time.perf_counter(), time.process_time()
-        dict(single.run(number, trial, digits.STEPS))
-        alone, alone_processor = alone + time.perf_counter() - start, alone_processor + time.process_time() - cpu
-        steps += single.report().steps
-        equal &= same(state, single.training.snapshot())
-    report = shared.report()
+        shared = dt.Stages(shared.step, data=digits.data, seed=0, name="digits")
+        with together:
+            shared.run_all(trials, digits.STEPS)
+        for number in range(quarter, len(trials), 4):
+            shared.load(trials[number], digits.STEPS)
+            state = shared.training.snapshot()
+            shared.reset()
+            single = dt.Stages(shared.step, data=digits.data, seed=0, name="digits")  # the same program and tensors
+            with apart:
+                dict(single.run(number, trials[number], digits.STEPS))
+            steps += single.report().steps
+            equal &= same(state, single.training.snapshot())
+    row = {"name": "late drops, 128 trials of 200 steps", "alone": steps, "steps": shared.report().steps}
+    row |= {"alone seconds": apart.wall, "seconds": together.wall / 4, "equal": equal}
     return {
-        "searches": [
-            {
-                "name": "late drops, 128 trials of 200 steps",
-                "alone": steps,
-                "steps": report.steps,
-                "alone seconds": alone,
-                "seconds": seconds,
-                "alone processor seconds": alone_processor,
-                "processor seconds": processor,
-                "equal": equal,
-            }
-        ]
+        "searches": [row | {"alone processor seconds": apart.processor, "processor seconds": together.processor / 4}]
     }
+
+
+class _Spent:
+    """Seconds of wall clock and of the processor within its contexts."""
+
+    def __init__(self) -> None:
+        self.wall = self.processor = 0.0
+
+    def __enter__(self) -> None:
+        self._begun = time.perf_counter(), time.process_time()
+
+    def __exit__(self, *error: object) -> None:
+        self.wall += time.perf_counter() - self._begun[0]
+        self.processor += time.process_time() - self._begun[1]
 
 
 def with_optuna(kills: int) -> Row:
