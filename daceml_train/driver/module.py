@@ -222,8 +222,8 @@ def _call(
         return source(module, *arguments, **keywords)
     if name not in state.recursions:
         forests = Forests(state.options, state.backend.records, state.backend.note)
-        state.recursions[name] = recursion_of(module, source, forests)
-    if (recursion := state.recursions[name]) is not None:
+        state.recursions[name] = recursion_of(module, source, forests, (*arguments, *keywords.values()))
+    if (recursion := state.recursions[name]) is not None and recursion.serves:
         return recursion(module, source, arguments, keywords, state.backend.note)
     try:
         result = state.compiled[name](*arguments, **keywords)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from daceml_train.driver.forests import Forests
-from daceml_train.frontends.torch.recursion.blocks import state_of
-from daceml_train.frontends.torch.recursion.detect import MARKED, reachable
+from daceml_train.frontends.torch.recursion.simple import state_of
+from daceml_train.frontends.torch.recursion.detect import MARKED, cycles, over_data, reachable
 from daceml_train.frontends.torch.recursion.lazy import local
 from daceml_train.frontends.torch.recursion.outline import outlined, with_codes
 from daceml_train.frontends.torch.recursion.recorder import Recorder, Structures, computed
@@ -20,12 +20,22 @@ from daceml_train.frontends.torch.recursion.recorder import Recorder, Structures
 class Recursion:
     """What is known of the recursion of a module's method."""
 
-    def __init__(self, codes: Sequence[types.CodeType], programs: Forests | None = None) -> None:
-        self.structures = Structures(codes)
+    def __init__(
+        self,
+        functions: Mapping[types.CodeType, types.FunctionType],
+        programs: Forests | None = None,
+        marked: bool = True,
+    ) -> None:
+        self.structures = Structures(functions)
         self.structures.programs = programs
-        self.outlined = outlined([MARKED[code] for code in codes], self.structures.codes)
+        self.marked = marked
+        """Whether `recursive` names the functions."""
+        whole = [function for code, function in functions.items() if function.__code__ is code]
+        self.outlined = outlined(whole, self.structures.codes, self.structures.blocks)
         self.refused = ""
         """Why PyTorch runs all calls."""
+        self.serves = True
+        """Whether calls compute within the recursion; not so for functions that were found and that compute nothing."""
 
     def __call__(
         self,
@@ -60,17 +70,27 @@ class Recursion:
             if collecting:
                 gc.enable()
         self.refused = recorder.eager
+        self.serves = self.marked or self.structures.inner or bool(recorder.eager)
         if recorder.looks:
             note("a recursion looks at values while it runs: it is batched between the looks")
         return result
 
 
 def recursion_of(
-    module: torch.nn.Module, source: Callable[..., Any], programs: Forests | None = None
+    module: torch.nn.Module,
+    source: Callable[..., Any],
+    programs: Forests | None = None,
+    arguments: Sequence[Any] = (),
 ) -> Recursion | None:
-    """The recursion below a method, if it calls a function that `recursive` names; `programs` compiles its levels."""
-    if not MARKED:
-        return None
+    """The recursion below a method; `programs` compiles its levels. None if there is none.
+
+    That is the functions that `recursive` names. Without any, functions that call themselves are one if `arguments`
+    have data that they can call themselves over.
+    """
     owners = list({type(m) for m in module.modules()})
-    codes = [code for code in reachable(source, owners) if code in MARKED]
-    return Recursion(codes, programs) if codes else None
+    if MARKED:
+        marked = {code: MARKED[code] for code in reachable(source, owners) if code in MARKED}
+        if marked:
+            return Recursion(marked, programs)
+    found = cycles(source, owners) if over_data(arguments) else {}
+    return Recursion(found, programs, marked=False) if found else None

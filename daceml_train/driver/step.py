@@ -262,7 +262,7 @@ class TrainingStep(InPieces):
         if (wrapped := parallel_wrapper(self.model)) is not None:
             self._break(key, wrapped)
             return None
-        if recursion_of(self.model, type(self.model).forward) is not None:
+        if recursion_of(self.model, type(self.model).forward, arguments=(inputs, *targets)) is not None:
             self._break(key, Unsupported("the model calls itself over data, which runs level by level"))
             return None
         scope = {"self": self, "inputs": inputs, "targets": targets}

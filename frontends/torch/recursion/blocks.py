@@ -2,184 +2,163 @@
 
 from __future__ import annotations
 
-import ast
+import sys
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from daceml_train.frontends.torch.recursion.lazy import Lazy, local, meta_of
-from daceml_train.frontends.torch.recursion.pure import Checker, methods_of, named
+from daceml_train.frontends.torch.recursion.repeats import (
+    MISS,
+    SCALARS,
+    Known,
+    Numbers,
+    Operand,
+    Place,
+    repeat,
+    returned,
+)
 from daceml_train.frontends.torch.recursion.runs import Run
-
-SCALARS = (int, float, bool, str, type(None))
-
-
-@dataclass
-class Repeat:
-    """What a block records for operands of certain types: a run, its inputs and results by their positions."""
-
-    at: Any
-    inputs: tuple[int, ...]
-    metas: tuple[Any, ...]
-    template: Any
-    held: tuple[Any, ...]
-    """Operands whose identity is part of the key."""
+from daceml_train.frontends.torch.recursion.simple import only_computes
 
 
 class Unkept(Exception):
     """Operands or results for which a record cannot be repeated."""
 
 
-class Block:
-    """A function of what some statements of a recursive function read."""
+@dataclass
+class Kept:
+    """What a block recorded for operands of some structure: functions that repeat it."""
 
-    def __init__(self, function: Callable[..., Any], owner: types.FunctionType) -> None:
-        self.function, self.owner = function, owner
+    known: list[Callable[..., Any]] = field(default_factory=list)
+    failed: int = 0
+    """How often nothing could be kept."""
+
+
+MOST = 32
+"""How many records are kept for one structure of operands, and how often keeping them is tried in vain."""
+
+
+class Block:
+    """A function of what some statements of a recursive function read.
+
+    Operands in the positions `numbers` are lists of Python's numbers, of which the function takes a tensor.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], owner: types.FunctionType, numbers: frozenset[int] = frozenset()
+    ) -> None:
+        self.function, self.owner, self.numbers = function, owner, numbers
+        self.keyed: tuple[int, ...] = ()
+        """The positions of operands that were ever scalars or lists."""
 
     def __call__(self, *operands: Any) -> Any:
         recorder = local.recorder
         if recorder is None or recorder.eager:
-            return self.function(*operands)
-        shared = recorder.shared
-        key: list[Any] = [self, torch.is_grad_enabled()]
-        for a in operands:
-            kind = type(a)
-            if kind is Lazy and a.value is None:
-                key.append(a.meta)
-            elif kind is types.MethodType:
-                key += (a.__func__, id(a.__self__))
-            elif kind in SCALARS:
-                key += (kind, a)
-            elif isinstance(a, torch.nn.Module):
-                key.append(id(a))
-            elif kind is torch.Tensor or kind is torch.nn.Parameter:
-                key.append(shared.get(id(a)) or meta_of(a))
-            else:
-                return self.function(*operands)
-        memo = recorder.memo
-        found = memo.get(whole := tuple(key), self)
-        if found is self:
-            return self._first(recorder, whole, operands)
-        return self.function(*operands) if found is None else repeated(recorder, found, operands)
+            return self.function(*self._tensors(operands))
+        kept = recorder.memo.get(self if not self.keyed else (self, *[_structure(operands[k]) for k in self.keyed]))
+        if kept is not None:
+            for repeated in kept.known:
+                if (result := repeated(recorder, *operands)) is not MISS:
+                    return result
+            if kept.failed >= MOST or len(kept.known) >= MOST:
+                return self.function(*self._tensors(operands))
+        return self._first(recorder, operands)
 
-    def _first(self, recorder: Any, key: tuple[Any, ...], operands: Sequence[Any]) -> Any:
+    def _tensors(self, operands: Sequence[Any]) -> list[Any]:
+        return [torch.tensor(a) if k in self.numbers else a for k, a in enumerate(operands)]
+
+    def _kept(self, memo: dict[Any, Kept], operands: Sequence[Any]) -> Kept:
+        more = [k for k, a in enumerate(operands) if k not in self.numbers and type(a) in (*SCALARS, list)]
+        self.keyed = tuple(sorted({*self.keyed, *more}))
+        key = self if not self.keyed else (self, *[_structure(operands[k]) for k in self.keyed])
+        return memo.setdefault(key, Kept())
+
+    def _first(self, recorder: Any, operands: Sequence[Any]) -> Any:
+        """Run the statements, and keep what they record if that can be repeated."""
+        given = self._tensors(operands)
+        outermost = recorder.outermost(sys._getframe(2))
         before, events = len(recorder.pending), recorder.events
-        result = self.function(*operands)
-        recorder.memo[key] = None
-        results = recorder.pending[before:]
-        if recorder.events != events or len(results) != 1 or not all(_only_computes(a) for a in operands):
+        grad = torch.is_grad_enabled()
+        described = None if outermost else self._described(recorder, operands, given)
+        result = self.function(*given)
+        if outermost:
             return result
-        run: Run = results[0]
-        ids = [id(a) for a in operands if isinstance(a, torch.Tensor)]
-        positions = {id(a): k for k, a in enumerate(operands)}
+        kept = self._kept(recorder.memo, operands)
+        results: list[Run] = recorder.pending[before:]
         try:
-            if len(set(ids)) != len(ids) or any(id(a) not in positions for a in run.inputs):
+            if described is None or recorder.events != events or len(results) != 1:
+                raise Unkept
+            run = results[0]
+            positions = _positions(given, recorder.shared)
+            if any(id(a) not in positions for a in run.inputs):
                 raise Unkept
             template = _template(result, run, positions)
         except Unkept:
+            kept.failed += 1
             return result
         run.sealed = True
-        inputs = tuple(positions[id(a)] for a in run.inputs)
-        held = tuple(a for a in operands if not isinstance(a, torch.Tensor))
-        recorder.memo[key] = Repeat(run.at, inputs, tuple(v.meta for v in run.values), template, held)
+        run.used.update(returned(template))
+        inputs = [positions[id(a)] for a in run.inputs]
+        kept.known.append(repeat(run.at, grad, described, inputs, tuple(v.meta for v in run.values), template))
         return result
 
+    def _described(self, recorder: Any, operands: Sequence[Any], given: Sequence[Any]) -> list[Operand] | None:
+        """What is compared before a record is repeated; None where it cannot be."""
+        found: list[Operand] = []
+        for k, a in enumerate(operands):
+            kind = type(a)
+            if k in self.numbers:
+                types_ = set(map(type, a))
+                if len(types_) != 1 or not types_ <= {int, float}:
+                    return None
+                found.append(Numbers(len(a), types_.pop()))
+            elif kind is Lazy and a.value is None:
+                found.append(a.meta)
+            elif kind is list and a and all(type(b) is Lazy and b.value is None for b in a):
+                found.append([b.meta for b in a])
+            elif kind in SCALARS:
+                found.append((kind, a))
+            elif isinstance(a, types.MethodType | torch.nn.Module):
+                if not only_computes(a):
+                    return None
+                found.append(a)
+            elif kind is torch.Tensor or kind is torch.nn.Parameter:
+                found.append(recorder.shared[id(a)] if id(a) in recorder.shared else Known(kind, meta_of(a)))
+            else:
+                return None
+        return found
 
-def _template(found: Any, run: Run, positions: dict[int, int]) -> Any:
-    """A result of a block: a number of a value of its run, `(position,)` of an operand, or a list or tuple of such."""
+
+def _structure(a: Any) -> Any:
+    """What an operand has in common with those for which a record may be repeated."""
+    kind = type(a)
+    if kind is list:
+        return len(a)
+    return (kind, a, str(a)) if kind in SCALARS else kind
+
+
+def _positions(operands: Sequence[Any], shared: Any) -> dict[int, Place]:
+    """Where tensors are among the operands, each of them once."""
+    found: dict[int, Place] = {}
+    for k, a in enumerate(operands):
+        for j, b in enumerate(a) if type(a) is list else ((None, a),):
+            if isinstance(b, torch.Tensor) and id(b) not in shared:
+                if id(b) in found:
+                    raise Unkept
+                found[id(b)] = Place(k, j)
+    return found
+
+
+def _template(found: Any, run: Run, positions: dict[int, Place]) -> Any:
+    """A result of a block: a number of a value of its run, the place of an operand, or a list or tuple of such."""
     if type(found) is Lazy and found.source is run:
         return found.index
-    if id(found) in positions and isinstance(found, torch.Tensor):
-        return [None, positions[id(found)]]
+    if isinstance(found, torch.Tensor) and id(found) in positions:
+        return positions[id(found)]
     if type(found) in (list, tuple):
         return (type(found), *(_template(f, run, positions) for f in found))
     raise Unkept
-
-
-def repeated(recorder: Any, kept: Repeat, operands: Sequence[Any]) -> Any:
-    """Record again what a block records, on other operands."""
-    run = Run(recorder, kept.at, False)
-    run.sealed = True
-    inputs = run.inputs
-    height = stage = 0
-    for position in kept.inputs:
-        a = operands[position]
-        inputs.append(a)
-        if type(a) is Lazy:
-            source = a.source
-            if type(source) is Run and source.forest is None:
-                source.sealed = True
-                source.used.add(a.index)
-                if height <= source.height:
-                    height = source.height + 1
-            if stage < source.stage:
-                stage = source.stage
-    run.height, run.stage = height, stage
-    values: list[Any] = [None] * len(kept.metas)
-    run.values = values
-    recorder.pending.append(run)
-    metas = kept.metas
-
-    def filled(template: Any) -> Any:
-        if type(template) is int:
-            value = values[template]
-            if value is None:
-                value = values[template] = Lazy(run, template, metas[template])
-            return value
-        if type(template) is list:
-            return operands[template[1]]
-        return template[0]([filled(t) for t in template[1:]])
-
-    return filled(kept.template)
-
-
-def _only_computes(a: Any) -> bool:
-    """Whether calling an operand only computes: a module of PyTorch without hooks, or a method of such statements."""
-    if isinstance(a, torch.nn.Module):
-        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-        return all(
-            type(m).__module__.startswith("torch.nn.") and not any(getattr(m, hook) for hook in hooks)
-            for m in a.modules()
-        )
-    return not isinstance(a, types.MethodType) or _method_computes(a)
-
-
-def _method_computes(method: types.MethodType) -> bool:
-    function = method.__func__
-    if not isinstance(function, types.FunctionType) or not isinstance(method.__self__, torch.nn.Module):
-        return False
-    checker = Checker(function)
-    try:
-        statements = list(methods_of(function))
-    except ValueError:
-        return False
-    for node in statements:
-        if not isinstance(node, ast.Return | ast.Assign) or node.value is None:
-            return False
-        if isinstance(node, ast.Assign) and named(node.targets) is None:
-            return False
-        if not checker.pure(node.value, frozenset()):
-            return False
-        for each in ast.walk(node.value):
-            if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id in checker.own:
-                value = getattr(method.__self__, each.attr, None)
-                if not isinstance(value, torch.Tensor) and not _only_computes_called(value):
-                    return False
-    return True
-
-
-def _only_computes_called(value: Any) -> bool:
-    return isinstance(value, torch.nn.Module | types.MethodType) and _only_computes(value)
-
-
-def state_of(model_modules: Sequence[torch.nn.Module]) -> tuple[Any, ...]:
-    """The plain attributes of modules: a record is repeated only while they are equal."""
-    found: list[Any] = [torch.get_default_dtype()]
-    for m in model_modules:
-        found.append(id(m))
-        found += [(name, v) for name, v in vars(m).items() if type(v) in (int, float, bool, str)]
-        found += [len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)]
-    return tuple(found)

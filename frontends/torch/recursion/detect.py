@@ -1,15 +1,18 @@
-"""Which functions call themselves: `recursive` names them; what a model may call is found by names in its code."""
+"""Which functions call themselves: `recursive` names them; others are found by the names in the code of a model."""
 
 from __future__ import annotations
 
 import dis
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+import numpy as np
+import torch
 
 from daceml_train.errors import Invalid
 
-CALLED = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLOSURE", "LOAD_NAME")
+CALLED = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLOSURE", "LOAD_NAME", "LOAD_SUPER_ATTR")
 """Instructions that name what may be called."""
 
 MARKED: dict[types.CodeType, Any] = {}
@@ -20,8 +23,8 @@ def recursive(function: Callable[..., Any]) -> Callable[..., Any]:
     """Name `function` as one that calls itself, directly or by way of others; it stays what it is.
 
     A model that `optimize` or `training_step` compiles records its calls, and runs those of equal structure together,
-    level by level. What one call computes between the calls of itself is a cell. Without this name, the recursion is
-    unrolled, and each shape of tree has a program of its own.
+    level by level. What one call computes between the calls of itself is a cell. Without this name, functions that
+    call themselves are looked for in the code that the model's forward pass names; see `cycles`.
     """
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     if code is None:
@@ -51,25 +54,100 @@ def _library(module: str | None) -> bool:
     return (module or "").split(".")[0] in ("torch", "numpy", "daceml_train", "builtins")
 
 
-def reachable(entry: Callable[..., Any], owners: list[type]) -> dict[types.CodeType, str]:
-    """Code of the user's that may run below `entry`, with its name: methods of `owners`, functions, and nested ones."""
-    found: dict[types.CodeType, str] = {}
+def _methods(owners: Iterable[type], name: str) -> list[Any]:
+    """What `name` is in classes of the user's, and in those that they are derived from, as `super()` reaches them."""
+    bases = dict.fromkeys(base for owner in owners for base in owner.__mro__ if not _library(base.__module__))
+    return [vars(base)[name] for base in bases if name in vars(base)]
+
+
+def _free(function: types.FunctionType, name: str) -> Any:
+    """The value of a free variable, or None."""
+    closure = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    try:
+        return closure[name].cell_contents if name in closure else None
+    except ValueError:  # an empty cell
+        return None
+
+
+def reachable(entry: Callable[..., Any], owners: list[type]) -> dict[types.CodeType, types.FunctionType]:
+    """Code of the user's that may run below `entry`, with its function: methods of `owners`, functions, nested ones."""
+    found: dict[types.CodeType, types.FunctionType] = {}
     waiting = [entry]
     while waiting:
         function = _own(waiting.pop())
         if function is None or function.__code__ in found:
             continue
         nested = list(_nested(function.__code__))  # several may have one name, as comprehensions do
-        found[function.__code__] = function.__code__.co_name
-        found |= {code: code.co_name for code in nested}
+        found |= dict.fromkeys((function.__code__, *nested), function)
         for name in set().union(*map(_names, (function.__code__, *nested))):
-            candidates = [function.__globals__.get(name)]
-            candidates += [getattr(owner, name, None) for owner in owners if not _library(owner.__module__)]
-            closure = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-            if name in closure:
-                try:
-                    candidates.append(closure[name].cell_contents)
-                except ValueError:  # an empty cell
-                    pass
+            candidates = [function.__globals__.get(name), _free(function, name), *_methods(owners, name)]
             waiting += [own for c in candidates if (own := _own(c)) is not None and not _library(own.__module__)]
     return found
+
+
+# ---- functions that call themselves, without a name for them ----------------------------------------------------------
+def _called(code: types.CodeType, this: str) -> Iterator[tuple[str, str]]:
+    """What code calls by name: ("self", "visit") for a method of its own object, ("self", "forward") for the object
+    itself, and ("", "visit") for a function."""
+    skipped = ("CACHE", "COPY_FREE_VARS", "EXTENDED_ARG", "RESUME")
+    instructions = [i for i in dis.get_instructions(code) if i.opname not in skipped]
+    for before, one, after in zip([None, *instructions], instructions, [*instructions[1:], None], strict=False):
+        if one.opname in ("LOAD_FAST", "LOAD_DEREF") and one.argval == this:
+            if after is not None and after.opname in ("LOAD_METHOD", "LOAD_ATTR"):
+                yield "self", str(after.argval)
+            elif before is not None and before.opname == "PUSH_NULL":  # `self(...)`
+                yield "self", "forward"
+        elif one.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME"):
+            yield "", str(one.argval)
+
+
+def cycles(entry: Callable[..., Any], owners: list[type]) -> dict[types.CodeType, types.FunctionType]:
+    """Code below `entry` that calls itself by name, directly or by way of others, with its function.
+
+    A method calls itself as `self.visit(...)`, or `self(...)` for `forward`; a function by its name. A call of a method
+    of the base class is no call of itself.
+    """
+    found = reachable(entry, owners)
+    targets: dict[types.CodeType, set[types.CodeType]] = {}
+    for code, function in found.items():
+        own = function.__code__
+        this = own.co_varnames[0] if own.co_argcount and own.co_varnames[0] == "self" else ""
+        # comprehensions run where they are
+        results = targets[code] = {c for c in _nested(code) if c.co_name.startswith("<")}
+        for kind, name in _called(code, this):
+            if kind == "self":
+                candidates = [getattr(owner, name, None) for owner in owners if not _library(owner.__module__)]
+            else:
+                candidates = [function.__globals__.get(name), _free(function, name)]
+                scope = (*code.co_freevars, *code.co_cellvars)
+                results.update(c for c in _nested(own) if c.co_name == name and name in scope)
+            results.update(f.__code__ for c in candidates if (f := _own(c)) is not None and f.__code__ in found)
+    return {code: found[code] for code in found if not code.co_name.startswith("<") and _returns(code, targets)}
+
+
+def _returns(code: types.CodeType, targets: dict[types.CodeType, set[types.CodeType]]) -> bool:
+    """Whether calls lead from code back to it."""
+    seen: set[types.CodeType] = set()
+    waiting = list(targets[code])
+    while waiting:
+        if (at := waiting.pop()) is code:
+            return True
+        if at not in seen:
+            seen.add(at)
+            waiting += targets[at]
+    return False
+
+
+def over_data(arguments: Iterable[Any]) -> bool:
+    """Whether there is data among the arguments that a function can call itself over: objects, nested sequences."""
+    plain = (torch.Tensor, torch.nn.Module, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+    for a in arguments:
+        if isinstance(a, np.ndarray):
+            return True
+        if isinstance(a, list | tuple | dict):
+            parts = list(a.values()) if isinstance(a, dict) else list(a)
+            if any(type(p) is int for p in parts) or over_data(parts):
+                return True
+        elif not isinstance(a, plain) and not callable(a) and not _library(type(a).__module__):
+            return True
+    return False

@@ -193,12 +193,11 @@ class _Levels(torch.autograd.Function):
 
 def alive(members: Sequence[Run]) -> set[int]:
     """The values of runs of one structure that others read, or that user code holds."""
-    found = set().union(*[run.used for run in members])
+    found: set[int] = set().union(*{id(run.used): run.used for run in members}.values())
     references = sys.getrefcount
+    plain = [run for run in members if type(run.used) is set]  # others have all that user code can have
     for k in range(len(members[0].values)):
-        if k in found:
-            continue
-        if any(run.values[k] is not None and references(run.values[k]) > 2 for run in members):  # the run, this call
+        if k not in found and any(references(run.values[k]) > 2 for run in plain):  # the run, this call
             found.add(k)
     return found
 
@@ -217,6 +216,8 @@ def _base(a: Any) -> tuple[torch.Tensor, int, int | None] | None:
 
 def rows(found: Sequence[Any]) -> torch.Tensor:
     """Inputs of runs as the rows of one tensor."""
+    if any(type(a) is list for a in found):  # of numbers
+        return torch.tensor([a if type(a) is list else known(a).tolist() for a in found])
     bases = [_base(a) for a in found]
     first = bases[0]
     if first is not None and all(b is not None and b[0] is first[0] and b[2] == first[2] for b in bases):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from daceml_train.frontends.torch.recursion.blocks import Block
+from daceml_train.frontends.torch.recursion.lifting import Lifter
 from daceml_train.frontends.torch.recursion.pure import Checker, calls, named, parsed
 
 
@@ -26,9 +27,20 @@ class _Parameters(ast.NodeTransformer):
     def __init__(self, checker: Checker, inside: set[str]) -> None:
         self.checker, self.inside = checker, inside
         self.found: dict[str, tuple[str, ast.expr]] = {}
+        self.numbers: set[str] = set()
+        """Parameters that are given as Python's numbers, of which a tensor is made."""
 
     def _parameter(self, node: ast.expr) -> ast.expr:
         name, _ = self.found.setdefault(ast.dump(node), (f"p{len(self.found)}", node))
+        return ast.copy_location(ast.Name(name, ast.Load()), node)
+
+    def _tensor(self, node: ast.Call) -> ast.expr:
+        """The parameter for a call of `torch.tensor`."""
+        given = node.args[0] if len(node.args) == 1 and not node.keywords else None
+        if not isinstance(given, ast.List) or any(isinstance(e, ast.List | ast.Tuple | ast.Starred) for e in given.elts):
+            return self._parameter(node)
+        name, _ = self.found.setdefault(f"numbers {ast.dump(given)}", (f"p{len(self.found)}", given))
+        self.numbers.add(name)
         return ast.copy_location(ast.Name(name, ast.Load()), node)
 
     def visit(self, node: ast.AST) -> Any:
@@ -40,7 +52,7 @@ class _Parameters(ast.NodeTransformer):
             assert isinstance(func, ast.Attribute)
             if checker.library(func):
                 if func.attr == "tensor" and read.isdisjoint(self.inside):
-                    return self._parameter(node)
+                    return self._tensor(node)
             elif checker.called(func) and not (
                 isinstance(func.value, ast.Attribute) and hasattr(torch.Tensor, func.attr)
             ):
@@ -64,11 +76,9 @@ class Outliner:
     def __init__(self, function: types.FunctionType, tree: ast.FunctionDef, marked: frozenset[str]) -> None:
         self.function, self.tree, self.marked = function, tree, marked
         self.checker = Checker(function)
+        self.lifter = Lifter(self.checker, marked)
         self.blocks: list[Block] = []
         self.reads: dict[str, list[ast.Name]] = {}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-                self.reads.setdefault(node.id, []).append(node)
 
     def statement(self, node: ast.stmt) -> bool:
         """Whether a statement can be in a block."""
@@ -89,23 +99,50 @@ class Outliner:
             results += self.outlined(block)
             block = []
             for name in ("body", "orelse", "finalbody"):
-                if isinstance(inner := getattr(node, name, None), list) and not isinstance(
-                    node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef
-                ):
+                if (inner := _statements(node, name)) is not None:
                     setattr(node, name, self.body(inner))
             results.append(node)
         return results + self.outlined(block)
+
+    def whole(self) -> list[ast.stmt]:
+        """The function's statements with blocks."""
+        self.tree.body = self.all_lifted(self.tree.body)
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                self.reads.setdefault(node.id, []).append(node)
+        return self.body(self.tree.body)
+
+    def all_lifted(self, statements: list[ast.stmt]) -> list[ast.stmt]:
+        """Statements, and those in them, without calls of the recursion in expressions that else only compute."""
+        for node in statements:
+            for name in ("body", "orelse", "finalbody"):
+                if (inner := _statements(node, name)) is not None:
+                    setattr(node, name, self.all_lifted(inner))
+        return [each for node in statements for each in self.lifted(node)]
+
+    def lifted(self, node: ast.stmt) -> list[ast.stmt]:
+        """A statement without calls of the recursion in its expression, after statements that have them."""
+        if not isinstance(node, ast.Return | ast.Assign) or node.value is None or self.statement(node):
+            return [node]
+        whole, before = isinstance(node, ast.Return) or named(node.targets) is not None, list[ast.stmt]()
+        if whole and (found := self.lifter.lifted(node.value)) is not None:
+            before, node.value = found
+        elif not whole and calls(node.value) and self.checker.pure(node.value, self.marked):
+            statement, node.value = self.lifter.named(node.value)
+            before = [statement]
+        return [*before, node]
 
     def outlined(self, block: list[ast.stmt]) -> list[ast.stmt]:
         """The statement that calls a block of these."""
         if not block:
             return []
         inside: set[str] = set()
+        numbers: set[str] = set()
         parameters: dict[str, tuple[str, ast.expr]] = {}
         own = {id(n) for s in block for n in ast.walk(s)}
         for node in block:
             transformer = _Parameters(self.checker, inside)
-            transformer.found = parameters
+            transformer.found, transformer.numbers = parameters, numbers
             assert isinstance(node, ast.Return | ast.Assign) and node.value is not None
             node.value = transformer.visit(node.value)
             if isinstance(node, ast.Assign):
@@ -120,11 +157,19 @@ class Outliner:
         arguments = ast.arguments([], names, None, [], [], None, [])
         result = ast.copy_location(ast.FunctionDef(self.tree.name, arguments, body, [], None), block[0])
         code = _compiled(result, self.function)
-        self.blocks.append(Block(types.FunctionType(code, self.function.__globals__), self.function))
+        given = frozenset(k for k, (name, _) in enumerate(parameters.values()) if name in numbers)
+        self.blocks.append(Block(types.FunctionType(code, self.function.__globals__), self.function, given))
         call = ast.Call(ast.Constant(_placeholder(len(self.blocks) - 1)), [e for _, e in parameters.values()], [])
         target: list[ast.expr] = [ast.Tuple([ast.Name(n, ast.Store()) for n in results], ast.Store())]
         site: ast.stmt = ast.Return(call) if isinstance(last, ast.Return) else ast.Assign(target, call)
         return [ast.fix_missing_locations(ast.copy_location(site, block[0]))]
+
+
+def _statements(node: ast.stmt, name: str) -> list[ast.stmt] | None:
+    """The statements in a statement of the same function."""
+    inner = getattr(node, name, None)
+    nested = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
+    return inner if isinstance(inner, list) and not nested else None
 
 
 def _placeholder(number: int) -> str:
@@ -147,7 +192,7 @@ def outline(function: Callable[..., Any], marked: frozenset[str]) -> tuple[types
     if tree is None or any(isinstance(n, ast.Global | ast.Nonlocal | ast.Yield | ast.Await) for n in ast.walk(tree)):
         return None
     outliner = Outliner(function, tree, marked)
-    tree.body = outliner.body(tree.body)
+    tree.body = outliner.whole()
     if not outliner.blocks:
         return None
     code = _compiled(tree, function)
@@ -157,9 +202,9 @@ def outline(function: Callable[..., Any], marked: frozenset[str]) -> tuple[types
 
 
 def outlined(
-    functions: Iterable[Callable[..., Any]], codes: dict[int, types.CodeType]
+    functions: Iterable[Callable[..., Any]], codes: dict[int, types.CodeType], blocks: set[types.CodeType]
 ) -> dict[types.FunctionType, types.CodeType]:
-    """The code with blocks of each function that has any; `codes` receives what belongs to the recursion."""
+    """The code with blocks of each function that has any; `codes` and `blocks` receive what belongs to the recursion."""
     functions = list(functions)
     marked = frozenset(getattr(f, "__name__", "") for f in functions)
     found: dict[types.FunctionType, types.CodeType] = {}
@@ -170,6 +215,7 @@ def outlined(
         found[function] = results[0]
         for code in (results[0], *(block.function.__code__ for block in results[1])):
             codes[id(code)] = code
+        blocks.update(block.function.__code__ for block in results[1])
     return found
 
 

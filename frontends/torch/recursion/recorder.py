@@ -44,9 +44,13 @@ class Structures:
         self.fakes = cells.Fakes()
         self.shared: dict[Any, Shared] = {}
         self.codes = {id(code): code for code in codes}
+        self.blocks: set[types.CodeType] = set()
+        """Code that belongs to a function of `codes`, which calls it."""
         self.cells: list[Any] = []
         self.memo: dict[Any, dict[Any, Any]] = {}
         """Per state of the model's modules, what blocks record."""
+        self.inner = False
+        """Whether an operator within the recursion was ever recorded."""
         self.programs: Any = None
         """What compiles forests; None if PyTorch runs them."""
 
@@ -75,6 +79,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.structures, self.note = structures, note
         self.shared = structures.shared_by(tensors)
+        self.entry = entry
         self.frames = dict.fromkeys(structures.codes, True) | {id(entry): False}
         self.pending: list[Run] = []
         self.solos: list[Solo] = []
@@ -153,8 +158,7 @@ class Recorder(TorchFunctionMode):
                 return found
             source = a.source
             if type(source) is Run and source.forest is None:
-                source.sealed = True
-                source.used.add(a.index)
+                source.use(a.index)
                 if run.height <= source.height:
                     run.height = source.height + 1
             if run.stage < source.stage:
@@ -209,11 +213,19 @@ class Recorder(TorchFunctionMode):
         while frame is not None:
             inside = frames.get(id(frame.f_code))
             if inside is not None:
-                return frame if inside else None
+                return frame if inside and not self.outermost(frame) else None
             frame = frame.f_back
         return None
 
+    def outermost(self, frame: types.FrameType) -> bool:
+        """Whether this is the call of the method itself, or of a block in it: what it joins differs in each batch."""
+        caller = frame.f_back
+        if caller is not None and frame.f_code in self.structures.blocks:
+            caller = caller.f_back
+        return caller is not None and caller.f_code is self.entry
+
     def _new(self, outer: bool) -> Run:
+        self.structures.inner |= not outer
         run = Run(self, self.structures.start, outer)
         self.pending.append(run)
         return run
@@ -249,8 +261,7 @@ class Recorder(TorchFunctionMode):
         for value in _lazies((args, kwargs)):
             source = value.source
             if type(source) is Run and source.forest is None:
-                source.sealed = True
-                source.used.add(value.index)
+                source.use(value.index)
                 stage = max(stage, source.stage + 1)
             stage = max(stage, source.stage)
         self.events += 1
@@ -304,6 +315,7 @@ class Recorder(TorchFunctionMode):
                     compiled = self.structures.programs
                     batch = None if compiled is None else compiled.run(self.structures, runs)
                     if batch is None:
+                        _with_tensors(runs)
                         Forest(self.structures, runs)
 
     def _run_solo(self, solo: Solo) -> None:
@@ -326,12 +338,19 @@ class Recorder(TorchFunctionMode):
             pending: list[Any] = self.pending
             solos: list[Any] = self.solos
             self.pending, self.solos = [], []
+            _with_tensors(pending)
             for each in sorted([*pending, *solos], key=lambda r: (r.stage, r.height)):
                 if type(each) is Solo:
                     each.values[0].value = each.function(*known(each.args), **known(each.kwargs))
                 elif type(each) is Run:
                     each.sealed = True
                     cells.replay(each)
+
+
+def _with_tensors(runs: Iterable[Run]) -> None:
+    """Replace lists of numbers among inputs by the tensors that they stand for."""
+    for run in runs:
+        run.inputs = [torch.tensor(a) if type(a) is list else a for a in run.inputs]
 
 
 def _joined(function: Any, args: Any, kwargs: Any) -> Meta | None:
@@ -404,7 +423,7 @@ def computed(recorder: Recorder, found: Any) -> Any:
     lazies = [leaf for leaf in leaves if type(leaf) is Lazy]
     for value in lazies:
         if type(value.source) is Run:
-            value.source.used.add(value.index)
+            value.source.use(value.index)
     recorder.flush()
     with _outside(recorder):
         gathered(None, [lazies])

@@ -168,12 +168,19 @@ class Run:
         self.inputs: list[Any] = []
         self.slots: dict[int, Reference] = {}
         self.values: list[Lazy] = []
-        self.used: set[int] = set()
+        self.used: Any = set()
+        """The values that others read: a set, or all that a block returns."""
         self.height = self.stage = 0
         self.sealed = False
         self.group: Any = None
         self.position = 0
         self.forest: Any = None
+
+    def use(self, index: int) -> None:
+        """Note that a value is read."""
+        self.sealed = True
+        if index not in self.used:
+            self.used.add(index)
 
     def demanded(self, value: Lazy) -> torch.Tensor:
         """The value, for which all that is known so far is computed."""
@@ -181,11 +188,22 @@ class Run:
         return found
 
 
+class _All:
+    """Contains everything."""
+
+    def __contains__(self, item: Any) -> bool:
+        return True
+
+
+ALL: Any = _All()
+
+
 class Pick:
     """Slice `start` (or `length` slices from there) of a tensor that has a gradient: an input of a run."""
 
-    __slots__ = ("length", "start", "tensor")
+    __slots__ = ("length", "sealed", "start", "tensor")
     height = stage = 0
+    used = ALL
 
     def __init__(self, tensor: torch.Tensor, start: int, length: int | None) -> None:
         self.tensor, self.start, self.length = tensor, start, length
@@ -201,8 +219,9 @@ class Pick:
 class Solo:
     """One operator outside of the recursion whose operands have other sizes in each batch; PyTorch runs it."""
 
-    __slots__ = ("args", "function", "kwargs", "recorder", "stage", "values")
+    __slots__ = ("args", "function", "kwargs", "recorder", "sealed", "stage", "values")
     height = 0
+    used = ALL
 
     def __init__(self, recorder: Any, function: Callable[..., Any], args: Any, kwargs: Any, stage: int) -> None:
         self.recorder, self.function, self.args, self.kwargs, self.stage = recorder, function, args, kwargs, stage

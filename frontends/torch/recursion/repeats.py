@@ -1,0 +1,163 @@
+"""Repeats: what a block recorded for operands of certain types, as a generated function that records it once more.
+
+The function compares the operands with those that the record was made for, and returns `MISS` where they differ.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, meta_of
+from daceml_train.frontends.torch.recursion.runs import Run, Shared
+
+SCALARS = (int, float, bool, str, type(None))
+MISS = object()
+"""Stands for operands that a record was not made for."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A list of Python's numbers of one kind, which stands for a tensor."""
+
+    count: int
+    kind: type
+
+
+@dataclass(frozen=True)
+class Known:
+    """A tensor of a type, which is no parameter or buffer."""
+
+    kind: type
+    meta: Meta
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor is among operands: in a list, `element` is its position there."""
+
+    operand: int
+    element: int | None = None
+
+
+Operand: TypeAlias = "Meta | list[Meta] | Numbers | Known | Shared | torch.nn.Module | types.MethodType | tuple[type, Any]"
+
+
+class _Source:
+    """The text of a function under construction, and the objects that it names."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, Any] = {
+            "Lazy": Lazy,
+            "Run": Run,
+            "MISS": MISS,
+            "MethodType": types.MethodType,
+            "grad_enabled": torch.is_grad_enabled,
+            "meta_of": meta_of,
+            "new": object.__new__,
+        }
+
+    def name(self, value: Any) -> str:
+        """A name for an object."""
+        name = f"k{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def guards(self, position: int, operand: Operand) -> Iterator[str]:
+        """Conditions for an operand."""
+        a = f"a{position}"
+        if isinstance(operand, Meta):
+            yield f"{self._lazy(a, operand)}"
+        elif isinstance(operand, list):
+            yield f"type({a}) is list and len({a}) == {len(operand)}"
+            yield from (self._lazy(f"{a}[{j}]", meta) for j, meta in enumerate(operand))
+        elif isinstance(operand, Numbers):
+            kind = operand.kind.__name__
+            yield f"len({a}) == {operand.count}"
+            yield from (f"type({a}[{j}]) is {kind}" for j in range(operand.count))
+        elif isinstance(operand, Known):
+            yield f"type({a}) is {self.name(operand.kind)} and id({a}) not in recorder.shared"
+            yield f"meta_of({a}) is {self.name(operand.meta)}"
+        elif isinstance(operand, Shared):
+            yield f"{a} is {self.name(operand.tensor)}"
+        elif isinstance(operand, types.MethodType):
+            yield f"type({a}) is MethodType and {a}.__func__ is {self.name(operand.__func__)}"
+            yield f"{a}.__self__ is {self.name(operand.__self__)}"
+        elif isinstance(operand, torch.nn.Module):
+            yield f"{a} is {self.name(operand)}"
+        else:
+            kind_, value = operand
+            yield f"type({a}) is {self.name(kind_)} and {a} == {self.name(value)}"
+            if kind_ is float:  # 0.0 and -0.0 differ
+                yield f"str({a}) == {str(value)!r}"
+
+    def _lazy(self, a: str, meta: Meta) -> str:
+        name = self.name(meta)
+        return f"(({a}.meta is {name} and {a}.value is None) if type({a}) is Lazy else False)"
+
+    def result(self, template: Any) -> str:
+        """An expression for what the block returns."""
+        if isinstance(template, int):
+            return f"v{template}"
+        if isinstance(template, Place):
+            return _place(template)
+        kind, *parts = template
+        inner = "".join(f"{self.result(p)}, " for p in parts)
+        return f"[{inner}]" if kind is list else f"({inner})"
+
+
+def _place(place: Place) -> str:
+    return f"a{place.operand}" if place.element is None else f"a{place.operand}[{place.element}]"
+
+
+def returned(template: Any) -> Iterator[int]:
+    """The values that a template has."""
+    if isinstance(template, int):
+        yield template
+    elif isinstance(template, tuple):
+        for part in template[1:]:
+            yield from returned(part)
+
+
+def repeat(
+    at: Any, grad: bool, operands: Sequence[Operand], inputs: Sequence[Place], metas: Sequence[Meta], template: Any
+) -> Callable[..., Any]:
+    """A function of a recorder and a block's operands that records a run that ends in `at`.
+
+    `inputs` tells where the run's inputs are; `metas` has the types of its values, and `template` what is returned.
+    """
+    source = _Source()
+    conditions = [f"grad_enabled() is {grad}"]
+    conditions += [c for k, operand in enumerate(operands) for c in source.guards(k, operand)]
+    lines = [f"if not ({' and '.join(conditions)}): return MISS", "height = stage = 0"]
+    for place in inputs:
+        if not isinstance(operands[place.operand], Meta | list):
+            continue
+        lines += [
+            f"a = {_place(place)}",
+            "source = a.source",
+            "source.sealed = True",
+            "if a.index not in source.used: source.used.add(a.index)",
+            "if source.height >= height: height = source.height + 1",
+            "if source.stage > stage: stage = source.stage",
+        ]
+    lines += ["run = new(Run)", "run.recorder = recorder", f"run.at = {source.name(at)}", "run.outer = False"]
+    lines += ["run.slots = run.group = run.forest = None", "run.position = 0", "run.sealed = True"]
+    lines.append(f"run.used = {source.name(frozenset(returned(template)))}")
+    lines += ["run.height = height", "run.stage = stage", "recorder.pending.append(run)"]
+    lines.append(f"run.inputs = [{', '.join(map(_place, inputs))}]")
+    values = sorted(set(returned(template)))
+    for k in values:
+        lines += [f"v{k} = new(Lazy)", f"v{k}.source = run", f"v{k}.index = {k}"]
+        lines += [f"v{k}.meta = {source.name(metas[k])}", f"v{k}.value = None"]
+    own = ", ".join(f"v{k}" if k in values else "None" for k in range(len(metas)))
+    lines += [f"run.values = [{own}]", f"return {source.result(template)}"]
+    parameters = ", ".join(f"a{k}" for k in range(len(operands)))
+    text = f"def repeated(recorder, {parameters}):\n" + "".join(f"    {line}\n" for line in lines)
+    exec(compile(text, "<a block of a recursion>", "exec"), source.names)
+    function: Callable[..., Any] = source.names["repeated"]
+    return function
