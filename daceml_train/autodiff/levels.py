@@ -42,7 +42,8 @@ def levels_cotangents(
     _save(graph, position, op, cells)
     active = sorted({state for cell in cells for state, _ in cell.seeds})
     backward, operands = _reverse(graph, position, op, cells, active, cotangents)
-    results = list(graph.emit(backward, *operands))
+    nothing = not backward.infer(*(v.tensor for v in operands))  # all of it is hoisted
+    results = [] if nothing else list(graph.emit(backward, *operands))
     states = dict(zip(active, results, strict=False))
     stacks = results[len(active) :]
     found: dict[int, list[Value]] = {}

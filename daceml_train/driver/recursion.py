@@ -5,15 +5,18 @@ from __future__ import annotations
 import gc
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from daceml_train.driver.forests import Forests
 from daceml_train.frontends.torch.recursion.simple import state_of
+from daceml_train.frontends.torch.recursion.depth import deep, native
 from daceml_train.frontends.torch.recursion.detect import MARKED, cycles, over_data, reachable
 from daceml_train.frontends.torch.recursion.lazy import local
 from daceml_train.frontends.torch.recursion.outline import outlined, with_codes
+from daceml_train.frontends.torch.recursion.paths import located
 from daceml_train.frontends.torch.recursion.recorder import Recorder, Structures, computed
 
 
@@ -25,6 +28,7 @@ class Recursion:
         functions: Mapping[types.CodeType, types.FunctionType],
         programs: Forests | None = None,
         marked: bool = True,
+        native_below: bool = False,
     ) -> None:
         self.structures = Structures(functions)
         self.structures.programs = programs
@@ -36,6 +40,9 @@ class Recursion:
         """Why PyTorch runs all calls."""
         self.serves = True
         """Whether calls compute within the recursion; not so for functions that were found and that compute nothing."""
+        self.codes = [*functions, *self.outlined.values()]
+        self.native = native_below or native(functions)
+        """Whether each level of the recursion may take some of the native stack."""
 
     def __call__(
         self,
@@ -54,17 +61,20 @@ class Recursion:
             note("a recursion under autocast, which PyTorch runs")
             return entry()
         if self.refused or local.recorder is not None:
-            return entry()
+            return source(module, *arguments, **keywords)  # within the recursion: `entry` is where it begins
         tensors = [*module.parameters(), *module.buffers()]
         recorder = Recorder(self.structures, tensors, entry.__code__, note, state_of(list(module.modules())))
         collecting = gc.isenabled()
         local.recorder = recorder
         try:
             gc.disable()  # what is recorded is freed without it, and would make it examine all objects of the process
-            with with_codes(self.outlined), recorder:
+            with with_codes(self.outlined), recorder, nullcontext() if self.native else deep():
                 result = entry()
             local.recorder = None
             result = computed(recorder, result)
+        except Exception as error:
+            self._locate(error, source, arguments, keywords)
+            raise
         finally:
             local.recorder = None
             if collecting:
@@ -76,6 +86,33 @@ class Recursion:
         return result
 
 
+    def _locate(self, error: Exception, source: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+        """Add the path of the node to an error."""
+        where = located(error, self.codes, source, arguments, keywords)
+        if isinstance(error, RecursionError):
+            error.__traceback__ = _first(error.__traceback__, FRAMES)
+            if self.native and where:
+                where += "; it takes native stack at each level: let a method or function call itself by name instead"
+        if where:
+            error.add_note(where)
+
+
+FRAMES = 20
+"""How many frames of a recursion without end an error shows."""
+
+
+def _first(trace: types.TracebackType | None, count: int) -> types.TracebackType | None:
+    """The first frames of a traceback."""
+    kept: list[types.TracebackType] = []
+    while trace is not None and len(kept) < count:
+        kept.append(trace)
+        trace = trace.tb_next
+    result: types.TracebackType | None = None
+    for each in reversed(kept):
+        result = types.TracebackType(result, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return result
+
+
 def recursion_of(
     module: torch.nn.Module,
     source: Callable[..., Any],
@@ -84,13 +121,15 @@ def recursion_of(
 ) -> Recursion | None:
     """The recursion below a method; `programs` compiles its levels. None if there is none.
 
-    That is the functions that `recursive` names. Without any, functions that call themselves are one if `arguments`
-    have data that they can call themselves over.
+    That is the functions that `recursive` names, and those that call themselves by name, if `arguments` have data that
+    they can call themselves over.
     """
     owners = list({type(m) for m in module.modules()})
-    if MARKED:
-        marked = {code: MARKED[code] for code in reachable(source, owners) if code in MARKED}
-        if marked:
-            return Recursion(marked, programs)
-    found = cycles(source, owners) if over_data(arguments) else {}
-    return Recursion(found, programs, marked=False) if found else None
+    data = over_data(arguments)
+    if not MARKED and not data:
+        return None
+    by_name = cycles(source, owners)
+    marked = {code: MARKED[code] for code in reachable(source, owners) if code in MARKED} if MARKED else {}
+    functions = marked | (by_name if data else {})
+    native_below = any(code not in by_name for code in marked)
+    return Recursion(functions, programs, bool(marked), native_below) if functions else None

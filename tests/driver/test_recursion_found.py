@@ -1,6 +1,7 @@
 """Functions that call themselves without a name for it: found in the code, and run level by level."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,7 +120,7 @@ def test_cycles_are_by_name(kind: type[Method], count: int) -> None:
 
 def test_data_to_recurse_over() -> None:
     x = torch.zeros(1)
-    assert over_data([TREES]) and over_data([{"tree": Ellipsis}]) and over_data([x, [[x], [1]]])
+    assert over_data([TREES]) and over_data([{"tree": SimpleNamespace()}]) and over_data([x, [[x], [1]]])
     assert not over_data([x, 1, None, "text", [x, x], {"x": x}, nn.Linear(1, 1)])
 
 

@@ -54,9 +54,12 @@ def _library(module: str | None) -> bool:
     return (module or "").split(".")[0] in ("torch", "numpy", "daceml_train", "builtins")
 
 
-def _methods(owners: Iterable[type], name: str) -> list[Any]:
-    """What `name` is in classes of the user's, and in those that they are derived from, as `super()` reaches them."""
-    bases = dict.fromkeys(base for owner in owners for base in owner.__mro__ if not _library(base.__module__))
+def _methods(owners: Iterable[type], name: str, bases_too: bool) -> list[Any]:
+    """What `name` is in classes of the user's, or as well in those that they are derived from."""
+    own = [owner for owner in owners if not _library(owner.__module__)]
+    if not bases_too:
+        return [getattr(owner, name, None) for owner in own]
+    bases = dict.fromkeys(base for owner in own for base in owner.__mro__ if not _library(base.__module__))
     return [vars(base)[name] for base in bases if name in vars(base)]
 
 
@@ -79,8 +82,10 @@ def reachable(entry: Callable[..., Any], owners: list[type]) -> dict[types.CodeT
             continue
         nested = list(_nested(function.__code__))  # several may have one name, as comprehensions do
         found |= dict.fromkeys((function.__code__, *nested), function)
-        for name in set().union(*map(_names, (function.__code__, *nested))):
-            candidates = [function.__globals__.get(name), _free(function, name), *_methods(owners, name)]
+        names = set().union(*map(_names, (function.__code__, *nested)))
+        for name in names:
+            candidates = [function.__globals__.get(name), _free(function, name)]
+            candidates += _methods(owners, name, "super" in names)
             waiting += [own for c in candidates if (own := _own(c)) is not None and not _library(own.__module__)]
     return found
 
@@ -116,7 +121,7 @@ def cycles(entry: Callable[..., Any], owners: list[type]) -> dict[types.CodeType
         results = targets[code] = {c for c in _nested(code) if c.co_name.startswith("<")}
         for kind, name in _called(code, this):
             if kind == "self":
-                candidates = [getattr(owner, name, None) for owner in owners if not _library(owner.__module__)]
+                candidates = _methods(owners, name, False)
             else:
                 candidates = [function.__globals__.get(name), _free(function, name)]
                 scope = (*code.co_freevars, *code.co_cellvars)

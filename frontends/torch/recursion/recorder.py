@@ -220,8 +220,10 @@ class Recorder(TorchFunctionMode):
     def outermost(self, frame: types.FrameType) -> bool:
         """Whether this is the call of the method itself, or of a block in it: what it joins differs in each batch."""
         caller = frame.f_back
-        if caller is not None and frame.f_code in self.structures.blocks:
-            caller = caller.f_back
+        if frame.f_code in self.structures.blocks:
+            while caller is not None and id(caller.f_code) not in self.frames:
+                caller = caller.f_back
+            caller = None if caller is None else caller.f_back
         return caller is not None and caller.f_code is self.entry
 
     def _new(self, outer: bool) -> Run:

@@ -1,0 +1,197 @@
+"""Recursions as deep as their data, and bad data: an error names the path of the node."""
+
+import copy
+import random
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import daceml_train as dt
+
+
+@dataclass(eq=False)
+class Node:
+    """A node of a binary tree."""
+
+    word: int = 0
+    left: Any = None
+    right: Any = None
+
+
+class Sum(nn.Module):
+    """A network over binary trees."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.words, self.join = nn.Embedding(10, width), nn.Linear(2 * width, width)
+
+    @dt.recursive
+    def visit(self, node: Node) -> Tensor:
+        """The state of a node."""
+        if node.left is None:
+            return self.words(torch.tensor([node.word]))
+        left, right = self.visit(node.left), self.visit(node.right)
+        return self.join(torch.cat([left, right], 1)).tanh()
+
+    def forward(self, roots: list[Node]) -> Tensor:
+        """The states of roots."""
+        return torch.cat([self.visit(root) for root in roots])
+
+
+class Unmarked(Sum):
+    """The same, whose function has no name for its recursion."""
+
+    def visit(self, node: Node) -> Tensor:
+        """The state of a node."""
+        if node.left is None:
+            return self.words(torch.tensor([node.word]))
+        parts = [self.visit(part) for part in (node.left, node.right)]
+        return self.join(torch.cat(parts, 1)).tanh()
+
+
+class Module(Sum):
+    """A module that calls itself."""
+
+    def forward(self, node: Any) -> Tensor:
+        """The state of a node."""
+        if node.left is None:
+            return self.words(torch.tensor([node.word]))
+        return self.join(torch.cat([self(node.left), self(node.right)], 1)).tanh()
+
+
+class Iterative(Sum):
+    """A list as a tree, without recursion."""
+
+    def forward(self, words: list[int]) -> Tensor:  # type: ignore[override]
+        """The state of the last node."""
+        rows = self.words(torch.tensor(words))
+        state = rows[:1]
+        for k in range(1, len(words)):
+            state = self.join(torch.cat([state, rows[k : k + 1]], 1)).tanh()
+        return state
+
+
+def chain(words: list[int]) -> Node:
+    """A list as a tree."""
+    node = Node(words[0])
+    for word in words[1:]:
+        node = Node(0, node, Node(word))
+    return node
+
+
+def tree(r: random.Random, leaves: int) -> Node:
+    """A random tree."""
+    if leaves == 1:
+        return Node(r.randrange(10))
+    left = r.randint(1, leaves - 1)
+    return Node(0, tree(r, left), tree(r, leaves - left))
+
+
+def noted(error: BaseException) -> str:
+    """What was added to an error."""
+    return "\n".join(getattr(error, "__notes__", ()))
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("kind", [Sum, Unmarked])
+def test_a_list_of_10_000_as_a_tree(kind: type[Sum]) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    twin = Iterative()
+    twin.load_state_dict(model.state_dict())
+    compiled, limit = dt.optimize(model), sys.getrecursionlimit()
+    words = [random.Random(0).randrange(10) for _ in range(10_000)]
+    result = compiled([chain(words)])
+    expected = twin(words)
+    torch.testing.assert_close(result, expected)
+    result.square().sum().backward(), expected.square().sum().backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    assert sys.getrecursionlimit() == limit
+    assert compiled._daceml_train.recursions["forward"].structures.programs.compiled == 1
+
+
+@pytest.mark.compiled
+def test_500_shapes_are_one_program() -> None:
+    torch.manual_seed(0)
+    model = Sum()
+    twin, compiled, r = copy.deepcopy(model), dt.optimize(model), random.Random(0)
+    for k in range(500):
+        roots = [tree(r, r.randint(1, 20)) for _ in range(r.randint(1, 3))]
+        result = compiled(roots)
+        if k % 50 == 0:
+            torch.testing.assert_close(result, twin(roots))
+    programs = compiled._daceml_train.recursions["forward"].structures.programs
+    assert programs.compiled <= 2 and len(programs.programs) == 1  # first batches may lack a kind
+
+
+@pytest.mark.compiled
+def test_a_cycle_names_its_path() -> None:
+    compiled: Any = dt.optimize(Sum())
+    root = Node(0, Node(1), Node(0, Node(2), Node(3)))
+    root.right.right = Node(0, root.right, Node(1))
+    with pytest.raises(RecursionError) as error:
+        compiled([Node(1), root])
+    assert "a cycle: roots[1].right.right.left is roots[1].right again" in noted(error.value)
+    assert compiled([Node(1)]).shape == (1, 4), "works after the error"
+
+
+@pytest.mark.compiled
+def test_a_module_that_calls_itself_is_as_deep_as_python_allows() -> None:
+    compiled: Any = dt.optimize(Module())
+    assert compiled(chain([1, 2, 3])).shape == (1, 4)
+    with pytest.raises(RecursionError) as error:
+        compiled(chain([1] * 10_000))
+    assert "at node.left.left" in noted(error.value) and "by name" in noted(error.value)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("kind", [Sum, Unmarked])
+def test_a_node_without_an_attribute_is_named(kind: type[Sum]) -> None:
+    compiled: Any = dt.optimize(kind())
+    root = Node(0, Node(0, Node(1), Node(2)), Node(3))
+    del root.left.right.word
+    root.left.right.__class__ = type("Other", (), {})
+    with pytest.raises(AttributeError) as error:
+        compiled([Node(4), root])
+    assert noted(error.value).endswith("at roots[1].left.right")
+
+
+class Wide(Sum):
+    """Leaves of different widths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Embedding(10, 5)
+
+    @dt.recursive
+    def visit(self, node: Node) -> Tensor:
+        """The state of a node."""
+        if node.left is None:
+            return (self.words if node.word < 9 else self.wide)(torch.tensor([node.word]))
+        left, right = self.visit(node.left), self.visit(node.right)
+        return self.join(torch.cat([left, right], 1)).tanh()
+
+
+@pytest.mark.compiled
+def test_children_of_different_widths_are_named() -> None:
+    compiled: Any = dt.optimize(Wide())
+    good = Node(0, Node(1), Node(0, Node(2), Node(3)))
+    assert compiled([good]).shape == (1, 4)
+    with pytest.raises(RuntimeError, match="shapes") as error:
+        compiled([good, Node(0, Node(1), Node(0, Node(2), Node(9)))])
+    assert noted(error.value).endswith("at roots[1].right")
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("kind", [Sum, Unmarked])
+def test_an_empty_batch_is_named(kind: type[Sum]) -> None:
+    compiled: Any = dt.optimize(kind())
+    assert compiled([Node(1)]).shape == (1, 4)
+    with pytest.raises(Exception, match="non-empty") as error:
+        compiled([])
+    assert "roots is empty" in noted(error.value)
