@@ -13,7 +13,7 @@ from daceml_train.driver.goals import Differentiable, compile_differentiable
 from daceml_train.driver.records import Record
 from daceml_train.driver.settings import Settings
 from daceml_train.errors import DacemlError
-from daceml_train.frontends.torch.recursion.batch import Batch, by_cell, learn
+from daceml_train.frontends.torch.recursion.batch import Batch, Members
 from daceml_train.frontends.torch.recursion.cells import Cell
 from daceml_train.frontends.torch.recursion.kinds import DATA, Layout
 from daceml_train.frontends.torch.recursion.runs import Run
@@ -90,11 +90,10 @@ class Forests:
 
     def run(self, structures: Any, runs: Sequence[Run]) -> Batch | None:
         """The values of runs that a compiled program has computed; None if PyTorch has to."""
-        members = by_cell(structures, runs)
-        if not self.refused.isdisjoint(members):
+        members = Members(structures, runs)
+        if not self.refused.isdisjoint(members.runs):
             return None
-        learn(members)
-        program = self._program(members)
+        program = self._program(members.runs)
         if program is None:
             return None
         batch = Batch(program.layout, members)

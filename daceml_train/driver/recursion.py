@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from daceml_train.driver.forests import Forests
-from daceml_train.frontends.torch.recursion.simple import state_of
 from daceml_train.frontends.torch.recursion.depth import deep, native
 from daceml_train.frontends.torch.recursion.detect import MARKED, cycles, over_data, reachable
 from daceml_train.frontends.torch.recursion.lazy import local
 from daceml_train.frontends.torch.recursion.outline import outlined, with_codes
 from daceml_train.frontends.torch.recursion.paths import located
 from daceml_train.frontends.torch.recursion.recorder import Recorder, Structures, computed
+from daceml_train.frontends.torch.recursion.simple import state_of
 
 
 class Recursion:
@@ -84,7 +84,6 @@ class Recursion:
         if recorder.looks:
             note("a recursion looks at values while it runs: it is batched between the looks")
         return result
-
 
     def _locate(self, error: Exception, source: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
         """Add the path of the node to an error."""

@@ -113,7 +113,9 @@ def test_functions_that_call_themselves_are_found(kind: type[Method]) -> None:
     assert not compiled._daceml_train.backend.graphs
 
 
-@pytest.mark.parametrize(("kind", "count"), [(Method, 1), (Derived, 1), (Module, 1), (Local, 1), (Global, 1), (Straight, 0)])
+@pytest.mark.parametrize(
+    ("kind", "count"), [(Method, 1), (Derived, 1), (Module, 1), (Local, 1), (Global, 1), (Straight, 0)]
+)
 def test_cycles_are_by_name(kind: type[Method], count: int) -> None:
     assert len(cycles(kind.forward, [kind, nn.Linear, nn.Embedding])) == count
 

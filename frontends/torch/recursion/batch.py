@@ -15,53 +15,69 @@ from daceml_train.frontends.torch.recursion.lazy import Lazy
 from daceml_train.frontends.torch.recursion.runs import Run
 
 
-def by_cell(structures: Any, runs: Sequence[Run]) -> dict[Cell, list[Run]]:
-    """Runs by their cells, which have all outputs that are read of them, in the order of levels."""
-    found: dict[Any, list[Run]] = {}
-    for run in runs:
-        found.setdefault(run.at, []).append(run)
-    members: dict[Cell, list[Run]] = {}
-    for at, own in found.items():
-        if at.cell is None:
-            at.cell = Cell(at)
-            structures.cells.append(at.cell)
-        own.sort(key=_height)
-        at.cell.want(alive(own))
-        members[at.cell] = own
-    return members
+class Members:
+    """Runs by their cells, which have all outputs that are read of them, in the order of levels.
+
+    `columns` has the inputs of a cell's runs, one list per input.
+    """
+
+    def __init__(self, structures: Any, runs: Sequence[Run]) -> None:
+        found: dict[Any, list[Run]] = {}
+        for run in runs:
+            found.setdefault(run.at, []).append(run)
+        self.runs: dict[Cell, list[Run]] = {}
+        self.columns: dict[Cell, list[list[Any]]] = {}
+        for at, own in found.items():
+            if at.cell is None:
+                at.cell = Cell(at)
+                structures.cells.append(at.cell)
+            cell = at.cell
+            own.sort(key=_height)
+            cell.want(alive(own))
+            self.runs[cell] = own
+            self.columns[cell] = list(map(list, zip(*[run.inputs for run in own], strict=True)))
+            for run in own:
+                run.group = cell
+        self.data: dict[tuple[Cell, int], bool] = {}
+        """Whether data are among what an input is taken from."""
+        self._learn()
+
+    def _learn(self) -> None:
+        """Note where the inputs of cells come from."""
+        for cell, columns in self.columns.items():
+            for k, (column, sources) in enumerate(zip(columns, cell.sources, strict=True)):
+                now = {
+                    (a.source.group, a.index) if type(a) is Lazy and a.source.forest is None else DATA for a in column
+                }
+                self.data[cell, k] = DATA in now
+                if not now <= sources.keys():
+                    sources.update(dict.fromkeys(source for source in map(_source, column) if source not in sources))
+
+
+def _source(a: Any) -> Any:
+    return (a.source.group, a.index) if type(a) is Lazy and a.source.forest is None else DATA
 
 
 def _height(run: Run) -> int:
     return run.height
 
 
-def learn(members: dict[Cell, list[Run]]) -> None:
-    """Note where the inputs of cells come from."""
-    own = {id(run): cell for cell, runs in members.items() for run in runs}
-    for cell, runs in members.items():
-        for k, sources in enumerate(cell.sources):
-            for run in runs:
-                a = run.inputs[k]
-                if type(a) is Lazy and a.value is None and (source := own.get(id(a.source))) is not None:
-                    sources[source, a.index] = None
-                else:
-                    sources[DATA] = None
-
-
 class Batch:
     """Runs of one flush as rows of kinds. `results` are those of the layout's graph, once they are computed."""
 
-    def __init__(self, layout: Layout, members: dict[Cell, list[Run]]) -> None:
-        self.layout = layout
+    def __init__(self, layout: Layout, members: Members) -> None:
+        self.layout, self.members = layout, members
         self.results: Sequence[torch.Tensor] = ()
-        self.calls: list[list[Any]] = [members.get(k.cell, []) if k.cell else [] for k in layout.every]
-        for kind, runs in zip(layout.every, self.calls, strict=True):
-            for position, run in enumerate(runs):
-                run.group, run.position, run.forest = kind, position, self
-        self.fed: dict[int, list[Any]] = {state: [] for state in layout.feeders}
+        self.calls: list[list[Any]] = [members.runs.get(k.cell, []) if k.cell else [] for k in layout.every]
         first = len(layout.kinds)
-        children = dict(self._children())
         counts = [max(1, len(runs)) for runs in self.calls[:first]]
+        start = 0
+        for kind, runs, count in zip(layout.kinds, self.calls, counts, strict=False):
+            for row, run in enumerate(runs, start):
+                run.group, run.position, run.forest = kind, row, self
+            start += count
+        self.fed: dict[int, list[Any]] = {state: [] for state in layout.feeders}
+        mixed = dict(self._mixed())
         counts += [max(1, len(found)) for found in self.fed.values()]
         self.starts = np.cumsum([0, *counts]).tolist()
         self.counts = counts
@@ -69,7 +85,7 @@ class Batch:
         for kind, count in zip(layout.every, counts, strict=True):
             for k, ((operand, state), meta) in enumerate(zip(kind.inputs, layout.metas(kind), strict=True)):
                 if state is not None:
-                    self.arrays.append(self._numbers(children[operand], count))
+                    self.arrays.append(self._numbers(kind, k, mixed.get(operand), count))
                 else:
                     found = self.fed[self._state(kind)] if kind.cell is None else self._data(kind, k)
                     empty = torch.zeros((1, *meta.shape), dtype=meta.dtype, device=meta.device)
@@ -83,29 +99,42 @@ class Batch:
         assert kind.cell is not None
         if not kind.cell.inputs:
             return [torch.tensor(n) for n in range(len(self.calls[kind.number]))]
-        return [run.inputs[k] for run in self.calls[kind.number]]
+        columns = self.members.columns.get(kind.cell)
+        return [] if columns is None else columns[k]
 
-    def _children(self) -> Any:
-        """Per operand that names children, the (kind, position) of each; data become rows of feeders."""
-        for kind, runs in zip(self.layout.kinds, self.calls, strict=False):
+    def _mixed(self) -> Any:
+        """Per operand that names children, some of which are data, the kind and number of each.
+
+        Data become rows of feeders.
+        """
+        for kind in self.layout.kinds:
+            assert kind.cell is not None
             for k, (operand, state) in enumerate(kind.inputs):
-                if state is None:
+                if state is None or not self.members.data.get((kind.cell, k)):
                     continue
                 found = []
-                for run in runs:
-                    a = run.inputs[k]
+                for a in self.members.columns[kind.cell][k]:
                     source = a.source if type(a) is Lazy else None
-                    if type(source) is Run and source.forest is self and a.value is None:
-                        found.append((source.group.number, source.position))
+                    if type(source) is Run and source.forest is self:
+                        found.append((None, source.position))
                     else:
                         fed = self.fed[state]
                         found.append((self.layout.feeders[state].number, len(fed)))
                         fed.append(a)
                 yield operand, found
 
-    def _numbers(self, found: list[tuple[int, int]], count: int) -> torch.Tensor:
-        starts = self.starts
-        numbers = [starts[kind] + position for kind, position in found] or [0] * count
+    def _numbers(
+        self, kind: Kind, k: int, mixed: list[tuple[int | None, int]] | None, count: int
+    ) -> torch.Tensor:
+        """The rows of children."""
+        assert kind.cell is not None
+        if mixed is not None:
+            starts = self.starts
+            numbers = [n if feeder is None else starts[feeder] + n for feeder, n in mixed]
+        elif (columns := self.members.columns.get(kind.cell)) is not None:
+            numbers = [a.source.position for a in columns[k]]
+        else:
+            numbers = [0] * count
         return torch.from_numpy(np.array(numbers, dtype=np.int64))
 
     def _bounds(self) -> torch.Tensor:
@@ -130,16 +159,28 @@ class Batch:
         for runs in self.calls:
             for run in runs:
                 run.height = run.stage = 0
-                run.inputs = []
-                run.values = []  # which refer to the run
+                run.inputs = run.values = ()  # values refer to the run
         self.calls = []
+        del self.members
 
     def place(self, value: Lazy) -> tuple[torch.Tensor, int]:
         """The tensor and the row in it that have a value."""
         run = value.source
         assert isinstance(run, Run)
         is_state, result = run.group.outputs[value.index]
-        return self.results[result], (self.starts[run.group.number] if is_state else 0) + run.position
+        return self.results[result], run.position - (0 if is_state else self.starts[run.group.number])
+
+    def places(self, values: Sequence[Any]) -> tuple[torch.Tensor, list[int]] | None:
+        """The tensor that has all values, and their rows in it; None if they are in several, or of other batches."""
+        if not all(type(v) is Lazy and v.source.forest is self for v in values):
+            return None
+        found = {(v.source.group, v.index) for v in values}
+        results = {(*kind.outputs[index], kind.number) for kind, index in found}
+        result, (is_state, first) = next(iter(results))[1], (next(iter(results))[0], next(iter(results))[2])
+        if any(r[1] != result for r in results):
+            return None
+        start = 0 if is_state else self.starts[first]
+        return self.results[result], [v.source.position - start for v in values]
 
     def value(self, value: Lazy) -> torch.Tensor:
         """A computed value."""

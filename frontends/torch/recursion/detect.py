@@ -90,10 +90,11 @@ def reachable(entry: Callable[..., Any], owners: list[type]) -> dict[types.CodeT
     return found
 
 
-# ---- functions that call themselves, without a name for them ----------------------------------------------------------
+# ---- functions that call themselves, without a name for them ------------------------------------------------------
 def _called(code: types.CodeType, this: str) -> Iterator[tuple[str, str]]:
     """What code calls by name: ("self", "visit") for a method of its own object, ("self", "forward") for the object
-    itself, and ("", "visit") for a function."""
+    itself, and ("", "visit") for a function.
+    """
     skipped = ("CACHE", "COPY_FREE_VARS", "EXTENDED_ARG", "RESUME")
     instructions = [i for i in dis.get_instructions(code) if i.opname not in skipped]
     for before, one, after in zip([None, *instructions], instructions, [*instructions[1:], None], strict=False):

@@ -37,7 +37,9 @@ class _Parameters(ast.NodeTransformer):
     def _tensor(self, node: ast.Call) -> ast.expr:
         """The parameter for a call of `torch.tensor`."""
         given = node.args[0] if len(node.args) == 1 and not node.keywords else None
-        if not isinstance(given, ast.List) or any(isinstance(e, ast.List | ast.Tuple | ast.Starred) for e in given.elts):
+        if not isinstance(given, ast.List) or any(
+            isinstance(e, ast.List | ast.Tuple | ast.Starred) for e in given.elts
+        ):
             return self._parameter(node)
         name, _ = self.found.setdefault(f"numbers {ast.dump(given)}", (f"p{len(self.found)}", given))
         self.numbers.add(name)
@@ -204,7 +206,10 @@ def outline(function: Callable[..., Any], marked: frozenset[str]) -> tuple[types
 def outlined(
     functions: Iterable[Callable[..., Any]], codes: dict[int, types.CodeType], blocks: set[types.CodeType]
 ) -> dict[types.FunctionType, types.CodeType]:
-    """The code with blocks of each function that has any; `codes` and `blocks` receive what belongs to the recursion."""
+    """The code with blocks of each function that has any.
+
+    `codes` and `blocks` receive what belongs to the recursion.
+    """
     functions = list(functions)
     marked = frozenset(getattr(f, "__name__", "") for f in functions)
     found: dict[types.FunctionType, types.CodeType] = {}

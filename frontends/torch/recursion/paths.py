@@ -34,8 +34,9 @@ def located(
     seen: dict[int, int] = {}
     for call in calls:
         node, step = _next(nodes[-1] if nodes else None, call, arguments)
-        if node is not None and not isinstance(node, _PLAIN) and isinstance(error, RecursionError):
-            if (first := seen.setdefault(id(node), len(steps))) != len(steps):
+        if isinstance(error, RecursionError) and not isinstance(node, _PLAIN):
+            first = seen.setdefault(id(node), len(steps))
+            if first != len(steps):
                 return f"in a recursion over a cycle: {shown([*steps, step])} is {shown(steps[: first + 1])} again"
         nodes.append(node)
         steps.append(step)

@@ -260,7 +260,7 @@ class Recorder(TorchFunctionMode):
         if why or not isinstance(result, torch.Tensor | Meta):
             return self._at_once(function, args, kwargs, why)
         stage = 0
-        for value in _lazies((args, kwargs)):
+        for value in _lazies((args, kwargs)) if joined is None else args[0]:
             source = value.source
             if type(source) is Run and source.forest is None:
                 source.use(value.index)
@@ -363,7 +363,7 @@ def _joined(function: Any, args: Any, kwargs: Any) -> Meta | None:
     if type(parts) not in (list, tuple) or type(dim) is not int or type(parts[0]) is not Lazy:
         return None
     one = parts[0].meta
-    if any(type(p) is not Lazy or p.meta is not one for p in parts):
+    if any(type(p) is not Lazy or p.meta is not one or p.value is not None for p in parts):
         return None
     shape = list(one.shape)
     rank = len(shape) + (function is torch.stack)

@@ -44,7 +44,9 @@ class Place:
     element: int | None = None
 
 
-Operand: TypeAlias = "Meta | list[Meta] | Numbers | Known | Shared | torch.nn.Module | types.MethodType | tuple[type, Any]"
+Operand: TypeAlias = (
+    "Meta | list[Meta] | Numbers | Known | Shared | torch.nn.Module | types.MethodType | tuple[type, Any]"
+)
 
 
 class _Source:

@@ -165,9 +165,9 @@ class Run:
 
     def __init__(self, recorder: Any, start: Step, outer: bool) -> None:
         self.recorder, self.at, self.outer = recorder, start, outer
-        self.inputs: list[Any] = []
+        self.inputs: Any = []
         self.slots: dict[int, Reference] = {}
-        self.values: list[Lazy] = []
+        self.values: Any = []
         self.used: Any = set()
         """The values that others read: a set, or all that a block returns."""
         self.height = self.stage = 0
@@ -203,7 +203,7 @@ class Pick:
 
     __slots__ = ("length", "sealed", "start", "tensor")
     height = stage = 0
-    used = ALL
+    used = forest = ALL
 
     def __init__(self, tensor: torch.Tensor, start: int, length: int | None) -> None:
         self.tensor, self.start, self.length = tensor, start, length
@@ -221,7 +221,7 @@ class Solo:
 
     __slots__ = ("args", "function", "kwargs", "recorder", "sealed", "stage", "values")
     height = 0
-    used = ALL
+    used = forest = ALL
 
     def __init__(self, recorder: Any, function: Callable[..., Any], args: Any, kwargs: Any, stage: int) -> None:
         self.recorder, self.function, self.args, self.kwargs, self.stage = recorder, function, args, kwargs, stage
