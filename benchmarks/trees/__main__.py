@@ -1,6 +1,6 @@
 """Recursive networks beside PyTorch: `python -m benchmarks.trees [ROW ...] [--threads N ...] [--page]`.
 
-Rows: treelstm, dags, rntn, mutual; all by default. Results are written after each row to
+Rows: treelstm, unchanged, dags, rntn, mutual, extremes; all by default. Results are written after each row to
 `benchmarks/results/trees.json` and `docs/results/trees.md`. Ways take turns, batch by batch. Exits with 1 where
 gradients differ from PyTorch's by more than 1e-5 (float64: 1e-12) of their norm.
 """
@@ -21,12 +21,22 @@ import torch
 import daceml_train as dt
 from benchmarks.provenance import commit
 from benchmarks.train import ROOT, surroundings
-from benchmarks.trees import byhand, page
-from benchmarks.trees.networks import RNTN, Dags, Mutual, TreeLSTM
+from benchmarks.trees import byhand, extremes, page
+from benchmarks.trees.networks import RNTN, Dags, Mutual, TreeLSTM, Unchanged
 
 RESULTS = ROOT / "benchmarks" / "results" / "trees.json"
 PAGE = ROOT / "docs" / "results" / "trees.md"
-ROWS: dict[str, Any] = {"treelstm": TreeLSTM, "dags": Dags, "rntn": RNTN, "mutual": Mutual}
+ROWS: dict[str, Any] = {
+    "treelstm": TreeLSTM,
+    "unchanged": Unchanged,
+    "dags": Dags,
+    "rntn": RNTN,
+    "mutual": Mutual,
+}
+EXTREMES = "extremes"
+WAYS = ("daceml_train", "levels by hand, lists", "levels by hand, copies")
+TREES = (25, 125)
+"""Trees of batches whose memory is compared: the larger one less the smaller one is free of what is fixed."""
 BATCHES, TURNS, SHAPES = 6, 3, 20
 """Batches that take turns, how often, and batches of new trees after those."""
 
@@ -59,7 +69,7 @@ def measured(kind: Any, threads: int) -> dict[str, Any]:
         "daceml_train": lambda k: compiled(batches[k]).backward(),
         "eager recursion": lambda k: twin(batches[k]).backward(),
     }
-    if kind is TreeLSTM:
+    if issubclass(kind, TreeLSTM):
         results = [byhand.linearized(batch) for batch in batches]
         ways["levels by hand, lists"] = lambda k: byhand.by_lists(twin, results[k]).backward()
         ways["levels by hand, copies"] = lambda k: byhand.by_copies(twin, results[k]).backward()
@@ -98,16 +108,31 @@ def measured(kind: Any, threads: int) -> dict[str, Any]:
     }
 
 
+def measured_alone() -> dict[str, Any]:
+    """What is measured in processes of its own."""
+    return {
+        "shapes": extremes.alone("shapes", fresh=True),
+        "deep": extremes.alone("deep"),
+        "bad": extremes.alone("bad"),
+        "memory": {way: [extremes.alone("memory", way, count) for count in TREES] for way in WAYS},
+        "commit": commit(),
+    }
+
+
 def main() -> int:
     """Measure rows, and write them and the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trees", description=__doc__)
-    parser.add_argument("rows", nargs="*", choices=[*ROWS, []], help="which rows")
+    parser.add_argument("rows", nargs="*", choices=[*ROWS, EXTREMES, []], help="which rows")
     parser.add_argument("--threads", nargs="*", type=int, default=[1, 2], help="on how many threads")
     parser.add_argument("--page", action="store_true", help="write the page from the results alone")
     given = parser.parse_args()
     found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"rows": {}}
-    for name in [] if given.page else given.rows or ROWS:
+    for name in [] if given.page else given.rows or [*ROWS, EXTREMES]:
         print(f"{name} ...", file=sys.stderr, flush=True)
+        if name == EXTREMES:
+            found[EXTREMES] = measured_alone()
+            RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            continue
         kind = ROWS[name]
         row: dict[str, Any] = {str(threads): measured(kind, threads) for threads in given.threads}
         torch.set_num_threads(1)

@@ -93,6 +93,20 @@ class TreeLSTM(nn.Module):
         return F.cross_entropy(self.out(torch.cat([h for h, _ in out])), torch.tensor([label for _, label in out]))
 
 
+class Unchanged(TreeLSTM):
+    """The same, whose recursion has no name."""
+
+    def visit(self, t: Node, out: list[Any]) -> State:
+        """The state of a node."""
+        if not t.children:
+            h, c = self.leaves(self.words(torch.tensor([t.word])))
+        else:
+            (hl, cl), (hr, cr) = self.visit(t.children[0], out), self.visit(t.children[1], out)
+            h, c = self.inners(torch.cat([hl, hr], 1), cl, cr)
+        out.append((h, t.label))
+        return h, c
+
+
 class Dags(nn.Module):
     """A child-sum network over DAGs with any number of neighbors, each node once."""
 
@@ -178,3 +192,38 @@ class Mutual(nn.Module):
         """The loss at the roots."""
         h = torch.cat([self.sum(t) for t in roots])
         return F.cross_entropy(self.out(h), torch.tensor([t.label for t in roots]))
+
+
+class Sums(nn.Module):
+    """A narrow network over binary trees; a word of -1 is wider than others."""
+
+    def __init__(self, width: int = 30) -> None:
+        super().__init__()
+        self.words, self.join = nn.Embedding(WORDS, width), nn.Linear(2 * width, width)
+        self.wide = nn.Linear(width, width + 1)
+
+    @dt.recursive
+    def visit(self, t: Node) -> Tensor:
+        """The state of a node."""
+        if not t.children:
+            if t.word < 0:
+                return self.wide(self.words(torch.tensor([0])))
+            return self.words(torch.tensor([t.word]))
+        left, right = self.visit(t.children[0]), self.visit(t.children[1])
+        return self.join(torch.cat([left, right], 1)).tanh()
+
+    def forward(self, roots: list[Node]) -> Tensor:
+        """The states of roots."""
+        return torch.cat([self.visit(t) for t in roots])
+
+
+class Chain(Sums):
+    """The same for lists as trees, in a loop."""
+
+    def forward(self, words: list[int]) -> Tensor:  # type: ignore[override]
+        """The state of the root."""
+        rows = self.words(torch.tensor(words)).unbind()
+        state = rows[0][None]
+        for row in rows[1:]:
+            state = self.join(torch.cat([state, row[None]], 1)).tanh()
+        return state

@@ -123,9 +123,7 @@ class Batch:
                         fed.append(a)
                 yield operand, found
 
-    def _numbers(
-        self, kind: Kind, k: int, mixed: list[tuple[int | None, int]] | None, count: int
-    ) -> torch.Tensor:
+    def _numbers(self, kind: Kind, k: int, mixed: list[tuple[int | None, int]] | None, count: int) -> torch.Tensor:
         """The rows of children."""
         assert kind.cell is not None
         if mixed is not None:
