@@ -22,7 +22,7 @@ from torch import nn
 
 import daceml_train as dt
 from benchmarks.trees import byhand
-from benchmarks.trees.networks import WORDS, Chain, Node, Sums, TreeLSTM, Unchanged, tree
+from benchmarks.trees.networks import WORDS, Node, Sequential, Sums, TreeLSTM, Unchanged, tree
 
 SHAPES = 500
 DEPTH = 10_000
@@ -71,7 +71,7 @@ def deep() -> dict[str, Any]:
     """A list as a tree, and the same computed by a loop."""
     torch.manual_seed(0)
     model = Sums()
-    loop = Chain()
+    loop = Sequential()
     loop.load_state_dict(copy.deepcopy(model.state_dict()))
     compiled: Any = dt.optimize(model)
     r = random.Random(0)

@@ -217,7 +217,7 @@ class Sums(nn.Module):
         return torch.cat([self.visit(t) for t in roots])
 
 
-class Chain(Sums):
+class Sequential(Sums):
     """The same for lists as trees, in a loop."""
 
     def forward(self, words: list[int]) -> Tensor:  # type: ignore[override]

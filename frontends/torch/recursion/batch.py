@@ -112,7 +112,7 @@ class Batch:
             for k, (operand, state) in enumerate(kind.inputs):
                 if state is None or not self.members.data.get((kind.cell, k)):
                     continue
-                found = []
+                found: list[tuple[int | None, int]] = []
                 for a in self.members.columns[kind.cell][k]:
                     source = a.source if type(a) is Lazy else None
                     if type(source) is Run and source.forest is self:

@@ -221,7 +221,8 @@ def rows(found: Sequence[Any]) -> torch.Tensor:
     source = found[0].source if type(found[0]) is Lazy else None
     places = getattr(source.forest, "places", None) if type(source) is Run else None
     if places is not None and (one := places(found)) is not None:
-        return one[0].index_select(0, torch.from_numpy(np.array(one[1], dtype=np.int64)))
+        tensor: torch.Tensor = one[0].index_select(0, torch.from_numpy(np.array(one[1], dtype=np.int64)))
+        return tensor
     bases = [_base(a) for a in found]
     first = bases[0]
     if first is not None and all(b is not None and b[0] is first[0] and b[2] == first[2] for b in bases):
