@@ -17,6 +17,29 @@ from daceml_train.frontends.torch.recursion.batch import Batch, Members
 from daceml_train.frontends.torch.recursion.cells import Cell
 from daceml_train.frontends.torch.recursion.kinds import DATA, Layout
 from daceml_train.frontends.torch.recursion.runs import Run
+from daceml_train.runtime.levels import last_seconds
+
+
+@dataclass(frozen=True)
+class LevelTimes:
+    """The levels of one batch, in the order in which they ran: how many calls each has, and the seconds that it took."""
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+    backward: bool
+
+
+WATCHERS: list[Callable[[LevelTimes], None]] = []
+"""What is told the times of levels that run now."""
+
+
+def _tell(bounds: torch.Tensor, backward: bool) -> None:
+    rows = bounds.diff(dim=0).sum(1).tolist()
+    seconds = last_seconds(len(rows))
+    if seconds:  # a derivative that is hoisted as a whole has no levels
+        times = LevelTimes(tuple(rows[::-1] if backward else rows), tuple(seconds), backward)
+        for watcher in WATCHERS:
+            watcher(times)
 
 
 @dataclass
@@ -40,7 +63,10 @@ class ForestProgram:
         if torch.is_grad_enabled() and any(t.requires_grad for t in arrays):
             results: Sequence[torch.Tensor] = _Levels.apply(self, *arrays)  # type: ignore[no-untyped-call]
             return results
-        return run_with_layout(self.compiled.forward, arrays)[: self.compiled.results]
+        results = run_with_layout(self.compiled.forward, arrays)[: self.compiled.results]
+        if WATCHERS:
+            _tell(arrays[0], False)
+        return results
 
 
 class _Levels(torch.autograd.Function):
@@ -50,6 +76,9 @@ class _Levels(torch.autograd.Function):
     def forward(ctx: Any, program: ForestProgram, *arrays: torch.Tensor) -> Any:
         outputs = run_with_layout(program.compiled.forward, arrays)
         results, saved = outputs[: program.compiled.results], outputs[program.compiled.results :]
+        if WATCHERS:
+            _tell(arrays[0], False)
+        ctx.bounds = arrays[0]
         ctx.program, ctx.count = program, len(arrays)
         ctx.shapes = [(results[i].shape, results[i].dtype) for i in program.compiled.cotangents]
         ctx.save_for_backward(*(arrays[i] for i in program.kept), *saved)
@@ -71,6 +100,8 @@ class _Levels(torch.autograd.Function):
                 for g, (shape, dtype) in zip(given, ctx.shapes, strict=True)
             ]
             found = run_with_layout(compiled.backward, [*ctx.saved_tensors, *dense])
+            if WATCHERS:
+                _tell(ctx.bounds, True)
             for position, index in program.wanted.items():
                 if not compiled.sources[index] <= absent:
                     gradients[position] = found[index]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from ctypes import c_int64, c_void_p
+from ctypes import c_double, c_int64, c_void_p
 
 from daceml_train.errors import Invalid
 from daceml_train.lowering.program import Cells
 from daceml_train.runtime.executor import Plan, PlanView
+from daceml_train.runtime.native_library import library
 
 SAMPLES = (1021, 509, 263, 760)
 """Numbers of rows for which a cell is bound, to find how its plan's integers depend on that number."""
@@ -64,3 +65,10 @@ def add_levels(
     handles = (c_void_p * len(bodies))(*[body._handle for body in bodies])
     native = plan._native
     return plan._added(native.plan_levels(plan._handle, handles, len(bodies), (c_int64 * len(numbers))(*numbers), tag))
+
+
+def last_seconds(most: int) -> list[float]:
+    """Seconds per level of the last levels that this thread ran, in the order in which they ran; `most` at most."""
+    found = (c_double * most)()
+    count: int = library().levels_seconds(found, most)
+    return list(found[: min(count, most)])

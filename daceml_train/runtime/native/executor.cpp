@@ -261,6 +261,13 @@ EXPORT int plan_levels(PlanHandle* handle, PlanHandle* const* bodies, int kinds,
   });
 }
 
+// Seconds per level of the last levels that this thread ran, `most` of them at most; returns how many there are.
+EXPORT int levels_seconds(double* to, int most) {
+  const std::vector<double>& seconds = level_seconds();
+  std::copy_n(seconds.begin(), std::min(seconds.size(), static_cast<size_t>(most)), to);
+  return static_cast<int>(seconds.size());
+}
+
 EXPORT int call_begin(PlanHandle* handle, const char* name, const char* overload) {
   return build([&] {
     handle->call = std::make_unique<Call>(name, overload);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <vector>
 
@@ -44,6 +45,12 @@ struct Varying {
   }
 };
 
+// Seconds per level of the last levels that this thread ran, in the order in which they ran.
+inline std::vector<double>& level_seconds() {
+  thread_local std::vector<double> seconds;
+  return seconds;
+}
+
 // See `daceml_train.ops.levels`. Operands are views; all are dense, and their first size is their rows.
 struct Levels {
   struct Child {
@@ -63,10 +70,16 @@ struct Levels {
   void run(Values& values) const {
     Run run(*this, values);
     const int64_t levels = run.levels;
+    std::vector<double> seconds(static_cast<size_t>(levels));
+    auto before = std::chrono::steady_clock::now();
     for (int64_t done = 0; done < levels; ++done) {
       const int64_t level = reverse ? levels - 1 - done : done;
       for (size_t kind = 0; kind < cells.size(); ++kind) run.group(level, kind);
+      const auto now = std::chrono::steady_clock::now();
+      seconds[static_cast<size_t>(done)] = std::chrono::duration<double>(now - before).count();
+      before = now;
     }
+    level_seconds() = std::move(seconds);
     for (size_t i = 0; i < results.size(); ++i) values.own(results[i], std::move(run.made[i]));
   }
 
