@@ -20,6 +20,7 @@ from daceml_train.ops.control import ControlFlow
 from daceml_train.ops.elementwise import Elementwise, Full
 from daceml_train.ops.fallback import Aten, Body
 from daceml_train.ops.gradient import CustomVJP, Graft, Overwrite
+from daceml_train.ops.levels import Levels
 from daceml_train.ops.operator import Operator, Value, vjp_parameters
 from daceml_train.tensor import Dim, same, same_shape, show_shape
 
@@ -81,7 +82,11 @@ def reaching(graph: Graph, outputs: Collection[str]) -> set[str]:
     found = set(outputs)
     for node in reversed(graph.nodes):
         if not found.isdisjoint(node.outputs):
-            found.update(name for name in carrying(node) if graph.tensors[name].dtype.is_float)
+            names: Iterator[str] = carrying(node)
+            if isinstance(node.op, Levels) and not node.op.reverse:
+                read = node.op.read_for([k for k, name in enumerate(node.outputs) if name in found])
+                names = (name for k, name in enumerate(node.inputs) if k in read)
+            found.update(name for name in names if graph.tensors[name].dtype.is_float)
     return found
 
 

@@ -22,7 +22,7 @@ from daceml_train.runtime.levels import last_seconds
 
 @dataclass(frozen=True)
 class LevelTimes:
-    """The levels of one batch, in the order in which they ran: how many calls each has, and the seconds that it took."""
+    """The levels of one batch, in the order in which they ran: the calls of each, and its seconds in wall clock."""
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -57,9 +57,12 @@ class ForestProgram:
         self.kept = [self.names.index(name) for name in self.compiled.kept]
         self.wanted = {self.names.index(name): k for k, name in enumerate(self.compiled.gradients)}
 
-    def __call__(self, arrays: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The results, as autograd sees them."""
-        arrays = [t if k in self.wanted else t.detach() for k, t in enumerate(arrays)]
+    def __call__(self, batch: Batch) -> Sequence[torch.Tensor]:
+        """The results, as autograd sees them; what no call of the batch reads has no gradient."""
+        read = batch.shared_arrays
+        shared = range(1, 1 + len(self.layout.shared))
+        wanted = [k for k in self.wanted if k not in shared or k in read]
+        arrays = [t if k in wanted else t.detach() for k, t in enumerate(batch.arrays)]
         if torch.is_grad_enabled() and any(t.requires_grad for t in arrays):
             results: Sequence[torch.Tensor] = _Levels.apply(self, *arrays)  # type: ignore[no-untyped-call]
             return results
@@ -128,7 +131,7 @@ class Forests:
         if program is None:
             return None
         batch = Batch(program.layout, members)
-        batch.finish(program(batch.arrays))
+        batch.finish(program(batch))
         return batch
 
     def _program(self, members: dict[Cell, list[Run]]) -> ForestProgram | None:

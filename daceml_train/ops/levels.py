@@ -47,7 +47,7 @@ added in a fixed order: kind by kind, pair by pair, row by row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -101,6 +101,21 @@ class Levels(ControlFlow):
     def placed(self, kind: int) -> tuple[int, ...]:
         """The states that the first yields of a kind go to: its own rows of them or, with `reverse`, its children's."""
         return tuple(state for state, _ in self.children[kind]) if self.reverse else self.states[kind]
+
+    def read_for(self, results: Iterable[int]) -> set[int]:
+        """The operands on which results depend, by position; not with `reverse`."""
+        owners = [k for k, body in enumerate(self.cells) for _ in body.yields[len(self.states[k]) :]]
+        count = len(self.types)
+        states = {r for r in results if r < count}
+        waiting = {owners[r - count] for r in results if r >= count}
+        waiting.update(k for k, own in enumerate(self.states) if not states.isdisjoint(own))
+        kinds: set[int] = set()
+        while waiting:
+            kinds.add(kind := waiting.pop())
+            below = {state for state, _ in self.children[kind]}
+            waiting.update(k for k, own in enumerate(self.states) if k not in kinds and not below.isdisjoint(own))
+        operands = [(*self.rows[k], *self.shared[k], *(operand for _, operand in self.children[k])) for k in kinds]
+        return {0}.union(*operands)
 
     # ---- types --------------------------------------------------------------------------------------------------
     def arguments(self, operands: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], ...]:

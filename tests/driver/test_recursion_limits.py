@@ -3,6 +3,7 @@
 import copy
 import random
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,3 +196,60 @@ def test_an_empty_batch_is_named(kind: type[Sum]) -> None:
     with pytest.raises(Exception, match="non-empty") as error:
         compiled([])
     assert "roots is empty" in noted(error.value)
+
+
+class Growing(nn.Module):
+    """A tree that grows by what the model says of each node, as in generation."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.split, self.score, self.join = (
+            nn.Linear(width, 2 * width),
+            nn.Linear(width, 1),
+            nn.Linear(2 * width, width),
+        )
+        self.grown = 0
+
+    @dt.recursive
+    def grow(self, state: Tensor, depth: int) -> Tensor:
+        """The state of a node, whose children depend on its score."""
+        self.grown += 1
+        if depth == 0 or self.score(state).item() < -0.2:
+            return state.tanh()
+        left, right = self.split(state).chunk(2, 1)
+        below = [self.grow(left, depth - 1), self.grow(right, depth - 1)]
+        return self.join(torch.cat(below, 1)).tanh()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """The states of roots."""
+        return torch.cat([self.grow(row[None], 4) for row in rows])
+
+
+@pytest.mark.compiled
+def test_a_tree_that_grows_by_values_is_batched_between_looks() -> None:
+    torch.manual_seed(1)
+    model = Growing()
+    twin, compiled = copy.deepcopy(model), dt.optimize(model)
+    for seed in range(3):
+        rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+        model.zero_grad(), twin.zero_grad()
+        with pytest.warns(UserWarning, match="looks at values") if not seed else nullcontext():
+            result = compiled(rows)
+        expected = twin(rows)
+        torch.testing.assert_close(result, expected)
+        result.square().sum().backward(), expected.square().sum().backward()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+        assert model.grown == twin.grown and 4 * (seed + 1) < model.grown < 4 * 31 * (seed + 1)
+
+
+@pytest.mark.compiled
+def test_a_batch_without_inner_nodes_leaves_their_gradients_out() -> None:
+    model = Sum()
+    twin, compiled = copy.deepcopy(model), dt.optimize(model)
+    for roots in ([Node(0, Node(1), Node(2))], [Node(1), Node(3)]):
+        model.zero_grad(), twin.zero_grad()
+        compiled(roots).sum().backward(), twin(roots).sum().backward()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+    assert model.join.weight.grad is None

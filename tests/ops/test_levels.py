@@ -15,6 +15,8 @@ from daceml_train.analysis.verify import verify
 from daceml_train.errors import Invalid
 from daceml_train.graph.graph import Graph
 from daceml_train.graph.text import canonical_text, parse, show
+from daceml_train.ops.fallback import Body
+from daceml_train.ops.levels import Levels
 from daceml_train.ops.operator import make
 from daceml_train.tensor import Tensor, evaluate
 from tests.graph import levels
@@ -134,3 +136,18 @@ def test_bad_structure_is_refused(
     given[name] = change(given[name])
     with pytest.raises(Invalid, match=sentence):
         interpret(levels.tree(), given)
+
+
+def test_results_depend_on_the_operands_of_kinds_below() -> None:
+    op = Levels(
+        cells=(Body(("x", "w"), (), ("x",)), Body(("h",), (), ("h",)), Body(("h", "u"), (), ("h",))),
+        types=(Tensor((4,)),),
+        counts=(2, 3, 1),
+        rows=((1,), (), ()),
+        children=((), ((0, 2),), ((0, 3),)),
+        shared=((4,), (), (5,)),
+        states=((0,), (0,), ()),
+    )
+    assert op.read_for([0]) == {0, 1, 2, 4}
+    assert op.read_for([1]) == {0, 1, 2, 3, 4, 5}
+    assert op.read_for([]) == {0}

@@ -91,6 +91,14 @@ class Batch:
                     empty = torch.zeros((1, *meta.shape), dtype=meta.dtype, device=meta.device)
                     self.arrays.append(rows(found) if found else empty)
 
+    @property
+    def shared_arrays(self) -> set[int]:
+        """The positions of shared tensors that calls of this batch read."""
+        first = len(self.layout.kinds)
+        kinds = [k for k, runs in zip(self.layout.kinds, self.calls[:first], strict=True) if runs]
+        used = {s for kind in kinds if kind.cell is not None for s in kind.cell.shared}
+        return {k for k, s in enumerate(self.layout.shared, 1) if s in used}
+
     # ---- structure ----------------------------------------------------------------------------------------------
     def _state(self, kind: Kind) -> int:
         return next(state for state, feeder in self.layout.feeders.items() if feeder is kind)

@@ -121,6 +121,7 @@ class Forest:
     def backward(self, cotangents: Sequence[torch.Tensor | None], saved: list[Any], keep: bool) -> list[Any]:
         """The cotangents of shared tensors, fixed rows, and arrays."""
         of: dict[Meta, torch.Tensor] = {}
+        reached = {m for m, given in zip(self.sizes, cotangents, strict=True) if given is not None}
         for (m, n), given in zip(self.sizes.items(), cotangents, strict=True):
             if m.requires_grad:
                 of[m] = torch.zeros((n, *m.shape), dtype=m.dtype, device=m.device) if given is None else given.clone()
@@ -130,7 +131,7 @@ class Forest:
             seeds: list[torch.Tensor] = []
             results: list[torch.Tensor] = []
             for k, tensor in zip(group.cell.outputs, outputs, strict=True):
-                if tensor.requires_grad:
+                if tensor.requires_grad and group.cell.metas[k] in reached:
                     start = group.starts[k]
                     results.append(tensor)
                     seeds.append(of[group.cell.metas[k]][start : start + group.count])
@@ -146,10 +147,11 @@ class Forest:
                     arrays[at] = gradient
                 else:
                     of[buffer].index_add_(0, at, gradient)
+                    reached.add(buffer)
             for s, tensor in zip(group.cell.shared, own, strict=True):
                 if (gradient := by_id.get(id(tensor))) is not None:
                     shared[s] = gradient if s not in shared else shared[s] + gradient
-        rows = [of[m][row] if m in of else None for m, row, _ in self.fixed]
+        rows = [of[m][row] if m in reached else None for m, row, _ in self.fixed]
         return [*[shared.get(s) for s in self.shared], *rows, *arrays]
 
     def place(self, value: Lazy) -> tuple[torch.Tensor, int]:

@@ -252,12 +252,12 @@ class Recorder(TorchFunctionMode):
     def _solo(self, function: Any, args: Any, kwargs: Any) -> Any:
         joined = _joined(function, args, kwargs)
         if joined is None:
-            result, why = self.structures.fakes.run(function, args, kwargs)
+            result, why = self.structures.fakes.learned(function, args, kwargs)
         else:
             result, why = joined, ""
         if why == cells.IN_PLACE and not any(type(value.source) is Run for value in _lazies((args, kwargs))):
             why = cells.LOOK  # PyTorch has computed the operands, and their views, before it changes them
-        if why or not isinstance(result, torch.Tensor | Meta):
+        if why or not isinstance(result, Meta):
             return self._at_once(function, args, kwargs, why)
         stage = 0
         for value in _lazies((args, kwargs)) if joined is None else args[0]:
@@ -268,7 +268,7 @@ class Recorder(TorchFunctionMode):
             stage = max(stage, source.stage)
         self.events += 1
         solo = Solo(self, function, args, kwargs, stage)
-        value = Lazy(solo, 0, result if isinstance(result, Meta) else meta_of(result))
+        value = Lazy(solo, 0, result)
         solo.values.append(value)
         self.solos.append(solo)
         return value
@@ -295,7 +295,8 @@ class Recorder(TorchFunctionMode):
             self.flush()
         if value.value is not None:
             return value.value
-        found: torch.Tensor = run.forest.value(value)
+        with _outside(self):  # or reading the row would be recorded
+            found: torch.Tensor = run.forest.value(value)
         return found
 
     def flush(self) -> None:
