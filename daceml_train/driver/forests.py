@@ -35,9 +35,10 @@ WATCHERS: list[Callable[[LevelTimes], None]] = []
 
 def _tell(bounds: torch.Tensor, backward: bool) -> None:
     rows = bounds.diff(dim=0).sum(1).tolist()
-    seconds = last_seconds(len(rows))
-    if seconds:  # a derivative that is hoisted as a whole has no levels
-        times = LevelTimes(tuple(rows[::-1] if backward else rows), tuple(seconds), backward)
+    pairs = zip(rows[::-1] if backward else rows, last_seconds(len(rows)), strict=False)
+    found = [(count, time) for count, time in pairs if count]
+    if found:  # a derivative that is hoisted as a whole has no levels
+        times = LevelTimes(tuple(count for count, _ in found), tuple(time for _, time in found), backward)
         for watcher in WATCHERS:
             watcher(times)
 

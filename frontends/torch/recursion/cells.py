@@ -28,8 +28,6 @@ LOOK = "a look at a value"
 RANDOM = "draws random numbers, whose order is the user's program's"
 
 
-KEPT_RESULTS = 10_000
-"""How many types of results are kept, of operators outside of recursions."""
 NUMBER = meta((), torch.int64, torch.device("cpu"), False)
 
 
@@ -59,25 +57,6 @@ class Fakes:
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.by_meta: dict[Meta, torch.Tensor] = {}
-        self.results: dict[Any, tuple[Any, str]] = {}
-
-    def learned(self, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, str]:
-        """`run`, with what it found for arguments of these types before: the type of a tensor, or another result."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        metas = [a.meta if type(a) is Lazy else meta_of(a) if isinstance(a, torch.Tensor) else a for a in leaves]
-        state = torch.is_grad_enabled(), torch.get_default_dtype()
-        try:
-            key = (function, spec, state, *[(type(m), m, str(m) if type(m) is float else "") for m in metas])
-            known = self.results.get(key)
-        except TypeError:  # an argument that is no part of a key
-            return self.run(function, args, kwargs)
-        if known is None:
-            result, why = self.run(function, args, kwargs)
-            known = (meta_of(result) if isinstance(result, torch.Tensor) else result), why
-            if len(self.results) >= KEPT_RESULTS:
-                self.results.clear()
-            self.results[key] = known
-        return known
 
     def of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake twin of a tensor."""

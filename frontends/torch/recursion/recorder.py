@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from daceml_train.frontends.torch.recursion import cells
 from daceml_train.frontends.torch.recursion.forest import Forest, gathered, rows
 from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, known, local, meta, meta_of
+from daceml_train.frontends.torch.recursion.outside import Results
 from daceml_train.frontends.torch.recursion.runs import (
     INPUTS,
     LIST,
@@ -42,6 +43,7 @@ class Structures:
         self.start = Step()
         self.given: dict[Meta, Given] = {}
         self.fakes = cells.Fakes()
+        self.outside = Results(self.fakes)
         self.shared: dict[Any, Shared] = {}
         self.codes = {id(code): code for code in codes}
         self.blocks: set[types.CodeType] = set()
@@ -252,7 +254,7 @@ class Recorder(TorchFunctionMode):
     def _solo(self, function: Any, args: Any, kwargs: Any) -> Any:
         joined = _joined(function, args, kwargs)
         if joined is None:
-            result, why = self.structures.fakes.learned(function, args, kwargs)
+            result, why = self.structures.outside.of(function, args, kwargs)
         else:
             result, why = joined, ""
         if why == cells.IN_PLACE and not any(type(value.source) is Run for value in _lazies((args, kwargs))):
