@@ -1,5 +1,6 @@
 """Blocks of recursive functions: what they record is repeated, all else runs at each call."""
 
+import ast
 import copy
 from typing import Any
 
@@ -7,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import daceml_train as dt
+from daceml_train.frontends.torch.recursion.lifting import Lifter
 from daceml_train.frontends.torch.recursion.outline import outline
+from daceml_train.frontends.torch.recursion.pure import Checker, parsed
 from tests.driver.test_forests import compare
 from tests.driver.test_recursion import TreeLSTM, forest
 
@@ -108,3 +111,58 @@ def test_functions_that_do_more_than_compute_have_no_blocks() -> None:
         return looks(t, y + z + w)
 
     assert outline(looks, frozenset({"looks"})) is None
+
+
+class Operands(nn.Module):
+    """Blocks with lists of states, numbers of both kinds, scalars that vary, a memo table, and an order of effects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.join = nn.Embedding(10, 4), nn.Linear(5, 4)
+        self.bias = nn.Parameter(torch.zeros(4))
+
+    @dt.recursive
+    def visit(self, t: Any, depth: int, memo: dict[Any, Tensor]) -> Tensor:
+        """The state of a tree."""
+        if isinstance(t, int):
+            memo[t] = self.words(torch.tensor([t])).tanh() + self.bias
+            return memo[t]
+        x = torch.stack([self.visit(part, depth + 1, memo) for part in t]).sum(0) * (depth + 1)
+        y = torch.cat([x, torch.tensor([0.5 * depth]).view(1, 1)], 1)
+        memo[depth] = self.join(y)
+        return memo[depth] + self.join(torch.cat([self.visit(1, depth + 1, memo), torch.ones(1, 1)], 1))
+
+    def forward(self, trees: list[Any]) -> Tensor:
+        """The states of roots."""
+        memo: dict[Any, Tensor] = {}
+        roots = [self.visit(t, 0, memo) for t in trees]
+        return torch.cat([*roots, *[memo[k] for k in sorted(memo)]])
+
+
+def test_operands_of_blocks() -> None:
+    torch.manual_seed(0)
+    model = Operands()
+    twin, compiled = copy.deepcopy(model), dt.optimize(model)
+    for trees in ([(1, (2, 3)), (4, 5, (6,))], [((7, 8), (9, (1, 2, 3)))], [3, (4, 5)]):
+        compare(model, compiled, twin, (trees,), 1e-5)
+
+
+def test_calls_within_expressions_keep_the_order_of_effects() -> None:
+    def function(self: Any, t: Any, x: Tensor, memo: Any) -> Any:
+        a = torch.cat([self.visit(c) for c in t], 1)  # lifted
+        b = x.tanh() + self.visit(t)  # what is computed before the call could depend on it
+        c = memo[0] + self.visit(t)
+        d = torch.cat([self.visit(t), self.visit(x)])  # both, in order
+        return torch.tanh(self.visit(a)), b, c, d
+
+    tree = parsed(function)  # type: ignore[arg-type]
+    assert tree is not None
+    lifter = Lifter(Checker(function), frozenset({"visit"}))  # type: ignore[arg-type]
+    values = [node.value for node in tree.body[:4] if isinstance(node, ast.Assign)]
+    found = [lifter.lifted(value) for value in values]
+    assert [None if f is None else [ast.unparse(s) for s in f[0]] for f in found] == [
+        ["__lifted_0 = [self.visit(c) for c in t]"],
+        None,
+        None,
+        ["__lifted_1 = self.visit(t)", "__lifted_2 = self.visit(x)"],
+    ]
