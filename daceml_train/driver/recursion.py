@@ -38,8 +38,9 @@ class Recursion:
         self.outlined = outlined(whole, self.structures.codes, self.structures.blocks)
         self.refused = ""
         """Why PyTorch runs all calls."""
+        self.tried = 0
         self.serves = True
-        """Whether calls compute within the recursion; not so for functions that were found and that compute nothing."""
+        """Whether functions that were found call themselves, and compute something below such a call."""
         self.codes = [*functions, *self.outlined.values()]
         self.native = native_below or native(functions)
         """Whether each level of the recursion may take some of the native stack."""
@@ -80,7 +81,9 @@ class Recursion:
             if collecting:
                 gc.enable()
         self.refused = recorder.eager
-        self.serves = self.marked or self.structures.inner or bool(recorder.eager)
+        self.tried += 1
+        found = self.structures.nested or (self.structures.inner and self.tried < TRIED)
+        self.serves = self.marked or found or bool(recorder.eager)
         if recorder.looks:
             note("a recursion looks at values while it runs: it is batched between the looks")
         return result
@@ -96,6 +99,8 @@ class Recursion:
             error.add_note(where)
 
 
+TRIED = 4
+"""In how many calls a function that was found has to call itself."""
 FRAMES = 20
 """How many frames of a recursion without end an error shows."""
 

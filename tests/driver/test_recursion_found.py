@@ -145,3 +145,77 @@ def test_a_recursion_that_computes_nothing_is_compiled_as_before() -> None:
     for _ in range(2):
         torch.testing.assert_close(compiled(TREES), model.words(torch.tensor([3, 2])))
     assert compiled._daceml_train.backend.graphs == 1
+
+
+class Pair(nn.Module):
+    """Two modules with methods of equal names, each of which calls its own."""
+
+    class First(nn.Module):
+        """`inner` ends here."""
+
+        def outer(self, x: Tensor) -> Tensor:
+            """Calls `inner`."""
+            return self.inner(x)
+
+        def inner(self, x: Tensor) -> Tensor:
+            """Calls nothing."""
+            return x + 1
+
+    class Second(nn.Module):
+        """`outer` ends here."""
+
+        def outer(self, x: Tensor) -> Tensor:
+            """Calls nothing."""
+            return x * 2
+
+        def inner(self, x: Tensor) -> Tensor:
+            """Calls `outer`."""
+            return self.outer(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = self.First(), self.Second()
+
+    def forward(self, data: Any) -> Tensor:
+        """Both."""
+        return self.second.inner(self.first.outer(data.x))
+
+
+def test_methods_of_other_classes_are_no_cycle() -> None:
+    assert not cycles(Pair.forward, [Pair, Pair.First, Pair.Second])
+
+
+class Once(Method):
+    """A function that could call itself and does not."""
+
+    def visit(self, tree: Any) -> Tensor:
+        """A state."""
+        return self.visit(tree[0]) if len(tree) > 9 else self.join(torch.ones(1, 12)).tanh()
+
+
+@pytest.mark.compiled
+def test_a_function_that_never_calls_itself_is_compiled_as_before() -> None:
+    model = Once()
+    twin, compiled = copy.deepcopy(model), dt.optimize(model)
+    for _ in range(6):
+        torch.testing.assert_close(compiled(TREES), twin(TREES))
+    assert not compiled._daceml_train.recursions["forward"].serves
+    assert compiled._daceml_train.backend.graphs == 1
+
+
+@pytest.mark.compiled
+def test_training_steps_over_trees_of_unchanged_code() -> None:
+    torch.manual_seed(0)
+    model = Method()
+    twin = copy.deepcopy(model)
+    optimizer, other = (torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, twin))
+    step = dt.training_step(model, nn.functional.mse_loss, optimizer)
+    for trees in (TREES, OTHERS, TREES):
+        target = torch.ones(len(trees), 6)
+        loss = nn.functional.mse_loss(twin(trees), target)
+        other.zero_grad()
+        loss.backward()
+        other.step()
+        torch.testing.assert_close(step((trees,), target), loss.detach())
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q)

@@ -120,9 +120,10 @@ def cycles(entry: Callable[..., Any], owners: list[type]) -> dict[types.CodeType
         this = own.co_varnames[0] if own.co_argcount and own.co_varnames[0] == "self" else ""
         # comprehensions run where they are
         results = targets[code] = {c for c in _nested(code) if c.co_name.startswith("<")}
+        own_classes = [o for o in owners if any(_own(vars(b).get(own.co_name)) is function for b in o.__mro__)]
         for kind, name in _called(code, this):
             if kind == "self":
-                candidates = _methods(owners, name, False)
+                candidates = _methods(own_classes, name, False)
             else:
                 candidates = [function.__globals__.get(name), _free(function, name)]
                 scope = (*code.co_freevars, *code.co_cellvars)

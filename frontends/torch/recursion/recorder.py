@@ -53,6 +53,8 @@ class Structures:
         """Per state of the model's modules, what blocks record."""
         self.inner = False
         """Whether an operator within the recursion was ever recorded."""
+        self.nested = False
+        """Whether one was recorded in a call of a function below another call of the same."""
         self.programs: Any = None
         """What compiles forests; None if PyTorch runs them."""
 
@@ -118,6 +120,7 @@ class Recorder(TorchFunctionMode):
             run = held.f_trace
             if type(run) is not Run or run.sealed or run.recorder is not self:
                 run = held.f_trace = self._new(outer=False)
+                self.structures.nested = self.structures.nested or self._nested(frame)
         return self._record(run, function, args, kwargs)
 
     def _record(self, run: Run, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -218,6 +221,18 @@ class Recorder(TorchFunctionMode):
                 return frame if inside and not self.outermost(frame) else None
             frame = frame.f_back
         return None
+
+    def _nested(self, frame: types.FrameType | None) -> bool:
+        """Whether a function of the recursion has called itself."""
+        seen: set[types.CodeType] = set()
+        while frame is not None and frame.f_code is not self.entry:
+            code = frame.f_code
+            if self.frames.get(id(code)) and code not in self.structures.blocks:
+                if code in seen:
+                    return True
+                seen.add(code)
+            frame = frame.f_back
+        return False
 
     def outermost(self, frame: types.FrameType) -> bool:
         """Whether this is the call of the method itself, or of a block in it: what it joins differs in each batch."""
