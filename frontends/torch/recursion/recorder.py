@@ -12,6 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from daceml_train.frontends.torch.recursion import cells
+from daceml_train.frontends.torch.recursion.arguments import joined_type, laziness, lazy_values, name_of
 from daceml_train.frontends.torch.recursion.forest import Forest, gathered, rows
 from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, known, local, meta, meta_of
 from daceml_train.frontends.torch.recursion.outside import Results
@@ -99,9 +100,9 @@ class Recorder(TorchFunctionMode):
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a function: lazy if it depends on lazy values or, within the recursion, on a gradient."""
-        state = _state(args)
+        state = laziness(args)
         if kwargs:
-            state |= _state(kwargs.values())
+            state |= laziness(kwargs.values())
         if not state & 3 or self.eager:
             return function(*known(args), **known(kwargs)) if state & 4 or self.eager else function(*args, **kwargs)
         frame = self._frame()
@@ -206,9 +207,9 @@ class Recorder(TorchFunctionMode):
         """The result of a function that PyTorch runs now, at its place in the user's program."""
         self.events += 1
         if why == cells.IN_PLACE:
-            self.abandon(f"{_name(function)} {why}")
+            self.abandon(f"{name_of(function)} {why}")
         elif why not in ("", cells.LOOK):
-            self.note(f"{_name(function)} within a recursion: {why}; PyTorch runs it")
+            self.note(f"{name_of(function)} within a recursion: {why}; PyTorch runs it")
         return function(*known(args), **known(kwargs))
 
     # ---- where operators go -------------------------------------------------------------------------------------
@@ -260,24 +261,24 @@ class Recorder(TorchFunctionMode):
                         return None
                 else:
                     source = a.source
-            elif type(a) in (list, tuple) and _state(a) & 1:
+            elif type(a) in (list, tuple) and laziness(a) & 1:
                 return None
         if type(source) is Run and source.outer and not source.sealed:
             return source
         return self._new(outer=True)
 
     def _solo(self, function: Any, args: Any, kwargs: Any) -> Any:
-        joined = _joined(function, args, kwargs)
+        joined = joined_type(function, args, kwargs)
         if joined is None:
             result, why = self.structures.outside.of(function, args, kwargs)
         else:
             result, why = joined, ""
-        if why == cells.IN_PLACE and not any(type(value.source) is Run for value in _lazies((args, kwargs))):
+        if why == cells.IN_PLACE and not any(type(value.source) is Run for value in lazy_values((args, kwargs))):
             why = cells.LOOK  # PyTorch has computed the operands, and their views, before it changes them
         if why or not isinstance(result, Meta):
             return self._at_once(function, args, kwargs, why)
         stage = 0
-        for value in _lazies((args, kwargs)) if joined is None else args[0]:
+        for value in lazy_values((args, kwargs)) if joined is None else args[0]:
             source = value.source
             if type(source) is Run and source.forest is None:
                 source.use(value.index)
@@ -340,7 +341,7 @@ class Recorder(TorchFunctionMode):
 
     def _run_solo(self, solo: Solo) -> None:
         function, args = solo.function, solo.args
-        whole = _joined(function, args, solo.kwargs) is not None and (len(args) == 1 or args[1] == 0)
+        whole = joined_type(function, args, solo.kwargs) is not None and (len(args) == 1 or args[1] == 0)
         if whole and all(a.value is None for a in args[0]):
             result = rows(args[0])
             result = result.flatten(0, 1) if function is torch.cat else result
@@ -371,57 +372,6 @@ def _with_tensors(runs: Iterable[Run]) -> None:
     """Replace lists of numbers among inputs by the tensors that they stand for."""
     for run in runs:
         run.inputs = [torch.tensor(a) if type(a) is list else a for a in run.inputs]
-
-
-def _joined(function: Any, args: Any, kwargs: Any) -> Meta | None:
-    """The type of many lazy values of one type that are concatenated or stacked; None for anything else."""
-    if function not in (torch.cat, torch.stack) or kwargs or not 1 <= len(args) <= 2 or not args[0]:
-        return None
-    parts, dim = args[0], args[1] if len(args) == 2 else 0
-    if type(parts) not in (list, tuple) or type(dim) is not int or type(parts[0]) is not Lazy:
-        return None
-    one = parts[0].meta
-    if any(type(p) is not Lazy or p.meta is not one or p.value is not None for p in parts):
-        return None
-    shape = list(one.shape)
-    rank = len(shape) + (function is torch.stack)
-    if not -rank <= dim < rank or not shape:
-        return None
-    if function is torch.stack:
-        shape.insert(dim % rank, len(parts))
-    else:
-        shape[dim] *= len(parts)
-    return meta(tuple(shape), one.dtype, one.device, one.requires_grad and torch.is_grad_enabled())
-
-
-def _name(function: Any) -> str:
-    return str(getattr(function, "__name__", function))
-
-
-def _state(args: Iterable[Any]) -> int:
-    """1: a lazy value is among the arguments; 2: a tensor with a gradient; 4: a lazy value that is known."""
-    state = 0
-    for a in args:
-        kind = type(a)
-        if kind is Lazy:
-            state |= 1 if a.value is None else 6 if a.meta.requires_grad else 4
-        elif kind is list or kind is tuple:
-            state |= _state(a)
-        elif kind is not int and kind is not float and isinstance(a, torch.Tensor) and a.requires_grad:
-            state |= 2
-    return state
-
-
-def _lazies(found: Any) -> Iterator[Lazy]:
-    if type(found) is Lazy:
-        if found.value is None:
-            yield found
-    elif type(found) in (list, tuple):
-        for f in found:
-            yield from _lazies(f)
-    elif type(found) is dict:
-        for f in found.values():
-            yield from _lazies(f)
 
 
 @contextmanager

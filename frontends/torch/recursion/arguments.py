@@ -1,0 +1,63 @@
+"""Arguments of functions that user code calls: which of them are lazy, and what many of them are as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, meta
+
+
+def joined_type(function: Any, args: Any, kwargs: Any) -> Meta | None:
+    """The type of many lazy values of one type that are concatenated or stacked; None for anything else."""
+    if function not in (torch.cat, torch.stack) or kwargs or not 1 <= len(args) <= 2 or not args[0]:
+        return None
+    parts, dim = args[0], args[1] if len(args) == 2 else 0
+    if type(parts) not in (list, tuple) or type(dim) is not int or type(parts[0]) is not Lazy:
+        return None
+    one = parts[0].meta
+    if any(type(p) is not Lazy or p.meta is not one or p.value is not None for p in parts):
+        return None
+    shape = list(one.shape)
+    rank = len(shape) + (function is torch.stack)
+    if not -rank <= dim < rank or not shape:
+        return None
+    if function is torch.stack:
+        shape.insert(dim % rank, len(parts))
+    else:
+        shape[dim] *= len(parts)
+    return meta(tuple(shape), one.dtype, one.device, one.requires_grad and torch.is_grad_enabled())
+
+
+def name_of(function: Any) -> str:
+    """What a message calls a function."""
+    return str(getattr(function, "__name__", function))
+
+
+def laziness(args: Iterable[Any]) -> int:
+    """1: a lazy value is among the arguments; 2: a tensor with a gradient; 4: a lazy value that is known."""
+    state = 0
+    for a in args:
+        kind = type(a)
+        if kind is Lazy:
+            state |= 1 if a.value is None else 6 if a.meta.requires_grad else 4
+        elif kind is list or kind is tuple:
+            state |= laziness(a)
+        elif kind is not int and kind is not float and isinstance(a, torch.Tensor) and a.requires_grad:
+            state |= 2
+    return state
+
+
+def lazy_values(found: Any) -> Iterator[Lazy]:
+    """The values in arguments that are not known."""
+    if type(found) is Lazy:
+        if found.value is None:
+            yield found
+    elif type(found) in (list, tuple):
+        for f in found:
+            yield from lazy_values(f)
+    elif type(found) is dict:
+        for f in found.values():
+            yield from lazy_values(f)
