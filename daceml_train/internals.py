@@ -84,7 +84,9 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
         "torch.utils._python_dispatch.TorchDispatchMode",
         "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
         "torch.utils._pytree",
-        "torch.utils._sympy.functions",
+        "torch.utils._sympy.functions.FloorDiv",
+        "torch.utils._sympy.functions.Mod",
+        "torch.utils._sympy.functions.PythonMod",
     ),
     "running: autograd, versions of tensors, hooks, results without a copy": (
         "torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs",
