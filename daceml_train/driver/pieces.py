@@ -58,7 +58,13 @@ class InPieces(Clipped):
 
     def _run_in_pieces(self, key: Any, inputs: Any, targets: Sequence[Any]) -> torch.Tensor:
         """The same step with PyTorch's autograd and optimizer around the compiled model."""
-        loss = self._loss_in_pieces(key, inputs, targets)
+        loss = self._train_in_pieces(self._loss_in_pieces(key, inputs, targets), inputs, targets)
+        self._worked = self._worked or describe([inputs, *targets])
+        self._warn(key)
+        return loss
+
+    def _train_in_pieces(self, loss: torch.Tensor, inputs: Any, targets: Sequence[Any]) -> torch.Tensor:
+        """Gradients and update by PyTorch; the loss without its gradient."""
         parameters = self._parameters()
         for parameter in parameters:
             parameter.grad = None
@@ -67,8 +73,6 @@ class InPieces(Clipped):
         if not self.keep_gradients:
             for parameter in parameters:
                 parameter.grad = None
-        self._worked = self._worked or describe([inputs, *targets])
-        self._warn(key)
         return loss.detach() if self.ranks is None else self.ranks.mean(loss)
 
     def _backward_in_pieces(self, loss: torch.Tensor) -> None:

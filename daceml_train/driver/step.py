@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,13 +20,15 @@ import torch.utils._pytree as pytree
 from daceml_train import logs
 from daceml_train.driver.binding import input_tensors, laid_out, numbers_of, results_of, sizes_of
 from daceml_train.driver.bound_optimizer import step_hooks
-from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks, hook_tables
+from daceml_train.driver.bound_step import UNGUARDED, BoundStep, has_gradient_hooks, hook_tables
 from daceml_train.driver.capture_only import CapturedCall, CaptureDone, inside_module, loss_first
 from daceml_train.driver.checking import check, check_tensors, device_of, kind_of, refuse_mixed_devices
 from daceml_train.driver.distribution import parallel_wrapper
 from daceml_train.driver.events import first_line
 from daceml_train.driver.goals import WholeStep, compile_step
+from daceml_train.driver.module import state_of
 from daceml_train.driver.options import ScheduleKind
+from daceml_train.driver.paths import Paths, unsuited
 from daceml_train.driver.pieces import InPieces
 from daceml_train.driver.records import Record
 from daceml_train.driver.recursion import recursion_of
@@ -110,6 +113,8 @@ class TrainingStep(InPieces):
         """Per kind of arguments the bound steps, the last one first: one for each way through the user's code."""
         self._steps: dict[Any, tuple[Captured, WholeStep]] = {}
         self._in_pieces: dict[Any, str] = {}
+        self.paths: dict[Any, Paths] = {}
+        """Per kind of arguments that are not one program, the ways through the user's code."""
         self._worked = ""
         self._known: list[torch.Tensor] | None = None
         self._changes: dict[Any, int] = {}
@@ -155,6 +160,8 @@ class TrainingStep(InPieces):
     def _local_step(self, inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:
         key, flat, bound = self._find(inputs, targets)
         loss = None if bound is None else self._run_bound(key, flat, bound, inputs, targets)
+        if loss is None and bound is None:
+            loss = self._along_a_path(key, flat, inputs, targets)
         return self._run_in_pieces(key, inputs, targets) if loss is None else loss
 
     def _find(self, inputs: Any, targets: tuple[Any, ...]) -> tuple[Any, Sequence[Any], BoundStep | None]:
@@ -174,6 +181,27 @@ class TrainingStep(InPieces):
             ways.remove(bound)
             ways.insert(0, bound)
         return key, flat, bound
+
+    def _along_a_path(
+        self, key: Any, flat: Sequence[Any], inputs: Any, targets: tuple[Any, ...]
+    ) -> torch.Tensor | None:
+        """The loss of a call whose Python runs while programs compute; None where that is not possible."""
+        if type(self) is not TrainingStep or self.ranks is not None or state_of(self.model) is not None:
+            return None
+        tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+        same = tuple(next(i for i, other in enumerate(tensors) if other is t) for t in tensors)
+        paths = self.paths.get((key, same))
+        if paths is None:
+            paths = self.paths[key, same] = Paths(self)
+            paths.refused = unsuited(self._modules(), self._parameters(), tensors, self.optimizer)
+        return None if paths.refused else paths.step(inputs, targets)
+
+    def _names(self) -> dict[int, str]:
+        """The names of parameters and buffers by their identity."""
+        loss = self.loss if isinstance(self.loss, torch.nn.Module) else None
+        roots = [("", self.model), *([("loss.", loss)] if loss is not None else [])]
+        named = ((f"{p}{n}", t) for p, m in roots for n, t in (*m.named_parameters(), *m.named_buffers()))
+        return {id(t): name for name, t in reversed(list(named))}
 
     def _run_bound(
         self, key: Any, flat: Sequence[Any], bound: BoundStep, inputs: Any, targets: tuple[Any, ...]
@@ -307,6 +335,7 @@ class TrainingStep(InPieces):
             self._hooks = hooks
             self._bound.clear()
             self._in_pieces.clear()
+            self.paths.clear()
             self._code = with_own_code(TrainingStep._objective)
             dynamic = self.options.dynamic
             limits = {"recompile_limit": RECOMPILATIONS, "skip_nnmodule_hook_guards": True}
@@ -381,15 +410,27 @@ class TrainingStep(InPieces):
         for name, entry in step.state:
             if entry not in SCALER:
                 self._make_state(by_name[name], entry)
+        return self._bound_to(captured, step, by_name, flat, found.guard_manager, scope, effects)
+
+    def _bound_to(
+        self,
+        captured: Captured,
+        step: WholeStep,
+        by_name: Mapping[str, torch.Tensor],
+        flat: Sequence[Any],
+        manager: Any = UNGUARDED,
+        scope: Mapping[str, Any] = types.MappingProxyType({}),
+        effects: bool = False,
+    ) -> BoundStep:
         return BoundStep(
             captured,
             step,
-            found.guard_manager,
-            modules,
+            manager,
+            self._modules(),
             self.optimizer,
             by_name,
             flat,
-            scope,
+            dict(scope),
             self._code.__globals__,
             effects,
             self.accumulated,

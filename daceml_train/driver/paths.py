@@ -1,0 +1,295 @@
+"""Training steps along paths: Python runs the model, and programs compute what its calls of PyTorch mean.
+
+A step whose model is not one graph for TorchDynamo (branches on values, coins, other libraries, exceptions) still does
+the same as before in most calls. Its calls of PyTorch are recorded, with gradients and update by PyTorch, and form a
+trie of paths. Later calls follow the trie while Python runs the user's code as always. What user code looks at is
+computed by programs; all else, with the backward pass and the update, is one program that runs when the loss is known.
+Nothing is updated before. A call that leaves all known paths is completed in PyTorch, and is a path from then on.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from daceml_train import logs
+from daceml_train.driver.bound_optimizer import step_hooks
+from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks, in_strides
+from daceml_train.driver.compile import compile_graph
+from daceml_train.driver.goals import WholeStep
+from daceml_train.driver.path_programs import CallValues, LookProgram, PathGoal, Values, divided
+from daceml_train.driver.records import Record
+from daceml_train.driver.settings import Settings
+from daceml_train.errors import DacemlError, Unsupported
+from daceml_train.frontends.torch.capture.capture import InputSource
+from daceml_train.frontends.torch.dynamo.tracing import reason
+from daceml_train.frontends.torch.paths.recorder import Recorder
+from daceml_train.frontends.torch.paths.stitch import captured_path
+from daceml_train.frontends.torch.paths.trie import Call, Number, Result, Step, numbers_of
+from daceml_train.lowering.device import CPU
+from daceml_train.runtime.bound_plan import AnyArena, new_arena
+from daceml_train.training.gradients import GradientOptions
+
+EARLY_PATHS = 8
+"""So many paths are compiled when they were taken once; later ones when they were taken twice."""
+PATHS = 64
+"""Paths per kind of arguments that are compiled."""
+MISSES = 48
+"""So many calls off all compiled paths, and more than half of all, end the search for paths."""
+
+
+class Owner(Protocol):
+    """What a path needs of its training step."""
+
+    optimizer: torch.optim.Optimizer
+    options: Settings
+    keep_gradients: bool
+    arenas: dict[Any, AnyArena]
+    records: list[Record]
+    gradient_norm: Tensor | None
+
+    def _objective(self, inputs: Any, *targets: Any) -> Tensor: ...
+    def _train_in_pieces(self, loss: Tensor, inputs: Any, targets: Sequence[Any]) -> Tensor: ...
+    def _modules(self) -> list[torch.nn.Module]: ...
+    def _parameters(self) -> list[Tensor]: ...
+    def _gradients(self) -> GradientOptions: ...
+    def _wanted(self, by_name: Any, given: set[int]) -> Any: ...
+    def _bound_to(self, captured: Any, step: WholeStep, by_name: Any, flat: Any) -> BoundStep: ...
+    def _names(self) -> dict[int, str]: ...
+
+
+@dataclass(eq=False)
+class Leaf:
+    """The end of a path."""
+
+    loss: Result
+    seen: int = 0
+    looked: dict[tuple[Step, Result], None] = field(default_factory=dict)
+    kept: dict[Result, None] = field(default_factory=dict)
+    """Results that user code keeps after the call."""
+    program: PathProgram | None = None
+
+
+@dataclass
+class PathProgram:
+    """The program at the end of a path."""
+
+    bound: BoundStep
+    sources: list[Any]
+    """Where the tensors of a call come from, that are passed to the program."""
+    needs: list[LookProgram]
+    kept: list[Result]
+    generation: int
+
+
+class Paths:
+    """The paths of one kind of arguments."""
+
+    def __init__(self, owner: Owner) -> None:
+        self.owner, self.root = owner, Step()
+        self.compiled, self.calls, self.misses, self.generation = 0, 0, 0, 0
+        self.leaves: list[Leaf] = []
+        self.looks: set[Any] = set()
+        self.values = Values()
+        self.numbers: set[Number] = set()
+        """Numbers that are inputs of programs."""
+        self.refused = ""
+        """Why there are no paths any more."""
+
+    # ---- a call -------------------------------------------------------------------------------------------------
+    def step(self, inputs: Any, targets: tuple[Any, ...]) -> Tensor:
+        """One training step, along a path if it is known."""
+        call = Call()
+        for leaf in pytree.tree_leaves((inputs, targets)):
+            if isinstance(leaf, Tensor):
+                call.bind(leaf)
+        values = CallValues(call)
+        recorder = Recorder(self.root, call, self._held, self.looks, self._look(values) if self.compiled else None)
+        self.calls += 1
+        try:
+            with recorder:
+                loss = self.owner._objective(inputs, *targets)
+        except BaseException:
+            self._keep_real(recorder)
+            raise
+        if recorder.following:
+            result = recorder.stands_for(loss)
+            if result is not None:
+                loss = None  # nothing but the result itself refers to what stands for it
+                found = self._finished(recorder, values, recorder.at.leaves.get(result))
+                if found is not None:
+                    return found
+            recorder.leave()
+            loss = loss if result is None else recorder.values[result]
+        self.misses += 1
+        return self._recorded(recorder, values, loss, inputs, targets)
+
+    def _held(self) -> set[int]:
+        """The identities of what the model holds."""
+        buffers = [b for module in self.owner._modules() for b in module._buffers.values() if b is not None]
+        return {id(t) for t in (*self.owner._parameters(), *buffers)}
+
+    def _look(self, values: CallValues) -> Callable[[Recorder, Result], Tensor | None]:
+        def look(recorder: Recorder, result: Result) -> Tensor | None:
+            program = recorder.at.fetches.get(result)
+            if program is None or program.generation != self.generation:
+                return None
+            return in_strides(program.run(values), result.tensor.stride())
+
+        return look
+
+    def _finished(self, recorder: Recorder, values: CallValues, found: Leaf | None) -> Tensor | None:
+        """The loss of a call whose path has a program, which then runs; else None."""
+        if found is None or found.program is None or not self._fresh(found.program):
+            return None
+        program = found.program
+        held = [r for step in recorder.call.path for r in step.results if sys.getrefcount(r.tensor) > 2]
+        if not set(program.kept).issuperset(held):
+            found.kept.update(dict.fromkeys(held))
+            return None
+        for look in program.needs:
+            if id(look) not in values.ran:
+                look.run(values)
+        flat = [values.saved[s[0]] if isinstance(s, tuple) else values.tensor(s) for s in program.sources]
+        result = program.bound.run(flat, self.owner.keep_gradients)
+        if result is None:
+            return None
+        self.owner.gradient_norm = program.bound.norm
+        for kept, value in zip(program.kept, program.bound.further, strict=True):
+            if kept in held:
+                torch.utils.swap_tensors(kept.renew(), in_strides(value, kept.tensor.stride()))
+        return result if program.bound.mean is None else program.bound.mean
+
+    def _fresh(self, program: PathProgram) -> bool:
+        return program.generation == self.generation and program.bound.valid({})
+
+    # ---- recording ----------------------------------------------------------------------------------------------
+    def _recorded(
+        self, recorder: Recorder, values: CallValues, loss: Tensor, inputs: Any, targets: tuple[Any, ...]
+    ) -> Tensor:
+        """Gradients and update of a call that ran in PyTorch, whose path is then known."""
+        recorder.check_arrays()
+        result = recorder.known.get(id(loss))
+        trained = self.owner._train_in_pieces(loss, inputs, targets)
+        del loss
+        alive = {r: weakref.ref(t) for r, t in recorder.values.items() if r is not result}
+        self._keep_real(recorder)
+        recorder.values.clear()
+        call, at = recorder.call, recorder.at
+        if recorder.refused or result is None:
+            self.refused = recorder.refused or "the loss depends on no parameter that a path knows"
+            return trained
+        numbers = set(numbers_of(call.path))
+        if not numbers <= self.numbers:
+            self.numbers |= numbers
+            self.generation += 1
+        leaf = at.leaves.setdefault(result, Leaf(result))
+        if not leaf.seen:
+            self.leaves.append(leaf)
+        leaf.seen += 1
+        leaf.looked.update(dict.fromkeys(recorder.looked))
+        leaf.kept.update(dict.fromkeys(r for r, t in alive.items() if t() is not None))
+        if self.calls > 1 and (leaf.seen > 1 or len(self.leaves) <= EARLY_PATHS):
+            self._compile(leaf, recorder, values)
+        if self.misses > MISSES and 2 * self.misses > self.calls:
+            self.refused = "nearly every call takes a path of its own"
+        return trained
+
+    def _keep_real(self, recorder: Recorder) -> None:
+        """Give tensors that stand for results, and that user code keeps, the values that it expects."""
+        if recorder.following and recorder.call.path:
+            with torch.enable_grad():
+                recorder.leave()
+        if not recorder.left:
+            return
+        for step in recorder.call.path:
+            for result in step.results:
+                value = recorder.values.get(result)
+                if value is not None and sys.getrefcount(result.tensor) > 2 and value.device.type != "meta":
+                    torch.utils.swap_tensors(result.renew(), value.detach().clone())
+
+    # ---- compiling ----------------------------------------------------------------------------------------------
+    def _compile(self, leaf: Leaf, recorder: Recorder, values: CallValues) -> None:
+        try:
+            if self.compiled >= PATHS:
+                raise Unsupported("too many paths")
+            if any(r.requires_grad for r in leaf.kept):
+                raise Unsupported("the model or the loss keeps tensors that carry a gradient in Python objects")
+            leaf.program = self._program(leaf, recorder.call, values)
+            self.compiled += 1
+        except Exception as error:
+            self.refused = reason(error, ours=True)
+            if not isinstance(error, DacemlError):
+                logs.event(logs.BREAKS, self.refused)
+
+    def _program(self, leaf: Leaf, call: Call, values: CallValues) -> PathProgram:
+        owner, path = self.owner, call.path
+        looked, kept = list(leaf.looked), list(leaf.kept)
+        found = divided(captured_path(path, call, leaf.loss, kept, looked, owner._names()), owner.options)
+        graph = found.captured.graph
+        numbers = self.values.of(graph, found.sources)
+        looks: list[LookProgram] = []
+        for (step, result), name in zip(looked, found.looked, strict=True):
+            program = step.fetches.get(result)
+            if program is None or program.generation != self.generation:
+                program = LookProgram(graph, name, numbers, found.sources, looks, owner.options)
+                program.generation = self.generation
+                step.fetches[result] = program
+                owner.records += program.records
+            looks.append(program)
+        available = {number: program for program in looks for number in program.saved}
+        inside = {name for node in graph.nodes for name in node.outputs} - set(graph.outputs)
+        saved = [name for name in inside if numbers[name] in available]
+        for program in looks:  # examples of what the last program takes from them
+            program.run(values)
+        by_name = {name: values.tensor(source) for name, source in found.sources.items()}
+        given = {id(values.tensor(s)) for s in found.sources.values() if not isinstance(s, Tensor)}
+        trained, gradients = owner._wanted(by_name, given)
+        if any(entry.first for entry in trained):
+            raise Unsupported("the optimizer's state does not exist after a step")
+        goal = PathGoal(trained, gradients, owner._gradients(), len(kept), tuple(sorted(saved)))
+        if CPU not in owner.arenas:
+            owner.arenas[CPU] = new_arena(CPU)
+        compiled = compile_graph(graph, goal, owner.options, CPU, owner.arenas[CPU])
+        step_program = WholeStep(
+            executable=compiled.executables[0], records=compiled.records, **vars(compiled.interface)
+        )
+        owner.records += compiled.records
+        taken = [e.name for e in step_program.executable.program.inputs if e.name in set(saved)]
+        by_name |= {name: values.saved[numbers[name]] for name in taken}
+        sources = [s for s in found.sources.values() if not isinstance(s, Tensor)]
+        flat = [values.tensor(s) for s in sources] + [by_name[name] for name in taken]
+        further = tuple(InputSource("tensor", None, name) for name in taken)
+        captured = replace(found.captured, inputs=(*found.captured.inputs, *further))
+        bound = owner._bound_to(captured, step_program, by_name, flat)
+        needs = list({id(p): p for name in taken for p in [available[numbers[name]]]}.values())
+        all_sources: list[Any] = [*sources, *((numbers[name],) for name in taken)]
+        return PathProgram(bound, all_sources, needs, kept, self.generation)
+
+
+
+def unsuited(
+    modules: Sequence[torch.nn.Module],
+    parameters: Sequence[Tensor],
+    arguments: Sequence[Tensor],
+    optimizer: torch.optim.Optimizer,
+) -> str:
+    """Why a step's calls are not followed along paths; nothing if they are."""
+    if any(m._backward_hooks or m._backward_pre_hooks for m in modules):
+        return "a module has a backward hook"
+    if any(map(has_gradient_hooks, parameters)):
+        return "a parameter has a gradient hook"
+    if any(step_hooks(optimizer)):
+        return "the optimizer has a hook around its step"
+    if any(type(t) is not Tensor or t.requires_grad or t.device.type != "cpu" for t in arguments):
+        return "an argument that requires a gradient, or that is no plain tensor on the CPU"
+    if any(type(p) is not torch.nn.Parameter or p.device.type != "cpu" for p in parameters):
+        return "parameters that are not plain tensors on the CPU"
+    return ""

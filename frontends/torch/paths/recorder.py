@@ -1,0 +1,446 @@
+"""While a model runs: its calls of PyTorch are followed along a trie of paths, and recorded where they leave it.
+
+Following, no operator runs: a call that is the next step of a path returns tensors without data. Where user code looks
+at a value, a program computes it. Where the call leaves all known paths, what was skipped runs in PyTorch, and the rest
+of the call is recorded. Calls that depend on no parameter and on no earlier result run in PyTorch at once, and
+so do Python, NumPy, and all random numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from daceml_train.errors import Unsupported
+from daceml_train.frontends.torch.paths import functions
+from daceml_train.frontends.torch.paths.functions import name_of
+from daceml_train.frontends.torch.paths.trie import (
+    ARITHMETIC,
+    Call,
+    Number,
+    Operand,
+    Result,
+    Step,
+    filled,
+    leaves_of,
+    template_of,
+)
+
+Fetch = Callable[["Recorder", Result], Tensor | None]
+"""Computes a result that user code looks at; None where nothing is compiled for it."""
+
+_HERE = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+
+
+class Recorder(TorchFunctionMode):
+    """Follows or records the calls of one run of a model, from `root` on."""
+
+    def __init__(
+        self, root: Step, call: Call, held: Callable[[], set[int]], looks: set[Any], fetch: Fetch | None
+    ) -> None:
+        super().__init__()
+        self.call, self.at, self.looks, self.fetch = call, root, looks, fetch
+        self._find_held = held
+        self.following = fetch is not None
+        """Whether operators are left out."""
+        self.left = False
+        """Whether the call has left the known paths."""
+        self.values: dict[Result, Tensor] = {}
+        """Results that were computed in PyTorch, or by a program."""
+        self.known: dict[int, Result] = {}
+        """Results by the identity of the tensors that PyTorch computed."""
+        self.pending: set[int] = set()
+        """The identities of operands that the step changes."""
+        self.looked: list[tuple[Step, Result]] = []
+        """Which results user code has looked at, and where."""
+        self.arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
+        self.stand_ins: dict[int, Result] = {}
+        self.refused = ""
+        """Why calls like this one have no path."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(func, args, kwargs or {})
+
+    # ---- calls --------------------------------------------------------------------------------------------------
+    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a function: of the next step, of a program, or of PyTorch."""
+        if type(function) is functions.GETTER and (name := function.__self__.__name__) not in functions.VALUED:
+            return self._attribute(function, name, *args)
+        if self.following:
+            call, enabled = self.call, torch.is_grad_enabled()
+            for step in self.at.following:
+                if step.matches(function, enabled, args, kwargs, call):
+                    return self._followed(step)
+        if not self._lazy(function, args, kwargs):
+            return function(*args, **kwargs)
+        if self.refused:
+            return function(*self._real(args), **self._real(kwargs))
+        return self._by_kind(function, args, kwargs)
+
+    def _by_kind(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = name_of(function)
+        if function is Tensor.__iter__:
+            return iter(self.run(torch.unbind, args, {}))
+        if function in functions.QUESTIONS:
+            return function(*args, **kwargs)
+        if function in functions.DROPOUTS:
+            return self._dropout(*functions.dropped(function, *args, **kwargs))
+        if function in functions.LIKE and not (function is torch.full_like and _tensors(args[1:])):
+            return function(self._like(args[0]), *args[1:], **kwargs)
+        if type(function) is functions.GETTER and function.__self__.__name__ == "data":
+            return self.run(Tensor.detach, args, {})
+        if function is Tensor.__getitem__ and (index := self._without_masks(args[1])) is not args[1]:
+            return self.run(function, (args[0], index), {})
+        if name in functions.REFUSED:
+            self._refuse(f"a call of {name}")
+            return function(*self._real(args), **self._real(kwargs))
+        if function in functions.LOOKS or function in self.looks:
+            return self._look(function, args, kwargs)
+        self.leave()
+        return self._recorded(function, args, kwargs)
+
+    def _attribute(self, function: Any, name: str, tensor: Tensor) -> Any:
+        if not tensor.is_meta:
+            result = self.known.get(id(tensor))
+            if result is None or name in functions.METADATA or name in functions.ON_DEVICE:
+                return function(tensor)
+            self._refuse(f"a look at {name} of a result")
+            return function(tensor)
+        if name in functions.METADATA:
+            return function(tensor)
+        result = self.stands_for(tensor)
+        if result is not None and name in functions.ON_DEVICE:
+            return functions.ON_DEVICE[name](result.device)
+        self.leave()
+        self._refuse(f"a look at {name} of a result")
+        return function(self._real(tensor))
+
+    def _lazy(self, function: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a call depends on a result, on a parameter, or on what the step changes."""
+        enabled, known, pending, index = torch.is_grad_enabled(), self.known, self.pending, self.call.index
+        changes = functions.in_place(name_of(function)) or "out" in kwargs
+        for t in _tensors((args, kwargs)):
+            if t.is_meta or id(t) in known or id(t) in pending:
+                return True
+            if (enabled and t.requires_grad) or (changes and id(t) in index):
+                return True
+        return False
+
+    def _followed(self, step: Step) -> Any:
+        self.at = step
+        self.call.path.append(step)
+        if self.call.generalized:
+            self.leave()
+            return self._returned(step, self.values.__getitem__)
+        for operand in step.written:
+            self.pending.add(id(self.call.operands[operand.index]))
+        if type(step.result) is Result:
+            return step.result.tensor
+        return self._returned(step, lambda result: result.tensor)
+
+    def _returned(self, step: Step, tensor: Callable[[Result], Tensor]) -> Any:
+        """What a step returns, of these tensors for its results."""
+
+        def leaf(entry: Any) -> Any:
+            return tensor(entry) if type(entry) is Result else self.call.operands[entry.index]
+
+        found = filled(step.result, leaf)
+        return found if step.rebuild is None else step.rebuild(found)
+
+    # ---- leaving the known paths --------------------------------------------------------------------------------
+    def leave(self) -> None:
+        """Compute in PyTorch what was left out, and go on recording."""
+        if not self.following:
+            return
+        self.following, self.left = False, True
+        for step in self.call.path:
+            for result in step.results:
+                self.stand_ins[id(result.tensor)] = result
+        for step in self.call.path:
+            with torch.set_grad_enabled(step.enabled):
+                found = step.function(*filled(step.arguments, self._value), **filled(step.keywords, self._value))
+            self._note(step, found)
+
+    def _value(self, leaf: Any) -> Any:
+        if type(leaf) is Result:
+            return self.values[leaf]
+        return self.call.operands[leaf.index] if type(leaf) is Operand else self.call.numbers[leaf]
+
+    def _note(self, step: Step, found: Any) -> None:
+        """Note what PyTorch returned for a step. Raises `Unsupported` where sizes or types differ."""
+        for leaf, value in zip(leaves_of(step.result), leaves_of(_plain(found)), strict=True):
+            if type(leaf) is not Result:
+                continue
+            stand_in = leaf.tensor
+            if value.shape != stand_in.shape or value.dtype != stand_in.dtype or value.stride() != stand_in.stride():
+                raise Unsupported(f"results of {name_of(step.function)} whose sizes depend on data")
+            if value.requires_grad != leaf.requires_grad:
+                raise Unsupported(f"results of {name_of(step.function)} that require a gradient now and then")
+            self.values[leaf] = value
+            self.known[id(value)] = leaf
+            self.stand_ins[id(leaf.tensor)] = leaf
+
+    def stands_for(self, tensor: Any) -> Result | None:
+        """The result for which a tensor without data stands."""
+        found = self.stand_ins.get(id(tensor))
+        if found is None and self.following:
+            for step in reversed(self.call.path):
+                for result in step.results:
+                    if result.tensor is tensor:
+                        return result
+        return found
+
+    def _real(self, value: Any) -> Any:
+        """An argument with computed tensors in place of those that stand for them."""
+        if not self.left:
+            return value
+
+        def real(tensor: Tensor) -> Tensor:
+            result = self.stand_ins.get(id(tensor)) if tensor.is_meta else None
+            return tensor if result is None else self.values[result]
+
+        return _mapped(value, real)
+
+    # ---- recording ----------------------------------------------------------------------------------------------
+    def _refuse(self, reason: str) -> None:
+        self.leave()
+        self.refused = self.refused or f"{reason}{_place()}"
+
+    def _recorded(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = self._real(args), self._real(kwargs)
+        call, enabled = self.call, torch.is_grad_enabled()
+        try:
+            _check_modes()
+            normal = _mapped(args, self._stand_in), _mapped(kwargs, self._stand_in)
+            step = next((s for s in self.at.following if s.matches(function, enabled, *normal, call)), None)
+            created = None if step is not None else self._new(function, enabled, *normal)
+        except Unsupported as error:
+            self._refuse(str(error))
+            return function(*args, **kwargs)
+        call.generalized = False
+        operands = [t for t in _tensors((args, kwargs)) if id(t) in call.index]
+        versions = [t._version for t in operands]
+        found = function(*args, **kwargs)
+        try:
+            if created is not None:
+                if not self._complete(created, found, operands, versions):
+                    self.looks.add(function)
+                    self._noted(_tensors((args, kwargs)), found)
+                    return found
+                self.at.following.append(created)
+                step = created
+            assert step is not None
+            self.at = step
+            call.path.append(step)
+            self._note(step, found)
+            for operand in step.written:
+                self.pending.add(id(call.operands[operand.index]))
+        except Unsupported as error:
+            self._refuse(str(error))
+        return found
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        """What stands for a tensor in the trie."""
+        result = self.known.get(id(tensor))
+        if result is None:
+            return tensor
+        if tensor.requires_grad != result.requires_grad:
+            raise Unsupported("a result of an autograd.Function")
+        return result.tensor
+
+    @functools.cached_property
+    def held(self) -> set[int]:
+        """The identities of what the model holds."""
+        return self._find_held()
+
+    def _new(self, function: Any, enabled: bool, args: Any, kwargs: Any) -> Step:
+        step = Step(function, enabled, where=_place())
+
+        def tensor(t: Tensor) -> Any:
+            if (result := self.stand_ins.get(id(t))) is not None:
+                return result
+            new = id(t) not in self.call.index
+            operand = Operand(self.call.bind(t), t, new and (id(t) in self.held or t.requires_grad))
+            if type(t) not in (Tensor, torch.nn.Parameter) or t.layout is not torch.strided or t.is_inference():
+                raise Unsupported(f"an operand of type {type(t).__name__} and layout {t.layout}")
+            if t.requires_grad and not t.is_leaf:
+                raise Unsupported("a tensor that carries a gradient from before the step")
+            if new:
+                step.operands.append(operand)
+            return operand
+
+        def number(value: float) -> Number:
+            found = Number(value)
+            step.numbers.append(found)
+            self.call.numbers[found] = value
+            return found
+
+        integers = name_of(function) in ARITHMETIC
+        step.arguments = tuple(template_of(a, tensor, number, integers) for a in args)
+        step.keywords = template_of(kwargs, tensor, number, integers)
+        return step
+
+    def _complete(self, step: Step, found: Any, operands: Sequence[Tensor], versions: Sequence[int]) -> bool:
+        """Describe what a new step returns; false if that is no tensor, so that it looked at values."""
+        plain = _plain(found)
+        step.rebuild = None if plain is found else type(found)
+        leaves = list(leaves_of(plain))
+        if any(not isinstance(leaf, Tensor | None) for leaf in leaves):
+            return False
+        by_position = {operand.index: operand for s in (*self.call.path, step) for operand in s.operands}
+        for tensor, version in zip(operands, versions, strict=True):
+            if tensor._version != version:
+                operand = by_position.get(self.call.index[id(tensor)])
+                if operand is None:
+                    raise Unsupported("a model that changes its argument in place")
+                operand.held, operand.tensor = True, tensor
+                step.written.append(operand)
+
+        def leaf(tensor: Tensor) -> Any:
+            if (result := self.known.get(id(tensor))) is not None:
+                return result
+            if (position := self.call.index.get(id(tensor))) is not None:
+                return Operand(position, tensor, True)
+            return Result(tensor)
+
+        step.result = _mapped(plain, leaf)
+        return True
+
+    # ---- rules --------------------------------------------------------------------------------------------------
+    def _look(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function that looks at values: a program computes them, or PyTorch has done so."""
+        given = _tensors((args, kwargs))
+        if any(id(t) in self.pending for t in given):
+            self._refuse("a look at a tensor that the step has changed")
+            return function(*self._real(args), **self._real(kwargs))
+        if self.following:
+            found: dict[int, Tensor] = {}
+            for t in given:
+                result = self.stands_for(t) if t.is_meta else None
+                if result is None:
+                    continue
+                value = self.values.get(result)
+                if value is None and self.fetch is not None:
+                    value = self.fetch(self, result)
+                if value is None:
+                    self.leave()
+                    return self._look(function, args, kwargs)
+                self.values[result] = found[id(t)] = value
+            with torch.no_grad():
+                return function(*_mapped(args, lambda t: found.get(id(t), t)), **kwargs)
+        args, kwargs = self._real(args), self._real(kwargs)
+        seen = function(*args, **kwargs)
+        self._noted(_tensors((args, kwargs)), seen)
+        return seen
+
+    def _noted(self, tensors: Sequence[Tensor], seen: Any) -> None:
+        for t in tensors:
+            if (result := self.known.get(id(t))) is not None:
+                self.looked.append((self.at, result))
+            elif t.requires_grad:
+                self._refuse("a look at a parameter's values")
+        if isinstance(seen, np.ndarray):
+            self.arrays.append((seen, seen.copy()))
+        elif any(t.requires_grad for t in _tensors(seen)):
+            self._refuse("values of a size that depends on data, with a gradient")
+
+    def check_arrays(self) -> None:
+        """Refuse calls that change an array which shares memory with a result."""
+        if any(not np.array_equal(array, before, equal_nan=True) for array, before in self.arrays if _number(array)):
+            self._refuse("a NumPy array that shares memory with a result is changed")
+
+    def _dropout(self, x: Tensor, p: float, drops: bool, dimensions: int) -> Any:
+        if not drops:
+            return x
+        with torch.no_grad():
+            mask = functions.noise(self._like(x), float(p), dimensions)
+        return self.run(Tensor.mul, (x, mask), {})
+
+    def _like(self, tensor: Tensor) -> Tensor:
+        """A tensor of the same sizes and type, without its values."""
+        if not tensor.is_meta:
+            return tensor.detach()
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+    def _without_masks(self, index: Any) -> Any:
+        """An index with the positions of elements in place of masks."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if not any(isinstance(part, Tensor) and part.dtype is torch.bool for part in parts):
+            return index
+        found: list[Any] = []
+        for part in parts:
+            if isinstance(part, Tensor) and part.dtype is torch.bool:
+                found += self.run(Tensor.nonzero, (part,), {}).unbind(1)
+            else:
+                found.append(part)
+        return tuple(found)
+
+
+def _number(array: Any) -> bool:
+    return array.dtype.kind in "biufc"
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in an argument."""
+    found: list[Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif isinstance(value, tuple | list):
+        for entry in value:
+            _collect(entry, found)
+    elif type(value) is dict:
+        for entry in value.values():
+            _collect(entry, found)
+    elif type(value) is slice:
+        _collect((value.start, value.stop, value.step), found)
+
+
+def _mapped(value: Any, tensor: Callable[[Tensor], Any]) -> Any:
+    """An argument with other tensors."""
+    if isinstance(value, Tensor):
+        return tensor(value)
+    if type(value) in (tuple, list):
+        return type(value)(_mapped(v, tensor) for v in value)
+    if type(value) is dict:
+        return {key: _mapped(v, tensor) for key, v in value.items()}
+    if type(value) is slice:
+        return slice(*(_mapped(v, tensor) for v in (value.start, value.stop, value.step)))
+    return value
+
+
+def _plain(found: Any) -> Any:
+    """A result as tuples and lists: a named tuple of PyTorch's is a tuple."""
+    return tuple(found) if isinstance(found, tuple) and type(found) is not tuple else found
+
+
+def _check_modes() -> None:
+    """Raise `Unsupported` where a call depends on more than its arguments."""
+    if torch._C._is_any_autocast_enabled() or torch.is_inference_mode_enabled():
+        raise Unsupported("a region of autocast or inference mode")
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise Unsupported("a transform of torch.func")
+
+
+def _place() -> str:
+    """The user's line that is running."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_HERE, _TORCH)):
+        frame = frame.f_back
+    return "" if frame is None else f" (at {Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+
+
+__all__ = ["Fetch", "Recorder"]
