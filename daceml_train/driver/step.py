@@ -73,6 +73,9 @@ ALLOWED_CHANGES = 8
 because options of the optimizer changed, before it runs in pieces.
 """
 
+CHANGES_BEFORE_PATHS = 3
+"""How often a step may be captured again because of what it assigned, before its calls are followed along paths."""
+
 
 class TrainingStep(InPieces):
     """`step(inputs, *targets)` trains `model` once and returns the loss as a detached 0-d tensor.
@@ -186,7 +189,7 @@ class TrainingStep(InPieces):
         self, key: Any, flat: Sequence[Any], inputs: Any, targets: tuple[Any, ...]
     ) -> torch.Tensor | None:
         """The loss of a call whose Python runs while programs compute; None where that is not possible."""
-        if type(self) is not TrainingStep or self.ranks is not None or state_of(self.model) is not None:
+        if not self._has_paths:
             return None
         tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
         same = tuple(next(i for i, other in enumerate(tensors) if other is t) for t in tensors)
@@ -195,6 +198,10 @@ class TrainingStep(InPieces):
             paths = self.paths[key, same] = Paths(self)
             paths.refused = unsuited(self._modules(), self._parameters(), tensors, self.optimizer)
         return None if paths.refused else paths.step(inputs, targets)
+
+    @property
+    def _has_paths(self) -> bool:
+        return type(self) is TrainingStep and self.ranks is None and state_of(self.model) is None
 
     def _names(self) -> dict[int, str]:
         """The names of parameters and buffers by their identity."""
@@ -308,7 +315,7 @@ class TrainingStep(InPieces):
             return None
         if self._captures > captures and (changed := self._changed.get(key)):
             self._changes[key] = self._changes.get(key, 0) + 1  # an attribute set once is not a counter
-            if self._changes[key] >= ALLOWED_CHANGES:
+            if self._changes[key] >= (CHANGES_BEFORE_PATHS if self._has_paths else ALLOWED_CHANGES):
                 self._break(
                     key, Unsupported(f"the model or the loss changes Python objects that it depends on: {changed}")
                 )

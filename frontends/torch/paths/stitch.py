@@ -14,7 +14,20 @@ from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured, capture
 from daceml_train.frontends.torch.dynamo.tracing import tracing
 from daceml_train.frontends.torch.paths.functions import GETTER, name_of
-from daceml_train.frontends.torch.paths.trie import Call, Number, Operand, Result, Step, filled, leaves_of, operands_of
+from daceml_train.frontends.torch.paths.trie import (
+    ARITHMETIC,
+    Call,
+    Number,
+    Operand,
+    Result,
+    Step,
+    filled,
+    leaves_of,
+    operands_of,
+)
+
+TAKES_TENSORS = ARITHMETIC | frozenset(["clamp", "clip", "clamp_min", "clamp_max", "pow", "masked_fill", "where"])
+"""Functions that take a tensor without dimensions wherever they take a number."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,8 +106,7 @@ class _Builder:
             if operand is None or not operand.held:
                 self.nodes[position] = self.placeholder(f"operand_{position}", call.operands[position], position)
         for number in (n for step in path for n in step.numbers if n.varies):
-            node = self.placeholder(f"number_{len(self.sources)}", as_tensor(number.value), number)
-            self.nodes[number] = self.graph.call_method("item", (node,))
+            self.nodes[number] = self.placeholder(f"number_{len(self.sources)}", as_tensor(number.value), number)
         for position in sorted(p for p in used if isinstance(p, int)):
             if position not in self.nodes:
                 self.nodes[position] = self.attribute(call.operands[position])
@@ -113,9 +125,25 @@ class _Builder:
         """Append the call of a step."""
         self.enable(step.enabled)
         args, kwargs = filled(step.arguments, self._node), filled(step.keywords, self._node)
+        if any(number.varies for number in step.numbers):
+            args, kwargs = self._read(step, args), self._read(step, kwargs)
         node = self._call(step.function, args, kwargs)
         node.meta["stack_trace"] = step.where
         self._note(step.result, node)
+
+    def _read(self, step: Step, value: Any) -> Any:
+        """The arguments of a step with its numbers as what its function takes: tensors, or numbers read from them."""
+        if isinstance(value, dict):
+            return {key: self._read(step, v) for key, v in value.items()}
+        if isinstance(value, tuple | list):
+            return type(value)(self._read(step, v) for v in value)
+        number = next((n for n in step.numbers if n.varies and self.nodes[n] is value), None)
+        if number is None:
+            return value
+        if name_of(step.function) in TAKES_TENSORS and type(step.result) is Result:
+            dtype = step.result.tensor.dtype
+            return self.graph.call_method("to", (value, dtype)) if isinstance(number.value, float) else value
+        return self.graph.call_method("item", (value,))
 
     def _node(self, leaf: Any) -> Any:
         if type(leaf) is Number:
