@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from daceml_train.analysis.reachability import ancestors, required
@@ -167,7 +166,8 @@ class CallValues:
     def tensor(self, source: Any) -> Tensor:
         """An operand of the call, a number, or what the model holds."""
         if isinstance(source, int):
-            return self.call.operands[source]
+            copy = self.call.copies.get(source) if self.call.copies else None
+            return self.call.operands[source] if copy is None else copy
         if isinstance(source, Tensor):
             return source
         if source not in self.numbers:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from daceml_train import logs
@@ -32,17 +31,17 @@ from daceml_train.frontends.torch.capture.capture import InputSource
 from daceml_train.frontends.torch.dynamo.tracing import reason
 from daceml_train.frontends.torch.paths.recorder import Recorder
 from daceml_train.frontends.torch.paths.stitch import captured_path
-from daceml_train.frontends.torch.paths.trie import Call, Number, Result, Step, numbers_of
+from daceml_train.frontends.torch.paths.trie import Call, Number, Operand, Result, Step, leaves_of, numbers_of
 from daceml_train.lowering.device import CPU
 from daceml_train.runtime.bound_plan import AnyArena, new_arena
 from daceml_train.training.gradients import GradientOptions
 
-EARLY_PATHS = 8
-"""So many paths are compiled when they were taken once; later ones when they were taken twice."""
+EARLY_PATHS = 3
+"""So many paths are compiled when they were taken once, and later ones where most calls take known paths."""
 PATHS = 64
 """Paths per kind of arguments that are compiled."""
-MISSES = 48
-"""So many calls off all compiled paths, and more than half of all, end the search for paths."""
+FIRST_MISSES, MISSES = 12, 48
+"""So many calls without a path that was compiled before, or so many that are more than half of all, end the search."""
 
 
 class Owner(Protocol):
@@ -89,6 +88,24 @@ class PathProgram:
     generation: int
 
 
+class _WithoutGraph(torch.autograd.Function):
+    """What user code keeps of a step with its gradient: as in eager execution, a second backward pass is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, source: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError(
+            "Trying to backward through the graph a second time: daceml_train has run the step that computed it"
+        )
+
+
+_SOURCE = torch.zeros(0, requires_grad=True)
+"""From which such tensors have their gradient."""
+
+
 class Paths:
     """The paths of one kind of arguments."""
 
@@ -104,10 +121,10 @@ class Paths:
         """Why there are no paths any more."""
 
     # ---- a call -------------------------------------------------------------------------------------------------
-    def step(self, inputs: Any, targets: tuple[Any, ...]) -> Tensor:
-        """One training step, along a path if it is known."""
+    def step(self, flat: Sequence[Any], inputs: Any, targets: tuple[Any, ...]) -> Tensor:
+        """One training step, along a path if it is known; `flat` are the leaves of the arguments."""
         call = Call()
-        for leaf in pytree.tree_leaves((inputs, targets)):
+        for leaf in flat:
             if isinstance(leaf, Tensor):
                 call.bind(leaf)
         values = CallValues(call)
@@ -164,7 +181,9 @@ class Paths:
         self.owner.gradient_norm = program.bound.norm
         for kept, value in zip(program.kept, program.bound.further, strict=True):
             if kept in held:
-                torch.utils.swap_tensors(kept.renew(), in_strides(value, kept.tensor.stride()))
+                value = in_strides(value, kept.tensor.stride())
+                value = _WithoutGraph.apply(value, _SOURCE) if kept.requires_grad else value
+                torch.utils.swap_tensors(kept.renew(), value)
         return result if program.bound.mean is None else program.bound.mean
 
     def _fresh(self, program: PathProgram) -> bool:
@@ -186,6 +205,9 @@ class Paths:
         if recorder.refused or result is None:
             self.refused = recorder.refused or "the loss depends on no parameter that a path knows"
             return trained
+        if self.generation >= 2:  # numbers change one after the other: from now on all of them are inputs
+            for number in (n for step in call.path for n in step.numbers if isinstance(n.value, float)):
+                number.varies = True
         numbers = set(numbers_of(call.path))
         if not numbers <= self.numbers:
             self.numbers |= numbers
@@ -196,10 +218,14 @@ class Paths:
         leaf.seen += 1
         leaf.looked.update(dict.fromkeys(recorder.looked))
         leaf.kept.update(dict.fromkeys(r for r, t in alive.items() if t() is not None))
-        if self.calls > 1 and (leaf.seen > 1 or len(self.leaves) <= EARLY_PATHS):
+        usual = 2 * self.misses <= self.calls
+        if self.calls > 1 and (leaf.seen > 1 or usual or len(self.leaves) <= EARLY_PATHS):
             self._compile(leaf, recorder, values)
-        if self.misses > MISSES and 2 * self.misses > self.calls:
+        none = self.misses == self.calls == len(self.leaves) == FIRST_MISSES
+        if none or (self.misses > MISSES and 2 * self.misses > self.calls):
             self.refused = "nearly every call takes a path of its own"
+        if self.refused:
+            self.root, self.leaves = Step(), []
         return trained
 
     def _keep_real(self, recorder: Recorder) -> None:
@@ -213,15 +239,15 @@ class Paths:
             for result in step.results:
                 value = recorder.values.get(result)
                 if value is not None and sys.getrefcount(result.tensor) > 2 and value.device.type != "meta":
-                    torch.utils.swap_tensors(result.renew(), value.detach().clone())
+                    torch.utils.swap_tensors(result.renew(), value.view_as(value))
 
     # ---- compiling ----------------------------------------------------------------------------------------------
     def _compile(self, leaf: Leaf, recorder: Recorder, values: CallValues) -> None:
         try:
+            if why := unsuited(self.owner):
+                raise Unsupported(why)
             if self.compiled >= PATHS:
                 raise Unsupported("too many paths")
-            if any(r.requires_grad for r in leaf.kept):
-                raise Unsupported("the model or the loss keeps tensors that carry a gradient in Python objects")
             leaf.program = self._program(leaf, recorder.call, values)
             self.compiled += 1
         except Exception as error:
@@ -234,6 +260,7 @@ class Paths:
         looked, kept = list(leaf.looked), list(leaf.kept)
         found = divided(captured_path(path, call, leaf.loss, kept, looked, owner._names()), owner.options)
         graph = found.captured.graph
+        _note_writes(path, call, [s for name, s in found.sources.items() if name in graph.writes])
         numbers = self.values.of(graph, found.sources)
         looks: list[LookProgram] = []
         for (step, result), name in zip(looked, found.looked, strict=True):
@@ -275,21 +302,25 @@ class Paths:
 
 
 
-def unsuited(
-    modules: Sequence[torch.nn.Module],
-    parameters: Sequence[Tensor],
-    arguments: Sequence[Tensor],
-    optimizer: torch.optim.Optimizer,
-) -> str:
+def _note_writes(path: Sequence[Step], call: Call, written: Sequence[Any]) -> None:
+    """Note with the steps of a path what they change, as normalizations do, where PyTorch has not said so."""
+    known = {id(call.operands[operand.index]) for step in path for operand in step.written}
+    missing = {id(t) for t in written if isinstance(t, Tensor)} - known
+    for step in path if missing else ():
+        for leaf in leaves_of([step.arguments, step.keywords]):
+            if type(leaf) is Operand and id(call.operands[leaf.index]) in missing:
+                step.written.append(leaf)
+
+
+def unsuited(owner: Owner) -> str:
     """Why a step's calls are not followed along paths; nothing if they are."""
-    if any(m._backward_hooks or m._backward_pre_hooks for m in modules):
+    parameters = owner._parameters()
+    if any(m._backward_hooks or m._backward_pre_hooks for m in owner._modules()):
         return "a module has a backward hook"
     if any(map(has_gradient_hooks, parameters)):
         return "a parameter has a gradient hook"
-    if any(step_hooks(optimizer)):
+    if any(step_hooks(owner.optimizer)):
         return "the optimizer has a hook around its step"
-    if any(type(t) is not Tensor or t.requires_grad or t.device.type != "cpu" for t in arguments):
-        return "an argument that requires a gradient, or that is no plain tensor on the CPU"
     if any(type(p) is not torch.nn.Parameter or p.device.type != "cpu" for p in parameters):
         return "parameters that are not plain tensors on the CPU"
     return ""

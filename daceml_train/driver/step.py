@@ -196,8 +196,10 @@ class TrainingStep(InPieces):
         paths = self.paths.get((key, same))
         if paths is None:
             paths = self.paths[key, same] = Paths(self)
-            paths.refused = unsuited(self._modules(), self._parameters(), tensors, self.optimizer)
-        return None if paths.refused else paths.step(inputs, targets)
+            paths.refused = unsuited(self)
+            if any(type(t) is not torch.Tensor or t.requires_grad or t.device.type != "cpu" for t in tensors):
+                paths.refused = "an argument that requires a gradient, or that is no plain tensor on the CPU"
+        return None if paths.refused else paths.step(flat, inputs, targets)
 
     @property
     def _has_paths(self) -> bool:
@@ -291,6 +293,8 @@ class TrainingStep(InPieces):
     def _bind(self, key: Any, inputs: Any, targets: tuple[Any, ...], flat: Sequence[Any]) -> BoundStep | None:
         """The step for these arguments, captured and compiled if it is new; None if it runs in pieces."""
         check_tensors(flat)
+        if key in self._in_pieces and any(known[0] == key and not p.refused for known, p in self.paths.items()):
+            return None  # hooks are called by the user's code, and seen by paths
         self._watch_hooks()
         if key in self._in_pieces:
             return None

@@ -43,6 +43,9 @@ _NEW = "new_empty new_zeros new_ones new_full new_tensor new_empty_strided"
 LIKE = frozenset([getattr(torch, n) for n in _LIKE.split()] + [getattr(Tensor, n) for n in _NEW.split() if hasattr(Tensor, n)])
 """Functions whose results have no values of their operand."""
 
+SHARING = frozenset([torch.from_numpy, torch.as_tensor, torch.asarray, torch.frombuffer, torch.from_dlpack])
+"""Functions whose results may lie in memory that is not PyTorch's."""
+
 REFUSED = frozenset(
     ["backward", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "resize_", "resize_as_", "set_", "share_memory_", "__deepcopy__", "__reduce_ex__", "data_ptr", "untyped_storage", "storage", "_typed_storage", "__dlpack__", "__set__"]
 )

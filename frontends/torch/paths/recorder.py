@@ -59,7 +59,9 @@ class Recorder(TorchFunctionMode):
         self.known: dict[int, Result] = {}
         """Results by the identity of the tensors that PyTorch computed."""
         self.pending: set[int] = set()
-        """The identities of operands that the step changes."""
+        """The memory of operands that the step changes."""
+        self.foreign: set[int] = set()
+        """Memory that is not PyTorch's."""
         self.looked: list[tuple[Step, Result]] = []
         """Which results user code has looked at, and where."""
         self.arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
@@ -81,7 +83,10 @@ class Recorder(TorchFunctionMode):
                 if step.matches(function, enabled, args, kwargs, call):
                     return self._followed(step)
         if not self._lazy(function, args, kwargs):
-            return function(*args, **kwargs)
+            found = function(*args, **kwargs)
+            if function in functions.SHARING:
+                self.foreign.add(_memory(found))
+            return found
         if self.refused:
             return function(*self._real(args), **self._real(kwargs))
         return self._by_kind(function, args, kwargs)
@@ -126,13 +131,14 @@ class Recorder(TorchFunctionMode):
 
     def _lazy(self, function: Any, args: Any, kwargs: Any) -> bool:
         """Whether a call depends on a result, on a parameter, or on what the step changes."""
-        enabled, known, pending, index = torch.is_grad_enabled(), self.known, self.pending, self.call.index
-        changes = functions.in_place(name_of(function)) or "out" in kwargs
-        for t in _tensors((args, kwargs)):
-            if t.is_meta or id(t) in known or id(t) in pending:
+        enabled, known, pending = torch.is_grad_enabled(), self.known, self.pending
+        given = _tensors((args, kwargs))
+        for t in given:
+            if t.is_meta or id(t) in known or (enabled and t.requires_grad) or (pending and _memory(t) in pending):
                 return True
-            if (enabled and t.requires_grad) or (changes and id(t) in index):
-                return True
+        if given and (functions.in_place(name_of(function)) or "out" in kwargs):
+            used = {_memory(t) for t in self.call.operands}
+            return any(_memory(t) in used for t in given)
         return False
 
     def _followed(self, step: Step) -> Any:
@@ -141,11 +147,22 @@ class Recorder(TorchFunctionMode):
         if self.call.generalized:
             self.leave()
             return self._returned(step, self.values.__getitem__)
-        for operand in step.written:
-            self.pending.add(id(self.call.operands[operand.index]))
+        if step.written:
+            self.pending.update(_memory(self.call.operands[operand.index]) for operand in step.written)
+        if step.mutates:
+            self.values.clear()
+        if self.foreign and step.operands:
+            self._copy_foreign(step)
         if type(step.result) is Result:
             return step.result.tensor
         return self._returned(step, lambda result: result.tensor)
+
+    def _copy_foreign(self, step: Step) -> None:
+        """Keep the present values of operands that NumPy may change."""
+        for operand in step.operands:
+            tensor = self.call.operands[operand.index]
+            if _memory(tensor) in self.foreign:
+                self.call.copies[operand.index] = tensor.clone(memory_format=torch.preserve_format)
 
     def _returned(self, step: Step, tensor: Callable[[Result], Tensor]) -> Any:
         """What a step returns, of these tensors for its results."""
@@ -227,7 +244,7 @@ class Recorder(TorchFunctionMode):
             self._refuse(str(error))
             return function(*args, **kwargs)
         call.generalized = False
-        operands = [t for t in _tensors((args, kwargs)) if id(t) in call.index]
+        operands = _tensors((args, kwargs))
         versions = [t._version for t in operands]
         found = function(*args, **kwargs)
         try:
@@ -242,8 +259,7 @@ class Recorder(TorchFunctionMode):
             self.at = step
             call.path.append(step)
             self._note(step, found)
-            for operand in step.written:
-                self.pending.add(id(call.operands[operand.index]))
+            self.pending.update(_memory(call.operands[operand.index]) for operand in step.written)
         except Unsupported as error:
             self._refuse(str(error))
         return found
@@ -274,6 +290,8 @@ class Recorder(TorchFunctionMode):
                 raise Unsupported(f"an operand of type {type(t).__name__} and layout {t.layout}")
             if t.requires_grad and not t.is_leaf:
                 raise Unsupported("a tensor that carries a gradient from before the step")
+            if new and self.pending and _memory(t) in self.pending:
+                raise Unsupported("a part of a tensor that the step changes in place")
             if new:
                 step.operands.append(operand)
             return operand
@@ -298,12 +316,18 @@ class Recorder(TorchFunctionMode):
             return False
         by_position = {operand.index: operand for s in (*self.call.path, step) for operand in s.operands}
         for tensor, version in zip(operands, versions, strict=True):
-            if tensor._version != version:
-                operand = by_position.get(self.call.index[id(tensor)])
-                if operand is None:
-                    raise Unsupported("a model that changes its argument in place")
-                operand.held, operand.tensor = True, tensor
-                step.written.append(operand)
+            if tensor._version == version:
+                continue
+            if id(tensor) in self.known:
+                step.mutates = True
+                continue
+            operand = by_position.get(self.call.index[id(tensor)])
+            if operand is None:
+                raise Unsupported("a model that changes its argument in place")
+            if sum(_memory(t) == _memory(tensor) for t in self.call.operands) > 1:
+                raise Unsupported("a model that changes memory of several of its operands in place")
+            operand.held, operand.tensor = True, tensor
+            step.written.append(operand)
 
         def leaf(tensor: Tensor) -> Any:
             if (result := self.known.get(id(tensor))) is not None:
@@ -313,13 +337,14 @@ class Recorder(TorchFunctionMode):
             return Result(tensor)
 
         step.result = _mapped(plain, leaf)
+        step.results = tuple(r for r in leaves_of(step.result) if type(r) is Result and r not in self.values)
         return True
 
     # ---- rules --------------------------------------------------------------------------------------------------
     def _look(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function that looks at values: a program computes them, or PyTorch has done so."""
         given = _tensors((args, kwargs))
-        if any(id(t) in self.pending for t in given):
+        if self.pending and any(_memory(t) in self.pending for t in given if not t.is_meta):
             self._refuse("a look at a tensor that the step has changed")
             return function(*self._real(args), **self._real(kwargs))
         if self.following:
@@ -383,6 +408,11 @@ class Recorder(TorchFunctionMode):
             else:
                 found.append(part)
         return tuple(found)
+
+
+def _memory(tensor: Tensor) -> int:
+    """What identifies the memory of a tensor."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def _number(array: Any) -> bool:

@@ -50,21 +50,23 @@ class Result:
 class Operand:
     """A tensor that a path reads and did not compute: an argument, data, or one that the model or the user holds."""
 
-    __slots__ = ("dtype", "held", "index", "shape", "stride", "tensor")
+    __slots__ = ("dtype", "held", "index", "requires_grad", "shape", "stride", "tensor")
 
     def __init__(self, index: int, tensor: Tensor, held: bool) -> None:
         self.index, self.shape, self.stride, self.dtype = index, tensor.shape, tensor.stride(), tensor.dtype
-        self.tensor = tensor if held else None
+        self.tensor, self.requires_grad = tensor if held else None, tensor.requires_grad
         self.held = held
         """Whether it has to be the same object at each call: parameters, buffers, and what is written."""
 
     def fits(self, tensor: Any) -> bool:
         """Whether a tensor may be this operand of a call."""
         if self.held:
-            return tensor is self.tensor
+            same = tensor is self.tensor
+            return same and tensor.requires_grad is self.requires_grad and tensor.shape == self.shape
         return (
             type(tensor) is Tensor
             and not tensor.requires_grad
+            and tensor.is_cpu
             and tensor.shape == self.shape
             and tensor.dtype is self.dtype
             and tensor.stride() == self.stride
@@ -85,6 +87,8 @@ class Call:
     """What is particular to one run of a model along a path."""
 
     operands: list[Tensor] = field(default_factory=list)
+    copies: dict[int, Tensor] = field(default_factory=dict)
+    """Operands as they were when they were used, of those that user code may change where PyTorch does not see it."""
     index: dict[int, int] = field(default_factory=dict)
     """Position of each operand by its identity."""
     numbers: dict[Number, float] = field(default_factory=dict)
@@ -115,36 +119,46 @@ class Step:
     """The type of a named tuple of results."""
     written: list[Operand] = field(default_factory=list)
     """Operands that it changes in place."""
+    mutates: bool = False
+    """Whether it changes a result in place."""
     operands: list[Operand] = field(default_factory=list)
     """Those that are first used here."""
     numbers: list[Number] = field(default_factory=list)
     following: list[Step] = field(default_factory=list)
+    results: tuple[Result, ...] = ()
+    """Its own results."""
     leaves: dict[Any, Any] = field(default_factory=dict)
     """What is known of calls that end here, by the result that is the loss."""
     fetches: dict[Any, Any] = field(default_factory=dict)
     """What computes results that user code looks at here."""
     where: str = ""
 
-    @property
-    def results(self) -> Iterator[Result]:
-        """Its own results."""
-        return (leaf for leaf in leaves_of(self.result) if isinstance(leaf, Result))
-
     def matches(self, function: Any, enabled: bool, arguments: Any, keywords: Any, call: Call) -> bool:
         """Whether a call is this one; its new operands and its numbers are then noted."""
-        if self.enabled is not enabled or (self.function is not function and self.function != function):
+        if (self.function is not function and self.function != function) or self.enabled is not enabled:
+            return False
+        if len(arguments) != len(self.arguments) or len(keywords) != len(self.keywords):
             return False
         before, found = len(call.operands), dict[Number, float]()
-        if _match(self.arguments, arguments, call, found) and _match(self.keywords, keywords, call, found):
+        if self._takes(arguments, keywords, call, found):
             for number, value in found.items():
                 if not number.varies and value != number.value:
                     number.varies = call.generalized = True
-            call.numbers.update(found)
+                call.numbers[number] = value
             return True
         for tensor in call.operands[before:]:
             del call.index[id(tensor)]
         del call.operands[before:]
         return False
+
+    def _takes(self, arguments: Any, keywords: Any, call: Call, found: dict[Number, float]) -> bool:
+        for template, value in zip(self.arguments, arguments, strict=True):
+            if type(template) is Result:  # most arguments are
+                if template.tensor is not value:
+                    return False
+            elif not _match(template, value, call, found):
+                return False
+        return not keywords or _match(self.keywords, keywords, call, found)
 
 
 def _match(template: Any, value: Any, call: Call, numbers: dict[Number, float]) -> bool:
@@ -165,7 +179,10 @@ def _match(template: Any, value: Any, call: Call, numbers: dict[Number, float]) 
     if kind is tuple or kind is list:
         if not isinstance(value, kind) or len(value) != len(template):
             return False
-        return all(_match(t, v, call, numbers) for t, v in zip(template, value, strict=True))
+        for part, given in zip(template, value, strict=True):
+            if not _match(part, given, call, numbers):
+                return False
+        return True
     if kind is dict:
         if type(value) is not dict or value.keys() != template.keys():
             return False
