@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo.utils import numpy_method_wrapper, numpy_operator_wrapper
 from torch.fx import traceback as fx_traceback
 from torch.utils import _pytree as pytree
 
@@ -338,12 +339,18 @@ def _changed_in_place(node: fx.Node) -> fx.Node | None:
     out = node.kwargs.get("out")
     if isinstance(out, fx.Node):
         return out
+    if isinstance(node.target, numpy_method_wrapper | numpy_operator_wrapper):  # of what shares memory with a tensor
+        name = name.removeprefix("wrapped_").strip("_")
+        name = "setitem" if name in _ARRAY_METHODS else name
     in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
     if not (in_place or node.kwargs.get("inplace")):
         return None
     first = node.args[0] if node.args else None
     return first if isinstance(first, fx.Node) else None
 
+
+_ARRAY_METHODS = frozenset({"fill", "sort", "partition", "put", "itemset"})
+"""Methods of NumPy's arrays that change them."""
 
 _AUGMENTED = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor imatmul ilshift irshift"
 _IN_PLACE_OPERATORS = frozenset({"setitem", *_AUGMENTED.split()})

@@ -222,6 +222,22 @@ def test_attention_of_rank_three_with_scale() -> None:
     )
 
 
+@pytest.mark.parametrize("change", ["setitem", "fill", "iadd"])
+def test_an_array_of_numpy_that_shares_memory_with_a_value(change: str) -> None:
+    def f(x):
+        y = x * 2
+        array = y.detach().numpy()
+        if change == "setitem":
+            array[0] = 0
+        elif change == "fill":
+            array.fill(0.5)
+        else:
+            array += 1
+        return y * x
+
+    check(f, leaf(3, 2))
+
+
 def test_training_dropout_is_ours() -> None:
     captured = check(lambda x: F.dropout(x, 0.3) + F.dropout(x, 0.3), leaf(8, 8), values=False)
     streams = {node.op.stream for node in captured.graph.nodes if node.op.label == "dropout"}
