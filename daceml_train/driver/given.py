@@ -35,6 +35,7 @@ class GivenStep(TrainingStep):
     """A training step that runs a given graph. It runs as one program, or raises an error: never in pieces."""
 
     keeps_state = False
+    whole_batches = False
 
     def __init__(self, step: TrainingStep, given: Graph, source: Source) -> None:
         own = (_sized(step.options, given), step.keep_gradients, step.clipping, step.scaler, step.schedule)

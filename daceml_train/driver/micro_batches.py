@@ -45,6 +45,7 @@ class _Part(TrainingStep):
     """A training step on the parts of a batch."""
 
     keeps_state = False
+    whole_batches = False
 
     share: float | None = 1.0
     """The weight of each part; None: derived for each kind of batch."""

@@ -1,8 +1,8 @@
 """The programs of a path: one for each look at a value, and one for the rest, the gradients and the update.
 
-The graph of the whole path is divided at the looks. What a look computed with a library call, or what the next operators
-read, is an output of its program and an input of the later ones; all else that they need is rematerialized. Values
-are known by what computes them, so paths with a common beginning share the programs of their looks.
+The graph of the whole path is divided at the looks. What a look computed with a library call, or what the next
+operators read, is an output of its program and an input of the later ones; all else that they need is rematerialized.
+Values are known by what computes them, so paths with a common beginning share the programs of their looks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from daceml_train.analysis.reachability import ancestors, required
+from daceml_train.analysis.reachability import ancestors
 from daceml_train.autodiff.partition import FREE, POINTWISE
 from daceml_train.driver.bound_step import in_strides
 from daceml_train.driver.goals import StepGoal, compile_differentiable
@@ -109,7 +109,8 @@ class LookProgram:
         kept = _worth_keeping(graph, own, name)
         own.outputs = [name, *kept]
         own = _used(own, set(own.inputs))
-        self.saved = {numbers[n]: position for position, n in enumerate(own.outputs)}
+        self.saved: dict[int, int] = {numbers[n]: position for position, n in enumerate(own.outputs)}
+        """Positions of its outputs by the values' numbers."""
         self.inputs = [numbers[n] if n in cut else sources[n] for n in own.inputs]
         self.from_earlier = [n in cut for n in own.inputs]
         self.needs = list({id(p): p for n in own.inputs if n in cut for p in [available[numbers[n]]]}.values())
@@ -184,8 +185,3 @@ def divided(found: PathGraph, options: Settings) -> PathGraph:
     looked = graph.outputs[end:]
     graph.outputs = graph.outputs[:end]
     return replace(found, captured=replace(found.captured, graph=graph), looked=looked)
-
-
-def needed_for(graph: Graph, names: Sequence[str]) -> int:
-    """How many operators these values take."""
-    return len(required(graph.nodes, names)[0])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -40,8 +41,8 @@ EARLY_PATHS = 3
 """So many paths are compiled when they were taken once, and later ones where most calls take known paths."""
 PATHS = 64
 """Paths per kind of arguments that are compiled."""
-FIRST_MISSES, MISSES = 12, 48
-"""So many calls without a path that was compiled before, or so many that are more than half of all, end the search."""
+RECENT, NEW = 12, 10
+"""Where `NEW` of the last `RECENT` calls took paths that were never taken before, the search ends."""
 
 
 class Owner(Protocol):
@@ -70,6 +71,9 @@ class Leaf:
 
     loss: Result
     seen: int = 0
+    """How often it was recorded."""
+    followed: int = 0
+    """How often its program ran."""
     looked: dict[tuple[Step, Result], None] = field(default_factory=dict)
     kept: dict[Result, None] = field(default_factory=dict)
     """Results that user code keeps after the call."""
@@ -115,6 +119,8 @@ class Paths:
         self.leaves: list[Leaf] = []
         self.looks: set[Any] = set()
         self.values = Values()
+        self.recent: deque[bool] = deque(maxlen=RECENT)
+        """Whether each of the last calls took a path that was not known."""
         self.numbers: set[Number] = set()
         """Numbers that are inputs of programs."""
         self.refused = ""
@@ -132,7 +138,7 @@ class Paths:
         self.calls += 1
         try:
             with recorder:
-                loss = self.owner._objective(inputs, *targets)
+                loss: Any = self.owner._objective(inputs, *targets)
         except BaseException:
             self._keep_real(recorder)
             raise
@@ -142,6 +148,7 @@ class Paths:
                 loss = None  # nothing but the result itself refers to what stands for it
                 found = self._finished(recorder, values, recorder.at.leaves.get(result))
                 if found is not None:
+                    self.recent.append(False)
                     return found
             recorder.leave()
             loss = loss if result is None else recorder.values[result]
@@ -178,16 +185,24 @@ class Paths:
         result = program.bound.run(flat, self.owner.keep_gradients)
         if result is None:
             return None
+        found.followed += 1
         self.owner.gradient_norm = program.bound.norm
         for kept, value in zip(program.kept, program.bound.further, strict=True):
             if kept in held:
                 value = in_strides(value, kept.tensor.stride())
-                value = _WithoutGraph.apply(value, _SOURCE) if kept.requires_grad else value
+                value = _WithoutGraph.apply(value, _SOURCE) if kept.requires_grad else value  # type: ignore[no-untyped-call]
                 torch.utils.swap_tensors(kept.renew(), value)
         return result if program.bound.mean is None else program.bound.mean
 
     def _fresh(self, program: PathProgram) -> bool:
         return program.generation == self.generation and program.bound.valid({})
+
+    def lines(self) -> list[str]:
+        """How calls have run: the paths over the user's lines, how often each was taken, and by what."""
+        followed = sum(leaf.followed for leaf in self.leaves)
+        end = f"; no longer, since {self.refused}" if self.refused else ""
+        head = f"{self.calls} calls along paths: {followed} by programs, {self.misses} recorded in PyTorch{end}"
+        return [head, *_lines(self.root, "  ")]
 
     # ---- recording ----------------------------------------------------------------------------------------------
     def _recorded(
@@ -212,6 +227,7 @@ class Paths:
         if not numbers <= self.numbers:
             self.numbers |= numbers
             self.generation += 1
+        self.recent.append(result not in at.leaves)
         leaf = at.leaves.setdefault(result, Leaf(result))
         if not leaf.seen:
             self.leaves.append(leaf)
@@ -221,8 +237,7 @@ class Paths:
         usual = 2 * self.misses <= self.calls
         if self.calls > 1 and (leaf.seen > 1 or usual or len(self.leaves) <= EARLY_PATHS):
             self._compile(leaf, recorder, values)
-        none = self.misses == self.calls == len(self.leaves) == FIRST_MISSES
-        if none or (self.misses > MISSES and 2 * self.misses > self.calls):
+        if sum(self.recent) >= NEW:
             self.refused = "nearly every call takes a path of its own"
         if self.refused:
             self.root, self.leaves = Step(), []
@@ -300,6 +315,22 @@ class Paths:
         all_sources: list[Any] = [*sources, *((numbers[name],) for name in taken)]
         return PathProgram(bound, all_sources, needs, kept, self.generation)
 
+
+def _lines(step: Step, indent: str) -> list[str]:
+    """The paths from a step on: the line before which they part, and how often each was taken."""
+    found = []
+    while True:
+        found += [f"{indent}a look at a value{step.where}" for _ in step.fetches]
+        for leaf in step.leaves.values():
+            how = "compiled" if leaf.program is not None else "recorded"
+            found.append(f"{indent}a loss{step.where}: {how}, taken {leaf.seen + leaf.followed} times")
+        if len(step.following) != 1:
+            break
+        (step,) = step.following
+    for number, following in enumerate(step.following, 1):
+        found.append(f"{indent}way {number} after{step.where or ' the start'}, to{following.where}")
+        found += _lines(following, indent + "  ")
+    return found
 
 
 def _note_writes(path: Sequence[Step], call: Call, written: Sequence[Any]) -> None:

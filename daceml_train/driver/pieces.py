@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,13 +10,18 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from daceml_train import logs
 from daceml_train.driver.checking import loss_of
 from daceml_train.driver.clipped import Clipped
 from daceml_train.driver.distribution import reduce_in_pieces, rows_of
+from daceml_train.driver.faster import Faster
 from daceml_train.driver.module import optimized, state_of
 from daceml_train.driver.records import Record
 from daceml_train.driver.settings import Settings
 from daceml_train.frontends.torch.dynamo.tracing import describe
+
+SLOWER = "the compiled pieces are slower than PyTorch, which runs the model"
+"""Why a step in pieces has none."""
 
 
 class InPieces(Clipped):
@@ -32,6 +38,7 @@ class InPieces(Clipped):
     _in_pieces: dict[Any, str]
     _worked: str
     _warned: set[str]
+    faster: Faster
 
     def _modules(self) -> list[torch.nn.Module]:
         """All modules of model and loss."""
@@ -57,8 +64,14 @@ class InPieces(Clipped):
         return found
 
     def _run_in_pieces(self, key: Any, inputs: Any, targets: Sequence[Any]) -> torch.Tensor:
-        """The same step with PyTorch's autograd and optimizer around the compiled model."""
-        loss = self._train_in_pieces(self._loss_in_pieces(key, inputs, targets), inputs, targets)
+        """The same step with PyTorch's autograd and optimizer around the compiled model, or without it if that is
+        faster.
+        """
+        compiled, start = self.faster.takes_pieces(), time.perf_counter()
+        loss = self._train_in_pieces(self._loss_in_pieces(key, inputs, targets, compiled), inputs, targets)
+        if self.faster.ran(compiled, time.perf_counter() - start):
+            self.breaks.append(SLOWER)
+            logs.event(logs.BREAKS, SLOWER)
         self._worked = self._worked or describe([inputs, *targets])
         self._warn(key)
         return loss
@@ -93,11 +106,11 @@ class InPieces(Clipped):
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
-    def _loss_in_pieces(self, key: Any, inputs: Any, targets: Sequence[Any]) -> torch.Tensor:
+    def _loss_in_pieces(self, key: Any, inputs: Any, targets: Sequence[Any], compiled: bool = True) -> torch.Tensor:
         """The loss, of the compiled model under PyTorch's autograd."""
         if self.pieces is None:
             self.pieces = self.model if state_of(self.model) is not None else optimized(self.model, self.options)
-        model = self.pieces
+        model = self.pieces if compiled else self.model
         try:
             if isinstance(inputs, Mapping):
                 output = model(**inputs)
@@ -110,12 +123,17 @@ class InPieces(Clipped):
             else:
                 loss = loss_of(output)
         except Exception as error:
-            if self._in_pieces.pop(key, None) is not None:  # the arguments were at fault, not a break of the step
-                del self.breaks[-1]
-            worked = f"; a step that worked took {self._worked}" if self._worked else ""
-            error.add_note(f"daceml_train: the step was given {describe([inputs, *targets])}{worked}")
+            self._at_fault(key, error, inputs, targets)
             raise
         return loss
+
+    def _at_fault(self, key: Any, error: Exception, inputs: Any, targets: Sequence[Any]) -> None:
+        """Forget arguments that raised an error: they were at fault, and not a break of the step."""
+        why = self._in_pieces.pop(key, None)
+        if why is not None and why not in self._in_pieces.values() and why in self.breaks:
+            self.breaks.remove(why)
+        worked = f"; a step that worked took {self._worked}" if self._worked else ""
+        error.add_note(f"daceml_train: the step was given {describe([inputs, *targets])}{worked}")
 
     def _warn(self, key: Any) -> None:
         """Warn once that and why steps run in pieces, unless the compiled model has done so."""

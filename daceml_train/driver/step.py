@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,18 +17,16 @@ import torch._dynamo
 import torch.utils._pytree as pytree
 
 from daceml_train import logs
+from daceml_train.driver.along_paths import AlongPaths
 from daceml_train.driver.binding import input_tensors, laid_out, numbers_of, results_of, sizes_of
 from daceml_train.driver.bound_optimizer import step_hooks
-from daceml_train.driver.bound_step import UNGUARDED, BoundStep, has_gradient_hooks, hook_tables
+from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks, hook_tables
 from daceml_train.driver.capture_only import CapturedCall, CaptureDone, inside_module, loss_first
 from daceml_train.driver.checking import check, check_tensors, device_of, kind_of, refuse_mixed_devices
 from daceml_train.driver.distribution import parallel_wrapper
 from daceml_train.driver.events import first_line
 from daceml_train.driver.goals import WholeStep, compile_step
-from daceml_train.driver.module import state_of
 from daceml_train.driver.options import ScheduleKind
-from daceml_train.driver.paths import Paths, unsuited
-from daceml_train.driver.pieces import InPieces
 from daceml_train.driver.records import Record
 from daceml_train.driver.recursion import recursion_of
 from daceml_train.driver.sdfg_programs import sdfg_of
@@ -73,11 +70,8 @@ ALLOWED_CHANGES = 8
 because options of the optimizer changed, before it runs in pieces.
 """
 
-CHANGES_BEFORE_PATHS = 3
-"""How often a step may be captured again because of what it assigned, before its calls are followed along paths."""
 
-
-class TrainingStep(InPieces):
+class TrainingStep(AlongPaths):
     """`step(inputs, *targets)` trains `model` once and returns the loss as a detached 0-d tensor.
 
     It computes `loss(model(inputs), *targets)`; a tuple, list or dict of inputs is unpacked into `model`; `loss=None`
@@ -116,8 +110,7 @@ class TrainingStep(InPieces):
         """Per kind of arguments the bound steps, the last one first: one for each way through the user's code."""
         self._steps: dict[Any, tuple[Captured, WholeStep]] = {}
         self._in_pieces: dict[Any, str] = {}
-        self.paths: dict[Any, Paths] = {}
-        """Per kind of arguments that are not one program, the ways through the user's code."""
+        self._start_in_pieces()
         self._worked = ""
         self._known: list[torch.Tensor] | None = None
         self._changes: dict[Any, int] = {}
@@ -184,33 +177,6 @@ class TrainingStep(InPieces):
             ways.remove(bound)
             ways.insert(0, bound)
         return key, flat, bound
-
-    def _along_a_path(
-        self, key: Any, flat: Sequence[Any], inputs: Any, targets: tuple[Any, ...]
-    ) -> torch.Tensor | None:
-        """The loss of a call whose Python runs while programs compute; None where that is not possible."""
-        if not self._has_paths:
-            return None
-        tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
-        same = tuple(next(i for i, other in enumerate(tensors) if other is t) for t in tensors)
-        paths = self.paths.get((key, same))
-        if paths is None:
-            paths = self.paths[key, same] = Paths(self)
-            paths.refused = unsuited(self)
-            if any(type(t) is not torch.Tensor or t.requires_grad or t.device.type != "cpu" for t in tensors):
-                paths.refused = "an argument that requires a gradient, or that is no plain tensor on the CPU"
-        return None if paths.refused else paths.step(flat, inputs, targets)
-
-    @property
-    def _has_paths(self) -> bool:
-        return type(self) is TrainingStep and self.ranks is None and state_of(self.model) is None
-
-    def _names(self) -> dict[int, str]:
-        """The names of parameters and buffers by their identity."""
-        loss = self.loss if isinstance(self.loss, torch.nn.Module) else None
-        roots = [("", self.model), *([("loss.", loss)] if loss is not None else [])]
-        named = ((f"{p}{n}", t) for p, m in roots for n, t in (*m.named_parameters(), *m.named_buffers()))
-        return {id(t): name for name, t in reversed(list(named))}
 
     def _run_bound(
         self, key: Any, flat: Sequence[Any], bound: BoundStep, inputs: Any, targets: tuple[Any, ...]
@@ -298,6 +264,9 @@ class TrainingStep(InPieces):
         self._watch_hooks()
         if key in self._in_pieces:
             return None
+        if self._knows_kinds():
+            self._in_pieces[key] = self.breaks[-1]  # as all kinds of arguments before
+            return None
         if (wrapped := parallel_wrapper(self.model)) is not None:
             self._break(key, wrapped)
             return None
@@ -319,7 +288,7 @@ class TrainingStep(InPieces):
             return None
         if self._captures > captures and (changed := self._changed.get(key)):
             self._changes[key] = self._changes.get(key, 0) + 1  # an attribute set once is not a counter
-            if self._changes[key] >= (CHANGES_BEFORE_PATHS if self._has_paths else ALLOWED_CHANGES):
+            if self._changes[key] >= self._allowed_changes(ALLOWED_CHANGES):
                 self._break(
                     key, Unsupported(f"the model or the loss changes Python objects that it depends on: {changed}")
                 )
@@ -423,34 +392,6 @@ class TrainingStep(InPieces):
                 self._make_state(by_name[name], entry)
         return self._bound_to(captured, step, by_name, flat, found.guard_manager, scope, effects)
 
-    def _bound_to(
-        self,
-        captured: Captured,
-        step: WholeStep,
-        by_name: Mapping[str, torch.Tensor],
-        flat: Sequence[Any],
-        manager: Any = UNGUARDED,
-        scope: Mapping[str, Any] = types.MappingProxyType({}),
-        effects: bool = False,
-    ) -> BoundStep:
-        return BoundStep(
-            captured,
-            step,
-            manager,
-            self._modules(),
-            self.optimizer,
-            by_name,
-            flat,
-            dict(scope),
-            self._code.__globals__,
-            effects,
-            self.accumulated,
-            self.bounds,
-            self.scaler,
-            self._new_cuda_graphs(step.executable.device),
-            self.ranks,
-        )
-
     def _wanted(self, by_name: Mapping[str, torch.Tensor], given: set[int]) -> tuple[list[Trained], list[str]]:
         """The parameters to update, and the inputs whose gradients are kept."""
         of_tensor = {id(t): name for name, t in by_name.items()}
@@ -477,11 +418,6 @@ class TrainingStep(InPieces):
             state[name] = initial_state(name, parameter, self.optimizer)
         if state[name].device != parameter.device:  # a count of steps, which PyTorch keeps on the CPU
             state[name] = state[name].to(parameter.device)
-
-    def _new_cuda_graphs(self, device: Device) -> CudaGraphs | None:
-        if self.schedule == "plain" or not isinstance(device, GPU):
-            return None
-        return self.cuda_graphs.setdefault(device, CudaGraphs(device))
 
     def _compiled(
         self, captured: Captured, trained: Sequence[Trained], kept: Sequence[str], device: Device, further: int = 0

@@ -109,7 +109,9 @@ def report(
     messages = [graphs.messages() for graphs in captured]
     messages += [graphs.messages() for graphs in (pieces.backend.cuda_graphs if pieces else ())]
     cuda_graphs = tuple(dict.fromkeys(line for lines in messages for line in lines))
-    return Report(kind, name, functions, reasons(breaks), theirs, found, cuda_graphs)
+    known = compiled.paths.values() if isinstance(compiled, TrainingStep) else ()
+    ways = tuple(line for paths in known if paths.calls for line in paths.lines())
+    return Report(kind, name, functions, reasons(breaks), theirs, found, cuda_graphs, ways)
 
 
 @contextmanager

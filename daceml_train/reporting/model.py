@@ -147,6 +147,8 @@ class Contents:
     machine: Machine | None = None
     cuda_graphs: tuple[str, ...] = ()
     """The programs that run as one launch on a GPU, on how many streams, or why they do not."""
+    paths: tuple[str, ...] = ()
+    """The ways through a model that is not one graph, and how often each was taken."""
 
     @property
     def empty(self) -> bool:

@@ -85,8 +85,12 @@ def _parts(report: Contents) -> Iterator[str]:
         yield from _function(report, function)
     if report.cuda_graphs:
         yield f"<h2>CUDA graphs</h2><ul>{_items(report.cuda_graphs)}</ul>"
+    if report.paths:
+        shown = escape("\n".join(report.paths))
+        yield f"<h2>Python runs the model, and programs compute</h2><pre>{shown}</pre>"
     if report.breaks:
-        yield f"<h2>Runs in PyTorch, because</h2><ul>{_items(report.breaks)}</ul>"
+        title = "Not one graph, because" if report.paths else "Runs in PyTorch, because"
+        yield f"<h2>{title}</h2><ul>{_items(report.breaks)}</ul>"
     elif not report.empty and not any(function.fallbacks for function in report.functions):
         yield "<p>No graph breaks, and no operator runs in PyTorch for lack of a rule.</p>"
     if report.eager is not None:

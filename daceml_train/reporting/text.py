@@ -19,8 +19,11 @@ def lines(report: Contents) -> Iterator[str]:
             yield f"\n[{place}]"
         yield from _function_lines(function)
     yield from report.cuda_graphs
+    if report.paths:
+        yield "\nPython runs the model, and programs compute"
+        yield from (f"  {line}" for line in report.paths)
     if report.breaks:
-        yield "\nruns in PyTorch, because"
+        yield "\nnot one graph, because" if report.paths else "\nruns in PyTorch, because"
         yield from (f"  {reason}" for reason in report.breaks)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.utils.dlpack
 from torch import Tensor
 
 GETTER = type(vars(Tensor.__mro__[1])["shape"].__get__)
@@ -20,7 +21,7 @@ names itemsize nbytes"""
 METADATA = frozenset(_METADATA.split())
 """Attributes that a tensor without data has as the tensor that it stands for."""
 
-ON_DEVICE = {"is_cpu": lambda device: device.type == "cpu", "device": lambda device: device, "is_meta": lambda _: False}
+ON_DEVICE = frozenset({"is_cpu", "device", "is_meta"})
 """Attributes that depend on the device."""
 
 _QUESTIONS = """size dim numel nelement stride is_floating_point is_complex is_contiguous element_size __len__
@@ -31,8 +32,8 @@ QUESTIONS = frozenset(
 )
 """Functions whose results depend on sizes and types alone."""
 
-_LOOKS = """item tolist numpy __array__ __bool__ __float__ __int__ __index__ __complex__ __repr__ __format__ __contains__
-equal allclose nonzero argwhere unique unique_consecutive masked_select bincount multinomial bernoulli"""
+_LOOKS = """item tolist numpy __array__ __bool__ __float__ __int__ __index__ __complex__ __repr__ __format__
+__contains__ equal allclose nonzero argwhere unique unique_consecutive masked_select bincount multinomial bernoulli"""
 LOOKS = frozenset(
     f for n in _LOOKS.split() for f in (getattr(Tensor, n, None), getattr(torch, n, None)) if f is not None
 ) | frozenset([torch.normal, torch.poisson, torch.is_nonzero])
@@ -40,15 +41,19 @@ LOOKS = frozenset(
 
 _LIKE = "empty_like zeros_like ones_like full_like rand_like randn_like randint_like"
 _NEW = "new_empty new_zeros new_ones new_full new_tensor new_empty_strided"
-LIKE = frozenset([getattr(torch, n) for n in _LIKE.split()] + [getattr(Tensor, n) for n in _NEW.split() if hasattr(Tensor, n)])
+LIKE = frozenset(
+    [getattr(torch, n) for n in _LIKE.split()] + [getattr(Tensor, n) for n in _NEW.split() if hasattr(Tensor, n)]
+)
 """Functions whose results have no values of their operand."""
 
-SHARING = frozenset([torch.from_numpy, torch.as_tensor, torch.asarray, torch.frombuffer, torch.from_dlpack])
+SHARING = frozenset(
+    [torch.from_numpy, torch.as_tensor, torch.asarray, torch.frombuffer, torch.utils.dlpack.from_dlpack]
+)
 """Functions whose results may lie in memory that is not PyTorch's."""
 
-REFUSED = frozenset(
-    ["backward", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "resize_", "resize_as_", "set_", "share_memory_", "__deepcopy__", "__reduce_ex__", "data_ptr", "untyped_storage", "storage", "_typed_storage", "__dlpack__", "__set__"]
-)
+_REFUSED = """backward register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad resize_ resize_as_
+set_ share_memory_ __deepcopy__ __reduce_ex__ data_ptr untyped_storage storage _typed_storage __dlpack__ __set__"""
+REFUSED = frozenset(_REFUSED.split())
 """Names of functions that no program repeats."""
 
 DROPOUTS = {F.dropout: 0, F.dropout1d: 1, F.dropout2d: 2, F.dropout3d: 3, torch.dropout: 0}
@@ -58,6 +63,11 @@ DROPOUTS = {F.dropout: 0, F.dropout1d: 1, F.dropout2d: 2, F.dropout3d: 3, torch.
 def name_of(function: Any) -> str:
     """The name of a function of PyTorch."""
     return str(getattr(function, "__name__", function))
+
+
+def on_device(name: str, device: torch.device) -> Any:
+    """An attribute of a tensor that depends on its device."""
+    return {"is_cpu": device.type == "cpu", "device": device, "is_meta": False}[name]
 
 
 @functools.cache

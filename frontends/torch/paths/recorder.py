@@ -9,9 +9,7 @@ so do Python, NumPy, and all random numbers.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,12 +31,18 @@ from daceml_train.frontends.torch.paths.trie import (
     leaves_of,
     template_of,
 )
+from daceml_train.frontends.torch.paths.values import (
+    check_modes,
+    mapped,
+    memory,
+    numeric,
+    place,
+    plain,
+    tensors,
+)
 
 Fetch = Callable[["Recorder", Result], Tensor | None]
 """Computes a result that user code looks at; None where nothing is compiled for it."""
-
-_HERE = str(Path(__file__).parent)
-_TORCH = str(Path(torch.__file__).parent)
 
 
 class Recorder(TorchFunctionMode):
@@ -85,7 +89,7 @@ class Recorder(TorchFunctionMode):
         if not self._lazy(function, args, kwargs):
             found = function(*args, **kwargs)
             if function in functions.SHARING:
-                self.foreign.add(_memory(found))
+                self.foreign.add(memory(found))
             return found
         if self.refused:
             return function(*self._real(args), **self._real(kwargs))
@@ -99,7 +103,7 @@ class Recorder(TorchFunctionMode):
             return function(*args, **kwargs)
         if function in functions.DROPOUTS:
             return self._dropout(*functions.dropped(function, *args, **kwargs))
-        if function in functions.LIKE and not (function is torch.full_like and _tensors(args[1:])):
+        if function in functions.LIKE and not (function is torch.full_like and tensors(args[1:])):
             return function(self._like(args[0]), *args[1:], **kwargs)
         if type(function) is functions.GETTER and function.__self__.__name__ == "data":
             return self.run(Tensor.detach, args, {})
@@ -124,7 +128,7 @@ class Recorder(TorchFunctionMode):
             return function(tensor)
         result = self.stands_for(tensor)
         if result is not None and name in functions.ON_DEVICE:
-            return functions.ON_DEVICE[name](result.device)
+            return functions.on_device(name, result.device)
         self.leave()
         self._refuse(f"a look at {name} of a result")
         return function(self._real(tensor))
@@ -132,13 +136,13 @@ class Recorder(TorchFunctionMode):
     def _lazy(self, function: Any, args: Any, kwargs: Any) -> bool:
         """Whether a call depends on a result, on a parameter, or on what the step changes."""
         enabled, known, pending = torch.is_grad_enabled(), self.known, self.pending
-        given = _tensors((args, kwargs))
+        given = tensors((args, kwargs))
         for t in given:
-            if t.is_meta or id(t) in known or (enabled and t.requires_grad) or (pending and _memory(t) in pending):
+            if t.is_meta or id(t) in known or (enabled and t.requires_grad) or (pending and memory(t) in pending):
                 return True
         if given and (functions.in_place(name_of(function)) or "out" in kwargs):
-            used = {_memory(t) for t in self.call.operands}
-            return any(_memory(t) in used for t in given)
+            used = {memory(t) for t in self.call.operands}
+            return any(memory(t) in used for t in given)
         return False
 
     def _followed(self, step: Step) -> Any:
@@ -148,7 +152,7 @@ class Recorder(TorchFunctionMode):
             self.leave()
             return self._returned(step, self.values.__getitem__)
         if step.written:
-            self.pending.update(_memory(self.call.operands[operand.index]) for operand in step.written)
+            self.pending.update(memory(self.call.operands[operand.index]) for operand in step.written)
         if step.mutates:
             self.values.clear()
         if self.foreign and step.operands:
@@ -161,7 +165,7 @@ class Recorder(TorchFunctionMode):
         """Keep the present values of operands that NumPy may change."""
         for operand in step.operands:
             tensor = self.call.operands[operand.index]
-            if _memory(tensor) in self.foreign:
+            if memory(tensor) in self.foreign:
                 self.call.copies[operand.index] = tensor.clone(memory_format=torch.preserve_format)
 
     def _returned(self, step: Step, tensor: Callable[[Result], Tensor]) -> Any:
@@ -194,7 +198,7 @@ class Recorder(TorchFunctionMode):
 
     def _note(self, step: Step, found: Any) -> None:
         """Note what PyTorch returned for a step. Raises `Unsupported` where sizes or types differ."""
-        for leaf, value in zip(leaves_of(step.result), leaves_of(_plain(found)), strict=True):
+        for leaf, value in zip(leaves_of(step.result), leaves_of(plain(found)), strict=True):
             if type(leaf) is not Result:
                 continue
             stand_in = leaf.tensor
@@ -225,33 +229,33 @@ class Recorder(TorchFunctionMode):
             result = self.stand_ins.get(id(tensor)) if tensor.is_meta else None
             return tensor if result is None else self.values[result]
 
-        return _mapped(value, real)
+        return mapped(value, real)
 
     # ---- recording ----------------------------------------------------------------------------------------------
     def _refuse(self, reason: str) -> None:
         self.leave()
-        self.refused = self.refused or f"{reason}{_place()}"
+        self.refused = self.refused or f"{reason}{place()}"
 
     def _recorded(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = self._real(args), self._real(kwargs)
         call, enabled = self.call, torch.is_grad_enabled()
         try:
-            _check_modes()
-            normal = _mapped(args, self._stand_in), _mapped(kwargs, self._stand_in)
+            check_modes()
+            normal = mapped(args, self._stand_in), mapped(kwargs, self._stand_in)
             step = next((s for s in self.at.following if s.matches(function, enabled, *normal, call)), None)
             created = None if step is not None else self._new(function, enabled, *normal)
         except Unsupported as error:
             self._refuse(str(error))
             return function(*args, **kwargs)
         call.generalized = False
-        operands = _tensors((args, kwargs))
+        operands = tensors((args, kwargs))
         versions = [t._version for t in operands]
         found = function(*args, **kwargs)
         try:
             if created is not None:
                 if not self._complete(created, found, operands, versions):
                     self.looks.add(function)
-                    self._noted(_tensors((args, kwargs)), found)
+                    self._noted(tensors((args, kwargs)), found)
                     return found
                 self.at.following.append(created)
                 step = created
@@ -259,7 +263,7 @@ class Recorder(TorchFunctionMode):
             self.at = step
             call.path.append(step)
             self._note(step, found)
-            self.pending.update(_memory(call.operands[operand.index]) for operand in step.written)
+            self.pending.update(memory(call.operands[operand.index]) for operand in step.written)
         except Unsupported as error:
             self._refuse(str(error))
         return found
@@ -279,7 +283,7 @@ class Recorder(TorchFunctionMode):
         return self._find_held()
 
     def _new(self, function: Any, enabled: bool, args: Any, kwargs: Any) -> Step:
-        step = Step(function, enabled, where=_place())
+        step = Step(function, enabled, where=place())
 
         def tensor(t: Tensor) -> Any:
             if (result := self.stand_ins.get(id(t))) is not None:
@@ -290,7 +294,7 @@ class Recorder(TorchFunctionMode):
                 raise Unsupported(f"an operand of type {type(t).__name__} and layout {t.layout}")
             if t.requires_grad and not t.is_leaf:
                 raise Unsupported("a tensor that carries a gradient from before the step")
-            if new and self.pending and _memory(t) in self.pending:
+            if new and self.pending and memory(t) in self.pending:
                 raise Unsupported("a part of a tensor that the step changes in place")
             if new:
                 step.operands.append(operand)
@@ -309,9 +313,9 @@ class Recorder(TorchFunctionMode):
 
     def _complete(self, step: Step, found: Any, operands: Sequence[Tensor], versions: Sequence[int]) -> bool:
         """Describe what a new step returns; false if that is no tensor, so that it looked at values."""
-        plain = _plain(found)
-        step.rebuild = None if plain is found else type(found)
-        leaves = list(leaves_of(plain))
+        whole = plain(found)
+        step.rebuild = None if whole is found else type(found)
+        leaves = list(leaves_of(whole))
         if any(not isinstance(leaf, Tensor | None) for leaf in leaves):
             return False
         by_position = {operand.index: operand for s in (*self.call.path, step) for operand in s.operands}
@@ -324,7 +328,7 @@ class Recorder(TorchFunctionMode):
             operand = by_position.get(self.call.index[id(tensor)])
             if operand is None:
                 raise Unsupported("a model that changes its argument in place")
-            if sum(_memory(t) == _memory(tensor) for t in self.call.operands) > 1:
+            if sum(memory(t) == memory(tensor) for t in self.call.operands) > 1:
                 raise Unsupported("a model that changes memory of several of its operands in place")
             operand.held, operand.tensor = True, tensor
             step.written.append(operand)
@@ -336,15 +340,15 @@ class Recorder(TorchFunctionMode):
                 return Operand(position, tensor, True)
             return Result(tensor)
 
-        step.result = _mapped(plain, leaf)
+        step.result = mapped(whole, leaf)
         step.results = tuple(r for r in leaves_of(step.result) if type(r) is Result and r not in self.values)
         return True
 
     # ---- rules --------------------------------------------------------------------------------------------------
     def _look(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function that looks at values: a program computes them, or PyTorch has done so."""
-        given = _tensors((args, kwargs))
-        if self.pending and any(_memory(t) in self.pending for t in given if not t.is_meta):
+        given = tensors((args, kwargs))
+        if self.pending and any(memory(t) in self.pending for t in given if not t.is_meta):
             self._refuse("a look at a tensor that the step has changed")
             return function(*self._real(args), **self._real(kwargs))
         if self.following:
@@ -361,26 +365,26 @@ class Recorder(TorchFunctionMode):
                     return self._look(function, args, kwargs)
                 self.values[result] = found[id(t)] = value
             with torch.no_grad():
-                return function(*_mapped(args, lambda t: found.get(id(t), t)), **kwargs)
+                return function(*mapped(args, lambda t: found.get(id(t), t)), **kwargs)
         args, kwargs = self._real(args), self._real(kwargs)
         seen = function(*args, **kwargs)
-        self._noted(_tensors((args, kwargs)), seen)
+        self._noted(tensors((args, kwargs)), seen)
         return seen
 
-    def _noted(self, tensors: Sequence[Tensor], seen: Any) -> None:
-        for t in tensors:
+    def _noted(self, given: Sequence[Tensor], seen: Any) -> None:
+        for t in given:
             if (result := self.known.get(id(t))) is not None:
                 self.looked.append((self.at, result))
             elif t.requires_grad:
                 self._refuse("a look at a parameter's values")
         if isinstance(seen, np.ndarray):
             self.arrays.append((seen, seen.copy()))
-        elif any(t.requires_grad for t in _tensors(seen)):
+        elif any(t.requires_grad for t in tensors(seen)):
             self._refuse("values of a size that depends on data, with a gradient")
 
     def check_arrays(self) -> None:
         """Refuse calls that change an array which shares memory with a result."""
-        if any(not np.array_equal(array, before, equal_nan=True) for array, before in self.arrays if _number(array)):
+        if any(not np.array_equal(array, before, equal_nan=True) for array, before in self.arrays if numeric(array)):
             self._refuse("a NumPy array that shares memory with a result is changed")
 
     def _dropout(self, x: Tensor, p: float, drops: bool, dimensions: int) -> Any:
@@ -408,69 +412,6 @@ class Recorder(TorchFunctionMode):
             else:
                 found.append(part)
         return tuple(found)
-
-
-def _memory(tensor: Tensor) -> int:
-    """What identifies the memory of a tensor."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
-
-
-def _number(array: Any) -> bool:
-    return array.dtype.kind in "biufc"
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in an argument."""
-    found: list[Tensor] = []
-    _collect(value, found)
-    return found
-
-
-def _collect(value: Any, found: list[Tensor]) -> None:
-    if isinstance(value, Tensor):
-        found.append(value)
-    elif isinstance(value, tuple | list):
-        for entry in value:
-            _collect(entry, found)
-    elif type(value) is dict:
-        for entry in value.values():
-            _collect(entry, found)
-    elif type(value) is slice:
-        _collect((value.start, value.stop, value.step), found)
-
-
-def _mapped(value: Any, tensor: Callable[[Tensor], Any]) -> Any:
-    """An argument with other tensors."""
-    if isinstance(value, Tensor):
-        return tensor(value)
-    if type(value) in (tuple, list):
-        return type(value)(_mapped(v, tensor) for v in value)
-    if type(value) is dict:
-        return {key: _mapped(v, tensor) for key, v in value.items()}
-    if type(value) is slice:
-        return slice(*(_mapped(v, tensor) for v in (value.start, value.stop, value.step)))
-    return value
-
-
-def _plain(found: Any) -> Any:
-    """A result as tuples and lists: a named tuple of PyTorch's is a tuple."""
-    return tuple(found) if isinstance(found, tuple) and type(found) is not tuple else found
-
-
-def _check_modes() -> None:
-    """Raise `Unsupported` where a call depends on more than its arguments."""
-    if torch._C._is_any_autocast_enabled() or torch.is_inference_mode_enabled():
-        raise Unsupported("a region of autocast or inference mode")
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise Unsupported("a transform of torch.func")
-
-
-def _place() -> str:
-    """The user's line that is running."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((_HERE, _TORCH)):
-        frame = frame.f_back
-    return "" if frame is None else f" (at {Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
 
 
 __all__ = ["Fetch", "Recorder"]

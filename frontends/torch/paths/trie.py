@@ -164,11 +164,11 @@ class Step:
 def _match(template: Any, value: Any, call: Call, numbers: dict[Number, float]) -> bool:
     kind = type(template)
     if kind is Result:
-        return template.tensor is value
+        return bool(template.tensor is value)
     if kind is Operand:
         if template.index < len(call.operands):
             return call.operands[template.index] is value
-        return template.fits(value) and call.bind(value) == template.index
+        return bool(template.fits(value) and call.bind(value) == template.index)
     if kind is Number:
         if type(value) is not type(template.value):
             if not (isinstance(value, float) and type(template.value) is float):
@@ -179,10 +179,7 @@ def _match(template: Any, value: Any, call: Call, numbers: dict[Number, float]) 
     if kind is tuple or kind is list:
         if not isinstance(value, kind) or len(value) != len(template):
             return False
-        for part, given in zip(template, value, strict=True):
-            if not _match(part, given, call, numbers):
-                return False
-        return True
+        return all(_match(part, given, call, numbers) for part, given in zip(template, value, strict=True))
     if kind is dict:
         if type(value) is not dict or value.keys() != template.keys():
             return False

@@ -1,0 +1,118 @@
+"""A training step that is not one graph: which of its calls follow paths, and what their programs are bound to."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from daceml_train.driver.bound_step import UNGUARDED, BoundStep
+from daceml_train.driver.faster import Faster
+from daceml_train.driver.goals import WholeStep
+from daceml_train.driver.module import state_of
+from daceml_train.driver.options import ScheduleKind
+from daceml_train.driver.paths import Owner, Paths, unsuited
+from daceml_train.driver.pieces import InPieces
+from daceml_train.frontends.torch.capture.capture import Captured
+from daceml_train.lowering.device import GPU, Device
+from daceml_train.runtime.gpu.cuda_graph import CudaGraphs
+
+KINDS = 2
+"""Where so many kinds of arguments were not one program, and none was, further ones are not captured."""
+
+CHANGES_BEFORE_PATHS = 3
+"""How often a step may be captured again because of what it assigned, before its calls are followed along paths."""
+
+
+class AlongPaths(InPieces):
+    """What a `TrainingStep` does where Python has to run its model."""
+
+    whole_batches = True
+    """Whether the step is one forward pass and one update."""
+    accumulated: dict[int, torch.Tensor]
+    schedule: ScheduleKind
+    cuda_graphs: dict[Device, CudaGraphs]
+    _code: Any
+
+    def _start_in_pieces(self) -> None:
+        self.faster = Faster()
+        self.paths: dict[Any, Paths] = {}
+        """Per kind of arguments that are not one program, the ways through the user's code."""
+
+    def _along_a_path(
+        self, key: Any, flat: Sequence[Any], inputs: Any, targets: tuple[Any, ...]
+    ) -> torch.Tensor | None:
+        """The loss of a call whose Python runs while programs compute; None where that is not possible."""
+        if not self._has_paths:
+            return None
+        tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+        same = tuple(next(i for i, other in enumerate(tensors) if other is t) for t in tensors)
+        paths = self.paths.get((key, same))
+        if paths is None:
+            paths = self.paths[key, same] = Paths(cast(Owner, self))
+            paths.refused = unsuited(cast(Owner, self))
+            if any(type(t) is not torch.Tensor or t.requires_grad or t.device.type != "cpu" for t in tensors):
+                paths.refused = "an argument that requires a gradient, or that is no plain tensor on the CPU"
+        if paths.refused:
+            return None
+        try:
+            return paths.step(flat, inputs, targets)
+        except Exception as error:
+            if paths.calls == 1:
+                del self.paths[key, same]
+                self._at_fault(key, error, inputs, targets)
+            raise
+
+    @property
+    def _has_paths(self) -> bool:
+        return self.whole_batches and self.ranks is None and state_of(self.model) is None
+
+    def _names(self) -> dict[int, str]:
+        """The names of parameters and buffers by their identity."""
+        loss = self.loss if isinstance(self.loss, torch.nn.Module) else None
+        roots = [("", self.model), *([("loss.", loss)] if loss is not None else [])]
+        named = ((f"{p}{n}", t) for p, m in roots for n, t in (*m.named_parameters(), *m.named_buffers()))
+        return {id(t): name for name, t in reversed(list(named))}
+
+    def _knows_kinds(self) -> bool:
+        """Whether so many kinds of arguments were not one program that others will not be."""
+        return self._has_paths and len(self._in_pieces) >= KINDS and not any(self._bound.values())
+
+    def _allowed_changes(self, otherwise: int) -> int:
+        """How often the step may be captured again because of what it assigned."""
+        return CHANGES_BEFORE_PATHS if self._has_paths else otherwise
+
+    def _bound_to(
+        self,
+        captured: Captured,
+        step: WholeStep,
+        by_name: Mapping[str, torch.Tensor],
+        flat: Sequence[Any],
+        manager: Any = UNGUARDED,
+        scope: Mapping[str, Any] = types.MappingProxyType({}),
+        effects: bool = False,
+    ) -> BoundStep:
+        return BoundStep(
+            captured,
+            step,
+            manager,
+            self._modules(),
+            self.optimizer,
+            by_name,
+            flat,
+            dict(scope),
+            self._code.__globals__,
+            effects,
+            self.accumulated,
+            self.bounds,
+            self.scaler,
+            self._new_cuda_graphs(step.executable.device),
+            self.ranks,
+        )
+
+    def _new_cuda_graphs(self, device: Device) -> CudaGraphs | None:
+        if self.schedule == "plain" or not isinstance(device, GPU):
+            return None
+        return self.cuda_graphs.setdefault(device, CudaGraphs(device))

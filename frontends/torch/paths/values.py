@@ -1,0 +1,80 @@
+"""The arguments and results of PyTorch's functions: their tensors, their memory, and the line that is running."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from daceml_train.errors import Unsupported
+
+_HERE = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def memory(tensor: Tensor) -> int:
+    """What identifies the memory of a tensor."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def numeric(array: Any) -> bool:
+    """Whether an array holds numbers."""
+    return array.dtype.kind in "biufc"
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """The tensors in an argument."""
+    found: list[Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif isinstance(value, tuple | list):
+        for entry in value:
+            _collect(entry, found)
+    elif type(value) is dict:
+        for entry in value.values():
+            _collect(entry, found)
+    elif type(value) is slice:
+        _collect((value.start, value.stop, value.step), found)
+
+
+def mapped(value: Any, tensor: Callable[[Tensor], Any]) -> Any:
+    """An argument with other tensors."""
+    if isinstance(value, Tensor):
+        return tensor(value)
+    if type(value) in (tuple, list):
+        return type(value)(mapped(v, tensor) for v in value)
+    if type(value) is dict:
+        return {key: mapped(v, tensor) for key, v in value.items()}
+    if type(value) is slice:
+        return slice(*(mapped(v, tensor) for v in (value.start, value.stop, value.step)))
+    return value
+
+
+def plain(found: Any) -> Any:
+    """A result as tuples and lists: a named tuple of PyTorch's is a tuple."""
+    return tuple(found) if isinstance(found, tuple) and type(found) is not tuple else found
+
+
+def check_modes() -> None:
+    """Raise `Unsupported` where a call depends on more than its arguments."""
+    if torch._C._is_any_autocast_enabled() or torch.is_inference_mode_enabled():
+        raise Unsupported("a region of autocast or inference mode")
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise Unsupported("a transform of torch.func")
+
+
+def place() -> str:
+    """The user's line that is running."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_HERE, _TORCH)):
+        frame = frame.f_back
+    return "" if frame is None else f" (at {Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
