@@ -295,7 +295,7 @@ class Straight(Imperative):
         return self.r(h) if float(h.detach().sum()) < 1e9 else h
 
 
-class Parts(Imperative):
+class PartOfATable(Imperative):
     """Changes a part of a tensor that it has read, and reads the whole again."""
 
     def __init__(self) -> None:
@@ -344,7 +344,7 @@ OTHERS: tuple[Callable[[], Imperative], ...] = (
     Buffered,
     Overwriting,
     Straight,
-    Parts,
+    PartOfATable,
     Without,
     Scripted,
 )
