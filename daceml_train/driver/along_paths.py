@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
+import torch._dynamo
 
 from daceml_train.driver.bound_step import UNGUARDED, BoundStep
+from daceml_train.driver.distribution import parallel_wrapper
 from daceml_train.driver.faster import Faster
 from daceml_train.driver.goals import WholeStep
 from daceml_train.driver.module import state_of
 from daceml_train.driver.options import ScheduleKind
 from daceml_train.driver.paths import Owner, Paths, unsuited
 from daceml_train.driver.pieces import InPieces
+from daceml_train.driver.recursion import recursion_of
 from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.lowering.device import GPU, Device
 from daceml_train.runtime.gpu.cuda_graph import CudaGraphs
@@ -24,6 +28,12 @@ KINDS = 2
 
 CHANGES_BEFORE_PATHS = 3
 """How often a step may be captured again because of what it assigned, before its calls are followed along paths."""
+
+
+def _compiled_by_others(module: torch.nn.Module) -> bool:
+    """Whether a module's calls of PyTorch cannot be followed."""
+    kinds = (torch._dynamo.OptimizedModule, torch.jit.ScriptModule)
+    return isinstance(module, kinds) or state_of(module) is not None or module._compiled_call_impl is not None
 
 
 class AlongPaths(InPieces):
@@ -65,9 +75,13 @@ class AlongPaths(InPieces):
                 self._at_fault(key, error, inputs, targets)
             raise
 
-    @property
+    @functools.cached_property
     def _has_paths(self) -> bool:
-        return self.whole_batches and self.ranks is None and state_of(self.model) is None
+        """Whether calls may follow paths at all."""
+        model = self.model
+        recursive = recursion_of(model, type(model).forward) is not None
+        wrapped = parallel_wrapper(model) is not None or any(map(_compiled_by_others, self._modules()))
+        return self.whole_batches and self.ranks is None and not recursive and not wrapped
 
     def _names(self) -> dict[int, str]:
         """The names of parameters and buffers by their identity."""

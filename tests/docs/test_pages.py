@@ -27,6 +27,7 @@ PAGES = [
     "docs/guide/writing-a-pass.md",
     "docs/guide/writing-an-operator.md",
     "docs/internals/layouts.md",
+    "docs/internals/paths.md",
 ]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"<!-- file: (\S+) -->\n$")

@@ -308,6 +308,24 @@ class PartOfATable(Imperative):
         return self.r(h + self.table[0])
 
 
+class Dropping(Imperative):
+    """Dropout in place, of channels, and of channels without a batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.l(x)
+        F.dropout(h, 0.5, inplace=True)
+        h = h + F.dropout1d(h[:, None], 0.5)[:, 0] + F.dropout(h, 0.4, self.training and bool(h.detach()[0, 0] > 0))
+        return self.r(h + F.dropout1d(h, 0.5) if self.calls else h)
+
+
+class DroppingWithoutBatch(Dropping):
+    """What a path does not follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 1
+
+
 class Without(Imperative):
     """A region without gradients, whose results others use."""
 
@@ -345,6 +363,8 @@ OTHERS: tuple[Callable[[], Imperative], ...] = (
     Overwriting,
     Straight,
     PartOfATable,
+    Dropping,
+    DroppingWithoutBatch,
     Without,
     Scripted,
 )

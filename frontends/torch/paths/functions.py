@@ -10,6 +10,8 @@ import torch.nn.functional as F
 import torch.utils.dlpack
 from torch import Tensor
 
+from daceml_train.errors import Unsupported
+
 GETTER = type(vars(Tensor.__mro__[1])["shape"].__get__)
 """The type of what reads an attribute of a tensor."""
 
@@ -81,11 +83,16 @@ def in_place(name: str) -> bool:
 
 def dropped(
     function: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> tuple[Tensor, float, bool, int]:
-    """The arguments of a function that drops: the input, the probability, whether it drops, and the dimensions."""
+) -> tuple[Tensor, float, bool, bool, int]:
+    """The arguments of a function that drops: the input, the probability, whether it drops, whether it changes the
+    input in place, and the dimensions. Raises `Unsupported` for inputs without a batch.
+    """
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-    return input, p, training and p > 0, DROPOUTS[function]
+    dimensions = DROPOUTS[function]
+    if dimensions and input.ndim != dimensions + 2:
+        raise Unsupported("dropout of channels without a batch")
+    return input, p, training and p > 0, inplace, dimensions
 
 
 def noise(x: Tensor, p: float, dimensions: int) -> Tensor:

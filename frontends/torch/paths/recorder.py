@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from daceml_train.errors import Unsupported
+from daceml_train.frontends.torch.dynamo.tracing import reason
 from daceml_train.frontends.torch.paths import functions
 from daceml_train.frontends.torch.paths.functions import name_of
 from daceml_train.frontends.torch.paths.trie import (
@@ -102,7 +103,11 @@ class Recorder(TorchFunctionMode):
         if function in functions.QUESTIONS:
             return function(*args, **kwargs)
         if function in functions.DROPOUTS:
-            return self._dropout(*functions.dropped(function, *args, **kwargs))
+            try:
+                return self._dropout(*functions.dropped(function, *args, **kwargs))
+            except Unsupported as error:
+                self._refuse(str(error))
+                return function(*self._real(args), **self._real(kwargs))
         if function in functions.LIKE and not (function is torch.full_like and tensors(args[1:])):
             return function(self._like(args[0]), *args[1:], **kwargs)
         if type(function) is functions.GETTER and function.__self__.__name__ == "data":
@@ -244,8 +249,8 @@ class Recorder(TorchFunctionMode):
             normal = mapped(args, self._stand_in), mapped(kwargs, self._stand_in)
             step = next((s for s in self.at.following if s.matches(function, enabled, *normal, call)), None)
             created = None if step is not None else self._new(function, enabled, *normal)
-        except Unsupported as error:
-            self._refuse(str(error))
+        except Exception as error:
+            self._refuse(reason(error, ours=True))
             return function(*args, **kwargs)
         call.generalized = False
         operands = tensors((args, kwargs))
@@ -264,8 +269,8 @@ class Recorder(TorchFunctionMode):
             call.path.append(step)
             self._note(step, found)
             self.pending.update(memory(call.operands[operand.index]) for operand in step.written)
-        except Unsupported as error:
-            self._refuse(str(error))
+        except Exception as error:
+            self._refuse(reason(error, ours=True))
         return found
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
@@ -387,12 +392,12 @@ class Recorder(TorchFunctionMode):
         if any(not np.array_equal(array, before, equal_nan=True) for array, before in self.arrays if numeric(array)):
             self._refuse("a NumPy array that shares memory with a result is changed")
 
-    def _dropout(self, x: Tensor, p: float, drops: bool, dimensions: int) -> Any:
+    def _dropout(self, x: Tensor, p: float, drops: bool, inplace: bool, dimensions: int) -> Any:
         if not drops:
             return x
         with torch.no_grad():
             mask = functions.noise(self._like(x), float(p), dimensions)
-        return self.run(Tensor.mul, (x, mask), {})
+        return self.run(Tensor.mul_ if inplace else Tensor.mul, (x, mask), {})
 
     def _like(self, tensor: Tensor) -> Tensor:
         """A tensor of the same sizes and type, without its values."""
