@@ -16,7 +16,7 @@ from daceml_train.driver.faster import Faster
 from daceml_train.driver.goals import WholeStep
 from daceml_train.driver.module import state_of
 from daceml_train.driver.options import ScheduleKind
-from daceml_train.driver.paths import Owner, Paths, unsuited
+from daceml_train.driver.paths import ENDLESS, Owner, Paths, unsuited
 from daceml_train.driver.pieces import InPieces
 from daceml_train.driver.recursion import recursion_of
 from daceml_train.frontends.torch.capture.capture import Captured
@@ -34,6 +34,11 @@ def _compiled_by_others(module: torch.nn.Module) -> bool:
     """Whether a module's calls of PyTorch cannot be followed."""
     kinds = (torch._dynamo.OptimizedModule, torch.jit.ScriptModule)
     return isinstance(module, kinds) or state_of(module) is not None or module._compiled_call_impl is not None
+
+
+def _unsuited(leaf: Any) -> bool:
+    """Whether an argument keeps a call from following paths."""
+    return isinstance(leaf, torch.Tensor) and (type(leaf) is not torch.Tensor or leaf.requires_grad or not leaf.is_cpu)
 
 
 class AlongPaths(InPieces):
@@ -57,23 +62,23 @@ class AlongPaths(InPieces):
         """The loss of a call whose Python runs while programs compute; None where that is not possible."""
         if not self._has_paths:
             return None
-        tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
-        same = tuple(next(i for i, other in enumerate(tensors) if other is t) for t in tensors)
-        paths = self.paths.get((key, same))
+        paths = self.paths.get(torch.get_num_threads())
         if paths is None:
-            paths = self.paths[key, same] = Paths(cast(Owner, self))
-            paths.refused = unsuited(cast(Owner, self))
-            if any(type(t) is not torch.Tensor or t.requires_grad or t.device.type != "cpu" for t in tensors):
-                paths.refused = "an argument that requires a gradient, or that is no plain tensor on the CPU"
-        if paths.refused:
+            paths = self.paths[torch.get_num_threads()] = Paths(cast(Owner, self))
+            paths.refused = unsuited(paths.owner)
+        if paths.refused or any(map(_unsuited, flat)):
             return None
         try:
             return paths.step(flat, inputs, targets)
         except Exception as error:
             if paths.calls == 1:
-                del self.paths[key, same]
+                self.paths.clear()
                 self._at_fault(key, error, inputs, targets)
             raise
+        finally:
+            if paths.refused == ENDLESS and self.faster.compiled is None:
+                self.faster.compiled = False
+                self.breaks.append(ENDLESS)
 
     @functools.cached_property
     def _has_paths(self) -> bool:

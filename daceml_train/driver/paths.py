@@ -37,12 +37,17 @@ from daceml_train.lowering.device import CPU
 from daceml_train.runtime.bound_plan import AnyArena, new_arena
 from daceml_train.training.gradients import GradientOptions
 
-EARLY_PATHS = 3
+EARLY_PATHS = 12
 """So many paths are compiled when they were taken once, and later ones where most calls take known paths."""
 PATHS = 64
-"""Paths per kind of arguments that are compiled."""
-RECENT, NEW = 12, 10
+"""Paths of a step that are compiled."""
+RECENT, NEW = 24, 20
 """Where `NEW` of the last `RECENT` calls took paths that were never taken before, the search ends."""
+MANY = 4
+"""Where paths part into so many that differ in sizes or integers alone, there may be any number of them: a path is
+compiled when it was taken twice, and half as many calls end the search."""
+ENDLESS = "nearly every call takes a path of its own"
+"""Why a search has ended."""
 
 
 class Owner(Protocol):
@@ -111,12 +116,14 @@ _SOURCE = torch.zeros(0, requires_grad=True)
 
 
 class Paths:
-    """The paths of one kind of arguments."""
+    """The paths of a step."""
 
     def __init__(self, owner: Owner) -> None:
         self.owner, self.root = owner, Step()
         self.compiled, self.calls, self.misses, self.generation = 0, 0, 0, 0
         self.leaves: list[Leaf] = []
+        self.widest = 0
+        """Into how many paths that differ in sizes or integers alone some path parts."""
         self.looks: set[Any] = set()
         self.values = Values()
         self.recent: deque[bool] = deque(maxlen=RECENT)
@@ -129,10 +136,7 @@ class Paths:
     # ---- a call -------------------------------------------------------------------------------------------------
     def step(self, flat: Sequence[Any], inputs: Any, targets: tuple[Any, ...]) -> Tensor:
         """One training step, along a path if it is known; `flat` are the leaves of the arguments."""
-        call = Call()
-        for leaf in flat:
-            if isinstance(leaf, Tensor):
-                call.bind(leaf)
+        call = Call(arguments={id(leaf) for leaf in flat if isinstance(leaf, Tensor)})
         values = CallValues(call)
         recorder = Recorder(self.root, call, self._held, self.looks, self._look(values) if self.compiled else None)
         self.calls += 1
@@ -234,11 +238,13 @@ class Paths:
         leaf.seen += 1
         leaf.looked.update(dict.fromkeys(recorder.looked))
         leaf.kept.update(dict.fromkeys(r for r, t in alive.items() if t() is not None))
-        usual = 2 * self.misses <= self.calls
-        if self.calls > 1 and (leaf.seen > 1 or usual or len(self.leaves) <= EARLY_PATHS):
+        early = 2 * self.misses <= self.calls or len(self.leaves) <= EARLY_PATHS
+        self.widest = max(self.widest, recorder.ways)
+        if self.calls > 1 and (leaf.seen > 1 or (early and self.widest < MANY)):
             self._compile(leaf, recorder, values)
-        if sum(self.recent) >= NEW:
-            self.refused = "nearly every call takes a path of its own"
+        share = 1 if self.widest < MANY else 2
+        if sum(list(self.recent)[-RECENT // share :]) >= NEW // share:
+            self.refused = ENDLESS
         if self.refused:
             self.root, self.leaves = Step(), []
         return trained

@@ -28,6 +28,7 @@ from daceml_train.frontends.torch.paths.trie import (
     Operand,
     Result,
     Step,
+    alike,
     filled,
     leaves_of,
     template_of,
@@ -71,6 +72,8 @@ class Recorder(TorchFunctionMode):
         """Which results user code has looked at, and where."""
         self.arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         self.stand_ins: dict[int, Result] = {}
+        self.ways = 0
+        """Into how many ways that differ in sizes or integers alone this call's path parts somewhere."""
         self.refused = ""
         """Why calls like this one have no path."""
 
@@ -263,6 +266,7 @@ class Recorder(TorchFunctionMode):
                     self._noted(tensors((args, kwargs)), found)
                     return found
                 self.at.following.append(created)
+                self.ways = max(self.ways, alike(created, self.at.following))
                 step = created
             assert step is not None
             self.at = step
@@ -330,9 +334,9 @@ class Recorder(TorchFunctionMode):
             if id(tensor) in self.known:
                 step.mutates = True
                 continue
-            operand = by_position.get(self.call.index[id(tensor)])
-            if operand is None:
+            if id(tensor) in self.call.arguments:
                 raise Unsupported("a model that changes its argument in place")
+            operand = by_position[self.call.index[id(tensor)]]
             if sum(memory(t) == memory(tensor) for t in self.call.operands) > 1:
                 raise Unsupported("a model that changes memory of several of its operands in place")
             operand.held, operand.tensor = True, tensor

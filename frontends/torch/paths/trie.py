@@ -86,6 +86,8 @@ class Number:
 class Call:
     """What is particular to one run of a model along a path."""
 
+    arguments: set[int] = field(default_factory=set)
+    """The identities of the step's arguments."""
     operands: list[Tensor] = field(default_factory=list)
     copies: dict[int, Tensor] = field(default_factory=dict)
     """Operands as they were when they were used, of those that user code may change where PyTorch does not see it."""
@@ -240,8 +242,37 @@ def leaves_of(template: Any) -> Iterator[Any]:
         yield template
 
 
+def outline(template: Any) -> Any:
+    """A template without the sizes of data and without integers, for comparisons."""
+    kind = type(template)
+    if kind is Operand:
+        return template.tensor if template.held else template.index
+    if kind is Number or kind is int:
+        return "number"
+    if kind in (tuple, list):
+        return tuple(outline(entry) for entry in template)
+    if kind is dict:
+        return tuple((key, outline(value)) for key, value in template.items())
+    if kind is slice:
+        return "slice", outline(template.start), outline(template.stop), outline(template.step)
+    return template
+
+
+def alike(step: Step, others: Sequence[Step]) -> int:
+    """How many of these steps differ from a step in sizes and integers alone."""
+    calls = ((s.function, outline(s.arguments), outline(s.keywords)) for s in others)
+    own = step.function, outline(step.arguments), outline(step.keywords)
+    return sum(_identical(own, call) for call in calls)
+
+
+def _identical(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_identical, one, other))
+    return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and bool(one == other))
+
+
 def operands_of(path: Sequence[Step]) -> list[Operand]:
-    """All operands of a path after those that every call is given, by position."""
+    """All operands of a path, by position."""
     return [operand for step in path for operand in step.operands]
 
 
