@@ -318,6 +318,23 @@ class Dropping(Imperative):
         return self.r(h + F.dropout1d(h, 0.5) if self.calls else h)
 
 
+class Attending(Imperative):
+    """Attention with dropout, by a module and by hand, and a sample of categories."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(SIZE, 2, dropout=0.3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.l(x)[None]
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(BATCH, dtype=x.dtype)
+        a, weights = self.attention(h, h, h, attn_mask=mask)
+        self.notes.append(weights.detach().sum().item())
+        b, _ = self.attention(h, h, h, need_weights=False)
+        c = F.scaled_dot_product_attention(a, b, h, dropout_p=0.2, is_causal=True)
+        return self.r((a + b + c)[0]) * F.gumbel_softmax(h[0], tau=2.0)
+
+
 class DroppingWithoutBatch(Dropping):
     """What a path does not follow."""
 
@@ -363,6 +380,7 @@ OTHERS: tuple[Callable[[], Imperative], ...] = (
     Overwriting,
     Straight,
     PartOfATable,
+    Attending,
     Dropping,
     DroppingWithoutBatch,
     Without,

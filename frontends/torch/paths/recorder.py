@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.dynamo.tracing import reason
-from daceml_train.frontends.torch.paths import functions
+from daceml_train.frontends.torch.paths import functions, random_functions
 from daceml_train.frontends.torch.paths.functions import name_of
 from daceml_train.frontends.torch.paths.trie import (
     ARITHMETIC,
@@ -111,6 +111,10 @@ class Recorder(TorchFunctionMode):
             except Unsupported as error:
                 self._refuse(str(error))
                 return function(*self._real(args), **self._real(kwargs))
+        body = random_functions.body_of(function)
+        if body is not None and random_functions.draws(function, kwargs, args):
+            with self:
+                return body(*args, **kwargs)
         if function in functions.LIKE and not (function is torch.full_like and tensors(args[1:])):
             return function(self._like(args[0]), *args[1:], **kwargs)
         if type(function) is functions.GETTER and function.__self__.__name__ == "data":
