@@ -95,6 +95,10 @@ class AlongPaths(InPieces):
         named = ((f"{p}{n}", t) for p, m in roots for n, t in (*m.named_parameters(), *m.named_buffers()))
         return {id(t): name for name, t in reversed(list(named))}
 
+    def _python_runs(self) -> bool:
+        """Whether Python runs the model, rather than code that TorchDynamo compiled."""
+        return self.faster.compiled is False or any(not paths.refused for paths in self.paths.values())
+
     def _knows_kinds(self) -> bool:
         """Whether so many kinds of arguments were not one program that others will not be."""
         return self._has_paths and len(self._in_pieces) >= KINDS and not any(self._bound.values())

@@ -8,13 +8,13 @@ Values are known by what computes them, so paths with a common beginning share t
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
-from daceml_train.analysis.reachability import ancestors
+from daceml_train.analysis.reachability import ancestors, required
 from daceml_train.autodiff.partition import FREE, POINTWISE
 from daceml_train.driver.bound_step import in_strides
 from daceml_train.driver.goals import StepGoal, compile_differentiable
@@ -23,7 +23,11 @@ from daceml_train.frontends.torch.paths.stitch import PathGraph, as_tensor
 from daceml_train.frontends.torch.paths.trie import Call, Number
 from daceml_train.graph.graph import Graph, Role
 from daceml_train.lowering.device import CPU
+from daceml_train.ops.gradient import Detach
 from daceml_train.passes.base import without_dead_code
+
+_FREE = (*FREE, Detach)
+"""Operators that move no bytes."""
 
 
 @dataclass
@@ -98,16 +102,16 @@ class LookProgram:
         sources: Mapping[str, Any],
         earlier: Sequence[LookProgram],
         options: Settings,
+        also: Sequence[str] = (),
     ) -> None:
-        self.generation = 0
         available = {number: program for program in earlier for number in program.saved}
-        whole = ancestors(graph.nodes, [name])
+        looked = [name, *also]
+        whole = ancestors(graph.nodes, looked)
         cut = [n for n in graph.tensors if n in whole and numbers.get(n) in available and n not in graph.inputs]
         own = graph.copy()
-        own.name, own.outputs, own.writes = "look", [name], {}
+        own.name, own.outputs, own.writes = "look", looked, {}
         own = given(own, cut)
-        kept = _worth_keeping(graph, own, name)
-        own.outputs = [name, *kept]
+        own.outputs = [*looked, *_worth_keeping(graph, own, looked)]
         own = _used(own, set(own.inputs))
         self.saved: dict[int, int] = {numbers[n]: position for position, n in enumerate(own.outputs)}
         """Positions of its outputs by the values' numbers."""
@@ -123,8 +127,8 @@ class LookProgram:
         self.strides = [tuple(self.plan.value(s) for s in entry.strides) for entry in entries]
         self.addresses = (ctypes.c_void_p * len(entries))()
 
-    def run(self, values: CallValues) -> Tensor:
-        """The value; all that is saved is noted in `values`."""
+    def run(self, values: CallValues) -> None:
+        """Compute what is looked at and what is saved, and note it in `values`."""
         for program in self.needs:
             if id(program) not in values.ran:
                 program.run(values)
@@ -138,19 +142,47 @@ class LookProgram:
         outputs = self.plan.run_addresses(self.addresses)
         for number, place in self.saved.items():
             values.saved[number] = outputs[place]
-        return outputs[0]
 
 
-def _worth_keeping(graph: Graph, own: Graph, name: str) -> list[str]:
+@dataclass(frozen=True)
+class Look:
+    """A look at a value: the program that computes it, and the value's number."""
+
+    program: LookProgram
+    number: int
+    generation: int
+    """How many times numbers had become inputs when it was compiled."""
+
+    def value(self, values: CallValues) -> Tensor:
+        """The value in this call."""
+        if id(self.program) not in values.ran:
+            self.program.run(values)
+        return values.saved[self.number]
+
+
+def nearly_computed(graph: Graph, name: str, others: Sequence[str], known: Callable[[str], bool]) -> list[str]:
+    """Those of the values `others` that hardly cost more once `name` is computed, from inputs that are known."""
+    before = ancestors(graph.nodes, [name])
+    found = []
+    for other in others:
+        nodes, read = required(graph.nodes, [other])
+        more = [node for node in nodes if before.isdisjoint(node.outputs)]
+        cheap = all(isinstance(node.op, (*_FREE, *POINTWISE)) for node in more)
+        if cheap and all(known(n) for n in read if n in graph.inputs):
+            found.append(other)
+    return found
+
+
+def _worth_keeping(graph: Graph, own: Graph, looked: Sequence[str]) -> list[str]:
     """What later programs take from the one that computes `own`: results of library calls, and what is read next."""
     inside = {n for node in own.nodes for n in node.outputs}
     read_later = {n for node in graph.nodes if inside.isdisjoint(node.outputs) for n in node.inputs}
     kept = []
     for node in own.nodes:
-        free = isinstance(node.op, FREE)
+        free = isinstance(node.op, _FREE)
         if free or (isinstance(node.op, POINTWISE) and read_later.isdisjoint(node.outputs)):
             continue
-        kept += [n for n in node.outputs if n != name]
+        kept += [n for n in node.outputs if n not in looked]
     return kept
 
 

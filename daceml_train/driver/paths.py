@@ -24,14 +24,22 @@ from daceml_train.driver.bound_optimizer import step_hooks
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks, in_strides
 from daceml_train.driver.compile import compile_graph
 from daceml_train.driver.goals import WholeStep
-from daceml_train.driver.path_programs import CallValues, LookProgram, PathGoal, Values, divided
+from daceml_train.driver.path_programs import (
+    CallValues,
+    Look,
+    LookProgram,
+    PathGoal,
+    Values,
+    divided,
+    nearly_computed,
+)
 from daceml_train.driver.records import Record
 from daceml_train.driver.settings import Settings
 from daceml_train.errors import DacemlError, Unsupported
 from daceml_train.frontends.torch.capture.capture import InputSource
 from daceml_train.frontends.torch.dynamo.tracing import reason
 from daceml_train.frontends.torch.paths.recorder import Recorder
-from daceml_train.frontends.torch.paths.stitch import captured_path
+from daceml_train.frontends.torch.paths.stitch import PathGraph, captured_path
 from daceml_train.frontends.torch.paths.trie import Call, Number, Operand, Result, Step, leaves_of, numbers_of
 from daceml_train.lowering.device import CPU
 from daceml_train.runtime.bound_plan import AnyArena, new_arena
@@ -166,10 +174,10 @@ class Paths:
 
     def _look(self, values: CallValues) -> Callable[[Recorder, Result], Tensor | None]:
         def look(recorder: Recorder, result: Result) -> Tensor | None:
-            program = recorder.at.fetches.get(result)
-            if program is None or program.generation != self.generation:
+            found: Look | None = recorder.at.fetches.get(result)
+            if found is None or found.generation != self.generation:
                 return None
-            return in_strides(program.run(values), result.tensor.stride())
+            return in_strides(found.value(values), result.tensor.stride())
 
         return look
 
@@ -276,6 +284,34 @@ class Paths:
             if not isinstance(error, DacemlError):
                 logs.event(logs.BREAKS, self.refused)
 
+    def _looks(
+        self, found: PathGraph, path: Sequence[Step], looked: Sequence[tuple[Step, Result]], numbers: dict[str, int]
+    ) -> list[LookProgram]:
+        """The programs of a path's looks, in order; those of another path are shared."""
+        graph, programs = found.captured.graph, list[LookProgram]()
+        position = {id(step): number for number, step in enumerate(path)}
+        used: dict[Any, int] = {o.index: position[id(step)] for step in path for o in step.operands}
+        used |= {number: position[id(step)] for step in path for number in step.numbers}
+        for place, ((step, result), name) in enumerate(zip(looked, found.looked, strict=True)):
+            look: Look | None = step.fetches.get(result)
+            if look is None or look.generation != self.generation:
+                program = next((p for p in programs if numbers[name] in p.saved), None)
+                if program is None:
+                    now = position[id(step)]
+                    also = nearly_computed(
+                        graph,
+                        name,
+                        found.looked[place + 1 :],
+                        lambda n, now=now: used.get(found.sources.get(n), -1) <= now,  # type: ignore[misc]
+                    )
+                    arguments = (graph, name, numbers, found.sources, programs, self.owner.options, also)
+                    program = LookProgram(*arguments)
+                    self.owner.records += program.records
+                look = step.fetches[result] = Look(program, numbers[name], self.generation)
+            if look.program not in programs:
+                programs.append(look.program)
+        return programs
+
     def _program(self, leaf: Leaf, call: Call, values: CallValues) -> PathProgram:
         owner, path = self.owner, call.path
         looked, kept = list(leaf.looked), list(leaf.kept)
@@ -283,20 +319,13 @@ class Paths:
         graph = found.captured.graph
         _note_writes(path, call, [s for name, s in found.sources.items() if name in graph.writes])
         numbers = self.values.of(graph, found.sources)
-        looks: list[LookProgram] = []
-        for (step, result), name in zip(looked, found.looked, strict=True):
-            program = step.fetches.get(result)
-            if program is None or program.generation != self.generation:
-                program = LookProgram(graph, name, numbers, found.sources, looks, owner.options)
-                program.generation = self.generation
-                step.fetches[result] = program
-                owner.records += program.records
-            looks.append(program)
+        looks = self._looks(found, path, looked, numbers)
         available = {number: program for program in looks for number in program.saved}
         inside = {name for node in graph.nodes for name in node.outputs} - set(graph.outputs)
         saved = [name for name in inside if numbers[name] in available]
         for program in looks:  # examples of what the last program takes from them
-            program.run(values)
+            if id(program) not in values.ran:
+                program.run(values)
         by_name = {name: values.tensor(source) for name, source in found.sources.items()}
         given = {id(values.tensor(s)) for s in found.sources.values() if not isinstance(s, Tensor)}
         trained, gradients = owner._wanted(by_name, given)

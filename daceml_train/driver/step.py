@@ -259,7 +259,7 @@ class TrainingStep(AlongPaths):
     def _bind(self, key: Any, inputs: Any, targets: tuple[Any, ...], flat: Sequence[Any]) -> BoundStep | None:
         """The step for these arguments, captured and compiled if it is new; None if it runs in pieces."""
         check_tensors(flat)
-        if key in self._in_pieces and any(not paths.refused for paths in self.paths.values()):
+        if key in self._in_pieces and self._python_runs():
             return None  # hooks are called by the user's code, and seen by paths
         self._watch_hooks()
         if key in self._in_pieces:

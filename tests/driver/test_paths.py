@@ -4,6 +4,7 @@ compiled for ways through the code; nothing is written before the last look at a
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 from collections.abc import Callable
@@ -15,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.driver.imperative import BATCH, SIZE, Imperative, Pair, assert_alike, batches, kept
+import daceml_train as dt
+from tests.driver.imperative import BATCH, SIZE, Imperative, Pair, assert_alike, batches, kept, loss_of
 
 pytestmark = pytest.mark.compiled
 
@@ -250,6 +252,18 @@ class Structures(Imperative):
         return self.r(h)
 
 
+class Positions(Imperative):
+    """Indices that are tensors without dimensions, of data and of results."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.l(x)
+        order = x[:, 0].argsort()
+        picked = [h[i] for i in order]
+        first, column = order[0], h.detach().sum(0).argmax()
+        y = torch.stack(picked) * h[..., column, None] + h[None, first, 1:3].sum() + h[first, column]
+        return self.r(y)
+
+
 class Buffered(Imperative):
     """Reuses an array of NumPy's, which PyTorch does not see change."""
 
@@ -376,6 +390,7 @@ OTHERS: tuple[Callable[[], Imperative], ...] = (
     Running,
     Twice,
     Structures,
+    Positions,
     Buffered,
     Overwriting,
     Straight,
@@ -388,9 +403,77 @@ OTHERS: tuple[Callable[[], Imperative], ...] = (
 )
 
 
+REFUSED = {
+    Overwriting: "NumPy array that shares memory",
+    Straight: "autograd.Function",
+    DroppingWithoutBatch: "without a batch",
+}
+"""What keeps calls of some of them from following paths."""
+
+
 @pytest.mark.parametrize("model", OTHERS)
 def test_as_in_eager_execution(model: Callable[[], Imperative]) -> None:
-    Pair(model()).train(batches(10))
+    pair = Pair(model())
+    pair.train(batches(10))
+    for paths in pair.step.paths.values():
+        assert REFUSED[model] in paths.refused if model in REFUSED else not paths.refused  # type: ignore[index]
+        assert paths.refused or paths.misses < paths.calls
+
+
+class Rows(Imperative):
+    """Looks at rows of a result, one after the other, and at what a later layer computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.l(x)
+        order = [int(row.detach().numpy().argmax()) for row in h]
+        self.notes.append(order)
+        y = self.r(h[:, torch.tensor(order)[0]][:, None] * h)
+        return y if y.sum().item() < 1e9 else h
+
+
+def test_looks_that_cost_nothing_more_are_of_one_program() -> None:
+    pair = Pair(Rows())
+    pair.train(batches(6))
+    (leaf,) = pair.paths.leaves
+    assert leaf.program is not None and len(leaf.looked) == BATCH + 1
+    assert len(pair.step.records) == 3  # the rows, the sum of the later layer, and the rest
+
+
+def test_paths_share_the_programs_of_their_looks() -> None:
+    pair = Pair(Decided())
+    pair.train([settled(bits) for bits in ((0, 0, 0), (0, 0, 1)) for _ in range(3)])
+    assert pair.paths.compiled == 2 and len(pair.step.records) == 3 + 2
+
+
+def test_the_report_shows_the_paths() -> None:
+    pair = Pair(Decided())
+    pair.train([settled(bits) for bits in ((0, 0, 0), (0, 0, 1)) for _ in range(3)])
+    text = str(dt.report(pair.step))
+    assert "6 calls along paths: 3 by programs, 3 recorded" in text
+    assert "a look at a value (at test_paths.py:" in text and text.count("compiled, taken 3 times") == 2
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_gradients_norms_and_kept_gradients(keeps: bool) -> None:
+    model = Decided().double()
+    eager = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, eager)]
+    step = dt.training_step(model, loss_of, optimizers[0], keep_gradients=keeps, clip_norm=0.1)
+    target = torch.ones(BATCH, SIZE, dtype=torch.float64)
+    for number in range(6):
+        x = settled((0, number % 2, 1))
+        step(x, target)
+        optimizers[1].zero_grad()
+        loss_of(eager(x), target).backward()
+        norm = nn.utils.clip_grad_norm_(eager.parameters(), 0.1)
+        optimizers[1].step()
+        assert step.gradient_norm is not None
+        torch.testing.assert_close(step.gradient_norm, norm)
+        for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+            assert (ours.grad is not None) is keeps
+            if keeps:
+                torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 def test_parameters_that_are_frozen_and_options_that_change() -> None:

@@ -40,6 +40,7 @@ from daceml_train.frontends.torch.paths.values import (
     numeric,
     place,
     plain,
+    scalar_index,
     tensors,
 )
 
@@ -119,6 +120,8 @@ class Recorder(TorchFunctionMode):
             return function(self._like(args[0]), *args[1:], **kwargs)
         if type(function) is functions.GETTER and function.__self__.__name__ == "data":
             return self.run(Tensor.detach, args, {})
+        if function is Tensor.__getitem__ and (place := scalar_index(args[1])) is not None:
+            return self._selected(args[0], args[1], place)
         if function is Tensor.__getitem__ and (index := self._without_masks(args[1])) is not args[1]:
             return self.run(function, (args[0], index), {})
         if name in functions.REFUSED:
@@ -412,6 +415,18 @@ class Recorder(TorchFunctionMode):
         if not tensor.is_meta:
             return tensor.detach()
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+    def _selected(self, x: Tensor, index: Any, place: int) -> Any:
+        """An element along a dimension, at a position that a tensor without dimensions has."""
+        parts = list(index) if isinstance(index, tuple) else [index]
+        position, parts[place] = parts[place], slice(None)
+        before = parts[:place]
+        dims = sum(part is None or isinstance(part, slice) for part in before)
+        if any(part is ... for part in before):
+            dims += x.ndim - sum(part is not None and part is not ... for part in parts)
+        whole = self.run(Tensor.__getitem__, (x, tuple(parts)), {})
+        row = self.run(Tensor.reshape, (position, 1), {})
+        return self.run(Tensor.squeeze, (self.run(torch.index_select, (whole, dims, row), {}), dims), {})
 
     def _without_masks(self, index: Any) -> Any:
         """An index with the positions of elements in place of masks."""
