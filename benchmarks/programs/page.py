@@ -67,7 +67,7 @@ def mean(ratios: Sequence[float]) -> str:
 
 def _summary(ours: Rows, by: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[str]:
     same = sum(not row["differs"] and row["steps"] > 0 for row in ours)
-    modes = {mode: sum(row["mode"] == mode for row in ours) for mode in ("whole", "pieces", "eager")}
+    modes = {mode: sum(row["mode"] == mode for row in ours) for mode in ("whole", "paths", "pieces", "eager")}
     timed = [(row["program"], found) for row in ours if (found := ratio(row)) is not None]
     both = [(found, other) for name, found in timed if (other := ratio(by.get((name, "torch.compile")))) is not None]
     found = ", ".join(f"{count} {mode}" for mode, count in modes.items())

@@ -62,6 +62,8 @@ class Way:
         """How often each program ran so far, after each step."""
         self.pieces: list[int] = []
         """How many calls ran in pieces so far, after each step."""
+        self.along: list[int] = []
+        """How many calls ran along paths so far, after each step."""
         self.calls_in_pieces = 0
         self.calls: list[int] = []
         """How many parts were trained so far, after each step."""
@@ -124,6 +126,7 @@ class Way:
         self.losses.append(float(loss))
         self.graph_breaks += sum(counters.values()) - breaks
         self.pieces.append(self.calls_in_pieces)
+        self.along.append(sum(paths.calls for step in self.steps for paths in step.paths.values()))
         self.calls.append(self.trained)
         backends = self._backends()
         self.counts.append(sum(len(step.records) for step in self.steps) + sum(b.graphs for b in backends))
@@ -136,12 +139,12 @@ class Way:
 
     @property
     def mode(self) -> str:
-        """How the last third of the steps ran: whole, in pieces, or eagerly."""
+        """How the last third of the steps ran: whole, along paths, in pieces, or eagerly."""
         if self.kind not in OURS or not self.ran:
             return ""
         before = -1 - max(1, len(self.ran) // 3) if len(self.ran) > 1 else 0
         if self.kind == "training_step" and self.pieces[before] == self.pieces[-1]:
-            return "whole"
+            return "whole" if self.along[before] == self.along[-1] else "paths"
         runs = sum(runs - self.ran[before].get(program, 0) for program, runs in self.ran[-1].items())
         if not runs:
             return "eager"

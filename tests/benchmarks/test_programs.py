@@ -41,6 +41,8 @@ def test_what_differs_is_named() -> None:
 def test_two_programs_are_as_in_eager_execution() -> None:
     (row,) = run("generator", ("training_step",), steps=3)
     assert (row.mode, row.steps, row.programs, row.differs) == ("whole", 3, 1, {}) and row.ms is not None
+    (row,) = run("branch on a value", ("training_step",), steps=4)
+    assert (row.mode, row.steps, row.programs, row.differs) == ("paths", 4, 1, {})
     (row,) = run("early exit", ("optimize",), steps=3)
     assert (row.mode, row.steps, row.differs) == ("pieces", 3, {})
 
