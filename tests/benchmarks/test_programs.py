@@ -62,7 +62,7 @@ def test_the_page_tells_failed_from_slow() -> None:
         Row("a", "torch.compile", "", 24, {}, 0, 0, 2.0, 1.6),
     ]
     text = page.text([row.__dict__ for row in rows])
-    assert "1 of 3 are as in eager execution; 1 whole, 1 pieces, 0 eager; 1 compile late." in text
+    assert "1 of 3 are as in eager execution; 1 whole, 0 paths, 1 pieces, 0 eager; 1 compile late." in text
     assert "| a | whole | yes | yes | yes | yes | 1 | 0 | 2.00 | 1.00 | 2.00 | 1.25 |" in text
     assert "| b | pieces | yes | yes | no | yes | 9 | 3 | 1.00 | 2.00 | 0.50 | - |" in text
     assert "| c | failed | - | - | - | - | 0 | 0 | - | - | - | - |" in text
