@@ -13,6 +13,7 @@ from daceml_train.errors import Invalid
 from daceml_train.graph.bodies import bodies
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.graph.leaves import leaves
+from daceml_train.ops.collective import Collective
 from daceml_train.ops.control import Cond, ControlFlow, Scan, While
 from daceml_train.ops.fallback import Aten
 from daceml_train.ops.levels import ROWS, Levels
@@ -38,31 +39,78 @@ def interpret(graph: Graph, inputs: Mapping[str, Any], rounded: bool = False) ->
     that any implementation has. Raises `Invalid` if an input does not fit, or if an operator's reference contradicts
     its shape rule.
     """
-    given = {name: np.asarray(value) for name, value in inputs.items()}
-    sizes = solve(graph.inputs, {name: value.shape for name, value in given.items()})
-    widened = {name: _widen(name, value, graph.inputs[name].tensor) for name, value in given.items()}
-    values = _run(graph, widened, sizes, rounded)
-    outputs = tuple(values[name] for name in graph.outputs)
-    return Results(outputs, {target: values[name] for target, name in graph.writes.items()}, values, sizes)
+    (results,) = interpret_ranks([graph], [inputs], rounded)
+    return results
+
+
+def interpret_ranks(
+    graphs: Sequence[Graph], inputs: Sequence[Mapping[str, Any]], rounded: bool = False
+) -> list[Results]:
+    """Run a graph on each of several ranks, given the inputs of each; collectives exchange arrays between them.
+
+    The graphs differ at most in sizes. With a single rank, all ranks of a collective have the same arrays. Raises as
+    `interpret` does, and `Invalid` for a collective of another number of ranks.
+    """
+    given = [{name: np.asarray(value) for name, value in of_rank.items()} for of_rank in inputs]
+    sizes, scopes = [], []
+    for graph, of_rank in zip(graphs, given, strict=True):
+        sizes.append(solve(graph.inputs, {name: value.shape for name, value in of_rank.items()}))
+        scopes.append({n: _widen(n, value, graph.inputs[n].tensor) for n, value in of_rank.items()})
+    results = []
+    values_of_ranks = _run_ranks(graphs, scopes, sizes, rounded)
+    for graph, values, found in zip(graphs, values_of_ranks, sizes, strict=True):
+        outputs = tuple(values[name] for name in graph.outputs)
+        results.append(Results(outputs, {target: values[n] for target, n in graph.writes.items()}, values, found))
+    return results
 
 
 def _run(graph: Graph, scope: dict[str, Array], sizes: Mapping[str, int], rounded: bool = False) -> dict[str, Array]:
     """Every array of the graph by name."""
-    lowered = leaves(graph)
-    for node in lowered.graph.nodes:
-        op = bind(node.op, sizes)
-        operands = [scope[i] for i in node.inputs]
-        if isinstance(op, ControlFlow):
-            results = _control(lowered.graph, node, op, operands, sizes, rounded)
-        else:
-            results = op.evaluate(*operands)
-        for name, value in zip(node.outputs, results, strict=True):
-            if not isinstance(
-                op, Aten
-            ):  # its shapes come from PyTorch, which reports wrong ones for embedding_bag's auxiliary results
-                _check(node, value, bind(lowered.graph.tensors[name], sizes))
-            scope[name] = _round(value, lowered.graph.tensors[name].dtype) if rounded else value
-    return {name: scope[inner] for name, inner in lowered.names.items()}
+    return _run_ranks([graph], [scope], [sizes], rounded)[0]
+
+
+def _run_ranks(
+    graphs: Sequence[Graph], scopes: Sequence[dict[str, Array]], sizes: Sequence[Mapping[str, int]], rounded: bool
+) -> list[dict[str, Array]]:
+    """Every array of the graph of each rank by name; the ranks run their nodes in step."""
+    lowered = [leaves(graph) for graph in graphs]
+    for nodes in zip(*(each.graph.nodes for each in lowered), strict=True):
+        exchanged = None
+        if isinstance(nodes[0].op, Collective) and len(nodes) > 1:
+            if nodes[0].op.ranks != len(nodes) or any(type(node.op) is not type(nodes[0].op) for node in nodes):
+                raise Invalid(f"{nodes[0].op.label} of {nodes[0].op.ranks} ranks on {len(nodes)}")
+            operands = [tuple(scope[i] for i in node.inputs) for node, scope in zip(nodes, scopes, strict=True)]
+            exchanged = nodes[0].op.exchange(operands)
+        for rank, (node, scope, each) in enumerate(zip(nodes, scopes, lowered, strict=True)):
+            op = bind(node.op, sizes[rank])
+            operands_of_rank = [scope[i] for i in node.inputs]
+            if exchanged is not None:
+                results: Sequence[Array] = (exchanged[rank],)
+            elif isinstance(op, ControlFlow):
+                results = _control(each.graph, node, op, operands_of_rank, sizes[rank], rounded)
+            else:
+                results = op.evaluate(*operands_of_rank)
+            _keep(each.graph, node, scope, results, sizes[rank], rounded)
+    return [
+        {name: scope[inner] for name, inner in each.names.items()} for scope, each in zip(scopes, lowered, strict=True)
+    ]
+
+
+def _keep(
+    graph: Graph,
+    node: Node,
+    scope: dict[str, Array],
+    results: Sequence[Array],
+    sizes: Mapping[str, int],
+    rounded: bool,
+) -> None:
+    """Put the results of a node, which must be what its shape rule says, into the scope."""
+    for name, value in zip(node.outputs, results, strict=True):
+        if not isinstance(
+            node.op, Aten
+        ):  # its shapes come from PyTorch, which reports wrong ones for embedding_bag's auxiliary results
+            _check(node, value, bind(graph.tensors[name], sizes))
+        scope[name] = _round(value, graph.tensors[name].dtype) if rounded else value
 
 
 def _control(

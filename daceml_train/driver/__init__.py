@@ -15,6 +15,7 @@ import torch
 from daceml_train.driver.distribution import Mesh, begin_as_equals, ranks_of, warn_of_others
 from daceml_train.driver.micro_batches import MicroBatchedStep, Reduction
 from daceml_train.driver.module import Backend, optimized
+from daceml_train.driver.on_ranks import Sharding, Sharing, Sparse
 from daceml_train.driver.options import OptionKeywords, Options, chosen, current, takes_options
 from daceml_train.driver.step import Loss, TrainingStep
 from daceml_train.errors import Invalid, nearest
@@ -56,6 +57,8 @@ def training_step(
     clip_value: float | None = None,
     scaler: torch.amp.GradScaler | None = None,
     mesh: Mesh = None,
+    shard: Sharding = None,
+    sparse: Sparse = "auto",
     options: Options | None = None,
     **keywords: Unpack[OptionKeywords],
 ) -> TrainingStep:
@@ -89,6 +92,12 @@ def training_step(
             The processes that train together, as a device mesh or a process group, each on its part of the batch: all
             begin with the parameters of the first one, and gradients and the returned loss are means over them.
             `False`: each trains alone.
+        shard: Sharding = None
+            `'optimizer'`: each of them has a shard of the optimizer's state and updates that part of the parameters
+            (ZeRO, stage 1).
+        sparse: Sparse = 'auto'
+            How the gradients of embedding tables are exchanged: `'dense'`, `'gather'` for the rows that each of them
+            has, or `'auto'` for the one that sends fewer bytes.
     """
     others = [n for n, p in inspect.signature(training_step).parameters.items() if p.kind is p.KEYWORD_ONLY]
     found = chosen("training_step", options, keywords, others)
@@ -111,10 +120,16 @@ def training_step(
         step = MicroBatchedStep(model, loss, optimizer, settings, micro_batches, reduction, clipping, scaler, schedule)
     else:
         step = TrainingStep(model, loss, optimizer, settings, keep_gradients, clipping, scaler, schedule)
+    sharing = Sharing(ranks, shard, sparse)
+    if sharing.shard and mesh is None:
+        raise Invalid("shard= divides the optimizer's state among several processes", advice="pass mesh=")
+    if sharing.shard and keep_gradients:
+        raise Invalid("keep_gradients and shard exclude each other: no process has the whole gradient")
+    step.train_on(sharing)
     if ranks is not None:
-        step.ranks = ranks
         modules = [m for m in (model, loss) if isinstance(m, torch.nn.Module)]
         told: dict[str, Any] = {"micro_batches": micro_batches, "reduction": reduction, "clipping": clipping}
+        told |= {"shard": shard, "sparse": sparse}
         told["scaler"] = None if scaler is None else scaler.state_dict()
         begin_as_equals(ranks, modules, optimizer, told)
     elif mesh is None:

@@ -15,9 +15,9 @@ from daceml_train.driver.distribution import parallel_wrapper
 from daceml_train.driver.faster import Faster
 from daceml_train.driver.goals import WholeStep
 from daceml_train.driver.module import state_of
+from daceml_train.driver.on_ranks import OnRanks
 from daceml_train.driver.options import ScheduleKind
 from daceml_train.driver.paths import ENDLESS, Owner, Paths, unsuited
-from daceml_train.driver.pieces import InPieces
 from daceml_train.driver.recursion import recursion_of
 from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.lowering.device import GPU, Device
@@ -41,12 +41,11 @@ def _unsuited(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and (type(leaf) is not torch.Tensor or leaf.requires_grad or not leaf.is_cpu)
 
 
-class AlongPaths(InPieces):
+class AlongPaths(OnRanks):
     """What a `TrainingStep` does where Python has to run its model."""
 
     whole_batches = True
     """Whether the step is one forward pass and one update."""
-    accumulated: dict[int, torch.Tensor]
     schedule: ScheduleKind
     cuda_graphs: dict[Device, CudaGraphs]
     _code: Any
@@ -133,6 +132,7 @@ class AlongPaths(InPieces):
             self.scaler,
             self._new_cuda_graphs(step.executable.device),
             self.ranks,
+            self.idle,
         )
 
     def _new_cuda_graphs(self, device: Device) -> CudaGraphs | None:

@@ -15,6 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from daceml_train.errors import Unsupported
 from daceml_train.lowering.program import ProgramInput
 from daceml_train.runtime.torch_types import torch_dtype
+from daceml_train.training.distribution import WEIGHT
 from daceml_train.training.joint import OF_STEP
 from daceml_train.training.optimizers import option_source
 
@@ -84,7 +85,7 @@ class OptimizerGuard:
         self.right: IdentityGuard | None = None
         """The options that `holds` last found right: the same objects need no second look."""
         owners: dict[int, Mapping[str, Any]] = {**dict(enumerate(optimizer.param_groups)), OF_STEP: bounds}
-        self.read = [(owners[index], key, place) for index, key, place in sources]
+        self.read = [(_NO_WEIGHT if key == WEIGHT else owners[index], key, place) for index, key, place in sources]
         self.values = (ctypes.c_double * max(len(self.read), 1))()
         self.tensors = torch.frombuffer(self.values, dtype=torch.float64)[: len(self.read)].unbind()
         """The hyper-parameters as 0-d tensors, which `refresh` sets."""
@@ -126,6 +127,9 @@ def options(group: Mapping[str, Any], read: Collection[str]) -> list[Any]:
     fixed = [v for k, v in group.items() if k not in read]
     return fixed + [_positive(group[k]) for k in read if k in group and k not in _FREE]
 
+
+_NO_WEIGHT: Mapping[str, Any] = {WEIGHT: 0.0}
+"""A rank's weight is set after its other hyper-parameters are compared with those of the other ranks."""
 
 _FREE = frozenset({"params", "lr", "initial_lr"})
 

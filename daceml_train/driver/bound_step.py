@@ -31,12 +31,14 @@ from daceml_train.frontends.torch.capture.rng_draws import Draw
 from daceml_train.frontends.torch.dynamo.tracing import failing_guard, first_to_run
 from daceml_train.lowering.device import GPU
 from daceml_train.runtime.bound_plan import BoundPlan
+from daceml_train.runtime.collectives import communicating
 from daceml_train.runtime.gpu.cuda_graph import CudaGraphs, HostScalars
 from daceml_train.runtime.gpu.plan import DevicePlan
 from daceml_train.runtime.native_library import Leaves
-from daceml_train.runtime.ranks import Ranks, communicating
+from daceml_train.runtime.ranks import Ranks
+from daceml_train.training.distribution import WEIGHT
 from daceml_train.training.gradients import SCALER, scaler_state, scaling_of
-from daceml_train.training.joint import ACCUMULATED
+from daceml_train.training.joint import ACCUMULATED, OF_STEP
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
@@ -112,6 +114,7 @@ class BoundStep:
         scaler: torch.amp.GradScaler | None = None,
         cuda_graphs: CudaGraphs | None = None,
         ranks: Ranks | None = None,
+        idle: bool = False,
     ) -> None:
         self.cuda_graphs, self.device = cuda_graphs, step.executable.device
         self.accumulated, self.scaler, self.scaling = accumulated, scaler, scaling_of(scaler)
@@ -138,8 +141,10 @@ class BoundStep:
         self.first = bool(step.made)
         self.mean: torch.Tensor | None = None
         """The mean of the last call's losses over all ranks."""
-        self.ranks, self.described = ranks, self._described() if ranks else ""
-        self.exchanges = "\nall_reduce" in self.described
+        self.ranks, self.described, self.idle = ranks, self._described() if ranks else "", idle
+        known = {entry: index for index, entry in enumerate(step.hyperparameters)}
+        self.weight = known.get((OF_STEP, WEIGHT))
+        """The position of the rank's weight among the hyper-parameters, if the program exchanges gradients."""
 
     # ---- binding ------------------------------------------------------------------------------------------------
     def _described(self) -> str:
@@ -343,9 +348,11 @@ class BoundStep:
         return outputs[0]
 
     def _run(self, on_device: Sequence[tuple[int, torch.Tensor]], flat: Sequence[Any]) -> list[torch.Tensor]:
-        if self.ranks is None or not self.exchanges:
+        if self.ranks is None or self.weight is None:
             return self._launch(on_device)
-        self.ranks.begin(self.described, rows_of(flat), bytes(self.bound_optimizer.values))
+        rows, values = 0 if self.idle else rows_of(flat), self.bound_optimizer.values
+        self.ranks.begin(self.described, rows, bytes(values))
+        values[self.weight] = self.ranks.weight(rows)
         with communicating(self.ranks):
             return self._launch(on_device)
 

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from daceml_train.errors import Invalid, Unsupported
 from daceml_train.lowering.program import CallLaunch, Program
+from daceml_train.runtime.collectives import TARGETS
 from daceml_train.runtime.ranks import Ranks
 from daceml_train.training.gradients import Clipping
 
@@ -144,9 +145,13 @@ def described(program: Program, trained: Sequence[str], options: Iterable[str]) 
     lines = [*options]
     lines += [f"{inputs[name].path or name} {list(inputs[name].shape)}" for name in trained]
     for launch in program.launches:
-        if isinstance(launch, CallLaunch) and launch.target == "daceml::all_reduce":
-            x, position = launch.arguments
-            lines.append(f"all_reduce {position} of {list(x.shape)} {x.dtype.name}")
+        if isinstance(launch, CallLaunch) and launch.target in TARGETS:
+            name, (first, *others) = launch.target.partition("::")[2], launch.arguments
+            views = first if isinstance(first, tuple) else (first,)
+            numbers = " ".join(str(number) for number in others if isinstance(number, int))
+            # how many rows a rank adds to a table is its own affair
+            shapes = ", ".join(str(list(x.shape)[-1:] if name == "sum_rows" else list(x.shape)) for x in views)
+            lines.append(f"{name} {numbers} of {shapes} {views[0].dtype.name}")
     return "\n".join(lines)
 
 
@@ -160,11 +165,13 @@ def reduce_in_pieces(
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     numbers = f"{clipping} {groups}"
     lines = [f"gradient {number} {list(grad.shape)}" for number, grad in numbered]
+    if not rows:
+        raise Unsupported("a rank without data takes part in a step that is one program, and this one runs in pieces")
     ranks.begin("\n".join(["a step in pieces, see its `breaks`", *lines]), rows, numbers.encode())
     for _, grad in numbered:
         grad.copy_(ranks.mean(grad))
 
 
 def rows_of(flat: Sequence[Any]) -> int:
-    """The rows of a batch: the size of its first tensor along the first dimension."""
-    return next((leaf.shape[0] for leaf in flat if isinstance(leaf, torch.Tensor) and leaf.ndim), 0)
+    """The rows of a batch: the size of its first tensor along the first dimension; 1 if it has none."""
+    return next((leaf.shape[0] for leaf in flat if isinstance(leaf, torch.Tensor) and leaf.ndim), 1)

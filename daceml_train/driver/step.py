@@ -6,7 +6,6 @@ cannot be one program runs in pieces: PyTorch's autograd and optimizer around th
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -50,9 +49,10 @@ from daceml_train.lowering.device import GPU, Device
 from daceml_train.passes.pipeline import Pipeline
 from daceml_train.runtime.bound_plan import AnyArena, new_arena
 from daceml_train.runtime.gpu.cuda_graph import CudaGraphs
+from daceml_train.runtime.ranks import RankError
 from daceml_train.training.gradients import SCALER, Clipping
-from daceml_train.training.joint import ACCUMULATED, Trained, joint_graph
-from daceml_train.training.optimizers import initial_state, makes_its_state, number_types, ready, update_of
+from daceml_train.training.joint import Trained, joint_graph
+from daceml_train.training.optimizers import makes_its_state, number_types, ready, update_of
 
 Loss = Callable[..., torch.Tensor]
 
@@ -149,10 +149,6 @@ class TrainingStep(AlongPaths):
             with torch.enable_grad():
                 return self._step(inputs, targets)
 
-    def _step(self, inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:
-        with contextlib.nullcontext() if self.ranks is None else self.ranks.step():
-            return self._local_step(inputs, targets)
-
     def _local_step(self, inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:
         key, flat, bound = self._find(inputs, targets)
         loss = None if bound is None else self._run_bound(key, flat, bound, inputs, targets)
@@ -165,7 +161,7 @@ class TrainingStep(AlongPaths):
         flat: Sequence[Any] = (inputs, *targets)
         if not all(isinstance(a, torch.Tensor) for a in flat):
             flat = pytree.tree_leaves(flat)
-        key = (torch.get_num_threads(), len(targets), *map(kind_of, flat))
+        key = (self.idle, torch.get_num_threads(), len(targets), *map(kind_of, flat))
         scope, ways = {"self": self, "inputs": inputs, "targets": targets}, self._bound.get(key, [])
         bound = next((way for way in ways if way.valid(scope) and way.repeatable(self._code.__code__, scope)), None)
         if bound is None:
@@ -295,7 +291,7 @@ class TrainingStep(AlongPaths):
                 return None
         try:
             bound = self._bind_captured(captured, arguments, flat, scope)
-        except (BudgetInfeasible, DeviceMismatch):
+        except (BudgetInfeasible, DeviceMismatch, RankError):
             raise
         except Exception as error:
             self._break(key, error, ours=True)
@@ -386,6 +382,7 @@ class TrainingStep(AlongPaths):
         device = device_of(self.model, by_name, flat)
         if self.ranks is not None and isinstance(device, GPU):
             raise Unsupported("collectives of a step on a GPU", advice="they run around the compiled model")
+        self._choose_tables(captured.graph, by_name)
         step = self._compiled(captured, *self._wanted(by_name, given), device, further)
         for name, entry in step.state:
             if entry not in SCALER:
@@ -409,15 +406,6 @@ class TrainingStep(AlongPaths):
             raise Unsupported("a parameter has a gradient hook")
         return trained, list(leaves) if self.keep_gradients else []
 
-    def _make_state(self, parameter: torch.Tensor, name: str) -> None:
-        if name == ACCUMULATED:
-            self.accumulated.setdefault(id(parameter), torch.zeros_like(parameter.detach()))
-            return
-        state = self.optimizer.state[parameter]
-        if not isinstance(state.get(name), torch.Tensor):
-            state[name] = initial_state(name, parameter, self.optimizer)
-        if state[name].device != parameter.device:  # a count of steps, which PyTorch keeps on the CPU
-            state[name] = state[name].to(parameter.device)
 
     def _compiled(
         self, captured: Captured, trained: Sequence[Trained], kept: Sequence[str], device: Device, further: int = 0

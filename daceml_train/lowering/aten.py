@@ -257,6 +257,10 @@ def _from_name(name: str) -> Any:
     return getattr(torch, name.removeprefix("torch.")) if name.startswith("torch.") else torch.device(name)
 
 
+def _collective(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
+    return Call(f"daceml::{op.label}", (Operand(0), op.position))
+
+
 CALLS: dict[str, Rule] = {
     "matmul": _matmul,
     "matmul_add": _matmul_add,
@@ -288,7 +292,16 @@ CALLS: dict[str, Rule] = {
     "embedding_grad": lambda op, i, o: Call(
         "aten::embedding_dense_backward", (Operand(0), Operand(1), op.rows, op.padding_idx, False)
     ),
-    "all_reduce": lambda op, i, o: Call("daceml::all_reduce", (Operand(0), op.position)),
+    "all_reduce": _collective,
+    "reduce_scatter": _collective,
+    "all_gather": _collective,
+    "all_to_all": _collective,
+    "broadcast": lambda op, i, o: Call("daceml::broadcast", (Operand(0), op.root, op.position)),
+    "reduce_to": lambda op, i, o: Call("daceml::reduce_to", (Operand(0), op.root, op.position)),
+    "own_shards": lambda op, i, o: Call("daceml::own_shards", (tuple(Operand(k) for k in range(len(i))),)),
+    "sum_rows": lambda op, i, o: Call(
+        "daceml::sum_rows", (Operand(0), Operand(1), op.rows, op.padding_idx, op.position)
+    ),
     "attention": _attention,
     "attention_grad": _attention_grad,
     "pad": _pad,

@@ -11,7 +11,7 @@ from daceml_train.analysis.traffic import Entry, traffic
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.lowering.naming import names
 from daceml_train.lowering.program import CallLaunch, ControlLaunch, CopyLaunch, KernelLaunch, Launch
-from daceml_train.ops.collective import AllReduce
+from daceml_train.ops.collective import Collective
 from daceml_train.ops.kernel import described
 from daceml_train.ops.operator import Operator
 from daceml_train.tensor import Dim, Tensor
@@ -74,7 +74,7 @@ def costs(graph: Graph, launches: Sequence[Launch], nodes: Sequence[int]) -> lis
 def _network(graph: Graph, node: Node) -> Dim:
     """Bytes that each process sends in a collective."""
     return (
-        node.op.network_bytes(*(graph.tensors[name] for name in node.inputs)) if isinstance(node.op, AllReduce) else 0
+        node.op.network_bytes(*(graph.tensors[name] for name in node.inputs)) if isinstance(node.op, Collective) else 0
     )
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import hashlib
-import threading
 import time
 import weakref
 import zlib
@@ -44,6 +44,13 @@ class RankError(ExecutionError):
         super().__init__(message, -1)
 
 
+def _timeout(group: dist.ProcessGroup) -> float:
+    """The timeout of a process group in seconds."""
+    device = torch.device("cuda" if dist.get_backend(group) == dist.Backend.NCCL else "cpu")
+    given: timedelta = group._get_backend(device).options._timeout
+    return given.total_seconds()
+
+
 class Ranks:
     """The processes of `group` in the steps of one `TrainingStep`. Not thread-safe: a step runs alone."""
 
@@ -61,9 +68,16 @@ class Ranks:
         if not Ranks.created:
             atexit.register(time.sleep, RELEASE)
         Ranks.created += 1  # equal on all ranks: steps are constructed in one order
+        self.patience = _timeout(group)
+        """Seconds after which a rank that says nothing is taken for lost."""
         self.error: RankError | None = None
         """What a collective of the running program raised."""
         self.steps = -1  # the construction of the step counts as 0
+        self.rows: list[int] = []
+        """The rows of each rank in the step whose exchange is over."""
+        self.sent: dict[tuple[str, int], int] = {}
+        """Bytes that this rank sent last in collectives whose size depends on data, by name and position."""
+        self._reference = 0
         self._sent: tuple[torch.Tensor, Any] | None = None
         self._begun = False
         self._digests: dict[str, int] = {}
@@ -89,6 +103,8 @@ class Ranks:
         as the optimizer's hyper-parameters.
         """
         if not self._begun:
+            if self.steps == 1:
+                self._put(f"begun/1/{self.rank}", "")  # for those that wait for what this rank does not say
             self._send(RUNS, self._digest(described), rows, zlib.crc32(numbers))
 
     def agreed(self) -> None:
@@ -104,12 +120,48 @@ class Ranks:
             raise RankError(f"the ranks run different steps: {self._difference(digest)}")
         if len(set(numbers)) > 1:
             raise RankError("the ranks have different learning rates or other options of the optimizer")
-        if len(set(rows)) > 1:
-            given = ", ".join(f"{n} on rank {rank}" for rank, n in enumerate(rows))
-            raise RankError(
-                f"the ranks have batches of different sizes ({given} rows), so the mean of their gradients is not the "
-                "gradient of the whole batch; leave the last batch out (drop_last=True) or fill it up"
-            )
+        if self.steps and not any(rows):
+            raise RankError(f"no rank has data in step {self.steps}")
+        self.rows, self._reference = rows, max(rows)
+
+    def weight(self, rows: int) -> float:
+        """The weight of this rank's batch of `rows` rows: 1 for the largest batch of the step before.
+
+        The first step waits for the exchange to know it.
+        """
+        if not self._reference:
+            self.agreed()
+        return rows / self._reference
+
+    @property
+    def largest(self) -> int:
+        """The rows of the largest batch of the last step; 0 before the first one."""
+        return self._reference
+
+    @functools.cached_property
+    def mesh(self) -> dist.device_mesh.DeviceMesh:
+        """The ranks as a device mesh."""
+        return dist.device_mesh.DeviceMesh.from_group(self.group, self.device.type)
+
+    def tell(self, topic: str, text: str) -> list[str | None]:
+        """What each rank says on a topic in this step; None for one that has failed or begins without saying it."""
+        self._put(f"{topic}/{self.steps}/{self.rank}", text)
+        deadline = time.monotonic() + self.patience
+        waiting, pause = set(range(self.size)), 0.001
+        while waiting:
+            waiting -= {
+                rank
+                for rank in waiting
+                if self._has(f"{topic}/{self.steps}", rank)
+                or self._has(f"begun/{self.steps}", rank)
+                or self._has(f"raised/{self.steps}", rank)
+            }
+            if waiting and time.monotonic() > deadline:
+                self._break(f"rank {', '.join(map(str, sorted(waiting)))} says nothing in step {self.steps}")
+            time.sleep(pause if waiting else 0)
+            pause = min(2 * pause, 0.1)
+        said = [(f"{topic}/{self.steps}", rank) for rank in range(self.size)]
+        return [self._get(f"{key}/{rank}") if self._has(key, rank) else None for key, rank in said]
 
     # ---- collectives --------------------------------------------------------------------------------------------
     def sum(self, tensor: torch.Tensor) -> None:
@@ -118,14 +170,23 @@ class Ranks:
         self.finish(dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The mean of a tensor over all ranks."""
-        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        """The mean of a tensor over all ranks, weighed by the rows of their batches in this step."""
+        self.agreed()
+        most = max(self.rows)
+        total = tensor.detach().clone(memory_format=torch.contiguous_format).mul_(self.rows[self.rank] / most)
         self.sum(total)
-        return total.div_(self.size)
+        return total.div_(sum(self.rows) / most)
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Replace a dense tensor by that of rank 0."""
-        self.finish(dist.broadcast(tensor, group=self.group, group_src=0, async_op=True))
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensors of all ranks, which have one shape, one after the other."""
+        self.agreed()
+        found = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+        self.finish(dist.all_gather_into_tensor(found, tensor.contiguous(), group=self.group, async_op=True))
+        return found
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
+        """Replace a dense tensor by that of rank `root`."""
+        self.finish(dist.broadcast(tensor, group=self.group, group_src=root, async_op=True))
 
     def finish(self, work: Any) -> None:
         """Wait for a collective. Raises `RankError` if another rank has failed or is gone."""
@@ -160,7 +221,7 @@ class Ranks:
             Ranks.broken[self.group] = why
             self._put(f"failed/{self.rank}", why)
             return
-        self._put(f"raised/{self.rank}/{self.steps}", text)
+        self._put(f"raised/{self.steps}/{self.rank}", text)
         self._send(FAILED)
         with contextlib.suppress(RankError):
             self.agreed()
@@ -168,7 +229,7 @@ class Ranks:
     def _failure(self, rank: int) -> str:
         if self._has("failed", rank):
             return self._get(f"failed/{rank}")
-        text = self._get(f"raised/{rank}/{self.steps}")
+        text = self._get(f"raised/{self.steps}/{rank}")
         return f"rank {rank} raised {text}; no rank has updated a parameter in step {self.steps}"
 
     def _break(self, message: str) -> NoReturn:
@@ -209,39 +270,3 @@ class Ranks:
         messages = ["; ".join(lines[:3]) or "nothing more" for lines in only]
         named = ", ".join(map(str, others))
         return f"rank {named} differs from rank 0, which has: {messages[0]}; rank {others[0]} has: {messages[1]}"
-
-
-_running = threading.local()
-
-
-@contextlib.contextmanager
-def communicating(ranks: Ranks) -> Iterator[None]:
-    """The collectives of programs that run inside are those of `ranks`. Its errors are raised as they are."""
-    _running.ranks = ranks
-    try:
-        yield
-    except ExecutionError as error:
-        if ranks.error is None:
-            raise
-        raise ranks.error from error
-    finally:
-        _running.ranks = None
-
-
-def _all_reduce(x: torch.Tensor, position: int) -> torch.Tensor:
-    """The sum of `x` over all ranks, in memory of its own: a collective that fails may write to it afterward."""
-    ranks: Ranks | None = getattr(_running, "ranks", None)
-    if ranks is None:
-        raise ExecutionError("a program with collectives runs outside a training step with mesh=", -1)
-    try:
-        total = x.clone(memory_format=torch.contiguous_format)
-        ranks.sum(total)
-    except RankError as error:
-        ranks.error = error
-        raise
-    return total
-
-
-_library = torch.library.Library("daceml", "FRAGMENT")
-_library.define("all_reduce(Tensor x, int position) -> Tensor")
-_library.impl("all_reduce", _all_reduce, "CPU")

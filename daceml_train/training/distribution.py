@@ -1,36 +1,217 @@
-"""Data parallelism in the graph of a step: means of gradients over the processes that train together.
+"""Data parallelism in the graph of a step: means of gradients over the ranks that train together.
 
 Gradients are laid side by side in buckets, in the order in which the backward pass produces them, so that a step costs
-few messages; the division by the number of processes is a factor that fuses with what reads a gradient.
+few messages. Each bucket has one more element, the weight of the rank's batch: the loss is multiplied by the weight
+before it is differentiated, and the sums of gradients are divided by the sum of the weights. That division fuses with
+what reads a gradient.
+
+With a sharded optimizer (Rajbhandari et al., "ZeRO", 2020, stage 1), each rank has the sum of one shard of every
+gradient, updates that shard of the parameter with that shard of the state, and gets the other shards from the other
+ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from daceml_train.graph.graph import Graph
-from daceml_train.ops.collective import AllReduce
+from daceml_train.graph.graph import Graph, Node
+from daceml_train.ops.collective import AllGather, AllReduce, OwnShards, ReduceScatter, SumRows, shard_size
+from daceml_train.ops.elementwise import Elementwise, Full
+from daceml_train.ops.embedding import EmbeddingGrad
 from daceml_train.ops.operator import Value, make
+from daceml_train.ops.reduction import wide_type
+from daceml_train.tensor import Dim, DType, simplify
 
 BUCKET = 25 << 20
 """Bytes after which a bucket is full, as in PyTorch: collectives start before the backward pass ends, and the memory
 of a bucket is free for the next one.
 """
+WEIGHT = "weight"
+"""The name of the input that is the weight of this rank's batch."""
 
 
-def means(graph: Graph, values: Sequence[Value], ranks: int, limit: int = BUCKET) -> list[Value]:
-    """The mean of each value over `ranks` processes."""
-    found: dict[str, Value] = {}
-    for position, bucket in enumerate(list(_buckets(graph, values, limit))):
-        parts = [value.view((value.tensor.size,)) for value in bucket]
-        whole = parts[0] if len(parts) == 1 else parts[0].apply(make("concat", dim=0), *parts[1:])
-        mean = whole.apply(AllReduce(ranks, position)) * (1.0 / ranks)
-        start = 0
-        for value in bucket:
-            stop = start + int(value.tensor.size)
-            part = mean if len(bucket) == 1 else mean.slice(0, start, stop)
-            found[value.name], start = part.view(value.shape), stop
-    return [found[value.name] for value in values]
+@dataclass
+class Exchange:
+    """The collectives of one step of `ranks` processes, in the order in which all of them run them."""
+
+    graph: Graph
+    ranks: int
+    weight: Value | None = None
+    """The weight of this rank's batch; None if all ranks have the same."""
+    limit: int = BUCKET
+    idle: bool = False
+    """Whether this rank has no data: what it adds to each sum is zero."""
+    position: Iterator[int] = field(default_factory=itertools.count)
+    total: Value | None = None
+    """The sum of the weights, once it is known."""
+
+    # ---- all ranks have whole gradients -------------------------------------------------------------------------
+    def means(self, values: Sequence[Value], tables: Mapping[str, Sequence[Node]] | None = None) -> list[Value]:
+        """The mean of each value over the ranks. Of those in `tables` (see `row_gradients`), rows are exchanged."""
+        found, tables = dict[str, Value](), tables or {}
+        for bucket in list(_buckets(self.graph, [v for v in values if v.name not in tables], self.limit)):
+            parts = [self._own(value).view((value.tensor.size,)) for value in bucket]
+            columns = self._columns(bucket[0].dtype)
+            whole = _concat([*parts, *(c.view((1,)) for c in columns)], 0)
+            whole = whole.apply(AllReduce(self.ranks, next(self.position)))
+            share = self._share(whole if columns else None)
+            start = 0
+            for value in bucket:
+                stop = start + int(value.tensor.size)
+                part = whole if stop - start == whole.tensor.size else whole.slice(0, start, stop)
+                found[value.name], start = _scaled(part, share).view(value.shape), stop
+        for value in {v.name: v for v in values if v.name in tables}.values():
+            found[value.name] = _scaled(self._summed_rows(tables[value.name]), self._share(None))
+        return [found[value.name] for value in values]
+
+    def _summed_rows(self, parts: Sequence[Node]) -> Value:
+        """The sum over the ranks of a gradient that is a sum of embeddings' gradients."""
+        sums = []
+        for part in parts:
+            assert isinstance(part.op, EmbeddingGrad)
+            rows, indices = (self._own(self.graph.value(name)) for name in part.inputs)
+            op = SumRows(self.ranks, next(self.position), int(part.op.rows), part.op.padding_idx)
+            sums.append(rows.apply(op, indices))
+        return functools.reduce(lambda a, b: a + b, sums)
+
+    # ---- each rank has a shard of each gradient -----------------------------------------------------------------
+    def shards(self, values: Sequence[Value], scalars: Sequence[Value] = ()) -> tuple[list[Value], list[Value]]:
+        """This rank's shard of the mean of each value over the ranks, and the means of the 0-d `scalars`."""
+        found = dict[str, Value]()
+        for bucket in list(_buckets(self.graph, values, self.limit)):
+            sizes = [shard_size(value.shape, self.ranks) for value in bucket]
+            parts = [
+                _padded(self._own(value), size * self.ranks).view((self.ranks, size))
+                for value, size in zip(bucket, sizes, strict=True)
+            ]
+            columns = self._columns(bucket[0].dtype)
+            parts += [c.view((1, 1)).expand((self.ranks, 1)) for c in columns]
+            block = _concat(parts, 1).apply(ReduceScatter(self.ranks, next(self.position)))
+            block = block.view((block.tensor.size,))
+            share = self._share(block if columns else None)
+            for start, size, value in zip(itertools.accumulate([0, *sizes]), sizes, bucket, strict=False):
+                found[value.name] = _scaled(block.slice(0, start, start + size), share)
+        return [found[value.name] for value in values], self.means(scalars)
+
+    def own_shards(self, values: Sequence[Value]) -> list[Value]:
+        """This rank's shard of each value, which all ranks have."""
+        found: dict[str, Value] = {}
+        for dtype in dict.fromkeys(value.dtype for value in values):
+            group = [value for value in values if value.dtype is dtype]
+            (whole,) = self.graph.emit(OwnShards(self.ranks, next(self.position)), *group)
+            start = 0
+            for value in group:
+                stop = start + shard_size(value.shape, self.ranks)
+                found[value.name], start = whole.slice(0, start, stop), stop
+        return [found[value.name] for value in values]
+
+    def gathered(self, shards: Sequence[Value], like: Sequence[Value]) -> list[Value]:
+        """The whole of each value, of which every rank has a shard."""
+        found: dict[str, Value] = {}
+        shape_of = {shard.name: value.shape for shard, value in zip(shards, like, strict=True)}
+        for bucket in list(_buckets(self.graph, shards, self.limit)):
+            whole = _concat(bucket, 0).apply(AllGather(self.ranks, next(self.position)))
+            whole, start = whole.view((self.ranks, sum(int(s.tensor.size) for s in bucket))), 0
+            for shard in bucket:
+                size, shape = int(shard.tensor.size), shape_of[shard.name]
+                flat = whole.slice(1, start, start + size).view((self.ranks * size,))
+                found[shard.name] = flat.slice(0, 0, math.prod(shape)).view(shape)
+                start += size
+        return [found[shard.name] for shard in shards]
+
+    def sum(self, scalar: Value) -> Value:
+        """The sum of a 0-d value over the ranks."""
+        return self.sum_all(scalar.view((1,))).view(())
+
+    def sum_all(self, x: Value) -> Value:
+        """The sum of an array over the ranks."""
+        return x.apply(AllReduce(self.ranks, next(self.position)))
+
+    def extreme(self, scalar: Value, kind: str) -> Value:
+        """The `max` or `min` of a 0-d value over the ranks."""
+        return scalar.view((1,)).apply(AllGather(self.ranks, next(self.position))).reduce(kind, (0,))
+
+    # ---- pieces -------------------------------------------------------------------------------------------------
+    def _own(self, value: Value) -> Value:
+        """What this rank adds to the sum of a value."""
+        if not self.idle:
+            return value
+        (zero,) = self.graph.emit(Full(0.0, value.shape, value.dtype))
+        return zero
+
+    def _columns(self, dtype: DType) -> list[Value]:
+        """The weight of this rank, as a further element of a bucket; 16-bit buckets could not add weights exactly."""
+        if self.weight is None or wide_type(dtype) is not dtype:
+            return []
+        return [self.weight.cast(dtype)]
+
+    def _share(self, bucket: Value | None) -> Value | float:
+        """The factor that makes sums means, from the last element of a bucket if it has the sum of the weights."""
+        if self.weight is None:
+            return 1.0 / self.ranks
+        if bucket is not None:
+            length = int(bucket.tensor.size)
+            total = bucket.slice(0, length - 1, length).view(())
+            self.total = self.total or total
+            return 1.0 / total
+        if self.total is None:
+            self.total = self.sum(self.weight.cast(DType.float32))
+        return 1.0 / self.total
+
+
+def _scaled(value: Value, share: Value | float) -> Value:
+    """A value times a scalar, which is rounded to its element type after the multiplication."""
+    if isinstance(share, float) or share.dtype is value.dtype:
+        return value * share
+    wide = wide_type(value.dtype)
+    return (value.cast(wide) * share.cast(wide)).cast(value.dtype)
+
+
+def row_gradients(graph: Graph, values: Sequence[Value]) -> dict[str, tuple[Node, ...]]:
+    """The values that are gradients of tables: sums of gradients of embeddings, by name, with those gradients."""
+    producers = graph.producers()
+
+    def parts(name: str) -> tuple[Node, ...] | None:
+        node = producers.get(name)
+        if node is None:
+            return None
+        if isinstance(node.op, EmbeddingGrad):
+            return (node,)
+        if isinstance(node.op, Elementwise) and node.op.kind == "add":
+            both = [parts(operand) for operand in node.inputs]
+            return None if None in both else tuple(part for found in both if found for part in found)
+        return None
+
+    return {value.name: found for value in values if (found := parts(value.name))}
+
+
+def rows_sent(graph: Graph, parts: Sequence[Node], ranks: int) -> tuple[Dim, Dim]:
+    """Bytes that a rank sends for the gradient of a table: as a dense array, and as rows where none are equal."""
+    dense = AllReduce(ranks).network_bytes(graph.tensors[parts[0].outputs[0]])
+    rows = [
+        SumRows(ranks, 0, int(part.op.rows)).network_bytes(*(graph.tensors[name] for name in part.inputs))
+        for part in parts
+        if isinstance(part.op, EmbeddingGrad)
+    ]
+    return dense, simplify(sum(rows, start=0))
+
+
+def _concat(parts: Sequence[Value], dim: int) -> Value:
+    first, *others = parts
+    return first.apply(make("concat", dim=dim), *others) if others else first
+
+
+def _padded(value: Value, size: int) -> Value:
+    """The elements of a value in a row, and zeros up to `size`."""
+    flat, missing = value.view((value.tensor.size,)), size - int(value.tensor.size)
+    if not missing:
+        return flat
+    (zeros,) = value.builder.emit(Full(0.0, (missing,), value.dtype))
+    return _concat([flat, zeros], 0)
 
 
 def _buckets(graph: Graph, values: Sequence[Value], limit: int) -> Iterator[list[Value]]:
@@ -40,10 +221,13 @@ def _buckets(graph: Graph, values: Sequence[Value], limit: int) -> Iterator[list
     order = {name: index for index, node in enumerate(graph.nodes) for name in node.outputs}
     distinct = {value.name: value for value in values}
     filling: dict[str, list[Value]] = {}
+    filled: dict[str, int] = {}
     for value in sorted(distinct.values(), key=lambda value: order.get(value.name, -1)):
-        bucket = filling.setdefault(value.dtype.name, [])
-        if bucket and sum(int(v.tensor.bytes) for v in (*bucket, value)) > limit:
+        kind, size = value.dtype.name, int(value.tensor.bytes)
+        bucket = filling.setdefault(kind, [])
+        if bucket and filled[kind] + size > limit:
             yield bucket
-            bucket = filling[value.dtype.name] = []
+            bucket = filling[kind] = []
+        filled[kind] = size + (filled[kind] if bucket else 0)
         bucket.append(value)
     yield from filling.values()

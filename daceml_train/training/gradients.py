@@ -16,6 +16,7 @@ from daceml_train.errors import Invalid, Unsupported
 from daceml_train.ops.operator import Value, make
 from daceml_train.ops.reduction import wide_type
 from daceml_train.tensor import DType
+from daceml_train.training.distribution import Exchange
 
 SCALER = ("_scale", "_growth_tracker")
 """The names of a `GradScaler`'s state, which belongs to a step but to no parameter."""
@@ -76,6 +77,12 @@ class GradientOptions:
     scaling: Scaling | None = None
     ranks: int = 1
     """The processes that train together: gradients are means over them before anything else happens to them."""
+    shard: bool = False
+    """Whether each of them updates a shard of every parameter, with that shard of the optimizer's state."""
+    rows: tuple[str, ...] = ()
+    """The tables of which the rows of the gradient are exchanged, by their inputs."""
+    idle: bool = False
+    """Whether this process has no data in the step."""
 
 
 PLAIN = GradientOptions()
@@ -97,17 +104,18 @@ def scaler_state(scaler: torch.amp.GradScaler, device: torch.device) -> dict[str
 
 
 def clip(
-    clipping: Clipping, gradients: Sequence[Value], given: Value | None = None
+    clipping: Clipping, gradients: Sequence[Value], given: Value | None = None, sharded: Exchange | None = None
 ) -> tuple[list[Value], Value | None]:
     """The clipped gradients, and the norm of all of them before clipping if the norm is clipped.
 
-    `given` is the bound, a 0-d float64 value, where the program reads it at each call.
+    `given` is the bound, a 0-d float64 value, where the program reads it at each call. `sharded` says that the
+    gradients are this rank's shards, and combines scalars of all ranks.
     """
     if clipping.value is not None:
         return [_bounded(g, float(clipping.value) if given is None else given) for g in gradients], None
     if clipping.norm is None or not gradients:
         return list(gradients), None
-    total = _norm(_together([_norm(g, clipping.kind) for g in gradients]), clipping.kind)
+    total = _total_norm(gradients, clipping.kind, sharded)
     if given is None:
         factor = total.constant(float(clipping.norm)) / (total + 1e-6)
     else:
@@ -115,6 +123,33 @@ def clip(
         factor = (given.cast(wide) / (total + 1e-6).cast(wide)).cast(total.dtype)
     factor = factor._binary("minimum", 1.0)
     return [g * factor.cast(g.dtype) for g in gradients], total
+
+
+def _total_norm(gradients: Sequence[Value], kind: float, sharded: Exchange | None) -> Value:
+    """The norm of all gradients together, of which a rank may have shards: zeros beyond their ends change nothing."""
+    own = _norm(_together([_norm(g, kind) for g in gradients]), kind)
+    if sharded is None:
+        return own
+    if math.isinf(kind):
+        if kind < 0:
+            raise Unsupported("the smallest gradient as a norm, of gradients in padded shards")
+        return sharded.extreme(own, "max")
+    if kind == 0.0:  # how many parameters have a gradient that is not zero, of which each rank sees a part
+        flags = _together([_norm(g, kind) for g in gradients]).compare("ne", 0.0)
+        return _norm(sharded.sum_all(flags.cast(own.dtype)), kind)
+    wide = own.cast(wide_type(own.dtype))
+    return _power(sharded.sum(_power(wide, kind)), 1 / kind).cast(own.dtype)
+
+
+def _power(x: Value, exponent: float) -> Value:
+    match exponent:
+        case 1.0:
+            return x
+        case 2.0:
+            return x * x
+        case 0.5:
+            return x.unary("sqrt")
+    return x._binary("pow", exponent)
 
 
 def _bounded(g: Value, bound: float | Value) -> Value:
@@ -155,8 +190,8 @@ def _together(scalars: Sequence[Value]) -> Value:
     return first.apply(make("concat", dim=0), *others)
 
 
-def unscale(gradients: Sequence[Value], scale: Value) -> tuple[list[Value], Value]:
-    """The gradients divided by the scale, and whether any of them was not finite."""
+def unscale(gradients: Sequence[Value], scale: Value, sharded: Exchange | None = None) -> tuple[list[Value], Value]:
+    """The gradients divided by the scale, and whether any of them was not finite, on any rank if these are shards."""
     inverse = (1.0 / scale.cast(DType.float64)).cast(DType.float32)
     results, found = [], []
     for g in gradients:
@@ -168,7 +203,8 @@ def unscale(gradients: Sequence[Value], scale: Value) -> tuple[list[Value], Valu
         bad = finite.unary("logical_not").cast(DType.float32)
         found.append(bad.reduce("max", tuple(range(len(g.shape)))))
     together = _together(found)
-    return results, together.reduce("max", tuple(range(len(together.shape)))).compare("gt", 0.0)
+    worst = together.reduce("max", tuple(range(len(together.shape))))
+    return results, (worst if sharded is None else sharded.sum(worst)).compare("gt", 0.0)
 
 
 def next_scale(scaling: Scaling, scale: Value, tracker: Value, found: Value) -> tuple[Value, Value]:

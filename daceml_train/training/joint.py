@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
@@ -9,15 +10,14 @@ from daceml_train.autodiff.reverse import differentiate
 from daceml_train.errors import Unsupported
 from daceml_train.graph.graph import Graph, Role
 from daceml_train.ops.elementwise import Full
-from daceml_train.ops.operator import Operator, Origin, Value
-from daceml_train.ops.optimizer import SGDUpdate
+from daceml_train.ops.operator import Origin, Value
 from daceml_train.passes.base import without_dead_code
 from daceml_train.storage.storable import storable
 from daceml_train.tensor import DType, Tensor
-from daceml_train.training.distribution import means
+from daceml_train.training.distribution import WEIGHT, Exchange, row_gradients
 from daceml_train.training.gradients import PLAIN, SCALER, GradientOptions, clip, next_scale, unscale
 from daceml_train.training.optimizers import SCALARS, Update
-from daceml_train.training.sparse_gradients import refuse_sparse
+from daceml_train.training.sparse_gradients import as_dense, plain_descent, refuse_sparse, refuse_sparse_part
 
 ACCUMULATED = "accumulated"
 """The name of the state that accumulates gradients of micro-batches; no optimizer uses it."""
@@ -91,34 +91,41 @@ def joint_graph(
     loss = graph.value(graph.outputs[0])
     joint = Joint(graph=graph, further=further)
     bounds = options.clipping.bounds if options.clipping.given else ()
-    hyper = _hyperparameters(joint, trained, bounds)
-    if options.scaling is None:
-        scaler: list[Value] = []
-        (seed,) = graph.emit(Full(1.0, loss.shape, loss.dtype))
-    else:
-        types = (Tensor(()), Tensor((), DType.int32))
-        scaler = [graph.input(graph.fresh(n[1:]), t, Role.state) for n, t in zip(SCALER, types, strict=True)]
-        joint.state += [("", name) for name in SCALER]
-        seed = scaler[0].cast(loss.dtype).view(loss.shape)
+    together = options.ranks > 1 and not all(t.accumulates for t in trained)
+    hyper = _hyperparameters(joint, trained, (*bounds, *((WEIGHT,) if together else ())))
+    weight = hyper.get((OF_STEP, WEIGHT))
+    scaler = _scaler_inputs(joint, options)
+    late = any(t.accumulated for t in trained)  # gradients of the parts of a batch are weighed when they are added up
+    seed = _seed(graph, loss, scaler, None if late else weight)
     wrt = list(dict.fromkeys([*(t.parameter for t in trained), *keep]))
     found = {name: g for name, g in differentiate(graph, {loss.name: seed}, wrt).items() if g is not None}
     entries = [t for t in trained if t.parameter in found]
     joint.trained = [t.parameter for t in entries]
     found |= {t.parameter: _accumulated(joint, t, found[t.parameter]) for t in entries}
     updated = [t for t in entries if not t.accumulates]
-    mean = _reduced(joint, loss, found, entries, options.ranks)
+    sharded = None
+    mean = None
+    if weight is not None and found:
+        exchange = Exchange(graph, options.ranks, weight, idle=options.idle)
+        sharded = exchange if options.shard else None
+        mean = _exchanged(exchange, options, loss, found, updated, late)
     gradients = [found[t.parameter] for t in updated]
     skip = None
     if options.scaling is not None and updated:
-        gradients, skip = unscale(gradients, scaler[0])
+        gradients, skip = unscale(gradients, scaler[0], sharded)
         for held, value in zip(scaler, next_scale(options.scaling, scaler[0], scaler[1], skip), strict=True):
             graph.write(held.name, value)
-    gradients, norm = clip(options.clipping, gradients, *(hyper[OF_STEP, name] for name in bounds))
+    bound = next((hyper[OF_STEP, name] for name in bounds), None)
+    gradients, norm = clip(options.clipping, gradients, bound, sharded)
     found |= {t.parameter: g for t, g in zip(updated, gradients, strict=True)}
     joint.gradients = tuple(name for name in keep if name in found)
-    graph.outputs = [loss.name, *kept, *(found[name].name for name in joint.gradients)]
-    for entry in updated:
-        _append_named(joint, entry, found[entry.parameter], hyper, skip)
+    result = mean if options.idle and mean is not None else loss
+    graph.outputs = [result.name, *kept, *(found[name].name for name in joint.gradients)]
+    if sharded is not None:
+        _append_sharded(joint, sharded, updated, found, hyper, skip)
+    else:
+        for entry in updated:
+            _append_named(joint, entry, found[entry.parameter], hyper, skip)
     if mean is not None:
         joint.mean = True
         graph.output(mean)
@@ -126,25 +133,65 @@ def joint_graph(
         joint.norm = True
         graph.output(norm)
     joint.graph = without_dead_code(graph)
-    refuse_sparse(joint.graph, joint.graph.outputs, _plain_descent)
+    refuse_sparse(joint.graph, joint.graph.outputs, plain_descent)
     return joint
 
 
-def _reduced(
-    joint: Joint, loss: Value, found: dict[str, Value], entries: Sequence[Trained], ranks: int
+def _scaler_inputs(joint: Joint, options: GradientOptions) -> list[Value]:
+    """Scale and growth tracker, if the loss is scaled."""
+    if options.scaling is None:
+        return []
+    graph, types = joint.graph, (Tensor(()), Tensor((), DType.int32))
+    joint.state += [("", name) for name in SCALER]
+    return [graph.input(graph.fresh(n[1:]), t, Role.state) for n, t in zip(SCALER, types, strict=True)]
+
+
+def _seed(graph: Graph, loss: Value, scaler: Sequence[Value], weight: Value | None) -> Value:
+    """The cotangent of the loss: its scale times its weight."""
+    factors = [factor.cast(loss.dtype).view(loss.shape) for factor in (*scaler[:1], *([weight] if weight else []))]
+    if not factors:
+        return graph.emit(Full(1.0, loss.shape, loss.dtype))[0]
+    return functools.reduce(lambda a, b: a * b, factors)
+
+
+def _exchanged(
+    exchange: Exchange,
+    options: GradientOptions,
+    loss: Value,
+    found: dict[str, Value],
+    updated: Sequence[Trained],
+    late: bool,
 ) -> Value | None:
-    """Replace the gradients by their means over all processes, but for those that are only accumulated.
+    """Replace the gradients by their means over all ranks, or by shards of these.
 
     Returns the mean of the loss, unless this is one of several losses of a step.
     """
-    unfinished = {t.parameter for t in entries if t.accumulates}
-    names = [name for name in found if name not in unfinished]
-    if ranks == 1 or not names:
-        return None
-    losses = [] if any(t.accumulated for t in entries) else [loss]
-    reduced = means(joint.graph, [*(found[name] for name in names), *losses], ranks)
-    found |= zip(names, reduced, strict=False)
-    return reduced[-1] if losses else None
+    graph, weight = exchange.graph, exchange.weight
+    assert weight is not None
+    if options.idle:
+        graph.writes.clear()  # buffers, of which a rank without data has nothing new
+    names = list(found)
+    plain = {t.parameter for t in updated if plain_descent(t.update.op)}
+    tables = row_gradients(graph, [found[name] for name in names])
+    for name in names:
+        for part in tables.get(found[name].name, ()):
+            refuse_sparse_part(part, name in plain)
+    tables = {found[n].name: tables[found[n].name] for n in names if n in options.rows and found[n].name in tables}
+    found |= {n: as_dense(graph, found[n], tables) for n in names}
+    if late:
+        found |= {t.parameter: found[t.parameter] * weight.cast(found[t.parameter].dtype) for t in updated}
+    losses = [] if late else [loss * weight.cast(loss.dtype)]
+    if not options.shard:
+        reduced = exchange.means([*(found[name] for name in names), *losses], tables)
+        found |= zip(names, reduced, strict=False)
+        return reduced[-1] if losses else None
+    whole = [name for name in names if found[name].name in tables]
+    parts = [name for name in names if name not in whole]
+    reduced, means = exchange.shards([found[name] for name in parts], losses)
+    found |= zip(parts, reduced, strict=True)
+    sums = exchange.means([found[name] for name in whole], tables)
+    found |= zip(whole, exchange.own_shards(sums), strict=True)
+    return means[0] if means else None
 
 
 def update_graph(trained: Sequence[Trained], tensors: Sequence[Tensor], paths: Sequence[str]) -> Joint:
@@ -179,11 +226,6 @@ def gradient_name(parameter: str) -> str:
     return f"grad_{parameter}"
 
 
-def _plain_descent(op: Operator) -> bool:
-    """Whether an update has the same result for a sparse gradient as for a dense one."""
-    return isinstance(op, SGDUpdate) and not op.has("momentum") and not op.has("weight_decay")
-
-
 def _accumulated(joint: Joint, entry: Trained, gradient: Value) -> Value:
     """A gradient plus those of the previous micro-batches."""
     graph = joint.graph
@@ -200,22 +242,55 @@ def _accumulated(joint: Joint, entry: Trained, gradient: Value) -> Value:
 
 
 def _append_named(
-    joint: Joint, entry: Trained, gradient: Value, hyper: Mapping[tuple[int, str], Value], skip: Value | None
+    joint: Joint,
+    entry: Trained,
+    gradient: Value,
+    hyper: Mapping[tuple[int, str], Value],
+    skip: Value | None,
+    shard: Value | None = None,
 ) -> None:
     """The update of a parameter, under a name that says whose it is."""
     path = joint.graph.inputs[entry.parameter].path
     rule = "adamw" if getattr(entry.update.op, "decoupled", False) else entry.update.op.name.removesuffix("_update")
     with joint.graph.at(Origin(path.rpartition(".")[0]).of(f"{rule} {path or entry.parameter}", "update")):
-        _append_update(joint, entry, gradient, hyper, skip)
+        _append_update(joint, entry, gradient, hyper, skip, shard)
+
+
+def _append_sharded(
+    joint: Joint,
+    exchange: Exchange,
+    updated: Sequence[Trained],
+    shards: Mapping[str, Value],
+    hyper: Mapping[tuple[int, str], Value],
+    skip: Value | None,
+) -> None:
+    """The updates of this rank's shards of the parameters, which then are gathered from all ranks."""
+    graph = joint.graph
+    if any(entry.first for entry in updated):
+        raise Unsupported("a first step that creates the state of a sharded optimizer", advice="use dampening=0")
+    if joint.gradients:
+        raise Unsupported("gradients that are kept while the optimizer is sharded: no rank has all of them")
+    whole = [graph.value(graph.writes.get(entry.parameter, entry.parameter)) for entry in updated]
+    own = exchange.own_shards(whole) if whole else []
+    for entry, shard in zip(updated, own, strict=True):
+        _append_named(joint, entry, shards[entry.parameter], hyper, skip, shard)
+    after = [graph.value(graph.writes[entry.parameter]) for entry in updated]
+    for entry, value in zip(updated, exchange.gathered(after, whole), strict=True):
+        graph.write(entry.parameter, value)
 
 
 def _append_update(
-    joint: Joint, entry: Trained, gradient: Value, hyper: Mapping[tuple[int, str], Value], skip: Value | None
+    joint: Joint,
+    entry: Trained,
+    gradient: Value,
+    hyper: Mapping[tuple[int, str], Value],
+    skip: Value | None,
+    shard: Value | None = None,
 ) -> None:
-    """The update of a parameter; if `skip` is true, nothing changes."""
+    """The update of a parameter, or of this rank's shard of it; if `skip` is true, nothing changes."""
     graph = joint.graph
-    p = graph.value(graph.writes.get(entry.parameter, entry.parameter))  # as the forward pass left it
-    before = []
+    p = graph.value(graph.writes.get(entry.parameter, entry.parameter)) if shard is None else shard
+    before = []  # the parameter is as the forward pass left it
     if not entry.first:
         for name in entry.update.state:
             tensor = Tensor((), dict(entry.numbers)[name]) if name in SCALARS else p.tensor

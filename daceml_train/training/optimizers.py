@@ -202,15 +202,19 @@ def _number_type() -> torch.dtype:
     return torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
 
 
-def initial_state(name: str, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    """An entry of a parameter's state before the first step."""
+def initial_state(
+    name: str, parameter: torch.Tensor, optimizer: torch.optim.Optimizer, size: int | None = None
+) -> torch.Tensor:
+    """An entry of a parameter's state before the first step, or a shard of it of `size` elements."""
     if name in SCALARS:
         start = {"step": 0.0, "mu_product": 1.0, "mu": 1.0}
         return torch.tensor(start[name] if name in start else _rate(parameter, optimizer), dtype=_number_type())
+    value = 0.0
     if name in ("sum", "step_size"):
         value = optimizer.defaults["initial_accumulator_value"] if name == "sum" else _rate(parameter, optimizer)
-        return torch.full_like(parameter, value, memory_format=torch.preserve_format)
-    return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    if size is not None:
+        return parameter.detach().new_full((size,), value)
+    return torch.full_like(parameter, value, memory_format=torch.preserve_format)
 
 
 def _rate(parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> float:

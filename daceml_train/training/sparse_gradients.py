@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,7 +12,8 @@ from daceml_train.errors import Unsupported
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.elementwise import Elementwise
 from daceml_train.ops.embedding import EmbeddingGrad
-from daceml_train.ops.operator import Operator
+from daceml_train.ops.operator import Operator, Value
+from daceml_train.ops.optimizer import SGDUpdate
 from daceml_train.storage.storable import storable
 
 
@@ -47,6 +49,33 @@ def _adds(op: Operator) -> bool:
     return isinstance(op, Elementwise) and op.kind == "add"
 
 
+def plain_descent(op: Operator) -> bool:
+    """Whether an update has the same result for a sparse gradient as for a dense one."""
+    return isinstance(op, SGDUpdate) and not op.has("momentum") and not op.has("weight_decay")
+
+
+def refuse_sparse_part(part: Node, plain: bool) -> None:
+    """Raise `Unsupported` for the gradient of an embedding with `sparse=True`, unless its update is `plain` descent."""
+    if isinstance(part.op, EmbeddingGrad) and part.op.sparse and not plain:
+        raise Unsupported(_SPARSE, where=str(part.origin))
+
+
+def as_dense(graph: Graph, gradient: Value, tables: Collection[str]) -> Value:
+    """A gradient with sparse parts as a dense array, unless its rows are exchanged as those of `tables` are."""
+    parts = () if gradient.name in tables else sparse_arrays(graph).get(gradient.name, ())
+    dense = [
+        graph.emit(replace(part.op, sparse=False), *(graph.value(name) for name in part.inputs))[0]
+        for part in parts
+        if isinstance(part.op, EmbeddingGrad)
+    ]
+    return functools.reduce(lambda a, b: a + b, dense) if dense else gradient
+
+
+_SPARSE = (
+    "the gradient of an embedding with sparse=True is a sparse tensor, which only plain SGD takes inside a program"
+)
+
+
 def refuse_sparse(graph: Graph, dense: Sequence[str] = (), taken: Callable[[Operator], bool] | None = None) -> None:
     """Raise `Unsupported` if an array `dense` is a sparse tensor in PyTorch, or if an operator reads one.
 
@@ -57,11 +86,7 @@ def refuse_sparse(graph: Graph, dense: Sequence[str] = (), taken: Callable[[Oper
     read = (name for node in reading for name in node.inputs)
     for name in (*read, *dense) if found else ():
         if name in found:
-            raise Unsupported(
-                "the gradient of an embedding with sparse=True is a sparse tensor, which only plain SGD takes inside "
-                "a program",
-                where=str(found[name][0].origin),
-            )
+            raise Unsupported(_SPARSE, where=str(found[name][0].origin))
 
 
 def as_rows(graph: Graph, results: int) -> tuple[Graph, SparseGradients]:

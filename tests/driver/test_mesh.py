@@ -150,8 +150,6 @@ def differing(rank: int, how: str) -> str:
         step = dt.training_step(model, F.cross_entropy, optimizer, mesh=dist.group.WORLD, clip_norm=clip)
         before = copy.deepcopy(model.state_dict())
         x, y = half(batch("dense", 0), rank)
-        if how == "rows":
-            x, y = x[rank:], y[rank:]
         if how == "rate":
             optimizer.param_groups[0]["lr"] = 0.1 + rank
         if how == "bound":
@@ -182,7 +180,6 @@ def differing(rank: int, how: str) -> str:
     [
         ("model", r"rank 1 differs from rank 0, which has: weight \[4, 6\].*rank 1 has: weight \[5, 6\]"),
         ("trains", r"rank 1 differs from rank 0, which has: .*weight.*rank 1 has: .*all_reduce 0 of \[5\]"),
-        ("rows", r"batches of different sizes \(4 on rank 0, 3 on rank 1 rows\)"),
         ("rate", "different learning rates"),
         ("bound", "different learning rates or other options"),
         ("kind", r"rank 1 differs from rank 0, which has: SGD: .*clip_norm"),

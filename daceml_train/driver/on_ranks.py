@@ -1,0 +1,254 @@
+"""A training step of which several ranks each take a part: what `mesh=`, `shard=` and `sparse=` add to it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+import torch.utils._pytree as pytree
+from torch.distributed.tensor import DTensor, Shard
+
+from daceml_train.driver.distribution import rows_of
+from daceml_train.driver.pieces import InPieces
+from daceml_train.errors import Invalid, Unsupported
+from daceml_train.graph.graph import Graph
+from daceml_train.ops.collective import shard_size
+from daceml_train.ops.embedding import Embedding, EmbeddingBag
+from daceml_train.runtime.ranks import Ranks
+from daceml_train.tensor import hint
+from daceml_train.training.gradients import GradientOptions
+from daceml_train.training.joint import ACCUMULATED
+from daceml_train.training.optimizers import SCALARS, initial_state, makes_its_state, ready, update_of
+
+Sharding = Literal["optimizer"] | None
+"""What is divided among the ranks: the optimizer's state, or nothing."""
+Sparse = Literal["auto", "dense", "gather"]
+"""How gradients of embedding tables are exchanged: as dense arrays, as the rows that each rank has, or as the one that
+sends fewer bytes.
+"""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What the ranks of a step share: see `training_step`."""
+
+    ranks: Ranks | None = None
+    shard: Sharding = None
+    sparse: Sparse = "auto"
+
+    def __post_init__(self) -> None:
+        for name, value, kinds in (
+            ("shard", self.shard, (None, "optimizer")),
+            ("sparse", self.sparse, get_args(Sparse)),
+        ):
+            if value not in kinds:
+                words = ", ".join(repr(kind) for kind in kinds)
+                raise Invalid(f"{name} is one of {words}, given {value!r}")
+
+
+class OnRanks(InPieces):
+    """What a `TrainingStep` does for the ranks that train together."""
+
+    sharing = Sharing()
+    idle = False
+    """Whether this rank has no data in the step that is running."""
+    accumulated: dict[int, torch.Tensor]
+
+    _tables: tuple[str, ...] = ()
+    """The inputs of the captured graph that are tables of which rows are exchanged."""
+    _exchanged_as: dict[int, str] | None = None
+    """How the gradient of each table is exchanged, once the ranks have chosen."""
+
+    def train_on(self, sharing: Sharing) -> None:
+        """From now on, train with these ranks."""
+        self.sharing, self.ranks = sharing, sharing.ranks
+
+    @property
+    def shards(self) -> bool:
+        """Whether each rank has a shard of the optimizer's state."""
+        return self.sharing.shard == "optimizer" and self.ranks is not None
+
+    # ---- a step -------------------------------------------------------------------------------------------------
+    def _step(self, inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:
+        if self.ranks is None:
+            return self._local_step(inputs, targets)
+        with self.ranks.step():
+            if rows_of(pytree.tree_leaves((inputs, targets))):
+                return self._local_step(inputs, targets)
+            self.idle = True
+            try:
+                return self._step_without_data(inputs, targets, max(self.ranks.largest, 2))
+            finally:
+                self.idle = False
+
+    def _step_without_data(self, inputs: Any, targets: tuple[Any, ...], rows: int) -> torch.Tensor:
+        """Take part in the collectives and in the update, with gradients that are zero.
+
+        What is captured needs rows, of which nothing is computed.
+        """
+
+        def filled(leaf: Any) -> Any:
+            empty = isinstance(leaf, torch.Tensor) and leaf.ndim and not leaf.shape[0]
+            return leaf.new_zeros((rows, *leaf.shape[1:])) if empty else leaf
+
+        inputs, targets = pytree.tree_map(filled, (inputs, targets))
+        key, flat, bound = self._find(inputs, targets)
+        if bound is None:
+            raise Unsupported(f"a rank without data, in a step that runs in pieces: {self.breaks[-1]}")
+        loss = self._run_bound(key, flat, bound, inputs, targets)
+        assert loss is not None
+        return loss
+
+    def _local_step(self, inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _find(self, inputs: Any, targets: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+        raise NotImplementedError
+
+    def _run_bound(self, key: Any, flat: Any, bound: Any, inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor | None:
+        raise NotImplementedError
+
+    def _update_in_pieces(self, rows: int) -> None:
+        if self.shards:
+            raise Unsupported(f"shard='optimizer' divides the state of a step that is one program; {self.breaks[-1]}")
+        super()._update_in_pieces(rows)
+
+    # ---- what programs are compiled for -------------------------------------------------------------------------
+    def _gradients(self) -> GradientOptions:
+        found = super()._gradients()
+        if self.ranks is None:
+            return found
+        return replace(found, shard=self.shards, rows=self._tables, idle=self.idle)
+
+    def _choose_tables(self, graph: Graph, by_name: Mapping[str, torch.Tensor]) -> None:
+        """Choose the tables of which the rows of the gradients are exchanged.
+
+        All ranks choose in the first step that they compile, by the most rows that any of them has.
+        """
+        self._tables = ()
+        if self.ranks is None or self.sharing.sparse == "dense":
+            return
+        tables = {name: rows for name, rows in rows_read(graph).items() if by_name[name].requires_grad}
+        if self._exchanged_as is None:
+            most = dict(tables)
+            if self.sharing.sparse == "auto":
+                paths = {graph.inputs[name].path or name: name for name in tables}
+                for text in self.ranks.tell("tables", json.dumps({p: tables[n] for p, n in paths.items()})):
+                    for path, rows in json.loads(text or "{}").items():
+                        if path in paths:
+                            most[paths[path]] = max(most[paths[path]], rows)
+            self._exchanged_as = {id(by_name[n]): self._chosen(by_name[n], rows) for n, rows in most.items()}
+        chosen = (name for name in tables if self._exchanged_as.get(id(by_name[name])) == "gather")
+        self._tables = tuple(sorted(chosen))
+
+    def _chosen(self, table: torch.Tensor, rows: int) -> str:
+        """How the gradient of a table is exchanged if each rank has so many rows of it (Kim et al., Parallax, 2019)."""
+        assert self.ranks is not None
+        if self.sharing.sparse != "auto":
+            return self.sharing.sparse
+        row, ranks = table.shape[1] * table.element_size(), self.ranks.size
+        dense, gathered = 2 * (ranks - 1) / ranks * table.shape[0] * row, (ranks - 1) * rows * (row + 8)
+        return "gather" if gathered < dense else "dense"
+
+    # ---- the optimizer's state ----------------------------------------------------------------------------------
+    def _make_state(self, parameter: torch.Tensor, name: str) -> None:
+        if name == ACCUMULATED:
+            self.accumulated.setdefault(id(parameter), torch.zeros_like(parameter.detach()))
+            return
+        state = self.optimizer.state[parameter]
+        size = shard_size(parameter.shape, self.ranks.size) if self.shards and self.ranks else None
+        if not isinstance(state.get(name), torch.Tensor):
+            state[name] = initial_state(name, parameter, self.optimizer, size)
+        elif size is not None and name not in SCALARS and state[name].shape != (size,):
+            state[name] = self._own_shard(state[name], parameter, name)
+        if state[name].device != parameter.device:  # a count of steps, which PyTorch keeps on the CPU
+            state[name] = state[name].to(parameter.device)
+
+    def _own_shard(self, whole: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Tensor:
+        """This rank's shard of a state that all ranks have."""
+        assert self.ranks is not None
+        if whole.shape != parameter.shape:
+            raise Invalid(
+                f"the optimizer's {name} of a parameter {list(parameter.shape)} is {list(whole.shape)}, which is "
+                f"neither the whole of it nor a shard for {self.ranks.size} ranks",
+                advice="load checkpoints of other numbers of ranks through step.state_dict()",
+            )
+        size = shard_size(parameter.shape, self.ranks.size)
+        shard = whole.new_zeros(size)
+        own = whole.reshape(-1)[self.ranks.rank * size : (self.ranks.rank + 1) * size]
+        shard[: len(own)] = own
+        return shard
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """Model, optimizer, and scaler, for `torch.distributed.checkpoint`, which loads them on any number of ranks.
+
+        State that is sharded is a `DTensor`. Entries of the optimizer's state are flat; those that the first step would
+        make are made.
+        """
+        found: dict[str, Any] = {"model": self.model.state_dict(), "state": {}}
+        for key, parameter, name, tensor in self._states():
+            found["state"].setdefault(key, {})[name] = self._distributed(tensor, parameter, name)
+        groups = self.optimizer.param_groups
+        found["options"] = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        if self.scaler is not None:
+            found["scaler"] = self.scaler.state_dict()
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned, on any number of ranks."""
+        self.model.load_state_dict(state["model"])
+        for key, parameter, name, tensor in self._states():
+            given = state["state"][key][name]
+            own = self._distributed(tensor, parameter, name)
+            if isinstance(own, DTensor) and not isinstance(given, DTensor):  # the whole of it
+                tensor.copy_(self._own_shard(given.view(parameter.shape), parameter, name))
+            elif isinstance(own, DTensor):
+                own.to_local().copy_(given.to_local())
+            else:
+                tensor.copy_(given.view(tensor.shape))
+        for group, options in zip(self.optimizer.param_groups, state["options"], strict=True):
+            group.update(options)
+        if self.scaler is not None and "scaler" in state:
+            self.scaler.load_state_dict(state["scaler"])
+
+    def _states(self) -> Iterator[tuple[str, torch.Tensor, str, torch.Tensor]]:
+        """The name of each parameter, the parameter, and the name and tensor of each entry of its state."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        number = 0
+        for group in self.optimizer.param_groups:
+            update = update_of(self.optimizer, group)
+            for parameter in group["params"]:
+                key, number = names.get(id(parameter), f"parameter {number}"), number + 1
+                missing = not ready(update, self.optimizer.state.get(parameter, {}))
+                if not parameter.requires_grad or (missing and makes_its_state(update)):
+                    continue
+                for name in update.state:
+                    self._make_state(parameter, name)
+                    yield key, parameter, name, self.optimizer.state[parameter][name]
+
+    def _distributed(self, tensor: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Tensor:
+        if name in SCALARS:
+            return tensor
+        if not self.shards:
+            return tensor.reshape(-1)
+        assert self.ranks is not None
+        size, length = len(tensor), parameter.numel()
+        own = tensor[: max(0, min(size, length - self.ranks.rank * size))]
+        mesh = self.ranks.mesh
+        return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=torch.Size([length]), stride=(1,))
+
+
+def rows_read(graph: Graph) -> dict[str, int]:
+    """The inputs that are read as tables of embeddings and in no other way, and how many of their rows are read."""
+    found: dict[str, int] = {}
+    readers = graph.readers()
+    for name in graph.inputs:
+        nodes = readers[name]
+        tables = all(isinstance(n.op, Embedding | EmbeddingBag) and name not in n.inputs[1:] for n in nodes)
+        if nodes and tables and name not in graph.outputs and name not in graph.writes:
+            found[name] = sum(int(hint(graph.tensors[node.inputs[1]].size)) for node in nodes)
+    return found

@@ -1,0 +1,170 @@
+"""What ranks share, against one process with the whole batch: uneven batches, sharded state, rows of tables."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import daceml_train as dt
+from tests.driver.ranks import Ranks
+
+pytestmark = [pytest.mark.compiled, pytest.mark.slow]
+
+ROUNDING = {"rtol": 1e-5, "atol": 5e-6}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    result = Ranks(tmp_path_factory.mktemp("ranks"), 4)
+    yield result
+    result.close()
+
+
+class Words(nn.Module):
+    """Two tables, one of which is large, a parameter that is no multiple of the ranks, a tied one, and an unused one."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.table, self.small = nn.Embedding(3000, 8, padding_idx=3, sparse=sparse), nn.Embedding(5, 8)
+        self.norm, self.out = nn.LayerNorm(8), nn.Linear(8, 5, bias=False)
+        self.out.weight = self.small.weight
+        self.unused, self.bias = nn.Linear(2, 2), nn.Parameter(torch.zeros(1))
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.table(words).mean(1) + self.small(words[:, 0] % 5)
+        return self.out(self.norm(x)) + self.bias
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1),
+}
+SIZES = {"even": ((3, 3, 3, 3),) * 3, "uneven": ((3, 3, 3, 3), (4, 0, 1, 3), (0, 2, 0, 0), (3, 3, 3, 2))}
+
+
+def batch(rows: int, step: int) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(step)
+    return torch.randint(3000, (rows, 6), generator=g), torch.randint(5, (rows,), generator=g)
+
+
+def own(sizes: tuple[int, ...], step: int, rank: int) -> tuple[Tensor, ...]:
+    start = sum(sizes[:rank])
+    return tuple(t[start : start + sizes[rank]] for t in batch(sum(sizes), step))
+
+
+def by_one(optimizer: str, sizes: str, clip_norm: float | None, sparse: bool = False) -> tuple[Any, list[Any]]:
+    torch.manual_seed(0)
+    model = Words(sparse)
+    updates, told = OPTIMIZERS[optimizer](model.parameters()), []
+    for step, of_ranks in enumerate(SIZES[sizes]):
+        x, y = batch(sum(of_ranks), step)
+        updates.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm) if clip_norm else None
+        updates.step()
+        told.append((loss.detach(), norm))
+    return model, told
+
+
+def together(rank: int, optimizer: str, sizes: str, sparse: bool, options: dict[str, Any]) -> tuple[Any, ...]:
+    torch.manual_seed(rank)
+    model = Words(sparse)
+    if rank == 0:
+        torch.manual_seed(0)
+        model = Words(sparse)
+    updates = OPTIMIZERS[optimizer](model.parameters())
+    step = dt.training_step(model, F.cross_entropy, updates, mesh=dist.group.WORLD, **options)
+    told = []
+    for number, of_ranks in enumerate(SIZES[sizes]):
+        loss = step(*own(of_ranks, number, rank))
+        told.append((loss, step.gradient_norm))
+    held = sum(t.numel() for s in updates.state.values() for k, t in s.items() if k != "step")
+    return model.state_dict(), told, step.breaks, step.network, held
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "sizes", "sparse", "options"),
+    [
+        ("momentum", "uneven", False, {"clip_norm": 0.5}),
+        ("adamw", "uneven", False, {"clip_norm": 0.5, "shard": "optimizer"}),
+        ("adagrad", "even", False, {"shard": "optimizer", "sparse": "dense"}),
+        ("sgd", "uneven", True, {"sparse": "gather"}),
+        ("sgd", "even", True, {"sparse": "dense"}),
+    ],
+)
+def test_ranks_do_as_one_process(
+    ranks: Ranks, optimizer: str, sizes: str, sparse: bool, options: dict[str, Any]
+) -> None:
+    theirs, expected = by_one(optimizer, sizes, options.get("clip_norm"), sparse)
+    found = ranks(together, optimizer, sizes, sparse, options)
+    for state, told, breaks, network, _ in found:
+        assert breaks == []
+        for name, value in theirs.state_dict().items():
+            torch.testing.assert_close(state[name], value, **ROUNDING, msg=name)
+            assert torch.equal(state[name], found[0][0][name])
+        for (loss, norm), (their_loss, their_norm) in zip(told, expected, strict=True):
+            torch.testing.assert_close(loss, their_loss, **ROUNDING)
+            torch.testing.assert_close(norm, their_norm, **ROUNDING)
+        if options.get("sparse") != "dense":
+            assert 0 < network["sum_rows"] <= 3 * 4 * 6 * (8 * 4 + 8) + 24
+        else:
+            assert "sum_rows" not in network
+    if options.get("shard"):
+        sizes_of = [p.numel() for p in theirs.parameters() if p.grad is not None]
+        entries = 2 if optimizer == "adamw" else 1
+        assert {held for *_, held in found} == {entries * sum(math.ceil(n / 4) for n in sizes_of)}
+
+
+def save_and_go_on(rank: int, folder: str) -> Any:
+    """Two steps, a checkpoint, and two more."""
+    torch.manual_seed(0)
+    model = Words()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    options = {"mesh": dist.group.WORLD, "shard": "optimizer", "scaler": scaler, "clip_norm": 1.0}
+    step = dt.training_step(model, F.cross_entropy, OPTIMIZERS["adamw"](model.parameters()), **options)
+    for number in range(2):
+        step(*own((3, 3, 3, 3), number, rank))
+    dcp.save({"step": step}, checkpoint_id=folder)
+    for number in range(2, 4):
+        step(*own((3, 3, 3, 3), number, rank))
+    return model.state_dict()
+
+
+def go_on(rank: int, folder: str, world: int) -> Any:
+    """The two steps after the checkpoint, on fewer ranks."""
+    torch.manual_seed(rank + 5)
+    group = dist.new_group(list(range(world)))
+    if rank >= world:
+        return None
+    model = Words()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    mesh = {"mesh": group, "shard": "optimizer"} if world > 1 else {"mesh": False}
+    step = dt.training_step(model, F.cross_entropy, optimizer, scaler=scaler, clip_norm=1.0, **mesh)
+    dcp.load({"step": step}, checkpoint_id=folder, process_group=group, no_dist=world == 1)
+    assert scaler.get_scale() == 8.0
+    for number in range(2, 4):
+        step(*own((12 // world,) * world, number, rank))
+    assert step.breaks == []
+    return copy.deepcopy(model.state_dict())
+
+
+@pytest.mark.parametrize("world", [3, 1])
+def test_a_checkpoint_loads_on_another_number_of_ranks(ranks: Ranks, tmp_path: Path, world: int) -> None:
+    expected, *_ = ranks(save_and_go_on, str(tmp_path))
+    for found in ranks(go_on, str(tmp_path), world)[:world]:
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, **ROUNDING, msg=name)
