@@ -12,7 +12,7 @@ from typing import Any, Unpack
 
 import torch
 
-from daceml_train.driver.distribution import Mesh, begin_as_equals, ranks_of, warn_of_others
+from daceml_train.driver.distribution import Mesh, begin_as_equals, ranks_of, unwrapped, warn_of_others
 from daceml_train.driver.micro_batches import MicroBatchedStep, Reduction
 from daceml_train.driver.module import Backend, optimized
 from daceml_train.driver.on_ranks import Sharding, Sharing, Sparse
@@ -59,6 +59,7 @@ def training_step(
     mesh: Mesh = None,
     shard: Sharding = None,
     sparse: Sparse = "auto",
+    sync_batch_norm: bool = False,
     options: Options | None = None,
     **keywords: Unpack[OptionKeywords],
 ) -> TrainingStep:
@@ -98,6 +99,8 @@ def training_step(
         sparse: Sparse = 'auto'
             How the gradients of embedding tables are exchanged: `'dense'`, `'gather'` for the rows that each of them
             has, or `'auto'` for the one that sends fewer bytes.
+        sync_batch_norm: bool = False
+            Batch norms have the statistics of the whole batch rather than of each process's part of it.
     """
     others = [n for n, p in inspect.signature(training_step).parameters.items() if p.kind is p.KEYWORD_ONLY]
     found = chosen("training_step", options, keywords, others)
@@ -112,6 +115,7 @@ def training_step(
             f"{type(optimizer).__name__} evaluates the loss several times per step, a training step does so once",
             advice="call optimizer.step(closure) with a closure around optimize(model)",
         )
+    model, mesh, wrapper = unwrapped(model, mesh)
     ranks = None if mesh is None else ranks_of(mesh, model)
     step: TrainingStep
     if micro_batches != 1:
@@ -120,7 +124,7 @@ def training_step(
         step = MicroBatchedStep(model, loss, optimizer, settings, micro_batches, reduction, clipping, scaler, schedule)
     else:
         step = TrainingStep(model, loss, optimizer, settings, keep_gradients, clipping, scaler, schedule)
-    sharing = Sharing(ranks, shard, sparse)
+    sharing = Sharing(ranks, shard, sparse, sync_batch_norm, wrapper)
     if sharing.shard and mesh is None:
         raise Invalid("shard= divides the optimizer's state among several processes", advice="pass mesh=")
     if sharing.shard and keep_gradients:
@@ -129,7 +133,7 @@ def training_step(
     if ranks is not None:
         modules = [m for m in (model, loss) if isinstance(m, torch.nn.Module)]
         told: dict[str, Any] = {"micro_batches": micro_batches, "reduction": reduction, "clipping": clipping}
-        told |= {"shard": shard, "sparse": sparse}
+        told |= {"shard": shard, "sparse": sparse, "sync_batch_norm": sync_batch_norm}
         told["scaler"] = None if scaler is None else scaler.state_dict()
         begin_as_equals(ranks, modules, optimizer, told)
     elif mesh is None:

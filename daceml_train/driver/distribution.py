@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from daceml_train.errors import Invalid, Unsupported
@@ -47,6 +48,32 @@ def parallel_wrapper(model: nn.Module) -> Unsupported | None:
                     advice="give training_step the module itself, and mesh=",
                 )
     return None
+
+
+def unwrapped(model: nn.Module, mesh: Any) -> tuple[nn.Module, Any, DistributedDataParallel | None]:
+    """The model in a `DistributedDataParallel`, the processes that it trains on, and the wrapper.
+
+    A step takes over what the wrapper does; one with hooks of the user's, and any other model, stay as they are. Raises
+    `Invalid` if the wrapper and `mesh` are different processes.
+    """
+    if type(model) is not DistributedDataParallel or mesh is False:
+        return model, mesh, None
+    hooks = (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks)
+    if model._comm_hooks or model.parameters_to_ignore or any(hooks) or parallel_wrapper(model.module):
+        return model, mesh, None
+    group: dist.ProcessGroup = model.process_group
+    given = mesh.get_group() if isinstance(mesh, dist.device_mesh.DeviceMesh) and mesh.ndim == 1 else mesh
+    if given is not None and given is not group:
+        raise Invalid("mesh= has other processes than the DistributedDataParallel around the model")
+    return model.module, group, model
+
+
+def check_wrapper(wrapper: DistributedDataParallel | None) -> None:
+    """Raise `Invalid` in a context of the wrapper's that a step as one program does not follow."""
+    if wrapper is not None and not wrapper.require_backward_grad_sync:
+        raise Invalid("no_sync() around a training step, which updates at every call", advice="use micro_batches=")
+    if wrapper is not None and wrapper._join_config.enable:
+        raise Invalid("join() around a training step", advice="give ranks without data an empty batch, and no join()")
 
 
 def warn_of_others(model: nn.Module, stacklevel: int) -> None:

@@ -10,8 +10,9 @@ from typing import Any, Literal, get_args
 import torch
 import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 
-from daceml_train.driver.distribution import rows_of
+from daceml_train.driver.distribution import check_wrapper, rows_of
 from daceml_train.driver.pieces import InPieces
 from daceml_train.errors import Invalid, Unsupported
 from daceml_train.graph.graph import Graph
@@ -31,6 +32,10 @@ sends fewer bytes.
 """
 
 
+MESSAGES = 30_000
+"""What the three messages of gathered rows cost more than a part of a bucket, in bytes: 10 us each at 1 GB/s."""
+
+
 @dataclass(frozen=True)
 class Sharing:
     """What the ranks of a step share: see `training_step`."""
@@ -38,6 +43,9 @@ class Sharing:
     ranks: Ranks | None = None
     shard: Sharding = None
     sparse: Sparse = "auto"
+    sync_batch_norm: bool = False
+    wrapper: DistributedDataParallel | None = None
+    """What contains the model."""
 
     def __post_init__(self) -> None:
         for name, value, kinds in (
@@ -71,11 +79,29 @@ class OnRanks(InPieces):
         """Whether each rank has a shard of the optimizer's state."""
         return self.sharing.shard == "optimizer" and self.ranks is not None
 
+    @property
+    def network(self) -> dict[str, int]:
+        """Bytes that each rank sends per step in the collectives of the last compiled program, by their kind.
+
+        Where they depend on data, they are those of this rank's last step.
+        """
+        found: dict[str, int] = {}
+        for record in reversed(self.records):
+            for cost in record.costs:
+                if isinstance(cost.network, int) and cost.network and cost.operators != "sum_rows":
+                    found[cost.operators] = found.get(cost.operators, 0) + cost.network
+            if found:
+                break
+        for (name, _), sent in self.ranks.sent.items() if self.ranks else ():
+            found[name] = found.get(name, 0) + sent
+        return found
+
     # ---- a step -------------------------------------------------------------------------------------------------
     def _step(self, inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:
         if self.ranks is None:
             return self._local_step(inputs, targets)
         with self.ranks.step():
+            check_wrapper(self.sharing.wrapper)
             if rows_of(pytree.tree_leaves((inputs, targets))):
                 return self._local_step(inputs, targets)
             self.idle = True
@@ -112,6 +138,8 @@ class OnRanks(InPieces):
         raise NotImplementedError
 
     def _update_in_pieces(self, rows: int) -> None:
+        if self.sharing.sync_batch_norm:
+            raise Unsupported(f"sync_batch_norm in a step that runs in pieces; {self.breaks[-1]}")
         if self.shards:
             raise Unsupported(f"shard='optimizer' divides the state of a step that is one program; {self.breaks[-1]}")
         super()._update_in_pieces(rows)
@@ -121,7 +149,8 @@ class OnRanks(InPieces):
         found = super()._gradients()
         if self.ranks is None:
             return found
-        return replace(found, shard=self.shards, rows=self._tables, idle=self.idle)
+        sync = self.sharing.sync_batch_norm
+        return replace(found, shard=self.shards, rows=self._tables, sync_batch_norm=sync, idle=self.idle)
 
     def _choose_tables(self, graph: Graph, by_name: Mapping[str, torch.Tensor]) -> None:
         """Choose the tables of which the rows of the gradients are exchanged.
@@ -151,7 +180,7 @@ class OnRanks(InPieces):
             return self.sharing.sparse
         row, ranks = table.shape[1] * table.element_size(), self.ranks.size
         dense, gathered = 2 * (ranks - 1) / ranks * table.shape[0] * row, (ranks - 1) * rows * (row + 8)
-        return "gather" if gathered < dense else "dense"
+        return "gather" if gathered + MESSAGES < dense else "dense"
 
     # ---- the optimizer's state ----------------------------------------------------------------------------------
     def _make_state(self, parameter: torch.Tensor, name: str) -> None:

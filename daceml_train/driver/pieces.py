@@ -51,18 +51,6 @@ class InPieces(Clipped):
         found += [p for group in self.optimizer.param_groups for p in group["params"]]
         return list({id(p): p for p in found}.values())
 
-    @property
-    def network(self) -> dict[str, int]:
-        """Bytes that each rank sends per step in the collectives of the last compiled program, by their kind."""
-        found: dict[str, int] = {}
-        for record in reversed(self.records):
-            for cost in record.costs:
-                if cost.network and isinstance(cost.network, int):
-                    found[cost.operators] = found.get(cost.operators, 0) + cost.network
-            if found:
-                break
-        return found
-
     def _run_in_pieces(self, key: Any, inputs: Any, targets: Sequence[Any]) -> torch.Tensor:
         """The same step with PyTorch's autograd and optimizer around the compiled model, or without it if that is
         faster.

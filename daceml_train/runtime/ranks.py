@@ -34,6 +34,7 @@ collective with the interpreter's lock; if it asks for that lock after the inter
 aborts ("terminate called without an active exception", PyTorch 2.13).
 """
 RUNS, FAILED = 1, 2
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in PyTorch 2.13
 _COLUMNS = 4
 
 
@@ -181,7 +182,7 @@ class Ranks:
         """The tensors of all ranks, which have one shape, one after the other."""
         self.agreed()
         found = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-        self.finish(dist.all_gather_into_tensor(found, tensor.contiguous(), group=self.group, async_op=True))
+        self.finish(_all_gather(found, tensor.contiguous(), group=self.group, async_op=True))
         return found
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:

@@ -81,6 +81,8 @@ class GradientOptions:
     """Whether each of them updates a shard of every parameter, with that shard of the optimizer's state."""
     rows: tuple[str, ...] = ()
     """The tables of which the rows of the gradient are exchanged, by their inputs."""
+    sync_batch_norm: bool = False
+    """Whether batch norms have statistics of the batches of all processes together."""
     idle: bool = False
     """Whether this process has no data in the step."""
 

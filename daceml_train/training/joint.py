@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from daceml_train.autodiff.reverse import differentiate
 from daceml_train.errors import Unsupported
 from daceml_train.graph.graph import Graph, Role
+from daceml_train.ops.collective import Collective
 from daceml_train.ops.elementwise import Full
 from daceml_train.ops.operator import Origin, Value
 from daceml_train.passes.base import without_dead_code
 from daceml_train.storage.storable import storable
 from daceml_train.tensor import DType, Tensor
+from daceml_train.training.batch_norm import synchronized
 from daceml_train.training.distribution import WEIGHT, Exchange, row_gradients
 from daceml_train.training.gradients import PLAIN, SCALER, GradientOptions, clip, next_scale, unscale
 from daceml_train.training.optimizers import SCALARS, Update
@@ -86,7 +89,10 @@ def joint_graph(
 
     The `further` outputs after the loss stay, all others go.
     """
-    graph = graph.copy()
+    position = itertools.count()
+    graph = synchronized(graph, options.ranks, position) if options.sync_batch_norm else graph.copy()
+    if options.idle and any(isinstance(node.op, Collective) for node in graph.nodes):
+        raise Unsupported("a rank without data in a step with sync_batch_norm", advice="give each rank some rows")
     kept = graph.outputs[1 : 1 + further]
     loss = graph.value(graph.outputs[0])
     joint = Joint(graph=graph, further=further)
@@ -106,7 +112,7 @@ def joint_graph(
     sharded = None
     mean = None
     if weight is not None and found:
-        exchange = Exchange(graph, options.ranks, weight, idle=options.idle)
+        exchange = Exchange(graph, options.ranks, weight, idle=options.idle, position=position)
         sharded = exchange if options.shard else None
         mean = _exchanged(exchange, options, loss, found, updated, late)
     gradients = [found[t.parameter] for t in updated]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 60
+PATIENCE = 150
 """Seconds after which a collective without its partners, and a process without an answer, is an error."""
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 import daceml_train as dt
 from tests.driver.ranks import Ranks
@@ -42,7 +43,7 @@ class Words(nn.Module):
 
     def forward(self, words: Tensor) -> Tensor:
         x = self.table(words).mean(1) + self.small(words[:, 0] % 5)
-        return self.out(self.norm(x)) + self.bias
+        return self.out(self.norm(x)) * (1 + self.bias)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -168,3 +169,72 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(ranks: Ranks, tmp_path: P
     for found in ranks(go_on, str(tmp_path), world)[:world]:
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, **ROUNDING, msg=name)
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, 6, 3, bias=False), nn.BatchNorm2d(6)
+        self.mix, self.flat = nn.Linear(6 * 9, 8), nn.BatchNorm1d(8, affine=False)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.conv(x))).flatten(1)
+        return self.out(self.flat(self.mix(x)))
+
+
+def images(sizes: tuple[int, ...], step: int, rank: int | None) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(step)
+    x, y = torch.randn(sum(sizes), 2, 5, 5, generator=g), torch.randint(4, (sum(sizes),), generator=g)
+    start = sum(sizes[:rank]) if rank is not None else 0
+    return (x, y) if rank is None else (x[start : start + sizes[rank]], y[start : start + sizes[rank]])
+
+
+def normalized(rank: int, wrap: bool) -> tuple[dict[str, Tensor], list[str], list[Tensor]]:
+    torch.manual_seed(0)
+    model = Images()
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    given = DistributedDataParallel(model) if wrap else model
+    mesh = {} if wrap else {"mesh": dist.group.WORLD}
+    step = dt.training_step(given, F.cross_entropy, optimizer, sync_batch_norm=True, **mesh)
+    losses = [step(*images((4, 2, 3, 3), number, rank)) for number in range(3)]
+    return model.state_dict(), step.breaks, losses
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_batch_norm_has_the_statistics_of_all_ranks(ranks: Ranks, wrap: bool) -> None:
+    torch.manual_seed(0)
+    theirs = Images()
+    optimizer = OPTIMIZERS["momentum"](theirs.parameters())
+    expected = []
+    for number in range(3):
+        x, y = images((12,), number, None)
+        optimizer.zero_grad()
+        expected.append(F.cross_entropy(theirs(x), y))
+        expected[-1].backward()
+        optimizer.step()
+    for state, breaks, losses in ranks(normalized, wrap):
+        assert breaks == []
+        torch.testing.assert_close(losses, [loss.detach() for loss in expected], **ROUNDING)
+        for name, value in theirs.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def wrapped(rank: int) -> list[str]:
+    """A model in DistributedDataParallel is one program; in its contexts, and with a hook, it is not."""
+    texts = []
+    model = Images()
+    ddp = DistributedDataParallel(model)
+    step = dt.training_step(ddp, F.cross_entropy, OPTIMIZERS["sgd"](ddp.parameters()))
+    step(*images((3, 3, 3, 3), 0, rank))
+    assert step.breaks == [] and sum(step.network.values()) > 0
+    for context in (ddp.no_sync(), ddp.join(throw_on_early_termination=False)):
+        with pytest.raises(dt.Invalid) as error, context:
+            step(*images((3, 3, 3, 3), 0, rank))
+        texts.append(str(error.value))
+    return texts
+
+
+def test_a_wrapped_model_is_one_program(ranks: Ranks) -> None:
+    for first, second in ranks(wrapped):
+        assert first.startswith("no_sync() around a training step") and second.startswith("join() around a training")
