@@ -1,9 +1,10 @@
-"""report, trace, roofline, run: the behavior of a compiled model."""
+"""report, trace, links, roofline, run: the behavior of a compiled model."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,16 @@ def add(commands: Any) -> None:
     trace.add_argument("-o", "--output", type=Path, default=Path("trace.json"), metavar="FILE", help="%(default)s")
     trace.set_defaults(run=_trace)
 
+    links = commands.add_parser(
+        "links",
+        help="what a message between processes costs",
+        description="Measure sums over several processes and fit latency and bandwidth, for report(ranks=, link=). "
+        "Under torchrun, the processes are those of the job; otherwise, they are started on this machine.",
+    )
+    links.add_argument("--ranks", type=int, default=2, help="processes to start, %(default)s")
+    links.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    links.set_defaults(run=_links)
+
     roofline = commands.add_parser(
         "roofline",
         help="this machine's bandwidth and peak",
@@ -86,6 +97,27 @@ def _roofline(options: argparse.Namespace) -> int:
     print(f"  copy bandwidth  {found.bandwidth / 1e9:8.1f} GB/s")
     print(f"  peak            {found.peak / 1e9:8.1f} GFLOP/s")
     print(f"  memory bounds what does less than {found.balance:.1f} operations per byte")
+    return 0
+
+
+def _links(options: argparse.Namespace) -> int:
+    from daceml_train.runtime.links import of_job, of_machine
+
+    if options.ranks < 2:
+        raise Failure("--ranks must be at least 2", 2)
+    found = of_job() if "RANK" in os.environ and "WORLD_SIZE" in os.environ else of_machine(options.ranks)
+    if found is None:  # another rank of the job prints
+        return 0
+    link, ranks, points = found
+    print(f"{ranks} processes: {link.alpha * 1e6:.1f} us per message, {link.bandwidth / 1e9:.3f} GB/s")
+    for size, seconds in points:
+        print(
+            f"  sum of {size:>10} bytes  {seconds * 1e6:10.1f} us, fitted {link.all_reduce(size, ranks) * 1e6:10.1f} us"
+        )
+    print(f"dt.report(step, ranks=..., link=dt.Link(alpha={link.alpha:.3g}, bandwidth={link.bandwidth:.4g}))")
+    if options.json is not None:
+        figures = {"ranks": ranks, "alpha": link.alpha, "bandwidth": link.bandwidth, "points": points}
+        options.json.write_text(json.dumps(figures) + "\n", encoding="utf-8")
     return 0
 
 

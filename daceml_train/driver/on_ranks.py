@@ -96,6 +96,13 @@ class OnRanks(InPieces):
             found[name] = found.get(name, 0) + sent
         return found
 
+    def gradient_bytes(self) -> tuple[int, int]:
+        """Bytes of the gradients that a step exchanges as dense arrays, and of the rows that each rank sends."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        tables = {key for key, how in (self._exchanged_as or {}).items() if how == "gather"}
+        sent = sum(self.ranks.sent.values()) // (self.ranks.size - 1) if self.ranks is not None else 0
+        return sum(p.nbytes for p in parameters if id(p) not in tables), sent
+
     # ---- a step -------------------------------------------------------------------------------------------------
     def _step(self, inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:
         if self.ranks is None:

@@ -18,6 +18,8 @@ from daceml_train.frontends.torch.capture.eager_traffic import eager_traffic
 from daceml_train.reporting import page, text, trace
 from daceml_train.reporting.functions import functions_of
 from daceml_train.reporting.model import Contents, Eager
+from daceml_train.reporting.scaling import Profile, Scaling, profile, simulated
+from daceml_train.runtime.links import Link
 from daceml_train.runtime.roofline import machine
 from daceml_train.runtime.timing import Timing
 from daceml_train.storage.folders import cache_folder
@@ -28,7 +30,12 @@ RUNS = 10
 
 @dataclass(frozen=True)
 class Report(Contents):
-    """The result of `report`. Printed, it is a table; a notebook shows it as HTML."""
+    """The result of `report`. Printed, it is a table; a notebook shows it as HTML.
+
+    `scaling` is the simulated step on many ranks, if it was asked for.
+    """
+
+    scaling: Scaling | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain data."""
@@ -56,7 +63,7 @@ class Report(Contents):
         path.write_text(result, encoding="utf-8")
 
     def __str__(self) -> str:
-        return "\n".join(text.lines(self))
+        return "\n".join([*text.lines(self), *(self.scaling.lines() if self.scaling else ())])
 
     def _repr_html_(self) -> str:
         return page.fragment(self)
@@ -68,13 +75,24 @@ def report(
     *,
     eager: Callable[[], object] | None = None,
     runs: int = RUNS,
+    ranks: int | None = None,
+    link: Link | None = None,
 ) -> Report:
     """A report on the programs of a module from `optimize` or a step from `training_step`.
 
     `run`, which calls `compiled`, is called `runs` times and once before, to measure each launch; `eager` does the
     same in PyTorch and is called once, to count what PyTorch moves (state that is created once should exist by then).
+    With `ranks` and `link`, the report has the simulated time of a step on so many ranks, each of which has as many
+    rows as this process, between which all links are like `link`; `daceml-train links` measures those of this machine.
+    The launches take what `run` measured, or what the machine's roofline allows.
     Raises `Invalid` for other objects. Before the first call there is nothing to report, and the report says so.
     """
+    if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
+        raise Invalid(f"ranks is a positive number, given {ranks!r}")
+    if (ranks is None) != (link is None):
+        raise Invalid("a simulation on many ranks needs ranks= and link=, a daceml_train.Link")
+    if ranks is not None and not isinstance(compiled, TrainingStep):
+        raise Invalid(f"ranks= simulates a training step, given {type(compiled).__name__}")
     if isinstance(compiled, TrainingStep):
         kind, name = "training step", f"{type(compiled.model).__name__}, {type(compiled.optimizer).__name__}"
         pieces = state_of(compiled.pieces)
@@ -102,7 +120,7 @@ def report(
     else:
         functions = functions_of(records())
     here = all(function.device == "cpu" for function in functions)  # the machine is the processor
-    found = machine(cache_folder()) if run is not None and here else None
+    found = machine(cache_folder()) if (run is not None or ranks is not None) and here else None
     own = compiled.breaks if isinstance(compiled, TrainingStep) else []
     breaks = [*own, *(pieces.backend.breaks if pieces else ())]
     captured = list(compiled.cuda_graphs.values()) if isinstance(compiled, TrainingStep) else []
@@ -111,7 +129,14 @@ def report(
     cuda_graphs = tuple(dict.fromkeys(line for lines in messages for line in lines))
     known = compiled.paths.values() if isinstance(compiled, TrainingStep) else ()
     ways = tuple(line for paths in known if paths.calls for line in paths.lines())
-    return Report(kind, name, functions, reasons(breaks), theirs, found, cuda_graphs, ways)
+    scaling = None
+    if ranks is not None and link is not None:
+        launches = functions[-1].launches if functions else ()
+        dense, rows = compiled.gradient_bytes()
+        clipped = compiled.clipping.norm is not None
+        template = Profile(0.0, 0.0, 0.0, dense, rows, clipped, compiled.shards)
+        scaling = simulated(*profile(launches, found, template), ranks, link)
+    return Report(kind, name, functions, reasons(breaks), theirs, found, cuda_graphs, ways=ways, scaling=scaling)
 
 
 @contextmanager

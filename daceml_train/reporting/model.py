@@ -51,6 +51,8 @@ class Launched:
     shape: str = ""
     name: str = ""
     """What it computes, and where."""
+    network: int = 0
+    """Bytes that each of the processes that train together sends in it."""
 
 
 @dataclass(frozen=True)

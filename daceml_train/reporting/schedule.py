@@ -41,6 +41,7 @@ class Schedule:
                 spent,
                 shapes[index],
                 cost.name,
+                self._number(cost.network),
             )
 
     def memory(self) -> list[int]:
