@@ -16,6 +16,7 @@ from daceml_train.transformations.global_movement.chunk_updates import ChunkUpda
 from daceml_train.transformations.global_movement.common_subexpressions import CommonSubexpressions
 from daceml_train.transformations.global_movement.concatenate_in_place import ConcatenateInPlace
 from daceml_train.transformations.global_movement.dead_code import DeadCode
+from daceml_train.transformations.global_movement.overlap import Overlap
 from daceml_train.transformations.global_movement.rematerialize_cheap import RematerializeCheap
 from daceml_train.transformations.global_movement.reuse_operands import ReuseOperands
 from daceml_train.transformations.global_movement.schedule import Schedule
@@ -83,6 +84,7 @@ TRAINING = Pipeline(
         RematerializeCheap(),
         UpdateInPlace(),
         Schedule(),
+        Overlap(),
         ConcatenateInPlace(),
         ReuseOperands(),
         ChunkUpdates(),

@@ -19,6 +19,7 @@ from daceml_train.driver.on_ranks import Sharding, Sharing, Sparse
 from daceml_train.driver.options import OptionKeywords, Options, chosen, current, takes_options
 from daceml_train.driver.step import Loss, TrainingStep
 from daceml_train.errors import Invalid, nearest
+from daceml_train.training.distribution import BUCKET
 from daceml_train.training.gradients import Clipping
 
 OnnxModel = Any
@@ -60,6 +61,7 @@ def training_step(
     shard: Sharding = None,
     sparse: Sparse = "auto",
     sync_batch_norm: bool = False,
+    bucket: int = BUCKET,
     options: Options | None = None,
     **keywords: Unpack[OptionKeywords],
 ) -> TrainingStep:
@@ -101,6 +103,8 @@ def training_step(
             has, or `'auto'` for the one that sends fewer bytes.
         sync_batch_norm: bool = False
             Batch norms have the statistics of the whole batch rather than of each process's part of it.
+        bucket: int = 26214400
+            Bytes of gradients that are sent in one message, which leaves while the backward pass computes the next one.
     """
     others = [n for n, p in inspect.signature(training_step).parameters.items() if p.kind is p.KEYWORD_ONLY]
     found = chosen("training_step", options, keywords, others)
@@ -124,7 +128,7 @@ def training_step(
         step = MicroBatchedStep(model, loss, optimizer, settings, micro_batches, reduction, clipping, scaler, schedule)
     else:
         step = TrainingStep(model, loss, optimizer, settings, keep_gradients, clipping, scaler, schedule)
-    sharing = Sharing(ranks, shard, sparse, sync_batch_norm, wrapper)
+    sharing = Sharing(ranks, shard, sparse, sync_batch_norm, bucket, wrapper)
     if sharing.shard and mesh is None:
         raise Invalid("shard= divides the optimizer's state among several processes", advice="pass mesh=")
     if sharing.shard and keep_gradients:
@@ -133,7 +137,7 @@ def training_step(
     if ranks is not None:
         modules = [m for m in (model, loss) if isinstance(m, torch.nn.Module)]
         told: dict[str, Any] = {"micro_batches": micro_batches, "reduction": reduction, "clipping": clipping}
-        told |= {"shard": shard, "sparse": sparse, "sync_batch_norm": sync_batch_norm}
+        told |= {"shard": shard, "sparse": sparse, "sync_batch_norm": sync_batch_norm, "bucket": bucket}
         told["scaler"] = None if scaler is None else scaler.state_dict()
         begin_as_equals(ranks, modules, optimizer, told)
     elif mesh is None:

@@ -20,6 +20,7 @@ from daceml_train.ops.collective import shard_size
 from daceml_train.ops.embedding import Embedding, EmbeddingBag
 from daceml_train.runtime.ranks import Ranks
 from daceml_train.tensor import hint
+from daceml_train.training.distribution import BUCKET
 from daceml_train.training.gradients import GradientOptions
 from daceml_train.training.joint import ACCUMULATED
 from daceml_train.training.optimizers import SCALARS, initial_state, makes_its_state, ready, update_of
@@ -44,6 +45,7 @@ class Sharing:
     shard: Sharding = None
     sparse: Sparse = "auto"
     sync_batch_norm: bool = False
+    bucket: int = BUCKET
     wrapper: DistributedDataParallel | None = None
     """What contains the model."""
 
@@ -55,6 +57,8 @@ class Sharing:
             if value not in kinds:
                 words = ", ".join(repr(kind) for kind in kinds)
                 raise Invalid(f"{name} is one of {words}, given {value!r}")
+        if isinstance(self.bucket, bool) or not isinstance(self.bucket, int) or self.bucket < 1:
+            raise Invalid(f"bucket is a positive number of bytes, given {self.bucket!r}")
 
 
 class OnRanks(InPieces):
@@ -64,6 +68,7 @@ class OnRanks(InPieces):
     idle = False
     """Whether this rank has no data in the step that is running."""
     accumulated: dict[int, torch.Tensor]
+    _bound: dict[Any, Any]
 
     _tables: tuple[str, ...] = ()
     """The inputs of the captured graph that are tables of which rows are exchanged."""
@@ -89,7 +94,8 @@ class OnRanks(InPieces):
         for record in reversed(self.records):
             for cost in record.costs:
                 if isinstance(cost.network, int) and cost.network and cost.operators != "sum_rows":
-                    found[cost.operators] = found.get(cost.operators, 0) + cost.network
+                    kind = cost.operators.removeprefix("start ")
+                    found[kind] = found.get(kind, 0) + cost.network
             if found:
                 break
         for (name, _), sent in self.ranks.sent.items() if self.ranks else ():
@@ -107,21 +113,30 @@ class OnRanks(InPieces):
     def _step(self, inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:
         if self.ranks is None:
             return self._local_step(inputs, targets)
-        with self.ranks.step():
-            check_wrapper(self.sharing.wrapper)
-            if rows_of(pytree.tree_leaves((inputs, targets))):
-                return self._local_step(inputs, targets)
-            self.idle = True
-            try:
-                return self._step_without_data(inputs, targets, max(self.ranks.largest, 2))
-            finally:
-                self.idle = False
+        try:
+            with self.ranks.step():
+                check_wrapper(self.sharing.wrapper)
+                self.idle = not rows_of(pytree.tree_leaves((inputs, targets)))
+                step = self._step_without_data if self.idle else self._local_step
+                loss = step(inputs, targets)
+        except BaseException:
+            if not self.ranks.settled:  # another rank may not have chosen
+                self._exchanged_as = None
+                self._bound.clear()
+            raise
+        finally:
+            self.idle = False
+        self.ranks.settled = self._exchanged_as is not None
+        return loss
 
-    def _step_without_data(self, inputs: Any, targets: tuple[Any, ...], rows: int) -> torch.Tensor:
+    def _step_without_data(self, inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:
         """Take part in the collectives and in the update, with gradients that are zero.
 
         What is captured needs rows, of which nothing is computed.
         """
+
+        assert self.ranks is not None
+        rows = max(self.ranks.largest, 2)
 
         def filled(leaf: Any) -> Any:
             empty = isinstance(leaf, torch.Tensor) and leaf.ndim and not leaf.shape[0]
@@ -157,12 +172,13 @@ class OnRanks(InPieces):
         if self.ranks is None:
             return found
         sync = self.sharing.sync_batch_norm
-        return replace(found, shard=self.shards, rows=self._tables, sync_batch_norm=sync, idle=self.idle)
+        found = replace(found, shard=self.shards, bucket=self.sharing.bucket, sync_batch_norm=sync)
+        return replace(found, rows=self._tables, idle=self.idle)
 
     def _choose_tables(self, graph: Graph, by_name: Mapping[str, torch.Tensor]) -> None:
         """Choose the tables of which the rows of the gradients are exchanged.
 
-        All ranks choose in the first step that they compile, by the most rows that any of them has.
+        All ranks choose in the first step that succeeds, by the most rows that any of them has.
         """
         self._tables = ()
         if self.ranks is None or self.sharing.sparse == "dense":

@@ -11,7 +11,7 @@ from daceml_train.analysis.traffic import Entry, traffic
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.lowering.naming import names
 from daceml_train.lowering.program import CallLaunch, ControlLaunch, CopyLaunch, KernelLaunch, Launch
-from daceml_train.ops.collective import Collective
+from daceml_train.ops.collective import Collective, Start
 from daceml_train.ops.kernel import described
 from daceml_train.ops.operator import Operator
 from daceml_train.tensor import Dim, Tensor
@@ -66,6 +66,8 @@ def costs(graph: Graph, launches: Sequence[Launch], nodes: Sequence[int]) -> lis
         elif node >= 0 and last[node] == index:
             cost = _computed(launch, graph.nodes[node].op, entries[node], named[node])
             results.append(replace(cost, network=_network(graph, graph.nodes[node])))
+            if isinstance(op := graph.nodes[node].op, Start):
+                results[-1] = replace(results[-1], operators=f"start {op.kind}")
         else:
             results.append(_moved(launch))
     return results

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from daceml_train.errors import Invalid
-from daceml_train.ops.operator import Array, Builder, Operator, Value
+from daceml_train.ops.operator import Array, Builder, Operator, Value, make
 from daceml_train.tensor import Dim, DType, Shape, Tensor, product, same, simplify
 
 
@@ -253,6 +253,58 @@ class SumRows(Collective):
         """Bytes where no two of a rank's indices are equal; equal ones are sent once."""
         grad, indices = operands
         return simplify((self.ranks - 1) * (grad.bytes + 8 * indices.size))
+
+
+STARTED = ("all_reduce", "reduce_scatter", "all_gather")
+"""Collectives that may be started before their results are needed."""
+
+
+@dataclass(frozen=True)
+class Start(Collective):
+    """Begin the collective `kind`, whose result `Await` completes; until then, nothing may read it."""
+
+    name = "start"
+    kind: str = "all_reduce"
+
+    @property
+    def whole(self) -> Collective:
+        """The collective that this and `Await` are together."""
+        found = make(self.kind, ranks=self.ranks, position=self.position)
+        assert isinstance(found, Collective)
+        return found
+
+    def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        if self.kind not in STARTED:
+            raise Invalid(f"start begins one of {', '.join(STARTED)}, given {self.kind}")
+        return self.whole.infer(*operands)
+
+    def exchange(self, operands: Sequence[tuple[Array, ...]]) -> list[Array]:
+        return self.whole.exchange(operands)
+
+    def flops(self, *operands: Tensor) -> Dim:
+        return self.whole.flops(*operands)
+
+    def network_bytes(self, *operands: Tensor) -> Dim:
+        return self.whole.network_bytes(*operands)
+
+
+@dataclass(frozen=True)
+class Await(Operator):
+    """The result of the collective that `Start` with the same `position` began, in the memory of its operand."""
+
+    name = "await"
+    vendor = True
+    updates = ((0, 0),)
+    position: int = 0
+
+    def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        return operands
+
+    def evaluate(self, *operands: Array) -> tuple[Array, ...]:
+        return operands
+
+    def flops(self, *operands: Tensor) -> Dim:
+        return 0
 
 
 def shard_size(shape: Shape, ranks: int) -> int:

@@ -79,6 +79,34 @@ def _reduce_to(ranks: Ranks, x: Tensor, root: int, position: int) -> Tensor:
     return total if ranks.rank == root else total.zero_()
 
 
+def _start(ranks: Ranks, x: Tensor, kind: str, position: int) -> Tensor:
+    """Begin a collective. Its memory is kept until it is over, also if the program ends with an error before that."""
+    ranks.agreed()
+    match kind:
+        case "all_reduce":
+            result = x.clone(memory_format=torch.contiguous_format)
+            work, received = dist.all_reduce(result, group=ranks.group, async_op=True), result
+        case "all_gather":
+            result = x.new_empty((ranks.size * x.shape[0], *x.shape[1:]))
+            work, received = ranks.gathering(result, x.clone(memory_format=torch.contiguous_format)), result
+        case _:
+            result, own = x.new_empty((x.shape[0] // ranks.size, *x.shape[1:])), x.clone()
+            received = torch.empty_like(own, memory_format=torch.contiguous_format)
+            work = dist.all_to_all_single(received, own.contiguous(), group=ranks.group, async_op=True)
+    ranks.started[position] = (work, received)
+    return result
+
+
+def _await(ranks: Ranks, x: Tensor, position: int) -> Tensor:
+    """Complete a collective; `x` is the memory of its result."""
+    work, received = ranks.started[position]
+    ranks.finish(work)
+    del ranks.started[position]
+    if received.shape != x.shape:
+        torch.sum(received.view(ranks.size, *x.shape), 0, out=x)
+    return x
+
+
 def _own_shards(ranks: Ranks, arrays: list[Tensor]) -> Tensor:
     sizes = [-(-x.numel() // ranks.size) for x in arrays]
     found = arrays[0].new_zeros(sum(sizes))
@@ -134,6 +162,8 @@ LIBRARY: dict[str, Callable[..., Tensor]] = {
     "all_to_all(Tensor x, int position) -> Tensor": _all_to_all,
     "broadcast(Tensor x, int root, int position) -> Tensor": _broadcast,
     "reduce_to(Tensor x, int root, int position) -> Tensor": _reduce_to,
+    "start(Tensor x, str kind, int position) -> Tensor": _start,
+    "await(Tensor(a!) x, int position) -> Tensor(a!)": _await,
     "own_shards(Tensor[] arrays) -> Tensor": _own_shards,
     "sum_rows(Tensor grad, Tensor indices, int rows, int padding_idx, int position) -> Tensor": _sum_rows,
 }

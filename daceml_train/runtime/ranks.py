@@ -55,7 +55,8 @@ def _timeout(group: dist.ProcessGroup) -> float:
 class Ranks:
     """The processes of `group` in the steps of one `TrainingStep`. Not thread-safe: a step runs alone."""
 
-    created = 0
+    created: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, int]] = weakref.WeakKeyDictionary()
+    """How many there have been of each group: equal on all of its ranks, which construct steps in one order."""
     broken: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, str]] = weakref.WeakKeyDictionary()
     """Groups on which nothing more can run, and why: a rank failed where the others wait in a collective, which would
     take the next one for its partner.
@@ -65,19 +66,23 @@ class Ranks:
         self.group, self.rank, self.size = group, group.rank(), group.size()
         device = "cuda" if dist.get_backend(group) == dist.Backend.NCCL else "cpu"
         self.device = torch.device(device)
-        self.store, self.prefix = group.get_group_store(), f"daceml_train/{Ranks.created}"
         if not Ranks.created:
             atexit.register(time.sleep, RELEASE)
-        Ranks.created += 1  # equal on all ranks: steps are constructed in one order
+        Ranks.created[group] = Ranks.created.get(group, 0) + 1
+        self.store, self.prefix = group.get_group_store(), f"daceml_train/{Ranks.created[group]}"
         self.patience = _timeout(group)
         """Seconds after which a rank that says nothing is taken for lost."""
         self.error: RankError | None = None
         """What a collective of the running program raised."""
         self.steps = -1  # the construction of the step counts as 0
+        self.settled = False
+        """Whether no rank waits any more for what another one says; see `tell`."""
         self.rows: list[int] = []
         """The rows of each rank in the step whose exchange is over."""
         self.sent: dict[tuple[str, int], int] = {}
         """Bytes that this rank sent last in collectives whose size depends on data, by name and position."""
+        self.started: dict[int, tuple[Any, torch.Tensor]] = {}
+        """Collectives that have begun, by their position, with the memory that they write."""
         self._reference = 0
         self._sent: tuple[torch.Tensor, Any] | None = None
         self._begun = False
@@ -104,8 +109,8 @@ class Ranks:
         as the optimizer's hyper-parameters.
         """
         if not self._begun:
-            if self.steps == 1:
-                self._put(f"begun/1/{self.rank}", "")  # for those that wait for what this rank does not say
+            if not self.settled:
+                self._put(f"begun/{self.steps}/{self.rank}", "")  # for those that wait for what this rank does not say
             self._send(RUNS, self._digest(described), rows, zlib.crc32(numbers))
 
     def agreed(self) -> None:
@@ -182,8 +187,12 @@ class Ranks:
         """The tensors of all ranks, which have one shape, one after the other."""
         self.agreed()
         found = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-        self.finish(_all_gather(found, tensor.contiguous(), group=self.group, async_op=True))
+        self.finish(self.gathering(found, tensor.contiguous()))
         return found
+
+    def gathering(self, found: torch.Tensor, tensor: torch.Tensor) -> Any:
+        """Begin to gather the dense tensors of all ranks in `found`."""
+        return _all_gather(found, tensor, group=self.group, async_op=True)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Replace a dense tensor by that of rank `root`."""

@@ -16,7 +16,7 @@ from daceml_train.errors import Invalid, Unsupported
 from daceml_train.ops.operator import Value, make
 from daceml_train.ops.reduction import wide_type
 from daceml_train.tensor import DType
-from daceml_train.training.distribution import Exchange
+from daceml_train.training.distribution import BUCKET, Exchange
 
 SCALER = ("_scale", "_growth_tracker")
 """The names of a `GradScaler`'s state, which belongs to a step but to no parameter."""
@@ -79,6 +79,8 @@ class GradientOptions:
     """The processes that train together: gradients are means over them before anything else happens to them."""
     shard: bool = False
     """Whether each of them updates a shard of every parameter, with that shard of the optimizer's state."""
+    bucket: int = BUCKET
+    """Bytes of gradients that are sent in one message."""
     rows: tuple[str, ...] = ()
     """The tables of which the rows of the gradient are exchanged, by their inputs."""
     sync_batch_norm: bool = False

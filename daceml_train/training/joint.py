@@ -112,7 +112,7 @@ def joint_graph(
     sharded = None
     mean = None
     if weight is not None and found:
-        exchange = Exchange(graph, options.ranks, weight, idle=options.idle, position=position)
+        exchange = Exchange(graph, options.ranks, weight, options.bucket, options.idle, position)
         sharded = exchange if options.shard else None
         mean = _exchanged(exchange, options, loss, found, updated, late)
     gradients = [found[t.parameter] for t in updated]

@@ -179,7 +179,7 @@ def differing(rank: int, how: str) -> str:
     ("how", "message"),
     [
         ("model", r"rank 1 differs from rank 0, which has: weight \[4, 6\].*rank 1 has: weight \[5, 6\]"),
-        ("trains", r"rank 1 differs from rank 0, which has: .*weight.*rank 1 has: .*all_reduce 0 of \[5\]"),
+        ("trains", r"rank 1 differs from rank 0, which has: .*weight.*rank 1 has: .*all_reduce 0 of \[6\]"),
         ("rate", "different learning rates"),
         ("bound", "different learning rates or other options"),
         ("kind", r"rank 1 differs from rank 0, which has: SGD: .*clip_norm"),

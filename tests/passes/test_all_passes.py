@@ -47,6 +47,11 @@ EXTRA = {
         "%a = pad(%g, pads=((0, 5), (0, 0)))\n%b = pad(%h, pads=((3, 1), (0, 0)))\n%y = add(%a, %b)",
         "%y",
     ),
+    "overlap": program(
+        "x: f32[4], w: f32[4, 4]",
+        "%a = all_reduce(%x, ranks=2)\n%b = neg(%a)\n%c = matmul(%w, %w)\n%d = all_reduce(%c, ranks=2, position=1)\n%y = exp(%d)",
+        "%b, %y",
+    ),
     "at_place": program("x: f32[4]", "%a = neg(%x)\n%b = neg(%a)\n%y = exp(%b)", "%y"),
     "blocked_attention": program(
         "q: f32[2, 3, 5, 4], k: f32[2, 3, 7, 4], v: f32[2, 3, 7, 4]",
