@@ -12,7 +12,7 @@ from typing import Any, Unpack
 
 import torch
 
-from daceml_train.driver.distribution import Mesh, begin_as_equals, ranks_of, unwrapped, warn_of_others
+from daceml_train.driver.distribution import Mesh, ranks_of, unwrapped, warn_of_others
 from daceml_train.driver.micro_batches import MicroBatchedStep, Reduction
 from daceml_train.driver.module import Backend, optimized
 from daceml_train.driver.on_ranks import Sharding, Sharing, Sparse
@@ -74,16 +74,14 @@ def training_step(
         keep_gradients: bool = False
             Leave the gradients in `.grad` after each step.
         micro_batches: int = 1
-            Cut each batch into so many parts along its tensors' first dimension, whose gradients are added up before
-            one update: the memory of a part instead of that of the batch.
+            Cut each batch into so many parts along the first dimension, whose gradients are added up before one update.
         reduction: Reduction = 'batch'
             What the losses of parts are to that of the batch. `'batch'`: loss and gradients are those of the whole
             batch, also where the loss is a mean over other things than rows; one of which that cannot be told is
             refused. `'mean'` or `'sum'`: the mean or the sum of the parts' losses, as accumulation in PyTorch.
         clip_norm: float | None = None
-            Clip the gradients of the optimizer's parameters before the update, as
-            `torch.nn.utils.clip_grad_norm_(..., norm_type=norm_type)` does; `step.gradient_norm` is the norm before.
-            `step.clip_norm` and `step.clip_value` may be changed between steps, which compiles nothing.
+            Clip the gradients of the optimizer's parameters before the update, as `torch.nn.utils.clip_grad_norm_`
+            does; `step.gradient_norm` is the norm before. A bound that changes between steps compiles nothing.
         norm_type: float = 2.0
             The order of that norm.
         clip_value: float | None = None
@@ -92,15 +90,12 @@ def training_step(
             Scale the loss, unscale the gradients before they are clipped, leave the update out where one is not
             finite, and adapt the scale.
         mesh: Mesh = None
-            The processes that train together, as a device mesh or a process group, each on its part of the batch: all
-            begin with the parameters of the first one, and gradients and the returned loss are means over them.
-            `False`: each trains alone.
+            The processes that train together, a device mesh or a process group, each on its part of the batch:
+            gradients and the loss are means over them. `False`: each trains alone.
         shard: Sharding = None
-            `'optimizer'`: each of them has a shard of the optimizer's state and updates that part of the parameters
-            (ZeRO, stage 1).
+            `'optimizer'`: each has a shard of the optimizer's state and updates that part of the parameters (ZeRO 1).
         sparse: Sparse = 'auto'
-            How the gradients of embedding tables are exchanged: `'dense'`, `'gather'` for the rows that each of them
-            has, or `'auto'` for the one that sends fewer bytes.
+            How gradients of embedding tables are exchanged: `'dense'`, `'gather'` (rows), or by what sends fewer bytes.
         sync_batch_norm: bool = False
             Batch norms have the statistics of the whole batch rather than of each process's part of it.
         bucket: int = 26214400
@@ -111,6 +106,26 @@ def training_step(
     schedule = found.schedule or "ahead_of_time"
     settings = dataclasses.replace(found, schedule=None).settings()
     clipping = Clipping(clip_norm, norm_type, clip_value)
+    _check_given(optimizer, scaler)
+    model, mesh, wrapper = unwrapped(model, mesh)
+    sharing = Sharing(ranks_of(mesh, model), shard, sparse, sync_batch_norm, bucket, wrapper)
+    if shard and mesh is None:
+        raise Invalid("shard= divides the optimizer's state among several processes", advice="pass mesh=")
+    if keep_gradients and (shard or micro_batches != 1):
+        what = "shard and keep_gradients" if shard else "keep_gradients and micro_batches"
+        raise Invalid(f"{what} exclude each other: no {'process' if shard else 'call'} has the whole gradient")
+    step: TrainingStep
+    if micro_batches != 1:
+        step = MicroBatchedStep(model, loss, optimizer, settings, micro_batches, reduction, clipping, scaler, schedule)
+    else:
+        step = TrainingStep(model, loss, optimizer, settings, keep_gradients, clipping, scaler, schedule)
+    step.train_on(sharing, {"micro_batches": micro_batches, "reduction": reduction, "clipping": clipping})
+    if mesh is None:
+        warn_of_others(model, stacklevel=2)
+    return step
+
+
+def _check_given(optimizer: torch.optim.Optimizer, scaler: Any) -> None:
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise Invalid(f"scaler is a torch.amp.GradScaler, given {type(scaler).__name__}")
     closure = inspect.signature(optimizer.step).parameters.get("closure") if hasattr(optimizer, "step") else None
@@ -119,30 +134,6 @@ def training_step(
             f"{type(optimizer).__name__} evaluates the loss several times per step, a training step does so once",
             advice="call optimizer.step(closure) with a closure around optimize(model)",
         )
-    model, mesh, wrapper = unwrapped(model, mesh)
-    ranks = None if mesh is None else ranks_of(mesh, model)
-    step: TrainingStep
-    if micro_batches != 1:
-        if keep_gradients:
-            raise Invalid("keep_gradients and micro_batches exclude each other: no call has the whole gradient")
-        step = MicroBatchedStep(model, loss, optimizer, settings, micro_batches, reduction, clipping, scaler, schedule)
-    else:
-        step = TrainingStep(model, loss, optimizer, settings, keep_gradients, clipping, scaler, schedule)
-    sharing = Sharing(ranks, shard, sparse, sync_batch_norm, bucket, wrapper)
-    if sharing.shard and mesh is None:
-        raise Invalid("shard= divides the optimizer's state among several processes", advice="pass mesh=")
-    if sharing.shard and keep_gradients:
-        raise Invalid("keep_gradients and shard exclude each other: no process has the whole gradient")
-    step.train_on(sharing)
-    if ranks is not None:
-        modules = [m for m in (model, loss) if isinstance(m, torch.nn.Module)]
-        told: dict[str, Any] = {"micro_batches": micro_batches, "reduction": reduction, "clipping": clipping}
-        told |= {"shard": shard, "sparse": sparse, "sync_batch_norm": sync_batch_norm, "bucket": bucket}
-        told["scaler"] = None if scaler is None else scaler.state_dict()
-        begin_as_equals(ranks, modules, optimizer, told)
-    elif mesh is None:
-        warn_of_others(model, stacklevel=2)
-    return step
 
 
 def load_onnx(

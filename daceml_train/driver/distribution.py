@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from daceml_train.errors import Invalid, Unsupported
 from daceml_train.lowering.program import CallLaunch, Program
+from daceml_train.ops.collective import shard_size
 from daceml_train.runtime.collectives import TARGETS
 from daceml_train.runtime.ranks import Ranks
 from daceml_train.training.gradients import Clipping
@@ -108,9 +109,13 @@ def ranks_of(mesh: Any, model: nn.Module) -> Ranks | None:
 
 
 def begin_as_equals(
-    ranks: Ranks, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
+    ranks: Ranks,
+    modules: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    options: Mapping[str, Any],
+    shards: bool = False,
 ) -> None:
-    """Give all ranks the parameters, buffers and optimizer state of rank 0.
+    """Give all ranks the parameters, buffers and optimizer state of rank 0, but for state that is in `shards` already.
 
     Raises `RankError`, on all ranks, if their models or optimizers have other parameters or options, or if the step has
     other `options`.
@@ -127,7 +132,8 @@ def begin_as_equals(
         lines += [f"{name}={value}" for name, value in options.items()]
         ranks.begin("\n".join(lines), 0)
         ranks.agreed()
-        for part in _messages(named.values()):
+        own = _shards(optimizer, ranks.size) if shards else frozenset()
+        for part in _messages(t for t in named.values() if id(t) not in own):
             pieces = [t.detach().contiguous().view(-1).view(torch.uint8) for t in part]
             message = torch.cat(pieces).to(ranks.device)
             ranks.broadcast(message)
@@ -151,6 +157,17 @@ def _named(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> It
         if isinstance(value, torch.Tensor) and id(value) not in seen:
             seen.add(id(value))
             yield name, value
+
+
+def _shards(optimizer: torch.optim.Optimizer, ranks: int) -> frozenset[int]:
+    """The identities of those tensors of an optimizer's state that are shards."""
+    found = set()
+    for parameter, state in optimizer.state.items():
+        size = shard_size(parameter.shape, ranks)
+        found |= {
+            id(v) for v in state.values() if isinstance(v, torch.Tensor) and v.shape == (size,) != parameter.shape
+        }
+    return frozenset(found)
 
 
 def _messages(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

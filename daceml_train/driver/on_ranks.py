@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from daceml_train.driver.distribution import check_wrapper, rows_of
+from daceml_train.driver.distribution import begin_as_equals, check_wrapper, rows_of
 from daceml_train.driver.pieces import InPieces
 from daceml_train.errors import Invalid, Unsupported
 from daceml_train.graph.graph import Graph
@@ -75,9 +75,16 @@ class OnRanks(InPieces):
     _exchanged_as: dict[int, str] | None = None
     """How the gradient of each table is exchanged, once the ranks have chosen."""
 
-    def train_on(self, sharing: Sharing) -> None:
-        """From now on, train with these ranks."""
+    def train_on(self, sharing: Sharing, options: Mapping[str, Any]) -> None:
+        """Train with these ranks, which must have the same `options`; all begin with what the first one has."""
         self.sharing, self.ranks = sharing, sharing.ranks
+        if self.ranks is None:
+            return
+        modules = [m for m in (self.model, self.loss) if isinstance(m, torch.nn.Module)]
+        told = {**options, **{f.name: getattr(sharing, f.name) for f in fields(sharing)}}
+        del told["ranks"], told["wrapper"]
+        told["scaler"] = None if self.scaler is None else self.scaler.state_dict()
+        begin_as_equals(self.ranks, modules, self.optimizer, told, self.shards)
 
     @property
     def shards(self) -> bool:
@@ -134,7 +141,6 @@ class OnRanks(InPieces):
 
         What is captured needs rows, of which nothing is computed.
         """
-
         assert self.ranks is not None
         rows = max(self.ranks.largest, 2)
 

@@ -79,14 +79,14 @@ class GradientOptions:
     """The processes that train together: gradients are means over them before anything else happens to them."""
     shard: bool = False
     """Whether each of them updates a shard of every parameter, with that shard of the optimizer's state."""
-    bucket: int = BUCKET
-    """Bytes of gradients that are sent in one message."""
     rows: tuple[str, ...] = ()
     """The tables of which the rows of the gradient are exchanged, by their inputs."""
     sync_batch_norm: bool = False
     """Whether batch norms have statistics of the batches of all processes together."""
     idle: bool = False
     """Whether this process has no data in the step."""
+    bucket: int = BUCKET
+    """Bytes of gradients that are sent in one message."""
 
 
 PLAIN = GradientOptions()
