@@ -27,6 +27,7 @@ from daceml_train.analysis.sizes import bind
 from daceml_train.graph.bodies import bodies
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.graph.leaves import leaves
+from daceml_train.ops.collective import Await
 from daceml_train.ops.control import Cond, ControlFlow, Scan
 from daceml_train.ops.elementwise import Full, Iota
 from daceml_train.ops.embedding import AddRows, Embedding, EmbeddingBag
@@ -301,7 +302,7 @@ class _Count:
 
     def _entry(self, node: Node) -> Entry:
         op, operands = node.op, [self.types[i] for i in node.inputs]
-        if id(node) not in self.needed or is_alias(op):
+        if id(node) not in self.needed or is_alias(op) or isinstance(op, Await):  # the start counts what is moved
             return Entry(op.label, node.origin, {}, {})
         if isinstance(op, ControlFlow):
             moved, done = _inner(op, operands, self.sizes)

@@ -54,8 +54,9 @@ class Profile:
             ready = self.forward + self.backward * ((number + 1) / count if overlap else 1.0)
             channel = max(channel, ready * slow) + part
         channel += link.gather(self.rows, ranks) if self.rows else 0.0
-        end = max(channel, (self.forward + self.backward) * slow)
-        end += (self.update if self.clipped or not overlap else self.update / count) * slow
+        computed = (self.forward + self.backward) * slow  # updates come after it, each as soon as its bucket is there
+        last = self.update if self.clipped or not overlap else self.update / count
+        end = max(channel + last * slow, computed + self.update * slow)
         return end + (link.half(self.gradients, ranks) if self.sharded else 0.0)
 
 

@@ -32,7 +32,7 @@ def test_two_processes_learn_what_one_does() -> None:
     assert losses[1] == pytest.approx(losses[0], abs=2e-3)  # three digits are printed, and sums are rounded otherwise
     assert "1 ranks, 0 breaks; each sends 0 bytes" in alone
     parameters = 16 * 64 + 64 + 64 + 64 + 64 * 4 + 4
-    assert f"2 ranks, 0 breaks; each sends {4 * (parameters + 1)} bytes" in together
+    assert f"2 ranks, 0 breaks; each sends {4 * (parameters + 2)} bytes" in together  # with the loss and a weight
 
 
 def test_the_page_shows_the_example() -> None:
