@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from daceml_train.driver.store import environment
 from daceml_train.errors import Invalid, Unsupported
 from daceml_train.lowering.program import CallLaunch, Program
 from daceml_train.ops.collective import shard_size
@@ -130,6 +132,8 @@ def begin_as_equals(
             chosen = ", ".join(f"{k}={v}" for k, v in group.items() if k != "params")
             lines.append(f"{type(optimizer).__name__} of {len(group['params'])} parameters, {chosen}")
         lines += [f"{name}={value}" for name, value in options.items()]
+        *versions, processor = environment().rsplit("\n", 1)  # other kernels would let equal parameters drift apart
+        lines += [*versions, f"processor {hashlib.sha256(processor.encode()).hexdigest()[:12]}: {processor[-120:]}"]
         ranks.begin("\n".join(lines), 0)
         ranks.agreed()
         own = _shards(optimizer, ranks.size) if shards else frozenset()

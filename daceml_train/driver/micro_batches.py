@@ -58,8 +58,8 @@ class _Part(TrainingStep):
     def _bind_captured(
         self, captured: Captured, arguments: Sequence[Any], flat: Sequence[Any], scope: dict[str, Any]
     ) -> BoundStep:
-        if self.share is not None:
-            self.counts = self.share
+        if self.share is not None or self.idle:  # without data, no loss needs a weight
+            self.counts = 1.0 if self.share is None else self.share
             return super()._bind_captured(captured, arguments, flat, scope)
         seen = CapturedCall.of(captured, arguments)
         device = device_of(self.model, seen.tensors, flat)
@@ -126,6 +126,10 @@ class MicroBatchedStep(_Part):
             return loss if self.ranks is None else self.ranks.mean(loss)
         finally:
             self.batch = self.accumulating.batch = (), ()
+
+    def _step_without_data(self, inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:
+        loss = super()._step_without_data(inputs, targets)
+        return loss if self.ranks is None else self.ranks.mean(loss)
 
     def _parts(self, parts: Sequence[tuple[Any, tuple[Any, ...]]]) -> torch.Tensor:
         first = self.accumulating._find(*parts[0])[2]

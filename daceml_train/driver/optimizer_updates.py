@@ -97,7 +97,9 @@ class BoundUpdate:
         """Update, unless something is not as it was bound."""
         if not self.guard.holds(optimizer) or self.guard.refresh():
             return False
-        if any(type(g) is not torch.Tensor or g.untyped_storage()._cdata in self.storages for g in gradients):
+        if any(type(g) is not torch.Tensor or g.layout is not torch.strided for g in gradients):
+            return False
+        if any(g.untyped_storage()._cdata in self.storages for g in gradients):
             return False
         for position, index in self.gradients:
             self.addresses[position] = gradients[index]._cdata

@@ -125,7 +125,9 @@ def joint_graph(
     gradients, norm = clip(options.clipping, gradients, bound, sharded)
     found |= {t.parameter: g for t, g in zip(updated, gradients, strict=True)}
     joint.gradients = tuple(name for name in keep if name in found)
-    result = mean if options.idle and mean is not None else loss
+    result = loss
+    if options.idle:  # of which nothing is to be computed
+        result = mean or graph.emit(Full(0.0, loss.shape, loss.dtype))[0]
     graph.outputs = [result.name, *kept, *(found[name].name for name in joint.gradients)]
     if sharded is not None:
         _append_sharded(joint, sharded, updated, found, hyper, skip)

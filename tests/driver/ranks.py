@@ -25,12 +25,12 @@ class RankFailed(AssertionError):
 class Ranks:
     """`world` processes in one group of gloo. Functions are found by name, so they stand at the top of a module."""
 
-    def __init__(self, folder: Path, world: int = 2) -> None:
+    def __init__(self, folder: Path, world: int = 2, patience: int = PATIENCE) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipes, self.processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            arguments = (rank, world, f"file://{folder}/store", theirs)
+            arguments = (rank, world, f"file://{folder}/store", theirs, patience)
             self.processes.append(context.Process(target=_serve, args=arguments, daemon=True))
             self.processes[-1].start()
             theirs.close()
@@ -61,14 +61,14 @@ class Ranks:
                 process.kill()
 
 
-def _serve(rank: int, world: int, store: str, pipe: Any) -> None:
+def _serve(rank: int, world: int, store: str, pipe: Any, patience: int) -> None:
     import torch
     import torch.distributed as dist
 
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world)
     torch.set_num_threads(1)
-    patience = datetime.timedelta(seconds=PATIENCE)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=patience)
+    timeout = datetime.timedelta(seconds=patience)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timeout)
     while True:
         try:
             function, arguments = pipe.recv()

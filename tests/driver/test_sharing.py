@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -238,3 +239,98 @@ def wrapped(rank: int) -> list[str]:
 def test_a_wrapped_model_is_one_program(ranks: Ranks) -> None:
     for first, second in ranks(wrapped):
         assert first.startswith("no_sync() around a training step") and second.startswith("join() around a training")
+
+
+def combined(rank: int) -> tuple[Any, ...]:
+    """Micro-batches, shards, a scaler, clipping, and a schedule, where one rank has no data in the last step."""
+    torch.manual_seed(0)
+    model = Words()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    options = {"micro_batches": 2, "shard": "optimizer", "scaler": torch.amp.GradScaler("cpu", init_scale=64.0)}
+    step = dt.training_step(model, F.cross_entropy, optimizer, mesh=dist.group.WORLD, clip_norm=0.5, **options)
+    told = []
+    for number, sizes in enumerate(PARTS):
+        told.append(step(*own(sizes, number, rank)))
+        schedule.step()
+    return model.state_dict(), told, step.breaks
+
+
+PARTS = ((4, 4, 4, 4), (2, 6, 4, 4), (2, 0, 4, 2))
+
+
+def test_options_go_together(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    theirs = Words()
+    optimizer = OPTIMIZERS["adamw"](theirs.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    expected = []
+    for number, sizes in enumerate(PARTS):
+        x, y = batch(sum(sizes), number)
+        optimizer.zero_grad()
+        expected.append(F.cross_entropy(theirs(x), y))
+        expected[-1].backward()
+        nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        optimizer.step()
+        schedule.step()
+    for state, told, breaks in ranks(combined):
+        assert breaks == []
+        torch.testing.assert_close(told, [loss.detach() for loss in expected], **ROUNDING)
+        for name, value in theirs.state_dict().items():
+            torch.testing.assert_close(state[name], value, **ROUNDING, msg=name)
+
+
+def refused(rank: int) -> list[str]:
+    """The errors of steps that cannot share: hooks under `shard=`, and a batch that no rank has."""
+    texts = []
+    for options in ({"shard": "optimizer"}, {}):
+        model = Words()
+        if options:
+            model.norm.weight.register_hook(lambda grad: None)
+        step = dt.training_step(
+            model, F.cross_entropy, OPTIMIZERS["sgd"](model.parameters()), mesh=dist.group.WORLD, **options
+        )
+        with pytest.raises(RuntimeError) as error:
+            step(*own((3, 3, 3, 3) if options else (0, 0, 0, 0), 0, rank))
+        texts.append(str(error.value))
+    for options in (
+        {"shard": "all"},
+        {"sparse": "rows"},
+        {"bucket": 0},
+        {"shard": "optimizer", "keep_gradients": True},
+    ):
+        with pytest.raises(dt.Invalid):
+            dt.training_step(
+                model, F.cross_entropy, OPTIMIZERS["sgd"](model.parameters()), mesh=dist.group.WORLD, **options
+            )
+    return texts
+
+
+@pytest.mark.filterwarnings("ignore:daceml_train runs")
+def test_what_cannot_be_shared_is_refused(ranks: Ranks) -> None:
+    for hooked, empty in ranks(refused):
+        assert "shard='optimizer' divides the state" in hooked and "gradient hook" in hooked
+        assert "no rank has data" in empty
+
+
+def silent(rank: int) -> str:
+    """The error of a step for which the other rank does not come."""
+    model = nn.Linear(4, 3)
+    step = dt.training_step(model, F.cross_entropy, OPTIMIZERS["sgd"](model.parameters()), mesh=dist.group.WORLD)
+    batch = torch.randn(2, 4), torch.randint(3, (2,))
+    step(*batch)
+    if rank == 1:
+        time.sleep(40)
+        return ""
+    with pytest.raises(RuntimeError) as error:
+        step(*batch)
+    return str(error.value)
+
+
+def test_a_rank_that_hangs_is_named_within_the_timeout(tmp_path: Path) -> None:
+    few = Ranks(tmp_path, 2, patience=20)
+    try:
+        error, _ = few(silent)
+    finally:
+        few.close()
+    assert error.startswith("rank 1 is gone in step 2") and "imed out" in error
