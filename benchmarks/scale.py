@@ -2,8 +2,8 @@
 
 Milliseconds per step and bytes through the loopback device, per rank, of PyTorch's DistributedDataParallel around the
 eager module, around `torch.compile`, and around `optimize`, and of the whole step with `mesh=`, beside the bytes that
-the step promises and the time that the simulator predicts from one rank's launches. One thread per process; every variant
-trains the same network on the same rows, in turn, and all must end with the same parameters.
+the step promises and the time that the simulator predicts from one rank's launches. Each process has one thread. Every
+variant trains the same network on the same rows, in turn, and all must end with the same parameters.
 """
 
 from __future__ import annotations

@@ -196,8 +196,9 @@ def described(program: Program, trained: Sequence[str], options: Iterable[str]) 
         if isinstance(launch, CallLaunch) and launch.target in TARGETS:
             name, (first, *others) = launch.target.partition("::")[2], launch.arguments
             views = first if isinstance(first, tuple) else (first,)
-            numbers = " ".join(str(number) for number in others if isinstance(number, int | str))
+            numbers = " ".join(map(str, others))
             # how many rows a rank adds to a table is its own affair
+            views = views[::2] if name == "sum_rows" else views
             shapes = ", ".join(str(list(x.shape)[-1:] if name == "sum_rows" else list(x.shape)) for x in views)
             lines.append(f"{name} {numbers} of {shapes} {views[0].dtype.name}")
     return "\n".join(lines)

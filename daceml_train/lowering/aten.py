@@ -302,7 +302,7 @@ CALLS: dict[str, Rule] = {
     "await": lambda op, i, o: Call("daceml::await", (Operand(0), op.position), returns=(None,)),
     "own_shards": lambda op, i, o: Call("daceml::own_shards", (tuple(Operand(k) for k in range(len(i))),)),
     "sum_rows": lambda op, i, o: Call(
-        "daceml::sum_rows", (Operand(0), Operand(1), op.rows, op.padding_idx, op.position)
+        "daceml::sum_rows", (tuple(Operand(k) for k in range(len(i))), op.rows, op.padding, op.position)
     ),
     "attention": _attention,
     "attention_grad": _attention_grad,

@@ -222,37 +222,47 @@ class OwnShards(Collective):
 
 @dataclass(frozen=True)
 class SumRows(Collective):
-    """The sum over all ranks of the gradients of an embedding, each given as rows: see `EmbeddingGrad`.
+    """The sums over all ranks of gradients of tables, each given as rows [..., D] and indices [...] (`EmbeddingGrad`).
 
-    A rank may have any number of rows; each sends its own once to every other, equal indices added up before.
+    The result has the tables, of `rows[i]` rows each, one after the other. The row `padding[i]` (-1: none) gets
+    nothing. A rank may have any number of rows; it sends each of its own to every other rank, equal indices added up before.
     """
 
     name = "sum_rows"
-    operands = ("grad", "indices")
-    rows: int = 0
-    padding_idx: int = -1
+    operands = ("*parts",)
+    rows: tuple[int, ...] = ()
+    padding: tuple[int, ...] = ()
 
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        grad, indices = operands
-        self._floats(grad)
-        fits = grad.rank == indices.rank + 1 and all(map(same, grad.shape, indices.shape))
-        if not fits or indices.dtype not in (DType.int64, DType.int32):
-            raise Invalid(f"sum_rows expects a cotangent [*indices, D], given {grad} for indices {indices}")
-        return (Tensor((self.rows, grad.shape[-1]), grad.dtype),)
+        grads, indices = operands[::2], operands[1::2]
+        for grad, index in zip(grads, indices, strict=False):
+            self._floats(grad)
+            fits = grad.rank == index.rank + 1 and all(map(same, grad.shape, index.shape))
+            if not fits or index.dtype not in (DType.int64, DType.int32):
+                raise Invalid(f"sum_rows expects a cotangent [*indices, D], given {grad} for indices {index}")
+        counts = {len(grads), len(indices), len(self.rows), len(self.padding)}
+        if len(counts) != 1 or not grads or len({grad.dtype for grad in grads}) != 1:
+            raise Invalid("sum_rows expects rows and indices of each table, of one element type")
+        size = sum(rows * grad.shape[-1] for rows, grad in zip(self.rows, grads, strict=True))
+        return (Tensor((simplify(size),), grads[0].dtype),)
 
     def exchange(self, operands: Sequence[tuple[Array, ...]]) -> list[Array]:
-        table = np.zeros((self.rows, operands[0][0].shape[-1]), operands[0][0].dtype)
-        for grad, indices in operands:
-            np.add.at(table, indices, np.where((indices == self.padding_idx)[..., None], 0, grad))
-        return [table] * self.ranks
+        tables = []
+        for number, (rows, padding) in enumerate(zip(self.rows, self.padding, strict=True)):
+            pairs = [(of_rank[2 * number], of_rank[2 * number + 1]) for of_rank in operands]
+            table = np.zeros((rows, pairs[0][0].shape[-1]), pairs[0][0].dtype)
+            for grad, indices in pairs:
+                np.add.at(table, indices, np.where((indices == padding)[..., None], 0, grad))
+            tables.append(table.reshape(-1))
+        return [np.concatenate(tables)] * self.ranks
 
     def flops(self, *operands: Tensor) -> Dim:
-        return simplify(self.ranks * operands[0].size)
+        return simplify(self.ranks * sum((grad.size for grad in operands[::2]), start=0))
 
     def network_bytes(self, *operands: Tensor) -> Dim:
         """Bytes where no two of a rank's indices are equal; equal ones are sent once."""
-        grad, indices = operands
-        return simplify((self.ranks - 1) * (grad.bytes + 8 * indices.size))
+        pairs = zip(operands[::2], operands[1::2], strict=True)
+        return simplify((self.ranks - 1) * sum((grad.bytes + 8 * index.size for grad, index in pairs), start=0))
 
 
 STARTED = ("all_reduce", "reduce_scatter", "all_gather")

@@ -116,26 +116,43 @@ def _own_shards(ranks: Ranks, arrays: list[Tensor]) -> Tensor:
     return found
 
 
-def _sum_rows(ranks: Ranks, grad: Tensor, indices: Tensor, rows: int, padding_idx: int, position: int) -> Tensor:
-    """The gradient of an embedding, of which each rank sends the rows that it has, equal indices added up."""
-    index, own = indices.reshape(-1).long(), grad.reshape(-1, grad.shape[-1])
-    if padding_idx >= 0:
-        kept = index != padding_idx
-        index, own = index[kept], own[kept]
+def _sum_rows(ranks: Ranks, parts: list[Tensor], rows: list[int], padding: list[int], position: int) -> Tensor:
+    """Gradients of tables, of which each rank sends the rows that it has, equal indices added up, in one message."""
+    own = [_distinct(*pair) for pair in zip(parts[::2], parts[1::2], padding, strict=True)]
+    counts = ranks.gather(torch.tensor([len(index) for index, _ in own])).view(ranks.size, -1).tolist()
+    widths, dtype = [values.shape[1] for _, values in own], parts[0].dtype
+    sizes = [[c * (8 + w * dtype.itemsize) for c, w in zip(of_rank, widths, strict=True)] for of_rank in counts]
+    message = torch.zeros(-(-max(map(sum, sizes)) // 8) * 8, dtype=torch.uint8)
+    pieces = [*(index.view(torch.uint8) for index, _ in own), *(v.reshape(-1).view(torch.uint8) for _, v in own)]
+    joined = torch.cat(pieces)
+    message[: len(joined)] = joined
+    received = ranks.gather(message).view(ranks.size, -1)
+    ranks.sent["sum_rows", position] = (ranks.size - 1) * (message.nbytes + 8 * len(own))
+    lengths = [r * w for r, w in zip(rows, widths, strict=True)]
+    result = parts[0].new_zeros(sum(lengths))
+    tables = [table.view(-1, width) for table, width in zip(_split(result, lengths), widths, strict=True)]
+    for of_rank, bytes_of_rank in zip(counts, received, strict=True):  # in one order: ranks get equal bits
+        places = _split(bytes_of_rank, [8 * count for count in of_rank])
+        rest = bytes_of_rank[8 * sum(of_rank) :]
+        values = _split(rest, [c * w * dtype.itemsize for c, w in zip(of_rank, widths, strict=True)])
+        for table, place, value in zip(tables, places, values, strict=True):
+            table.index_add_(0, place.view(torch.int64), value.view(dtype).view(-1, table.shape[1]))
+    return result
+
+
+def _distinct(grad: Tensor, indices: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+    """The distinct indices of the rows of a gradient, and the sums of the rows with each."""
+    index, rows = indices.reshape(-1).long(), grad.reshape(-1, grad.shape[-1])
+    if padding >= 0:
+        kept = index != padding
+        index, rows = index[kept], rows[kept]
     distinct, inverse = torch.unique(index, return_inverse=True)
-    own = own.new_zeros(len(distinct), own.shape[1]).index_add_(0, inverse, own)
-    counts = ranks.gather(torch.tensor([len(distinct)])).tolist()
-    padded = torch.zeros(max(counts), dtype=torch.int64)
-    padded[: len(distinct)] = distinct
-    places = ranks.gather(padded).view(ranks.size, -1)
-    message = own.new_zeros(max(counts), own.shape[1])
-    message[: len(own)] = own
-    values = ranks.gather(message).view(ranks.size, -1, own.shape[1])
-    ranks.sent["sum_rows", position] = (ranks.size - 1) * (padded.nbytes + message.nbytes + 8)
-    table = own.new_zeros(rows, own.shape[1])
-    for count, place, value in zip(counts, places, values, strict=True):  # in one order, so that ranks get equal bits
-        table.index_add_(0, place[:count], value[:count])
-    return table
+    return distinct, rows.new_zeros(len(distinct), rows.shape[1]).index_add_(0, inverse, rows)
+
+
+def _split(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    """The first elements of `x` in pieces of these sizes."""
+    return tuple(x[: sum(sizes)].split(sizes))
 
 
 def _registered(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -165,7 +182,7 @@ LIBRARY: dict[str, Callable[..., Tensor]] = {
     "start(Tensor x, str kind, int position) -> Tensor": _start,
     "await(Tensor(a!) x, int position) -> Tensor(a!)": _await,
     "own_shards(Tensor[] arrays) -> Tensor": _own_shards,
-    "sum_rows(Tensor grad, Tensor indices, int rows, int padding_idx, int position) -> Tensor": _sum_rows,
+    "sum_rows(Tensor[] parts, int[] rows, int[] padding, int position) -> Tensor": _sum_rows,
 }
 """The signature of each library function, and what it runs."""
 

@@ -12,7 +12,6 @@ ranks.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from daceml_train.ops.elementwise import Elementwise, Full
 from daceml_train.ops.embedding import EmbeddingGrad
 from daceml_train.ops.operator import Value, make
 from daceml_train.ops.reduction import wide_type
-from daceml_train.tensor import Dim, DType, simplify
+from daceml_train.tensor import DType
 
 BUCKET = 25 << 20
 """Bytes after which a bucket is full, as in PyTorch: collectives start before the backward pass ends, and the memory
@@ -64,19 +63,28 @@ class Exchange:
                 stop = start + int(value.tensor.size)
                 part = whole if stop - start == whole.tensor.size else whole.slice(0, start, stop)
                 found[value.name], start = _scaled(part, share).view(value.shape), stop
-        for value in {v.name: v for v in values if v.name in tables}.values():
-            found[value.name] = _scaled(self._summed_rows(tables[value.name]), self._share(None))
+        sums = self._summed_rows({v.name: tables[v.name] for v in values if v.name in tables})
+        found |= {name: _scaled(total, self._share(None)) for name, total in sums.items()}
         return [found[value.name] for value in values]
 
-    def _summed_rows(self, parts: Sequence[Node]) -> Value:
-        """The sum over the ranks of a gradient that is a sum of embeddings' gradients."""
-        sums = []
-        for part in parts:
-            assert isinstance(part.op, EmbeddingGrad)
-            rows, indices = (self._own(self.graph.value(name)) for name in part.inputs)
-            op = SumRows(self.ranks, next(self.position), int(part.op.rows), part.op.padding_idx)
-            sums.append(rows.apply(op, indices))
-        return functools.reduce(lambda a, b: a + b, sums)
+    def _summed_rows(self, tables: Mapping[str, Sequence[Node]]) -> dict[str, Value]:
+        """The sums over the ranks of gradients that are sums of embeddings' gradients, in a message per type."""
+        sums: dict[str, Value] = {}
+        parts = [(name, part) for name, of_table in tables.items() for part in of_table]
+        types = [self.graph.tensors[part.inputs[0]].dtype for _, part in parts]
+        for dtype in dict.fromkeys(types):
+            group = [pair for pair, of_pair in zip(parts, types, strict=True) if of_pair is dtype]
+            ops = [part.op for _, part in group if isinstance(part.op, EmbeddingGrad)]
+            operands = [self._own(self.graph.value(name)) for _, part in group for name in part.inputs]
+            rows, padding = tuple(int(op.rows) for op in ops), tuple(op.padding_idx for op in ops)
+            whole = operands[0].apply(SumRows(self.ranks, next(self.position), rows, padding), *operands[1:])
+            start = 0
+            for name, part in group:
+                shape = self.graph.tensors[part.outputs[0]].shape
+                stop = start + math.prod(shape)
+                table, start = whole.slice(0, start, stop).view(shape), stop
+                sums[name] = sums[name] + table if name in sums else table
+        return sums
 
     # ---- each rank has a shard of each gradient -----------------------------------------------------------------
     def shards(self, values: Sequence[Value], scalars: Sequence[Value] = ()) -> tuple[list[Value], list[Value]]:
@@ -187,17 +195,6 @@ def row_gradients(graph: Graph, values: Sequence[Value]) -> dict[str, tuple[Node
         return None
 
     return {value.name: found for value in values if (found := parts(value.name))}
-
-
-def rows_sent(graph: Graph, parts: Sequence[Node], ranks: int) -> tuple[Dim, Dim]:
-    """Bytes that a rank sends for the gradient of a table: as a dense array, and as rows where none are equal."""
-    dense = AllReduce(ranks).network_bytes(graph.tensors[parts[0].outputs[0]])
-    rows = [
-        SumRows(ranks, 0, int(part.op.rows)).network_bytes(*(graph.tensors[name] for name in part.inputs))
-        for part in parts
-        if isinstance(part.op, EmbeddingGrad)
-    ]
-    return dense, simplify(sum(rows, start=0))
 
 
 def _concat(parts: Sequence[Value], dim: int) -> Value:

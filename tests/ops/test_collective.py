@@ -90,7 +90,7 @@ def test_each_collective_counts_what_a_rank_sends() -> None:
         "all_reduce": 6400, "reduce_scatter": 3200, "all_gather": 9600, "all_to_all": 3200, "broadcast": 3200,
         "reduce_to": 3200}  # fmt: skip
     rows, indices = Tensor((10, 64)), Tensor((10,), DType.int64)
-    assert SumRows(8, 0, 10**7).network_bytes(rows, indices) == 7 * 10 * (4 * 64 + 8)
+    assert SumRows(8, 0, (10**7,), (-1,)).network_bytes(rows, indices) == 7 * 10 * (4 * 64 + 8)
     assert OwnShards(4).network_bytes(x) == 0
 
 
@@ -103,14 +103,17 @@ def test_blocks_must_be_equal_and_roots_exist() -> None:
     with pytest.raises(Invalid, match="all_reduce of 3 ranks on 2"):
         interpret_ranks([one(AllReduce(3), (2,))] * 2, [{"x": np.ones(2)}] * 2)
     with pytest.raises(Invalid, match="sum_rows expects a cotangent"):
-        SumRows(2, 0, 5).infer(Tensor((3, 2)), Tensor((4,), DType.int64))
+        SumRows(2, 0, (5,), (-1,)).infer(Tensor((3, 2)), Tensor((4,), DType.int64))
 
 
 def test_shards_are_padded_with_zeros_and_rows_are_added_up() -> None:
     a, b = np.arange(5.0), np.arange(4.0).reshape(2, 2) + 10
     shards = OwnShards(3).exchange([(a, b)] * 3)
     assert [s.tolist() for s in shards] == [[0, 1, 10, 11], [2, 3, 12, 13], [4, 0, 0, 0]]
-    found = SumRows(2, 0, 4, padding_idx=0).exchange(
-        [(np.ones((3, 1)), np.array([1, 1, 0])), (np.ones((1, 1)), np.array([3]))]
+    found = SumRows(2, 0, (4, 2), (0, -1)).exchange(
+        [
+            (np.ones((3, 1)), np.array([1, 1, 0]), np.ones((1, 1)), np.array([0])),
+            (np.ones((1, 1)), np.array([3]), np.ones((1, 1)), np.array([1])),
+        ]
     )
-    assert [t[:, 0].tolist() for t in found] == [[0, 2, 0, 1]] * 2
+    assert [tables.tolist() for tables in found] == [[0, 2, 0, 1, 1, 1]] * 2
