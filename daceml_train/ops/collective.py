@@ -225,7 +225,7 @@ class SumRows(Collective):
     """The sums over all ranks of gradients of tables, each given as rows [..., D] and indices [...] (`EmbeddingGrad`).
 
     The result has the tables, of `rows[i]` rows each, one after the other. The row `padding[i]` (-1: none) gets
-    nothing. A rank may have any number of rows; it sends each of its own to every other rank, equal indices added up before.
+    nothing. A rank may have any number of rows; it sends its own to every other rank, equal indices added up before.
     """
 
     name = "sum_rows"

@@ -37,3 +37,27 @@ def test_two_processes_learn_what_one_does() -> None:
 
 def test_the_page_shows_the_example() -> None:
     assert EXAMPLE.read_text(encoding="utf-8") in (ROOT / "docs/guide/distributed.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.compiled
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["bert", "dlrm"])
+def test_a_job_that_fails_goes_on_from_its_checkpoint_with_another_number_of_processes(
+    tmp_path: Path, model: str
+) -> None:
+    def run(processes: int, *options: str) -> subprocess.CompletedProcess[str]:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        script = [str(EXAMPLE.with_name("restart.py")), model, "--folder", str(tmp_path), "--steps", "30", *options]
+        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+        environment["PYTHONPATH"] = str(ROOT)
+        command = [sys.executable, *launcher, *script]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+    failed = run(2, "--fail-at", "25")
+    assert failed.returncode != 0 and "2 ranks begin at step 0" in failed.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "20"]
+    resumed = run(1)
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert "1 ranks begin at step 20" in resumed.stdout and "0 breaks" in resumed.stdout
+    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", failed.stdout + resumed.stdout)]
+    assert len(losses) == 3 and losses == sorted(losses, reverse=True)
