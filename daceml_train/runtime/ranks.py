@@ -95,6 +95,7 @@ class Ranks:
         if (why := Ranks.broken.get(self.group)) is not None:
             raise RankError(f"{why}; start all processes from a checkpoint")
         self.steps, self._begun, self._sent, self.error = self.steps + 1, False, None, None
+        self.sent.clear()
         try:
             yield
             self.agreed()

@@ -9,7 +9,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-WANTED = {"interactive", "onnx_training", "own_expression", "own_operator", "own_pass", "quickstart", "search", "trees"}
+WANTED = {
+    *("interactive", "many_ranks", "onnx_training", "own_expression", "own_operator", "own_pass", "quickstart"),
+    *("search", "trees"),
+}
 MOST = 300_000
 """Bytes of a notebook at most, outputs and pictures included."""
 
