@@ -406,7 +406,6 @@ class TrainingStep(AlongPaths):
             raise Unsupported("a parameter has a gradient hook")
         return trained, list(leaves) if self.keep_gradients else []
 
-
     def _compiled(
         self, captured: Captured, trained: Sequence[Trained], kept: Sequence[str], device: Device, further: int = 0
     ) -> WholeStep:

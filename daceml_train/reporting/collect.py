@@ -136,7 +136,7 @@ def report(
         clipped = compiled.clipping.norm is not None
         template = Profile(0.0, 0.0, 0.0, dense, rows, clipped, compiled.shards)
         scaling = simulated(*profile(launches, found, template), ranks, link)
-    return Report(kind, name, functions, reasons(breaks), theirs, found, cuda_graphs, ways=ways, scaling=scaling)
+    return Report(kind, name, functions, reasons(breaks), theirs, found, cuda_graphs, paths=ways, scaling=scaling)
 
 
 @contextmanager
