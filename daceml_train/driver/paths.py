@@ -40,6 +40,7 @@ from daceml_train.frontends.torch.capture.capture import InputSource
 from daceml_train.frontends.torch.dynamo.tracing import reason
 from daceml_train.frontends.torch.paths.recorder import Recorder
 from daceml_train.frontends.torch.paths.stitch import PathGraph, captured_path
+from daceml_train.frontends.torch.paths.threads import watched
 from daceml_train.frontends.torch.paths.trie import Call, Number, Operand, Result, Step, leaves_of, numbers_of
 from daceml_train.lowering.device import CPU
 from daceml_train.runtime.bound_plan import AnyArena, new_arena
@@ -148,8 +149,13 @@ class Paths:
         values = CallValues(call)
         recorder = Recorder(self.root, call, self._held, self.looks, self._look(values) if self.compiled else None)
         self.calls += 1
+
+        def in_other_threads() -> None:
+            recorder.refuse("a thread that the model starts")
+            self._keep_real(recorder)
+
         try:
-            with recorder:
+            with watched(in_other_threads), recorder:
                 loss: Any = self.owner._objective(inputs, *targets)
         except BaseException:
             self._keep_real(recorder)
@@ -223,7 +229,11 @@ class Paths:
         """Gradients and update of a call that ran in PyTorch, whose path is then known."""
         recorder.check_arrays()
         result = recorder.known.get(id(loss))
-        trained = self.owner._train_in_pieces(loss, inputs, targets)
+        try:
+            trained = self.owner._train_in_pieces(loss, inputs, targets)
+        except BaseException:
+            self._keep_real(recorder)
+            raise
         del loss
         alive = {r: weakref.ref(t) for r, t in recorder.values.items() if r is not result}
         self._keep_real(recorder)

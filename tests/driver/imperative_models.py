@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -203,6 +205,75 @@ class Scripted(Imperative):
         return self.r(h)
 
 
+class Copying(Imperative):
+    """A buffer that is a copy of a parameter, and only that, after a look at a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("copied", torch.zeros(SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.l(x).tanh()
+        self.notes.append(h.mean().item())
+        with torch.no_grad():
+            self.copied.copy_(self.l.bias)
+        return self.r(h)
+
+
+class Saving(Imperative):
+    """A result goes through a file."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, file = self.l(x), BytesIO()
+        torch.save(h.detach(), file)
+        file.seek(0)
+        self.notes.append(float(torch.load(file).sum()))
+        return self.r(h)
+
+
+class ReadingData(Imperative):
+    """What autograd does not see is read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.l(x).tanh()
+        self.notes.append(h.data.max().item())
+        return self.r(h + h.data)
+
+
+class WritingData(Imperative):
+    """What autograd does not see is changed: the derivative of tanh then has the changed values, as in PyTorch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.l(x).tanh()
+        if self.r(h).sum().item() > -1e9:
+            h.data.mul_(0.5)
+        return self.r(h.exp())
+
+
+class AssigningData(Imperative):
+    """The data of a result are others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.l(x) * 1
+        if h.sum().item() > -1e9:
+            h.data = h.data * 2
+        return self.r(h)
+
+
+class Threaded(Imperative):
+    """Another thread computes with a result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.l(x).tanh()
+        if len(self.notes) >= 3:  # calls before follow a path
+            thread = threading.Thread(target=lambda: self.notes.append(h.detach().sum().item()))
+            thread.start()
+            thread.join()
+        else:
+            self.notes.append(h.detach().sum().item())
+        return self.r(h)
+
+
 OTHERS: tuple[Callable[[], Imperative], ...] = (
     Running,
     Twice,
@@ -217,6 +288,12 @@ OTHERS: tuple[Callable[[], Imperative], ...] = (
     DroppingWithoutBatch,
     Without,
     Scripted,
+    Copying,
+    Saving,
+    ReadingData,
+    WritingData,
+    AssigningData,
+    Threaded,
 )
 
 
@@ -224,5 +301,9 @@ REFUSED = {
     Overwriting: "NumPy array that shares memory",
     Straight: "autograd.Function",
     DroppingWithoutBatch: "without a batch",
+    Saving: "_backward_hooks of a result",
+    WritingData: "changes after its data was read",
+    AssigningData: "__set__",
+    Threaded: "a thread that the model starts",
 }
 """What keeps calls of some of them from following paths."""

@@ -206,6 +206,29 @@ def test_as_in_eager_execution(model: Callable[[], Imperative]) -> None:
         assert paths.refused or paths.misses < paths.calls
 
 
+class Spoiling(Imperative):
+    """Changes what its derivative needs, so that the backward pass raises, and keeps a view of it."""
+
+    spoils = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.l(x).tanh()
+        self.last = h.detach()
+        if h.sum().item() > -1e9 and self.spoils:
+            self.last.mul_(0)
+        return self.r(h)
+
+
+def test_what_is_kept_has_values_after_a_backward_pass_that_raises() -> None:
+    pair = Pair(Spoiling())
+    pair.train(batches(5))
+    assert pair.paths.misses < 5
+    pair.ours.spoils = pair.theirs.spoils = True  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        pair.step(batches(1)[0], torch.ones(BATCH, SIZE, dtype=torch.float64))
+    assert not pair.ours.last.is_meta and not pair.ours.last.any()  # type: ignore[union-attr, operator]
+
+
 class Rows(Imperative):
     """Looks at rows of a result, one after the other, and at what a later layer computes."""
 

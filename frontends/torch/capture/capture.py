@@ -122,7 +122,7 @@ def capture(
     _specialize(operands, _told(operands), _without_shapes(gm, operands))
     held = dict(gm.named_parameters(remove_duplicate=False)) | dict(gm.named_buffers(remove_duplicate=False))
     attributes = {name: fake(mode, t, name) for name, t in held.items()}
-    _annotate(gm, mode, operands)
+    _annotate(gm, mode, operands, held, attributes)
     _refuse_gradients_into_inputs(gm, grad_enabled)
     graph_leaves.refuse_if_seen(gm)
     try:
@@ -228,8 +228,13 @@ def _results(gm: fx.GraphModule) -> Any:
     return pytree.tree_map_only(fx.Node, example_of, _output_node(gm).args[0])
 
 
-def _annotate(gm: fx.GraphModule, mode: Any, operands: Sequence[Any]) -> None:
-    """Add the examples that Dynamo's nodes have to a graph that does not come from Dynamo."""
+def _annotate(
+    gm: fx.GraphModule, mode: Any, operands: Sequence[Any], held: dict[str, Tensor], attributes: dict[str, Tensor]
+) -> None:
+    """Add the examples that Dynamo's nodes have to a graph that does not come from Dynamo.
+
+    What the graph holds is fake, too: a call in place that reads and writes it alone would run on the real data.
+    """
     given = _placeholders(gm) or [n for n in gm.graph.nodes if n.op.startswith("call_")][:1]
     if all("example_value" in n.meta for n in given):
         return
@@ -238,12 +243,16 @@ def _annotate(gm: fx.GraphModule, mode: Any, operands: Sequence[Any]) -> None:
         def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
             return super().call_function(POLYFILLS.get(target, target), args, kwargs)
 
+        def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+            return own[target] if target in own else super().get_attr(target, args, kwargs)
+
         def run_node(self, n: fx.Node) -> Any:
             n.meta["example_value"] = result = super().run_node(n)
             return result
 
     flags = [n.meta.get("requires_grad", False) for n in _placeholders(gm)]
     with mode, torch.enable_grad():
+        own = {name: x.detach().requires_grad_(held[name].requires_grad) for name, x in attributes.items()}
         fresh = [
             x.detach().requires_grad_(flag) if isinstance(x, Tensor) else x
             for x, flag in zip(operands, flags, strict=True)

@@ -67,6 +67,11 @@ def name_of(function: Any) -> str:
     return str(getattr(function, "__name__", function))
 
 
+def reads_attribute(function: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a function returns an attribute that is no tensor; with a second argument it assigns one."""
+    return type(function) is GETTER and len(args) == 1 and function.__self__.__name__ not in VALUED
+
+
 def on_device(name: str, device: torch.device) -> Any:
     """An attribute of a tensor that depends on its device."""
     return {"is_cpu": device.type == "cpu", "device": device, "is_meta": False}[name]

@@ -69,6 +69,8 @@ class Recorder(TorchFunctionMode):
         """The memory of operands that the step changes."""
         self.foreign: set[int] = set()
         """Memory that is not PyTorch's."""
+        self.untracked: set[int] = set()
+        """Memory of results whose `data` was read: writes there are not seen by autograd."""
         self.looked: list[tuple[Step, Result]] = []
         """Which results user code has looked at, and where."""
         self.arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
@@ -84,8 +86,8 @@ class Recorder(TorchFunctionMode):
     # ---- calls --------------------------------------------------------------------------------------------------
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a function: of the next step, of a program, or of PyTorch."""
-        if type(function) is functions.GETTER and (name := function.__self__.__name__) not in functions.VALUED:
-            return self._attribute(function, name, *args)
+        if functions.reads_attribute(function, args):
+            return self._attribute(function, function.__self__.__name__, *args)
         if self.following:
             call, enabled = self.call, torch.is_grad_enabled()
             for step in self.at.following:
@@ -102,6 +104,9 @@ class Recorder(TorchFunctionMode):
 
     def _by_kind(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = name_of(function)
+        if name in functions.REFUSED:
+            self.refuse(f"a call of {name}")
+            return function(*self._real(args), **self._real(kwargs))
         if function is Tensor.__iter__:
             return iter(self.run(torch.unbind, args, {}))
         if function in functions.QUESTIONS:
@@ -110,7 +115,7 @@ class Recorder(TorchFunctionMode):
             try:
                 return self._dropout(*functions.dropped(function, *args, **kwargs))
             except Unsupported as error:
-                self._refuse(str(error))
+                self.refuse(str(error))
                 return function(*self._real(args), **self._real(kwargs))
         body = random_functions.body_of(function)
         if body is not None and random_functions.draws(function, kwargs, args):
@@ -118,15 +123,10 @@ class Recorder(TorchFunctionMode):
                 return body(*args, **kwargs)
         if function in functions.LIKE and not (function is torch.full_like and tensors(args[1:])):
             return function(self._like(args[0]), *args[1:], **kwargs)
-        if type(function) is functions.GETTER and function.__self__.__name__ == "data":
-            return self.run(Tensor.detach, args, {})
         if function is Tensor.__getitem__ and (place := scalar_index(args[1])) is not None:
             return self._selected(args[0], args[1], place)
         if function is Tensor.__getitem__ and (index := self._without_masks(args[1])) is not args[1]:
             return self.run(function, (args[0], index), {})
-        if name in functions.REFUSED:
-            self._refuse(f"a call of {name}")
-            return function(*self._real(args), **self._real(kwargs))
         if function in functions.LOOKS or function in self.looks:
             return self._look(function, args, kwargs)
         self.leave()
@@ -137,7 +137,7 @@ class Recorder(TorchFunctionMode):
             result = self.known.get(id(tensor))
             if result is None or name in functions.METADATA or name in functions.ON_DEVICE:
                 return function(tensor)
-            self._refuse(f"a look at {name} of a result")
+            self.refuse(f"a look at {name} of a result")
             return function(tensor)
         if name in functions.METADATA:
             return function(tensor)
@@ -145,7 +145,7 @@ class Recorder(TorchFunctionMode):
         if result is not None and name in functions.ON_DEVICE:
             return functions.on_device(name, result.device)
         self.leave()
-        self._refuse(f"a look at {name} of a result")
+        self.refuse(f"a look at {name} of a result")
         return function(self._real(tensor))
 
     def _lazy(self, function: Any, args: Any, kwargs: Any) -> bool:
@@ -213,6 +213,8 @@ class Recorder(TorchFunctionMode):
 
     def _note(self, step: Step, found: Any) -> None:
         """Note what PyTorch returned for a step. Raises `Unsupported` where sizes or types differ."""
+        if type(step.function) is functions.GETTER and step.function.__self__.__name__ == "data":
+            self.untracked.add(memory(found))
         for leaf, value in zip(leaves_of(step.result), leaves_of(plain(found)), strict=True):
             if type(leaf) is not Result:
                 continue
@@ -247,7 +249,8 @@ class Recorder(TorchFunctionMode):
         return mapped(value, real)
 
     # ---- recording ----------------------------------------------------------------------------------------------
-    def _refuse(self, reason: str) -> None:
+    def refuse(self, reason: str) -> None:
+        """Compute the rest of the call in PyTorch, and let calls like it follow no path."""
         self.leave()
         self.refused = self.refused or f"{reason}{place()}"
 
@@ -260,7 +263,7 @@ class Recorder(TorchFunctionMode):
             step = next((s for s in self.at.following if s.matches(function, enabled, *normal, call)), None)
             created = None if step is not None else self._new(function, enabled, *normal)
         except Exception as error:
-            self._refuse(reason(error, ours=True))
+            self.refuse(reason(error, ours=True))
             return function(*args, **kwargs)
         call.generalized = False
         operands = tensors((args, kwargs))
@@ -281,7 +284,7 @@ class Recorder(TorchFunctionMode):
             self._note(step, found)
             self.pending.update(memory(call.operands[operand.index]) for operand in step.written)
         except Exception as error:
-            self._refuse(reason(error, ours=True))
+            self.refuse(reason(error, ours=True))
         return found
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
@@ -338,6 +341,8 @@ class Recorder(TorchFunctionMode):
         for tensor, version in zip(operands, versions, strict=True):
             if tensor._version == version:
                 continue
+            if memory(tensor) in self.untracked:
+                raise Unsupported("a result that changes after its data was read")
             if id(tensor) in self.known:
                 step.mutates = True
                 continue
@@ -365,7 +370,7 @@ class Recorder(TorchFunctionMode):
         """A function that looks at values: a program computes them, or PyTorch has done so."""
         given = tensors((args, kwargs))
         if self.pending and any(memory(t) in self.pending for t in given if not t.is_meta):
-            self._refuse("a look at a tensor that the step has changed")
+            self.refuse("a look at a tensor that the step has changed")
             return function(*self._real(args), **self._real(kwargs))
         if self.following:
             found: dict[int, Tensor] = {}
@@ -392,16 +397,16 @@ class Recorder(TorchFunctionMode):
             if (result := self.known.get(id(t))) is not None:
                 self.looked.append((self.at, result))
             elif t.requires_grad:
-                self._refuse("a look at a parameter's values")
+                self.refuse("a look at a parameter's values")
         if isinstance(seen, np.ndarray):
             self.arrays.append((seen, seen.copy()))
         elif any(t.requires_grad for t in tensors(seen)):
-            self._refuse("values of a size that depends on data, with a gradient")
+            self.refuse("values of a size that depends on data, with a gradient")
 
     def check_arrays(self) -> None:
         """Refuse calls that change an array which shares memory with a result."""
         if any(not np.array_equal(array, before, equal_nan=True) for array, before in self.arrays if numeric(array)):
-            self._refuse("a NumPy array that shares memory with a result is changed")
+            self.refuse("a NumPy array that shares memory with a result is changed")
 
     def _dropout(self, x: Tensor, p: float, drops: bool, inplace: bool, dimensions: int) -> Any:
         if not drops:
