@@ -51,6 +51,7 @@ def training_step(
     optimizer: torch.optim.Optimizer,
     *,
     keep_gradients: bool = False,
+    paths: bool = False,
     micro_batches: int = 1,
     reduction: Reduction = "batch",
     clip_norm: float | None = None,
@@ -73,6 +74,9 @@ def training_step(
     Training:
         keep_gradients: bool = False
             Leave the gradients in `.grad` after each step.
+        paths: bool = False
+            Where the model is not one graph, let Python run it and programs compute what its calls mean, along the
+            paths that earlier calls took; pieces that are slower than PyTorch are given up.
         micro_batches: int = 1
             Cut each batch into so many parts along the first dimension, whose gradients are added up before one update.
         reduction: Reduction = 'batch'
@@ -114,11 +118,15 @@ def training_step(
     if keep_gradients and (shard or micro_batches != 1):
         what = "shard and keep_gradients" if shard else "keep_gradients and micro_batches"
         raise Invalid(f"{what} exclude each other: no {'process' if shard else 'call'} has the whole gradient")
+    if paths and (mesh is not None or micro_batches != 1):
+        raise Invalid(f"paths and {'mesh' if mesh is not None else 'micro_batches'} exclude each other")
     step: TrainingStep
     if micro_batches != 1:
         step = MicroBatchedStep(model, loss, optimizer, settings, micro_batches, reduction, clipping, scaler, schedule)
     else:
         step = TrainingStep(model, loss, optimizer, settings, keep_gradients, clipping, scaler, schedule)
+    if paths:
+        step.follow_paths()
     step.train_on(sharing, {"micro_batches": micro_batches, "reduction": reduction, "clipping": clipping})
     if mesh is None:
         warn_of_others(model, stacklevel=2)

@@ -9,9 +9,9 @@ WARM, TIMED = 6, 6
 class Faster:
     """Counts and times the calls of a step in pieces."""
 
-    def __init__(self) -> None:
+    def __init__(self, compiled: bool | None = None) -> None:
         self.calls = 0
-        self.compiled: bool | None = None
+        self.compiled = compiled
         """Whether the compiled pieces are faster, once that is known."""
         self.best = {True: float("inf"), False: float("inf")}
         """The fastest call in seconds, with the compiled pieces and without."""

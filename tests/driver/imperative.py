@@ -100,7 +100,9 @@ class Pair:
         self.optimizers = make(self.ours.parameters()), make(self.theirs.parameters())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.step: TrainingStep = dt.training_step(self.ours, loss_of, self.optimizers[0], random="eager")
+            self.step: TrainingStep = dt.training_step(
+                self.ours, loss_of, self.optimizers[0], paths=True, random="eager"
+            )
         self.streams = Streams(7), Streams(7)
 
     @property

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import dis
+import functools
 import sys
 import threading
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 DEEPEST = 200_000
@@ -47,9 +49,31 @@ def _through(code: types.CodeType, names: set[str]) -> bool:
     return False
 
 
+@functools.cache
+def _frames() -> tuple[Callable[[], int], int]:
+    """What returns the address of the interpreter's evaluator of frames, and that of Python's own."""
+    api = ctypes.pythonapi
+    interpreter = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyInterpreterState_Get", api))
+    current = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(("_PyInterpreterState_GetEvalFrameFunc", api))
+    own = ctypes.cast(api._PyEval_EvalFrameDefault, ctypes.c_void_p).value
+    return lambda: int(current(interpreter())), int(own or 0)
+
+
+def evaluated_by_others() -> bool:
+    """Whether another evaluator runs Python's frames, as TorchDynamo's does while compiled code is active in a thread.
+
+    Each call of a function then takes some of the native stack.
+    """
+    current, own = _frames()
+    return current() != own
+
+
 @contextmanager
 def deep() -> Iterator[None]:
-    """Let Python's functions call each other as deep as data are."""
+    """Let Python's functions call each other as deep as data are, where that takes none of the native stack."""
+    if evaluated_by_others():
+        yield
+        return
     with _LOCK:
         _USERS.append(sys.getrecursionlimit())
         sys.setrecursionlimit(max(DEEPEST, _USERS[0]))
