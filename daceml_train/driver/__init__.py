@@ -113,13 +113,7 @@ def training_step(
     _check_given(optimizer, scaler)
     model, mesh, wrapper = unwrapped(model, mesh)
     sharing = Sharing(ranks_of(mesh, model), shard, sparse, sync_batch_norm, bucket, wrapper)
-    if shard and mesh is None:
-        raise Invalid("shard= divides the optimizer's state among several processes", advice="pass mesh=")
-    if keep_gradients and (shard or micro_batches != 1):
-        what = "shard and keep_gradients" if shard else "keep_gradients and micro_batches"
-        raise Invalid(f"{what} exclude each other: no {'process' if shard else 'call'} has the whole gradient")
-    if paths and (mesh is not None or micro_batches != 1):
-        raise Invalid(f"paths and {'mesh' if mesh is not None else 'micro_batches'} exclude each other")
+    _check_together(keep_gradients, paths, micro_batches, mesh, shard)
     step: TrainingStep
     if micro_batches != 1:
         step = MicroBatchedStep(model, loss, optimizer, settings, micro_batches, reduction, clipping, scaler, schedule)
@@ -131,6 +125,16 @@ def training_step(
     if mesh is None:
         warn_of_others(model, stacklevel=2)
     return step
+
+
+def _check_together(keep_gradients: bool, paths: bool, micro_batches: int, mesh: Mesh, shard: Sharding) -> None:
+    if shard and mesh is None:
+        raise Invalid("shard= divides the optimizer's state among several processes", advice="pass mesh=")
+    if keep_gradients and (shard or micro_batches != 1):
+        what = "shard and keep_gradients" if shard else "keep_gradients and micro_batches"
+        raise Invalid(f"{what} exclude each other: no {'process' if shard else 'call'} has the whole gradient")
+    if paths and (mesh is not None or micro_batches != 1):
+        raise Invalid(f"paths and {'mesh' if mesh is not None else 'micro_batches'} exclude each other")
 
 
 def _check_given(optimizer: torch.optim.Optimizer, scaler: Any) -> None:
