@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -56,7 +57,9 @@ def whole(p: Tensor) -> Tensor:
 def wrapped(rank: int, how: str) -> tuple[list[str], list[str], list[Tensor]]:
     """Warnings, breaks, and parameters of a step of a model that PyTorch makes parallel."""
     model: Any = network()
-    inside = nn.Sequential(DistributedDataParallel(model)) if how == "inside" else DistributedDataParallel(model)
+    inside: Any = nn.Sequential(DistributedDataParallel(model)) if how == "inside" else DistributedDataParallel(model)
+    if how == "hook":
+        inside.register_comm_hook(None, default_hooks.allreduce_hook)
     stepped: Any = fully_shard(model) if how == "fully_shard" else inside
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with warnings.catch_warnings(record=True) as caught:
@@ -79,7 +82,7 @@ def alone(rank: int) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "message"), [
-    ("wrapped", "the model is a DistributedDataParallel, which reduces gradients in hooks"),
+    ("hook", "the model is a DistributedDataParallel, which reduces gradients in hooks"),
     ("inside", "its module '0' is a DistributedDataParallel"),
     ("fully_shard", "the model is a FSDPModule, which gathers parameters"),
 ])  # fmt: skip

@@ -222,7 +222,7 @@ def test_batch_norm_has_the_statistics_of_all_ranks(ranks: Ranks, wrap: bool) ->
 
 
 def wrapped(rank: int) -> list[str]:
-    """A model in DistributedDataParallel is one program; in its contexts, and with a hook, it is not."""
+    """A model in DistributedDataParallel is one program; in its contexts it is refused."""
     texts = []
     model = Images()
     ddp = DistributedDataParallel(model)
