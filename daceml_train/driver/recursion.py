@@ -5,19 +5,18 @@ from __future__ import annotations
 import gc
 import types
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from daceml_train.driver.forests import Forests
-from daceml_train.frontends.torch.recursion.depth import deep, native
 from daceml_train.frontends.torch.recursion.detect import MARKED, cycles, over_data, reachable
 from daceml_train.frontends.torch.recursion.lazy import local
 from daceml_train.frontends.torch.recursion.outline import outlined, with_codes
 from daceml_train.frontends.torch.recursion.paths import located
 from daceml_train.frontends.torch.recursion.recorder import Recorder, Structures, computed
 from daceml_train.frontends.torch.recursion.simple import state_of
+from daceml_train.runtime.deep_calls import call_deeply
 
 
 class Recursion:
@@ -28,7 +27,6 @@ class Recursion:
         functions: Mapping[types.CodeType, types.FunctionType],
         programs: Forests | None = None,
         marked: bool = True,
-        native_below: bool = False,
     ) -> None:
         self.structures = Structures(functions)
         self.structures.programs = programs
@@ -42,8 +40,6 @@ class Recursion:
         self.serves = True
         """Whether functions that were found call themselves, and compute something below such a call."""
         self.codes = [*functions, *self.outlined.values()]
-        self.native = native_below or native(functions)
-        """Whether each level of the recursion may take some of the native stack."""
 
     def __call__(
         self,
@@ -69,8 +65,8 @@ class Recursion:
         local.recorder = recorder
         try:
             gc.disable()  # what is recorded is freed without it, and would make it examine all objects of the process
-            with with_codes(self.outlined), recorder, nullcontext() if self.native else deep():
-                result = entry()
+            with with_codes(self.outlined), recorder:
+                result = call_deeply(entry)
             local.recorder = None
             result = computed(recorder, result)
         except Exception as error:
@@ -93,8 +89,8 @@ class Recursion:
         where = located(error, self.codes, source, arguments, keywords)
         if isinstance(error, RecursionError):
             error.__traceback__ = _first(error.__traceback__, FRAMES)
-            if self.native and where:
-                where += "; it takes native stack at each level: let a method or function call itself by name instead"
+            if where and "cycle" not in where:
+                where += "; a function that calls itself by name may be deeper than one that does by way of a module"
         if where:
             error.add_note(where)
 
@@ -135,5 +131,4 @@ def recursion_of(
     by_name = cycles(source, owners)
     marked = {code: MARKED[code] for code in reachable(source, owners) if code in MARKED} if MARKED else {}
     functions = marked | (by_name if data else {})
-    native_below = any(code not in by_name for code in marked)
-    return Recursion(functions, programs, bool(marked), native_below) if functions else None
+    return Recursion(functions, programs, bool(marked)) if functions else None

@@ -66,6 +66,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "plan_vary": (c_int, [_HANDLE, _POINTER, _POINTER, c_int]),
     "plan_levels": (c_int, [_HANDLE, _POINTER, c_int, _POINTER, c_int]),
     "levels_seconds": (c_int, [_POINTER, c_int]),
+    "stack_create": (_HANDLE, [c_int64]),
+    "stack_destroy": (None, [_HANDLE]),
     "plan_finalize": (c_int, [_HANDLE, c_int64, _POINTER, c_int]),
     "plan_threads": (c_int, [_HANDLE, _POINTER, c_int]),
     "plan_run": (c_int, [_HANDLE, _POINTER, c_int64, _POINTER, c_int]),

@@ -10,6 +10,7 @@
 #include "fingerprint.h"
 #include "leaves.h"
 #include "plan.h"
+#include "stack.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -267,6 +268,14 @@ EXPORT int levels_seconds(double* to, int most) {
   std::copy_n(seconds.begin(), std::min(seconds.size(), static_cast<size_t>(most)), to);
   return static_cast<int>(seconds.size());
 }
+
+// A stack of so many bytes; null if the system lends none.
+EXPORT Stack* stack_create(int64_t bytes) {
+  auto stack = std::make_unique<Stack>(bytes);
+  return stack->ok() ? stack.release() : nullptr;
+}
+EXPORT void stack_destroy(Stack* stack) { delete stack; }
+EXPORT void* stack_call(Stack* stack, void* (*function)(void*), void* argument) { return stack->call(function, argument); }
 
 EXPORT int call_begin(PlanHandle* handle, const char* name, const char* overload) {
   return build([&] {
