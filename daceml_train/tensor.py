@@ -61,6 +61,11 @@ class DType(enum.Enum):
         """Whether values of this type can carry a gradient (complex ones included)."""
         return self.short[0] in "fc" or self is DType.bfloat16
 
+    @property
+    def is_complex(self) -> builtins.bool:
+        """Whether values of this type are complex: PyTorch's operators compute with them, kernels do not."""
+        return self.short[0] == "c"
+
     @staticmethod
     def parse(short: str) -> DType:
         """The type named `short` in a graph text."""

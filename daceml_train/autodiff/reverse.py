@@ -17,12 +17,12 @@ from daceml_train.autodiff.pads import Pads
 from daceml_train.errors import Invalid, Unsupported
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.control import ControlFlow
-from daceml_train.ops.elementwise import Elementwise, Full
-from daceml_train.ops.fallback import Aten, Body
+from daceml_train.ops.elementwise import Elementwise
+from daceml_train.ops.fallback import Aten, Body, Operand, zeros_like
 from daceml_train.ops.gradient import CustomVJP, Graft, Overwrite
 from daceml_train.ops.levels import Levels
 from daceml_train.ops.operator import Operator, Value, vjp_parameters
-from daceml_train.tensor import Dim, same, same_shape, show_shape
+from daceml_train.tensor import Dim, Tensor, same, same_shape, show_shape
 
 
 def sum_to(value: Value, shape: Sequence[Dim]) -> Value:
@@ -34,6 +34,15 @@ def sum_to(value: Value, shape: Sequence[Dim]) -> Value:
     dims = (*range(lead), *grown)
     summed = value.sum(dims) if dims else value
     return summed.view(shape)
+
+
+def plus(a: Value, b: Value) -> Value:
+    """The sum of two cotangents of one array; that of complex ones is PyTorch's, since kernels compute with none."""
+    if not a.dtype.is_complex:
+        return a + b
+    body = Body(("a", "b", "sum", "g"), (), ("g", "g"))
+    op = Aten("aten.add.Tensor", (Operand(0), Operand(1)), (Tensor(a.shape, a.dtype),), backward=body)
+    return a.builder.emit(op, a, b)[0]
 
 
 def active_arrays(graph: Graph, wrt: Sequence[str]) -> set[str]:
@@ -114,7 +123,7 @@ def differentiate(graph: Graph, of: Mapping[str, Value], wrt: Sequence[str]) -> 
             result = parts[0] if parts else None
             for part in parts[1:]:
                 assert result is not None
-                result = result + part
+                result = plus(result, part)
             total[name] = result
         return total[name]
 
@@ -138,7 +147,7 @@ def differentiate(graph: Graph, of: Mapping[str, Value], wrt: Sequence[str]) -> 
                     contributions.setdefault(name, []).append(sum_to(gradient, graph.tensors[name].shape))
     for name in wrt:
         if cotangent_of(name) is None and name in connected:
-            total[name] = graph.emit(Full(0.0, graph.tensors[name].shape, graph.tensors[name].dtype))[0]
+            total[name] = zeros_like(graph, graph.value(name))
     return {name: cotangent_of(name) for name in wrt}
 
 
@@ -193,7 +202,7 @@ def derived_cotangents(
         if cotangent is not None:
             seed = inner.input(f"g{i}", cotangent.tensor)
             now[seed.name] = cotangent.name
-            of[result.name] = of[result.name] + seed if result.name in of else seed
+            of[result.name] = plus(of[result.name], seed) if result.name in of else seed
     names = [x.name for x, asked in zip(xs, wanted, strict=True) if asked]
     gradients = differentiate(inner, of, names)
     kept, _ = required(inner.nodes, [value.name for value in gradients.values() if value is not None])

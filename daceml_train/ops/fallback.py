@@ -107,15 +107,25 @@ class Aten(Operator):
                 advice="detach its input, or register a derivative for it",
             )
         cotangents = (
-            g if g is not None else b.emit(make("full", value=0.0, shape=y.shape, dtype=y.dtype))[0]
-            for y, g in zip(ys, grad_ys, strict=True)
-            if y.dtype.is_float
+            g if g is not None else zeros_like(b, y) for y, g in zip(ys, grad_ys, strict=True) if y.dtype.is_float
         )
         return (self.backward.emit(b, (*xs, *ys, *cotangents)),)
 
     def flops(self, *operands: Tensor) -> Dim:
         """One per element of the results, since the operator's computation is unknown."""
         return sum((t.size for t in self.types), start=0)
+
+
+def full(b: Builder, value: float | complex, shape: tuple[Dim, ...], dtype: DType) -> Value:
+    """A tensor of one constant; one of complex numbers is PyTorch's, since kernels compute with none."""
+    if not dtype.is_complex:
+        return b.emit(make("full", value=value, shape=shape, dtype=dtype))[0]
+    return b.emit(Aten("aten.full.default", (shape, value), (Tensor(shape, dtype),), (("dtype", dtype),)))[0]
+
+
+def zeros_like(b: Builder, y: Value) -> Value:
+    """The cotangent of a floating-point array of which no gradient is asked."""
+    return full(b, 0.0, y.shape, y.dtype)
 
 
 def placeholders(value: Any) -> list[Operand]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from daceml_train.errors import Invalid
-from daceml_train.ops.fallback import Body
-from daceml_train.ops.operator import Builder, Operator, Value, make
+from daceml_train.ops.fallback import Body, zeros_like
+from daceml_train.ops.operator import Builder, Operator, Value
 from daceml_train.tensor import Dim, Tensor, same_shape
 
 
@@ -109,8 +109,7 @@ class CustomVJP(Operator):
         self, b: Builder, ys: tuple[Value, ...], grad_ys: tuple[Value | None, ...]
     ) -> tuple[tuple[Value | None, ...]]:
         cotangents = tuple(
-            b.emit(make("full", value=0, shape=y.shape, dtype=y.dtype))[0] if g is None else g
-            for y, g in zip(ys[: self.count], grad_ys, strict=False)
+            zeros_like(b, y) if g is None else g for y, g in zip(ys[: self.count], grad_ys, strict=False)
         )
         return (self.backward.emit(b, (*cotangents, *ys[self.count :])),)
 

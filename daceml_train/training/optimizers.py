@@ -48,6 +48,8 @@ def update_of(optimizer: torch.optim.Optimizer, group: Group) -> Update:
             f"optimizer {kind.__module__}.{kind.__name__} has no update inside the graph",
             advice=f"{', '.join(names)} and {last} have; the step runs with PyTorch's own update",
         )
+    if any(p.is_complex() for p in group["params"]):
+        raise Unsupported("the update of a complex parameter", advice="PyTorch's own update runs")
     return _with_given_options(_UPDATES[kind](group), group)
 
 

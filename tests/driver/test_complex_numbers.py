@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import daceml_train as dt
 from daceml_train.driver.module import state_of
+from tests.driver.conformity import assert_compiled
+from tests.driver.holding import Function
 
 
 class Polar(nn.Module):
@@ -30,3 +34,107 @@ def test_an_imaginary_factor_in_a_gradient(tmp_path: Path) -> None:
         torch.testing.assert_close(found, expected)
         state = state_of(model)
         assert state is None or not state.backend.breaks
+
+
+def two_uses(w: Tensor, x: Tensor) -> Any:
+    z = torch.complex(x * w, x)
+    return torch.view_as_real(z * z + z)
+
+
+def broadcast(w: Tensor, x: Tensor) -> Any:
+    z, u = torch.complex(w, w.flip(0)), torch.complex(x, x * w)
+    return torch.view_as_real(z * u + z), torch.view_as_real(u.sum(0) + z)
+
+
+def views(w: Tensor, x: Tensor) -> Any:
+    z = torch.complex(x * w, x)
+    joined = torch.cat([z, z.conj()]).contiguous()
+    return [
+        torch.view_as_real(r) for r in (z.t() * 2j, z[:, 1:].reshape(-1) * 1j, joined, z[None].expand(2, 3, 4) * 1j)
+    ]
+
+
+def one_part(w: Tensor, x: Tensor) -> Any:
+    z = torch.fft.fft(x * w)
+    return torch.view_as_real(z.split(2, 1)[0]), z.unbind(0)[1].abs()
+
+
+def detached(w: Tensor, x: Tensor) -> Any:
+    z = torch.complex(x * w, x)
+    return z.detach().abs() * w, torch.view_as_real(torch.where(x > 0, z, z * 0))
+
+
+def overwritten(w: Tensor, x: Tensor) -> Any:
+    z = torch.complex(x * w, x) * 1
+    z[0] = z[1] * 1j
+    z[:, 0] = 0
+    z[1] += z[2]
+    return torch.view_as_real(z + z.sum())
+
+
+def changed_without_gradients(w: Tensor, x: Tensor) -> Any:
+    z = torch.complex(x * w, x).clone()
+    with torch.no_grad():
+        z.mul_(2j)
+    return torch.view_as_real(z * z)
+
+
+def replaced(w: Tensor, x: Tensor) -> Any:
+    z = torch.complex(x * w, x) * 1
+    z.copy_(torch.complex(x, x))
+    return torch.view_as_real(z) * w[0], torch.view_as_real(z)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(
+    "program",
+    [two_uses, broadcast, views, one_part, detached, overwritten, changed_without_gradients, replaced],
+    ids=lambda p: p.__name__,
+)
+def test_gradients_of_complex_values_in_one_graph(program: Any) -> None:
+    """Cotangents of a value with several uses are added by PyTorch's operators, since kernels compute no complex ones."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(4), torch.randn(3, 4)
+    found = []
+    for compiled in (False, True):
+        model = Function(program, 4)
+        model.weight.data.copy_(weight)
+        called = dt.optimize(model) if compiled else model
+        results = pytree.tree_leaves(called(x))
+        total = sum((r * torch.linspace(-1, 2, r.numel()).view(r.shape)).sum() for r in results)
+        total.backward()
+        found.append([*results, model.weight.grad])
+        if compiled:
+            assert_compiled(called, graphs=1)
+    torch.testing.assert_close(found[1], found[0])
+
+
+class Spectrum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(torch.fft.fft(x) * self.filter + self.filter)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_complex_parameters_are_updated_by_pytorch(kind: Any) -> None:
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model, x = Spectrum(), torch.randn(3, 4)
+        optimizer = kind(model.parameters(), lr=0.1)
+        loss = lambda y: y.square().mean()  # noqa: E731
+        step = dt.training_step(model, loss, optimizer)
+        for _ in range(3):
+            if compiled:
+                step(x)
+                continue
+            optimizer.zero_grad()
+            loss(model(x)).backward()
+            optimizer.step()
+        found.append(model.filter.detach())
+        assert not compiled or step.breaks == ["the update of a complex parameter; PyTorch's own update runs"]
+    torch.testing.assert_close(found[1], found[0])

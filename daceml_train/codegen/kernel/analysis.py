@@ -183,7 +183,7 @@ class _Analysis:
 
     def statement(self, statement: Statement, inputs: list[_Value]) -> _Value:
         op = statement.op
-        if any(v.tensor.dtype in (DType.complex64, DType.complex128) for v in inputs):
+        if any(v.tensor.dtype.is_complex for v in inputs):
             raise Refused(f"{statement} computes with complex numbers, which kernels do not support")
         if isinstance(op, View | Permute | Expand | Slice | Read):
             try:

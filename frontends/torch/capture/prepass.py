@@ -213,7 +213,7 @@ class _Interpreter(fx.Interpreter):
         tensor = self.env[changed] if changed is not None else None
         if (
             not isinstance(tensor, torch.Tensor)
-            or not tensor.is_floating_point()
+            or not (tensor.is_floating_point() or tensor.is_complex())
             or _name(self.node.target) not in _REPLACING
             or changed is None
             or not _carries_gradient(changed)

@@ -20,11 +20,15 @@ from daceml_train.frontends.torch.dynamo.origin import origin
 from daceml_train.frontends.torch.rules.translate import Translator
 from daceml_train.graph.graph import Graph
 from daceml_train.ops.fallback import Aten, Body, Operand
+from daceml_train.ops.gradient import Detach
 from daceml_train.ops.kernel import Statement
 from daceml_train.ops.operator import Value
 
 COLLECTIVES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
 """Namespaces of the operators by which the processes of `torch.distributed` communicate."""
+
+_COPY = torch.ops.aten.copy.default
+"""A copy over a tensor, called for complex numbers alone; autograd has no derivative for this form of it."""
 
 
 def refuse_collectives(nodes: Iterable[fx.Node]) -> None:
@@ -67,6 +71,8 @@ def emit(t: Translator, node: fx.Node, arguments: Sequence[Any], keywords: dict[
         op = Aten(op.target, op.arguments, op.types, op.keywords, op.random, _derivative(t, node, op, operands))
     t.fallbacks.append((op.target, t.graph.origin))
     results = iter(t.graph.emit(op, *operands))
+    if target is _COPY and op.backward is None:  # of constants, over what may have a gradient, which ends there
+        results = iter(t.graph.emit(Detach(), *results))
     return pytree.tree_unflatten([next(results) if isinstance(e, Tensor) else e for e in examples], structure)
 
 
@@ -89,6 +95,8 @@ def _call(node: fx.Node, tensors: Sequence[Tensor]) -> Any:
     args, kwargs = pytree.tree_map(replaced, (node.args, node.kwargs))
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
+    if target is _COPY and torch.is_grad_enabled():
+        return args[1].to(args[0].dtype).expand(args[0].shape)
     return target(*args, **kwargs)
 
 

@@ -17,6 +17,7 @@ from daceml_train.frontends.torch import types
 from daceml_train.frontends.torch.capture.rng_draws import Draw, Randomness, draw_of, is_random
 from daceml_train.frontends.torch.dynamo.origin import origin
 from daceml_train.graph.graph import Graph, Role
+from daceml_train.ops.fallback import full as constant
 from daceml_train.ops.gradient import Detach
 from daceml_train.ops.operator import Origin, Value, make
 from daceml_train.tensor import Dim, DType, Shape, Tensor, same_shape
@@ -127,7 +128,7 @@ class Translator:
         if not isinstance(value, sympy.Expr):
             value = bool(value) if dtype is DType.bool else value if dtype.is_float else int(value)
             value = float(value) if dtype.is_float and not isinstance(value, complex) else value
-        return self.emit("full", value=value, shape=tuple(shape), dtype=dtype)
+        return constant(self.graph, value, tuple(shape), dtype)
 
     def value(self, operand: Any, dtype: DType) -> Value:
         """A tensor operand cast to `dtype`, or a number as a 0-d constant of it."""
@@ -350,7 +351,7 @@ class Translator:
             numbers = self.drawn(draw_of(node), types.tensor(node.meta["val"]))
             self._check(name, node, numbers)
             return numbers
-        known = RULES.get(name) if not _is_complex(node) else None
+        known = RULES.get(name) if name in _OF_ANY_NUMBERS or not _is_complex(node) else None
         result = known(self, *arguments, **keywords) if known is not None else None
         if result is None:
             result = self.fallback(self, node, arguments, keywords)
@@ -373,6 +374,12 @@ class Translator:
                 raise Invalid(f"the rule of {name} returned no result {position}, which is {wanted} in PyTorch")
             if value.dtype is not wanted.dtype or not same_shape(value.shape, wanted.shape):
                 raise Invalid(f"the rule of {name} returned {value.tensor}, where PyTorch returns {wanted}")
+
+
+_OF_ANY_NUMBERS = frozenset(
+    f"{name}.default" for name in ("aten.detach", "aten.detach_", "daceml_train.graft", "daceml_train.overwrite")
+)
+"""Operators that say where gradients flow and compute nothing, so that their rules hold for complex numbers, too."""
 
 
 def _base_name(name: str) -> str:
