@@ -236,7 +236,7 @@ def _call(
         result = _as_pytorch(module, state, source, error, arguments, keywords)  # TorchDynamo stumbled over user code
     if state.backend.graphs != graphs and logs.speaks(logs.GUARDS):
         _log_guards(state, name)
-    for note in absent_gradients.noted():
+    for note in absent_gradients.traces.noted():
         state.backend.note(note)
     if not state.worked:
         state.worked = describe((*arguments, *keywords.values()))

@@ -7,7 +7,6 @@ and PyTorch calls the function.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 from torch._dynamo import graph_break_hints
@@ -15,26 +14,6 @@ from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import higher_order_ops
 
 from daceml_train.frontends.torch.traces import Traces
-
-_traces = Traces()
-
-
-def enter() -> None:
-    """Let this thread's traces break at such a function until `leave`, for this package's backend only."""
-    _install()
-    _traces.depth += 1
-
-
-def leave() -> None:
-    """End what `enter` began."""
-    _traces.depth -= 1
-
-
-def noted() -> Iterator[str]:
-    """The reasons why functions were left to PyTorch since the last call, each once."""
-    reasons: dict[str, None] = getattr(_traces, "reasons", {})
-    _traces.reasons = {}
-    return iter(reasons)
 
 
 @functools.cache
@@ -45,11 +24,11 @@ def _install() -> None:
     def trace(self: Any, tx: Any, ctx: Any, *given: Any, **more: Any) -> Any:
         result = original(self, tx, ctx, *given, **more)
         changed = tx.output.side_effects.store_attr_mutations.get(ctx, {})
-        if _traces.depth and "materialize_grads" in changed:
+        if traces.depth and "materialize_grads" in changed:
             frame = tx.frame_summary()
             where = f"(at {frame.filename.rsplit('/', 1)[-1]}:{frame.lineno})"
             message = f"an autograd.Function with set_materialize_grads, whose backward is called by PyTorch {where}"
-            _traces.reasons = {**getattr(_traces, "reasons", {}), message: None}
+            traces.note(message)
             unimplemented(
                 gb_type="autograd.Function.apply: set_materialize_grads",
                 context="",
@@ -59,3 +38,7 @@ def _install() -> None:
         return result
 
     applied.trace_forward_graph = trace
+
+
+traces = Traces(_install)
+"""Traces that break at such a function, and note why."""

@@ -23,19 +23,6 @@ from daceml_train.frontends.torch.traces import Traces
 MARK = "daceml_train leaf"
 """Key in `meta` of the node that becomes a leaf, and of the call that does so."""
 
-_traces = Traces()
-
-
-def enter() -> None:
-    """Let this thread's traces contain such assignments until `leave`, for this package's backend only."""
-    _install()
-    _traces.depth += 1
-
-
-def leave() -> None:
-    """End what `enter` began."""
-    _traces.depth -= 1
-
 
 @functools.cache
 def _install() -> None:
@@ -46,7 +33,7 @@ def _install() -> None:
 
     def call(self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
         named = name.is_python_constant() and name.as_python_constant() == "requires_grad"
-        if not (_traces.depth and named and isinstance(obj, TensorVariable) and obj.source is None):
+        if not (traces.depth and named and isinstance(obj, TensorVariable) and obj.source is None):
             return original(self, tx, obj, name, value)
         node = obj.as_proxy().node
         example = node.meta.get("example_value")
@@ -61,6 +48,10 @@ def _install() -> None:
         return ConstantVariable.create(None)
 
     builtins._call_setattr = call
+
+
+traces = Traces(_install)
+"""Traces that may contain such assignments."""
 
 
 def refuse_if_seen(gm: fx.GraphModule) -> None:

@@ -20,19 +20,6 @@ from torch._dynamo.variables.tensor import SymNodeVariable
 
 from daceml_train.frontends.torch.traces import Traces
 
-_traces = Traces()
-
-
-def enter() -> None:
-    """Let this thread's traces contain lines that are printed, until `leave`, for this package's backend only."""
-    _install()
-    _traces.depth += 1
-
-
-def leave() -> None:
-    """End what `enter` began."""
-    _traces.depth -= 1
-
 
 @functools.cache
 def _install() -> None:
@@ -40,7 +27,7 @@ def _install() -> None:
     original = debugging.call_function
 
     def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if self.value is not print or not _traces.depth:
+        if self.value is not print or not traces.depth:
             return original(self, tx, args, kwargs)
         shown = [LazyVariableTracker.realize_all(arg) for arg in args] if not kwargs else []
         if kwargs or not all(map(_waits, shown)):
@@ -54,6 +41,10 @@ def _install() -> None:
         return ConstantVariable.create(None)
 
     debugging.call_function = call
+
+
+traces = Traces(_install)
+"""Traces that may contain lines that are printed."""
 
 
 def _waits(arg: Any) -> bool:

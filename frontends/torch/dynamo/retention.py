@@ -30,31 +30,8 @@ CODES = 64
 SOURCES = 64
 """Graph modules of our traces whose source text is kept for tracebacks."""
 
-_traces = Traces()
 _sources: deque[str] = deque()
 """Names of the sources of our traces, the oldest first."""
-
-
-def enter() -> None:
-    """Let the guards of this thread's traces die with their code, until `leave`, for this package's backend only."""
-    _install()
-    _bound()
-    if not _traces.depth:
-        _traces.sources = len(_loader.eval_cache)
-    _traces.depth += 1
-
-
-def leave() -> None:
-    """End what `enter` began."""
-    _traces.depth -= 1
-    if _traces.depth:
-        return
-    texts = _loader.eval_cache
-    _sources.extend(reversed([*itertools.islice(reversed(texts), max(0, len(texts) - _traces.sources))]))
-    while len(_sources) > SOURCES:
-        name = _sources.popleft()
-        texts.pop(name, None)
-        linecache.cache.pop(name, None)
 
 
 def _bound() -> None:
@@ -68,6 +45,26 @@ def _bound() -> None:
         names.cache_clear()
 
 
+class _BoundedTraces(Traces):
+    sources: int = 0
+    """How many source texts FX had before the first of the traces."""
+
+    def begin(self) -> None:
+        _bound()
+        if not self.depth:
+            self.sources = len(_loader.eval_cache)
+
+    def end(self) -> None:
+        if self.depth:
+            return
+        texts = _loader.eval_cache
+        _sources.extend(reversed([*itertools.islice(reversed(texts), max(0, len(texts) - self.sources))]))
+        while len(_sources) > SOURCES:
+            name = _sources.popleft()
+            texts.pop(name, None)
+            linecache.cache.pop(name, None)
+
+
 @functools.cache
 def _install() -> None:
     managers: Any = CheckFunctionManager
@@ -76,12 +73,12 @@ def _install() -> None:
     @functools.wraps(init)
     def keep_with_code(self: Any, *arguments: Any, **keywords: Any) -> None:
         init(self, *arguments, **keywords)
-        if _traces.depth:
+        if traces.depth:
             self.guard_manager.owner = self  # the compiled code holds its guards, and these what invalidates them
 
     @functools.wraps(id_ref)
     def watch(self: Any, obj: Any, obj_str: str) -> int:
-        if not _traces.depth or id(obj) in self._weakrefs:
+        if not traces.depth or id(obj) in self._weakrefs:
             return int(id_ref(self, obj, obj_str))
         manager = weakref.ref(self)
 
@@ -98,3 +95,7 @@ def _install() -> None:
         return id(obj)
 
     managers.__init__, managers.id_ref = keep_with_code, watch
+
+
+traces = _BoundedTraces(_install)
+"""Traces whose guards die with their code."""

@@ -19,30 +19,24 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
 from daceml_train.frontends.torch.traces import Traces
 
-_traces = Traces()
 _broken: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
 """Functions in which numbers break the graph."""
 
 
-def enter() -> None:
-    """Let this thread's traces contain such numbers until `leave`, for this package's backend only."""
-    _install()
-    _traces.depth += 1
-    _traces.code = None
-
-
-def leave() -> None:
-    """End what `enter` began."""
-    _traces.depth -= 1
-
-
 def start_over() -> None:
     """Trace the function once more, with breaks, if its graph contains a number; else nothing."""
-    code = getattr(_traces, "code", None)
-    if code is not None:
-        _broken.add(code)
-        _traces.code = None
+    if traces.code is not None:
+        _broken.add(traces.code)
+        traces.code = None
         raise TensorifyScalarRestartAnalysis(restart_reason="a number breaks the graph")
+
+
+class _ScalarTraces(Traces):
+    code: types.CodeType | None = None
+    """The function whose graph contains a number."""
+
+    def begin(self) -> None:
+        self.code = None
 
 
 @functools.cache
@@ -52,15 +46,15 @@ def _install() -> None:
     item, tolist, evaluate = tensors.method_item, tensors.method_tolist, numbers.evaluate_expr
 
     def method_item(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        if _traces.depth and not tx.one_graph:
+        if traces.depth and not tx.one_graph:
             code = tx.output.root_tx.f_code
             if code in _broken or self.dtype is None or not self.dtype.is_floating_point:
                 _break("Tensor.item()")
-            _traces.code = code
+            traces.code = code
         return item(self, tx, *args, **kwargs)
 
     def method_tolist(self: Any, tx: Any) -> Any:
-        if _traces.depth and not tx.one_graph:
+        if traces.depth and not tx.one_graph:
             _break("Tensor.tolist()")
         return tolist(self, tx)
 
@@ -73,6 +67,10 @@ def _install() -> None:
 
     tensors.method_item, tensors.method_tolist = method_item, method_tolist
     numbers.evaluate_expr = evaluate_expr
+
+
+traces = _ScalarTraces(_install)
+"""Traces that may contain such numbers."""
 
 
 def _break(call: str) -> None:

@@ -24,19 +24,6 @@ TERMS = 40
 """Parts of an expression with nested remainders above which its sizes are constants."""
 _WHY = "expressions of sizes nest too many remainders"
 
-_traces = Traces()
-
-
-def enter() -> None:
-    """Let sizes of this thread's traces become constants, until `leave`, for this package's backend only."""
-    _install()
-    _traces.depth += 1
-
-
-def leave() -> None:
-    """End what `enter` began."""
-    _traces.depth -= 1
-
 
 @functools.cache
 def _install() -> None:
@@ -45,7 +32,7 @@ def _install() -> None:
 
     @functools.wraps(original)
     def evaluate_expr(self: Any, orig_expr: Any, *arguments: Any, **keywords: Any) -> Any:
-        if _traces.depth and isinstance(orig_expr, sympy.Basic):
+        if traces.depth and isinstance(orig_expr, sympy.Basic):
             values = getattr(self, "backed_var_to_val", None) or self.var_to_val  # the latter before PyTorch 2.11
             fixed = self.__dict__.setdefault("fixed_by_daceml_train", set())
             for size in sorted((_nested(orig_expr) & values.keys()) - fixed, key=str):
@@ -56,6 +43,10 @@ def _install() -> None:
         return original(self, orig_expr, *arguments, **keywords)
 
     environment.evaluate_expr = evaluate_expr
+
+
+traces = Traces(_install)
+"""Traces in which sizes may become constants."""
 
 
 def _nested(expression: sympy.Basic) -> set[sympy.Symbol]:

@@ -32,6 +32,8 @@ RECOMPILATIONS = 64
 
 _KNOWN = inspect.signature(torch.compile).parameters
 _copies = itertools.count()
+_PATCHES: Any = (graph_leaves, absent_gradients, prints, scalars, retention, size_limits)
+"""Modules that change what TorchDynamo does in traces of ours."""
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,12 +112,6 @@ def tracing() -> Iterator[None]:
     """
     polyfills.install()
     formats.install()
-    graph_leaves.enter()
-    absent_gradients.enter()
-    prints.enter()
-    scalars.enter()
-    retention.enter()
-    size_limits.enter()
     logger, config = logging.getLogger("torch._subclasses.fake_tensor"), torch._dynamo.config
     before = logger.disabled, config.allow_rnn, symbols.use_duck_shape
     logger.disabled, config.allow_rnn, symbols.use_duck_shape = True, True, False
@@ -131,14 +127,11 @@ def tracing() -> Iterator[None]:
     for name, value in options.items():
         setattr(config, name, value)
     try:
-        yield
+        with contextlib.ExitStack() as ours:
+            for patch in _PATCHES:
+                ours.enter_context(patch.traces)
+            yield
     finally:
-        graph_leaves.leave()
-        absent_gradients.leave()
-        prints.leave()
-        scalars.leave()
-        retention.leave()
-        size_limits.leave()
         logger.disabled, config.allow_rnn, symbols.use_duck_shape = before
         for name, value in theirs.items():
             setattr(config, name, value)

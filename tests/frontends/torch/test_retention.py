@@ -86,8 +86,8 @@ def test_results_of_fake_operators_are_bounded(monkeypatch):
     monkeypatch.setattr(retention, "REMEMBERED", 0)
     compiled(lambda x: x.sin() + 1, "eager")(torch.ones(2, 4))
     assert FakeTensorMode.cache
-    retention.enter()
-    retention.leave()
+    with retention.traces:
+        pass
     assert not FakeTensorMode.cache
 
 
