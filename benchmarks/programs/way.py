@@ -76,7 +76,7 @@ class Way:
     def _trainer(self, model: nn.Module, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         if self.kind == "training_step":
-            step = dt.training_step(model, loss, optimizer, paths=True, random="eager")
+            step = dt.training_step(model, loss, optimizer, random="eager")
             self.steps.append(step)
             self._count_pieces(step)
             return step

@@ -51,7 +51,6 @@ def training_step(
     optimizer: torch.optim.Optimizer,
     *,
     keep_gradients: bool = False,
-    paths: bool = False,
     micro_batches: int = 1,
     reduction: Reduction = "batch",
     clip_norm: float | None = None,
@@ -74,9 +73,6 @@ def training_step(
     Training:
         keep_gradients: bool = False
             Leave the gradients in `.grad` after each step.
-        paths: bool = False
-            Where the model is not one graph, let Python run it and programs compute what its calls mean, along the
-            paths that earlier calls took; pieces that are slower than PyTorch are given up.
         micro_batches: int = 1
             Cut each batch into so many parts along the first dimension, whose gradients are added up before one update.
         reduction: Reduction = 'batch'
@@ -113,28 +109,24 @@ def training_step(
     _check_given(optimizer, scaler)
     model, mesh, wrapper = unwrapped(model, mesh)
     sharing = Sharing(ranks_of(mesh, model), shard, sparse, sync_batch_norm, bucket, wrapper)
-    _check_together(keep_gradients, paths, micro_batches, mesh, shard)
+    _check_together(keep_gradients, micro_batches, mesh, shard)
     step: TrainingStep
     if micro_batches != 1:
         step = MicroBatchedStep(model, loss, optimizer, settings, micro_batches, reduction, clipping, scaler, schedule)
     else:
         step = TrainingStep(model, loss, optimizer, settings, keep_gradients, clipping, scaler, schedule)
-    if paths:
-        step.follow_paths()
     step.train_on(sharing, {"micro_batches": micro_batches, "reduction": reduction, "clipping": clipping})
     if mesh is None:
         warn_of_others(model, stacklevel=2)
     return step
 
 
-def _check_together(keep_gradients: bool, paths: bool, micro_batches: int, mesh: Mesh, shard: Sharding) -> None:
+def _check_together(keep_gradients: bool, micro_batches: int, mesh: Mesh, shard: Sharding) -> None:
     if shard and mesh is None:
         raise Invalid("shard= divides the optimizer's state among several processes", advice="pass mesh=")
     if keep_gradients and (shard or micro_batches != 1):
         what = "shard and keep_gradients" if shard else "keep_gradients and micro_batches"
         raise Invalid(f"{what} exclude each other: no {'process' if shard else 'call'} has the whole gradient")
-    if paths and (mesh is not None or micro_batches != 1):
-        raise Invalid(f"paths and {'mesh' if mesh is not None else 'micro_batches'} exclude each other")
 
 
 def _check_given(optimizer: torch.optim.Optimizer, scaler: Any) -> None:

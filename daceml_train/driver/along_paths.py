@@ -50,15 +50,8 @@ class AlongPaths(OnRanks):
     cuda_graphs: dict[Device, CudaGraphs]
     _code: Any
 
-    follows_paths = False
-    """Whether calls may follow paths, and pieces are given up where they are slower than PyTorch."""
-
-    def follow_paths(self) -> None:
-        """Let calls whose model is not one graph follow paths from now on."""
-        self.follows_paths, self.faster = True, Faster()
-
     def _start_in_pieces(self) -> None:
-        self.faster = Faster(compiled=True)
+        self.faster = Faster(compiled=None if self.whole_batches else True)
         self.paths: dict[Any, Paths] = {}
         """Per kind of arguments that are not one program, the ways through the user's code."""
 
@@ -92,7 +85,7 @@ class AlongPaths(OnRanks):
         model = self.model
         recursive = recursion_of(model, type(model).forward) is not None
         wrapped = parallel_wrapper(model) is not None or any(map(_compiled_by_others, self._modules()))
-        return self.follows_paths and self.whole_batches and self.ranks is None and not recursive and not wrapped
+        return self.whole_batches and self.ranks is None and not recursive and not wrapped
 
     def _names(self) -> dict[int, str]:
         """The names of parameters and buffers by their identity."""

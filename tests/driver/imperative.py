@@ -101,7 +101,7 @@ class Pair:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.step: TrainingStep = dt.training_step(
-                self.ours, loss_of, self.optimizers[0], paths=True, random="eager"
+                self.ours, loss_of, self.optimizers[0], random="eager"
             )
         self.streams = Streams(7), Streams(7)
 

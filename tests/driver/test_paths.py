@@ -267,7 +267,7 @@ def test_gradients_norms_and_kept_gradients(keeps: bool) -> None:
     model = Decided().double()
     eager = copy.deepcopy(model)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, eager)]
-    step = dt.training_step(model, loss_of, optimizers[0], paths=True, keep_gradients=keeps, clip_norm=0.1)
+    step = dt.training_step(model, loss_of, optimizers[0], keep_gradients=keeps, clip_norm=0.1)
     target = torch.ones(BATCH, SIZE, dtype=torch.float64)
     for number in range(6):
         x = settled((0, number % 2, 1))
