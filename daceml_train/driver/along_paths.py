@@ -20,6 +20,7 @@ from daceml_train.driver.options import ScheduleKind
 from daceml_train.driver.paths import ENDLESS, Owner, Paths, unsuited
 from daceml_train.driver.recursion import recursion_of
 from daceml_train.frontends.torch.capture.capture import Captured
+from daceml_train.errors import Unsupported
 from daceml_train.lowering.device import GPU, Device
 from daceml_train.runtime.gpu.cuda_graph import CudaGraphs
 
@@ -28,6 +29,10 @@ KINDS = 2
 
 CHANGES_BEFORE_PATHS = 3
 """How often a step may be captured again because of what it assigned, before its calls are followed along paths."""
+
+
+class DependsOnPython(Unsupported):
+    """A step is not one program because of Python objects; it may still follow paths."""
 
 
 def _compiled_by_others(module: torch.nn.Module) -> bool:
@@ -53,13 +58,15 @@ class AlongPaths(OnRanks):
     def _start_in_pieces(self) -> None:
         self.faster = Faster(compiled=None if self.whole_batches else True)
         self.paths: dict[Any, Paths] = {}
-        """Per kind of arguments that are not one program, the ways through the user's code."""
+        """Per number of threads, the ways through the user's code of calls that are not one program."""
+        self._without_paths: set[Any] = set()
+        """The kinds of arguments whose graph could not be compiled."""
 
     def _along_a_path(
         self, key: Any, flat: Sequence[Any], inputs: Any, targets: tuple[Any, ...]
     ) -> torch.Tensor | None:
         """The loss of a call whose Python runs while programs compute; None where that is not possible."""
-        if not self._has_paths:
+        if not self._has_paths or key in self._without_paths:
             return None
         paths = self.paths.get(torch.get_num_threads())
         if paths is None:
@@ -68,7 +75,9 @@ class AlongPaths(OnRanks):
         if paths.refused or any(map(_unsuited, flat)):
             return None
         try:
-            return paths.step(flat, inputs, targets)
+            loss = paths.step(flat, inputs, targets)
+            self._warn_of_paths(key, paths)
+            return loss
         except Exception as error:
             if paths.calls == 1:
                 self.paths.clear()
@@ -78,6 +87,15 @@ class AlongPaths(OnRanks):
             if paths.refused == ENDLESS and self.faster.compiled is None:
                 self.faster.compiled = False
                 self.breaks.append(ENDLESS)
+
+    def _warn_of_paths(self, key: Any, paths: Paths) -> None:
+        """Warn once that and why Python runs the model, and of an internal error that has ended that."""
+        why = self._in_pieces.get(key)
+        if paths.failed and paths.refused not in self.breaks:
+            self.breaks.append(paths.refused)
+            self._warn_once(f"daceml_train runs a training step in pieces: {paths.refused}")
+        elif why is not None and not paths.refused:
+            self._warn_once(f"daceml_train runs a training step along paths, as Python takes them: {why}")
 
     @functools.cached_property
     def _has_paths(self) -> bool:

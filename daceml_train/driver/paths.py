@@ -35,7 +35,7 @@ from daceml_train.driver.path_programs import (
 )
 from daceml_train.driver.records import Record
 from daceml_train.driver.settings import Settings
-from daceml_train.errors import DacemlError, Unsupported
+from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.capture.capture import InputSource
 from daceml_train.frontends.torch.dynamo.tracing import reason
 from daceml_train.frontends.torch.paths.recorder import Recorder
@@ -141,6 +141,8 @@ class Paths:
         """Numbers that are inputs of programs."""
         self.refused = ""
         """Why there are no paths any more."""
+        self.failed = False
+        """Whether that is an error of ours."""
 
     # ---- a call -------------------------------------------------------------------------------------------------
     def step(self, flat: Sequence[Any], inputs: Any, targets: tuple[Any, ...]) -> Tensor:
@@ -291,8 +293,8 @@ class Paths:
             self.compiled += 1
         except Exception as error:
             self.refused = reason(error, ours=True)
-            if not isinstance(error, DacemlError):
-                logs.event(logs.BREAKS, self.refused)
+            logs.event(logs.BREAKS, self.refused)
+            self.failed = not isinstance(error, Unsupported)
 
     def _looks(
         self, found: PathGraph, path: Sequence[Step], looked: Sequence[tuple[Step, Result]], numbers: dict[str, int]

@@ -126,6 +126,10 @@ class InPieces(Clipped):
     def _warn(self, key: Any) -> None:
         """Warn once that and why steps run in pieces, unless the compiled model has done so."""
         why, state = self._in_pieces.get(key), state_of(self.pieces)
-        if why is not None and why not in self._warned and state is not None and not state.backend.breaks:
-            self._warned.add(why)
-            warnings.warn(f"daceml_train runs a training step in pieces: {why}", stacklevel=5)
+        if why is not None and state is not None and not state.backend.breaks:
+            self._warn_once(f"daceml_train runs a training step in pieces: {why}")
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=7)

@@ -16,7 +16,7 @@ import torch._dynamo
 import torch.utils._pytree as pytree
 
 from daceml_train import logs
-from daceml_train.driver.along_paths import AlongPaths
+from daceml_train.driver.along_paths import AlongPaths, DependsOnPython
 from daceml_train.driver.binding import input_tensors, laid_out, numbers_of, results_of, sizes_of
 from daceml_train.driver.bound_optimizer import step_hooks
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks, hook_tables
@@ -76,8 +76,9 @@ class TrainingStep(AlongPaths):
 
     It computes `loss(model(inputs), *targets)`; a tuple, list or dict of inputs is unpacked into `model`; `loss=None`
     uses the output's `loss`. Gradients are not accumulated: the old `.grad` is dropped, and after the step it is
-    None unless `keep_gradients`. Where the step cannot be one program, `breaks` says why, and PyTorch's autograd and
-    optimizer run around the compiled model.
+    None unless `keep_gradients`. Where the step cannot be one program, `breaks` says why; then Python runs the model
+    while programs compute what its calls mean (`paths`), or PyTorch's autograd and optimizer run around the compiled
+    model.
     """
 
     keeps_state = True
@@ -293,7 +294,11 @@ class TrainingStep(AlongPaths):
             bound = self._bind_captured(captured, arguments, flat, scope)
         except (BudgetInfeasible, DeviceMismatch, RankError):
             raise
-        except Exception as error:
+        except DependsOnPython as error:
+            self._break(key, error)
+            return None
+        except Exception as error:  # of this graph, which a path would be as well
+            self._without_paths.add(key)
             self._break(key, error, ours=True)
             return None
         if logs.speaks(logs.GUARDS):
@@ -311,6 +316,7 @@ class TrainingStep(AlongPaths):
             self._hooks = hooks
             self._bound.clear()
             self._in_pieces.clear()
+            self._without_paths.clear()
             self.paths.clear()
             self._code = with_own_code(TrainingStep._objective)
             dynamic = self.options.dynamic
@@ -365,11 +371,11 @@ class TrainingStep(AlongPaths):
         entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(self._code.__code__)
         found = next((entry for entry in entries if entry.guard_manager.check(scope)), None)
         if found is None:
-            raise Unsupported("the step depends on something that its own capture changed")
+            raise DependsOnPython("the step depends on something that its own capture changed")
         effects = has_effects(found.code)
         further = len(captured.graph.outputs) - 1
         if further and not (effects and self.keeps_state):
-            raise Unsupported("the model or the loss keeps tensors in Python objects (an attribute, a list, a global)")
+            raise DependsOnPython("the model or the loss keeps tensors in Python objects (an attribute, a list, a global)")
         modules = self._modules()
         if any(m._backward_hooks or m._backward_pre_hooks for m in modules):
             raise Unsupported("a module has a backward hook")

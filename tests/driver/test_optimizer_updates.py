@@ -194,6 +194,18 @@ def test_optimizers_of_other_models_are_not_touched(runs: list[bool]) -> None:
     assert gone() is None
 
 
+class Doubled(torch.autograd.Function):
+    """A function that no path follows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * 2
+
+
 def test_a_step_in_pieces(runs: list[bool]) -> None:
     class Branching(nn.Module):
         def __init__(self) -> None:
@@ -202,13 +214,13 @@ def test_a_step_in_pieces(runs: list[bool]) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             h = self.first(x).tanh()
-            return self.last(h * 2 if x.mean().item() > 0 else h)
+            return self.last(Doubled.apply(h) if h.mean().item() > -1 else h)
 
     ours = Branching()
     theirs = copy.deepcopy(ours)
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (ours, theirs)]
     step = dt.training_step(ours, F.mse_loss, optimizers[0])
-    for number in range(6):
+    for number in range(7):
         x, y = batch(number, torch.float32)
         optimizers[1].zero_grad()
         expected = F.mse_loss(theirs(x), y)
@@ -216,7 +228,7 @@ def test_a_step_in_pieces(runs: list[bool]) -> None:
         optimizers[1].step()
         torch.testing.assert_close(step(x, y), expected.detach())
         assert_alike((ours, optimizers[0]), (theirs, optimizers[1]), TOLERANCE[torch.float32])
-    assert runs.count(True) == 5
+    assert runs.count(True) == 5 and all(paths.refused for paths in step.paths.values())
 
 
 def test_scheduled_options_of_16_bit_parameters_end_in_pieces() -> None:
