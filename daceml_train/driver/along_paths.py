@@ -19,8 +19,8 @@ from daceml_train.driver.on_ranks import OnRanks
 from daceml_train.driver.options import ScheduleKind
 from daceml_train.driver.paths import ENDLESS, Owner, Paths, unsuited
 from daceml_train.driver.recursion import recursion_of
-from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.errors import Unsupported
+from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.lowering.device import GPU, Device
 from daceml_train.runtime.gpu.cuda_graph import CudaGraphs
 

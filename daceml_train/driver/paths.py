@@ -39,6 +39,7 @@ from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.capture.capture import InputSource
 from daceml_train.frontends.torch.dynamo.tracing import reason
 from daceml_train.frontends.torch.paths.recorder import Recorder
+from daceml_train.frontends.torch.paths.sites import Sites
 from daceml_train.frontends.torch.paths.stitch import PathGraph, captured_path
 from daceml_train.frontends.torch.paths.threads import watched
 from daceml_train.frontends.torch.paths.trie import Call, Number, Operand, Result, Step, leaves_of, numbers_of
@@ -133,7 +134,7 @@ class Paths:
         self.leaves: list[Leaf] = []
         self.widest = 0
         """Into how many paths that differ in sizes or integers alone some path parts."""
-        self.looks: set[Any] = set()
+        self.sites = Sites()
         self.values = Values()
         self.recent: deque[bool] = deque(maxlen=RECENT)
         """Whether each of the last calls took a path that was not known."""
@@ -149,7 +150,7 @@ class Paths:
         """One training step, along a path if it is known; `flat` are the leaves of the arguments."""
         call = Call(arguments={id(leaf) for leaf in flat if isinstance(leaf, Tensor)})
         values = CallValues(call)
-        recorder = Recorder(self.root, call, self._held, self.looks, self._look(values) if self.compiled else None)
+        recorder = Recorder(self.root, call, self._held, self.sites, self._look(values) if self.compiled else None)
         self.calls += 1
 
         def in_other_threads() -> None:
@@ -198,6 +199,11 @@ class Paths:
         if not set(program.kept).issuperset(held):
             found.kept.update(dict.fromkeys(held))
             return None
+        if any(
+            t.requires_grad and sys.getrefcount(t) > 3 and not isinstance(t, torch.nn.Parameter)
+            for t in recorder.call.operands
+        ):
+            return None  # a leaf of which user code may read the gradient
         for look in program.needs:
             if id(look) not in values.ran:
                 look.run(values)
@@ -240,6 +246,8 @@ class Paths:
         alive = {r: weakref.ref(t) for r, t in recorder.values.items() if r is not result}
         self._keep_real(recorder)
         recorder.values.clear()
+        if recorder.again:
+            return trained
         call, at = recorder.call, recorder.at
         if recorder.refused or result is None:
             self.refused = recorder.refused or "the loss depends on no parameter that a path knows"

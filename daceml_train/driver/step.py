@@ -375,7 +375,9 @@ class TrainingStep(AlongPaths):
         effects = has_effects(found.code)
         further = len(captured.graph.outputs) - 1
         if further and not (effects and self.keeps_state):
-            raise DependsOnPython("the model or the loss keeps tensors in Python objects (an attribute, a list, a global)")
+            raise DependsOnPython(
+                "the model or the loss keeps tensors in Python objects (an attribute, a list, a global)"
+            )
         modules = self._modules()
         if any(m._backward_hooks or m._backward_pre_hooks for m in modules):
             raise Unsupported("a module has a backward hook")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import random
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
+from dataclasses import is_dataclass
 from io import StringIO
 from typing import Any
 
@@ -77,7 +79,9 @@ def assert_alike(ours: Any, theirs: Any, where: str = "") -> None:
         assert list(ours) == list(theirs), where
         for key in theirs:
             assert_alike(ours[key], theirs[key], f"{where}.{key}")
-    elif isinstance(theirs, list | tuple):
+    elif is_dataclass(theirs) and not isinstance(theirs, type):
+        assert_alike(vars(ours), vars(theirs), where)
+    elif isinstance(theirs, list | tuple | deque):
         assert len(ours) == len(theirs), where
         for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             assert_alike(a, b, f"{where}[{number}]")
@@ -100,9 +104,7 @@ class Pair:
         self.optimizers = make(self.ours.parameters()), make(self.theirs.parameters())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.step: TrainingStep = dt.training_step(
-                self.ours, loss_of, self.optimizers[0], random="eager"
-            )
+            self.step: TrainingStep = dt.training_step(self.ours, loss_of, self.optimizers[0], random="eager")
         self.streams = Streams(7), Streams(7)
 
     @property

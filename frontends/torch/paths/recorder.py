@@ -19,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.dynamo.tracing import reason
-from daceml_train.frontends.torch.paths import functions, random_functions
+from daceml_train.frontends.torch.paths import functions, indices, random_functions
 from daceml_train.frontends.torch.paths.functions import name_of
+from daceml_train.frontends.torch.paths.sites import Sites
 from daceml_train.frontends.torch.paths.trie import (
     ARITHMETIC,
     Call,
@@ -40,7 +41,6 @@ from daceml_train.frontends.torch.paths.values import (
     numeric,
     place,
     plain,
-    scalar_index,
     tensors,
 )
 
@@ -52,10 +52,10 @@ class Recorder(TorchFunctionMode):
     """Follows or records the calls of one run of a model, from `root` on."""
 
     def __init__(
-        self, root: Step, call: Call, held: Callable[[], set[int]], looks: set[Any], fetch: Fetch | None
+        self, root: Step, call: Call, held: Callable[[], set[int]], sites: Sites, fetch: Fetch | None
     ) -> None:
         super().__init__()
-        self.call, self.at, self.looks, self.fetch = call, root, looks, fetch
+        self.call, self.at, self.sites, self.fetch = call, root, sites, fetch
         self._find_held = held
         self.following = fetch is not None
         """Whether operators are left out."""
@@ -77,8 +77,14 @@ class Recorder(TorchFunctionMode):
         self.stand_ins: dict[int, Result] = {}
         self.ways = 0
         """Into how many ways that differ in sizes or integers alone this call's path parts somewhere."""
+        self.fresh: dict[int, tuple[Tensor, Any]] = {}
+        """By their memory, tensors of data that this call has allocated, and where."""
+        self.selected: list[tuple[Any, Tensor, Any]] = []
+        """Elements that are views in PyTorch and copies here, what they are elements of, and where."""
         self.refused = ""
         """Why calls like this one have no path."""
+        self.again = False
+        """Whether that holds for this call alone: from the next one on, some line of the user's is followed otherwise."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
@@ -88,19 +94,40 @@ class Recorder(TorchFunctionMode):
         """The result of a function: of the next step, of a program, or of PyTorch."""
         if functions.reads_attribute(function, args):
             return self._attribute(function, function.__self__.__name__, *args)
+        if function in indices.INDEXING:
+            args = self._indexed(function, *args)
+        return self._run(function, args, kwargs, self._lazy(function, args, kwargs))
+
+    def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lazy: bool) -> Any:
         if self.following:
             call, enabled = self.call, torch.is_grad_enabled()
             for step in self.at.following:
                 if step.matches(function, enabled, args, kwargs, call):
                     return self._followed(step)
-        if not self._lazy(function, args, kwargs):
-            found = function(*args, **kwargs)
-            if function in functions.SHARING:
-                self.foreign.add(memory(found))
-            return found
+        if not lazy:
+            return self._at_once(function, args, kwargs)
         if self.refused:
             return function(*self._real(args), **self._real(kwargs))
         return self._by_kind(function, args, kwargs)
+
+    def _at_once(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What depends on data alone; where the user's line changes it with a result, a copy of it is a result."""
+        found = function(*args, **kwargs)
+        if function in functions.SHARING:
+            self.foreign.add(memory(found))
+        elif type(found) is Tensor and not found.requires_grad and not self.refused:
+            if self.sites.changes(function):
+                return self._run(Tensor.clone, (found,), {}, True)
+            if not self.following and memory(found) not in {memory(t) for t in tensors((args, kwargs))} | self.foreign:
+                self.fresh.setdefault(memory(found), (found, self.sites.of(function)))
+        return found
+
+    def _indexed(self, function: Any, x: Any, index: Any, *value: Any) -> tuple[Any, ...]:
+        """The arguments of an index with lists, arrays, and integers that change as tensors."""
+        index = indices.as_data(index)
+        if function is Tensor.__getitem__ and self.sites.varies(function):
+            index = indices.integers_as_data(x, index)
+        return x, index, *value
 
     def _by_kind(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = name_of(function)
@@ -123,11 +150,13 @@ class Recorder(TorchFunctionMode):
                 return body(*args, **kwargs)
         if function in functions.LIKE and not (function is torch.full_like and tensors(args[1:])):
             return function(self._like(args[0]), *args[1:], **kwargs)
-        if function is Tensor.__getitem__ and (place := scalar_index(args[1])) is not None:
-            return self._selected(args[0], args[1], place)
-        if function is Tensor.__getitem__ and (index := self._without_masks(args[1])) is not args[1]:
+        if function is Tensor.__getitem__ and (at := indices.scalar_index(args[1])) is not None:
+            found = indices.selected(self.run, args[0], args[1], at)
+            self.selected.append((found, args[0], self.sites.of(function)))
+            return found
+        if function is Tensor.__getitem__ and (index := indices.without_masks(self.run, args[1])) is not args[1]:
             return self.run(function, (args[0], index), {})
-        if function in functions.LOOKS or function in self.looks:
+        if function in functions.LOOKS or function in self.sites.looks:
             return self._look(function, args, kwargs)
         self.leave()
         return self._recorded(function, args, kwargs)
@@ -272,11 +301,13 @@ class Recorder(TorchFunctionMode):
         try:
             if created is not None:
                 if not self._complete(created, found, operands, versions):
-                    self.looks.add(function)
+                    self.sites.looks.add(function)
                     self._noted(tensors((args, kwargs)), found)
                     return found
                 self.at.following.append(created)
-                self.ways = max(self.ways, alike(created, self.at.following))
+                self.ways = max(self.ways, ways := alike(created, self.at.following))
+                if function is Tensor.__getitem__ and ways > 1 and indices.varies(args[1]):
+                    self._otherwise(self.sites.vary(function), "an index that changes")
                 step = created
             assert step is not None
             self.at = step
@@ -308,9 +339,12 @@ class Recorder(TorchFunctionMode):
             if (result := self.stand_ins.get(id(t))) is not None:
                 return result
             new = id(t) not in self.call.index
-            operand = Operand(self.call.bind(t), t, new and (id(t) in self.held or t.requires_grad))
+            created = memory(t) in self.fresh and id(t) not in self.held
+            operand = Operand(self.call.bind(t), t, new and not created and (id(t) in self.held or t.requires_grad))
             if type(t) not in (Tensor, torch.nn.Parameter) or t.layout is not torch.strided or t.is_inference():
                 raise Unsupported(f"an operand of type {type(t).__name__} and layout {t.layout}")
+            if t.requires_grad and id(t) in self.call.arguments:
+                raise Unsupported("an argument that requires a gradient")
             if t.requires_grad and not t.is_leaf:
                 raise Unsupported("a tensor that carries a gradient from before the step")
             if new and self.pending and memory(t) in self.pending:
@@ -344,10 +378,14 @@ class Recorder(TorchFunctionMode):
             if memory(tensor) in self.untracked:
                 raise Unsupported("a result that changes after its data was read")
             if id(tensor) in self.known:
+                self._check_selected(memory(tensor))
                 step.mutates = True
                 continue
             if id(tensor) in self.call.arguments:
                 raise Unsupported("a model that changes its argument in place")
+            if memory(tensor) in self.fresh:
+                self.sites.change(self.fresh[memory(tensor)][1])
+                self._otherwise(True, "data that a result changes in place")
             operand = by_position[self.call.index[id(tensor)]]
             if sum(memory(t) == memory(tensor) for t in self.call.operands) > 1:
                 raise Unsupported("a model that changes memory of several of its operands in place")
@@ -364,6 +402,19 @@ class Recorder(TorchFunctionMode):
         step.result = mapped(whole, leaf)
         step.results = tuple(r for r in leaves_of(step.result) if type(r) is Result and r not in self.values)
         return True
+
+    def _otherwise(self, again: bool, reason: str) -> None:
+        """End the path of this call, where later ones will follow the line otherwise."""
+        if again:
+            self.again = True
+            raise Unsupported(reason)
+
+    def _check_selected(self, changed: int) -> None:
+        """Raise `Unsupported` where an element would have to change with what it is an element of."""
+        for element, whole, site in self.selected:
+            if changed in (memory(self._real(element)), memory(self._real(whole))):
+                self.again = self.sites.fix(site)
+                raise Unsupported("an element at a position that changes, which shares memory")
 
     # ---- rules --------------------------------------------------------------------------------------------------
     def _look(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -420,31 +471,6 @@ class Recorder(TorchFunctionMode):
         if not tensor.is_meta:
             return tensor.detach()
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-
-    def _selected(self, x: Tensor, index: Any, place: int) -> Any:
-        """An element along a dimension, at a position that a tensor without dimensions has."""
-        parts = list(index) if isinstance(index, tuple) else [index]
-        position, parts[place] = parts[place], slice(None)
-        before = parts[:place]
-        dims = sum(part is None or isinstance(part, slice) for part in before)
-        if any(part is ... for part in before):
-            dims += x.ndim - sum(part is not None and part is not ... for part in parts)
-        whole = self.run(Tensor.__getitem__, (x, tuple(parts)), {})
-        row = self.run(Tensor.reshape, (position, 1), {})
-        return self.run(Tensor.squeeze, (self.run(torch.index_select, (whole, dims, row), {}), dims), {})
-
-    def _without_masks(self, index: Any) -> Any:
-        """An index with the positions of elements in place of masks."""
-        parts = index if isinstance(index, tuple) else (index,)
-        if not any(isinstance(part, Tensor) and part.dtype is torch.bool for part in parts):
-            return index
-        found: list[Any] = []
-        for part in parts:
-            if isinstance(part, Tensor) and part.dtype is torch.bool:
-                found += self.run(Tensor.nonzero, (part,), {}).unbind(1)
-            else:
-                found.append(part)
-        return tuple(found)
 
 
 __all__ = ["Fetch", "Recorder"]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,7 +66,8 @@ class Operand:
             return same and tensor.requires_grad is self.requires_grad and tensor.shape == self.shape
         return (
             type(tensor) is Tensor
-            and not tensor.requires_grad
+            and tensor.requires_grad is self.requires_grad
+            and tensor.is_leaf
             and tensor.is_cpu
             and tensor.shape == self.shape
             and tensor.dtype is self.dtype
@@ -172,6 +174,7 @@ def _match(template: Any, value: Any, call: Call, numbers: dict[Number, float]) 
             return call.operands[template.index] is value
         return bool(template.fits(value) and call.bind(value) == template.index)
     if kind is Number:
+        value = value.item() if isinstance(value, np.generic) else value
         if type(value) is not type(template.value):
             if not (isinstance(value, float) and type(template.value) is float):
                 return False
@@ -191,6 +194,7 @@ def _match(template: Any, value: Any, call: Call, numbers: dict[Number, float]) 
             return False
         ends = ((template.start, value.start), (template.stop, value.stop), (template.step, value.step))
         return all(_match(t, v, call, numbers) for t, v in ends)
+    value = value.item() if isinstance(value, np.generic) else value
     return type(value) is kind and bool(value == template)
 
 
@@ -198,6 +202,7 @@ def template_of(value: Any, tensor: Callable[[Tensor], Any], number: Callable[[f
     """An argument with its tensors and numbers replaced. Raises `Unsupported` for what is no part of a path."""
     if isinstance(value, Tensor):
         return tensor(value)
+    value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, float):
         return number(float(value))
     if integers and type(value) is int:

@@ -78,15 +78,3 @@ def place() -> str:
     while frame is not None and frame.f_code.co_filename.startswith((_HERE, _TORCH)):
         frame = frame.f_back
     return "" if frame is None else f" (at {Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
-
-
-def scalar_index(index: Any) -> int | None:
-    """The place of an integer tensor without dimensions in an index of slices and integers; None if there is none."""
-    parts = index if isinstance(index, tuple) else (index,)
-    found = [i for i, part in enumerate(parts) if isinstance(part, Tensor)]
-    scalars = all(parts[i].ndim == 0 and not parts[i].dtype.is_floating_point for i in found)
-    if not found or not scalars or any(parts[i].dtype is torch.bool for i in found):
-        return None
-    others = (part for part in parts if not isinstance(part, Tensor))
-    plain_parts = all(part is None or part is ... or isinstance(part, slice | int) for part in others)
-    return found[0] if plain_parts else None
