@@ -136,6 +136,8 @@ class Paths:
         """Into how many paths that differ in sizes or integers alone some path parts."""
         self.sites = Sites()
         self.values = Values()
+        self.buffers: dict[tuple[int, str], Tensor | None] = {}
+        """By module and name the buffers of the first call; None for one that was assigned since."""
         self.recent: deque[bool] = deque(maxlen=RECENT)
         """Whether each of the last calls took a path that was not known."""
         self.numbers: set[Number] = set()
@@ -177,9 +179,16 @@ class Paths:
         return self._recorded(recorder, values, loss, inputs, targets)
 
     def _held(self) -> set[int]:
-        """The identities of what the model holds."""
-        buffers = [b for module in self.owner._modules() for b in module._buffers.values() if b is not None]
-        return {id(t) for t in (*self.owner._parameters(), *buffers)}
+        """The identities of what the model holds, but for buffers that it assigns: these are data."""
+        found = {id(t) for t in self.owner._parameters()}
+        for module in self.owner._modules():
+            for name, buffer in module._buffers.items():
+                key = id(module), name
+                if self.buffers.setdefault(key, buffer) is not buffer:
+                    self.buffers[key] = None
+                if buffer is not None and self.buffers[key] is buffer:
+                    found.add(id(buffer))
+        return found
 
     def _look(self, values: CallValues) -> Callable[[Recorder, Result], Tensor | None]:
         def look(recorder: Recorder, result: Result) -> Tensor | None:
@@ -199,11 +208,10 @@ class Paths:
         if not set(program.kept).issuperset(held):
             found.kept.update(dict.fromkeys(held))
             return None
-        if any(
-            t.requires_grad and sys.getrefcount(t) > 3 and not isinstance(t, torch.nn.Parameter)
-            for t in recorder.call.operands
-        ):
-            return None  # a leaf of which user code may read the gradient
+        leaves = (t for t in recorder.call.operands if t.requires_grad and not isinstance(t, torch.nn.Parameter))
+        if any(sys.getrefcount(t) > 4 for t in leaves):
+            recorder.refuse("a leaf of the model's own that user code keeps")  # its gradient can be read
+            return None
         for look in program.needs:
             if id(look) not in values.ran:
                 look.run(values)

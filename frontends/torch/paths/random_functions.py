@@ -23,6 +23,8 @@ def body_of(function: Any) -> Callable[..., Any] | None:
     """The function without its dispatch to modes, if its body is to be followed."""
     if function is F.scaled_dot_product_attention:
         return attention
+    if function in (torch.lstm, torch.gru):
+        return functools.partial(layers, function)
     if function not in _BODIES:
         return None
     apart = {"has_torch_function": _never, "has_torch_function_unary": _never, "has_torch_function_variadic": _never}
@@ -45,7 +47,37 @@ def draws(function: Any, keywords: Any, arguments: Any) -> bool:
     if function is F.multi_head_attention_forward:
         p = keywords.get("dropout_p", arguments[10] if len(arguments) > 10 else 0.0)
         return bool(p > 0 and keywords.get("training", arguments[13] if len(arguments) > 13 else True))
+    if function in (torch.lstm, torch.gru):
+        return bool(len(arguments) == 9 and isinstance(arguments[3], bool) and arguments[5] > 0 and arguments[6])
     return function in _BODIES
+
+
+def layers(
+    function: Any,
+    input: Tensor,
+    hidden: Any,
+    weights: Any,
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, ...]:
+    """`torch.lstm` and `torch.gru` layer by layer, with dropout between the layers."""
+    x = input.transpose(0, 1) if batch_first else input
+    directions = 2 if bidirectional else 1
+    size = len(weights) // num_layers
+    states = hidden if function is torch.lstm else (hidden,)
+    found: list[tuple[Tensor, ...]] = []
+    for layer in range(num_layers):
+        own = [state[layer * directions : (layer + 1) * directions] for state in states]
+        given = own if function is torch.lstm else own[0]
+        parts = weights[layer * size : (layer + 1) * size]
+        x, *last = function(x, given, parts, has_biases, 1, 0.0, train, bidirectional, False)
+        found.append(tuple(last))
+        x = F.dropout(x, dropout) if layer < num_layers - 1 else x
+    return (x.transpose(0, 1) if batch_first else x), *map(torch.cat, zip(*found, strict=True))
 
 
 def attention(

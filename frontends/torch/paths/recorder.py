@@ -168,9 +168,11 @@ class Recorder(TorchFunctionMode):
                 return function(tensor)
             self.refuse(f"a look at {name} of a result")
             return function(tensor)
-        if name in functions.METADATA:
+        if name in functions.METADATA and name != "requires_grad":
             return function(tensor)
         result = self.stands_for(tensor)
+        if name == "requires_grad" and not (result is not None and result.grown):
+            return function(tensor)
         if result is not None and name in functions.ON_DEVICE:
             return functions.on_device(name, result.device)
         self.leave()
@@ -250,7 +252,7 @@ class Recorder(TorchFunctionMode):
             stand_in = leaf.tensor
             if value.shape != stand_in.shape or value.dtype != stand_in.dtype or value.stride() != stand_in.stride():
                 raise Unsupported(f"results of {name_of(step.function)} whose sizes depend on data")
-            if value.requires_grad != leaf.requires_grad:
+            if value.requires_grad != leaf.requires_grad and not leaf.grown:
                 raise Unsupported(f"results of {name_of(step.function)} that require a gradient now and then")
             self.values[leaf] = value
             self.known[id(value)] = leaf
@@ -378,7 +380,7 @@ class Recorder(TorchFunctionMode):
             if memory(tensor) in self.untracked:
                 raise Unsupported("a result that changes after its data was read")
             if id(tensor) in self.known:
-                self._check_selected(memory(tensor))
+                self._changed(memory(tensor))
                 step.mutates = True
                 continue
             if id(tensor) in self.call.arguments:
@@ -409,8 +411,13 @@ class Recorder(TorchFunctionMode):
             self.again = True
             raise Unsupported(reason)
 
-    def _check_selected(self, changed: int) -> None:
-        """Raise `Unsupported` where an element would have to change with what it is an element of."""
+    def _changed(self, changed: int) -> None:
+        """Note that results in this memory have changed in place. Raises `Unsupported` where an element would have to
+        change with what it is an element of.
+        """
+        for result, value in self.values.items():
+            if value.requires_grad and not result.requires_grad and memory(value) == changed:
+                result.grown = result.requires_grad = True
         for element, whole, site in self.selected:
             if changed in (memory(self._real(element)), memory(self._real(whole))):
                 self.again = self.sites.fix(site)

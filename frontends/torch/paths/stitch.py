@@ -114,7 +114,9 @@ class _Builder:
     def placeholder(self, name: str, example: Tensor, source: Any) -> fx.Node:
         self.examples.append(example)
         self.sources.append(source)
-        return self.graph.placeholder(name)
+        node = self.graph.placeholder(name)
+        node.meta["requires_grad"] = example.requires_grad
+        return node
 
     def attribute(self, tensor: Tensor) -> fx.Node:
         name = self.names.get(id(tensor), f"held_{len(self.held)}")

@@ -31,12 +31,14 @@ class Result:
     Nothing else refers to that tensor, so that its count of references tells whether user code keeps it.
     """
 
-    __slots__ = ("device", "requires_grad", "tensor")
+    __slots__ = ("device", "grown", "requires_grad", "tensor")
 
     def __init__(self, real: Tensor) -> None:
         if type(real) is not Tensor or real.layout is not torch.strided or real.is_inference():
             raise Unsupported(f"a result of type {type(real).__name__} and layout {real.layout}")
         self.device, self.requires_grad = real.device, real.requires_grad
+        self.grown = False
+        """Whether it has required a gradient only since it was changed in place."""
         self.tensor = torch.empty_strided(
             real.shape, real.stride(), dtype=real.dtype, device="meta", requires_grad=real.requires_grad
         )
