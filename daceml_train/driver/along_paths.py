@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -133,6 +133,7 @@ class AlongPaths(OnRanks):
         manager: Any = UNGUARDED,
         scope: Mapping[str, Any] = types.MappingProxyType({}),
         effects: bool = False,
+        assigned: Collection[int] = (),
     ) -> BoundStep:
         return BoundStep(
             captured,
@@ -151,6 +152,7 @@ class AlongPaths(OnRanks):
             self._new_cuda_graphs(step.executable.device),
             self.ranks,
             self.idle,
+            assigned,
         )
 
     def _new_cuda_graphs(self, device: Device) -> CudaGraphs | None:

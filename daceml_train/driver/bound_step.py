@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +115,7 @@ class BoundStep:
         cuda_graphs: CudaGraphs | None = None,
         ranks: Ranks | None = None,
         idle: bool = False,
+        assigned: Collection[int] = (),
     ) -> None:
         self.cuda_graphs, self.device = cuda_graphs, step.executable.device
         self.accumulated, self.scaler, self.scaling = accumulated, scaler, scaling_of(scaler)
@@ -131,7 +132,7 @@ class BoundStep:
         program = step.executable.program
         tensors = list(by_name.values())
         self.plan: BoundPlan = step.executable.plan([tensors[i].shape[d] for i, d in program.symbols.values()])
-        self._observe(modules, bounds)
+        self._observe(modules, bounds, assigned)
         self._bind_inputs(captured, by_name, flat, scope, code_globals)
         leaves = [t for name, t in by_name.items() if t.requires_grad and t.is_leaf]
         self.leaves = list({id(t): t for t in (*leaves, *_all_parameters(optimizer))}.values())
@@ -152,11 +153,14 @@ class BoundStep:
         lines = [f"{type(self.optimizer).__name__}: {sorted(map(str, options))}", f"scaler: {self.scaling}"]
         return described(self.step.executable.program, self.step.trained, lines)
 
-    def _observe(self, modules: Sequence[torch.nn.Module], bounds: Mapping[str, float]) -> None:
+    def _observe(
+        self, modules: Sequence[torch.nn.Module], bounds: Mapping[str, float], assigned: Collection[int]
+    ) -> None:
+        """Note what has to stay as it is; the modules `assigned` assign their buffers themselves."""
         optimizer = self.optimizer
         self.bound_optimizer = OptimizerGuard(optimizer, self.step.hyperparameters, bounds)
-        tables = (table for m in modules for table in (m._modules, m._parameters, m._buffers))
-        self.same = IdentityGuard(tables)
+        tables = [table for m in modules for table in (m._modules, m._parameters)]
+        self.same = IdentityGuard([*tables, *(m._buffers for m in modules if id(m) not in assigned)])
         self.empty_hooks = [table for table in (*hook_tables(modules), *step_hooks(optimizer)) if not table]
         self.patched = optimizer.__dict__.get("step")
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 WARM, TIMED = 6, 6
 """So many calls compile and settle; of so many after them every second one runs without the pieces."""
+
+SLOWER = "the compiled pieces are slower than PyTorch, which runs the model"
+"""Why a model in pieces has none."""
 
 
 class Faster:
@@ -30,3 +35,43 @@ class Faster:
             return False
         self.compiled = self.best[True] <= self.best[False]
         return not self.compiled
+
+
+class FasterModule:
+    """Times a module in the user's loop, from one call to the next, so that backward pass and update count.
+
+    A step of the user's may call it several times: `TIMED` calls with the compiled pieces are compared with as many
+    after them without.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.compiled: bool | None = None
+        """Whether the compiled pieces are faster, once that is known."""
+        self._programs = self._runs = 0
+        self._start = self._seconds = 0.0
+
+    def disturbed(self) -> None:
+        """Note a call that belongs to no training."""
+        self.calls = min(self.calls, WARM - 1)
+
+    def takes_pieces(self, programs: int, runs: int, broken: bool) -> bool:
+        """Whether the next call runs compiled code, of which there are so many programs, which ran so many times.
+
+        `broken`: whether something is known to run in PyTorch.
+        """
+        if self.compiled is not None:
+            return self.compiled
+        self.calls += 1
+        if self.calls == WARM + TIMED and programs != self._programs:
+            self.calls = WARM  # something was compiled in between
+        if self.calls == WARM:
+            self._programs, self._runs, self._start = programs, runs, time.thread_time()
+        elif self.calls == WARM + TIMED:
+            ran, now = runs - self._runs, time.thread_time()
+            if not ran or (ran == TIMED and not broken):
+                self.compiled = ran > 0  # nothing is compiled, or one program is all of it
+            self._seconds, self._start = now - self._start, now
+        elif self.calls == WARM + 2 * TIMED:
+            self.compiled = self._seconds <= time.thread_time() - self._start
+        return self.calls < WARM + TIMED if self.compiled is None else self.compiled

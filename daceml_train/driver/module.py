@@ -17,6 +17,7 @@ from daceml_train import logs
 from daceml_train.driver.binding import differentiable_outputs, input_tensors
 from daceml_train.driver.capture_only import capture_call
 from daceml_train.driver.events import first_line
+from daceml_train.driver.faster import SLOWER, FasterModule
 from daceml_train.driver.forests import Forests
 from daceml_train.driver.function import CompiledGraph
 from daceml_train.driver.goals import compile_differentiable
@@ -64,6 +65,7 @@ class ModuleState:
     """The arguments of the first call, for messages about later ones."""
     recursions: dict[str, Recursion | None] = field(default_factory=dict)
     """Per method that was called, the recursion that it runs."""
+    faster: FasterModule = field(default_factory=FasterModule)
 
 
 STORM = 8
@@ -225,6 +227,8 @@ def _call(
         state.recursions[name] = recursion_of(module, source, forests, (*arguments, *keywords.values()))
     if (recursion := state.recursions[name]) is not None and recursion.serves:
         return recursion(module, source, arguments, keywords, state.backend.note)
+    if _gives_up(module, state, name):
+        return source(module, *arguments, **keywords)
     try:
         result = state.compiled[name](*arguments, **keywords)
     except TorchDynamoException as error:
@@ -244,6 +248,27 @@ def _call(
             where = f"{state.source.__name__}.{name}"
             state.backend.break_off(f"TorchDynamo found nothing that it can compile in {where}")
     return result
+
+
+def _gives_up(module: torch.nn.Module, state: ModuleState, name: str) -> bool:
+    """Whether PyTorch runs a call of a module in pieces because that is faster, or to find out."""
+    faster, backend = state.faster, state.backend
+    if faster.compiled or backend.alone:
+        return False
+    if name != "forward" or not module.training or not torch.is_grad_enabled():
+        faster.disturbed()
+        return False
+    if faster.compiled is False:
+        return True
+    if any(p.is_cuda for p in module.parameters()):
+        faster.compiled = True
+        return False
+    runs = sum(program.runs for programs in backend.programs.values() for program in programs)
+    takes = faster.takes_pieces(backend.graphs, runs, bool(backend.breaks))
+    if faster.compiled is False:
+        backend.breaks.append(SLOWER)
+        logs.event(logs.BREAKS, SLOWER)
+    return not takes
 
 
 def _log_guards(state: ModuleState, name: str) -> None:

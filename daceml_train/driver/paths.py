@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -76,7 +76,9 @@ class Owner(Protocol):
     def _parameters(self) -> list[Tensor]: ...
     def _gradients(self) -> GradientOptions: ...
     def _wanted(self, by_name: Any, given: set[int]) -> Any: ...
-    def _bound_to(self, captured: Any, step: WholeStep, by_name: Any, flat: Any) -> BoundStep: ...
+    def _bound_to(
+        self, captured: Any, step: WholeStep, by_name: Any, flat: Any, *, assigned: Collection[int]
+    ) -> BoundStep: ...
     def _names(self) -> dict[int, str]: ...
 
 
@@ -244,6 +246,7 @@ class Paths:
     ) -> Tensor:
         """Gradients and update of a call that ran in PyTorch, whose path is then known."""
         recorder.check_arrays()
+        self._held()
         result = recorder.known.get(id(loss))
         try:
             trained = self.owner._train_in_pieces(loss, inputs, targets)
@@ -373,7 +376,8 @@ class Paths:
         flat = [values.tensor(s) for s in sources] + [by_name[name] for name in taken]
         further = tuple(InputSource("tensor", None, name) for name in taken)
         captured = replace(found.captured, inputs=(*found.captured.inputs, *further))
-        bound = owner._bound_to(captured, step_program, by_name, flat)
+        assigned = {module for (module, _), buffer in self.buffers.items() if buffer is None}
+        bound = owner._bound_to(captured, step_program, by_name, flat, assigned=assigned)
         needs = list({id(p): p for name in taken for p in [available[numbers[name]]]}.values())
         all_sources: list[Any] = [*sources, *((numbers[name],) for name in taken)]
         return PathProgram(bound, all_sources, needs, kept, self.generation)

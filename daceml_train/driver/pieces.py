@@ -14,15 +14,11 @@ from daceml_train import logs
 from daceml_train.driver.checking import loss_of
 from daceml_train.driver.clipped import Clipped
 from daceml_train.driver.distribution import reduce_in_pieces, rows_of
-from daceml_train.driver.faster import Faster
+from daceml_train.driver.faster import SLOWER, Faster
 from daceml_train.driver.module import optimized, state_of
 from daceml_train.driver.records import Record
 from daceml_train.driver.settings import Settings
 from daceml_train.frontends.torch.dynamo.tracing import describe
-
-SLOWER = "the compiled pieces are slower than PyTorch, which runs the model"
-"""Why a step in pieces has none."""
-
 
 class InPieces(Clipped):
     """What a `TrainingStep` does where it cannot be one program."""
@@ -98,6 +94,8 @@ class InPieces(Clipped):
         """The loss, of the compiled model under PyTorch's autograd."""
         if self.pieces is None:
             self.pieces = self.model if state_of(self.model) is not None else optimized(self.model, self.options)
+            if (state := state_of(self.pieces)) is not None:
+                state.faster.compiled = True  # the whole step is timed
         model = self.pieces if compiled else self.model
         try:
             if isinstance(inputs, Mapping):

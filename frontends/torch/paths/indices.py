@@ -31,6 +31,13 @@ def as_data(index: Any) -> Any:
     return index
 
 
+def has_integers(function: Any, arguments: Any) -> bool:
+    """Whether an index reads by integers, or writes one, so that these could be data."""
+    if function is Tensor.__getitem__:
+        return varies(arguments[1])
+    return function is Tensor.__setitem__ and isinstance(arguments[2], int)
+
+
 def varies(index: Any) -> bool:
     """Whether an index has integers that could be data."""
     simple = (int, slice, type(None), type(...))

@@ -125,8 +125,10 @@ class Recorder(TorchFunctionMode):
     def _indexed(self, function: Any, x: Any, index: Any, *value: Any) -> tuple[Any, ...]:
         """The arguments of an index with lists, arrays, and integers that change as tensors."""
         index = indices.as_data(index)
-        if function is Tensor.__getitem__ and self.sites.varies(function):
-            index = indices.integers_as_data(x, index)
+        if self.sites.varies(function):
+            if function is Tensor.__getitem__:
+                return x, indices.integers_as_data(x, index)
+            value = tuple(torch.tensor(v, dtype=x.dtype) if isinstance(v, int) else v for v in value)
         return x, index, *value
 
     def _by_kind(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -308,7 +310,7 @@ class Recorder(TorchFunctionMode):
                     return found
                 self.at.following.append(created)
                 self.ways = max(self.ways, ways := alike(created, self.at.following))
-                if function is Tensor.__getitem__ and ways > 1 and indices.varies(args[1]):
+                if ways > 1 and indices.has_integers(function, args):
                     self._otherwise(self.sites.vary(function), "an index that changes")
                 step = created
             assert step is not None
