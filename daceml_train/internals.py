@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 TAKEN: Mapping[str, tuple[str, ...]] = {
     "TorchDynamo: tracing, guards and the code that it generates": (
+        "torch._TorchCompileWrapper",
         "torch._dynamo.OptimizedModule",
         "torch._dynamo.config.patch",
         "torch._dynamo.config.skip_nnmodule_hook_guards",
@@ -49,6 +50,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
         "torch._dynamo.variables.higher_order_ops",
         "torch._dynamo.variables.lazy.LazyVariableTracker",
         "torch._dynamo.variables.misc.DebuggingVariable",
+        "torch._dynamo.variables.misc.LoggingLoggerVariable",
         "torch._dynamo.variables.misc.StringFormatVariable",
         "torch._dynamo.variables.tensor.SymNodeVariable",
         "torch._dynamo.variables.tensor.TensorVariable",

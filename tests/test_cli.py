@@ -94,7 +94,7 @@ def test_replay(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["replay", str(path), f"{model}:step"]) == 1
     assert "is not JSON" in capsys.readouterr().err
     assert main(["replay", str(tmp_path / "nothing.json"), f"{model}:step"]) == 1
-    assert "cannot be read" in capsys.readouterr().err
+    assert "there is no file" in capsys.readouterr().err
 
 
 @pytest.mark.compiled
@@ -115,7 +115,7 @@ def test_diff(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert told["bytes"][1] < told["bytes"][0] and not told["same"]
     assert main(["diff", str(path), str(path), f"{model}:step"]) == 0
     for wrong, sentence in {
-        ("training", "nothing.json", f"{model}:step"): "cannot be read",
+        ("training", "nothing.json", f"{model}:step"): "there is no file nothing.json",
         ("training", "none"): "pipelines are compared on a model",
         ("training", "none", f"{model}:nothing"): "has no function 'nothing'",
     }.items():
@@ -194,13 +194,68 @@ def test_explain_a_node(model: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     [
         ("{model}:nothing", "has no function 'nothing'"),
         ("{model}:wrong", "wrong() must return (module, inputs) or (module, inputs, loss, optimizer)"),
-        ("{model}", "names no file and function; expected FILE.py:FACTORY"),
-        ("missing.py:step", "names no file and function; expected FILE.py:FACTORY"),
+        ("{model}:stpe", "has no function 'stpe', did you mean 'step'?"),
+        ("{model}", "names no function; expected FILE.py:FACTORY"),
+        ("missing", "names no file and function; expected FILE.py:FACTORY"),
+        ("missing.py:step", "there is no file missing.py"),
+        ("missing.onnx", "there is no ONNX file missing.onnx"),
     ],
 )
 def test_report_of_what_is_not_there(model: str, place: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", place.format(model=model)]) == 1
     assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["diff", "missing.json", "training", "{model}:step"], 2),
+        (["diff", "training", "missing.json", "{model}:step"], 2),
+        (["replay", "missing.json", "{model}:step"], 1),
+        (["bisect", "{model}:step", "--pipeline", "missing.json"], 1),
+        (["explain", "missing.json:step"], 1),
+    ],
+)
+def test_a_missing_file_is_named_before_the_work(
+    model: str, arguments: list[str], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("daceml_train.cli.models.made_by", pytest.fail)
+    assert main([argument.format(model=model) for argument in arguments]) == status
+    assert capsys.readouterr().err == "daceml-train: there is no file missing.json\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "reason"),
+    [
+        ("x = (1\n", 1, "SyntaxError: '(' was never closed"),
+        ("\ndef step():\n    return open('/nowhere/data')\n", 3, "FileNotFoundError: "),
+        ("import json\ndef step():\n    return json.loads('{')\n", 3, "JSONDecodeError: "),
+        (
+            "from torch import nn, ones\n\nclass Model(nn.Linear):\n    def forward(self, x):\n"
+            "        return super().forward(x) @ ones(5, 5)\n\ndef step():\n    return Model(4, 2), ones(3, 4)\n",
+            5,
+            "RuntimeError: mat1 and mat2 shapes cannot be multiplied",
+        ),
+    ],
+)
+def test_an_error_in_the_users_file_shows_its_lines_first(
+    text: str, line: int, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text(text)
+    assert main(["report", f"{path}:step", "--no-eager"]) == 1
+    first, _, rest = capsys.readouterr().err.partition("\n")
+    assert first.startswith(f"daceml-train: {path}:{line}: {reason}")
+    assert "daceml_train/" not in rest.partition("broken.py")[0]
+
+
+def test_an_error_elsewhere_is_not_the_users(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("daceml_train.cli.reports._measured", fail)
+    with pytest.raises(ZeroDivisionError):
+        main(["report", f"{model}:step"])
 
 
 def test_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,8 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from daceml_train.cli import catalogue, debugging, doctor, reports, sessions
-from daceml_train.cli.failing import Failure
+from daceml_train.cli.failing import Failure, in_file_of_user
+from daceml_train.cli.models import check_given
 from daceml_train.storage.folders import DUMP, writable_folder
 
 
@@ -22,10 +23,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         with _written(options):
+            check_given(options)
             status: int = options.run(options)
     except Failure as failure:
         print(f"daceml-train: {failure}", file=sys.stderr)
         return failure.status
+    except Exception as error:
+        found = in_file_of_user(error, getattr(options, "model", None) or "")
+        if found is None:
+            raise
+        print(f"daceml-train: {found}", file=sys.stderr)
+        return 1
     return status
 
 

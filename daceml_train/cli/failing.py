@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import traceback
+from pathlib import Path
 
 
 class Failure(Exception):
@@ -17,3 +19,23 @@ def say(text: str) -> None:
     """Progress, on a terminal only; nothing clears the line."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="\n" if text.endswith(".") else "", file=sys.stderr, flush=True)
+
+
+def in_file_of_user(error: BaseException, place: str) -> str | None:
+    """An error in the file that a command was given, as a sentence with its line, and the lines from there on.
+
+    What called the user's file is left out. None for an error that has nothing to do with it.
+    """
+    path = Path(place.rpartition(":")[0] or place).resolve()
+    tail = error.__traceback__
+    while tail is not None and Path(tail.tb_frame.f_code.co_filename).resolve() != path:
+        tail = tail.tb_next
+    if tail is not None:
+        inner = [f.lineno for f in traceback.extract_tb(tail) if Path(f.filename).resolve() == path]
+        line, shown = inner[-1], traceback.format_exception(type(error), error, tail)
+    elif isinstance(error, SyntaxError) and error.filename and Path(error.filename).resolve() == path:
+        line, shown = error.lineno, traceback.format_exception_only(error)
+    else:
+        return None
+    where = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"{where}:{line}: {type(error).__name__}: {error}\n{''.join(shown).rstrip()}"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
 
 from daceml_train.cli.failing import Failure
+from daceml_train.errors import nearest
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -48,9 +50,7 @@ def made_by(place: str, options: argparse.Namespace | None = None) -> tuple[Any,
     """What the factory named by `FILE.py:FACTORY` returns; of an ONNX model, the module and its inputs."""
     if options is not None and place.endswith(".onnx"):
         return onnx_model(options)
-    path, _, name = place.rpartition(":")
-    if not path or not Path(path).is_file():
-        raise Failure(f"{place!r} names no file and function; expected FILE.py:FACTORY")
+    path, name = file_and_function(place)
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None:
         raise Failure(f"{path} is not a Python file")
@@ -60,11 +60,37 @@ def made_by(place: str, options: argparse.Namespace | None = None) -> tuple[Any,
     spec.loader.exec_module(module)
     factory = getattr(module, name, None)
     if not callable(factory):
-        raise Failure(f"{path} has no function {name!r}")
+        own = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == spec.name]
+        raise Failure(f"{path} has no function {name!r}{nearest(name, own)}")
     result = factory()
     if not isinstance(result, tuple) or len(result) not in (2, 4):
         raise Failure(f"{name}() must return (module, inputs) or (module, inputs, loss, optimizer)")
     return result
+
+
+def file_and_function(place: str) -> tuple[str, str]:
+    """The two that `FILE.py:FACTORY` names. Raises `Failure` where there is no such file, or no function is named."""
+    path, _, name = place.rpartition(":")
+    if not path:
+        what = "names no function" if Path(place).is_file() else "names no file and function"
+        raise Failure(f"{place!r} {what}; expected FILE.py:FACTORY")
+    if not Path(path).is_file():
+        raise Failure(f"there is no file {path}")
+    return path, name
+
+
+def check_given(options: argparse.Namespace) -> None:
+    """Look for the files that a command reads before anything is imported. Raises `Failure` for one that is missing."""
+    model: str | None = getattr(options, "model", None)
+    if model is not None and model.endswith(".onnx"):
+        if not Path(model).is_file():
+            raise Failure(f"there is no ONNX file {model}")
+    elif model is not None and ":" in model:
+        file_and_function(model)
+    for name in ("file", "a", "b", "pipeline"):
+        path = getattr(options, name, None)
+        if path is not None and Path(path).suffix in (".json", ".txt", ".py") and not Path(path).is_file():
+            raise Failure(f"there is no file {path}", 2 if name in ("a", "b") else 1)
 
 
 def onnx_model(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:

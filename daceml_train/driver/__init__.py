@@ -12,9 +12,10 @@ from typing import Any, Unpack
 
 import torch
 
+from daceml_train.driver.by_torch_compile import backend_of_call
 from daceml_train.driver.distribution import Mesh, ranks_of, unwrapped, warn_of_others
 from daceml_train.driver.micro_batches import MicroBatchedStep, Reduction
-from daceml_train.driver.module import Backend, optimized
+from daceml_train.driver.module import optimized
 from daceml_train.driver.on_ranks import Sharding, Sharing, Sparse
 from daceml_train.driver.options import OptionKeywords, Options, chosen, current, takes_options
 from daceml_train.driver.step import Loss, TrainingStep
@@ -28,7 +29,11 @@ OnnxModel = Any
 
 @takes_options
 def optimize(
-    module: torch.nn.Module | OnnxModel, *, options: Options | None = None, **keywords: Unpack[OptionKeywords]
+    module: torch.nn.Module | OnnxModel,
+    *,
+    options: Options | Mapping[str, Any] | None = None,
+    mode: str | None = None,
+    **keywords: Unpack[OptionKeywords],
 ) -> torch.nn.Module:
     """A drop-in replacement of `module` that trains to the same numbers.
 
@@ -36,9 +41,11 @@ def optimize(
     at its first call. An ONNX model, as a path or an `onnx.ModelProto`, becomes a module first, as `load_onnx` does
     it. Raises `Invalid` for anything else, and for an option that does not exist or does not fit.
 
-    What is compiled is chosen by `options`, or by keyword arguments, which take precedence.
+    What is compiled is chosen by `mode`, one of `torch.compile`'s (`"default"`, `"reduce-overhead"`, `"max-autotune"`,
+    `"max-autotune-no-cudagraphs"`), by `options`, which may be a dictionary, and by keyword arguments; the later ones
+    of these take precedence.
     """
-    settings = chosen("optimize", options, keywords).settings()
+    settings = chosen("optimize", options, keywords, ("mode",), of_mode=_of_mode(mode)).settings()
     if not isinstance(module, torch.nn.Module) and _is_onnx(module):
         module = load_onnx(module)
     return optimized(module, settings)
@@ -62,7 +69,7 @@ def training_step(
     sparse: Sparse = "auto",
     sync_batch_norm: bool = False,
     bucket: int = BUCKET,
-    options: Options | None = None,
+    options: Options | Mapping[str, Any] | None = None,
     **keywords: Unpack[OptionKeywords],
 ) -> TrainingStep:
     """Forward, loss, backward and update as one graph: `loss_value = step(inputs, *targets)`.
@@ -189,12 +196,18 @@ def backend(
     The options are those of `optimize`, but for `dynamic`, which is `torch.compile`'s own argument. Raises `Invalid`
     for others and for an unknown mode.
     """
-    if mode is not None and mode not in MODES:
-        raise Invalid(f"mode is one of {', '.join(MODES)}, given {mode!r}{nearest(mode, MODES)}")
+    standard = _of_mode(mode)
     given = current('backend="daceml_train"', options or {})
     if "dynamic" in given:
         raise Invalid("dynamic is an argument of torch.compile itself", advice="torch.compile(model, dynamic=...)")
-    return Backend(Options(**{**MODES[mode or "default"], **given}).settings())(module, examples)
+    return backend_of_call(lambda: Options(**{**standard, **given}).settings())(module, examples)
+
+
+def _of_mode(mode: str | None) -> dict[str, Any]:
+    """The options that a mode of `torch.compile` stands for. Raises `Invalid` for an unknown one."""
+    if mode is not None and mode not in MODES:
+        raise Invalid(f"mode is one of {', '.join(MODES)}, given {mode!r}{nearest(str(mode), MODES)}")
+    return MODES[mode or "default"]
 
 
 __all__ = ["Loss", "Options", "TrainingStep", "backend", "load_onnx", "optimize", "save_onnx", "training_step"]

@@ -34,9 +34,10 @@ RENAMED = {"observe": "dump", "watch": "pass_callback", "search": "autotune"}
 class Options:
     """How a model is compiled: `optimize(model, options=Options(...))`, the same for `training_step`.
 
-    Each field is also a keyword argument of both functions. A keyword takes precedence over `options`, so that
-    `optimize(model, options=house, jobs=1)` differs from `house` in one option. Options are values: they compare,
-    are pickled (without the two callbacks), and are changed by `dataclasses.replace`.
+    Each field is also a keyword argument of both functions; `options` may be a dictionary, too. A keyword takes
+    precedence over `options`, so that `optimize(model, options=house, jobs=1)` differs from `house` in one option.
+    Options are values: they compare, are pickled (without the two callbacks), and are changed by
+    `dataclasses.replace`.
 
     Options:
         pipeline: Pipeline | str | Path | None = None
@@ -147,20 +148,30 @@ NAMES = tuple(f.name for f in dataclasses.fields(Options))
 
 def chosen(
     function: str,
-    options: Options | None,
+    options: Options | Mapping[str, Any] | None,
     keywords: Mapping[str, Any],
     others: Iterable[str] = (),
     level: int = 5,
+    of_mode: Mapping[str, Any] | None = None,
 ) -> Options:
     """The options with the keyword arguments of a call of `function`, which go before them.
 
     `others` are names that the function takes besides, for suggestions; `level` counts frames from `renamed.warn` to
-    the user's line. Raises `Invalid` for unknown names and for what is no `Options`.
+    the user's line; what `of_mode` has goes before defaults. Raises `Invalid` for unknown names and for what is
+    neither `Options` nor a mapping.
     """
-    if options is not None and not isinstance(options, Options):
-        advice = "pass keyword arguments, or daceml_train.Options(...)"
+    if isinstance(options, Options):
+        if of_mode:
+            raise Invalid(
+                "mode and a daceml_train.Options exclude each other", advice="pass the options as a dictionary"
+            )
+        given = options
+    elif options is None or isinstance(options, Mapping):
+        given = Options(**{**(of_mode or {}), **current(function, options or {}, others, level)})
+    else:
+        advice = "pass keyword arguments, a dictionary, or daceml_train.Options(...)"
         raise Invalid(f"options of {function} are daceml_train.Options, given {options!r}", advice=advice)
-    return dataclasses.replace(options or Options(), **current(function, keywords, others, level))
+    return dataclasses.replace(given, **current(function, keywords, others, level))
 
 
 def current(function: str, keywords: Mapping[str, Any], others: Iterable[str] = (), level: int = 4) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from daceml_train.driver.module import state_of
+from daceml_train.driver.by_torch_compile import compiled_by
+from daceml_train.driver.module import Backend, state_of
 from daceml_train.driver.records import Record
 from daceml_train.driver.step import TrainingStep
 from daceml_train.errors import Invalid
@@ -78,7 +79,7 @@ def report(
     ranks: int | None = None,
     link: Link | None = None,
 ) -> Report:
-    """A report on the programs of a module from `optimize` or a step from `training_step`.
+    """A report on a module from `optimize`, a step from `training_step`, or what `torch.compile` returned.
 
     `run`, which calls `compiled`, is called `runs` times and once before, to measure each launch; `eager` does the
     same in PyTorch and is called once, to count what PyTorch moves (state that is created once should exist by then).
@@ -93,22 +94,12 @@ def report(
         raise Invalid("a simulation on many ranks needs ranks= and link=, a daceml_train.Link")
     if ranks is not None and not isinstance(compiled, TrainingStep):
         raise Invalid(f"ranks= simulates a training step, given {type(compiled).__name__}")
-    if isinstance(compiled, TrainingStep):
-        kind, name = "training step", f"{type(compiled.model).__name__}, {type(compiled.optimizer).__name__}"
-        pieces = state_of(compiled.pieces)
-    else:
-        pieces = state_of(compiled)
-        if pieces is None:
-            raise Invalid(
-                f"report takes what `optimize` or `training_step` returned, given {type(compiled).__name__}",
-                advice="call report on that object",
-            )
-        kind, name = "module", pieces.source.__name__
+    kind, name, _ = _reported(compiled)
 
     def records() -> list[Record]:
         own = compiled.records if isinstance(compiled, TrainingStep) else []
-        of_pieces = pieces.backend.records if pieces else []
-        return [*own, *of_pieces]
+        pieces = _reported(compiled)[2]
+        return [*own, *(pieces.records if pieces else ())]
 
     theirs = _eager(eager) if eager is not None else None
     if run is not None:
@@ -121,11 +112,12 @@ def report(
         functions = functions_of(records())
     here = all(function.device == "cpu" for function in functions)  # the machine is the processor
     found = machine(cache_folder()) if (run is not None or ranks is not None) and here else None
+    pieces = _reported(compiled)[2]  # `torch.compile` has a backend from the first call on
     own = compiled.breaks if isinstance(compiled, TrainingStep) else []
-    breaks = [*own, *(pieces.backend.breaks if pieces else ())]
+    breaks = [*own, *(pieces.breaks if pieces else ())]
     captured = list(compiled.cuda_graphs.values()) if isinstance(compiled, TrainingStep) else []
     messages = [graphs.messages() for graphs in captured]
-    messages += [graphs.messages() for graphs in (pieces.backend.cuda_graphs if pieces else ())]
+    messages += [graphs.messages() for graphs in (pieces.cuda_graphs if pieces else ())]
     cuda_graphs = tuple(dict.fromkeys(line for lines in messages for line in lines))
     known = compiled.paths.values() if isinstance(compiled, TrainingStep) else ()
     ways = tuple(line for paths in known if paths.calls for line in paths.lines())
@@ -137,6 +129,26 @@ def report(
         template = Profile(0.0, 0.0, 0.0, dense, rows, clipped, compiled.shards)
         scaling = simulated(*profile(launches, found, template), ranks, link)
     return Report(kind, name, functions, reasons(breaks), theirs, found, cuda_graphs, paths=ways, scaling=scaling)
+
+
+def _reported(compiled: Any) -> tuple[str, str, Backend | None]:
+    """What a report is on: its kind, its name, and the backend of what is not one program. Raises `Invalid`."""
+    if isinstance(compiled, TrainingStep):
+        state = state_of(compiled.pieces)
+        name = f"{type(compiled.model).__name__}, {type(compiled.optimizer).__name__}"
+        return "training step", name, state.backend if state else None
+    if (state := state_of(compiled)) is not None:
+        return "module", state.source.__name__, state.backend
+    given = (
+        f"{'the class ' if isinstance(compiled, type) else ''}{getattr(compiled, '__name__', type(compiled).__name__)}"
+    )
+    if (found := compiled_by(compiled)) is not None:
+        name, compiler, backend = found
+        if compiler == "daceml_train":
+            return "module", name, backend
+        given = f"what torch.compile made of {name} with the backend {compiler!r}"
+    advice = 'call report on that object, or on what torch.compile(model, backend="daceml_train") returned'
+    raise Invalid(f"report takes what `optimize` or `training_step` returned, given {given}", advice=advice)
 
 
 @contextmanager

@@ -44,6 +44,7 @@ def test_a_value_says_the_same_as_keywords(result: Callable[..., Settings], tmp_
     given |= {"random": "eager", "autotune": False}
     assert result(options=dt.Options(**given)) == result(**given)
     assert result(options=dt.Options(**given), jobs=2) == result(**{**given, "jobs": 2})
+    assert result(options=given, jobs=2) == result(**{**given, "jobs": 2})
     assert result(**given) != result()
 
 
@@ -81,7 +82,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"autotune": None}, "autotune is True or False, given None"),
     ({"progress": True}, "progress is called while compiling, given True"),
     ({"dump": 3}, "dump is a folder's path or a Dump, given 3"),
-    ({"options": {"jobs": 1}}, "are daceml_train.Options, given {'jobs': 1}"),
+    ({"options": {"job": 1}}, "no option 'job', did you mean 'jobs'"),
+    ({"options": ["jobs"]}, "are daceml_train.Options, given ['jobs']"),
 ]
 
 
@@ -115,7 +117,7 @@ def test_help_lists_every_option(function: Callable[..., Any]) -> None:
         assert parameters[field.name].default == field.default
         assert f"    {field.name}: {field.type} = {field.default!r}\n        " in text
     for name, parameter in parameters.items():
-        if parameter.kind is parameter.KEYWORD_ONLY and name != "options":
+        if parameter.kind is parameter.KEYWORD_ONLY and name not in ("options", "mode"):
             assert f"    {name}: {parameter.annotation} = {parameter.default!r}\n        " in text
 
 
@@ -135,3 +137,14 @@ def test_options_are_values() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         chosen.jobs = 3  # type: ignore[misc]
     assert current("f", {"jobs": 2}) == {"jobs": 2}
+
+
+def test_modes_of_torch_compile() -> None:
+    assert module_settings(mode="default") == module_settings()
+    assert module_settings(mode="reduce-overhead").cuda_graphs and not module_settings().cuda_graphs
+    assert not module_settings(mode="reduce-overhead", schedule="plain").cuda_graphs
+    assert not module_settings(mode="reduce-overhead", options={"schedule": "plain"}).cuda_graphs
+    with pytest.raises(dt.Invalid, match="mode is one of .*did you mean 'reduce-overhead'"):
+        module_settings(mode="reduce_overhead")
+    with pytest.raises(dt.Invalid, match="exclude each other"):
+        module_settings(mode="reduce-overhead", options=dt.Options())

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
+import logging
+import logging.handlers
 import sys
 import warnings
 from pathlib import Path
@@ -104,3 +107,62 @@ def test_a_step_that_raises_prints_nothing(tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(RuntimeError, match="large"):
         step(torch.full((3, 4), 200.0))
     assert not capsys.readouterr().out
+
+
+class Announcing(Model):
+    """A message that is given once, of texts or of what the model computes."""
+
+    def forward(self, x: Tensor, reads: bool = False) -> Tensor:
+        h = self.l(x)
+        LOGGER.warning_once("deprecated: %s" % type(self).__name__)  # noqa: UP031
+        if reads:
+            LOGGER.warning_once(h)
+        LOGGER.warning_once("deprecated: %s" % type(self).__name__)  # noqa: UP031
+        return h.tanh()
+
+
+class OnceLogger(logging.Logger):
+    """As Hugging Face's loggers."""
+
+    @functools.lru_cache(None)  # noqa: B019
+    def warning_once(self, *args: Any, **kwargs: Any) -> None:
+        self.warning(*args, **kwargs)
+
+
+LOGGER = OnceLogger("announcing")
+LOGGER.propagate = False
+
+
+@pytest.mark.parametrize("way", ["step", "optimize"])
+def test_messages_that_are_given_once_reach_the_user(way: str, tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    OnceLogger.warning_once.cache_clear()
+    said = logging.handlers.BufferingHandler(100)
+    LOGGER.handlers = [said]
+    model = Announcing()
+    if way == "step":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step: Any = dt.training_step(model, torch.sum, optimizer, cache=tmp_path)
+        breaks = step.breaks
+    else:
+        step = dt.optimize(model, cache=tmp_path)
+        state = state_of(step)
+        assert state is not None
+        breaks = state.backend.breaks
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for size in (2, 2, 3):
+            step(torch.ones(size, 4))
+    assert [record.getMessage() for record in said.buffer] == ["deprecated: Announcing"] and breaks == []
+
+
+def test_a_message_that_reads_the_computation_is_left_out_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch._dynamo.reset()
+    OnceLogger.warning_once.cache_clear()
+    LOGGER.handlers = [logging.NullHandler()]
+    model = dt.optimize(Announcing(), cache=tmp_path)
+    with caplog.at_level(logging.INFO, "daceml_train.breaks"):
+        model(torch.ones(2, 4), True)
+    assert "announcing.warning_once is left out" in caplog.text

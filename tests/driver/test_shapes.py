@@ -162,6 +162,37 @@ def test_results_that_the_loss_does_not_use(way: str, used: tuple[int, ...], dyn
                 assert a is not None and distance(a, b) < 1e-5, batch
 
 
+class LossOfViews(nn.Module):
+    """A loss of the transposed and reshaped results of a linear layer, each of which is a result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        hidden = self.layer(x)
+        turned = hidden.transpose(1, 2)
+        rows = turned.transpose(1, 2).reshape(-1, 5)
+        return F.cross_entropy(rows, y.reshape(-1)) + F.cross_entropy(turned, y), hidden, turned, rows, rows.t()
+
+
+@pytest.mark.parametrize("used", [(0,), (0, 2), (0, 1, 2, 3, 4)])
+def test_results_that_are_views_of_each_other(used: tuple[int, ...]) -> None:
+    model = LossOfViews()
+    theirs = copy.deepcopy(model)
+    ours = dt.optimize(model)
+    for batch in (2, 2, 3):
+        x, y = torch.randn(batch, 3, 6), torch.randint(0, 5, (batch, 3))
+        for module, called in ((model, ours), (theirs, theirs)):
+            module.zero_grad()
+            sum(called(x, y)[i].square().sum() for i in used).backward()
+        for result, expected in zip(ours(x, y), theirs(x, y), strict=True):
+            assert distance(result, expected) < 1e-5
+        assert distance(model.layer.weight.grad, theirs.layer.weight.grad) < 1e-5
+    state = state_of(ours)
+    assert state is not None and state.backend.breaks == []
+
+
 def test_no_and_single_elements() -> None:
     model = nn.Sequential(nn.Linear(8, 6), nn.LayerNorm(6), nn.GELU(), nn.Linear(6, 8))
     check(model, lambda b, t: torch.randn(b, t, 8), [(0, 3), (1, 3), (2, 1), (5, 0), (1, 1), (2, 3)])

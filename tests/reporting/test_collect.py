@@ -82,6 +82,10 @@ def test_bytes_text(count: int, text: str) -> None:
 def test_other_objects_are_refused() -> None:
     with pytest.raises(Invalid, match="report takes what `optimize` or `training_step` returned, given Linear"):
         dt.report(nn.Linear(2, 2))
+    with pytest.raises(Invalid, match="given what torch.compile made of Linear with the backend 'inductor'"):
+        dt.report(torch.compile(nn.Linear(2, 2)))
+    with pytest.raises(Invalid, match="given the class Linear; call report on that object"):
+        dt.report(nn.Linear)
 
 
 def mlp() -> nn.Module:
@@ -94,6 +98,26 @@ def test_before_the_first_call() -> None:
     for compiled in (dt.optimize(model), step):
         assert "nothing is compiled yet: the first call compiles" in str(dt.report(compiled))
         assert "nothing is compiled yet" in dt.report(compiled)._repr_html_()
+
+
+@pytest.mark.compiled
+def test_what_torch_compile_returned() -> None:
+    torch._dynamo.reset()
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x.exp() * 2
+
+    model, x = mlp(), torch.randn(3, 8)
+    for compiled, name in (
+        (torch.compile(model, backend="daceml_train", options={"jobs": 1}), "Sequential"),
+        (torch.compile(double, backend="daceml_train"), "double"),
+    ):
+        assert "nothing is compiled yet" in str(dt.report(compiled))
+        compiled(x)
+        found = dt.report(compiled, lambda compiled=compiled: compiled(x), runs=1)
+        assert (found.kind, found.name) == ("module", name) and len(found.functions) == 1
+        assert str(found).startswith(f"module of {name}")
+        assert any(launch.seconds for launch in found.functions[0].launches)
 
 
 @pytest.mark.compiled

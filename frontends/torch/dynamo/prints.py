@@ -1,4 +1,7 @@
-"""`print` in a forward pass: the line is printed after the graph has run, so that it does not break the graph.
+"""`print` and messages of loggers in a forward pass, which break no graph.
+
+A line of `print` is printed after the graph has run. A message that a logger gives once, as `warning_once` of Hugging
+Face's loggers, is given while the graph is captured: the method itself remembers what it said.
 
 TorchDynamo has this for functions that are registered as reorderable, with any backend, but it forgets the lines of
 functions that are inlined and all keyword arguments, and prints tensors that were changed in the meantime. Here a line
@@ -15,9 +18,10 @@ from torch._dynamo import graph_break_hints
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
-from torch._dynamo.variables.misc import DebuggingVariable, StringFormatVariable
+from torch._dynamo.variables.misc import DebuggingVariable, LoggingLoggerVariable, StringFormatVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 
+from daceml_train import logs
 from daceml_train.frontends.torch.traces import Traces
 
 
@@ -41,6 +45,28 @@ def _install() -> None:
         return ConstantVariable.create(None)
 
     debugging.call_function = call
+    _install_loggers()
+
+
+def _install_loggers() -> None:
+    loggers: Any = LoggingLoggerVariable
+    original = loggers.call_method
+
+    def call(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if not name.endswith("_once") or not _traces.depth or not callable(getattr(self.value, name, None)):
+            return original(self, tx, name, args, kwargs)
+        given = [LazyVariableTracker.realize_all(arg) for arg in args]
+        named = {key: LazyVariableTracker.realize_all(arg) for key, arg in kwargs.items()}
+        if all(arg.is_python_constant() for arg in (*given, *named.values())):
+            values = {key: arg.as_python_constant() for key, arg in named.items()}
+            getattr(self.value, name)(*(arg.as_python_constant() for arg in given), **values)
+        else:
+            logs.event(
+                logs.BREAKS, f"a message of {self.value.name}.{name} is left out: it reads what the model computes"
+            )
+        return ConstantVariable.create(None)
+
+    loggers.call_method = call
 
 
 traces = Traces(_install)

@@ -9,7 +9,6 @@ import inspect
 import itertools
 import logging
 import types
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,19 +88,6 @@ class _Callback:
             return self._torchdynamo_orig_backend(*arguments)
 
 
-class _SaidOnce(set[Any]):
-    """The methods of loggers whose messages are for the first call only: they break no graph, and are left out."""
-
-    def __contains__(self, method: object) -> bool:
-        name = str(getattr(method, "__name__", ""))
-        if name.endswith("_once"):
-            warnings.warn(f"messages by a logger's {name} are left out of what daceml_train compiles", stacklevel=2)
-        return name.endswith("_once") or super().__contains__(method)
-
-
-_ONCE = _SaidOnce()
-
-
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
     """The settings while Dynamo may trace.
@@ -117,7 +103,6 @@ def tracing() -> Iterator[None]:
     logger.disabled, config.allow_rnn, symbols.use_duck_shape = True, True, False
     options: dict[str, Any] = {
         "trace_autograd_ops": True,
-        "ignore_logging_functions": _ONCE,
         "reorderable_logging_functions": {*config.reorderable_logging_functions, print},
         "capture_scalar_outputs": True,
         "allow_unspec_int_on_nn_module": True,  # a module's counter is an operand once it has changed
