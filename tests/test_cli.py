@@ -306,6 +306,20 @@ def test_a_source_tree_that_is_not_installed_works(
     assert f"ok    numpy {importlib.metadata.version('numpy')}" in capsys.readouterr().out
 
 
+def test_doctor_names_the_remote_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DACEML_TRAIN_REMOTE_CACHE", f"file://{tmp_path}/common")
+    assert main(["doctor"]) == 1
+    assert "is set without $DACEML_TRAIN_REMOTE_CACHE_KEY" in capsys.readouterr().out
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef")
+    secret.chmod(0o600)
+    monkeypatch.setenv("DACEML_TRAIN_REMOTE_CACHE_KEY", str(secret))
+    assert main(["doctor"]) == 0
+    assert f"ok    remote cache: file://{tmp_path}/common" in capsys.readouterr().out
+
+
 def test_doctor_names_a_missing_requirement(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

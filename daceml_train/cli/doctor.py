@@ -89,6 +89,7 @@ def _compiler() -> Iterator[str]:
 
 def _folder() -> Iterator[str]:
     from daceml_train.storage.folders import cache_folder, make
+    from daceml_train.storage.remote import remote_cache
     from daceml_train.storage.trust import distrust
 
     folder = make(cache_folder())
@@ -97,6 +98,13 @@ def _folder() -> Iterator[str]:
     if reason := distrust(folder):
         raise Failure(f"the cache folder {folder} is not used: {reason}; name another in DACEML_TRAIN_CACHE")
     yield f"cache folder: {folder}"
+    remote = remote_cache()
+    if remote is not None:
+        try:
+            there = remote.files.exists(remote.folder)
+        except Exception as error:  # file systems raise errors of their own libraries
+            raise Failure(f"the remote cache {remote.url} cannot be reached ({error})") from None
+        yield f"remote cache: {remote.url}{'' if there else ', which is empty'}"
 
 
 def _executor() -> Iterator[str]:

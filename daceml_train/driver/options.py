@@ -19,6 +19,7 @@ from daceml_train.plugins import OPERATORS, PASSES, load_plugins
 from daceml_train.renamed import warn
 from daceml_train.runtime.cache import Cache
 from daceml_train.storage.folders import cache_folder
+from daceml_train.storage.remote import remote_cache
 from daceml_train.transformations.pipelines import INFERENCE, TRAINING
 
 Progress = Callable[[int, int], None]
@@ -110,6 +111,7 @@ class Options:
         """What these options stand for here: plugins are loaded, files read, and folders checked, before any work."""
         logs.install()
         load_plugins(PASSES, OPERATORS)
+        remote_cache()  # one that cannot be used is an error here, not a reason to fall back while compiling
         chosen, inference = (TRAINING, INFERENCE) if self.pipeline is None else (Pipeline.of(self.pipeline), None)
         return Settings(
             pipeline=chosen,

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from daceml_train.errors import Invalid
+from daceml_train.storage.remote import fetch, store
 from daceml_train.storage.time_limits import seconds_of
 from daceml_train.storage.trust import warn_once
 
@@ -43,7 +44,7 @@ class Turn(Enum):
 
 
 def build_once(path: Path, ready: Callable[[], Built | None], build: Callable[[], Built]) -> Built:
-    """What is `ready`, or the result of `build`, which one process at a time runs for one `path`.
+    """What is `ready` or in the remote cache, else the result of `build`, which one process at a time runs for a `path`.
 
     `ready` looks whether it is there. If the process whose turn it was has ended and it is not, as where the cache is
     full, those who waited build at once, rather than one after another.
@@ -54,8 +55,17 @@ def build_once(path: Path, ready: Callable[[], Built | None], build: Callable[[]
             if found is not None:
                 return found
         if state is not Turn.FINISHED:
-            return build()
-    return build()
+            return _fetched_or_built(path, ready, build)
+    return _fetched_or_built(path, ready, build)
+
+
+def _fetched_or_built(path: Path, ready: Callable[[], Built | None], build: Callable[[], Built]) -> Built:
+    """What another host has built, or else the result of `build`, which other hosts may fetch then."""
+    if fetch(path) and (found := ready()) is not None:
+        return found
+    built = build()
+    store(path)
+    return built
 
 
 @contextlib.contextmanager

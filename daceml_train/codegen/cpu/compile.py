@@ -21,6 +21,7 @@ from daceml_train.codegen.cpu.launch import KernelCode
 from daceml_train.errors import CompilerError, Rejected
 from daceml_train.storage.files import sealed, unsealed
 from daceml_train.storage.folders import locked, to_write, usable
+from daceml_train.storage.remote import fetch, store
 from daceml_train.storage.turns import Turn, build_once, turn
 
 FLAGS = (
@@ -135,8 +136,9 @@ def compile_kernels(
 def _build_unless_busy(source: str, path: Path, compiler: str | None) -> bool:
     """Compile a text unless another process is compiling it; whether the library is there."""
     with turn(path, wait=False) as state:
-        if state is not Turn.BUSY and not intact(path):
+        if state is not Turn.BUSY and not intact(path) and not (fetch(path) and intact(path)):
             build(source, path, compiler)
+            store(path)
         return state is not Turn.BUSY
 
 
