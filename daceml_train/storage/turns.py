@@ -44,7 +44,7 @@ class Turn(Enum):
 
 
 def build_once(path: Path, ready: Callable[[], Built | None], build: Callable[[], Built]) -> Built:
-    """What is `ready` or in the remote cache, else the result of `build`, which one process at a time runs for a `path`.
+    """What is `ready`, what is in the remote cache, or the result of `build`, which one process at a time runs for it.
 
     `ready` looks whether it is there. If the process whose turn it was has ended and it is not, as where the cache is
     full, those who waited build at once, rather than one after another.

@@ -113,6 +113,8 @@ def compile_kernels(
     done = 0
     pool = ThreadPoolExecutor(jobs or os.cpu_count() or 1)
     try:
+        there = list(pool.map(lambda code: fetch(paths[code.key]) and intact(paths[code.key]), missing))
+        missing = [code for code, fetched in zip(missing, there, strict=True) if not fetched]  # no text is generated
         futures, waiting = [], []
         for code in missing:  # texts are generated here sequentially, while the compiler processes the previous ones
             futures.append(pool.submit(_build_unless_busy, code.source, paths[code.key], compiler))
@@ -136,7 +138,7 @@ def compile_kernels(
 def _build_unless_busy(source: str, path: Path, compiler: str | None) -> bool:
     """Compile a text unless another process is compiling it; whether the library is there."""
     with turn(path, wait=False) as state:
-        if state is not Turn.BUSY and not intact(path) and not (fetch(path) and intact(path)):
+        if state is not Turn.BUSY and not intact(path):
             build(source, path, compiler)
             store(path)
         return state is not Turn.BUSY
