@@ -69,15 +69,17 @@ def accuracy(model: nn.Module) -> Tensor:
         return (model(X[-HELD_OUT:]).argmax(1) == Y[-HELD_OUT:]).float().mean()
 
 
-def stages(network: Any = Net, storage: Any = None, evaluate: bool = True, seed: int = 0) -> dt.Stages:
-    """The training of a network, seeded."""
+def stages(
+    network: Any = Net, storage: Any = None, evaluate: bool = True, seed: int = 0, once: bool = False
+) -> dt.Stages:
+    """The training of a network, seeded: before its initialization, and unless `once` again after it."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     step = dt.training_step(model, nn.functional.cross_entropy, optimizer)
     tested = accuracy if evaluate else None
-    return dt.Stages(step, data=data, evaluate=tested, storage=storage, seed=seed, name="digits")
+    return dt.Stages(step, data=data, evaluate=tested, storage=storage, seed=None if once else seed, name="digits")
 
 
 def small(storage: Any) -> dt.Stages:
