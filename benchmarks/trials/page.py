@@ -50,9 +50,9 @@ plus the epochs after the first d of each trial, divided by the workers: these c
 the larger of the longest trial and of the work divided by the workers. No schedule reaches it where one worker trains a
 stage: the grid of step decay begins with three stages of 80 epochs, of which 37 of the 40 workers have nothing.
 
-The epochs by stages are the distinct ones, so no merging trains fewer. In the grid, all 216 trials differ from epoch 160
-on: these 40 epochs of each are 8,640, a fifth of all, so not even 5 times fewer is possible, were everything before free.
-The goal of 6.4 times less GPU time is that of successive halving over the same 216 trials.
+The epochs by stages are the distinct ones, so no merging trains fewer. In the grid, all 216 trials differ from epoch
+160 on: these 40 epochs of each are 8,640, a fifth of all, so not even 5 times fewer is possible, were everything before
+free. The goal of 6.4 times less GPU time is that of successive halving over the same 216 trials.
 
 *Helped*: workers without a stage of their own train stages of others with them, up to four on one, each further one at
 0.9 of its speed, as data parallelism may be. Such trials equal separate ones up to rounding, not to the bit, so

@@ -44,7 +44,7 @@ class Store:
     def __init__(
         self, root: str, folder: str | os.PathLike[str] | None, memory: int, parts: Mapping[str, str] | None = None
     ) -> None:
-        self.memory, self.folder = memory, None if folder is None else Folder(folder).absolute() / root
+        self.memory, self.folder = memory, None if folder is None else _named(folder) / root
         self._copies: OrderedDict[Point, State] = OrderedDict()
         self._bytes = 0
         self._values: dict[tuple[Point, str], Any] = {}
@@ -134,7 +134,11 @@ class Store:
         """Look into the folder, unless nothing was added since."""
         if self.folder is None:
             return
-        changed = (self.folder / _POINTS).stat().st_mtime_ns
+        try:
+            changed = (self.folder / _POINTS).stat().st_mtime_ns
+        except OSError as error:
+            advice = "create another Stages: what was not in memory is trained a second time"
+            raise Invalid(f"the storage {self.folder.parent} is gone: {error}", advice=advice) from error
         if changed == self._scanned:
             return
         self._scanned = changed if time.time_ns() - changed > _SETTLED else -1
@@ -215,10 +219,21 @@ class Store:
             return list(self._records)
         found = []
         for file in sorted((self.folder / _LOGS).glob("*.jsonl")):
-            for line in file.read_text().splitlines():
+            for line in file.read_text(errors="replace").splitlines():
                 with contextlib.suppress(ValueError):
-                    found.append(json.loads(line))
+                    if isinstance(entry := json.loads(line), dict):
+                        found.append(entry)
         return found
+
+
+def _named(folder: str | os.PathLike[str]) -> Folder:
+    """The folder that a user names. Raises `Invalid` for what is none."""
+    if not isinstance(folder, str | os.PathLike):
+        raise Invalid(f"storage is a folder, given {folder!r}")
+    if "://" in str(folder):
+        advice = "name a folder that all processes see; only compiled programs may be remote (the remote cache)"
+        raise Invalid(f"storage is a folder with locks, given the URL {folder}", advice=advice)
+    return Folder(folder).expanduser().absolute()
 
 
 def _name(point: Point) -> str:

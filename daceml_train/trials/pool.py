@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
+import pickle
 import time
 import traceback
 import uuid
@@ -19,8 +20,9 @@ from typing import Any
 import torch
 
 from daceml_train.errors import DacemlError, Invalid
+from daceml_train.trials.checks import as_rungs
 from daceml_train.trials.keys import Path
-from daceml_train.trials.stages import Stages, Trial, as_rungs
+from daceml_train.trials.stages import Stages, Trial
 from daceml_train.trials.tree import Stage, Tree
 
 _PAUSE = 0.01
@@ -52,6 +54,11 @@ def run_trials(
     if workers < 1:
         raise Invalid(f"workers is a positive number of processes, given {workers!r}")
     job = _Job(make, listed, rungs, threads, uuid.uuid4().hex)
+    try:
+        pickle.dumps(job)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        advice = "make is a function of a module, and settings are values and schedules"
+        raise Invalid(f"processes cannot be handed make and the trials: {error}", advice=advice) from error
     pool = _Pool(job, restarts, progress)
     try:
         for _ in range(workers):

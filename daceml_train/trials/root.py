@@ -24,11 +24,18 @@ from daceml_train.trials.keys import digest
 from daceml_train.trials.state import State, Training, digest_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range)
+Seen = dict[int, Any]
+"""Objects by their addresses, which are theirs as long as they are kept here."""
 _LIBRARIES = ("torch", "numpy", "daceml_train", "builtins")
 
 
-def root_parts(training: Training, state: State, functions: Mapping[str, Any], name: str | None) -> dict[str, str]:
-    """What a root depends on: each part with its hash, or its text where that is short."""
+def root_parts(
+    training: Training, state: State, functions: Mapping[str, Any], name: str | None, seen: Seen
+) -> dict[str, str]:
+    """What a root depends on: each part with its hash, or its text where that is short.
+
+    `seen` receives what the functions refer to.
+    """
     step = training.step
     initial = {key: value for key, value in state.items() if key != "generators"}
     parts = {
@@ -42,7 +49,9 @@ def root_parts(training: Training, state: State, functions: Mapping[str, Any], n
         "versions": versions(step),
     }
     for role, function in functions.items():
-        parts[role] = "" if function is None else fingerprint(function, role, name)
+        found: Seen = {}
+        parts[role] = "" if function is None else fingerprint(function, role, name, found)
+        seen |= found
     return parts
 
 
@@ -64,9 +73,12 @@ def versions(step: TrainingStep) -> str:
     return ", ".join(f"{key} {value}" for key, value in found.items())
 
 
-def fingerprint(value: Any, role: str, name: str | None) -> str:
-    """A hash of a function and of what it refers to. Raises `Invalid` for what has none, unless there is a `name`."""
-    return digest(*_texts(value, role, name, set()))
+def fingerprint(value: Any, role: str, name: str | None, seen: Seen | None = None) -> str:
+    """A hash of a function and of what it refers to. Raises `Invalid` for what has none, unless there is a `name`.
+
+    `seen` receives the objects that were hashed.
+    """
+    return digest(*_texts(value, role, name, {} if seen is None else seen))
 
 
 def _modules(training: Training, name: str | None) -> str:
@@ -74,7 +86,7 @@ def _modules(training: Training, name: str | None) -> str:
     for path, module in training.modules.items():
         texts += [path, type(module).__qualname__, module.extra_repr()]
     for kind in sorted({type(module) for module in training.modules.values()}, key=lambda k: k.__qualname__):
-        texts += _texts(kind, "the model", name or "", set())
+        texts += _texts(kind, "the model", name or "", {})
     return digest(*texts)
 
 
@@ -97,14 +109,14 @@ def _options(step: TrainingStep) -> str:
     return digest(*texts)
 
 
-def _texts(value: Any, role: str, name: str | None, seen: set[int]) -> Iterator[str]:
+def _texts(value: Any, role: str, name: str | None, seen: Seen) -> Iterator[str]:
     if isinstance(value, _PLAIN):
         yield f"{type(value).__name__}:{value!r}"
         return
     if id(value) in seen:
         yield "seen"
         return
-    seen.add(id(value))
+    seen[id(value)] = value
     if isinstance(value, torch.Tensor):
         yield digest_of(value)
     elif isinstance(value, np.ndarray):
@@ -129,7 +141,7 @@ def _texts(value: Any, role: str, name: str | None, seen: set[int]) -> Iterator[
         yield from _code_texts(value, role, name, seen)
 
 
-def _code_texts(value: Any, role: str, name: str | None, seen: set[int]) -> Iterator[str]:
+def _code_texts(value: Any, role: str, name: str | None, seen: Seen) -> Iterator[str]:
     if _of_library(value):
         yield f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
     elif isinstance(value, types.FunctionType):
@@ -161,7 +173,7 @@ def _code_texts(value: Any, role: str, name: str | None, seen: set[int]) -> Iter
         yield type(value).__qualname__
 
 
-def _members(kind: type, role: str, name: str | None, seen: set[int]) -> Iterator[str]:
+def _members(kind: type, role: str, name: str | None, seen: Seen) -> Iterator[str]:
     for key, member in sorted(vars(kind).items()):
         if not key.startswith("__") or inspect.isfunction(member):
             yield key

@@ -31,6 +31,8 @@ class Applied:
 
     def check(self, settings: Mapping[str, Any]) -> None:
         """Raise `Invalid` for a name that nothing takes, and for a value that is none."""
+        if not isinstance(settings, Mapping):
+            raise Invalid(f"the settings of a trial are a dictionary by name, given {type(settings).__name__}")
         for name, value in settings.items():
             if not isinstance(name, str):
                 raise Invalid(f"settings have names, given {name!r}")

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from daceml_train.driver.stacked import StackedStep
 from daceml_train.errors import Invalid, Unsupported
+from daceml_train.trials.checks import noted
 from daceml_train.trials.keys import Path
 from daceml_train.trials.settings import Applied
 from daceml_train.trials.state import State, Training, restore_generators, same
@@ -175,6 +176,9 @@ class Stacks:
         for row, stage in enumerate(group):
             for segment in stage.path.between(stage.start, stage.end):
                 changes.setdefault(segment.start, []).append((row, dict(segment.settings)))
+        trials = ", ".join(map(str, numbers))
+        with noted(lambda: f"in step {first.start} of the trials {trials}, which are one program"):
+            trainer.watched["data"].check("data")
         for step in range(first.start, first.end):
             try:
                 arguments = self._arguments(first, step)
@@ -186,7 +190,6 @@ class Stacks:
             except Invalid as error:
                 raise Apart(str(error)) from error
             except Exception as error:
-                trials = ", ".join(map(str, numbers))
                 error.add_note(f"daceml_train: in step {step} of the trials {trials}, which are one program")
                 raise
 

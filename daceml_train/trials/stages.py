@@ -21,17 +21,19 @@ from daceml_train.driver.choices import share_choices
 from daceml_train.driver.step import TrainingStep
 from daceml_train.errors import Invalid
 from daceml_train.trials.checkpoints import Point, Store
-from daceml_train.trials.keys import Path, Settings, digest
+from daceml_train.trials.checks import as_rungs, as_steps, check_functions, check_numbers, noted, number_of
+from daceml_train.trials.keys import Path, Segment, Settings, digest
 from daceml_train.trials.plan import Plan
 from daceml_train.trials.ray_tune import train
 from daceml_train.trials.recipe import Recipe, rebuilt
 from daceml_train.trials.report import Report
-from daceml_train.trials.root import fingerprint, root_parts
+from daceml_train.trials.root import Seen, fingerprint, root_parts
 from daceml_train.trials.schedules import plain
 from daceml_train.trials.settings import Applied
 from daceml_train.trials.stacks import Stacks
 from daceml_train.trials.state import State, Stateful, Training, restore_generators, seeded
 from daceml_train.trials.tree import Stage, Tree, merged
+from daceml_train.trials.watched import Watched
 
 MOST_CHANGES = 64
 """At how many steps checkpoints are saved because settings changed there in some trial."""
@@ -80,22 +82,27 @@ class Stages:
         save_at: Iterable[int] = (),
         stacked: int = 1,
     ) -> None:
-        _check(step, data, evaluate, apply)
+        check_functions(step, data, evaluate, apply)
+        check_numbers(memory=memory, spacing=spacing, stacked=stacked)
+        save_at = as_steps(save_at)
         self.step, self.data, self.evaluate, self.spacing = step, data, evaluate, spacing
         self.options: dict[str, Any] = {"data": data, "evaluate": evaluate, "storage": storage, "apply": apply}
         self.options |= {"data_settings": tuple(data_settings), "name": name, "also": also, "memory": memory}
-        self.options |= {"spacing": spacing, "save_at": tuple(save_at), "stacked": stacked}
+        self.options |= {"spacing": spacing, "save_at": save_at, "stacked": stacked}
         """What another process needs besides the step, see `recipe`."""
         self.training = Training(step, also)
         self.applied = Applied(step.optimizer, apply, data_settings)
         start = self.training.snapshot()
         if seed is not None:
             start["generators"] = seeded(seed)
-        self.parts = root_parts(self.training, start, {"data": data, "apply": apply}, name)
+        referred, compared = Seen(), Seen()
+        self.parts = root_parts(self.training, start, {"data": data, "apply": apply}, name, referred)
         if stacked != 1:
-            self.parts["stacked"] = str(as_rungs(stacked)[0])
+            self.parts["stacked"] = str(stacked)
         self.root = digest(*(text for item in sorted(self.parts.items()) for text in item))
-        self.evaluation = "" if evaluate is None else fingerprint(evaluate, "evaluate", name)
+        self.evaluation = "" if evaluate is None else fingerprint(evaluate, "evaluate", name, compared)
+        self.watched = {"data": Watched(referred.values()), "evaluate": Watched(compared.values())}
+        """What data and evaluate refer to, which must stay as it is."""
         self.store = Store(self.root, storage, memory, self.parts)
         self.tree = Tree(self.root)
         """What this object was asked for."""
@@ -125,7 +132,7 @@ class Stages:
         """
         rungs = as_rungs(until)
         path = self.path(settings, rungs[-1])
-        return self.values(_number(trial), path, rungs)
+        return self.values(number_of(trial), path, rungs)
 
     def run_all(
         self,
@@ -314,15 +321,18 @@ class Stages:
     def _train(self, path: Path, start: int, stop: int, number: int) -> None:
         self._live = None
         for segment in path.between(start, stop):
-            settings = dict(segment.settings)
+            self._train_equal(segment, number)
+
+    def _train_equal(self, segment: Segment, number: int) -> None:
+        """Train steps of equal settings."""
+        settings, step = dict(segment.settings), segment.start
+        with noted(lambda: f"in step {step} of trial {number}, with {_said(segment.settings)}"):
             self.applied.apply(settings)
+            self.watched["data"].check("data")
+            self.watched["data"].ask_twice(self.data, step, settings)
             for step in range(segment.start, segment.end):
-                try:
-                    arguments = self.data(step, dict(settings))
-                    self.step(*arguments) if isinstance(arguments, tuple) else self.step(arguments)
-                except Exception as error:
-                    error.add_note(f"daceml_train: in step {step} of trial {number}, with {_said(segment.settings)}")
-                    raise
+                arguments = self.data(step, dict(settings))
+                self.step(*arguments) if isinstance(arguments, tuple) else self.step(arguments)
 
     def _go(self, path: Path, step: int, number: int) -> None:
         """Bring training to a point that has a checkpoint; one that cannot be read is trained."""
@@ -355,10 +365,9 @@ class Stages:
         state = self._state(point, number) or self.training.snapshot()
         self.applied.apply(dict(path.settings(step - 1)))
         try:
-            value = _numbers(self.evaluate(self.step.model))
-        except Exception as error:
-            error.add_note(f"daceml_train: in the evaluation of trial {number} after {step} steps")
-            raise
+            with noted(lambda: f"in the evaluation of trial {number} after {step} steps"):
+                self.watched["evaluate"].check("evaluate")
+                value = _numbers(self.evaluate(self.step.model))
         finally:
             self._live = None
             restore_generators(state["generators"])
@@ -371,32 +380,6 @@ class Stages:
         return value
 
 
-def _check(step: Any, data: Any, evaluate: Any, apply: Any) -> None:
-    if not isinstance(step, TrainingStep):
-        advice = "Stages(daceml_train.training_step(model, loss, optimizer), data=...)"
-        raise Invalid(f"a search by stages takes a training step, given {type(step).__name__}", advice=advice)
-    for name, function in (("data", data), ("evaluate", evaluate), ("apply", apply)):
-        if not callable(function) and (function is not None or name == "data"):
-            raise Invalid(f"{name} is a function, given {function!r}")
-
-
-def as_rungs(until: int | Sequence[int]) -> tuple[int, ...]:
-    """The numbers of steps at which values are wanted. Raises `Invalid` where they are none, or out of order."""
-    rungs = tuple(until) if isinstance(until, Sequence) else (until,)
-    if not rungs or any(isinstance(r, bool) or not isinstance(r, int) or r < 1 for r in rungs):
-        raise Invalid(f"until is a positive number of steps, or several in order, given {until!r}")
-    if list(rungs) != sorted(set(rungs)):
-        raise Invalid(f"until names steps in order, given {until!r}")
-    return rungs
-
-
-def _number(trial: Any) -> int:
-    number = getattr(trial, "number", trial)
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise Invalid(f"a trial is a number or has one (trial.number), given {trial!r}")
-    return number
-
-
 def _numbers(value: Any) -> Any:
     """What `evaluate` returned, as numbers that a file can hold to the bit."""
     if isinstance(value, Mapping):
@@ -405,7 +388,11 @@ def _numbers(value: Any) -> Any:
         return [_numbers(entry) for entry in value]
     if isinstance(value, float):
         return float(value)
-    return plain(value.item() if isinstance(value, torch.Tensor) else value, "evaluate")
+    found = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    if not isinstance(found, float) and (found is None or isinstance(found, str | torch.Tensor)):
+        what = f"{type(found).__name__}" if not isinstance(found, str) else repr(found)
+        raise Invalid(f"evaluate returned {what}", advice="a number, or a dictionary or list of numbers")
+    return found if isinstance(found, float) else plain(found, "evaluate")
 
 
 def _is_on(path: Path, point: Point, end: int) -> bool:
@@ -424,4 +411,4 @@ def _said(settings: Settings) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in settings) or "no settings"
 
 
-__all__ = ["Stages", "Trial", "as_rungs"]
+__all__ = ["Stages", "Trial"]
