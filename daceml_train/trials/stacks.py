@@ -33,6 +33,7 @@ class Trainer(Protocol):
     data: Any
     applied: Applied
     training: Training
+    watched: Any
     store: Any
 
     def execute(self, stage: Stage) -> None:
