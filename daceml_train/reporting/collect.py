@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +104,14 @@ def report(
         return [*own, *(pieces.records if pieces else ())]
 
     theirs = _eager(eager) if eager is not None else None
+    calls: list[float] = []
     if run is not None:
         run()
         with _timed(records()):
             for _ in range(runs):
+                start = time.perf_counter()
                 run()
+                calls.append(time.perf_counter() - start)
             functions = functions_of(records())
     else:
         functions = functions_of(records())
@@ -127,6 +132,11 @@ def report(
         dense, rows = compiled.gradient_bytes()
         clipped = compiled.clipping.norm is not None
         template = Profile(0.0, 0.0, 0.0, dense, rows, clipped, compiled.shards)
+        if calls and all(launch.seconds is not None for launch in launches):
+            inside = sum(launch.seconds or 0.0 for launch in launches)
+            own_part = statistics.median(compiled.ranks.spent) if compiled.ranks and compiled.ranks.spent else 0.0
+            host = max(0.0, statistics.median(calls) - inside)
+            template = replace(template, exchange=own_part, host=host)
         scaling = simulated(*profile(launches, found, template), ranks, link)
     return Report(kind, name, functions, reasons(breaks), theirs, found, cuda_graphs, paths=ways, scaling=scaling)
 

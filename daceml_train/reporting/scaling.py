@@ -23,6 +23,8 @@ class Profile:
     """What one rank does in a step: seconds of computing by phase, bytes of dense gradients, and bytes of rows.
 
     `clipped`: all updates wait for the norm of all gradients. `sharded`: parameters are gathered after the update.
+    `exchange` are seconds in which the rank copies and adds up what it sends and receives, and `host` those in which no
+    launch runs: the checks of a call, and the data.
     """
 
     forward: float
@@ -32,11 +34,18 @@ class Profile:
     rows: int = 0
     clipped: bool = False
     sharded: bool = False
+    exchange: float = 0.0
+    host: float = 0.0
 
     @property
     def alone(self) -> float:
         """Seconds of a step on one rank."""
-        return self.forward + self.backward + self.update
+        return self.host + self.forward + self.backward + self.update
+
+    def on_cores(self, share: float) -> Profile:
+        """The same where a rank's thread has this share of a core, as where more threads than cores compute."""
+        times = ("forward", "backward", "update", "exchange", "host")
+        return replace(self, **{name: getattr(self, name) / share for name in times})
 
     def seconds(self, ranks: int, link: Link, bucket: int, overlap: bool = True) -> float:
         """Seconds of a step on `ranks` ranks with buckets of at most so many bytes.
@@ -49,12 +58,13 @@ class Profile:
         part = (
             link.half(self.gradients / count, ranks) if self.sharded else link.all_reduce(self.gradients / count, ranks)
         )
-        channel = 0.0
+        part += self.exchange / count
+        channel, before = 0.0, self.host + self.forward
         for number in range(count):
-            ready = self.forward + self.backward * ((number + 1) / count if overlap else 1.0)
+            ready = before + self.backward * ((number + 1) / count if overlap else 1.0)
             channel = max(channel, ready * slow) + part
         channel += link.gather(self.rows, ranks) if self.rows else 0.0
-        computed = (self.forward + self.backward) * slow  # updates come after it, each as soon as its bucket is there
+        computed = (before + self.backward) * slow  # updates come after it, each as soon as its bucket is there
         last = self.update if self.clipped or not overlap else self.update / count
         end = max(channel + last * slow, computed + self.update * slow)
         return end + (link.half(self.gradients, ranks) if self.sharded else 0.0)
@@ -77,6 +87,7 @@ class Scaling:
     bucket: int
     sent: int
     measured: bool
+    profile: Profile
 
     @property
     def efficiency(self) -> float:
@@ -101,7 +112,7 @@ def profile(launches: Sequence[Launched], machine: Machine | None, template: Pro
 
     Collectives do not count: their time is what is simulated.
     """
-    own = [launch for launch in launches if not launch.network]
+    own = [launch for launch in launches if not launch.network and launch.operators != "await"]
     measured = bool(own) and all(launch.seconds is not None for launch in own)
     phases = dict.fromkeys(("forward", "backward", "update"), 0.0)
     for launch in own:
@@ -117,4 +128,4 @@ def simulated(found: Profile, measured: bool, ranks: int, link: Link) -> Scaling
     sent = 2 * (ranks - 1) / ranks * found.gradients + (ranks - 1) * found.rows
     whole = max(found.gradients, 1)
     seconds, apart = found.seconds(ranks, link, best), found.seconds(ranks, link, whole, overlap=False)
-    return Scaling(ranks, link, found.alone, seconds, apart, best, round(sent), measured)
+    return Scaling(ranks, link, found.alone, seconds, apart, best, round(sent), measured, found)

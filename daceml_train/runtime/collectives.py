@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,9 +22,10 @@ _running = threading.local()
 @contextlib.contextmanager
 def communicating(ranks: Ranks) -> Iterator[None]:
     """The collectives of programs that run inside are those of `ranks`. Its errors are raised as they are."""
-    _running.ranks = ranks
+    _running.ranks, _running.spent = ranks, 0.0
     try:
         yield
+        ranks.spent.append(_running.spent)
     except ExecutionError as error:
         if ranks.error is None:
             raise
@@ -163,11 +165,14 @@ def _registered(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         ranks: Ranks | None = getattr(_running, "ranks", None)
         if ranks is None:
             raise ExecutionError("a program with collectives runs outside a training step with mesh=", -1)
+        start = time.thread_time()
         try:
             return function(ranks, *arguments)
         except RankError as error:
             ranks.error = error
             raise
+        finally:
+            _running.spent += time.thread_time() - start
 
     return call
 

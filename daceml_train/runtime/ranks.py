@@ -15,6 +15,7 @@ import hashlib
 import time
 import weakref
 import zlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, NoReturn
@@ -83,6 +84,8 @@ class Ranks:
         """Bytes that this rank sent last in collectives whose size depends on data, by name and position."""
         self.started: dict[int, tuple[Any, torch.Tensor]] = {}
         """Collectives that have begun, by their position, with the memory that they write."""
+        self.spent: deque[float] = deque(maxlen=32)
+        """Processor seconds of this thread in the collectives of each of the last programs: copies, sums of rows."""
         self._reference = 0
         self._sent: tuple[torch.Tensor, Any] | None = None
         self._begun = False
