@@ -128,6 +128,17 @@ class Compiled:
     records: list[Record]
 
 
+class Lowered(BaseException):
+    """Ends a call whose programs are for a device that is not there, once they are lowered.
+
+    It is not an `Exception`, which would make the call run in PyTorch.
+    """
+
+    def __init__(self, compiled: Compiled) -> None:
+        super().__init__("lowered for a device that is not there")
+        self.compiled = compiled
+
+
 @dataclass
 class Linked:
     """The programs of a compilation in this process."""
@@ -272,11 +283,15 @@ def compile_graph(
     Programs with the same `arena` must not run at the same time.
     """
     pipeline = options.pipeline.for_target(device.target)
+    if device.model is not None:
+        pipeline = pipeline.on(device.model)
     left_out = [p.name for p in options.pipeline if device.target not in p.targets]
     options = replace(options, pipeline=pipeline)
     compilation = Compilation(graph, goal, options, device)
     compilation.record.left_out = list(dict.fromkeys(left_out))
     compiled = cached(graph, goal.description, options, device, compilation.compiled)
+    if not device.present:
+        raise Lowered(compiled)
     if not compilation.parts:
         for record in compiled.records:
             _replay(record, options)

@@ -12,12 +12,12 @@ import ctypes
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 
+from daceml_train.analysis.device_model import DeviceModel
 from daceml_train.codegen.cpu.compile import compile_kernels, load
 from daceml_train.codegen.cpu.launch import KernelCode, Layout, block_count, generate
 from daceml_train.codegen.library.matmul_epilogue import matmul_kernel
@@ -81,16 +81,6 @@ class ProcessorToolchain:
         return {key: (load(path, key), path) for key, path in paths.items()}
 
 
-@dataclass(frozen=True)
-class Capability:
-    """The machine model of launch times: bytes and operations per second, and the number of concurrent threads."""
-
-    bandwidth: float
-    flops: float
-    threads: int
-    launch_seconds: float = 3e-6
-
-
 class Device(ABC):
     """Where a program runs."""
 
@@ -99,6 +89,10 @@ class Device(ABC):
     toolchain: Toolchain
     name: str
     """The name of the device for users and measurements."""
+    model: DeviceModel | None = None
+    """The figures of a GPU, which passes and estimates read."""
+    present = True
+    """Whether programs can run on it; for other devices they are lowered only."""
 
     @property
     def key(self) -> str:
@@ -127,6 +121,7 @@ class GPU(Device):
     """The GPU interface of the runtime. Work goes to the current stream; streams and events are opaque."""
 
     target = "cuda"
+    model: DeviceModel
 
     @abstractmethod
     def kernel(self, address: int, pointers: ctypes.Array[Any], integers: ctypes.Array[Any]) -> None:
@@ -208,10 +203,6 @@ class GPU(Device):
     def capturing(self) -> bool:
         """Whether somebody else is recording what is launched on the current stream."""
         return False
-
-    @abstractmethod
-    def capability(self) -> Capability:
-        """An estimate of its speed."""
 
     @abstractmethod
     def holds(self, tensor: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 from daceml_train.analysis.chunks import mended
+from daceml_train.analysis.device_model import DeviceModel
 from daceml_train.analysis.reachability import required
 from daceml_train.analysis.traffic import traffic
 from daceml_train.analysis.verify import verify
@@ -119,6 +120,10 @@ class Pass(metaclass=_PassClass):
     def run_before(self, graph: Graph, rest: Sequence[Pass]) -> Graph:
         """The transformed graph, for a pass whose choice depends on the passes `rest` that follow in the pipeline."""
         return self.run(graph)
+
+    def on(self, model: DeviceModel) -> Pass:
+        """The pass for a GPU: options that are None take the figures of the device."""
+        return self
 
     def matches(self, graph: Graph) -> Sequence[Candidate]:
         """Every place where the pass applies or is refused; by default the whole graph, if the pass changes it."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
+from daceml_train.analysis.device_model import DeviceModel
 from daceml_train.analysis.traffic import Known, traffic
 from daceml_train.errors import Invalid, nearest
 from daceml_train.graph.graph import Graph
@@ -139,6 +140,10 @@ class Pipeline:
         """The pipeline without passes that do not support devices of this kind."""
         left = {name: tuple(p for p in passes if target in p.targets) for name, passes in self.passes}
         return self if left == dict(self.passes) else Pipeline(**left)
+
+    def on(self, model: DeviceModel) -> Pipeline:
+        """The pipeline with options that are None taken from the figures of a GPU."""
+        return Pipeline(**{name: tuple(p.on(model) for p in passes) for name, passes in self.passes})
 
     # ---- edits --------------------------------------------------------------------------------------------------
     def after(self, place: Place, *added: Pass) -> Pipeline:

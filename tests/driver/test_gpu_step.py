@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -147,7 +148,7 @@ def test_several_streams() -> None:
 
 def test_one_stream_where_nothing_is_gained() -> None:
     device = Emulated()
-    device.speed = device.speed.__class__(1e6, 1e6, 1)
+    device.model = dataclasses.replace(device.model, processors=1, threads=1)  # which any launch fills
     with emulated(device):
         both = Both(Branches(), F.cross_entropy, sgd)
         for _ in range(3):

@@ -20,10 +20,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from daceml_train.analysis.device_model import device_model
 from daceml_train.codegen.cpu.compile import compile_kernels, load
 from daceml_train.codegen.cpu.launch import KernelCode
 from daceml_train.codegen.cuda.launch import CudaCode
-from daceml_train.lowering.device import GPU, Capability, ProcessorToolchain, Progress, Toolchain
+from daceml_train.lowering.device import GPU, ProcessorToolchain, Progress, Toolchain
 from daceml_train.runtime.gpu.toolchain import CudaToolchain
 from daceml_train.runtime.placement import device_override
 from tests.codegen.cuda.running import emulated as library_of
@@ -104,7 +105,7 @@ class Emulated(GPU):
         """Memory of the recording that is being made, to which launches have addresses only."""
         self.pending: dict[int, list[int]] = {}
         self.launches = self.replays = 0
-        self.speed = Capability(1e12, 1e14, 1 << 17)
+        self.model = device_model("h100")
         self.flags: Hashable = None
         self.refuses = ""
         """What a recording fails with, if it should."""
@@ -231,9 +232,6 @@ class Emulated(GPU):
                 tape[chosen].run()
 
     # ---- what it is ---------------------------------------------------------------------------------------------
-    def capability(self) -> Capability:
-        return self.speed
-
     def holds(self, tensor: torch.Tensor) -> bool:
         return True
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from daceml_train.analysis.device_model import CPU_BALANCE, DeviceModel
 from daceml_train.graph.graph import Graph
 from daceml_train.ops.random import Uniform
 from daceml_train.passes.base import Candidate, Measured, Pass
 from daceml_train.tensor import Tensor
 from daceml_train.transformations.fusion.grouping import CONSTANT, MOVEMENT, POINTWISE, Group, Grouping, Item
 from daceml_train.transformations.fusion.siblings import magnitude
+
+
+FLOAT = 4
+"""Bytes of a float32."""
 
 
 @dataclass(frozen=True)
@@ -19,12 +24,21 @@ class DuplicateCheapProducers(Pass):
         x -> [f] -> t, y;   t -> [g] -> z      =>      x -> [f] -> y,   x -> [f; g] -> z
 
     Normalized activations are recomputed from the convolution's output; random numbers and their masks depend on a
-    seed alone, so they are never stored. `flops` bounds the operations per element that a value may cost.
+    seed alone, so they are never stored. `flops` bounds the operations per element that a value may cost (None: what
+    the device does while it moves a float32, 64 on a CPU).
     """
 
     level = "fusion"
-    flops: int = 64
+    flops: int | None = None
     limit: int = 96
+
+    @property
+    def most(self) -> int:
+        """Operations per element that a value may cost."""
+        return round(CPU_BALANCE * FLOAT) if self.flops is None else self.flops
+
+    def on(self, model: DeviceModel) -> Pass:
+        return self if self.flops is not None else replace(self, flops=round(model.balance * FLOAT))
 
     def run(self, graph: Graph) -> Graph:
         grouping = Grouping(graph)
@@ -106,7 +120,7 @@ class DuplicateCheapProducers(Pass):
         readers = {id(r.group) for r in grouping.consumers(base)} - {id(grouping.producer[base].group)}
         saved = magnitude(tensor.bytes) * (1 + (base not in grouping.visible) / max(len(readers), 1))
         copied = {grouping.source(n)[0] for n in order}
-        if flops > self.flops * magnitude(tensor.size) or not all(self.pointwise(grouping, c) for c in copied):
+        if flops > self.most * magnitude(tensor.size) or not all(self.pointwise(grouping, c) for c in copied):
             return None
         return list(order) if sum(magnitude(grouping.tensors[e].bytes) for e in extra) < saved else None
 

@@ -6,8 +6,9 @@ import fnmatch
 import functools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from daceml_train.analysis.device_model import CPU_BALANCE, DeviceModel
 from daceml_train.analysis.memory import memory
 from daceml_train.errors import BudgetInfeasible, Invalid
 from daceml_train.graph.graph import Graph, Node
@@ -30,8 +31,8 @@ class Rematerialize(Pass):
 
     `budget` bounds the bytes of arena and pool (parameters, optimizer state and the batch are the user's and not in
     it): a number of bytes, a text such as "2 GiB", or a share of what the step takes without this pass (0.7). The
-    choice minimizes the time of rematerialization: bytes moved, and operations at `intensity` per byte. `keep` and
-    `recompute` fix the choice for arrays by name or for modules by path (`*` matches anything): the former are kept
+    choice minimizes the time of rematerialization: bytes moved, and operations at `intensity` per byte (None: what
+    the device does while it moves a byte). `keep` and `recompute` fix the choice for arrays by name or for modules by path (`*` matches anything): the former are kept
     whatever the budget, the latter are always rematerialized. Operators that draw from PyTorch's generator never run
     twice; this package's random numbers are a function of seed and index, so they are reproduced. What a step writes
     (running statistics, parameters) it writes once. Raises `BudgetInfeasible` for a budget below the minimum, which
@@ -44,8 +45,11 @@ class Rematerialize(Pass):
     budget: str | int | float | None = None
     keep: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()
-    intensity: float = 16.0
+    intensity: float | None = None
     stages: int = 8
+
+    def on(self, model: DeviceModel) -> Pass:
+        return self if self.intensity is not None else replace(self, intensity=model.balance)
 
     def run(self, graph: Graph) -> Graph:
         return self.run_before(graph, FOLLOWING)
@@ -106,7 +110,7 @@ class _Search:
 
     def __init__(self, options: Rematerialize, graph: Graph, rest: Sequence[Pass]) -> None:
         self.options, self.given, self.rest = options, graph, rest
-        self.runs = remat_costs_of(graph, options.intensity, rest)
+        self.runs = remat_costs_of(graph, options.intensity or CPU_BALANCE, rest)
         self.items, self.default = self.runs.items, self.runs.peak
 
     def program(self, finer: int = 1) -> RematStages:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from daceml_train.analysis.device_model import CPU_BALANCE, DeviceModel
 from daceml_train.analysis.memory import memory
 from daceml_train.analysis.reachability import ancestors
 from daceml_train.graph.graph import Graph
@@ -28,7 +29,7 @@ class RematerializeCheap(Pass):
 
     Of the arrays that are live at the peak, those with the lowest cost per byte go first: activations and
     normalizations, whose operands are kept anyway. `time` bounds the total cost as a share of the step's estimated
-    time: bytes moved, and operations at `intensity` per byte. An array that a nearby kernel reads is rematerialized
+    time: bytes moved, and operations at `intensity` per byte (None: what the device does while it moves a byte). An array that a nearby kernel reads is rematerialized
     within that kernel. Arrays below `min_bytes` are kept. Numbers do not change. `Rematerialize`, in contrast, meets a
     given budget of bytes and may rematerialize any array.
 
@@ -38,7 +39,10 @@ class RematerializeCheap(Pass):
     level = "global_movement"
     time: float = 0.1
     min_bytes: int = 1 << 20
-    intensity: float = 16.0
+    intensity: float | None = None
+
+    def on(self, model: DeviceModel) -> Pass:
+        return self if self.intensity is not None else replace(self, intensity=model.balance)
 
     def run(self, graph: Graph) -> Graph:
         return self.run_before(graph, FOLLOWING)
@@ -49,7 +53,7 @@ class RematerializeCheap(Pass):
         sizes = (graph.tensors[name].bytes for node in graph.nodes for name in node.outputs)
         if all(isinstance(size, int) and size < self.min_bytes for size in sizes):
             return graph
-        runs = remat_costs_of(graph, self.intensity, rest)
+        runs = remat_costs_of(graph, self.intensity or CPU_BALANCE, rest)
         spans = LiveRanges(runs)
         spans.lower(self.time * sum(runs.costs), self.min_bytes)
         if not spans.again:

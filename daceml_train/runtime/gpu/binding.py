@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from daceml_train.analysis.device_model import DeviceModel
 from daceml_train.errors import DeviceMismatch
-from daceml_train.lowering.device import GPU, Capability
+from daceml_train.lowering.device import GPU
 from daceml_train.lowering.program import (
     Allocation,
     CallLaunch,
@@ -20,7 +21,7 @@ from daceml_train.lowering.program import (
     touched,
 )
 from daceml_train.lowering.streams import Access, Schedule, Work, schedule
-from daceml_train.tensor import Dim, show_shape
+from daceml_train.tensor import Dim, DType, show_shape
 
 ARENA, INNER = -1, -2
 """The arena, and that of bodies of control flow, as memory that launches access; the others are slots."""
@@ -63,12 +64,12 @@ def placed(program: Program, device: GPU, inputs: Sequence[torch.Tensor]) -> lis
     return tensors
 
 
-def schedule_of(plan: Bound, capability: Capability) -> Schedule:
+def schedule_of(plan: Bound, model: DeviceModel) -> Schedule:
     """The streams on which a plan's launches run in a CUDA graph."""
-    return schedule([work(plan, i, launch, capability) for i, launch in enumerate(plan.program.launches)])
+    return schedule([work(plan, i, launch, model) for i, launch in enumerate(plan.program.launches)])
 
 
-def work(plan: Bound, index: int, launch: Launch, capability: Capability) -> Work:
+def work(plan: Bound, index: int, launch: Launch, model: DeviceModel) -> Work:
     """What a launch accesses, and an estimate of its time."""
     slots = dict.fromkeys(touched(launch))
     match launch:
@@ -83,8 +84,9 @@ def work(plan: Bound, index: int, launch: Launch, capability: Capability) -> Wor
     accesses = {slot: _access(plan, slot) for slot in slots}
     words = sum(a.stop - a.start for a in accesses.values()) / 4
     moved, flops = (4 * words, 0) if plan.work is None else plan.work(index, plan.value)
-    seconds = capability.launch_seconds + max(moved / capability.bandwidth, flops / capability.flops)
-    busy = max(words / WORDS_PER_THREAD, flops / FLOPS_PER_THREAD) / capability.threads
+    rate = model.vector if isinstance(launch, KernelLaunch) else model.peaks.get(_dtype(plan, slots), model.vector)
+    seconds = model.launch_seconds + max(moved / model.bandwidth, flops / rate)
+    busy = max(words / WORDS_PER_THREAD, flops / FLOPS_PER_THREAD) / model.resident
     inner = (Access(INNER, 0, 1),) if isinstance(launch, ControlLaunch) else ()
     return Work(
         tuple(a for slot, a in accesses.items() if slot not in written),
@@ -92,6 +94,12 @@ def work(plan: Bound, index: int, launch: Launch, capability: Capability) -> Wor
         seconds,
         min(1.0, busy),
     )
+
+
+def _dtype(plan: Bound, slots: Iterable[int]) -> str:
+    """The type in which a library call multiplies: the narrowest floating-point type of its arrays."""
+    types = {plan.program.slots[slot].dtype for slot in slots}
+    return min((t for t in types if t.is_float), key=lambda t: (t.bytes, t.name), default=DType.float32).name
 
 
 def _access(plan: Bound, slot: int) -> Access:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from daceml_train.lowering.device import GPU, Capability
+from daceml_train.analysis.device_model import present
+from daceml_train.lowering.device import GPU
 from daceml_train.runtime.gpu.toolchain import CudaToolchain
 
 _CAPTURE = threading.Lock()
@@ -32,9 +33,9 @@ class CUDA(GPU):
     def __init__(self, index: int) -> None:
         self.torch = torch.device("cuda", index)
         torch.cuda.init()
-        processors = torch.cuda.get_device_properties(index).multi_processor_count
+        self.model = present(torch.cuda.get_device_properties(index))
         self.name = torch.cuda.get_device_name(index)
-        self.toolchain = CudaToolchain(torch.cuda.get_device_capability(index), processors)
+        self.toolchain = CudaToolchain(torch.cuda.get_device_capability(index), self.model.processors)
 
     def kernel(self, address: int, pointers: ctypes.Array[Any], integers: ctypes.Array[Any]) -> None:
         """See `GPU`."""
@@ -133,10 +134,6 @@ class CUDA(GPU):
         """See `GPU`."""
         return torch.cuda.is_current_stream_capturing()
 
-    def capability(self) -> Capability:
-        """See `GPU`."""
-        return _capability(self.torch.index)
-
     def holds(self, tensor: torch.Tensor) -> bool:
         """See `GPU`."""
         return tensor.device == self.torch
@@ -190,12 +187,3 @@ def _error(status: int) -> str:
     except Exception:
         text = "unknown"
     return f"CUDA error {status} ({text})"
-
-
-@functools.cache
-def _capability(index: int) -> Capability:
-    found = torch.cuda.get_device_properties(index)
-    clock, width = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
-    bandwidth = 2.0 * clock * 1e3 * width / 8 if clock and width else 1e12
-    threads = found.multi_processor_count * getattr(found, "max_threads_per_multi_processor", 2048)
-    return Capability(bandwidth, 1e14, threads)

@@ -91,7 +91,7 @@ class CudaGraph:
         self.inputs = list(inputs)
         for i in moving:
             self.inputs[i] = torch.empty_like(inputs[i], memory_format=torch.preserve_format)
-        self.schedule = schedule_of(plan, device.capability())
+        self.schedule = schedule_of(plan, device.model)
         with self.plan.arena.turn, device.quiet():
             self.plan.check(self.inputs)
             self.plan.grow()

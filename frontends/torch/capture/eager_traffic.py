@@ -84,18 +84,19 @@ class _Count(TorchDispatchMode):
         keywords = keywords or {}
         result = function(*arguments, **keywords)
         if isinstance(function, torch._ops.OpOverload) and function.namespace not in ("prim", "profiler"):
-            self.entries += _entries(function, arguments, keywords, result)
+            self.entries += entries_of(function, arguments, keywords, result)
         return result
 
 
-def _entries(function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any], result: Any) -> Iterator[Entry]:
+def entries_of(function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any], result: Any) -> Iterator[Entry]:
+    """What one call of the dispatcher moves: an entry per kernel, none if it moves nothing."""
     name = function._schema.name.split("::")[-1]
     if function.is_view or name in _UNINITIALISED or name in _FREE:
         return
     if name == "convolution_backward":
         yield from _convolution_backward(arguments, result)
         return
-    read, written = _operands(function, name, arguments, keywords, result)
+    read, written = operands_of(function, name, arguments, keywords, result)
     if not written:
         return
     reads = {f"operand {i}": size for i, size in enumerate(_distinct(read))}
@@ -115,7 +116,7 @@ def _entries(function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, A
     yield _entry(function, reads, writes, _flops(function, arguments, keywords, result), reorders)
 
 
-def _operands(
+def operands_of(
     function: Any, name: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any], result: Any
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Tensors that are read and written."""
@@ -135,9 +136,9 @@ def _operands(
             written += tensors
         if place not in unread and not (changed and (name in _OVERWRITING or declared.kwarg_only)):
             read += tensors
-    own = {_storage(t) for t in (*read, *written)}
+    own = {storage_of(t) for t in (*read, *written)}
     results = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-    written += [t for t in results if _storage(t) not in own]
+    written += [t for t in results if storage_of(t) not in own]
     return read, written
 
 
@@ -151,8 +152,8 @@ def _convolution_backward(arguments: tuple[Any, ...], result: Any) -> Iterator[E
     for place, other, op in ((0, weight, by_input), (1, x, by_weight)):
         results = [r for r in result[place : 2 * place + 1] if r is not None]
         if results:
-            reads = {"grad": _size(gradient), "operand": _size(other)}
-            writes = {f"result {i}": _size(r) for i, r in enumerate(results)}
+            reads = {"grad": size_of(gradient), "operand": size_of(other)}
+            writes = {f"result {i}": size_of(r) for i, r in enumerate(results)}
             mask = [place == 0, place == 1, False]
             flops = _flops(function, (*arguments[:-1], mask), {}, result)
             operands = types.tensor(gradient, laid_out=True), types.tensor(other, laid_out=True)
@@ -184,14 +185,14 @@ def _gathered(name: str, arguments: tuple[Any, ...], result: torch.Tensor) -> in
     table, indices = arguments[:2]
     if name == "_embedding_bag":
         return int(indices.numel() * table.shape[1] * table.element_size())
-    return int(indices.numel() * table.element_size()) if name.startswith("nll") else _size(result)
+    return int(indices.numel() * table.element_size()) if name.startswith("nll") else size_of(result)
 
 
 def _distinct(tensors: Any) -> list[int]:
     """Bytes of tensors, each piece of memory once."""
     sizes: dict[Any, int] = {}
     for tensor in tensors:
-        sizes.setdefault(_memory(tensor), _size(tensor))
+        sizes.setdefault(_memory(tensor), size_of(tensor))
     return list(sizes.values())
 
 
@@ -199,17 +200,18 @@ def _memory(tensor: torch.Tensor) -> Any:
     """The identity of a piece of memory."""
     if tensor.is_sparse:
         return id(tensor)
-    return _storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+    return storage_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
+    """The identity of a tensor's memory."""
     return id(tensor) if tensor.is_sparse else tensor.untyped_storage()._cdata
 
 
-def _size(tensor: torch.Tensor) -> int:
+def size_of(tensor: torch.Tensor) -> int:
     """Bytes of the distinct elements of a tensor; of a sparse one, of its values and indices."""
     if tensor.is_sparse:
-        return _size(tensor._values()) + _size(tensor._indices())
+        return size_of(tensor._values()) + size_of(tensor._indices())
     count = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= int(size) if stride != 0 else 1

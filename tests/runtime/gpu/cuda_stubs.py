@@ -104,7 +104,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """Two devices."""
     result = Driver()
     cuda = torch.cuda
-    properties = SimpleNamespace(multi_processor_count=132)
+    properties = SimpleNamespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132)
     for name, value in {
         "init": lambda: None,
         "get_device_properties": lambda index: properties,

@@ -1,0 +1,131 @@
+"""Prediction: what a training step or a forward pass would take on a GPU that is not there, and what PyTorch would.
+
+Nothing runs: the program is lowered for the device, and its launches are timed by the device's figures
+(`lowering.device_time`). The kernels of eager execution are timed by the same rules. It is an estimate of ratios, not a
+measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from daceml_train.analysis.device_model import DeviceModel
+from daceml_train.driver.compile import Lowered
+from daceml_train.errors import Unsupported
+from daceml_train.frontends.torch.capture.eager_operations import eager_operations
+from daceml_train.lowering.device_time import Operation, Timed, operations_of, timed
+from daceml_train.reporting.numbers import bytes_text, number, seconds_text
+from daceml_train.runtime.gpu.absent import AbsentGPU
+from daceml_train.runtime.placement import device_override
+
+Watched = Callable[[Callable[[Callable[[], object]], list[Operation]]], list[Operation]]
+
+HOST_SECONDS = 5e-6
+"""What the host takes for an operator of eager PyTorch, from Python to the driver: at the low end of what profiles show
+(5 to 25 us). A CUDA graph of a whole step takes the host one launch."""
+
+
+@dataclass(frozen=True)
+class Eager:
+    """PyTorch's step: seconds of its kernels one after another, and of the host that launches them."""
+
+    kernels: int
+    device_seconds: float
+    host_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Host and device work at the same time; the slower one decides."""
+        return max(self.device_seconds, self.host_seconds)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted step: its launches in order."""
+
+    device: DeviceModel
+    launches: tuple[Timed, ...] = field(repr=False)
+    eager: Eager | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all launches, one after another."""
+        return sum(launch.seconds for launch in self.launches)
+
+    @property
+    def speedup(self) -> float | None:
+        """Times as fast as eager PyTorch; None if that was not counted."""
+        return None if self.eager is None else self.eager.seconds / self.seconds
+
+    @property
+    def device_speedup(self) -> float | None:
+        """The same where PyTorch's host costs nothing, as in a CUDA graph of its kernels."""
+        return None if self.eager is None else self.eager.device_seconds / self.seconds
+
+    def longest(self, count: int = 10) -> list[Timed]:
+        """The most expensive launches."""
+        return sorted(self.launches, key=lambda launch: -launch.seconds)[:count]
+
+    def bounds(self) -> dict[str, float]:
+        """What bounds launches -> their seconds, the largest first."""
+        found: dict[str, float] = {}
+        for launch in self.launches:
+            found[launch.bound] = found.get(launch.bound, 0.0) + launch.seconds
+        return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+
+    def __str__(self) -> str:
+        lines = [
+            f"predicted on {self.device.title}, not measured: {seconds_text(self.seconds)} in {len(self.launches)} launches",
+            "bound by " + ", ".join(f"{bound} {seconds_text(seconds)}" for bound, seconds in self.bounds().items()),
+        ]
+        if self.eager is not None:
+            lines.append(
+                f"eager PyTorch: {seconds_text(self.eager.seconds)} ({self.eager.kernels} kernels {seconds_text(self.eager.device_seconds)}, "
+                f"host {seconds_text(self.eager.host_seconds)}); {self.speedup:.2f} times as fast, "
+                f"{self.device_speedup:.2f} times if the host cost nothing"
+            )
+        lines.append("the most expensive launches:")
+        for launch in self.longest():
+            o = launch.operation
+            rate = f"{o.flops / 1e9:8.2f} GFLOP" if o.dtype else " " * 14
+            lines.append(
+                f"  {launch.seconds * 1e6:9.1f} µs  {launch.bound:10} {bytes_text(round(o.bytes)):>9} {rate}  {o.name}"
+            )
+        return "\n".join(lines)
+
+
+def predict(
+    run: Callable[[], object],
+    model: DeviceModel,
+    eager: Watched | None = None,
+    tf32: bool = False,
+) -> Prediction:
+    """The prediction for `run`, which calls a training step or an optimized module that was not called before.
+
+    `eager` calls its argument with a function that does the same in PyTorch and has run once, and returns the result;
+    so it may enter a mode in which tensors have no memory. `tf32` says whether float32 matmuls may multiply in TF32. Raises `Unsupported` if `run` is more than one program.
+    """
+    with device_override(lambda device: AbsentGPU(model)):
+        try:
+            run()
+        except Lowered as lowered:
+            compiled = lowered.compiled
+        else:
+            raise Unsupported("nothing was compiled for the device; `daceml-train report` says why")
+    operations: list[Operation] = []
+    for program, record in zip(compiled.programs, compiled.records, strict=True):
+
+        def value(size: object) -> int:
+            found = number(size, {"blocks": 1})
+            if not isinstance(found, int):
+                raise Unsupported(f"the size {found} varies; a prediction needs known sizes")
+            return found
+
+        operations += operations_of(program, record.costs, value, model.processors, tf32)
+    watched = None
+    if eager is not None:
+        kernels = eager(lambda step: eager_operations(step, tf32))
+        seconds = sum(kernel.seconds for kernel in timed(model, kernels))
+        watched = Eager(len(kernels), seconds, HOST_SECONDS * len(kernels))
+    return Prediction(model, tuple(timed(model, operations)), watched)
