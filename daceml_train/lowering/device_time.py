@@ -25,7 +25,7 @@ from daceml_train.lowering.program import (
     Program,
     touched,
 )
-from daceml_train.tensor import Dim, DType, Tensor
+from daceml_train.tensor import Dim, DType, Tensor, symbol
 
 Touched = tuple[tuple[Hashable, float], ...]
 """Arrays and the bytes of each that are touched."""
@@ -48,6 +48,8 @@ class Operation:
     """Bytes that a library moves between layouts within the call."""
     threads: float = math.inf
     """Threads of the launch."""
+    launches: int = 1
+    """Launches on the device; a kernel that combines partial results of blocks has several."""
 
     @property
     def bytes(self) -> float:
@@ -83,7 +85,7 @@ def _timed(model: DeviceModel, operation: Operation, missed: float) -> Timed:
         "launch": model.launch_seconds,
     }
     bound = max(times, key=times.__getitem__)
-    return Timed(operation, times[bound], bound)
+    return Timed(operation, times[bound] + (operation.launches - 1) * model.launch_seconds, bound)
 
 
 class _L2:
@@ -152,16 +154,39 @@ def operations_of(
         reads = _scaled({s: n for s, n in sizes.items() if s not in written or s in _read_too(launch)}, read)
         writes = _scaled({s: n for s, n in sizes.items() if s in written}, stored)
         flops, dtype = float(value(cost.flops)), ""
-        threads, converted = math.inf, 0.0
+        threads, converted, launches = math.inf, 0.0, 1
         if isinstance(launch, CallLaunch):
             dtype = multiplies_in(launch.target, _narrowest(program, launch), flops, tf32)
             converted = _converted(program, launch, value)
         elif isinstance(launch, KernelLaunch) and isinstance(code := program.codes[launch.code], CudaCode):
-            threads = code.blocks(value, processors) * code.threads
+            blocks = code.blocks(value, processors)
+            threads, launches = blocks * code.threads, code.launches
+            partial = _partial(launch, code, lambda size, blocks=blocks: value(with_blocks(size, blocks)))
+            reads, writes = reads + partial, writes + partial
         width = max(1, _narrowest(program, launch).bytes)
         yield Operation(
-            cost.name or cost.operators, cost.kind, reads, writes, flops, stored / width, dtype, converted, threads
+            cost.name or cost.operators,
+            cost.kind,
+            reads,
+            writes,
+            flops,
+            stored / width,
+            dtype,
+            converted,
+            threads,
+            launches,
         )
+
+
+def with_blocks(size: Dim, blocks: int) -> Dim:
+    """A size with the number of a kernel's blocks put in."""
+    return size if isinstance(size, int) else size.subs(symbol("blocks"), blocks)
+
+
+def _partial(launch: KernelLaunch, code: CudaCode, value: Callable[[Dim], int]) -> Touched:
+    """The scratch arrays of a kernel, which are written and read."""
+    places = launch.places[len(launch.places) - len(code.scratch) :] if code.scratch else ()
+    return tuple((place.slot, float(value(size))) for place, size in zip(places, code.scratch, strict=True))
 
 
 def _scaled(sizes: dict[int, float], whole: float) -> Touched:
@@ -201,8 +226,12 @@ def _views(program: Program, launch: Launch) -> dict[int, Dim]:
     """Slot -> bytes of what a launch touches of it."""
     sizes: dict[int, Dim] = {}
     match launch:
-        case KernelLaunch(places=places) | ControlLaunch(places=places):
-            views: tuple[BufferView, ...] = places
+        case KernelLaunch(places=places, code=code):
+            scratch = len(program.codes[code].scratch)
+            views: tuple[BufferView, ...] = places[: len(places) - scratch]
+            return {view.slot: Tensor(view.shape, view.dtype).bytes for view in views}
+        case ControlLaunch(places=places):
+            views = places
         case CopyLaunch(target=target, source=source):
             views = (target, source)
         case CallLaunch(arguments=arguments):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from daceml_train.analysis.device_model import FULL_THREADS
 from daceml_train.codegen.cpu.launch import KernelCode, Layout, generator_version, work
 from daceml_train.codegen.cuda.plan import CudaPlan, groups
 from daceml_train.codegen.kernel.analysis import analyze
@@ -34,6 +35,8 @@ class CudaCode(KernelCode):
     threads: int = 256
     partial: bool = False
     """Whether blocks store partial results, so more blocks cost more."""
+    finest: Dim = 1
+    """The number of blocks if each thread has the least work; `rows` is that of the geometry's work per thread."""
 
     @property
     def shape(self) -> str:
@@ -52,10 +55,30 @@ class CudaCode(KernelCode):
 
     def blocks(self, value: Callable[[Dim], int], processors: int) -> int:
         """The number of blocks on a device with this many multiprocessors; `value` evaluates sizes."""
-        useful = max(1, value(self.rows))
+        full = -(-processors * FULL_THREADS // self.threads)
+        useful = max(1, value(self.rows), min(full, value(self.finest)))
         if not self.partial:
             return min(useful, MOST_BLOCKS)
         return min(useful, processors * max(1, RESIDENT_SUMS // self.threads))
+
+    @property
+    def launches(self) -> int:
+        """The number of launches on the device."""
+        assert isinstance(self.plan, CudaPlan)
+        return self.plan.launches
+
+    def limit(self, value: Callable[[Dim], int], processors: int) -> str:
+        """What keeps a launch below `FULL_THREADS` threads per multiprocessor; empty if nothing does.
+
+        `elements`: every thread has one access; `rows`: a row belongs to one team; `lanes`: a thread sums all rows.
+        """
+        assert isinstance(self.plan, CudaPlan)
+        if self.blocks(value, processors) * self.threads >= processors * FULL_THREADS:
+            return ""
+        if self.plan.loops.mode == "tiles":
+            return "lanes"
+        rows = self.plan.loops.mode == "rows" and not self.plan.geometry.tiled
+        return "rows" if rows else "elements"
 
 
 @functools.cache
@@ -87,12 +110,20 @@ def _code(plan: CudaPlan) -> CudaCode:
     key = hashlib.sha256(f"{plan.structure()}\n{version()}".encode()).hexdigest()[:20]
     partial = any(a.axes[:1] in (("part",), ("block",)) for a in plan.arrays.scratch)
     return CudaCode(
-        key, integers, scratch, _units(plan), work(plan), plan, threads=plan.geometry.threads, partial=partial
+        key,
+        integers,
+        scratch,
+        _units(plan, plan.geometry.each),
+        work(plan),
+        plan,
+        threads=plan.geometry.threads,
+        partial=partial,
+        finest=_units(plan, 1),
     )
 
 
-def _units(plan: CudaPlan) -> Dim:
-    """The largest useful number of blocks."""
+def _units(plan: CudaPlan, each: int) -> Dim:
+    """The largest useful number of blocks if a thread does so much work in sequence."""
     loops, g = plan.loops, plan.geometry
     rows = product(a.size for a in loops.row_axes)
     if loops.mode == "tiles":
@@ -103,6 +134,6 @@ def _units(plan: CudaPlan) -> Dim:
         return simplify(product([*sizes, *ends]))
     if loops.mode == "flat":
         last = groups(loops.lane_axes[-1].size, g.width) if loops.lane_axes else 1
-        return groups(simplify(rows * last), g.threads * g.each)
+        return groups(simplify(rows * last), g.threads * each)
     sums = any(leaf.reduced and loops.kind(leaf) != "row" for leaf in loops.leaves.values())
-    return simplify(plan.tiles * groups(simplify(rows), g.teams * (g.each if sums else 1)))
+    return simplify(plan.tiles * groups(simplify(rows), g.teams * (each if sums else 1)))

@@ -172,6 +172,21 @@ class CudaPlan(Plan):
         """Blocks of a launch over rows: all parts of all tiles."""
         return symbol("blocks") if self.tiles == 1 else simplify(self.tiles * self.parts)
 
+    @property
+    def launches(self) -> int:
+        """The number of launches on the device: of rows, of scalars and of columns in each phase."""
+        loops, phases = self.loops, self.phases
+        if loops.mode == "tiles":
+            return 1
+        count = sum(rows is not None for rows in phases.rows)
+        for columns in phases.columns:
+            full = [n for n in columns.combined if len(self.arrays.named[f"part_{n}"].axes) == 1]
+            lone = [i for i in columns.results if not loops.domain.results[i].axes]
+            scalars = [v for v in columns.scalars if not self.first(v)]
+            count += bool(lone or full or scalars)
+            count += len(lone) < len(columns.results) or any(loops.has_lanes(v) for v in columns.stores)
+        return max(1, count)
+
     def _check_order(self) -> None:
         """An argument that a phase's columns overwrite must not be read in the rows of that phase."""
         loops, phases = self.loops, self.phases
