@@ -46,6 +46,10 @@ class Duplicate(Invalid):
         super().__init__(f"{what} {name!r} is defined twice: by {' and by '.join(owners)}", advice="rename one of them")
 
 
+class NotCompiled(DacemlError):
+    """The cache does not have a program, and it must not be compiled in this call."""
+
+
 class Refused(DacemlError):
     """A transformation or lowering does not apply; the message names the node that prevents it."""
 

@@ -8,10 +8,11 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, get_args
 
 import torch
 
+from daceml_train.driver.background import BackgroundStep, When
 from daceml_train.driver.by_torch_compile import backend_of_call
 from daceml_train.driver.distribution import Mesh, ranks_of, unwrapped, warn_of_others
 from daceml_train.driver.micro_batches import MicroBatchedStep, Reduction
@@ -58,6 +59,7 @@ def training_step(
     optimizer: torch.optim.Optimizer,
     *,
     keep_gradients: bool = False,
+    compile: When = "first_call",
     micro_batches: int = 1,
     reduction: Reduction = "batch",
     clip_norm: float | None = None,
@@ -80,6 +82,9 @@ def training_step(
     Training:
         keep_gradients: bool = False
             Leave the gradients in `.grad` after each step.
+        compile: When = 'first_call'
+            `'background'`: PyTorch trains from the first step, and the compiled step takes over between two steps once
+            it is ready. `'next_run'`: so that later runs find it, and this one has the same numbers throughout.
         micro_batches: int = 1
             Cut each batch into so many parts along the first dimension, whose gradients are added up before one update.
         reduction: Reduction = 'batch'
@@ -116,19 +121,28 @@ def training_step(
     _check_given(optimizer, scaler)
     model, mesh, wrapper = unwrapped(model, mesh)
     sharing = Sharing(ranks_of(mesh, model), shard, sparse, sync_batch_norm, bucket, wrapper)
-    _check_together(keep_gradients, micro_batches, mesh, shard)
+    _check_together(keep_gradients, micro_batches, mesh, shard, compile)
     step: TrainingStep
+    given = model, loss, optimizer, settings
     if micro_batches != 1:
-        step = MicroBatchedStep(model, loss, optimizer, settings, micro_batches, reduction, clipping, scaler, schedule)
+        step = MicroBatchedStep(*given, micro_batches, reduction, clipping, scaler, schedule)
+    elif compile != "first_call":
+        step = BackgroundStep(*given, keep_gradients, clipping, scaler, schedule, compile == "background")
     else:
-        step = TrainingStep(model, loss, optimizer, settings, keep_gradients, clipping, scaler, schedule)
+        step = TrainingStep(*given, keep_gradients, clipping, scaler, schedule)
     step.train_on(sharing, {"micro_batches": micro_batches, "reduction": reduction, "clipping": clipping})
     if mesh is None:
         warn_of_others(model, stacklevel=2)
     return step
 
 
-def _check_together(keep_gradients: bool, micro_batches: int, mesh: Mesh, shard: Sharding) -> None:
+def _check_together(keep_gradients: bool, micro_batches: int, mesh: Mesh, shard: Sharding, compiled: When) -> None:
+    if compiled not in get_args(When):
+        close = nearest(compiled, get_args(When)) if isinstance(compiled, str) else ""
+        raise Invalid(f"compile is one of {', '.join(get_args(When))}, given {compiled!r}{close}")
+    others = {"micro_batches": micro_batches != 1, "mesh": mesh is not None}
+    for name in (name for name, chosen in others.items() if chosen and compiled != "first_call"):
+        raise Invalid(f"compile={compiled!r} and {name} exclude each other")
     if shard and mesh is None:
         raise Invalid("shard= divides the optimizer's state among several processes", advice="pass mesh=")
     if keep_gradients and (shard or micro_batches != 1):

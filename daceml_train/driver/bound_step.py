@@ -96,6 +96,8 @@ class BoundStep:
     """The weight of the loss, for a part of a batch."""
     denominators: Denominators | None = None
     """Computed on the whole batch before its parts run."""
+    used = False
+    """Whether a step that was compiled in the background has been compared with PyTorch's."""
 
     def __init__(
         self,
@@ -191,7 +193,7 @@ class BoundStep:
         self.alive: list[torch.Tensor] = []
         self.seed: torch.Tensor | None = None
         self.draws: dict[str, tuple[int, Draw, tuple[int, ...]]] = {}
-        mutable: list[torch.Tensor] = []
+        self.mutable: list[torch.Tensor] = []
         fixed: list[torch.Tensor] = []
         for position, entry in enumerate(program.inputs):
             strides = tuple(self.plan.value(s) for s in entry.strides)
@@ -223,14 +225,14 @@ class BoundStep:
                 if number is not None:
                     self.host_positions.append(position)
                     self.number_positions[position] = number
-            (mutable if entry.mutable else fixed).append(tensor)
+            (self.mutable if entry.mutable else fixed).append(tensor)
             self.alive.append(tensor)
             self._put(position, tensor)
         self._mirror_host_scalars()
         self.draws = {name: self.draws[name] for name in captured.draws if name in self.draws}  # in eager's order
         self.sizes = sizes_of(captured, by_name) if self.draws else {}
-        _check_apart(mutable, fixed)
-        self.updated = frozenset(t.untyped_storage()._cdata for t in mutable)
+        _check_apart(self.mutable, fixed)
+        self.updated = frozenset(t.untyped_storage()._cdata for t in self.mutable)
         self.buffers = frozenset(by_name[n].untyped_storage()._cdata for n in captured.graph.writes if n in by_name)
         self.changed_often = changed_often(captured, by_name, {i.name for i in program.inputs if i.mutable})
 

@@ -92,11 +92,11 @@ class InPieces(Clipped):
 
     def _loss_in_pieces(self, key: Any, inputs: Any, targets: Sequence[Any], compiled: bool = True) -> torch.Tensor:
         """The loss, of the compiled model under PyTorch's autograd."""
-        if self.pieces is None:
+        if self.pieces is None and compiled:
             self.pieces = self.model if state_of(self.model) is not None else optimized(self.model, self.options)
             if (state := state_of(self.pieces)) is not None:
                 state.faster.compiled = True  # the whole step is timed
-        model = self.pieces if compiled else self.model
+        model = self.pieces if self.pieces is not None and compiled else self.model
         try:
             if isinstance(inputs, Mapping):
                 output = model(**inputs)

@@ -43,6 +43,8 @@ class Settings:
     """Where the measured choices of libraries are kept that processes share; None: in the cache."""
     inference: Pipeline | None = None
     """For calls without gradients; None: `pipeline` for them, too."""
+    compiled_only: bool = False
+    """Whether programs only come from the cache; `NotCompiled` is raised for others."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Without `pass_callback` and `progress`, which belong to this process."""

@@ -30,7 +30,7 @@ from daceml_train.driver.records import Record
 from daceml_train.driver.recursion import recursion_of
 from daceml_train.driver.sdfg_programs import sdfg_of
 from daceml_train.driver.settings import Settings
-from daceml_train.errors import BudgetInfeasible, DeviceMismatch, Invalid, Unsupported
+from daceml_train.errors import BudgetInfeasible, DeviceMismatch, Invalid, NotCompiled, Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured, capture
 from daceml_train.frontends.torch.dynamo import floats
 from daceml_train.frontends.torch.dynamo.tracing import (
@@ -207,8 +207,8 @@ class TrainingStep(AlongPaths):
         and update follow. Sizes are those of the arguments, unless the step is `dynamic=True`. Nothing is compiled,
         run or changed. Raises what keeps the step from being one program.
         """
-        if extent not in ("step", "loss") or type(self) is not TrainingStep:
-            what = f"extent {extent!r}" if type(self) is TrainingStep else "micro-batches, which are several programs"
+        if extent not in ("step", "loss") or not self.whole_batches:
+            what = f"extent {extent!r}" if self.whole_batches else "micro-batches, which are several programs"
             raise Invalid(f"an SDFG of a training step: {what}", advice='extent is "step" or "loss"')
         options = replace(self.options, dynamic=self.options.dynamic is True)
         looking = TrainingStep(self.model, self.loss, self.optimizer, options, self.keep_gradients)
@@ -292,7 +292,7 @@ class TrainingStep(AlongPaths):
                 return None
         try:
             bound = self._bind_captured(captured, arguments, flat, scope)
-        except (BudgetInfeasible, DeviceMismatch, RankError):
+        except (BudgetInfeasible, DeviceMismatch, NotCompiled, RankError):
             raise
         except DependsOnPython as error:
             self._break(key, error)

@@ -17,6 +17,7 @@ import daceml_train.frontends
 import daceml_train.transformations
 from daceml_train.driver.records import Record
 from daceml_train.driver.settings import Settings
+from daceml_train.errors import NotCompiled
 from daceml_train.graph.graph import Graph
 from daceml_train.graph.text import canonical_text
 from daceml_train.lowering.device import Device
@@ -45,14 +46,23 @@ def cached(graph: Graph, description: str, options: Settings, device: Device, bu
         entry.records[0].seconds["passes and lowering"] = time.perf_counter() - begun
         return entry
 
+    if options.compiled_only:
+        if (entry := options.cache.load(key)) is None:
+            raise NotCompiled("the cache does not have the program, which is compiled in the background")
+        return cast(Entry, _loaded(entry, start))
     if options.dump:
         entry = built()
         options.cache.store(key, entry)
         return entry
     entry, loaded = options.cache.once(key, built)
-    for record in entry.records if loaded else ():
+    return cast(Entry, _loaded(entry, start) if loaded else entry)
+
+
+def _loaded(entry: Entry, start: float) -> Entry:
+    """The entry with records that say so."""
+    for record in entry.records:
         record.warm, record.seconds = True, {"load": time.perf_counter() - start}
-    return cast(Entry, entry)
+    return entry
 
 
 @contextlib.contextmanager
