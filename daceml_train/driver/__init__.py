@@ -141,7 +141,7 @@ def _check_together(keep_gradients: bool, micro_batches: int, mesh: Mesh, shard:
         close = nearest(compiled, get_args(When)) if isinstance(compiled, str) else ""
         raise Invalid(f"compile is one of {', '.join(get_args(When))}, given {compiled!r}{close}")
     others = {"micro_batches": micro_batches != 1, "mesh": mesh is not None}
-    for name in (name for name, chosen in others.items() if chosen and compiled != "first_call"):
+    if compiled != "first_call" and (name := next((n for n, given in others.items() if given), "")):
         raise Invalid(f"compile={compiled!r} and {name} exclude each other")
     if shard and mesh is None:
         raise Invalid("shard= divides the optimizer's state among several processes", advice="pass mesh=")

@@ -26,7 +26,7 @@ from daceml_train.driver.forked import Forked, Tell
 from daceml_train.driver.options import ScheduleKind
 from daceml_train.driver.settings import Settings
 from daceml_train.driver.step import Loss, TrainingStep
-from daceml_train.errors import DacemlError, Invalid, NotCompiled, why
+from daceml_train.errors import DacemlError, Invalid, NotCompiled, message_of
 from daceml_train.frontends.torch.dynamo.tracing import first_to_run
 from daceml_train.training.gradients import Clipping
 
@@ -145,7 +145,7 @@ class BackgroundStep(TrainingStep):
     def _first_use(
         self, key: Any, flat: Sequence[Any], bound: BoundStep, inputs: Any, targets: tuple[Any, ...]
     ) -> torch.Tensor:
-        """PyTorch's step, whose result stays, and the compiled one: where they differ, PyTorch keeps these arguments."""
+        """PyTorch's step, whose result stays, and the compiled one, which is dropped where they differ."""
         half = any(t.dtype in (torch.float16, torch.bfloat16) for t in (*self._parameters(), *bound.inputs))
         half = half or "precision" in str(self.options.pipeline).lower()
         found = first_use(bound, flat, lambda: self._as_pytorch(key, inputs, targets), half)
@@ -260,8 +260,8 @@ class BackgroundStep(TrainingStep):
         self._note(f"step {self.calls}: {how} in the background within {seconds:.1f} s")
         try:
             remember(self.options.cache, self._identity(key))
-        except OSError as error:
-            self._note(f"later runs will not know of it: {why(error)}")
+        except OSError as failure:
+            self._note(f"later runs will not know of it: {message_of(failure)}")
 
     def _identity(self, key: Any) -> str:
         """What a run can know of a step without capturing it; equal ones are most often the same programs."""

@@ -1,4 +1,4 @@
-"""Work in a forked copy of this process, at low priority: it sees all objects as they are now, and changes none of ours.
+"""Work in a forked copy of this process, at low priority: it sees all objects as they are, and changes none of ours.
 
 The copy ends with this process, however that ends. Its output goes to a file, of which failures show the end.
 """

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from daceml_train.driver.background import BackgroundStep
 from daceml_train.driver.by_torch_compile import compiled_by
 from daceml_train.driver.module import Backend, state_of
 from daceml_train.driver.records import Record
@@ -138,7 +139,9 @@ def report(
             host = max(0.0, statistics.median(calls) - inside)
             template = replace(template, exchange=own_part, host=host)
         scaling = simulated(*profile(launches, found, template), ranks, link)
-    return Report(kind, name, functions, reasons(breaks), theirs, found, cuda_graphs, paths=ways, scaling=scaling)
+    events = tuple(compiled.compilation) if isinstance(compiled, BackgroundStep) else ()
+    parts = kind, name, functions, reasons(breaks), theirs, found, cuda_graphs, ways, events
+    return Report(*parts, scaling=scaling)
 
 
 def _reported(compiled: Any) -> tuple[str, str, Backend | None]:

@@ -151,6 +151,8 @@ class Contents:
     """The programs that run as one launch on a GPU, on how many streams, or why they do not."""
     paths: tuple[str, ...] = ()
     """The ways through a model that is not one graph, and how often each was taken."""
+    background: tuple[str, ...] = ()
+    """What has happened in the background, for a step that compiles there."""
 
     @property
     def empty(self) -> bool:

@@ -83,6 +83,8 @@ def _parts(report: Contents) -> Iterator[str]:
         if len(report.functions) > 1:
             yield f"<h1>[{place}] {escape(function.name)}</h1>"
         yield from _function(report, function)
+    if report.background:
+        yield f"<h2>Compilation in the background</h2><ul>{_items(report.background)}</ul>"
     if report.cuda_graphs:
         yield f"<h2>CUDA graphs</h2><ul>{_items(report.cuda_graphs)}</ul>"
     if report.paths:

@@ -12,7 +12,8 @@ def lines(report: Contents) -> Iterator[str]:
     """The report line by line."""
     yield f"{report.kind} of {report.name}"
     yield from headline(report)
-    if report.empty:
+    yield from report.background
+    if report.empty and not report.background:
         yield "nothing is compiled yet: the first call compiles"
     for place, function in enumerate(report.functions, 1):
         if len(report.functions) > 1:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_type_hints
 
 import sympy
 import torch
 
-from daceml_train.analysis.interpret import interpret
 from daceml_train.autodiff.reverse import differentiate
 from daceml_train.errors import Invalid
 from daceml_train.frontends.torch import types
+from daceml_train.frontends.torch.eager_graph import EagerGraph
 from daceml_train.frontends.torch.rules.translate import Translator, rule
 from daceml_train.graph.graph import Graph
 from daceml_train.ops.operator import Operator, Value
-from daceml_train.tensor import Dim
+from daceml_train.passes.base import without_dead_code
+from daceml_train.tensor import Dim, Tensor
 
 _SCHEMA: Mapping[Any, str] = {
     float: "float",
@@ -35,9 +37,9 @@ _libraries: list[torch.library.Library] = []
 def torch_function(kind: type[Operator], name: str) -> Callable[..., Any]:
     """The PyTorch operator `name` (`namespace::operator`) that means operator class `kind`, for use in models.
 
-    Arguments are the operator's operands, then its attributes, with their defaults. In eager execution it computes
-    the operator's reference and its derivative in NumPy, slowly; compiled code runs the operator itself. Raises
-    `Invalid` for an attribute that PyTorch's schemas cannot express.
+    Arguments are the operator's operands, then its attributes, with their defaults. In eager execution
+    what the operator lowers to, and its derivative, run as PyTorch calls; compiled code runs the operator itself.
+    Raises `Invalid` for an attribute that PyTorch's schemas cannot express.
     """
     namespace, _, short = name.partition("::")
     if not short.isidentifier() or not namespace.isidentifier():
@@ -49,8 +51,10 @@ def torch_function(kind: type[Operator], name: str) -> Callable[..., Any]:
     library.impl(short, function.eager, "CompositeExplicitAutograd")
     torch.library.register_fake(name, function.fake, lib=library)
     torch.library.register_autograd(name, function.backward, setup_context=function.remember, lib=library)
+    torch.library.register_vmap(name, function.batched, lib=library)
     rule(f"{namespace}.{short}.default")(function.translated)
     operator: Callable[..., Any] = getattr(getattr(torch.ops, namespace), short)
+    function.function = operator
     return operator
 
 
@@ -84,6 +88,7 @@ class _Function:
 
     def __init__(self, kind: type[Operator]) -> None:
         self.kind, self.__name__ = kind, kind.name
+        self.function: Callable[..., Any] = self.eager
 
     def operator(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[Operator, list[Any]]:
         """The operator with its attributes, and the operands."""
@@ -99,11 +104,9 @@ class _Function:
         return results[0] if len(results) == 1 else results
 
     def eager(self, *arguments: Any, **keywords: Any) -> Any:
-        """The reference, in NumPy."""
+        """What the operator lowers to, as PyTorch calls."""
         op, operands = self.operator(arguments, keywords)
-        graph, values = _graph(operands)
-        graph.output(*graph.emit(op, *values))
-        return self.packed(_run(graph, operands))
+        return self.packed(_forward(op, _kinds(operands))(operands))
 
     def fake(self, *arguments: Any, **keywords: Any) -> Any:
         """Sizes and element types of the results."""
@@ -121,38 +124,67 @@ class _Function:
         ctx.save_for_backward(*operands)
 
     def backward(self, ctx: Any, *cotangents: torch.Tensor | None) -> Any:
-        """The operator's derivative, in NumPy."""
+        """The operator's derivative, as PyTorch calls, which autograd can record."""
         operands = list(ctx.saved_tensors)
-        graph, values = _graph(operands)
         given = [(i, g) for i, g in enumerate(cotangents) if g is not None]
-        results = graph.emit(ctx.op, *values)
-        seeds = {results[i].name: graph.input(f"g{i}", results[i].tensor) for i, _ in given}
-        wanted = [v.name for v, x in zip(values, operands, strict=True) if x.is_floating_point()]
-        found = differentiate(graph, seeds, wanted)
-        graph.output(*(v for v in found.values() if v is not None))
-        result = iter(_run(graph, [*operands, *(g for _, g in given)]))
-        gradients = [next(result) if found.get(v.name) is not None else None for v in values]
+        wanted = tuple(
+            needed and x.is_floating_point() for needed, x in zip(ctx.needs_input_grad, operands, strict=False)
+        )
+        graph, present = _derivative(ctx.op, _kinds(operands), tuple(i for i, _ in given), wanted)
+        result = iter(graph([*operands, *(g for _, g in given)]))
+        gradients = [next(result) if there else None for there in present]
         gradients += [None] * (ctx.arguments - len(gradients))
         return gradients[0] if len(gradients) == 1 else tuple(gradients)
+
+    def batched(self, info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
+        """`torch.vmap`: one call per element of the batch."""
+        count = len(self.kind.operands)
+        operands = [x if d is None else x.movedim(d, 0) for x, d in zip(arguments[:count], in_dims, strict=False)]
+        each = [
+            [x if d is None else x[i] for x, d in zip(operands, in_dims, strict=False)] for i in range(info.batch_size)
+        ]
+        results = [self.function(*own, *arguments[count:]) for own in each]
+        if isinstance(results[0], torch.Tensor):
+            return torch.stack(results), 0
+        return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
 
     def packed(self, results: Sequence[Any]) -> Any:
         """One result as itself, several as a tuple."""
         return results[0] if len(results) == 1 else tuple(results)
 
 
-def _graph(operands: Sequence[torch.Tensor]) -> tuple[Graph, list[Value]]:
+Kinds = tuple[Tensor, ...]
+
+
+def _kinds(operands: Sequence[torch.Tensor]) -> Kinds:
+    """The types of operands, whose memory order does not matter here."""
+    return tuple(Tensor(tuple(map(int, x.shape)), types.tensor(x).dtype) for x in operands)
+
+
+def _graph(kinds: Kinds) -> tuple[Graph, list[Value]]:
     graph = Graph()
-    return graph, [graph.input(f"x{i}", types.tensor(x)) for i, x in enumerate(operands)]
+    return graph, [graph.input(f"x{i}", kind) for i, kind in enumerate(kinds)]
 
 
-def _run(graph: Graph, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    arrays = {
-        name: (x.detach().double() if x.is_floating_point() else x.detach()).contiguous().numpy()
-        for name, x in zip(graph.inputs, operands, strict=True)
-    }
-    results = interpret(graph, arrays).outputs
-    dtypes = [types.TORCH_DTYPES[graph.tensors[name].dtype] for name in graph.outputs]
-    return [torch.tensor(array, dtype=dtype) for array, dtype in zip(results, dtypes, strict=True)]
+@functools.lru_cache(maxsize=1024)
+def _forward(op: Operator, kinds: Kinds) -> EagerGraph:
+    graph, values = _graph(kinds)
+    graph.output(*graph.emit(op, *values))
+    return EagerGraph(graph)
+
+
+@functools.lru_cache(maxsize=1024)
+def _derivative(
+    op: Operator, kinds: Kinds, given: tuple[int, ...], wanted: tuple[bool, ...]
+) -> tuple[EagerGraph, tuple[bool, ...]]:
+    """The gradients of the wanted operands as a graph of operands and given cotangents; which of them there are."""
+    graph, values = _graph(kinds)
+    results = graph.emit(op, *values)
+    seeds = {results[i].name: graph.input(f"g{i}", results[i].tensor) for i in given}
+    names = [v.name for v, w in zip(values, wanted, strict=True) if w]
+    found = differentiate(graph, seeds, names) if seeds and names else {}
+    graph.output(*(v for v in found.values() if v is not None))
+    return EagerGraph(without_dead_code(graph)), tuple(found.get(v.name) is not None for v in values)
 
 
 def _torch_size(size: Dim, symbols: Mapping[Dim, Any]) -> Any:

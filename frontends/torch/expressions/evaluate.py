@@ -47,13 +47,14 @@ _DIRECT = frozenset(_NAMES.split())
 """Operators that PyTorch has under the same name."""
 
 
-def _call(kind: str) -> Callable[..., Any]:
+def call(kind: str) -> Callable[..., Any]:
+    """The function of PyTorch for a row of the table of elementwise operators."""
     if kind in _CALLS:
         return _CALLS[kind]
     if kind in _DIRECT:
         return getattr(torch, kind)  # type: ignore[no-any-return]
     code = compile(TABLE[kind].expression, kind, "eval")
-    scope = {name: _call(other) for name, other in _FORMULA.items()}
+    scope = {name: call(other) for name, other in FORMULA.items()}
 
     def composed(*operands: Any) -> Any:
         return eval(code, {**scope, "__builtins__": {}}, dict(zip("abc", operands, strict=False)))
@@ -67,10 +68,11 @@ def _between(name: str) -> Callable[..., Any]:
     return lambda *v: function(*(x if isinstance(x, torch.Tensor) else torch.tensor(x) for x in v))
 
 
-_FORMULA = {kind: kind for kind in _DIRECT}
-_FORMULA |= {"bit_and": "bitwise_and", "bit_or": "bitwise_or", "bit_xor": "bitwise_xor"}
+FORMULA = {kind: kind for kind in _DIRECT}
+"""What the formulas of that table call -> the row, or the entry of `_CALLS`, that computes it."""
+FORMULA |= {"bit_and": "bitwise_and", "bit_or": "bitwise_or", "bit_xor": "bitwise_xor"}
 _CALLS |= {"max": _between("maximum"), "min": _between("minimum")}
-_FORMULA |= {"max": "max", "min": "min", "softplus": "softplus"}
+FORMULA |= {"max": "max", "min": "min", "softplus": "softplus"}
 
 
 class _Run:
@@ -200,7 +202,7 @@ class _Run:
                 return self.value(term.args[0], domain, memo).to(types.TORCH_DTYPES[term.dtype])
         dtype = next((a.dtype for a in term.args[::-1] if a.dtype is not None), None)
         given = [self.operand(a, dtype, domain, memo) for a in term.args]
-        result = _call(term.op)(*given)
+        result = call(term.op)(*given)
         wanted = types.TORCH_DTYPES[term.dtype] if term.dtype is not None else result.dtype
         return result if result.dtype is wanted else result.to(wanted)  # type: ignore[no-any-return]
 
@@ -314,5 +316,9 @@ def _out_of_range(term: Term, index: Sequence[torch.Tensor]) -> OutOfRange:
 
 
 def evaluate(program: Program, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs of a program on tensors; none of them is an input or shares memory with one."""
+    """The outputs of a program on tensors, in its element types; none is an input or shares memory with one."""
+    device = given[0].device.type if given else "cpu"
+    if torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return _Run(program, given).results()
     return _Run(program, given).results()

@@ -15,6 +15,7 @@ import torch
 
 from daceml_train.errors import Invalid
 from daceml_train.expressions.adjoint import derivative, with_saved
+from daceml_train.expressions.batched import batched
 from daceml_train.expressions.notation import trace
 from daceml_train.expressions.program import Program, parsed
 from daceml_train.expressions.reference import reference
@@ -47,24 +48,70 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor])
 
 
 def _backward(ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> Any:
+    return _gradients(ctx, cotangents, _operator), None
+
+
+def _gradients(ctx: Any, cotangents: Sequence[torch.Tensor | None], run: Any) -> list[torch.Tensor | None]:
+    """The gradients of the operands, by the adjoint program."""
     result = parsed(ctx.program)
     count = len(result.inputs)
     seeded = tuple(g is not None and o.dtype.is_float for g, o in zip(cotangents, result.outputs, strict=True))
     if not any(seeded) or not any(ctx.wanted):
-        return [None] * count, None
+        return [None] * count
     text, reads = derivative(ctx.program, seeded, ctx.wanted)
     given = dict(zip(ctx.kept, ctx.saved_tensors, strict=True))
     present = [g for g, s in zip(cotangents, seeded, strict=True) if s]
     given |= {count + len(result.outputs) + i: g for i, g in enumerate(present) if g is not None}
-    found = iter(_operator([given[i] for i in reads], with_saved(text)))
-    return [next(found) if w else None for w in ctx.wanted], None
+    found = iter(run([given[i] for i in reads], with_saved(text)))
+    return [next(found) if w else None for w in ctx.wanted]
+
+
+def _batched(info: Any, in_dims: Sequence[Any], operands: Sequence[torch.Tensor], program: str, run: Any = None) -> Any:
+    """`torch.vmap`: the program with one more axis."""
+    dims = in_dims[0]
+    moved = [x if d is None else x.movedim(d, 0) for x, d in zip(operands, dims, strict=True)]
+    results = (run or _operator)(moved, batched(program, info.batch_size, tuple(d is not None for d in dims)))
+    return results, [0] * len(results)
 
 
 _library.define("expression(Tensor[] operands, str program) -> Tensor[]")
 _library.impl("expression", _run, "CompositeExplicitAutograd")
 torch.library.register_fake(NAME, _fake, lib=_library)
 torch.library.register_autograd(NAME, _backward, setup_context=_remember, lib=_library)
+torch.library.register_vmap(NAME, _batched, lib=_library)
 _operator: Callable[..., Any] = torch.ops.daceml_train.expression
+
+
+class _Transformed(torch.autograd.Function):
+    """The same under the transforms of `torch.func`, which do not differentiate operators of the dispatcher."""
+
+    @staticmethod
+    def forward(program: str, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(_operator(list(operands), program))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        program, *operands = inputs
+        _remember(ctx, (operands, program), output)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
+        return None, *_gradients(ctx, cotangents, _transformed)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[Any], program: str, *operands: torch.Tensor) -> Any:
+        results, dims = _batched(info, (in_dims[1:],), operands, program, _transformed)
+        return tuple(results), tuple(dims)
+
+
+def _transformed(operands: Sequence[torch.Tensor], program: str) -> Sequence[torch.Tensor]:
+    return _Transformed.apply(program, *operands)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _apply(operands: Sequence[torch.Tensor], program: str) -> Sequence[torch.Tensor]:
+    """The results of a program, recorded by autograd."""
+    transforms = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    return (_transformed if transforms else _operator)(operands, program)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -107,7 +154,7 @@ def expression(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any, **keywords: Any) -> Any:
         operands, options = _bound(function, arguments, keywords)
         program = _program(function, operands, options)
-        results = _operator(list(operands.values()), with_saved(program.text))[: len(program.outputs)]
+        results = _apply(list(operands.values()), with_saved(program.text))[: len(program.outputs)]
         return results[0] if len(results) == 1 else tuple(results)
 
     def program_of(*arguments: Any, **keywords: Any) -> Program:
