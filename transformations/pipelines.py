@@ -15,6 +15,7 @@ from daceml_train.transformations.fusion.slice_first import SliceFirst
 from daceml_train.transformations.global_movement.chunk_updates import ChunkUpdates
 from daceml_train.transformations.global_movement.common_subexpressions import CommonSubexpressions
 from daceml_train.transformations.global_movement.concatenate_in_place import ConcatenateInPlace
+from daceml_train.transformations.global_movement.concurrency import Concurrency
 from daceml_train.transformations.global_movement.dead_code import DeadCode
 from daceml_train.transformations.global_movement.overlap import Overlap
 from daceml_train.transformations.global_movement.rematerialize_cheap import RematerializeCheap
@@ -88,6 +89,7 @@ TRAINING = Pipeline(
         ConcatenateInPlace(),
         ReuseOperands(),
         ChunkUpdates(),
+        Concurrency(),
     ),
 )
 """A training step: forward, backward and, where they are compiled with it, loss and update."""

@@ -15,6 +15,7 @@ import networkx as nx
 import sympy
 
 from daceml_train.errors import Invalid
+from daceml_train.graph.lanes import Lanes
 from daceml_train.graph.networkx import to_networkx
 from daceml_train.graph.node import Input, Node, Role
 from daceml_train.graph.printer import show
@@ -36,6 +37,8 @@ class Graph:
     writes: dict[str, str] = field(default_factory=dict)
     kept: int = 0
     """The number of trailing outputs that are saved for a backward graph, which accepts any memory order."""
+    lanes: Lanes | None = None
+    """How its operators may share the cores of a CPU; None: one after the other."""
     origin: Origin = Origin()
     """The origin of nodes emitted from now on; see `at`."""
     applied: int = field(default=0, compare=False)
@@ -160,13 +163,16 @@ class Graph:
         """Add this graph's outputs and writes to `other`; `names` maps arrays of this graph to those of `other`."""
         other.outputs, other.kept = [names.get(n, n) for n in self.outputs], self.kept
         other.writes = {target: names.get(n, n) for target, n in self.writes.items()}
+        other.lanes = None if self.lanes is None else self.lanes.renamed(names)
         return other
 
     def copy(self) -> Graph:
         """An independent graph with the same nodes."""
         inputs, tensors, writes = dict(self.inputs), dict(self.tensors), dict(self.writes)
         outputs = list(self.outputs)
-        return Graph(self.name, inputs, list(self.nodes), tensors, outputs, writes, self.kept, applied=self.applied)
+        return Graph(
+            self.name, inputs, list(self.nodes), tensors, outputs, writes, self.kept, self.lanes, applied=self.applied
+        )
 
     def __str__(self) -> str:
         return show(self)

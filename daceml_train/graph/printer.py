@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from daceml_train.graph.grammar import show_name, show_type, show_value
+from daceml_train.graph.lanes import Lanes
 from daceml_train.graph.node import Input, Node
 from daceml_train.ops.fallback import Body
 from daceml_train.ops.kernel import Kernel, Statement
@@ -30,6 +31,7 @@ class Program(Protocol):
     tensors: dict[str, Tensor]
     outputs: list[str]
     writes: dict[str, str]
+    lanes: Lanes | None
 
 
 def show(graph: Program) -> str:
@@ -75,6 +77,8 @@ def _signature(graph: Program) -> list[str]:
 
 
 def _results(graph: Program) -> Iterator[str]:
+    if graph.lanes is not None:
+        yield f"  lanes {show_value(graph.lanes.fields)}"
     for target, name in graph.writes.items():
         yield f"  write {show_name(target)} <- %{show_name(name)}"
     yield "  return " + ", ".join("%" + show_name(o) for o in graph.outputs) if graph.outputs else "  return"

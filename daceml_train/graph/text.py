@@ -9,14 +9,16 @@
         %v2 = add(%x1, %v1)
         yield %v0, %v2 over %x1
       }
+      lanes (2, 1.1, (("matmul", 1),), ())
       write seen <- %kernel_1
       return %kernel
     }
 
 An attribute may be such a block, too: `backward=body(x, y, g) { ...; yield %v, None }`, written on several lines, or a
 list of them: `cells=[body(x) { ... }, body(a, b) { ... }]`.
-Types of results may be left out; they are then inferred. A comment after an operator is its origin: the module path
-and the source line. `grammar.py` says how attribute values are written.
+`lanes` says how operators may share cores, as in `graph.lanes`. Types of results may be left out; they are then
+inferred. A comment after an operator is its origin: the module path and the source line. `grammar.py` says how
+attribute values are written.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from typing import Any
 from daceml_train.errors import Invalid
 from daceml_train.graph.grammar import Reader, show_type
 from daceml_train.graph.graph import Graph, Input, Node, Role
+from daceml_train.graph.lanes import Lanes
 from daceml_train.graph.printer import MODULE, SOURCE, canonical_text, show, show_frame, show_operator
 from daceml_train.ops.fallback import Body
 from daceml_train.ops.kernel import Kernel, Statement
@@ -76,7 +79,7 @@ def parse_frame(lines: Sequence[str]) -> Graph:
 
 def _graph(read: Reader) -> Graph:
     graph = _read_signature(read)
-    while read.text not in ("return", "write"):
+    while read.text not in ("return", "write", "lanes"):
         _node(read, graph)
     _read_end(read, graph, complete=True)
     return graph
@@ -111,6 +114,8 @@ def _read_end(read: Reader, graph: Graph, complete: bool) -> None:
             raise read.error(f"%{name} is not defined", line)
         return name
 
+    if read.take("lanes"):
+        graph.lanes = _lanes(read, graph, complete)
     while read.take("write"):
         line, target = read.line, read.name()
         read.sign("<-")
@@ -123,6 +128,17 @@ def _read_end(read: Reader, graph: Graph, complete: bool) -> None:
         if not read.take(","):
             break
     read.sign("}")
+
+
+def _lanes(read: Reader, graph: Graph, complete: bool) -> Lanes:
+    line = read.line
+    with read.located(line):
+        most, memory, threads, alone = read.value()
+        lanes = Lanes(int(most), float(memory), tuple((str(name), int(count)) for name, count in threads), tuple(alone))
+    for name in (*(name for name, _ in lanes.threads), *lanes.alone):
+        if complete and name not in graph.tensors:
+            raise read.error(f"%{name} is not defined", line)
+    return lanes
 
 
 def _node(read: Reader, graph: Graph) -> None:

@@ -22,6 +22,7 @@ from daceml_train.codegen.library.templates import has_template, written_kernel
 from daceml_train.codegen.library.tiles import tiled
 from daceml_train.errors import Invalid, Refused, Unsupported
 from daceml_train.graph.graph import Graph, Node
+from daceml_train.graph.lanes import Lanes
 from daceml_train.lowering.aten import Result, call_for, show
 from daceml_train.lowering.chunks import launch_in_parts
 from daceml_train.lowering.control import launch_control
@@ -34,6 +35,7 @@ from daceml_train.lowering.program import (
     CallLaunch,
     CopyLaunch,
     KernelLaunch,
+    LaneRules,
     Program,
     ProgramInput,
 )
@@ -99,7 +101,19 @@ class _Lowering:
             self.write(target, source)
         self.program.nodes += [-1] * (len(self.program.launches) - len(self.program.nodes))
         set_lifetimes(self.program)
+        if self.graph.lanes is not None and not self.is_body:
+            self.program.rules = self.rules(self.graph.lanes)
         return self.program
+
+    def rules(self, lanes: Lanes) -> LaneRules:
+        """What the graph allows of its operators, for their launches."""
+        node = {name: index for index, n in enumerate(self.graph.nodes) for name in n.outputs}
+        launches: dict[int, list[int]] = {}
+        for launch, index in enumerate(self.program.nodes):
+            launches.setdefault(index, []).append(launch)
+        threads = tuple((i, count) for name, count in lanes.threads for i in launches.get(node[name], ()))
+        alone = tuple(i for name in lanes.alone for i in launches.get(node[name], ()))
+        return LaneRules(lanes.most, lanes.memory, threads, alone)
 
     def inputs(self) -> None:
         program = self.program

@@ -155,12 +155,46 @@ def touched(launch: Launch) -> list[int]:
             return [p.slot for p in _places(arguments)] + [s for s in returns if s is not None]
 
 
+def touching(program: Program) -> list[list[int]]:
+    """Per slot the launches that read or write it."""
+    found: list[list[int]] = [[] for _ in program.slots]
+    for index, launch in enumerate(program.launches):
+        for slot in dict.fromkeys(touched(launch)):
+            found[slot].append(index)
+    return found
+
+
+def views(launch: Launch) -> list[BufferView]:
+    """Buffer views among a launch's operands and results; a call returns further ones, in slots of their own."""
+    match launch:
+        case KernelLaunch(places=places) | ControlLaunch(places=places):
+            return list(places)
+        case CopyLaunch(target=target, source=source):
+            return [target, source]
+        case CallLaunch(arguments=arguments):
+            return _places(arguments)
+
+
 def _places(argument: Any) -> list[BufferView]:
     if isinstance(argument, BufferView):
         return [argument]
     if isinstance(argument, tuple):
         return [p for a in argument for p in _places(a)]
     return []
+
+
+@dataclass(frozen=True)
+class LaneRules:
+    """How the launches of a program may share the cores of a CPU: what `Concurrency` wrote onto its graph."""
+
+    lanes: int = 0
+    """The most launches at once; 0 for as many as there are threads."""
+    memory: float = 1.1
+    """The most that the arena may grow for that, as a multiple of what it takes in order."""
+    threads: tuple[tuple[int, int], ...] = ()
+    """Launches and their numbers of threads, which are not measured."""
+    alone: tuple[int, ...] = ()
+    """Launches that run beside no other."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +243,8 @@ class Program:
     """Size symbol -> (input, dimension) that has exactly this size."""
     nodes: list[int] = field(default_factory=list)
     """Per launch, the position of its node in the lowered graph; -1 for copies at the end."""
+    rules: LaneRules | None = None
+    """How its launches may share the cores of a CPU; None: one after the other."""
 
     @property
     def all(self) -> Iterator[Program]:

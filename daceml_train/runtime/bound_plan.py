@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -16,6 +16,7 @@ from daceml_train.errors import ExecutionError, OutOfMemory, execution_error
 from daceml_train.lowering.arena import Lifetime, plan_arena
 from daceml_train.lowering.aten import Placeholder
 from daceml_train.lowering.device import CPU, GPU, Device
+from daceml_train.lowering.lane_plan import LanePlan
 from daceml_train.lowering.program import (
     Allocation,
     BufferView,
@@ -26,20 +27,24 @@ from daceml_train.lowering.program import (
     Launch,
     Program,
     library_results,
+    touching,
 )
 from daceml_train.ops.levels import ROWS
+from daceml_train.runtime.chosen_matmuls import in_onednn
 from daceml_train.runtime.executor import Arena, Plan, PlanView
 from daceml_train.runtime.gpu.arena import DeviceArena
 from daceml_train.runtime.gpu.autotune import Autotuner
 from daceml_train.runtime.gpu.binding import biggest, placed
 from daceml_train.runtime.gpu.plan import DevicePlan
+from daceml_train.runtime.lane_entries import run_in_lanes
 from daceml_train.runtime.launch_threads import LaunchThreads
 from daceml_train.runtime.levels import add_levels, capacity, varying
 from daceml_train.runtime.timing import Timing
 from daceml_train.runtime.torch_types import torch_dtype
-from daceml_train.runtime.tune_matmul import Added, MatmulShape, MatmulTuner, onednn_call
+from daceml_train.runtime.tune_lanes import LaneTrial
+from daceml_train.runtime.tune_matmul import MatmulTuner, onednn_call
 from daceml_train.runtime.tune_threads import ThreadTuner
-from daceml_train.tensor import Dim, DType, Tensor, evaluate, same_shape
+from daceml_train.tensor import Dim, DType, Tensor, evaluate
 
 AnyArena = Arena | DeviceArena
 
@@ -49,19 +54,9 @@ def new_arena(device: Device) -> AnyArena:
     return DeviceArena(device) if isinstance(device, GPU) else Arena()
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """A matmul in oneDNN: what is added, and the slot of its result (None: the result is copied over the matrix that
-    is added).
-    """
-
-    added: Added
-    slot: int | None
-
-
 class BoundPlan:
     """A program for one set of sizes and one thread count. `base` is the original program: `program` may have other
-    launch configurations.
+    launch configurations. With `lanes`, its launches run side by side, in memory that is planned for that.
     """
 
     def __init__(
@@ -78,6 +73,7 @@ class BoundPlan:
         cells: dict[Any, Plan] | None = None,
         most: dict[str, int] | None = None,
         tuner: ThreadTuner | None = None,
+        lanes: LanePlan | None = None,
     ) -> None:
         self.value, self.base = _evaluator(sizes), program
         self.cells = {} if cells is None else cells
@@ -91,10 +87,11 @@ class BoundPlan:
             changed = sum(a is not b for a, b in zip(program.codes, self.base.codes, strict=True))
             self.compared = len(search.measured), changed
         self.program, self.threads, self.sizes, self.products = program, threads, sizes, products
-        self.device, self.work = device, work
+        self.device, self.work, self.lanes, self.arena = device, work, lanes, arena
+        self.touching = touching(program)
         self.typical = _evaluator(_rounded(sizes)) if any(map(_varies, program.launches)) else self.value
         """Evaluates the sizes for which libraries of matmuls are chosen."""
-        self.onednn = self._choose_products(products) if device is CPU and most is None else {}
+        self.onednn = in_onednn(program, products, self.typical, threads) if device is CPU and most is None else {}
         """Matmul launches that run in oneDNN."""
         self.stand_in = len(program.slots)
         """An extra slot, at the arena's start, for arrays whose elements no call reads."""
@@ -106,48 +103,33 @@ class BoundPlan:
         self.plan.arena_slot(self.stand_in, 0)
         self.used = [i for i, s in enumerate(program.slots) if s.first >= 0 or s.home is Allocation.input]
         self._views: dict[tuple[Any, ...], PlanView] = {}
+        self._lane = 0
+        """The lane of the launch that is being added: lanes share no views."""
         self.arena_bytes = self._slots()
         self._placeholder_bytes = 0
         self.timing: Timing | None = None
         self.order: list[int] = []
         """Per entry of the plan, the launch of the program; releases count as the launch before them."""
-        self._last_use: dict[int, list[int]] = {}
+        self.last_use: dict[int, list[int]] = {}
+        """Launch -> slots that are released after it."""
         keep = {place.slot for place in program.outputs}
         for slot in self.used:
-            entry = program.slots[slot]
             if self._home(slot) in (Allocation.fresh, Allocation.result) and slot not in keep:
-                self._last_use.setdefault(entry.last, []).append(slot)
-        for index, launch in enumerate(program.launches):
-            self._launch(index, launch, addresses)
-            for slot in self._last_use.get(index, ()):
+                self.last_use.setdefault(self._last_touching(slot), []).append(slot)
+        for index in range(len(program.launches)) if lanes is None else lanes.order:
+            self._lane = 0 if lanes is None else lanes.place[index][1]
+            self._launch(index, program.launches[index], addresses)
+            for slot in self.last_use.get(index, ()):
                 self.plan.release(slot, tag=index)
-            self.order += [index] * (1 + len(self._last_use.get(index, ())))
+            self.order += [index] * (1 + len(self.last_use.get(index, ())))
         self.owners = list(dict.fromkeys(place.slot for place in program.outputs))
         self.plan.finalize(max(self.arena_bytes, self._placeholder_bytes), self.owners)
         self._shapes = [self._output(place) for place in program.outputs]
+        if lanes is not None:
+            run_in_lanes(self, lanes)
         self.launch_threads = None if tuner is None or device is not CPU else LaunchThreads(self, tuner)
-
-    def _choose_products(self, products: MatmulTuner) -> dict[int, Chosen]:
-        chosen: dict[int, Chosen] = {}
-        for index, launch in enumerate(self.program.launches):
-            if isinstance(launch, CallLaunch) and launch.direct and launch.target in ("mm", "addmm"):
-                out, *c, a, b = launch.arguments
-                slot, over = self.program.slots[out.slot], bool(c) and c[0].slot == out.slot
-                whole = slot.home is not Allocation.input and same_shape(out.shape, slot.shape)
-                if out.dtype is not DType.float32 or not (whole or over):
-                    continue
-                added: Added = "nothing" if not c else "row" if len(c[0].shape) == 1 else "result" if over else "matrix"
-                rows, inner, columns = map(self.typical, (*a.shape, b.shape[1]))
-                product = MatmulShape(
-                    rows, inner, columns, self._pair(a.strides), self._pair(b.strides), added, self.threads
-                )
-                if products.way(product) == "onednn":
-                    chosen[index] = Chosen(added, None if over else out.slot)
-        return chosen
-
-    def _pair(self, strides: Sequence[Dim]) -> tuple[int, int]:
-        outer, inner = map(self.typical, strides)
-        return outer, inner
+        self.trial = None if tuner is None or lanes is not None else self._trial(tuner, addresses)
+        """Finds whether launches run side by side; None where they never do."""
 
     # ---- slots --------------------------------------------------------------------------------------------------
     def _home(self, slot: int) -> Allocation:
@@ -158,13 +140,27 @@ class BoundPlan:
     def _returned(self) -> frozenset[int]:
         return frozenset(chosen.slot for chosen in self.onednn.values() if chosen.slot is not None)
 
+    def _last_touching(self, slot: int) -> int:
+        """The launch after which a slot is released."""
+        if self.lanes is None or not self.touching[slot]:
+            return self.program.slots[slot].last
+        return max(self.touching[slot], key=self.lanes.position.__getitem__)
+
+    def arena_for(self, lanes: LanePlan | None) -> tuple[list[int], list[int], int]:
+        """The slots in the arena, their offsets, and its size, for launches in this order."""
+        offered = self._offered()
+        planned = [i for i in self.used if self._home(i) is Allocation.arena or i in offered]
+        lifetimes = []
+        for i in planned:
+            entry = self.program.slots[i]
+            life = (entry.first, entry.last) if lanes is None else lanes.life(self.touching[i])
+            lifetimes.append(Lifetime(self._planned_bytes(i), *life))
+        return planned, *plan_arena(lifetimes)
+
     def _slots(self) -> int:
         program = self.program
         offered = self._offered()
-        planned = [i for i in self.used if self._home(i) is Allocation.arena or i in offered]
-        slots = [program.slots[i] for i in planned]
-        lifetimes = [Lifetime(self._planned_bytes(i), s.first, s.last) for i, s in zip(planned, slots, strict=True)]
-        offsets, size = plan_arena(lifetimes)
+        planned, offsets, size = self.arena_for(self.lanes)
         for slot, offset in zip(planned, offsets, strict=True):
             if slot not in offered:
                 self.plan.arena_slot(slot, offset)
@@ -311,7 +307,7 @@ class BoundPlan:
         layout = (torch_dtype(place.dtype), tuple(self._ints(place.shape)), tuple(self._ints(place.strides)))
         empty = 0 in layout[1]  # an empty slice may begin past the end
         offset = 0 if empty else self.value(place.offset) * place.dtype.bytes
-        key = (place.slot, offset, *layout)
+        key = (self._lane, place.slot, offset, *layout)
         if key not in self._views:
             self._views[key] = self.plan.view(place.slot, offset, *layout)
         return self._views[key]
@@ -353,6 +349,13 @@ class BoundPlan:
                 found |= {place.slot: blocks for place in launch.places[-kept:]}
         return found
 
+    def _trial(self, tuner: ThreadTuner, addresses: dict[str, int]) -> LaneTrial | None:
+        def bind(lanes: LanePlan) -> BoundPlan:
+            given = self.program, addresses, self.sizes, self.threads, self.arena, self.products, self.device, self.work
+            return BoundPlan(*given, cells=self.cells, lanes=lanes)
+
+        return LaneTrial.of(self, tuner, bind)
+
     def owners_of(self, outputs: int | None) -> frozenset[int]:
         """The positions of the program's first `outputs` outputs among the plan's; all of them, if None."""
         return frozenset(shape if isinstance(shape, int) else shape[0] for shape in self._shapes[:outputs])
@@ -369,13 +372,20 @@ class BoundPlan:
         return outputs
 
     def run_addresses(self, inputs: ctypes.Array[ctypes.c_void_p]) -> list[torch.Tensor]:
-        """Run on an array of `tensor._cdata`, on the CPU."""
+        """Run on an array of `tensor._cdata`, on the CPU. Tensors that are written share memory with no other."""
         timing, plan = self._timing(), self.plan
+        if timing is None and self.trial is not None:
+            return self.trial.run(inputs)
         assert isinstance(plan, Plan)
         outputs = self.collect(lambda: plan.run_addresses(inputs, profile=timing is not None))
         if timing is not None:
             timing.add(self.order, self.plan.seconds())
         return outputs
+
+    def adopt(self, other: BoundPlan) -> None:
+        """Run as another plan of the same program and sizes from here on."""
+        for name in ("plan", "order", "offsets", "arena_bytes", "lanes", "last_use", "_views"):
+            setattr(self, name, getattr(other, name))
 
     def _timing(self) -> Timing | LaunchThreads | None:
         """What is told the seconds of a run: the user's measurement, or the search as long as it needs them."""

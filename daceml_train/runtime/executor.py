@@ -17,38 +17,8 @@ import torch
 
 from daceml_train.errors import ExecutionError, Invalid, execution_error
 from daceml_train.runtime.native_library import library
+from daceml_train.runtime.torch_numbers import DTYPE_NUMBERS, LAYOUTS, MEMORY_FORMATS
 
-DTYPE_NUMBERS: dict[torch.dtype, int] = {
-    torch.uint8: 0,
-    torch.int8: 1,
-    torch.int16: 2,
-    torch.int32: 3,
-    torch.int64: 4,
-    torch.float16: 5,
-    torch.float32: 6,
-    torch.float64: 7,
-    torch.complex32: 8,
-    torch.complex64: 9,
-    torch.complex128: 10,
-    torch.bool: 11,
-    torch.bfloat16: 15,
-    torch.float8_e5m2: 23,
-    torch.float8_e4m3fn: 24,
-    torch.float8_e5m2fnuz: 25,
-    torch.float8_e4m3fnuz: 26,
-    torch.uint16: 27,
-    torch.uint32: 28,
-    torch.uint64: 29,
-}
-"""PyTorch's `ScalarType` numbers: operators take dtypes as integers."""
-
-_MEMORY_FORMATS = {
-    torch.contiguous_format: 0,
-    torch.preserve_format: 1,
-    torch.channels_last: 2,
-    torch.channels_last_3d: 3,
-}
-_LAYOUTS = {torch.strided: 0}
 _PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 2, "baddbmm": 3}
 _CONTROL = {"cond": 0, "scan": 1, "while": 2}
 _MISMATCH = 2
@@ -324,6 +294,25 @@ class Plan:
         """
         self._checked(self._native.plan_threads(self._handle, _integers(most, c_int), len(most)))
 
+    def lanes(self, segments: Sequence[Sequence[Sequence[int]]], waits: Sequence[Sequence[int]]) -> None:
+        """Runs launches side by side: per segment, per lane, positions in the list; per launch, those it waits for.
+
+        Lanes have one thread each; the launches of a segment of one lane have threads of their own. No segments: the
+        launches run in order. Launches of several lanes must not share a `PlanView`. Raises Invalid for an order that
+        leaves a launch out or could wait for ever; that no two launches at once touch the same memory, unless both only
+        read it, is the caller's to know.
+        """
+        numbers = [len(segments)]
+        for segment in segments:
+            numbers.append(len(segment))
+            for lane in segment:
+                numbers += [len(lane), *lane]
+        for each in waits if segments else [()] * self._launches:
+            numbers += [len(each), *each]
+        if segments and len(waits) != self._launches:
+            raise Invalid(f"the plan has {self._launches} launches, given waits for {len(waits)}")
+        self._checked(self._native.plan_lanes(self._handle, _integers(numbers, c_int), self._launches))
+
     # Running
 
     def run(self, inputs: Sequence[torch.Tensor], *, profile: bool = False) -> list[torch.Tensor]:
@@ -346,8 +335,14 @@ class Plan:
     def seconds(self) -> list[float]:
         """Seconds per launch in the last run with `profile=True`, in the order of the list."""
         measured = (c_double * self._launches)()
-        self._checked(self._native.plan_seconds(self._handle, measured, self._launches))
+        self._checked(self._native.plan_seconds(self._handle, measured, None, self._launches))
         return list(measured)
+
+    def spans(self) -> list[tuple[float, float]]:
+        """Per launch the seconds from the start of that run to its begin, and to its end."""
+        measured, begun = (c_double * self._launches)(), (c_double * self._launches)()
+        self._checked(self._native.plan_seconds(self._handle, measured, begun, self._launches))
+        return [(start, start + spent) for start, spent in zip(begun, measured, strict=True)]
 
     def _product(
         self,
@@ -389,9 +384,9 @@ class Plan:
         elif isinstance(value, torch.dtype):
             added = native.call_integer(handle, DTYPE_NUMBERS[value])
         elif isinstance(value, torch.memory_format):
-            added = native.call_integer(handle, _MEMORY_FORMATS[value])
+            added = native.call_integer(handle, MEMORY_FORMATS[value])
         elif isinstance(value, torch.layout):
-            added = native.call_integer(handle, _LAYOUTS[value])
+            added = native.call_integer(handle, LAYOUTS[value])
         else:
             added = self._add_list(value)
         return int(added)

@@ -36,6 +36,9 @@ class LaunchThreads:
 
     def __init__(self, bound: Bound, tuner: ThreadTuner) -> None:
         self.bound = bound
+        rules = bound.program.rules
+        self._pinned = {} if rules is None else dict(rules.threads)
+        """Launches whose numbers of threads are given."""
         self.search = tuner.search(self.adjustable(), bound.threads)
         """None where there is nothing to choose."""
         launches = enumerate(bound.program.launches)
@@ -62,6 +65,8 @@ class LaunchThreads:
                 self._use()
 
     def _adjusted(self, index: int, launch: Launch) -> Adjustable | None:
+        if index in self._pinned:
+            return None
         if isinstance(launch, KernelLaunch):
             code = self.bound.program.codes[launch.code]
             blocks = self.bound.blocks(code)
@@ -80,13 +85,28 @@ class LaunchThreads:
     def _one_block(self, launch: Launch) -> bool:
         return isinstance(launch, KernelLaunch) and self.bound.blocks(self.bound.program.codes[launch.code]) == 1
 
-    def _use(self) -> None:
-        """Run with the counts of the search from here on."""
-        if self.search is None:
-            return
-        assert isinstance(self.bound.plan, Plan)
-        counts, entries, order = self.search.counts, [], self.bound.order
+    def by_one(self, index: int) -> bool:
+        """Whether a launch runs on one thread, whatever the count."""
+        return index in self._alone or self._pinned.get(index) == 1
+
+    def pinned(self, index: int) -> bool:
+        """Whether a launch's number of threads is given."""
+        return index in self._pinned
+
+    def entries(self, order: Sequence[int]) -> list[int]:
+        """Threads per entry of a plan whose entries belong to these launches; see `Plan.threads`."""
+        counts = [0] * len(self.bound.program.launches) if self.search is None else list(self.search.counts)
+        for launch, count in self._pinned.items():
+            counts[launch] = 0 if count >= self.bound.threads else count
+        entries = []
         for position, launch in enumerate(order):
             released = position > 0 and order[position - 1] == launch
             entries.append(-1 if released or launch in self._alone else counts[launch])
-        self.bound.plan.threads(entries if any(counts) else [])
+        return entries if any(counts) else []
+
+    def _use(self) -> None:
+        """Run with the counts of the search from here on."""
+        if self.search is None and not self._pinned:
+            return
+        assert isinstance(self.bound.plan, Plan)
+        self.bound.plan.threads(self.entries(self.bound.order))

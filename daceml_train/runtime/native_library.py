@@ -70,8 +70,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "stack_destroy": (None, [_HANDLE]),
     "plan_finalize": (c_int, [_HANDLE, c_int64, _POINTER, c_int]),
     "plan_threads": (c_int, [_HANDLE, _POINTER, c_int]),
+    "plan_lanes": (c_int, [_HANDLE, _POINTER, c_int]),
     "plan_run": (c_int, [_HANDLE, _POINTER, c_int64, _POINTER, c_int]),
-    "plan_seconds": (c_int, [_HANDLE, _POINTER, c_int]),
+    "plan_seconds": (c_int, [_HANDLE, _POINTER, _POINTER, c_int]),
 }
 
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from daceml_train.runtime import executor, native_library
+from daceml_train.runtime import native_library, torch_numbers
 from daceml_train.runtime.executor import Arena, Plan
 from daceml_train.runtime.native_library import pool_statistics, pool_trim, pooled
 from tests.runtime.executing import Builder
@@ -267,4 +267,4 @@ def test_dtype_numbers_are_those_of_this_pytorch() -> None:
         torch.complex64: "ComplexFloat",
     }
     for dtype, name in names.items():
-        assert native_library.library().executor_dtype_name(executor.DTYPE_NUMBERS[dtype]).decode() == name
+        assert native_library.library().executor_dtype_name(torch_numbers.DTYPE_NUMBERS[dtype]).decode() == name

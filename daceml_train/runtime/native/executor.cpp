@@ -347,6 +347,28 @@ EXPORT int plan_threads(PlanHandle* handle, const int* threads, int count) {
   });
 }
 
+// `numbers`: the number of segments; per segment its lanes; per lane, and then per launch for what it waits for, a list of
+// positions after its length.
+EXPORT int plan_lanes(PlanHandle* handle, const int* numbers, int launches) {
+  return build([&] {
+    const std::lock_guard<Turn> guard(handle->plan.turn);
+    const auto list = [&numbers] {
+      const int count = *numbers++;
+      numbers += count;
+      return std::vector<int>(numbers - count, numbers);
+    };
+    std::vector<Lanes::Segment> segments(static_cast<size_t>(*numbers++));
+    for (Lanes::Segment& segment : segments) {
+      segment.resize(static_cast<size_t>(*numbers++));
+      for (std::vector<int>& lane : segment) lane = list();
+    }
+    std::vector<std::vector<int>> waits(static_cast<size_t>(launches));
+    for (std::vector<int>& each : waits) each = list();
+    handle->plan.use_lanes(std::move(segments), std::move(waits));
+    return 0;
+  });
+}
+
 EXPORT int plan_run(PlanHandle* handle, void* const* inputs, int64_t count, void** outputs, int profile) {
   Plan& plan = handle->plan;
   int tag = -1;
@@ -363,12 +385,14 @@ EXPORT int plan_run(PlanHandle* handle, void* const* inputs, int64_t count, void
       [&] { return tag; });
 }
 
-EXPORT int plan_seconds(PlanHandle* handle, double* seconds, int count) {
+// `begun` may be null.
+EXPORT int plan_seconds(PlanHandle* handle, double* seconds, double* begun, int count) {
   return build([&] {
     const std::lock_guard<Turn> guard(handle->plan.turn);
     const auto& measured = handle->plan.seconds();
     TORCH_CHECK_VALUE(count == static_cast<int>(measured.size()), "the plan has ", measured.size(), " launches");
     std::copy(measured.begin(), measured.end(), seconds);
+    if (begun != nullptr) std::copy_n(handle->plan.begun().begin(), measured.size(), begun);
     return 0;
   });
 }

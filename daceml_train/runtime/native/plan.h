@@ -7,12 +7,10 @@
 #include <mutex>
 #include <vector>
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <c10/core/GradMode.h>
-
 #include "arena.h"
 #include "call.h"
 #include "control.h"
+#include "lanes.h"
 #include "launch.h"
 #include "levels.h"
 #include "lifetime.h"
@@ -138,7 +136,8 @@ class Plan {
     Lifetime(values, launches_).check(arena_bytes, outputs);
     size_t most = 1;
     for (const Kernel& kernel : kernels_) most = std::max(most, kernel.pointers.size());
-    scratch_.resize(most);
+    pointers_ = most;
+    scratch_.assign(1, std::vector<void*>(most));
     for (size_t i = 0; i < values.slots.size(); ++i) {
       const Slot& slot = values.slots[i];
       if (slot.owned()) owned_.push_back(static_cast<int>(i));
@@ -149,6 +148,7 @@ class Plan {
     arena_bytes_ = static_cast<size_t>(arena_bytes);
     outputs_ = std::move(outputs);
     seconds_.assign(launches_.size(), 0.0);
+    begun_.assign(launches_.size(), 0.0);
     final_ = true;
   }
 
@@ -158,6 +158,15 @@ class Plan {
     TORCH_CHECK_VALUE(threads.empty() || threads.size() == launches_.size(), "the plan has ", launches_.size(),
                       " launches, given threads for ", threads.size());
     threads_ = std::move(threads);
+  }
+
+  // Which launches run side by side; none, the default, runs them in order. Views of launches that run side by side must
+  // not be shared: they are bound as they run. Hold `turn`.
+  void use_lanes(std::vector<Lanes::Segment> segments, std::vector<std::vector<int>> waits) {
+    TORCH_CHECK_VALUE(final_, "the plan is not finalised");
+    lanes_.set(std::move(segments), std::move(waits), launches_.size());
+    scratch_.resize(lanes_.most());
+    for (std::vector<void*>& scratch : scratch_) scratch.resize(pointers_);
   }
 
   // Runs all launches; `outputs` receives one owned `at::Tensor*` per output. Throws InputMismatch before anything has run,
@@ -173,12 +182,7 @@ class Plan {
       if (slot.is_opaque && tensor != nullptr) continue;
       if (C10_UNLIKELY(tensor == nullptr || !fits(*tensor, slot.layout))) refuse(slot.index, tensor, slot.layout);
     }
-    // A known dispatch state: no autograd, autocast, tracing or Python mode of the caller leaks into the launches.
-    c10::impl::ForceDispatchKeyGuard dispatch(
-        c10::default_included_set - c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView),
-        c10::default_excluded_set | c10::autograd_dispatch_keyset_with_ADInplaceOrView);
-    c10::NoGradGuard no_grad;
-    Gate gate(true);
+    const PlainDispatch guards;
     const std::lock_guard<Turn> arena_guard(arena_->turn);
     Cleanup cleanup{*this, inputs};
     bind(inputs);
@@ -195,6 +199,8 @@ class Plan {
   size_t outputs() const { return outputs_.size(); }
   // Seconds per launch in the last profiled run, allocation of its fresh slots included.
   const std::vector<double>& seconds() const { return seconds_; }
+  // Seconds from the start of that run to the begin of each launch.
+  const std::vector<double>& begun() const { return begun_; }
 
  private:
   // Versions move even if a launch failed: it may have written before.
@@ -272,27 +278,49 @@ class Plan {
 
   template <bool profile>
   void launch() {
-    double before = profile ? now() : 0.0;
-    Team team;
-    for (size_t i = 0; i < launches_.size(); ++i) {
-      const Launch& launch = launches_[i];
-      current_ = static_cast<int>(i);
-      if (!threads_.empty() && threads_[i] >= 0) team.use(threads_[i]);
-      for (int slot : launch.fresh) values.own(slot, fresh(slot));
-      switch (launch.step) {
-        case Step::kernel: kernels_[launch.index].run(values, scratch_.data()); break;
-        case Step::product: products_[launch.index].run(values); break;
-        case Step::call: calls_[launch.index].run(values); break;
-        case Step::release: values.drop(launch.index); break;
-        case Step::copy: copies_[launch.index].run(values); break;
-        case Step::control: controls_[launch.index].run(values); break;
-        case Step::levels: levels_[launch.index].run(values); break;
+    if constexpr (profile) start_ = now();
+    if (lanes_.empty()) {
+      Team team;
+      for (size_t i = 0; i < launches_.size(); ++i) in_turn<profile>(static_cast<int>(i), team);
+      return;
+    }
+    lanes_.begin();
+    for (const Lanes::Segment& segment : lanes_.segments()) {
+      if (segment.size() == 1) {
+        Team team;
+        for (int i : segment[0]) in_turn<profile>(i, team);
+      } else {
+        current_ = segment[0].empty() ? current_ : segment[0][0];
+        lanes_.region(segment, [this](int i, int lane) { one<profile>(i, lane); }, current_);
       }
-      if constexpr (profile) {
-        const double after = now();
-        seconds_[i] = after - before;
-        before = after;
-      }
+    }
+  }
+
+  // A launch on the calling thread, with threads of its own.
+  template <bool profile>
+  void in_turn(int i, Team& team) {
+    current_ = i;
+    if (!threads_.empty() && threads_[i] >= 0) team.use(threads_[i]);
+    one<profile>(i, 0);
+  }
+
+  template <bool profile>
+  void one(int i, int lane) {
+    const Launch& launch = launches_[i];
+    const double before = profile ? now() : 0.0;
+    for (int slot : launch.fresh) values.own(slot, fresh(slot));
+    switch (launch.step) {
+      case Step::kernel: kernels_[launch.index].run(values, scratch_[lane].data()); break;
+      case Step::product: products_[launch.index].run(values); break;
+      case Step::call: calls_[launch.index].run(values); break;
+      case Step::release: values.drop(launch.index); break;
+      case Step::copy: copies_[launch.index].run(values); break;
+      case Step::control: controls_[launch.index].run(values); break;
+      case Step::levels: levels_[launch.index].run(values); break;
+    }
+    if constexpr (profile) {
+      begun_[i] = before - start_;
+      seconds_[i] = now() - before;
     }
   }
 
@@ -308,9 +336,11 @@ class Plan {
   int64_t rows_ = -1;
   std::vector<char*> places_;
   std::vector<int> owned_, bound_, outputs_, threads_;
-  std::vector<void*> scratch_;
-  std::vector<double> seconds_;
-  size_t inputs_ = 0, arena_bytes_ = 0;
+  std::vector<std::vector<void*>> scratch_;  // per lane
+  Lanes lanes_;
+  std::vector<double> seconds_, begun_;
+  double start_ = 0.0;
+  size_t inputs_ = 0, arena_bytes_ = 0, pointers_ = 1;
   char* base_ = nullptr;
   int current_ = -1;
   bool final_ = false;
