@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from daceml_train.driver.records import Record
 from daceml_train.passes.base import LEVELS
 from daceml_train.passes.pipeline import PassRecord
-from daceml_train.reporting.model import Change, Compiled, Kept
+from daceml_train.reporting.model import Change, Compiled, Kept, Launched
 from daceml_train.reporting.numbers import number
 from daceml_train.reporting.schedule import Schedule
 from daceml_train.tensor import Dim
@@ -42,7 +42,7 @@ def _compiled(group: Sequence[Record]) -> Compiled:
     launches = [
         launch
         for i, (program, record) in enumerate(zip(programs, group, strict=False))
-        for launch in program.launches(i, _seconds(record), record.executable.shapes() if record.executable else ())
+        for launch in _launches(i, program, record)
     ]
     memory = [size for p in programs for size in p.memory()]
     inputs = [p.inputs() for p in programs]
@@ -77,6 +77,12 @@ def _compiled(group: Sequence[Record]) -> Compiled:
         network=_network(group, sizes),
         autotuned=_autotuned(executable.autotuned() for executable in linked),
     )
+
+
+def _launches(number_: int, program: Schedule, record: Record) -> Iterator[Launched]:
+    executable = record.executable
+    known = ((), ()) if executable is None else (executable.shapes(), executable.shares())
+    return program.launches(number_, _seconds(record), *known)
 
 
 def _autotuned(counts: Iterable[tuple[int, int]]) -> tuple[int, int]:

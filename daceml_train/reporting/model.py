@@ -53,6 +53,10 @@ class Launched:
     """What it computes, and where."""
     network: int = 0
     """Bytes that each of the processes that train together sends in it."""
+    threads: int = 0
+    """The threads that it has; 0 where that is not known, or on a GPU."""
+    place: tuple[int, int, int] | None = None
+    """Where launches run side by side, its segment, its lane, and its position in the order in which they start."""
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,14 @@ from daceml_train.lowering.footprint import footprint
 from daceml_train.lowering.program import Allocation, CallLaunch, ControlLaunch, KernelLaunch, Program, touched
 from daceml_train.reporting.model import Kept, Launched
 from daceml_train.reporting.numbers import number
+from daceml_train.runtime.launch_threads import Share
 from daceml_train.tensor import Dim
 
 _UPDATED = (Role.parameter, Role.state)
+
+
+def _place(share: Share) -> tuple[int, int, int] | None:
+    return None if share.segment < 0 else (share.segment, share.lane, share.position)
 
 
 class Schedule:
@@ -23,9 +28,12 @@ class Schedule:
         self._turn = self._boundary()
         self._footprint = footprint(program, self._number)
 
-    def launches(self, program: int, seconds: Sequence[float], shapes: Sequence[str] = ()) -> Iterator[Launched]:
+    def launches(
+        self, program: int, seconds: Sequence[float], shapes: Sequence[str] = (), shares: Sequence[Share] = ()
+    ) -> Iterator[Launched]:
         """The launches in order; `program` is 0, or 1 for a backward pass of its own."""
         shapes = shapes if len(shapes) == len(self.costs) else [""] * len(self.costs)
+        shares = shares if len(shares) == len(self.costs) else [Share(0)] * len(self.costs)
         times: Sequence[float | None] = seconds if len(seconds) == len(self.costs) else [None] * len(self.costs)
         for index, (cost, spent) in enumerate(zip(self.costs, times, strict=True)):
             yield Launched(
@@ -42,6 +50,8 @@ class Schedule:
                 shapes[index],
                 cost.name,
                 self._number(cost.network),
+                shares[index].threads,
+                _place(shares[index]),
             )
 
     def memory(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from daceml_train.reporting.model import Change, Compiled, Contents, grouped
@@ -62,6 +63,8 @@ def _function_lines(function: Compiled) -> Iterator[str]:
     yield ", ".join(facts(function))
     if function.device != "cpu":
         yield ", ".join(on_device(function))
+    if threads := shared_out(function):
+        yield threads
     if function.launches:
         yield "largest movers:"
         yield from _aligned([*_movers(function)])
@@ -113,6 +116,20 @@ def facts(function: Compiled) -> Iterator[str]:
     yield f"arena {bytes_text(function.arena)}"
     if function.memory:
         yield f"peak memory {bytes_text(function.peak)}"
+
+
+def shared_out(function: Compiled) -> str:
+    """How launches share the cores of a CPU; empty if each takes all threads, in order."""
+    counts = Counter(launch.threads for launch in function.launches if launch.threads)
+    if len(counts) < 2 and not any(launch.place for launch in function.launches):
+        return ""
+    threads = [f"launches on {counted(many, 'thread')}: {n}" for many, n in sorted(counts.items())]
+    lanes = Counter((x.program, x.place[0], x.place[1]) for x in function.launches if x.place)
+    side = [n for (program, segment, _), n in lanes.items() if (program, segment, 1) in lanes]
+    if side:
+        most = 1 + max(lane for _, _, lane in lanes)
+        threads.append(f"side by side in up to {most} lanes: {sum(side)}")
+    return ", ".join(threads)
 
 
 def on_device(function: Compiled) -> Iterator[str]:

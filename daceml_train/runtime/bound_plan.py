@@ -374,10 +374,13 @@ class BoundPlan:
     def run_addresses(self, inputs: ctypes.Array[ctypes.c_void_p]) -> list[torch.Tensor]:
         """Run on an array of `tensor._cdata`, on the CPU. Tensors that are written share memory with no other."""
         timing, plan = self._timing(), self.plan
-        if timing is None and self.trial is not None:
+        if timing is None and self.trial is not None and not self.trial.done and self._many:
             return self.trial.run(inputs)
         assert isinstance(plan, Plan)
+        begin = time.perf_counter()
         outputs = self.collect(lambda: plan.run_addresses(inputs, profile=timing is not None))
+        if self.contention is not None and timing is None:
+            self.contention.add(time.perf_counter() - begin)
         if timing is not None:
             timing.add(self.order, self.plan.seconds())
         return outputs
@@ -390,7 +393,12 @@ class BoundPlan:
     def _timing(self) -> Timing | LaunchThreads | None:
         """What is told the seconds of a run: the user's measurement, or the search as long as it needs them."""
         found = self.launch_threads
-        return self.timing if self.timing is not None or found is None or found.done else found
+        return self.timing if self.timing is not None or found is None or found.done or not self._many else found
+
+    @property
+    def _many(self) -> bool:
+        """Whether launches have their threads, and not one each because others have the cores."""
+        return self.contention is None or self.contention.many
 
     def collect(self, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
         """Run, and view the results as the program's outputs."""

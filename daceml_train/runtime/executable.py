@@ -20,6 +20,7 @@ from daceml_train.lowering.program import (
 from daceml_train.runtime.bound_plan import AnyArena, BoundPlan, new_arena
 from daceml_train.runtime.executor import Plan
 from daceml_train.runtime.gpu.autotune import Autotuner
+from daceml_train.runtime.launch_threads import Share, share
 from daceml_train.runtime.timing import Timing
 from daceml_train.runtime.tune_matmul import MatmulTuner
 from daceml_train.runtime.tune_threads import ThreadTuner
@@ -103,6 +104,13 @@ class Executable:
         """Per launch of the last plan, its kernel's launch configuration; empty for other launches, and on CPUs."""
         plan = self._last()
         return [] if plan is None else [plan.shape(launch) for launch in plan.program.launches]
+
+    def shares(self) -> list[Share]:
+        """Per launch of the last plan, its threads and its lane; nothing on a GPU."""
+        plan = self._last()
+        if plan is None or not isinstance(plan.plan, Plan):
+            return []
+        return [share(plan, index) for index in range(len(plan.program.launches))]
 
     def autotuned(self) -> tuple[int, int]:
         """How many kernels of the last plan were autotuned, and how many of them changed."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from daceml_train.codegen.cpu.launch import KernelCode
+from daceml_train.lowering.lane_plan import LanePlan
 from daceml_train.lowering.program import BufferView, CallLaunch, CopyLaunch, KernelLaunch, Launch, Program
 from daceml_train.runtime.executor import Plan
 from daceml_train.runtime.timing import per_launch
@@ -26,9 +28,34 @@ class Bound(Protocol):
     onednn: dict[int, Any]
     """Matmul launches that run in oneDNN."""
     plan: Any
+    lanes: LanePlan | None
+    """Which launches run side by side; None if they run in order."""
+    launch_threads: LaunchThreads | None
 
     def blocks(self, code: KernelCode) -> int:
         """The number of blocks that a kernel is cut into."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a launch has of the processor: its threads, and, where launches run side by side, its segment and lane."""
+
+    threads: int
+    segment: int = -1
+    lane: int = 0
+    position: int = 0
+    """Its position in the order in which launches start."""
+
+
+def share(bound: Bound, index: int) -> Share:
+    """The share of a launch of a bound plan."""
+    threads = bound.threads if bound.launch_threads is None else bound.launch_threads.count(index)
+    if bound.lanes is None:
+        return Share(threads)
+    segment, lane = bound.lanes.place[index]
+    if len(bound.lanes.segments[segment]) > 1:
+        threads = 1
+    return Share(threads, segment, lane, bound.lanes.position[index])
 
 
 class LaunchThreads:
@@ -84,6 +111,14 @@ class LaunchThreads:
 
     def _one_block(self, launch: Launch) -> bool:
         return isinstance(launch, KernelLaunch) and self.bound.blocks(self.bound.program.codes[launch.code]) == 1
+
+    def count(self, index: int) -> int:
+        """The threads of a launch that runs in order."""
+        if index in self._alone:
+            return 1
+        chosen = 0 if self.search is None else self.search.counts[index]
+        found = self._pinned.get(index, chosen)
+        return min(found, self.bound.threads) or self.bound.threads
 
     def by_one(self, index: int) -> bool:
         """Whether a launch runs on one thread, whatever the count."""
