@@ -17,7 +17,7 @@ R = TypeVar("R")
 DEEPEST = 200_000
 """Calls below each other; a recursion that is deeper is taken for one without end."""
 BYTES_PER_CALL = 16 << 10
-"""Native stack for one of them; calls of modules and generators, and those under TorchDynamo's evaluator, need 0.5 KiB."""
+"""Native stack for one of them; modules, generators, and TorchDynamo's evaluator of frames need 0.5 KiB."""
 _LOCK = threading.Lock()
 _USERS: list[int] = []
 """The limits before the calls that run now."""
