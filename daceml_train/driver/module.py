@@ -153,6 +153,7 @@ class Backend:
         else:
             compiled = compile_inference(captured.graph, self.options)
         compiled.records[0].fallbacks = [(target, str(origin)) for target, origin in captured.fallbacks]
+        compiled.records[0].constant_sizes = list(captured.constant_sizes)
         self.records += compiled.records
         compiled_graph = CompiledGraph(captured, compiled, self.eager(module), self.options.cuda_graphs, self.note)
         self.cuda_graphs += [compiled_graph.cuda_graphs] if compiled_graph.cuda_graphs is not None else []

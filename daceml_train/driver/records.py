@@ -27,6 +27,8 @@ class Record:
     calls: dict[str, int] = field(default_factory=dict)
     fallbacks: list[tuple[str, str]] = field(default_factory=list)
     """(operator, the user's line) of operators that run in ATen for lack of a lowering."""
+    constant_sizes: list[str] = field(default_factory=list)
+    """Which sizes became constants of the program although others were asked for, and why."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds per stage of compilation."""
     warm: bool = False

@@ -428,6 +428,7 @@ class TrainingStep(AlongPaths):
             arena = self.arenas[device]
             step = compile_step(captured.graph, trained, kept, self.options, arena, gradients, device, further)
             step.records[0].fallbacks = step.records[0].fallbacks or [(t, str(o)) for t, o in captured.fallbacks]
+            step.records[0].constant_sizes = list(captured.constant_sizes)
             self._steps[key] = captured, step  # `captured` is held so that its id stays its own
             self.records += step.records
         return self._steps[key][1]

@@ -74,6 +74,7 @@ def _compiled(group: Sequence[Record]) -> Compiled:
         recomputed=tuple(_recomputed(group, sizes)),
         device=linked[0].device.name if linked else "cpu",
         left_out=tuple(first.left_out),
+        constant_sizes=tuple(first.constant_sizes),
         network=_network(group, sizes),
         autotuned=_autotuned(executable.autotuned() for executable in linked),
     )

@@ -210,6 +210,8 @@ def _compilation(function: Compiled) -> Iterator[str]:
     if function.fallbacks:
         yield "<h2>Run by PyTorch for lack of a rule</h2>"
         yield f"<ul>{_items([f'{operator} {line}'.strip() for operator, line in function.fallbacks])}</ul>"
+    if function.constant_sizes:
+        yield f"<ul>{_items(function.constant_sizes)}</ul>"
     stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in function.stages.items())
     yield f"<p>{'found in the cache' if function.warm else 'compiled'}: {escape(stages)}</p>"
     if function.calls:

@@ -74,6 +74,7 @@ def _function_lines(function: Compiled) -> Iterator[str]:
         yield "library calls: " + ", ".join(f"{name} x {count}" for name, count in function.calls.items())
     for operator, line in function.fallbacks:
         yield f"run by PyTorch for lack of a rule: {operator}{f' at {line}' if line else ''}"
+    yield from function.constant_sizes
     stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in function.stages.items())
     yield f"{'found in the cache' if function.warm else 'compiled'}: {stages}"
 

@@ -22,7 +22,7 @@ from daceml_train.frontends.torch.capture import graph_leaves
 from daceml_train.frontends.torch.capture.operators import custom_functions
 from daceml_train.frontends.torch.capture.rng_draws import Draw, Randomness
 from daceml_train.frontends.torch.capture.trace import fake, fake_mode, first_line, trace
-from daceml_train.frontends.torch.dynamo import origin
+from daceml_train.frontends.torch.dynamo import origin, size_limits
 from daceml_train.frontends.torch.dynamo.polyfills import POLYFILLS
 from daceml_train.frontends.torch.results import OutputSource, example_of, outputs_of, shared_bases, version
 from daceml_train.frontends.torch.rules import fallback, table
@@ -84,6 +84,9 @@ class Captured:
     changes: dict[str, int] = field(default_factory=dict)
     """Graph inputs that are written, and the number of in-place changes in eager execution."""
 
+    constant_sizes: tuple[str, ...] = ()
+    """Which sizes became constants although others were asked for, and why."""
+
     @functools.cached_property
     def sized(self) -> bool:
         """Whether the graph is for more than one set of sizes."""
@@ -131,7 +134,8 @@ def capture(
         if not isinstance(error, Unproven) and not any(isinstance(x, torch.SymInt) for x in operands):
             raise
         captured, trace = _with_fewer_symbols(gm, example_inputs, operands, held, attributes, grad_enabled, randomness)
-    return replace(captured, trace=trace) if keep_trace else captured
+    noted = size_limits.traces.noted()
+    return replace(captured, trace=trace if keep_trace else None, constant_sizes=noted)
 
 
 def _with_fewer_symbols(gm: fx.GraphModule, example_inputs: Sequence[object], operands: Any, *more: Any) -> Any:

@@ -25,6 +25,12 @@ TERMS = 40
 _WHY = "expressions of sizes nest too many remainders"
 
 
+class _SizedTraces(Traces):
+    def begin(self) -> None:
+        if not self.depth:
+            self.noted()  # of a trace that was captured by nobody
+
+
 @functools.cache
 def _install() -> None:
     environment: Any = ShapeEnv
@@ -33,11 +39,14 @@ def _install() -> None:
     @functools.wraps(original)
     def evaluate_expr(self: Any, orig_expr: Any, *arguments: Any, **keywords: Any) -> Any:
         if traces.depth and isinstance(orig_expr, sympy.Basic):
-            values = getattr(self, "backed_var_to_val", None) or self.var_to_val  # the latter before PyTorch 2.11
+            known = "backed_var_to_val" if hasattr(self, "backed_var_to_val") else "var_to_val"  # before PyTorch 2.11
+            values = getattr(self, known)
             fixed = self.__dict__.setdefault("fixed_by_daceml_train", set())
             for size in sorted((_nested(orig_expr) & values.keys()) - fixed, key=str):
                 fixed.add(size)
-                logs.event(logs.RECOMPILES, f"a size of {values[size]} is a constant of the program, since {_WHY}")
+                text = f"a size of {values[size]} is a constant of the program, since {_WHY}"
+                traces.note(text)
+                logs.event(logs.RECOMPILES, text)
                 original(self, sympy.Eq(size, values[size]))
             orig_expr = self.replace(orig_expr)
         return original(self, orig_expr, *arguments, **keywords)
@@ -45,8 +54,8 @@ def _install() -> None:
     environment.evaluate_expr = evaluate_expr
 
 
-traces = Traces(_install)
-"""Traces in which sizes may become constants."""
+traces = _SizedTraces(_install)
+"""Traces in which sizes may become constants, and note which."""
 
 
 def _nested(expression: sympy.Basic) -> set[sympy.Symbol]:

@@ -1,10 +1,13 @@
 """Sizes that become constants of a program, since their expressions nest remainders."""
 
+import pytest
 import sympy
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils._sympy.functions import FloorDiv, Mod
 
+import daceml_train as dt
 from daceml_train.frontends.torch.dynamo import size_limits
 from daceml_train.frontends.torch.dynamo.tracing import compiled
 
@@ -55,3 +58,28 @@ def test_other_sizes_are_compiled_again_and_right(monkeypatch):
         x = torch.randn(rows, height, 6)
         assert torch.equal(function(x), windows(x))
         assert len(compilations) == counted
+
+
+class Windows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return windows(x) * self.scale
+
+
+@pytest.mark.compiled
+def test_the_report_says_which_sizes_are_constants(monkeypatch):
+    monkeypatch.setattr(size_limits, "TERMS", 8)
+    torch._dynamo.reset()
+    model, x = Windows(), torch.randn(2, 7, 6)
+    step = dt.training_step(model, lambda y: y.sum(), torch.optim.SGD(model.parameters(), lr=0.1), dynamic=True)
+    step(x)
+    module = dt.optimize(Windows(), dynamic=True)
+    module(x).sum().backward()
+    line = "a size of 7 is a constant of the program, since expressions of sizes nest too many remainders"
+    for compiled_one in (step, module):
+        report = dt.report(compiled_one)
+        assert [line] == [text for function in report.functions for text in function.constant_sizes]
+        assert line in str(report) and line in report._repr_html_()
