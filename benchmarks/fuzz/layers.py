@@ -119,6 +119,10 @@ DERIVATIVES = (
 )
 """Derivatives inside models, functions with derivatives of their own, other element types."""
 FALLBACKS = (
+    "torch.fft.ifft(torch.fft.fft(h) * torch.fft.fft(h.flip(-1)) + torch.fft.fft(h)).real",
+    "z = torch.complex(h, h.tanh()); h = torch.view_as_real(z * z + z.conj()).sum(-1) / (1 + z.abs())",
+    "z = torch.fft.rfft(h); z[..., 0] = 0; h = torch.fft.irfft(z + z.detach(), n=h.shape[-1])",
+    "h = h * 1; h.register_hook(lambda g: g * 0.5)",
     "h.cumsum({d})",
     "h.flip({d})",
     "h.roll(1, {d})",

@@ -31,7 +31,7 @@ from daceml_train.errors import DacemlError, Invalid, Unsupported, why
 from daceml_train.frontends.torch import absent_gradients
 from daceml_train.frontends.torch.capture.capture import Captured, capture
 from daceml_train.frontends.torch.capture.checkpointed import as_eager
-from daceml_train.frontends.torch.dynamo import scalars
+from daceml_train.frontends.torch.dynamo import graph_breaks, scalars
 from daceml_train.frontends.torch.dynamo.tracing import (
     describe,
     frame,
@@ -82,6 +82,8 @@ class Backend:
     options: Settings
     records: list[Record] = field(default_factory=list)
     breaks: list[str] = field(default_factory=list)
+    graph_breaks: list[str] = field(default_factory=list)
+    """Why TorchDynamo divided functions into several graphs, each reason once."""
     graphs: int = 0
     cuda_graphs: list[CudaGraphPairs] = field(default_factory=list)
     """The CUDA graphs of forward and backward passes, per captured graph."""
@@ -243,6 +245,8 @@ def _call(
         _log_guards(state, name)
     for note in absent_gradients.traces.noted():
         state.backend.note(note)
+    known = state.backend.graph_breaks
+    known += [note for note in graph_breaks.traces.noted() if note not in known]
     if not state.worked:
         state.worked = describe((*arguments, *keywords.values()))
         if not state.backend.graphs:

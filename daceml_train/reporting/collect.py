@@ -121,6 +121,7 @@ def report(
     pieces = _reported(compiled)[2]  # `torch.compile` has a backend from the first call on
     own = compiled.breaks if isinstance(compiled, TrainingStep) else []
     breaks = [*own, *(pieces.breaks if pieces else ())]
+    divided = reasons(pieces.graph_breaks if pieces else ())
     captured = list(compiled.cuda_graphs.values()) if isinstance(compiled, TrainingStep) else []
     messages = [graphs.messages() for graphs in captured]
     messages += [graphs.messages() for graphs in (pieces.cuda_graphs if pieces else ())]
@@ -140,7 +141,7 @@ def report(
             template = replace(template, exchange=own_part, host=host)
         scaling = simulated(*profile(launches, found, template), ranks, link)
     events = tuple(compiled.compilation) if isinstance(compiled, BackgroundStep) else ()
-    parts = kind, name, functions, reasons(breaks), theirs, found, cuda_graphs, ways, events
+    parts = kind, name, functions, reasons(breaks), theirs, found, cuda_graphs, ways, events, divided
     return Report(*parts, scaling=scaling)
 
 

@@ -159,6 +159,8 @@ class Contents:
     """The ways through a model that is not one graph, and how often each was taken."""
     background: tuple[str, ...] = ()
     """What has happened in the background, for a step that compiles there."""
+    graph_breaks: tuple[str, ...] = ()
+    """Why a module is several graphs, between which Python runs."""
 
     @property
     def empty(self) -> bool:

@@ -93,7 +93,9 @@ def _parts(report: Contents) -> Iterator[str]:
     if report.breaks:
         title = "Not one graph, because" if report.paths else "Runs in PyTorch, because"
         yield f"<h2>{title}</h2><ul>{_items(report.breaks)}</ul>"
-    elif not report.empty and not any(function.fallbacks for function in report.functions):
+    if report.graph_breaks:
+        yield f"<h2>Several graphs, between which Python runs, because</h2><ul>{_items(report.graph_breaks)}</ul>"
+    elif not report.breaks and not report.empty and not any(function.fallbacks for function in report.functions):
         yield "<p>No graph breaks, and no operator runs in PyTorch for lack of a rule.</p>"
     if report.eager is not None:
         largest = list(report.eager.by_operator.items())[:ROWS]

@@ -27,6 +27,9 @@ def lines(report: Contents) -> Iterator[str]:
     if report.breaks:
         yield "\nnot one graph, because" if report.paths else "\nruns in PyTorch, because"
         yield from (f"  {reason}" for reason in report.breaks)
+    if report.graph_breaks:
+        yield "\nseveral graphs, between which Python runs, because"
+        yield from (f"  {reason}" for reason in report.graph_breaks)
 
 
 def headline(report: Contents) -> Iterator[str]:

@@ -1,3 +1,4 @@
+import html
 import json
 import re
 
@@ -184,3 +185,25 @@ def test_measured() -> None:
     assert theirs.startswith("PyTorch's own kernels move") and ours.startswith("moved here: ")
     parts = [float(part) for part in re.findall(r"([\d.]+) %", left)]
     assert len(parts) == 3 and abs(sum(parts) - 100) < 0.2 and "library calls" in left
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)[x > 0].square().mean()
+
+
+@pytest.mark.compiled
+def test_the_report_names_graph_breaks_and_their_lines() -> None:
+    torch._dynamo.reset()
+    module, whole = dt.optimize(Masked()), dt.optimize(nn.Linear(4, 4))
+    module(torch.randn(6, 4)).backward()
+    whole(torch.randn(6, 4)).sum().backward()
+    report = dt.report(module)
+    (reason,) = report.graph_breaks
+    assert "test_collect.py:" in reason and reason in str(report)
+    assert html.escape(reason) in report._repr_html_() and "No graph breaks" not in report._repr_html_()
+    assert dt.report(whole).graph_breaks == () and "No graph breaks" in dt.report(whole)._repr_html_()

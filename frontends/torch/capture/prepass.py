@@ -17,7 +17,7 @@ from torch.fx import traceback as fx_traceback
 from torch.utils import _pytree as pytree
 
 from daceml_train.errors import DacemlError, Unsupported
-from daceml_train.frontends.torch.capture import graph_leaves, inner_gradients
+from daceml_train.frontends.torch.capture import gradient_hooks, graph_leaves, inner_gradients
 from daceml_train.frontends.torch.capture.checkpointed import refuse_repeated_changes
 from daceml_train.frontends.torch.capture.composed import REPLACED, REPLACED_IN_FUNCTORCH, REPLACED_METHODS
 from daceml_train.frontends.torch.capture.control import CONTROL, control_of
@@ -67,6 +67,8 @@ class _Interpreter(fx.Interpreter):
         self.node: fx.Node
         self.carriers: dict[int, list[tuple[fx.Node, torch.Tensor]]] = {}
         """Memory -> the examples in it that have a gradient, and their nodes, in order."""
+        self.hooks: dict[fx.Node, tuple[torch.Tensor, list[tuple[int, tuple[Any, ...]]]]] = {}
+        """A tensor with hooks -> the tensor before the first of them, and the hooks: their keys, and what they read."""
 
     def run_node(self, n: fx.Node) -> Any:
         self.node = n
@@ -93,10 +95,10 @@ class _Interpreter(fx.Interpreter):
         name = _name(target)
         if target is torch.autograd.grad:
             return self._inner_gradients()
-        if name in _REFUSED:
-            raise Unsupported(f"{name} inside a compiled graph", where=str(origin(self.node)))
         if isinstance(target, torch._ops.HigherOrderOperator):
             return self._higher_order(name, args, kwargs)
+        if name in _REFUSED:
+            raise Unsupported(f"{name} inside a compiled graph", where=str(origin(self.node)))
         if name == "_grad_increment_nesting" or name == "_vmap_increment_nesting":
             self.state.nesting += 1
         rule = REPLACED.get(target) if not self.state.nesting else REPLACED_IN_FUNCTORCH.get(target)
@@ -252,6 +254,8 @@ class _Interpreter(fx.Interpreter):
             return self._custom_function(args, kwargs)
         if name in CONTROL:
             return self._control(name, args)
+        if name == "register_hook":
+            return self._hooked(*args)
         bodies = [a for a in args if isinstance(a, fx.GraphModule)]
         if name in _INLINED and len(bodies) == 1:
             if name == "tag_activation_checkpoint" and self.state.grad_enabled:
@@ -259,6 +263,22 @@ class _Interpreter(fx.Interpreter):
             operands = [a for a in args if not isinstance(a, fx.GraphModule | str)]
             return _Interpreter(bodies[0], self.state).run(*operands)
         raise Unsupported(f"the higher-order operator {name}", where=str(origin(self.node)))
+
+    def _hooked(self, x: torch.Tensor, body: fx.GraphModule, *free: Any) -> torch.Tensor:
+        """The tensor with a hook on its gradient, which all later uses see under either name."""
+        gradient_hooks.refuse_unhookable(self.node, _changed_in_place)
+        if self.state.nesting or not all(isinstance(f, torch.Tensor) for f in free):
+            why = "inside torch.func" if self.state.nesting else "that reads sizes"
+            raise Unsupported(f"register_hook {why}", where=str(origin(self.node)))
+        functions, tensor = custom_functions.get(), self.node.all_input_nodes[0]
+        functions.append(gradient_hooks.hooked(body, len(free)))
+        result, earlier = self.hooks.get(tensor, (x, []))
+        hooks = [*earlier, (len(functions) - 1, free)]
+        self.hooks[self.node] = result, hooks
+        for key, read in reversed(hooks):  # the first hook gets the gradient first
+            result = _ops.custom_vjp(key, [result, *read])[0]
+        self.env[tensor] = result
+        return result
 
     def _control(self, name: str, args: tuple[Any, ...]) -> Any:
         """A branch or loop, as one operator over the tensors among its operands; a known condition needs no branch."""

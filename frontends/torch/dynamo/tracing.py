@@ -23,15 +23,23 @@ from torch.fx.experimental import _config as symbols
 
 from daceml_train.errors import INTERNAL, DacemlError, internal
 from daceml_train.frontends.torch import absent_gradients
-from daceml_train.frontends.torch.capture import graph_leaves
-from daceml_train.frontends.torch.dynamo import formats, polyfills, prints, retention, scalars, size_limits
+from daceml_train.frontends.torch.capture import gradient_hooks, graph_leaves
+from daceml_train.frontends.torch.dynamo import (
+    formats,
+    graph_breaks,
+    polyfills,
+    prints,
+    retention,
+    scalars,
+    size_limits,
+)
 
 RECOMPILATIONS = 64
 """Programs per module or step before Dynamo stops: modes, frozen sets of parameters and kinds of arguments."""
 
 _KNOWN = inspect.signature(torch.compile).parameters
 _copies = itertools.count()
-_PATCHES: Any = (graph_leaves, absent_gradients, prints, scalars, retention, size_limits)
+_PATCHES: Any = (gradient_hooks, graph_leaves, absent_gradients, prints, scalars, retention, size_limits, graph_breaks)
 """Modules that change what TorchDynamo does in traces of ours."""
 
 
