@@ -12,6 +12,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "programs.json", ROOT / "docs" / "results" / "programs.md"
+ROWS = ROOT / "benchmarks" / "results" / "program_rows.json"
 MARKS = "<!-- figures: begin -->", "<!-- figures: end -->"
 
 Rows = Sequence[Mapping[str, Any]]
@@ -21,6 +22,38 @@ def stored() -> Rows:
     """The rows of the last run."""
     rows: Rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     return rows
+
+
+def stored_rows() -> dict[str, list[dict[str, Any]]]:
+    """What `benchmarks.programs.rows` measured last."""
+    found: dict[str, list[dict[str, Any]]] = json.loads(ROWS.read_text()) if ROWS.exists() else {}
+    return found
+
+
+def _cost(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """What Python costs, as tables."""
+    heads = {
+        "changes": ("what changes", {"programs": "programs", "ratio": "step, with / without"}),
+        "observation": (
+            "what is looked at",
+            {"with": "with / without", "eager": "eager", "cost": "cost beyond eager's"},
+        ),
+        "flips": ("what flips", {"first": "the first time / eager step", "known": "later / eager step"}),
+    }
+    lines = ["## What Python costs", "", "`python -m benchmarks.programs.rows --update`"] if found else []
+    for kind, (what, columns) in heads.items():
+        if kind in found:
+            lines += ["", f"| {what} | {' | '.join(columns.values())} |", f"|---|{'--:|' * len(columns)}"]
+            for row in found[kind]:
+                cells = [_figure(name, row.get(name)) for name in columns]
+                lines.append(f"| {row['what']} | {' | '.join(cells)} |")
+    return [*lines, ""] if lines else []
+
+
+def _figure(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    return str(value) if isinstance(value, int) else f"{value:.1%}" if name == "cost" else f"{value:.2f}"
 
 
 def replaced(rows: Rows, program: str, new: Rows, order: Sequence[str]) -> Rows:
@@ -49,7 +82,16 @@ def text(rows: Rows) -> str:
         lines[-1] += " torch.compile |"
         lines += ["|---|---|---|---|---|---|--:|--:|--:|--:|--:|--:|"]
         lines += [_line(row, by.get((row["program"], "torch.compile"))) for row in ours]
-    lines += ["", "## What differs", "", *_notes(rows, "differs"), "", "## Why not one program", ""]
+    lines += [
+        "",
+        *_cost(stored_rows()),
+        "## What differs",
+        "",
+        *_notes(rows, "differs"),
+        "",
+        "## Why not one program",
+        "",
+    ]
     return "\n".join([*lines, *_notes(rows, "reasons")])
 
 

@@ -53,6 +53,10 @@ class UpdateGoal(Goal):
         return self.interface_
 
 
+class NotYet(Unsupported):
+    """PyTorch has to make the state of a parameter first."""
+
+
 class BoundUpdate:
     """An update bound to the parameters and the state of an optimizer; gradients and hyper-parameters change."""
 
@@ -125,7 +129,7 @@ def _trained(optimizer: torch.optim.Optimizer, graded: Sequence[int]) -> tuple[l
             if type(parameter) is not torch.nn.Parameter or parameter.device.type != "cpu":
                 raise Unsupported(f"a parameter that is {type(parameter).__name__} on {parameter.device}")
             if not ready(update, state):
-                raise Unsupported("the optimizer's state does not exist yet")
+                raise NotYet("the optimizer's state does not exist yet")
             numbers = number_types(update, state)
             trained.append(Trained(f"p{len(trained)}", update, rate, numbers=numbers))
             parameters.append(parameter)
@@ -165,6 +169,9 @@ class OptimizerUpdates:
             if self.compiled > PROGRAMS:
                 raise Unsupported("the optimizer has other options or parameters at every step")
             self.bound[key] = BoundUpdate(optimizer, self.settings, self.names, key[:-1])
+        except NotYet:  # a parameter that had no gradient before
+            self.compiled -= 1
+            return False
         except DacemlError as error:
             self.why = str(error)
             logs.event(logs.BREAKS, f"PyTorch's own {type(optimizer).__name__}.step: {error}")

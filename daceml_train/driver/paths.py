@@ -51,7 +51,7 @@ EARLY_PATHS = 12
 """So many paths are compiled when they were taken once, and later ones where most calls take known paths."""
 PATHS = 64
 """Paths of a step that are compiled."""
-RECENT, NEW = 24, 20
+RECENT, NEW = 16, 14
 """Where `NEW` of the last `RECENT` calls took paths that were never taken before, the search ends."""
 MANY = 4
 """Where paths part into so many that differ in sizes or integers alone, there may be any number of them: a path is

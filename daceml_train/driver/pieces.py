@@ -20,6 +20,7 @@ from daceml_train.driver.records import Record
 from daceml_train.driver.settings import Settings
 from daceml_train.frontends.torch.dynamo.tracing import describe
 
+
 class InPieces(Clipped):
     """What a `TrainingStep` does where it cannot be one program."""
 
