@@ -36,7 +36,7 @@ def _cost(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
         "changes": ("what changes", {"programs": "programs", "ratio": "step, with / without"}),
         "observation": (
             "what is looked at",
-            {"with": "with / without", "eager": "eager", "cost": "cost beyond eager's"},
+            {"step": "step ms", "more": "more ms", "eager": "more ms, eager", "cost": "cost beyond eager's"},
         ),
         "flips": ("what flips", {"first": "the first time / eager step", "known": "later / eager step"}),
     }

@@ -182,14 +182,17 @@ class Recurrent(nn.Module):
 def observation(steps: int) -> list[dict[str, Any]]:
     """Rows of looks that decide nothing."""
     kinds = (looked, printed, asked)
-    ours = [Way(Model(kind), True) for kind in (nothing, *kinds)]
-    eager = [Way(Model(kind), False) for kind in (nothing, *kinds)]
-    turns([*ours, *eager], steps, same_sizes)
     rows = []
-    for kind, way, other in zip(kinds, ours[1:], eager[1:], strict=True):
-        own = other.ms - eager[0].ms
-        cost = (way.ms - ours[0].ms - max(0.0, own)) / ours[0].ms
-        rows.append({"what": _doc(kind), "with": way.ms / ours[0].ms, "eager": other.ms / eager[0].ms, "cost": cost})
+    for batch, count in ((BATCH, steps), (16 * BATCH, steps // 6)):
+        ours = [Way(Model(kind), True) for kind in (nothing, *kinds)]
+        eager = [Way(Model(kind), False) for kind in (nothing, *kinds)]
+        turns([*ours, *eager], count, lambda number, batch=batch: drawn(number % 8, batch, WIDTH))  # type: ignore[misc]
+        for kind, way, other in zip(kinds, ours[1:], eager[1:], strict=True):
+            more, own = way.ms - ours[0].ms, max(0.0, other.ms - eager[0].ms)
+            what = f"{_doc(kind)}, {batch} rows"
+            rows.append(
+                {"what": what, "step": ours[0].ms, "more": more, "eager": own, "cost": (more - own) / ours[0].ms}
+            )
     return rows
 
 

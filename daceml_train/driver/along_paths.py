@@ -35,6 +35,10 @@ class DependsOnPython(Unsupported):
     """A step is not one program because of Python objects; it may still follow paths."""
 
 
+OUTGROWN = 8
+"""After so many calls along paths, the programs that others of their kind ran are forgotten."""
+
+
 def _compiled_by_others(module: torch.nn.Module) -> bool:
     """Whether a module's calls of PyTorch cannot be followed."""
     kinds = (torch._dynamo.OptimizedModule, torch.jit.ScriptModule)
@@ -59,6 +63,8 @@ class AlongPaths(OnRanks):
         self.faster = Faster(compiled=None if self.whole_batches else True)
         self.paths: dict[Any, Paths] = {}
         """Per number of threads, the ways through the user's code of calls that are not one program."""
+        self._unbound: dict[Any, int] = {}
+        """Per kind of arguments of which some calls are one program, how many were not."""
         self._without_paths: set[Any] = set()
         """The kinds of arguments whose graph could not be compiled."""
 
@@ -87,6 +93,13 @@ class AlongPaths(OnRanks):
             if paths.refused == ENDLESS and self.faster.compiled is None:
                 self.faster.compiled = False
                 self.breaks.append(ENDLESS)
+
+    def _outgrown(self, key: Any) -> None:
+        """Forget the programs of a kind of arguments that follows paths, if most of its calls are none of them."""
+        if key in self._in_pieces and key in self._bound:
+            self._unbound[key] = self._unbound.get(key, 0) + 1
+            if self._unbound[key] >= OUTGROWN:
+                del self._bound[key]
 
     def _warn_of_paths(self, key: Any, paths: Paths) -> None:
         """Warn once that and why Python runs the model, and of an internal error that has ended that."""

@@ -166,6 +166,7 @@ class TrainingStep(AlongPaths):
         scope, ways = {"self": self, "inputs": inputs, "targets": targets}, self._bound.get(key, [])
         bound = next((way for way in ways if way.valid(scope) and way.repeatable(self._code.__code__, scope)), None)
         if bound is None:
+            self._outgrown(key)
             if ways and logs.speaks(logs.RECOMPILES):
                 changed = ways[0].changed(scope)
                 logs.event(logs.RECOMPILES, f"training step of {type(self.model).__name__} is rebound: {changed}")

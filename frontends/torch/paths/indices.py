@@ -12,7 +12,7 @@ from torch import Tensor
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Calls a function of PyTorch along a path."""
 
-INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
+INDEXING = frozenset([Tensor.__getitem__, Tensor.__setitem__])
 
 
 def parts_of(index: Any) -> tuple[Any, ...]:

@@ -96,15 +96,15 @@ class Recorder(TorchFunctionMode):
             return self._attribute(function, function.__self__.__name__, *args)
         if function in indices.INDEXING:
             args = self._indexed(function, *args)
-        return self._run(function, args, kwargs, self._lazy(function, args, kwargs))
+        return self._run(function, args, kwargs)
 
-    def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lazy: bool) -> Any:
+    def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lazy: bool = False) -> Any:
         if self.following:
             call, enabled = self.call, torch.is_grad_enabled()
             for step in self.at.following:
                 if step.matches(function, enabled, args, kwargs, call):
                     return self._followed(step)
-        if not lazy:
+        if not lazy and not self._lazy(function, args, kwargs):
             return self._at_once(function, args, kwargs)
         if self.refused:
             return function(*self._real(args), **self._real(kwargs))
