@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +71,7 @@ class CompiledGraph:
         eager: Callable[..., Any],
         cuda_graphs: bool = False,
         note: Callable[[str], None] | None = None,
+        copied: Collection[int] = (),
     ) -> None:
         self.note = note
         self.runs = 0
@@ -79,6 +80,8 @@ class CompiledGraph:
         names = list(captured.graph.inputs)
         self.names = names
         self.kept = [names.index(name) for name in compiled.kept]
+        self.copied = {names.index(s.name) for s in captured.inputs if s.name in names and s.position in copied}
+        """Inputs of which user code reads a copy: programs read the input itself, which may change before they do."""
         fixed = [name for name in names if name != SEED and name not in captured.draws]
         self.written = [fixed.index(name) for name in captured.graph.writes]
         self.changes = [(names.index(name), count) for name, count in captured.changes.items()]
@@ -209,7 +212,10 @@ class _Function(torch.autograd.Function):
         results, saved = outputs[: graph.compiled.results], outputs[graph.compiled.results :]
         results = graph.laid_out(results, tensors)
         ctx.graph, ctx.call = graph, (arguments, tensors, [_version(t) for t in tensors])
-        ctx.save_for_backward(*(tensors[i] for i in graph.kept), *saved)
+        given = (
+            t.clone() if i in graph.copied and not t.requires_grad else t for i in graph.kept for t in [tensors[i]]
+        )
+        ctx.save_for_backward(*given, *saved)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(r for i, r in enumerate(results) if i not in graph.differentiable))
         return tuple(results)

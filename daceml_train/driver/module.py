@@ -31,6 +31,7 @@ from daceml_train.errors import DacemlError, Invalid, Unsupported, why
 from daceml_train.frontends.torch import absent_gradients
 from daceml_train.frontends.torch.capture.capture import Captured, capture
 from daceml_train.frontends.torch.capture.checkpointed import as_eager
+from daceml_train.frontends.torch.capture.copies import copied_inputs
 from daceml_train.frontends.torch.dynamo import graph_breaks, scalars
 from daceml_train.frontends.torch.dynamo.tracing import (
     describe,
@@ -157,7 +158,8 @@ class Backend:
         compiled.records[0].fallbacks = [(target, str(origin)) for target, origin in captured.fallbacks]
         compiled.records[0].constant_sizes = list(captured.constant_sizes)
         self.records += compiled.records
-        compiled_graph = CompiledGraph(captured, compiled, self.eager(module), self.options.cuda_graphs, self.note)
+        others = self.options.cuda_graphs, self.note, copied_inputs(module)
+        compiled_graph = CompiledGraph(captured, compiled, self.eager(module), *others)
         self.cuda_graphs += [compiled_graph.cuda_graphs] if compiled_graph.cuda_graphs is not None else []
         return compiled_graph
 
