@@ -56,6 +56,30 @@ WATCH = """async (number) => {
 }"""
 
 
+CHECKS = """async (number) => {
+  const root = document.querySelectorAll('.jp-CodeCell')[number].querySelector('.daceml-explore');
+  const desk = root.desk, times = {};
+  const idle = async () => { while (root.classList.contains('busy')) await new Promise((next) => setTimeout(next, 50)); };
+  await idle();
+  let began = performance.now();
+  root.querySelector('.card .preview').click();
+  while (!desk.preview) await new Promise((next) => setTimeout(next, 10));
+  times.preview = (performance.now() - began) / 1000;
+  for (const kind of ['verify', 'measure']) {
+    await idle();
+    began = performance.now();
+    root.querySelector(`button.${kind}`).click();
+    while (!desk.partial[kind] && !root.querySelector('.message.bad')) await new Promise((next) => setTimeout(next, 20));
+    times[kind] = (performance.now() - began) / 1000;
+    times[`${kind}_first`] = desk.partial[kind] ?? root.querySelector('.message').textContent;
+    root.querySelector('button.cancel').click();
+  }
+  await idle();
+  return times;
+}"""
+"""Seconds until a preview, and until the first results of both checks, which are then cancelled."""
+
+
 def test_bert_opens_on_its_modules_while_it_is_captured(page: Any, lab: Lab, shots: Shots) -> None:
     page.set_default_timeout(600_000)
     page.goto(lab.notebook("bert", BERT, EXPLORE, CPU, EXPLORE))
@@ -76,6 +100,9 @@ def test_bert_opens_on_its_modules_while_it_is_captured(page: Any, lab: Lab, sho
             ended(page, 2)
             output = page.locator(".jp-CodeCell").nth(2).locator(".jp-OutputArea-output")
             found["kernel_seconds"] = float(output.inner_text())
+    found["checks"] = page.evaluate(CHECKS, 3)
+    shots(page, "checks")
+    assert "tensors so far" in found["checks"]["verify_first"], found
     found["load"] = os.getloadavg()[0]
     folder = Path(os.environ.get("BROWSER_SHOTS") or lab.folder)
     (folder / "opening.json").write_text(json.dumps(found, indent=1) + "\n")

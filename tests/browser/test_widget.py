@@ -31,6 +31,14 @@ session = dt.Session(model, x, y, loss=nn.functional.cross_entropy, optimizer=to
 """
 
 
+KEEP = """root => {
+  root.told = [];
+  const { progress } = root.desk.channel.events;
+  root.desk.channel.events.progress = (message) => { root.told.push(message); progress(message); };
+}"""
+"""Keeps what the kernel tells about its progress."""
+
+
 def opened(page: Any, lab: Lab, name: str, *cells: str) -> Any:
     """The first widget of a notebook, drawn and with its matches."""
     page.goto(lab.notebook(name, *cells))
@@ -63,10 +71,11 @@ def test_the_loop(page: Any, lab: Lab, shots: Shots) -> None:
     widget.locator(".preview table").wait_for()
     shots(page, "preview")
 
+    chosen = before["matches"][int(first.get_attribute("data-number"))]
     widget.locator(".card .apply").first.click()
     settled(page, widget)
     after = state(widget)
-    assert after["at"] == 1 and after["totals"]["bytes"] == before["totals"]["bytes"] + before["matches"][0]["bytes"]
+    assert after["at"] == 1 and after["totals"]["bytes"] == before["totals"]["bytes"] + chosen["bytes"]
     page.wait_for_function("([root, drawn]) => root.desk.drawn !== drawn", arg=[widget.element_handle(), drawn])
     widget.locator("button.undo").click()
     settled(page, widget)
@@ -75,17 +84,29 @@ def test_the_loop(page: Any, lab: Lab, shots: Shots) -> None:
     for _ in range(2):
         widget.locator(".card .apply").first.click()
         settled(page, widget)
+    widget.evaluate(KEEP)
     widget.locator("button.verify").click()
     settled(page, widget)
     widget.locator("button.measure").click()
+    widget.locator("pre.measured-so-far").wait_for(timeout=PATIENCE)
+    shots(page, "measuring")
     settled(page, widget)
-    widget.locator(".tabs .files").click()
     shots(page, "verified")
+    told = widget.evaluate("root => root.told")
+    assert any("PyTorch" in one["text"] for one in told if one["kind"] == "verify")
+    assert any("tensors so far" in one.get("partial", "") for one in told), "a first comparison comes before the last"
     notes = state(widget)["notes"]
     assert notes["verified"].startswith("all right"), notes
     assert "now" in notes["measured"]
     widget.locator("select.overlay").select_option("time")
     shots(page, "time")
+    widget.locator(".tabs .timeline").click()
+    assert widget.locator(".lane").count() == 3
+    widget.locator(".launch-row").first.click()
+    settled(page, widget)
+    assert widget.locator(".tree .row.chosen").count() == 1
+    shots(page, "timeline")
+    widget.locator(".tabs .files").click()
     widget.locator("input.path").fill("loop.json")
     widget.locator("button.save").click()
     settled(page, widget)
@@ -207,3 +228,19 @@ def test_a_graph_of_three_thousand_operators_in_the_dark(page: Any, lab: Lab, sh
     page.wait_for_timeout(1500)
     widget.evaluate("root => { document.body.dataset.jpThemeLight = 'false'; root.desk.theme(); }")
     shots(page, "deep")
+
+
+def test_a_pass_is_applied_everywhere_from_its_group(page: Any, lab: Lab, shots: Shots) -> None:
+    widget = opened(page, lab, "groups", NETWORK, "dt.explore(session)")
+    before = state(widget)
+    group = widget.locator(".group").first
+    name = group.get_attribute("data-pass")
+    assert before["groups"][0]["name"] == name and before["groups"][0]["count"] > 1
+    assert group.locator(".module").count() == len(before["groups"][0]["modules"])
+    shots(page, "groups")
+    group.locator("button.everywhere").click()
+    settled(page, widget)
+    after = state(widget)
+    assert after["at"] == 1 and after["history"][0]["name"] == name and after["history"][0]["matches"] > 1
+    assert after["totals"]["bytes"] < before["totals"]["bytes"]
+    shots(page, "everywhere")

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,11 +14,14 @@ from daceml_train.driver.settings import Settings
 from daceml_train.errors import Invalid
 from daceml_train.exploration.session.eager_copy import EagerCopy
 from daceml_train.exploration.session.program import Inputs, Program, cotangents
+from daceml_train.exploration.session.progress import CheckProgress, Watch, compiling, unwatched
 from daceml_train.exploration.session.state import State
 from daceml_train.exploration.session.subject import Subject
 
 WARMUP = 2
 """Warm-up runs of each program."""
+PAUSE = 0.5
+"""Seconds between two partial results."""
 
 
 @dataclass(frozen=True)
@@ -74,41 +78,78 @@ class Measurement:
         return "\n".join(lines)
 
 
-def measure(subject: Subject, states: Mapping[str, State], options: Settings, eager: bool, repeats: int) -> Measurement:
+def measure(
+    subject: Subject,
+    states: Mapping[str, State],
+    options: Settings,
+    eager: bool,
+    repeats: int,
+    watch: Watch = unwatched,
+) -> Measurement:
     """Compile the graphs of `states`, and run each `repeats` times in turn; `eager` adds PyTorch.
 
-    Each program trains copies of its own; compiled programs receive a module's cotangents, as PyTorch does.
+    Each program trains copies of its own; compiled programs receive a module's cotangents, as PyTorch does. `watch`
+    receives progress and partial results: a run of each program as soon as it has warmed up, PyTorch first, which
+    needs no compilation; then all runs so far.
     """
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
         raise Invalid(f"repeats is a number of runs of at least 1, given {repeats!r}")
     inputs = Inputs.of(subject)
     runs: dict[str, Callable[[], object]] = {}
     counts: dict[str, tuple[int | None, int, int]] = {}
-    for name, state in states.items():
-        program = Program.of(state.graph, options)
-        runs[name] = _runner(program, inputs)
-        counts[name] = state.bytes, program.kernels, program.calls
+    warm: dict[str, list[float]] = {}
+    names = [*states, *(["eager"] if eager else [])]
+
+    def so_far(seconds: Mapping[str, Sequence[float]]) -> Measurement:
+        known = {n: Timed(n, tuple(seconds[n]), *counts[n]) for n in names if seconds.get(n)}
+        return Measurement(known, torch.get_num_threads())
+
+    def prepare(name: str, run: Callable[[], object], *count: Any) -> None:
+        runs[name], counts[name] = run, (count[0], count[1], count[2])
+        watch(CheckProgress(f"warming up {name}"))
+        warm[name] = [_timed(run) for _ in range(WARMUP)][-1:]
+        watch(CheckProgress(f"warmed up {name}", result=so_far(warm)))
+
     if eager:
         seeds = cotangents(subject, subject.training_graph(subject.captured), inputs)
-        runs["eager"], counts["eager"] = EagerCopy(subject).step(seeds), (None, 0, 0)
-    return Measurement(
-        {n: Timed(n, tuple(seconds), *counts[n]) for n, seconds in in_turn(runs, repeats).items()},
-        torch.get_num_threads(),
-    )
+        prepare("eager", EagerCopy(subject).step(seeds), None, 0, 0)
+    for name, state in states.items():
+        program = Program.of(state.graph, compiling(options, name, watch))
+        prepare(name, _runner(program, inputs), state.bytes, program.kernels, program.calls)
+
+    def told(seconds: Mapping[str, Sequence[float]], done: int, left: float) -> None:
+        result = so_far(seconds) if done < repeats else None
+        watch(CheckProgress(f"running {', '.join(names)} in turn", done, repeats, left, result))
+
+    return so_far(in_turn({name: runs[name] for name in names}, repeats, told, 0))
 
 
-def in_turn(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, Sequence[float]]:
-    """Seconds of each run, after some that do not count."""
+def in_turn(
+    runs: Mapping[str, Callable[[], object]],
+    repeats: int,
+    told: Callable[[Mapping[str, Sequence[float]], int, float], None] = lambda *_: None,
+    warmup: int = WARMUP,
+) -> dict[str, Sequence[float]]:
+    """Seconds of each run, after `warmup` that do not count; `told` receives those so far, rounds, and seconds left."""
     for run in runs.values():
-        for _ in range(WARMUP):
+        for _ in range(warmup):
             run()
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
+    began = last = time.perf_counter()
+    for done in range(1, repeats + 1):
         for name, run in runs.items():
-            began = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - began)
+            seconds[name].append(_timed(run))
+        now = time.perf_counter()
+        if now - last > PAUSE:
+            told(seconds, done, (now - began) / done * (repeats - done))
+            last = time.perf_counter()
     return dict(seconds)
+
+
+def _timed(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
 
 
 def _runner(program: Program, inputs: Inputs) -> Callable[[], object]:

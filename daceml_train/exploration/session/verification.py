@@ -13,6 +13,7 @@ from daceml_train.analysis.interpret import interpret
 from daceml_train.driver.settings import Settings
 from daceml_train.exploration.session.eager_copy import EagerCopy, Named
 from daceml_train.exploration.session.program import Inputs, Program, cotangents
+from daceml_train.exploration.session.progress import CheckProgress, Watch, compiling, unwatched
 from daceml_train.exploration.session.subject import NORM, Subject
 from daceml_train.graph.graph import Graph
 from daceml_train.tensor import DType
@@ -27,6 +28,8 @@ SMALL = 1e-3
 """A tensor much smaller than the others of its kind is compared with this share of their median."""
 NOISE = 0.05
 """An eager error above which a tensor is rounding noise, so that a comparison says nothing."""
+SAMPLE = 24
+"""The most tensors of the first comparison, besides results."""
 RATE = 1.0
 """The learning rate of verification: with a small one, rounding of parameters hides what a gradient did to them."""
 
@@ -99,46 +102,80 @@ def verify(
     graph: Graph,
     with_gradients: Callable[[Subject], tuple[Graph, Sequence[str]]],
     options: Settings,
+    watch: Watch = unwatched,
 ) -> Verification:
     """Run `graph` as a compiled program and compare. `with_gradients` turns a step into one with its gradients as
     outputs, and returns what differs between the two.
+
+    `watch` receives progress, and a comparison of some tensors with PyTorch as soon as both have run once.
     """
     inputs = Inputs.of(subject, RATE)
-    found = _program_results(subject, graph, inputs, options)
+    found = _program_results(subject, graph, inputs, compiling(options, "the program", watch))
     notes: list[str] = []
+    seeds = cotangents(subject, graph, inputs)
+    eager = _eager(subject, seeds, watch)
+    if eager:
+        watch(CheckProgress("compared some tensors", result=sampled(found, eager[0])))
     if subject.kind == "step":  # whose gradients need not exist as arrays
+        watch(CheckProgress("applying the steps to a program with gradients as results"))
         wider = subject.with_gradients()
         other, differs = with_gradients(wider)
         notes += differs
-        results = _program_results(wider, other, Inputs.of(wider, RATE), options)
+        named = compiling(options, "the program with gradients", watch)
+        results = _program_results(wider, other, Inputs.of(wider, RATE), named)
         found |= {key: value for key, value in results.items() if key[0] == "gradient"}
-    seeds = cotangents(subject, graph, inputs)
-    eager, exact, reference = _expected(subject, seeds, notes)
+    watch(CheckProgress("running PyTorch in float64"))
+    exact, reference = _exact(subject, seeds, notes)
     if exact is None:
+        watch(CheckProgress("evaluating the captured graph in float64"))
         exact = _meaning(subject)
     if not eager:  # what rounding alone does to the same graph on the same random numbers
         eager = [_meaning(subject, rounded=True)]
+    watch(CheckProgress("comparing all tensors"))
     return Verification(tuple(_compared(found, eager, exact)), reference, tuple(notes))
 
 
-def _expected(
-    subject: Subject, seeds: Mapping[int, torch.Tensor], notes: list[str]
-) -> tuple[list[Named], Named | None, str]:
-    """PyTorch's results in the model's own element types, in float64, and the name of the reference."""
+def sampled(found: Named, eager: Named) -> Verification:
+    """A comparison of all results and of `SAMPLE` other tensors, evenly spread, with PyTorch in its own types.
+
+    Updates are left out where the optimizer has a state: Adam's update by a gradient of zero is rounding noise.
+    """
+    stateful = any(kind == "state" for kind, _ in found)
+    others = [key for key in found if key in eager and key[0] != "result" and (key[0] != "update" or not stateful)]
+    step = max(1, -(-len(others) // SAMPLE))
+    keys = [key for key in found if key[0] == "result" and key in eager] + others[::step]
+    checks = _compared({key: found[key] for key in keys}, [], {key: eager[key] for key in keys})
+    total = len({*found, *eager})
+    return Verification(tuple(checks), f"PyTorch, {len(keys)} of {total} tensors so far")
+
+
+def _eager(subject: Subject, seeds: Mapping[int, torch.Tensor], watch: Watch) -> list[Named]:
+    """PyTorch's results in the model's own element types, in each layout; none where it draws other numbers."""
+    captured = subject.seen.captured
+    if captured.random and not captured.draws:
+        return []
+    images = any(t.ndim == 4 for t in subject.seen.tensors.values()) and not captured.draws
+    layouts = ((False, ""), (True, ", channels last")) if images else ((False, ""),)
+    results = []
+    for last, name in layouts:
+        watch(CheckProgress(f"running PyTorch{name}"))
+        results.append(EagerCopy(subject, channels_last=last).results(seeds, RATE))
+    return results
+
+
+def _exact(subject: Subject, seeds: Mapping[int, torch.Tensor], notes: list[str]) -> tuple[Named | None, str]:
+    """PyTorch's results in float64, None where there are none, and the name of the reference."""
     captured = subject.seen.captured
     if captured.random and not captured.draws:
         notes.append("random numbers are drawn otherwise than in PyTorch: random='eager' draws the same")
-        return [], None, "the captured graph's meaning in float64"
-    images = any(t.ndim == 4 for t in subject.seen.tensors.values()) and not captured.draws
-    layouts = (False, True) if images else (False,)
-    eager = [EagerCopy(subject, channels_last=last).results(seeds, RATE) for last in layouts]
+        return None, "the captured graph's meaning in float64"
     if captured.draws:
-        return eager, None, "the captured graph's meaning in float64, on PyTorch's random numbers"
+        return None, "the captured graph's meaning in float64, on PyTorch's random numbers"
     try:
-        return eager, EagerCopy(subject, wide=True).results(seeds, RATE), "PyTorch in float64"
+        return EagerCopy(subject, wide=True).results(seeds, RATE), "PyTorch in float64"
     except Exception as error:  # a model may insist on its element types
         notes.append(f"PyTorch does not run the model in float64: {error}")
-        return eager, None, "the captured graph's meaning in float64"
+        return None, "the captured graph's meaning in float64"
 
 
 def _program_results(subject: Subject, graph: Graph, inputs: Inputs, options: Settings) -> Named:

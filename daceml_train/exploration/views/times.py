@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from daceml_train.exploration.session.program import Inputs, Program
 from daceml_train.exploration.session.session import Session
+from daceml_train.exploration.views.tree import Tree
 from daceml_train.graph.leaves import leaves
 from daceml_train.passes.base import without_dead_code
 from daceml_train.runtime.timing import Timing
@@ -32,3 +36,16 @@ def seconds_of(session: Session, runs: int = RUNS) -> dict[int, float]:
             node = owner[graph.nodes[place].outputs[0]]
             found[node] = found.get(node, 0.0) + seconds
     return found
+
+
+def timeline_of(tree: Tree, seconds: Mapping[int, float] | None) -> list[dict[str, Any]]:
+    """The measured operators in the order in which they run, each with its begin; empty where nothing was measured."""
+    rows: list[dict[str, Any]] = []
+    begin = 0.0
+    for place in sorted(seconds or ()):
+        item, took = tree.of_node.get(place), (seconds or {})[place]
+        if item is not None and took > 0:
+            known = {"key": item.key, "label": item.label, "module": item.module, "phase": item.phase}
+            rows.append({**known, "bytes": item.bytes, "begin": begin, "seconds": took})
+            begin += took
+    return rows

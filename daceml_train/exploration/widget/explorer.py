@@ -25,7 +25,7 @@ except ImportError as _error:
     raise Invalid(f"the widget needs a package: {_error}", advice="pip install 'daceml_train[notebook]'") from None
 
 _STATIC = Path(__file__).parent / "static"
-_SCRIPTS = ("text.js", "viewer.js", "channel.js", "outline.js", "matches.js", "panels.js", "main.js")
+_SCRIPTS = ("text.js", "viewer.js", "channel.js", "outline.js", "matches.js", "timeline.js", "panels.js", "main.js")
 
 
 class Explorer(anywidget.AnyWidget):

@@ -120,6 +120,7 @@ class Opening:
             "at": 0,
             "passes": [],
             "kept": [],
+            "timeline": [],
             "notes": {},
             "matches": [],
             "found": 0,

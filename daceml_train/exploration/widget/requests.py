@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from daceml_train.errors import Invalid, message_of
+from daceml_train.exploration.session.progress import Watch
 from daceml_train.exploration.session.session import Session
-from daceml_train.exploration.session.steps import Match, Step
+from daceml_train.exploration.session.steps import Match, Preview, Step
 from daceml_train.exploration.views.details import Sources, code_of, details
 from daceml_train.exploration.views.saved import REMATERIALIZED, crossings
 from daceml_train.exploration.views.sdfg import sdfg_of
-from daceml_train.exploration.views.times import seconds_of
+from daceml_train.exploration.views.times import seconds_of, timeline_of
 from daceml_train.exploration.views.view import GraphView, view_of
-from daceml_train.exploration.widget.data import options_data, passes_data, preview_data, step_data
+from daceml_train.exploration.widget.data import groups_data, options_data, passes_data, preview_data, sent, step_data
+from daceml_train.exploration.widget.telling import Telling
 from daceml_train.exploration.widget.viewer import viewer_source
 from daceml_train.exploration.widget.work import Cancelled, Publish, Send, Work
 from daceml_train.passes import notation
@@ -30,12 +32,13 @@ from daceml_train.passes.base import Pass
 from daceml_train.reporting.numbers import bytes_text, seconds_text
 from daceml_train.transformations.global_movement.rematerialize import Rematerialize
 
-ROWS = 150
-"""The maximum number of matches that are sent; the filters find the others."""
 REPEATS = 20
 """The default number of runs of a measurement."""
 KEPT = 100
 """The maximum number of saved arrays that are sent."""
+ASIDE = frozenset({"preview", "code"})
+"""Requests that read the session for long: they do not wait for the work of `CHECKS`, which does not change it."""
+CHECKS = frozenset({"verify", "measure", "listing matches"})
 LOOKING = frozenset({"viewer", "refresh", "open", "close", "reveal", "filter", "search", "find", "details"})
 """Read-only requests: they are answered at once, also during long work."""
 
@@ -51,6 +54,7 @@ class Requests:
     ) -> None:
         self.session, self.send, self.publish = session, send, publish
         self.work = work or Work(threads=False)
+        self.aside = self.work.another()
         self._lock = threading.RLock()
         """Held while the view changes and is published: queries and work are two threads."""
         self.sources = Sources(session.subject.model)
@@ -74,7 +78,7 @@ class Requests:
         """Answer one request, at once or after those that wait."""
         kind, number = str(request.get("type")), request.get("id")
         if kind == "cancel":
-            doing = self.work.cancel()
+            doing = self.work.cancel() or self.aside.cancel()
             self.send({"type": "answer", "id": number, "note": f"cancelling: {doing}" if doing else ""}, [])
             return
         method = getattr(self, f"on_{kind}", None) if kind.isidentifier() else None
@@ -87,7 +91,8 @@ class Requests:
                 self._answer(method, meant)
                 return
         self.send({"type": "begun", "id": number}, [])
-        self.work.put(functools.partial(self._answer, method, meant), kind)
+        work = self.aside if kind in ASIDE and self.work.doing in CHECKS else self.work
+        work.put(functools.partial(self._answer, method, meant), kind)
 
     def _answer(self, method: Callable[[dict[str, Any]], Any], request: dict[str, Any]) -> None:
         number = request.get("id")
@@ -161,6 +166,7 @@ class Requests:
             "at": len(session.history),
             "passes": passes_data(),
             "kept": self.kept(),
+            "timeline": timeline_of(self.view.tree, self.seconds if self.timed == session.version else None),
             "notes": self.notes if self.notes.get("version") == session.version else {},
             **self.matches(),
         }
@@ -175,9 +181,10 @@ class Requests:
             found = [m for m in found if m.name == chosen["pass"]]
         if wanted := str(chosen.get("text", "")).casefold():
             found = [m for m in found if wanted in f"{m.name} {m.where} {m.module} {m.operators}".casefold()]
-        self.listed = found[:ROWS]
+        self.listed = sent(found)
         return {
             "matches": [self._match(number, match) for number, match in enumerate(self.listed)],
+            "groups": groups_data(found),
             "found": len(found),
             "listing": self._all[0] != self._wanted,
             "filter": chosen,
@@ -272,7 +279,22 @@ class Requests:
     def on_preview(self, request: dict[str, Any]) -> dict[str, Any]:
         """What a match, or a pass everywhere, would do."""
         target, options = self._target(request)
-        return {"preview": preview_data(self.session.preview(target, **options))}
+        found = self.session.preview(target, **options)
+        return {"preview": {**preview_data(found), **self._drawn(found)}}
+
+    def _drawn(self, found: Preview) -> dict[str, Any]:
+        """The picture after what is previewed, and the boxes that go and come, in the picture before and after."""
+        if found.after is None or found.before is not self.session.state:
+            return {}
+        before = self.view
+        after = before.over(found.after.graph, None, found.after.traffic)
+        gone = [name for node in found.removed for name in node.outputs]
+        new = [name for node in found.added for name in node.outputs]
+        view = {name: after.as_dict()[name] for name in ("boxes", "edges")}
+        return {
+            "keys": before.keys_of(gone),
+            "after": {"sdfg": sdfg_of(after), "keys": after.keys_of(new), **view},
+        }
 
     def on_apply(self, request: dict[str, Any]) -> dict[str, Any]:
         """Apply a match, or a pass everywhere."""
@@ -330,14 +352,15 @@ class Requests:
         return {"note": f"{array} is kept{losses}"}
 
     # ---- checking and keeping -------------------------------------------------------------------------------------
-    def on_verify(self, _: dict[str, Any]) -> dict[str, Any]:
+    def on_verify(self, request: dict[str, Any]) -> dict[str, Any]:
         """Outputs and gradients against PyTorch."""
-        verification = self.session.verify()
+        verification = self.session.verify(self._watch(request))
         return self._noted("verified", str(verification), str(verification).splitlines()[0])
 
     def on_measure(self, request: dict[str, Any]) -> dict[str, Any]:
         """The times at the start and at present, and the time of each operator of the present graph."""
-        measured = self.session.measure(int(request.get("repeats") or REPEATS))
+        repeats = int(request.get("repeats") or REPEATS)
+        measured = self.session.measure(repeats, watch=self._watch(request))
         self.seconds, self.timed = seconds_of(self.session), self.session.version
         self.view = self.view.over(self.session.graph, self.seconds, self.session.state.traffic)
         times = ", ".join(f"{name} {seconds_text(timed.median)}" for name, timed in measured.timed.items())
@@ -363,6 +386,9 @@ class Requests:
         path = _path(request)
         self.session.export_html(path)
         return {"note": f"written: {path}"}
+
+    def _watch(self, request: Mapping[str, Any]) -> Watch:
+        return Telling(request.get("id"), str(request.get("type")), lambda message: self.send(message, []))
 
     def _noted(self, name: str, text: str, message_of: str) -> dict[str, Any]:
         if self.notes.get("version") != self.session.version:

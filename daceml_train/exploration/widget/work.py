@@ -30,6 +30,10 @@ class Work:
         """The running work; empty for none."""
         self.since = 0.0
 
+    def another(self) -> Work:
+        """A queue beside this one, with a thread if this one has one."""
+        return Work(self._threads)
+
     def put(self, call: Callable[[], None], what: str) -> None:
         """Run a call after those that wait. It handles its own exceptions, including `Cancelled`."""
         if not self._threads:

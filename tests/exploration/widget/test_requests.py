@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +16,10 @@ import torch
 from torch import nn
 
 import daceml_train as dt
-from daceml_train.exploration.widget.requests import ROWS, Requests
+from daceml_train.exploration.session.progress import CheckProgress
+from daceml_train.exploration.widget.data import ROWS, sent
+from daceml_train.exploration.widget.requests import Requests
+from daceml_train.exploration.widget.telling import Telling
 from daceml_train.exploration.widget.viewer import viewer_source
 from daceml_train.exploration.widget.work import Cancelled, Work
 from daceml_train.graph.text import show
@@ -250,3 +256,109 @@ def test_the_widget_is_a_widget(session: dt.Session) -> None:
     assert "application/vnd.jupyter.widget-view+json" in data and len(data["text/html"]) < 300_000
     with pytest.raises(dt.Invalid, match="already has its model and inputs"):
         dt.explore(session, torch.randn(4, 8))
+
+
+def test_matches_come_with_totals_per_pass_and_module(screen: Screen, session: dt.Session) -> None:
+    groups, found = screen.state["groups"], session.matches()
+    assert sum(group["count"] for group in groups) == len(found) and not any(group["refused"] for group in groups)
+    totals = [group["bytes"] for group in groups]
+    assert totals == sorted(totals) and totals[0] < 0
+    for group in groups:
+        own = [match for match in found if match.name == group["name"]]
+        assert group["bytes"] == sum(match.bytes or 0 for match in own)
+        assert {m["name"]: m["count"] for m in group["modules"]} == Counter(match.module for match in own)
+    assert {group["name"] for group in groups} == {match["name"] for match in screen.state["matches"]}
+    screen.ask("filter", refused=True)
+    assert any(group["refused"] for group in screen.state["groups"])
+
+
+def test_each_pass_has_some_of_the_matches_that_are_sent() -> None:
+    many: list[Any] = [SimpleNamespace(name="first") for _ in range(2 * ROWS)]
+    few = [SimpleNamespace(name="second") for _ in range(3)]
+    chosen = sent(many + few)
+    assert len(chosen) == ROWS and chosen[-3:] == few and chosen[:-3] == many[: ROWS - 3]
+    assert sent(few) == few
+
+
+def test_a_preview_has_the_picture_after_it(screen: Screen, session: dt.Session) -> None:
+    before = session.graph
+    made = screen.ask("preview", number=0)["preview"]
+    boxes = {box["key"] for box in screen.state["view"]["boxes"]}
+    assert made["keys"] and set(made["keys"]) <= boxes
+    after = made["after"]
+    assert after["keys"] and set(after["keys"]) <= {box["key"] for box in after["boxes"]}
+    assert session.graph is before
+    screen.ask("apply", number=0)
+    assert after["sdfg"] == screen.state["sdfg"]
+    assert after["boxes"] == screen.state["view"]["boxes"]
+
+
+@pytest.mark.compiled
+def test_checks_tell_progress_and_first_results(screen: Screen) -> None:
+    for kind, stages in (
+        ("verify", ("lowering the program", "running PyTorch", "with gradients", "float64", "comparing all tensors")),
+        ("measure", ("warming up eager", "applying the default pipeline", "lowering now", "warming up now")),
+    ):
+        before = len(screen.answers)
+        assert "error" not in screen.ask(kind, repeats=2)
+        told = [message for message in screen.answers[before:] if message["type"] == "progress"]
+        assert all(message["id"] == "1" and message["kind"] == kind for message in told)
+        text = "\n".join(message["text"] for message in told)
+        assert all(stage in text for stage in stages), text
+        partial = [message["partial"] for message in told if "partial" in message]
+        if kind == "verify":
+            assert len(partial) == 1 and partial[0].startswith("all right: 1 result")
+            assert "tensors so far" in partial[0].splitlines()[0]
+        else:
+            names = [[line.split()[0] for line in part.splitlines()[1:]] for part in partial]
+            assert names[0] == ["eager"] and names[1] == ["now", "eager"]
+            assert names[3] == ["now", "start", "default", "eager"]
+            rows = screen.state["timeline"]
+            assert {row["phase"] for row in rows} == {"forward", "backward", "update"}
+            assert all(a["begin"] + a["seconds"] == pytest.approx(b["begin"]) for a, b in pairwise(rows))
+            screen.ask("apply", number=0)
+            assert screen.state["timeline"] == []
+
+
+def test_progress_of_one_thing_is_sent_now_and_then() -> None:
+    sent_messages: list[dict[str, Any]] = []
+    telling = Telling(7, "measure", sent_messages.append)
+    for done in range(1000):
+        telling(CheckProgress("running", done, 1000, 3.2))
+    assert len(sent_messages) < 50
+    telling(CheckProgress("running", 1, 2, result="now"))
+    assert sent_messages[0]["text"] == "running: 0 of 1000, about 3 s left"
+    assert sent_messages[-1] == {
+        "type": "progress", "id": 7, "kind": "measure", "text": "running: 1 of 2", "done": 1, "of": 2, "partial": "now"
+    }  # fmt: skip
+
+
+def test_previews_are_answered_while_a_check_runs(session: dt.Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, release = threading.Event(), threading.Event()
+
+    def verify(*_: object) -> str:
+        begun.set()
+        release.wait(60)
+        return "all right"
+
+    monkeypatch.setattr(session, "verify", verify, raising=False)
+    answers: list[dict[str, Any]] = []
+    requests = Requests(session, lambda message, _: answers.append(message), lambda _: None, Work())
+    requests.show()
+    while requests.state()["listing"]:
+        time.sleep(0.01)
+    requests.handle({"type": "verify", "id": "check"})
+    assert begun.wait(60)
+    requests.handle({"type": "preview", "id": "see", "number": 0, "version": session.version})
+    requests.handle({"type": "apply", "id": "do", "number": 0, "version": session.version})
+    answered: set[Any] = set()
+    for _ in range(6000):
+        answered = {message["id"] for message in answers if message["type"] == "answer"}
+        if "see" in answered:
+            break
+        time.sleep(0.01)
+    assert "see" in answered and not answered & {"check", "do"} and session.history == ()
+    release.set()
+    while "do" not in {message["id"] for message in answers if message["type"] == "answer"}:
+        time.sleep(0.01)
+    assert len(session.history) == 1

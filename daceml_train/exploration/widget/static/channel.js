@@ -32,6 +32,10 @@ class Channel {
       this.events.working(this.doing());
       return;
     }
+    if (message.type === "progress") {
+      if (this.waiting.has(message.id)) { this.events.heard(); this.events.progress(message); }
+      return;
+    }
     if (message.type !== "answer") return;
     if (message.id === null) {
       this.listing = false;

@@ -1,15 +1,16 @@
 // The widget: a bar, the tree, the picture, the panels. All state of the session lives in the kernel.
-const PANELS = { matches: matchesPanel, history: historyPanel, kept: keptPanel, details: detailsPanel, files: reportPanel };
-const TITLES = { matches: "Matches", history: "History", kept: "Kept", details: "Details", files: "Files" };
+const PANELS = { matches: matchesPanel, history: historyPanel, kept: keptPanel, details: detailsPanel, timeline: timelinePanel, files: reportPanel };
+const TITLES = { matches: "Matches", history: "History", kept: "Kept", details: "Details", timeline: "Time", files: "Results" };
 
 class Desk {
   constructor(model, root) {
     Object.assign(this, {
       model, root, panel: "matches", overlay: "phase", chosen: new Set(), edited: {}, path: "steps.json", drawn: -1,
-      preview: null, unfolded: null, details: null, code: null, report: "", focused: null,
+      preview: null, unfolded: null, details: null, code: null, report: "", focused: null, partial: {}, grouped: new Map(),
+      drawnAfter: false,
     });
     this.channel = new Channel(model, {
-      working: (what) => this.working(what || this.state.opening), failed: (why) => this.say(why, true), heard: () => this.say("", false, true),
+      working: (what) => this.working(what || this.state.opening), progress: (message) => this.progressed(message), failed: (why) => this.say(why, true), heard: () => this.say("", false, true),
       silent: () => this.state.opening || this.say("The kernel does not answer: it is busy with a cell, or it was restarted. " +
         "After a restart, run the cell again. Nothing on the screen is lost until then.", true, true),
     });
@@ -26,30 +27,37 @@ class Desk {
     this.undo = button("Undo", "undo", "u", ask("undo"));
     this.redo = button("Redo", "redo", "r", ask("redo"));
     this.cancel = button("Cancel", "cancel", "Escape", () => this.channel.ask({ type: "cancel" }).catch(() => {}));
-    this.search = element("input", { type: "search", class: "search", placeholder: "search   /", oninput: () => this.find() });
-    this.found = element("div", { class: "found", role: "listbox" });
-    this.overlays = element("select", { class: "overlay", title: "colors", onchange: (event) => { this.overlay = event.target.value; this.colors(); } },
+    this.search = element("input", { type: "search", class: "search", "aria-label": "search modules and operators", placeholder: "search   /", oninput: () => this.find() });
+    this.found = element("div", { class: "found" });
+    this.overlays = element("select", { class: "overlay", title: "colors", "aria-label": "colors", onchange: (event) => { this.overlay = event.target.value; this.colors(); } },
       [["phase", "color: phase"], ["bytes", "color: bytes moved"], ["time", "color: measured time"], ["none", "no color"]]
         .map(([value, label]) => element("option", { value }, label)));
     this.legend = element("span", { class: "legend" });
     this.totals = element("span", { class: "totals" });
     this.progress = element("span", { class: "progress", role: "status" });
+    this.meter = element("progress", { "aria-label": "progress" });
     this.message = element("div", { class: "message", role: "alert" });
-    this.frame = element("iframe", { title: "the graph", tabindex: "-1" });
+    this.frame = element("iframe", { title: "the graph" });
+    this.change = element("div", { class: "change", role: "group", "aria-label": "preview in the picture" });
     this.placeholder = element("div", { class: "placeholder soft" });
     this.left = element("div", { class: "left" });
-    this.tabs = element("div", { class: "tabs", role: "tablist" });
-    this.body = element("div", { class: "body" });
+    this.tabs = element("div", { class: "tabs", role: "tablist", "aria-label": "panels" });
+    this.body = element("div", { class: "body", role: "tabpanel", tabindex: "0" });
+    const check = (type) => () => { this.partial = {}; this.turn("files"); ask(type)(); };
     this.root.append(
       element("div", { class: "bar" }, this.undo, this.redo,
-        button("Verify", "verify", "outputs and gradients against PyTorch", ask("verify")),
-        button("Measure", "measure", "time before and now", ask("measure")),
-        button("Fit", "fit", "f", () => this.viewer?.fit()), this.overlays, this.legend,
-        element("span", { class: "finder" }, this.search, this.found), this.progress, this.cancel, this.totals),
+        this.verify = button("Verify", "verify", "outputs and gradients against PyTorch: v", check("verify")),
+        this.measure = button("Measure", "measure", "time before and now: m", check("measure")),
+        button("Fit", "fit", "f", () => this.viewer?.fit()),
+        button("Full screen", "full", "the whole screen, and back", () => this.full()), this.overlays, this.legend,
+        element("span", { class: "finder" }, this.search, this.found), this.totals),
+      element("div", { class: "status" }, this.cancel, this.meter, this.progress),
       this.message,
-      element("div", { class: "main" }, this.left, element("div", { class: "picture" }, this.frame, this.placeholder),
+      element("div", { class: "main" }, this.left, element("div", { class: "picture" }, this.frame, this.placeholder, this.change),
         element("div", { class: "side" }, this.tabs, this.body)));
     this.root.tabIndex = -1;
+    this.root.setAttribute("role", "region");
+    this.root.setAttribute("aria-label", "training graph explorer");
     this.root.addEventListener("keydown", (event) => this.key(event));
     this.root.style.setProperty("--height", `${this.model.get("height")}px`);
   }
@@ -86,6 +94,7 @@ class Desk {
 
   // ---- drawing ----------------------------------------------------------------------------------------------------
   async changed() {
+    if (this.preview && !this.preview.id.startsWith(`${this.state.version}:`)) this.forget();
     this.bar(); this.tree(); this.side(); this.opening();
     await this.draw();
   }
@@ -106,11 +115,17 @@ class Desk {
     }
   }
 
+  // What is drawn: the present graph, or the one after what is previewed.
+  get picture() {
+    const after = this.drawnAfter && this.preview?.made.after;
+    return after ? { sdfg: after.sdfg, view: after } : this.state;
+  }
+
   async drawNow() {
-    const text = JSON.stringify(this.state.sdfg);
-    if (!this.state.sdfg || !this.viewer?.window || text === this.drawn) { this.colors(); return; }
+    const text = JSON.stringify(this.picture.sdfg);
+    if (!this.picture.sdfg || !this.viewer?.window || text === this.drawn) { this.colors(); return; }
     this.drawn = text;
-    this.boxes = new Map(this.state.view.boxes.map((box) => [box.key, box]));
+    this.boxes = new Map(this.picture.view.boxes.map((box) => [box.key, box]));
     const began = performance.now();
     await this.viewer.show(text);
     this.placeholder.textContent = "";
@@ -120,7 +135,7 @@ class Desk {
   }
 
   colors() {
-    const { view } = this.state;
+    const { view } = this.picture;
     this.boxes = new Map(view.boxes.map((box) => [box.key, box]));
     const edges = new Map(view.edges.map((edge) => [`${edge.source} ${edge.target}`, edge]));
     const most = (list, of) => list.reduce((largest, one) => Math.max(largest, of(one) ?? 0), 0);
@@ -131,7 +146,13 @@ class Desk {
       bytes: (key, edge) => edge ? heat(edges.get(key)?.bytes, heaviest.edge) : heat(this.boxes.get(key)?.bytes, heaviest.bytes),
       time: (key, edge) => (edge ? null : heat(this.boxes.get(key)?.seconds, heaviest.time)),
     };
-    if (this.viewer) { this.viewer.paint = paints[this.overlay]; this.viewer.choose(this.chosen); }
+    if (this.viewer) {
+      this.viewer.paint = paints[this.overlay];
+      const made = this.preview?.made;
+      this.viewer.gone = new Set(this.drawnAfter ? [] : made?.keys ?? []);
+      this.viewer.come = new Set(this.drawnAfter ? made?.after?.keys ?? [] : []);
+      this.viewer.choose(this.chosen);
+    }
     const scale = (low, high) => [low, element("span", { class: "scale" }), high];
     const legends = {
       none: [], phase: Object.entries(PHASE_COLOURS).filter(([name]) => view.boxes.some((b) => b.phase === name))
@@ -167,9 +188,32 @@ class Desk {
     if (held) this.left.querySelector("[tabindex='0']")?.focus();
   }
 
+  // The preview in the picture: before, with what goes, or after, with what comes.
+  changing() {
+    const made = this.preview?.made;
+    if (!made?.after) { this.change.replaceChildren(); return; }
+    const side = (label, after) => element("button", { class: label.toLowerCase(), "aria-pressed": String(this.drawnAfter === after),
+      onclick: () => { this.drawnAfter = after; this.changing(); this.draw().then(() => this.viewer?.fit(after ? made.after.keys : made.keys)); } }, label);
+    const [, before, after] = made.rows[0];
+    this.change.replaceChildren(
+      side("Before", false), side("After", true),
+      element("span", {}, `${made.text.split("(")[0]}: ${bytesText(before)} → ${bytesText(after)} `,
+        element("b", { class: after < before ? "gain" : after > before ? "loss" : "soft" }, changeText(after - before))),
+      element("span", { class: this.drawnAfter ? "comes" : "goes" }, this.drawnAfter ? `${made.new} new or changed` : `${made.gone} gone or changed`),
+      element("button", { class: "forget", "aria-label": "close the preview", onclick: () => { this.forget(); this.side(); } }, "×"));
+  }
+
+  forget() { this.preview = null; this.drawnAfter = false; this.changing(); this.draw(); }
+
+  full() {
+    if (document.fullscreenElement) document.exitFullscreen();
+    else this.root.requestFullscreen?.();
+  }
+
   side() {
+    this.body.setAttribute("aria-label", TITLES[this.panel]);
     this.tabs.replaceChildren(...Object.keys(PANELS).map((name) => element("button", {
-      role: "tab", class: name, "aria-selected": String(name === this.panel), onclick: () => this.turn(name) },
+      role: "tab", class: name, tabindex: name === this.panel ? "0" : "-1", onkeydown: (event) => this.tab(event), "aria-selected": String(name === this.panel), onclick: () => this.turn(name) },
       TITLES[name] + (name === "history" && this.state.at ? ` ${this.state.at}` : ""))));
     const at = this.body.scrollTop, held = this.body.contains(document.activeElement);
     this.body.replaceChildren(PANELS[this.panel](this));
@@ -178,6 +222,15 @@ class Desk {
   }
 
   turn(name) { this.panel = name; this.side(); this.body.scrollTop = 0; }
+
+  tab(event) {
+    const names = Object.keys(PANELS), step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!step) return;
+    this.turn(names[(names.indexOf(this.panel) + step + names.length) % names.length]);
+    this.tabs.querySelector("[aria-selected='true']").focus();
+    event.preventDefault();
+    event.stopPropagation();
+  }
 
   theme() {
     const light = document.body.dataset.jpThemeLight;
@@ -194,14 +247,26 @@ class Desk {
     this.message.classList.toggle("bad", bad);
   }
 
+  // What a check does at the moment, and its first results.
+  progressed({ kind, text, done, of, partial }) {
+    this.at = { kind, text, done, of };
+    this.tell?.();
+    if (partial === undefined) return;
+    this.partial = { ...this.partial, [kind]: partial };
+    if (this.panel === "files") this.side();
+  }
+
   working(what) {
     if (what && what === this.under) return;
     this.under = what;
+    this.at = null;
     clearInterval(this.ticking);
     const began = Date.now();
-    const tell = () => {
+    const tell = this.tell = () => {
       const seconds = Math.round((Date.now() - began) / 1000);
-      this.progress.textContent = what ? `${what}${seconds ? ` ${seconds} s` : ""}…` : "";
+      const at = this.at?.kind === what ? `: ${this.at.text}` : "";
+      this.progress.textContent = what ? `${what}${seconds ? ` ${seconds} s` : ""}${at || "…"}` : "";
+      if (this.at?.of) { this.meter.max = this.at.of; this.meter.value = this.at.done; } else this.meter.removeAttribute("value");
     };
     tell();
     if (what) this.ticking = setInterval(tell, 500);
@@ -254,7 +319,7 @@ class Desk {
     const text = this.search.value;
     if (!text.trim()) { this.found.replaceChildren(); return; }
     this.channel.ask({ type: "search", text }).then((answer) => {
-      this.found.replaceChildren(...answer.found.map((one) => element("button", { role: "option", onclick: () => {
+      this.found.replaceChildren(...answer.found.map((one) => element("button", { onclick: () => {
         this.found.replaceChildren();
         this.channel.ask({ type: "find", key: one.key }).then((found) => {
           this.pick(one.key);
@@ -271,7 +336,14 @@ class Desk {
   }
 
   unfold(id) { this.unfolded = id; this.side(); }
-  previewed(id, made) { this.preview = { id, made }; this.unfolded = id; this.side(); }
+  previewed(id, made) {
+    this.preview = { id, made };
+    this.drawnAfter = false;
+    this.unfolded = id;
+    this.side();
+    this.changing();
+    this.draw().then(() => { if (made.keys?.length) this.viewer?.fit(made.keys); });
+  }
   askCode(key) {
     this.channel.ask({ type: "code", key }).then((answer) => { this.code = { key, text: answer.code }; this.side(); }, () => {});
   }
@@ -283,10 +355,10 @@ class Desk {
       return;
     }
     const keys = {
-      u: () => this.undo.click(), r: () => this.redo.click(), f: () => this.viewer?.fit(), "/": () => this.search.focus(),
+      v: () => this.verify.click(), m: () => this.measure.click(), u: () => this.undo.click(), r: () => this.redo.click(), f: () => this.viewer?.fit(), "/": () => this.search.focus(),
       Escape: () => (this.cancel.disabled ? this.clearSelection() : this.cancel.click()),
       1: () => this.turn("matches"), 2: () => this.turn("history"), 3: () => this.turn("kept"),
-      4: () => this.turn("details"), 5: () => this.turn("files"),
+      4: () => this.turn("details"), 5: () => this.turn("timeline"), 6: () => this.turn("files"),
     };
     if (event.ctrlKey || event.metaKey || event.altKey || !keys[event.key]) return;
     keys[event.key]();

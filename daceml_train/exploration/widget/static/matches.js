@@ -50,7 +50,8 @@ const matchCard = (match, desk) => {
   return element(
     "div",
     {
-      class: `card${match.refusal ? " refused" : ""}`, tabindex: "0", "data-name": match.name,
+      class: `card${match.refusal ? " refused" : ""}`, tabindex: "0", role: "group", "data-name": match.name, "data-number": match.number,
+      "aria-label": `${match.name} at ${match.where}`,
       onmouseenter: () => desk.light(match.keys), onmouseleave: () => desk.light([]),
       onfocus: () => desk.light(match.keys), onblur: () => desk.light([]),
       onclick: (event) => { if (!event.target.closest("button,input,pre")) desk.unfold(open ? null : id); },
@@ -58,6 +59,7 @@ const matchCard = (match, desk) => {
         if (event.target !== event.currentTarget) return;
         if (event.key === "Enter") { desk.unfold(open ? null : id); event.preventDefault(); }
         if (event.key === "a" && !match.refusal) run("apply").then(desk.done, () => {});
+        if (event.key === "p") run("preview").then((answer) => desk.previewed(id, answer.preview), () => {});
       },
     },
     element("div", { class: "head" },
@@ -94,21 +96,54 @@ const passForm = (desk) => {
       element("button", { class: "apply-pass", onclick: () => run("apply").then(desk.done, () => {}) }, "Apply everywhere")));
 };
 
+const gainText = (total) => total.bytes ? changeText(total.bytes) : total.unknown ? "see preview" : "±0 B";
+const countText = (total) => [total.count ? `${total.count} ${total.count === 1 ? "match" : "matches"}` : "",
+  total.refused ? `${total.refused} refused` : ""].filter(Boolean).join(", ");
+
+// A pass: its totals, "apply everywhere", and its matches module by module. The first pass is open.
+const passGroup = (group, place, cards, desk) => {
+  const { version, filter } = desk.state;
+  const open = desk.grouped.get(group.name) ?? (place === 0 || Boolean(filter.pass) || cards.some((card) => card.open));
+  const everywhere = !filter.keys?.length && !filter.text && group.count > 1
+    ? element("button", { class: "everywhere", title: `apply ${group.name} at all ${group.count} matches`, onclick: () =>
+        desk.channel.ask({ type: "apply", pass: group.name, version, options: {} }).then(desk.done, () => {}) }, "Apply everywhere")
+    : null;
+  const modules = group.modules.map((module) => {
+    const own = cards.filter((card) => card.module === module.name);
+    const more = module.count + module.refused - own.length;
+    return element("div", { class: "module" },
+      element("div", { class: "head" }, element("span", { class: "path" }, module.name || "the step"),
+        element("span", { class: "soft" }, `${countText(module)}, ${gainText(module)}`)),
+      own.map((card) => card.card),
+      more > 0 ? element("button", { class: "more-of", onclick: () => desk.narrow({ pass: group.name, text: module.name }) }, `${more} more`) : null);
+  });
+  return element("section", { class: "group", "data-pass": group.name, "aria-label": group.name },
+    element("div", { class: "head" },
+      element("button", { class: "fold-group", "aria-expanded": String(open), onclick: () => { desk.grouped.set(group.name, !open); desk.side(); } },
+        `${open ? "▾" : "▸"} ${group.name}`),
+      element("span", { class: group.bytes < 0 ? "gain" : group.bytes > 0 ? "loss" : "soft" }, gainText(group))),
+    element("div", { class: "buttons" }, element("span", { class: "soft" }, `${countText(group)} · ${group.level}`), everywhere),
+    open ? modules : null);
+};
+
 const matchesPanel = (desk) => {
-  const { matches, found, listing, passes } = desk.state;
+  const { matches, found, listing, passes, groups } = desk.state;
   const levels = [...new Set(passes.map((one) => one.level))];
-  const choice = element("select", { class: "pass", title: "which pass", onchange: (event) => desk.narrow({ pass: event.target.value }) },
+  const choice = element("select", { class: "pass", title: "which pass", "aria-label": "which pass", onchange: (event) => desk.narrow({ pass: event.target.value }) },
     element("option", { value: "" }, "all passes"),
     levels.map((level) => element("optgroup", { label: level }, passes.filter((one) => one.level === level)
       .map((one) => element("option", { value: one.name, selected: one.name === desk.filter.pass }, one.name)))));
-  const text = element("input", { type: "search", placeholder: "module, array, operator", class: "narrow",
+  const text = element("input", { type: "search", placeholder: "module, array, operator", "aria-label": "module, array, or operator", class: "narrow",
     value: desk.filter.text ?? "", onchange: (event) => desk.narrow({ text: event.target.value }) });
   const refused = element("label", {}, element("input", { type: "checkbox", class: "refused", checked: Boolean(desk.filter.refused),
     onchange: (event) => desk.narrow({ refused: event.target.checked }) }), " refused matches, with reasons");
   const count = listing ? "listing matches…" : `${found} ${found === 1 ? "match" : "matches"}` +
-    (found > matches.length ? `, the first ${matches.length} shown` : "");
+    (found > matches.length ? `, ${matches.length} of them listed` : "");
+  const cards = matches.map((match) => ({ name: match.name, module: match.module, open: desk.unfolded === `${desk.state.version}:${match.number}`,
+    card: matchCard(match, desk) }));
   const selected = desk.filter.keys?.length
     ? element("button", { class: "clear", onclick: () => desk.clearSelection() }, "in the selection ×") : null;
   return element("div", {}, element("div", { class: "filters" }, choice, text, refused),
-    element("div", { class: "soft count" }, count, " ", selected), passForm(desk), matches.map((match) => matchCard(match, desk)));
+    element("div", { class: "soft count" }, count, " ", selected), passForm(desk),
+    (groups ?? []).map((group, place) => passGroup(group, place, cards.filter((card) => card.name === group.name), desk)));
 };

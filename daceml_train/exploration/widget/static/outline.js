@@ -5,7 +5,7 @@ const outlineRow = (row, desk) => {
   return element(
     "div",
     {
-      class: "row", role: "treeitem", tabindex: "-1", "data-key": row.key, style: `padding-left:${4 + 12 * row.depth}px`,
+      class: "row", role: "treeitem", tabindex: "-1", "aria-level": String(row.depth + 1), "data-key": row.key, style: `padding-left:${4 + 12 * row.depth}px`,
       title: `${row.module || row.label}\n` +
         (row.operators ? `${row.operators} operators, ${bytesText(row.bytes)}${time}` : `${bytesText(row.bytes)} of parameters`),
       "aria-expanded": row.opens ? String(row.open) : null,

@@ -23,7 +23,7 @@ const keptPanel = (desk) => {
   const { kept, version } = desk.state;
   const total = kept.filter((one) => !one.rematerialized).reduce((sum, one) => sum + one.bytes, 0);
   const cards = kept.map((one) =>
-    element("div", { class: "card", tabindex: "0", "data-array": one.array,
+    element("div", { class: "card", tabindex: "0", role: "group", "aria-label": one.array, "data-array": one.array,
       onmouseenter: () => desk.light(one.keys), onmouseleave: () => desk.light([]),
       onfocus: () => desk.light(one.keys), onblur: () => desk.light([]) },
       element("div", { class: "head" }, element("span", { class: "title" }, one.array), element("span", {}, bytesText(one.bytes))),
@@ -67,16 +67,21 @@ const detailsPanel = (desk) => {
 };
 
 const reportPanel = (desk) => {
-  const { notes } = desk.state;
-  const part = (label, text) => (text ? [element("h4", {}, label), element("pre", { class: `report ${label}` }, text)] : []);
+  const { notes } = desk.state, { partial } = desk;
+  const soFar = (kind) => (partial[kind] && desk.under ? partial[kind] : "");
+  const part = (label, text) => (text ? [element("h4", {}, label), element("pre", { class: `report ${label.replaceAll(" ", "-")}`, tabindex: "0" }, text)] : []);
   const file = element("input", { class: "path", value: desk.path, spellcheck: "false", "aria-label": "file",
     oninput: (event) => { desk.path = event.target.value; } });
   const ask = (type) => desk.channel.ask({ type, path: desk.path, version: desk.state.version }).then(desk.done, () => {});
+  const nothing = !notes.verified && !notes.measured && !partial.verify && !partial.measure;
   return element("div", {},
+    nothing ? element("p", { class: "soft" }, "Verify compares with PyTorch; Measure times the programs. First results come within seconds.") : null,
+    ...part("verified so far", soFar("verify")), ...part("measured so far", soFar("measure")),
+    ...part("verified", notes.verified), ...part("measured", notes.measured),
     element("h4", {}, "File"), file,
     element("div", { class: "buttons" },
       element("button", { class: "save", title: "the steps, as .json or .py", onclick: () => ask("save") }, "Save steps"),
       element("button", { class: "replay", title: "apply the steps of a file", onclick: () => ask("replay") }, "Replay"),
       element("button", { class: "export", title: "a page that needs no kernel", onclick: () => ask("export") }, "Write HTML")),
-    ...part("verified", notes.verified), ...part("measured", notes.measured), ...part("replayed", desk.report));
+    ...part("replayed", desk.report));
 };

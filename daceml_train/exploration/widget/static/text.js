@@ -33,9 +33,12 @@ const flopsText = (count) => {
   return `${count} FLOP`;
 };
 
-// Green over yellow to red by the logarithm of the share of the largest.
+// Blue over gray to yellow (cividis, which the color-blind see as well) by the logarithm of the share of the largest.
+const CIVIDIS = [[0, 34, 78], [53, 69, 108], [102, 105, 112], [148, 142, 119], [200, 184, 102], [254, 232, 56]];
 const heat = (value, largest) => {
   if (!(value > 0) || !(largest > 0)) return null;
-  const share = Math.max(0, 1 + Math.log10(value / largest) / 3);
-  return `hsl(${Math.round(120 * (1 - share))}, 75%, 50%)`;
+  const place = (CIVIDIS.length - 1) * Math.max(0, 1 + Math.log10(value / largest) / 3);
+  const below = Math.min(CIVIDIS.length - 2, Math.floor(place));
+  const mixed = CIVIDIS[below].map((one, i) => Math.round(one + (place - below) * (CIVIDIS[below + 1][i] - one)));
+  return `rgb(${mixed.join(", ")})`;
 };

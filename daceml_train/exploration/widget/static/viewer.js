@@ -14,7 +14,7 @@ const viewerSource = (ask) => {
   return page.viewer;
 };
 
-const FRAME = `<!doctype html><html class="sdfv"><head><meta charset="utf-8">
+const FRAME = `<!doctype html><html class="sdfv" lang="en"><head><meta charset="utf-8"><title>the graph</title>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval';
 style-src 'unsafe-inline'; img-src data: blob:; font-src data:"></head>
 <body class="sdfv" style="margin:0;overflow:hidden;background:transparent"><div id="embedded"></div>
@@ -31,7 +31,7 @@ const PHASE_COLOURS = { forward: "#0072b2", backward: "#d98200", update: "#009e7
 
 class Viewer {
   constructor(frame, events) {
-    Object.assign(this, { frame, events, renderer: null, lit: new Set(), chosen: new Set(), paint: () => null });
+    Object.assign(this, { frame, events, renderer: null, lit: new Set(), chosen: new Set(), gone: new Set(), come: new Set(), paint: () => null });
   }
 
   async start(source, dark) {
@@ -99,16 +99,19 @@ class Viewer {
     const painted = this.paint(key, edge);
     if (painted) drawn.shade(renderer, context, painted, edge ? 0.8 : 0.35);
     if (this.chosen.has(key)) this.mark(drawn, renderer, context, "#8a4fd3", edge);
+    if (this.gone.has(key)) this.mark(drawn, renderer, context, "#c4421a", edge, [10, 6]);
+    if (this.come.has(key)) this.mark(drawn, renderer, context, "#009e73", edge);
     if (this.lit.has(key)) this.mark(drawn, renderer, context, "#ffb000", edge);
   }
 
   // A frame around a box, so that its text stays legible.
-  mark(drawn, renderer, context, color, edge) {
+  mark(drawn, renderer, context, color, edge, dashes = []) {
     if (edge) { drawn.shade(renderer, context, color, 0.9); return; }
     const { x, y } = drawn.topleft();
     context.save();
     context.strokeStyle = color;
     context.lineWidth = 4;
+    context.setLineDash(dashes);
     context.strokeRect(x - 3, y - 3, drawn.width + 6, drawn.height + 6);
     context.restore();
   }
