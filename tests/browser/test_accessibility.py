@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,11 @@ from torch import nn
 
 import daceml_train as dt
 from tests.browser.axe import source, violations
-from tests.browser.lab import Lab
-from tests.browser.test_widget import NETWORK, opened, settled
+from tests.browser.bare import Bare
 
 pytestmark = pytest.mark.browser
 Shots = Callable[[Any, str], None]
+PANELS = ("matches", "history", "kept", "details", "timeline", "files")
 
 
 @pytest.fixture(scope="session")
@@ -24,70 +24,122 @@ def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
     return source(tmp_path_factory.mktemp("axe"))
 
 
-@pytest.mark.parametrize("light", ["true", "false"])
-def test_the_widget(page: Any, lab: Lab, shots: Shots, axe: str, light: str) -> None:
-    widget = opened(page, lab, f"axe_{light}", NETWORK, "session.apply('fuse_elementwise')", "dt.explore(session)")
-    widget.evaluate("(root, light) => { document.body.dataset.jpThemeLight = light; root.desk.theme(); }", light)
-    assert widget.evaluate("root => root.classList.contains('dark')") == (light == "false")
-    widget.locator(".card .preview").first.click()
-    widget.locator(".change button").first.wait_for()
-    found = {}
-    for panel in ("matches", "history", "kept", "details", "timeline", "files"):
-        if panel == "details":
-            widget.locator(".tree .row").last.click()
-        widget.locator(f".tabs .{panel}").click()
-        settled(page, widget)
-        found[panel] = violations(page, axe, ".daceml-explore")
-        shots(page, f"{panel}-{'light' if light == 'true' else 'dark'}")
-    assert not any(found.values()), found
+@pytest.fixture
+def blank(chromium: Any) -> Iterator[Any]:
+    """A page without a server, whose scripts must not fail."""
+    context = chromium.new_context(viewport={"width": 1400, "height": 800})
+    context.set_default_timeout(300_000)
+    page, broken = context.new_page(), list[str]()
+    page.on("pageerror", lambda error: broken.append(f"{error}\n{error.stack}"))
+    yield page
+    context.close()
+    assert broken == []
 
 
-def test_the_pages(page: Any, shots: Shots, axe: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def captured() -> dt.Session:
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 3))
     optimizer = torch.optim.Adam(model.parameters())
     x, y = torch.randn(4, 8), torch.randint(0, 3, (4,))
-    step = dt.training_step(model, nn.functional.cross_entropy, optimizer)
+    return dt.Session(model, x, y, loss=nn.functional.cross_entropy, optimizer=optimizer)
+
+
+@pytest.fixture
+def session(captured: dt.Session) -> dt.Session:
+    captured.jump(0)
+    return captured
+
+
+@pytest.mark.parametrize("light", [True, False])
+def test_the_widget(blank: Any, session: dt.Session, shots: Shots, axe: str, light: bool) -> None:
+    session.apply("fuse_elementwise")
+    session.undo()
+    bare = Bare(blank, session)
+    bare.requests.seconds = {place: 1e-5 * (1 + place % 7) for place in range(len(session.graph.nodes))}
+    bare.requests.timed = session.version
+    bare.requests.notes = {"version": session.version, "verified": "all right: 1 result", "measured": "now 10 us"}
+    blank.evaluate("model.send({ type: 'refresh', id: 'x' })")
+    bare.theme(light)
+    widget = bare.widget
+    assert widget.evaluate("root => root.classList.contains('dark')") == (not light)
+    widget.locator("input.refused").check()
+    bare.settled()
+    widget.locator(".card .preview").first.click()
+    widget.locator(".change button").first.wait_for()
+    found = {}
+    for panel in PANELS:
+        if panel == "details":
+            widget.locator(".tree .row").last.click()
+            bare.settled()
+        widget.locator(f".tabs .{panel}").click()
+        bare.settled()
+        found[panel] = violations(blank, axe, ".daceml-explore")
+        shots(blank, f"{panel}-{'light' if light else 'dark'}")
+    assert not any(found.values()), found
+
+
+def test_the_pages(blank: Any, session: dt.Session, shots: Shots, axe: str, tmp_path: Path) -> None:
+    x, y = session.subject.inputs
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 3))
+    step = dt.training_step(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1))
     report = dt.report(step, lambda: step(x, y), runs=2)
-    session = dt.Session(model, x, y, loss=nn.functional.cross_entropy, optimizer=optimizer)
     session.apply("fuse_elementwise")
     session.export_html(tmp_path / "session.html")
     found = {}
     for scheme in ("light", "dark"):
-        page.emulate_media(color_scheme=scheme)
+        blank.emulate_media(color_scheme=scheme)
         for name, text in (("report", report.to_html()), ("session", (tmp_path / "session.html").read_text())):
-            page.set_content(text)
-            found[name, scheme] = violations(page, axe)
-            shots(page, f"{name}-{scheme}")
+            blank.set_content(text)
+            found[name, scheme] = violations(blank, axe)
+            shots(blank, f"{name}-{scheme}")
     assert not any(found.values()), found
 
 
-def test_keys(page: Any, lab: Lab, shots: Shots) -> None:
-    """The loop without a mouse: tabs, a preview, an application, and undo."""
-    widget = opened(page, lab, "keys", NETWORK, "dt.explore(session)")
+def test_keys(blank: Any, session: dt.Session, shots: Shots) -> None:
+    """The loop without a mouse: tabs, a preview in the picture, an application, and undo."""
+    bare = Bare(blank, session)
+    widget, keyboard = bare.widget, blank.keyboard
     widget.locator(".tabs .matches").focus()
-    page.keyboard.press("ArrowRight")
+    keyboard.press("ArrowRight")
     assert widget.locator(".tabs [aria-selected='true']").inner_text().startswith("History")
-    page.keyboard.press("ArrowLeft")
+    keyboard.press("ArrowLeft")
     widget.locator(".card").first.focus()
-    page.keyboard.press("p")
+    keyboard.press("p")
     widget.locator(".change .after").wait_for()
     before = widget.evaluate("root => root.desk.drawn")
     widget.locator(".change .after").focus()
-    page.keyboard.press("Enter")
-    page.wait_for_function("([root, drawn]) => root.desk.drawn !== drawn", arg=[widget.element_handle(), before])
+    keyboard.press("Enter")
+    drawn = "([root, drawn]) => (root.desk.drawn === drawn) === {}"
+    blank.wait_for_function(drawn.format("false"), arg=[widget.element_handle(), before])
     assert widget.evaluate("root => root.desk.viewer.come.size") > 0
-    shots(page, "after")
+    shots(blank, "after")
     widget.locator(".change .before").focus()
-    page.keyboard.press("Enter")
-    page.wait_for_function("([root, drawn]) => root.desk.drawn === drawn", arg=[widget.element_handle(), before])
+    keyboard.press("Enter")
+    blank.wait_for_function(drawn.format("true"), arg=[widget.element_handle(), before])
     assert widget.evaluate("root => root.desk.viewer.gone.size") > 0
-    shots(page, "before")
+    shots(blank, "before")
     widget.locator(".card").first.focus()
-    page.keyboard.press("a")
-    settled(page, widget)
-    assert widget.evaluate("root => root.desk.state.at") == 1
+    keyboard.press("a")
+    bare.settled()
+    assert len(session.history) == 1
     assert widget.locator(".change button").count() == 0, "the preview is of an older graph"
     widget.evaluate("root => root.focus()")
-    page.keyboard.press("u")
-    settled(page, widget)
-    assert widget.evaluate("root => root.desk.state.at") == 0
+    keyboard.press("u")
+    bare.settled()
+    assert session.history == ()
+
+
+def test_a_pass_is_applied_everywhere_from_its_group(blank: Any, session: dt.Session, shots: Shots) -> None:
+    bare = Bare(blank, session)
+    before = bare.requests.state()
+    group = next(g for g in before["groups"] if g["count"] > 1)
+    shown = bare.widget.locator(f".group[data-pass='{group['name']}']")
+    if shown.locator(".fold-group").get_attribute("aria-expanded") == "false":
+        shown.locator(".fold-group").click()
+    assert shown.locator(".module").count() == len(group["modules"])
+    shots(blank, "groups")
+    shown.locator("button.everywhere").click()
+    bare.settled()
+    after = bare.requests.state()
+    assert after["at"] == 1 and after["history"][0]["name"] == group["name"] and after["history"][0]["matches"] > 1
+    shots(blank, "everywhere")

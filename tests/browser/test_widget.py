@@ -228,19 +228,3 @@ def test_a_graph_of_three_thousand_operators_in_the_dark(page: Any, lab: Lab, sh
     page.wait_for_timeout(1500)
     widget.evaluate("root => { document.body.dataset.jpThemeLight = 'false'; root.desk.theme(); }")
     shots(page, "deep")
-
-
-def test_a_pass_is_applied_everywhere_from_its_group(page: Any, lab: Lab, shots: Shots) -> None:
-    widget = opened(page, lab, "groups", NETWORK, "dt.explore(session)")
-    before = state(widget)
-    group = widget.locator(".group").first
-    name = group.get_attribute("data-pass")
-    assert before["groups"][0]["name"] == name and before["groups"][0]["count"] > 1
-    assert group.locator(".module").count() == len(before["groups"][0]["modules"])
-    shots(page, "groups")
-    group.locator("button.everywhere").click()
-    settled(page, widget)
-    after = state(widget)
-    assert after["at"] == 1 and after["history"][0]["name"] == name and after["history"][0]["matches"] > 1
-    assert after["totals"]["bytes"] < before["totals"]["bytes"]
-    shots(page, "everywhere")

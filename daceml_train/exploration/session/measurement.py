@@ -63,13 +63,17 @@ class Measurement:
         (a, b), (c, d) = self[name].spread, self[than].spread
         return None if a <= d and c <= b else self[than].median / self[name].median
 
+    def _compares(self, *names: str) -> bool:
+        """Whether these programs ran more than once; a partial result may lack some."""
+        return all(name in self.timed and len(self.timed[name].seconds) > 1 for name in names)
+
     def __str__(self) -> str:
         lines = [f"{'':10} {'median':>11} {'quartiles':>23} {'bytes':>15}  ({self.threads} threads)"]
         for name, entry in self.timed.items():
             lower, upper = (1e6 * s for s in entry.spread)
             moved = f"{entry.bytes:15,}" if entry.bytes is not None else f"{'':15}"
             line = f"{name:10} {1e6 * entry.median:9.1f} us {lower:9.1f} .. {upper:9.1f} {moved}"
-            if name != "now":
+            if name != "now" and self._compares("now", name):
                 ratio = self.faster("now", name)
                 line += (
                     "  as fast as now, within the spread" if ratio is None else f"  now is {ratio:.2f} times as fast"

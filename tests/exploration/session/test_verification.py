@@ -15,7 +15,7 @@ import daceml_train as dt
 from daceml_train.errors import Invalid
 from daceml_train.exploration import Session
 from daceml_train.exploration.session.measurement import Measurement, Timed, in_turn
-from daceml_train.exploration.session.verification import Check, Verification
+from daceml_train.exploration.session.verification import SAMPLE, Check, Verification, sampled
 from daceml_train.graph.graph import Graph
 from daceml_train.ops.elementwise import Full
 from daceml_train.passes.base import Pass
@@ -204,6 +204,27 @@ def test_what_the_spread_hides_is_not_told() -> None:
     assert "within the spread" in str(told)
     clear = Measurement({"now": timed("now", [1, 1, 1]), "start": timed("start", [3, 3, 3])}, 1)
     assert clear.faster("now", "start") == 3
+
+
+def test_partial_times_are_not_compared() -> None:
+    now, eager = Timed("now", (1.0,), 1, 1, 0), Timed("eager", (3.0, 3.0), None, 0, 0)
+    assert "times as fast" not in str(Measurement({"now": now, "eager": eager}, 1))
+    assert "3000000.0 us" in str(Measurement({"eager": eager}, 1))
+
+
+def test_a_first_comparison_has_results_and_a_spread_of_others() -> None:
+    ones = torch.ones(3)
+    found = {("result", "loss"): ones} | {("gradient", str(i)): ones for i in range(10 * SAMPLE)}
+    found |= {("update", "w"): ones, ("state", "step of w"): ones}
+    told = sampled(found, dict(found))
+    kinds = [check.kind for check in told.checks]
+    assert told and kinds.count("result") == 1 and SAMPLE / 2 < len(kinds) - 1 <= SAMPLE and "update" not in kinds
+    assert f"{len(kinds)} of {len(found)} tensors so far" in str(told)
+    wrong = sampled(found, {**found, ("gradient", "0"): 2 * ones})
+    assert not wrong and "WRONG gradient 0" in str(wrong)
+    assert not sampled({("result", "loss"): ones}, {("result", "loss"): 1.1 * ones})
+    stateless = sampled({("update", "w"): ones}, {("update", "w"): ones})
+    assert [check.kind for check in stateless.checks] == ["update"]
 
 
 def test_noise_is_said_to_be_noise() -> None:

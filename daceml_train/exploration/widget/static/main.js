@@ -264,7 +264,7 @@ class Desk {
     const began = Date.now();
     const tell = this.tell = () => {
       const seconds = Math.round((Date.now() - began) / 1000);
-      const at = this.at?.kind === what ? `: ${this.at.text}` : "";
+      const at = what && this.at?.kind === what ? `: ${this.at.text}` : "";
       this.progress.textContent = what ? `${what}${seconds ? ` ${seconds} s` : ""}${at || "…"}` : "";
       if (this.at?.of) { this.meter.max = this.at.of; this.meter.value = this.at.done; } else this.meter.removeAttribute("value");
     };
