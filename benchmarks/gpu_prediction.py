@@ -125,6 +125,8 @@ def row(name: str, device: str, precision: str, prediction: Prediction) -> dict[
         "device": device,
         "precision": precision,
         "seconds": prediction.seconds,
+        "alone": prediction.alone,
+        "streams": prediction.streams,
         "launches": len(prediction.launches),
         "bounds": prediction.bounds(),
         "eager_seconds": eager.seconds,
@@ -141,8 +143,8 @@ def line(row: Mapping[str, Any]) -> str:
     """One prediction in one line."""
     bounds = ", ".join(f"{bound} {seconds * 1e3:.2f}" for bound, seconds in row["bounds"].items())
     return (
-        f"{row['network']:16} {row['device']:8} {row['precision']:8} {row['seconds'] * 1e3:8.2f} ms, "
-        f"{row['launches']:5} launches ({bounds}); eager {row['eager_seconds'] * 1e3:8.2f} ms "
+        f"{row['network']:16} {row['device']:8} {row['precision']:8} {row['seconds'] * 1e3:8.2f} ms ({row['alone'] * 1e3:.2f} on one of "
+        f"{row['streams']} streams), {row['launches']:5} launches ({bounds}); eager {row['eager_seconds'] * 1e3:8.2f} ms "
         f"(device {row['eager_device_seconds'] * 1e3:.2f}, host {row['eager_host_seconds'] * 1e3:.2f}, "
         f"{row['eager_kernels']} kernels); {row['speedup']:.2f} x, device alone {row['device_speedup']:.2f} x"
     )

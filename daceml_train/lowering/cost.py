@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from daceml_train.analysis.chunks import update_chains
-from daceml_train.analysis.traffic import Entry, traffic
+from daceml_train.analysis.traffic import Entry, total, traffic
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.lowering.naming import names
 from daceml_train.lowering.program import CallLaunch, ControlLaunch, CopyLaunch, KernelLaunch, Launch
@@ -100,8 +100,8 @@ def _computed(launch: Launch, op: Operator, entry: Entry, name: str) -> Cost:
 def _moved(launch: Launch) -> Cost:
     """The cost of a copy, or of an operand that must be materialized."""
     match launch:
-        case CopyLaunch(target=place):
-            size = Tensor(place.shape, place.dtype).bytes
+        case CopyLaunch(pairs=pairs):
+            size = total(Tensor(place.shape, place.dtype).bytes for place, _ in pairs)
             return Cost("copy", "copy", "", launch.origin, size, size)
         case KernelLaunch(places=(*read, place)):
             size = Tensor(place.shape, place.dtype).bytes

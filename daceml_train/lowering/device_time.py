@@ -64,6 +64,8 @@ class Timed:
     operation: Operation
     seconds: float
     bound: str
+    busy: float
+    """Seconds of the whole device that it needs; the rest can run other launches at the same time."""
 
 
 def timed(model: DeviceModel, operations: Iterable[Operation]) -> list[Timed]:
@@ -85,7 +87,10 @@ def _timed(model: DeviceModel, operation: Operation, missed: float) -> Timed:
         "launch": model.launch_seconds,
     }
     bound = max(times, key=times.__getitem__)
-    return Timed(operation, times[bound] + (operation.launches - 1) * model.launch_seconds, bound)
+    rate = model.peaks.get(operation.dtype, model.vector) if operation.dtype else model.vector
+    busy = max(model.memory_seconds(missed, operation.bytes), operation.flops / rate)
+    seconds = times[bound] + (operation.launches - 1) * model.launch_seconds
+    return Timed(operation, seconds, bound, min(busy, seconds))
 
 
 class _L2:
@@ -201,8 +206,8 @@ def _written(launch: Launch) -> set[int]:
             return {places[i].slot for i in writes}
         case CallLaunch(returns=returns, writes=writes):
             return {*writes, *(slot for slot in returns if slot is not None)}
-        case CopyLaunch(target=target):
-            return {target.slot}
+        case CopyLaunch(pairs=pairs):
+            return {target.slot for target, _ in pairs}
         case ControlLaunch(returns=returns):
             return set(returns)
 
@@ -232,8 +237,8 @@ def _views(program: Program, launch: Launch) -> dict[int, Dim]:
             return {view.slot: Tensor(view.shape, view.dtype).bytes for view in views}
         case ControlLaunch(places=places):
             views = places
-        case CopyLaunch(target=target, source=source):
-            views = (target, source)
+        case CopyLaunch(pairs=pairs):
+            views = tuple(view for pair in pairs for view in pair)
         case CallLaunch(arguments=arguments):
             views = tuple(_arrays(arguments))
     for view in views:

@@ -61,8 +61,9 @@ def _launch(program: Program, launch: Launch) -> str:
         case CallLaunch(target=target, overload=overload, arguments=arguments, returns=returns):
             result = ", ".join("_" if r is None else f"b{r}" for r in returns)
             return f"{result} = {target}{f'.{overload}' if overload else ''}({', '.join(map(_argument, arguments))})"
-        case CopyLaunch(target=goal, source=source):
-            return f"{_view(goal)} = copy({_view(source)})"
+        case CopyLaunch(pairs=pairs):
+            goals, sources = (", ".join(map(_view, views)) for views in zip(*pairs, strict=True))
+            return f"{goals} = copy({sources})"
         case ControlLaunch(kind=kind, returns=results):
             return f"{', '.join(f'b{r}' for r in results)} = {kind}({', '.join(map(_view, launch.places))})"
 

@@ -26,6 +26,7 @@ from daceml_train.graph.lanes import Lanes
 from daceml_train.lowering.aten import Result, call_for, show
 from daceml_train.lowering.chunks import launch_in_parts
 from daceml_train.lowering.control import launch_control
+from daceml_train.lowering.copies import joined
 from daceml_train.lowering.device import CPU, Device
 from daceml_train.lowering.lifetimes import _layout, _seen, set_lifetimes
 from daceml_train.lowering.program import (
@@ -97,8 +98,10 @@ class _Lowering:
         for position, name in enumerate(self.graph.outputs):
             self.program.outputs.append(self.output(name, apart=position < results))
         sources = {target: self.source(value) for target, value in self.graph.writes.items()}
+        first = len(self.program.launches)
         for target, source in sources.items():
             self.write(target, source)
+        self.program.launches[first:] = joined(self.program.launches[first:])
         self.program.nodes += [-1] * (len(self.program.launches) - len(self.program.nodes))
         set_lifetimes(self.program)
         if self.graph.lanes is not None and not self.is_body:
@@ -161,7 +164,7 @@ class _Lowering:
         """Copy between layouts: bytewise if both have the same dense layout, else by a kernel."""
         dense = Tensor(source.shape).strides
         if source.dtype is target.dtype and source.strides == target.strides == dense:
-            self.program.launches.append(CopyLaunch(target, source, origin))
+            self.program.launches.append(CopyLaunch(((target, source),), origin))
             return
         body = Kernel(("x0",), (Statement(Cast(target.dtype), ("x0",), ("v0",)),), ("v0",))
         self.launch(body, [source], [target], origin)

@@ -88,10 +88,10 @@ class CallLaunch:
 
 @dataclass(frozen=True)
 class CopyLaunch:
-    """Copy a dense array onto another of the same layout."""
+    """Copy dense arrays onto others of the same layouts, none of which another copy of the launch reads."""
 
-    target: BufferView
-    source: BufferView
+    pairs: tuple[tuple[BufferView, BufferView], ...]
+    """Target and source of each copy."""
     origin: str
 
 
@@ -147,8 +147,8 @@ def touched(launch: Launch) -> list[int]:
     match launch:
         case KernelLaunch(places=places):
             return [p.slot for p in places]
-        case CopyLaunch(target=target, source=source):
-            return [target.slot, source.slot]
+        case CopyLaunch(pairs=pairs):
+            return [place.slot for pair in pairs for place in pair]
         case ControlLaunch(places=places, returns=returns):
             return [*(p.slot for p in places), *returns]
         case CallLaunch(arguments=arguments, returns=returns):

@@ -50,6 +50,8 @@ class Schedule:
     streams: int = 1
     reason: str = ""
     """The reason for a single stream, if there is only one."""
+    seconds: float = 0.0
+    """The estimated time of all launches."""
     recorded: frozenset[int] = field(init=False)
     """Launches after which an event is recorded."""
 
@@ -57,9 +59,9 @@ class Schedule:
         self.recorded = frozenset(x for waits in self.waits for x in waits)
 
 
-def one_stream(count: int, reason: str = "") -> Schedule:
+def one_stream(count: int, reason: str = "", seconds: float = 0.0) -> Schedule:
     """All launches on one stream."""
-    return Schedule([0] * count, [[] for _ in range(count)], 1, reason)
+    return Schedule([0] * count, [[] for _ in range(count)], 1, reason, seconds)
 
 
 def schedule(works: Sequence[Work]) -> Schedule:
@@ -68,11 +70,13 @@ def schedule(works: Sequence[Work]) -> Schedule:
     single = sum(w.seconds for w in works)
     busy, longest = sum(w.seconds * w.share for w in works), _longest(works, edges)
     if max(busy, longest) > GAIN * single or single <= 0:
-        return one_stream(len(works), "no two launches would be faster if they ran at the same time")
+        return one_stream(len(works), "no two launches would be faster if they ran at the same time", single)
     result = assign(len(works), edges)
     events = sum(map(len, result.waits))
-    if max(busy, longest) + events * EVENT_SECONDS > GAIN * single:
-        return one_stream(len(works), f"{events} events would cost what several streams gain")
+    several = max(busy, longest) + events * EVENT_SECONDS
+    if several > GAIN * single:
+        return one_stream(len(works), f"{events} events would cost what several streams gain", single)
+    result.seconds = several
     return result
 
 

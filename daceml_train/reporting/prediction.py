@@ -8,16 +8,21 @@ measurement.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from daceml_train.analysis.device_model import DeviceModel
 from daceml_train.driver.compile import Lowered
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.capture.eager_operations import eager_operations
+from daceml_train.lowering.arena import Lifetime, plan_arena
 from daceml_train.lowering.device_time import Operation, Timed, operations_of, timed
-from daceml_train.reporting.numbers import bytes_text, number, seconds_text
+from daceml_train.lowering.program import Allocation, Program
+from daceml_train.lowering.streams import schedule
+from daceml_train.reporting.numbers import bytes_text, counted, number, seconds_text
 from daceml_train.runtime.gpu.absent import AbsentGPU
+from daceml_train.runtime.gpu.binding import work
 from daceml_train.runtime.placement import device_override
+from daceml_train.tensor import Dim
 
 Watched = Callable[[Callable[[Callable[[], object]], list[Operation]]], list[Operation]]
 
@@ -46,10 +51,13 @@ class Prediction:
 
     device: DeviceModel
     launches: tuple[Timed, ...] = field(repr=False)
+    seconds: float
+    """Seconds of the step on its streams."""
+    streams: int
     eager: Eager | None = None
 
     @property
-    def seconds(self) -> float:
+    def alone(self) -> float:
         """Seconds of all launches, one after another."""
         return sum(launch.seconds for launch in self.launches)
 
@@ -76,7 +84,8 @@ class Prediction:
 
     def __str__(self) -> str:
         lines = [
-            f"predicted on {self.device.title}, not measured: {seconds_text(self.seconds)} in {len(self.launches)} launches",
+            f"predicted on {self.device.title}, not measured: {seconds_text(self.seconds)} in {len(self.launches)} launches "
+            f"on {counted(self.streams, 'stream')} ({seconds_text(self.alone)} on one)",
             "bound by " + ", ".join(f"{bound} {seconds_text(seconds)}" for bound, seconds in self.bounds().items()),
         ]
         if self.eager is not None:
@@ -113,19 +122,52 @@ def predict(
             compiled = lowered.compiled
         else:
             raise Unsupported("nothing was compiled for the device; `daceml-train report` says why")
-    operations: list[Operation] = []
+    launches: list[Timed] = []
+    seconds, streams = 0.0, 1
     for program, record in zip(compiled.programs, compiled.records, strict=True):
-
-        def value(size: object) -> int:
-            found = number(size, {"blocks": 1})
-            if not isinstance(found, int):
-                raise Unsupported(f"the size {found} varies; a prediction needs known sizes")
-            return found
-
-        operations += operations_of(program, record.costs, value, model.processors, tf32)
+        found = timed(model, operations_of(program, record.costs, _value, model.processors, tf32))
+        plan = _Planned.of(program)
+        works = [
+            replace(work(plan, i, launch, model), seconds=each.seconds, share=each.busy / each.seconds)
+            for i, (launch, each) in enumerate(zip(program.launches, found, strict=True))
+        ]
+        chosen = schedule(works)
+        launches, seconds, streams = launches + found, seconds + chosen.seconds, max(streams, chosen.streams)
     watched = None
     if eager is not None:
         kernels = eager(lambda step: eager_operations(step, tf32))
-        seconds = sum(kernel.seconds for kernel in timed(model, kernels))
-        watched = Eager(len(kernels), seconds, HOST_SECONDS * len(kernels))
-    return Prediction(model, tuple(timed(model, operations)), watched)
+        device = sum(kernel.seconds for kernel in timed(model, kernels))
+        watched = Eager(len(kernels), device, HOST_SECONDS * len(kernels))
+    return Prediction(model, tuple(launches), seconds, streams, watched)
+
+
+def _value(size: Dim) -> int:
+    found = number(size, {"blocks": 1})
+    if not isinstance(found, int):
+        raise Unsupported(f"the size {found} varies; a prediction needs known sizes")
+    return found
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A program with offsets in its arena; see `runtime.gpu.binding.Bound`."""
+
+    program: Program
+    offsets: dict[int, int]
+    arena_bytes: int
+    work: None = None
+    used: list[int] = field(default_factory=list)
+
+    @staticmethod
+    def of(program: Program) -> _Planned:
+        slots = [i for i, s in enumerate(program.slots) if s.home is Allocation.arena and s.first >= 0]
+        lives = [Lifetime(_value(program.slots[i].bytes), program.slots[i].first, program.slots[i].last) for i in slots]
+        offsets, size = plan_arena(lives)
+        return _Planned(program, dict(zip(slots, offsets, strict=True)), size)
+
+    def bytes_of(self, slot: int) -> int:
+        return _value(self.program.slots[slot].bytes)
+
+    @property
+    def value(self) -> Callable[[Dim], int]:
+        return _value

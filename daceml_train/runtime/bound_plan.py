@@ -206,10 +206,10 @@ class BoundPlan:
                 integers = [self.value(d, blocks) for d in code.integers]
                 pointers = [(p.slot, self.value(p.offset) * p.dtype.bytes) for p in places]
                 self.plan.kernel(addresses[code.key], pointers, integers, tag=index)
-            case CopyLaunch(target=target, source=source):
-                size = self.value(Tensor(source.shape, source.dtype).bytes)
-                to = (target.slot, self.value(target.offset) * target.dtype.bytes)
-                self.plan.copy(to, (source.slot, self.value(source.offset) * source.dtype.bytes), size, tag=index)
+            case CopyLaunch(pairs=pairs):
+                sizes = [self.value(Tensor(source.shape, source.dtype).bytes) for _, source in pairs]
+                places = [tuple((p.slot, self.value(p.offset) * p.dtype.bytes) for p in pair) for pair in pairs]
+                self.plan.copies([(*pair, size) for pair, size in zip(places, sizes, strict=True)], tag=index)
             case CallLaunch(target=name, overload=overload, arguments=arguments, returns=returns, direct=direct):
                 if index in self.onednn:
                     self._onednn(index, arguments)

@@ -277,6 +277,11 @@ class Plan:
         """Copies bytes between (slot, offset) locations that do not overlap."""
         return self._added(self._native.plan_copy(self._handle, *to, *source, nbytes, tag))
 
+    def copies(self, places: Sequence[tuple[tuple[int, int], tuple[int, int], int]], *, tag: int = -1) -> None:
+        """Copies that do not depend on each other: (target, source, bytes) each, as in `copy`."""
+        for to, source, nbytes in places:
+            self.copy(to, source, nbytes, tag=tag)
+
     def finalize(self, arena_bytes: int, outputs: Sequence[int]) -> None:
         """Closes the list. Raises Invalid if a value is used before it exists, after its release, or leaves the arena.
 

@@ -77,8 +77,8 @@ def work(plan: Bound, index: int, launch: Launch, model: DeviceModel) -> Work:
             written = {places[i].slot for i in writes}
         case CallLaunch(returns=returns, writes=writes):
             written = {*writes, *(slot for slot in returns if slot is not None)}
-        case CopyLaunch(target=target):
-            written = {target.slot}
+        case CopyLaunch(pairs=pairs):
+            written = {target.slot for target, _ in pairs}
         case ControlLaunch(returns=returns):
             written = set(returns)
     accesses = {slot: _access(plan, slot) for slot in slots}

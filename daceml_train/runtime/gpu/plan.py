@@ -274,15 +274,16 @@ class DevicePlan:
         """See `Plan.release`."""
         return self._add(lambda run: run.release(slot), tag)
 
-    def copy(self, to: tuple[int, int], source: tuple[int, int], nbytes: int, *, tag: int = -1) -> int:
-        """See `Plan.copy`."""
-        self._uses |= {(to[0], tag), (source[0], tag)}
+    def copies(self, places: Sequence[tuple[tuple[int, int], tuple[int, int], int]], *, tag: int = -1) -> None:
+        """See `Plan.copies`; one launch for all of them."""
+        self._uses |= {(place[0], tag) for to, source, _ in places for place in (to, source)}
 
         def step(run: _Run) -> None:
-            places = (run.bytes_of(*to, nbytes), run.bytes_of(*source, nbytes))
-            self.device.call(torch.ops.aten.copy_.default, places, {})
+            targets = [run.bytes_of(*to, nbytes) for to, _, nbytes in places]
+            sources = [run.bytes_of(*source, nbytes) for _, source, nbytes in places]
+            self.device.call(torch.ops.aten._foreach_copy_.default, (targets, sources), {})
 
-        return self._add(step, tag)
+        self._add(step, tag)
 
     def _add(self, step: Step, tag: int) -> int:
         self._steps.append((step, tag))
