@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from daceml_train.graph.bodies import within
 from daceml_train.graph.graph import Graph
 from daceml_train.lowering.device import Device
 from daceml_train.ops.fused_attention import FusedAttention, threshold
+from daceml_train.ops.normalization import BatchNorm
 from daceml_train.ops.operator import Value, make
 from daceml_train.ops.random import DropoutGiven, Uniform
 from daceml_train.tensor import simplify
@@ -16,7 +19,7 @@ def for_device(graph: Graph, device: Device) -> Graph:
     if device.toolchain.templates:
         return graph
     graph = within(graph, lambda body: for_device(body, device))
-    if not any(isinstance(n.op, FusedAttention) for n in graph.nodes):
+    if not any(isinstance(n.op, FusedAttention | BatchNorm) for n in graph.nodes):
         return graph
     result = graph.empty()
     names: dict[str, str] = {}
@@ -25,6 +28,8 @@ def for_device(graph: Graph, device: Device) -> Graph:
         with result.at(node.origin):
             if isinstance(node.op, FusedAttention):
                 values = _written_out(node.op, [result.value(n) for n in operands])
+            elif isinstance(node.op, BatchNorm):  # each pass over x costs two launches more
+                values = result.append(replace(node.op, at_once=True), operands)
             else:
                 values = result.append(node.op, operands)
         names |= dict(zip(node.outputs, (v.name for v in values), strict=True))

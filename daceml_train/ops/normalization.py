@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from daceml_train.errors import Invalid
 from daceml_train.ops.operator import Builder, Operator, Value, make
 from daceml_train.ops.reduction import reduced, require_float, scalar, wide, wide_type
-from daceml_train.tensor import Dim, Shape, Tensor, product, same, same_shape, show_shape, simplify
+from daceml_train.tensor import Dim, DType, Shape, Tensor, product, same, same_shape, show_shape, simplify
 
 
 def check_affine(label: str, weight_bias: Sequence[Tensor], shape: Sequence[Dim]) -> None:
@@ -28,6 +28,21 @@ def statistics(b: Builder, v: Value, dims: Sequence[int], eps: float) -> tuple[V
     centered = v - mean
     variance = centered.unary("square").mean(dims, keepdim=True)
     return centered, mean, (variance + eps).unary("rsqrt"), variance
+
+
+def statistics_at_once(
+    b: Builder, v: Value, dims: Sequence[int], eps: float
+) -> tuple[Value, Value, Value, Value]:
+    """The same in one pass: sums of float32 values and of their squares, both in float64.
+
+    Squares of float32 values are exact there, so the variance loses less than by centering with a float32 mean.
+    """
+    w = v.cast(DType.float64)
+    mean = w.mean(dims, keepdim=True)
+    spread = w.unary("square").mean(dims, keepdim=True) - mean.unary("square")
+    variance = spread.unary("relu").cast(v.dtype)  # rounding may leave a constant channel below 0
+    mean = mean.cast(v.dtype)
+    return v - mean, mean, (variance + eps).unary("rsqrt"), variance
 
 
 def affine(y: Value, weight_bias: Sequence[Value], shape: Sequence[Dim]) -> Value:
@@ -152,6 +167,8 @@ class BatchNorm(Operator):
     operands = ("x", "*weight_bias")
     results = ("y", "mean", "rstd", "variance")
     eps: float = 1e-5
+    at_once: bool = False
+    """Whether sums and sums of squares are computed in one pass, where x is narrower than float64."""
 
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
         x, *weight_bias = operands
@@ -161,7 +178,8 @@ class BatchNorm(Operator):
 
     def lower(self, b: Builder, *operands: Value) -> Sequence[Value]:
         x, *weight_bias = operands
-        centered, *rows = statistics(b, wide(x), _all_but_channels(len(x.shape)), self.eps)
+        compute = statistics_at_once if self.at_once and x.dtype is not DType.float64 else statistics
+        centered, *rows = compute(b, wide(x), _all_but_channels(len(x.shape)), self.eps)
         y = affine(centered * rows[1], weight_bias, _per_channel(x.shape))
         return y.cast(x.dtype), *(row.view(x.shape[1:2]) for row in rows)
 
