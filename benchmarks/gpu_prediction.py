@@ -19,7 +19,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 import torch._dynamo
 
 import daceml_train as dt
@@ -27,7 +26,7 @@ from benchmarks.networks import TWELVE
 from benchmarks.networks.network import Network, Problem
 from benchmarks.train import ROOT, surroundings
 from daceml_train.analysis.device_model import DEVICES, device_model
-from daceml_train.frontends.torch.capture.eager_operations import with_foreach
+from daceml_train.frontends.torch.capture.eager_operations import prepared, with_foreach
 from daceml_train.frontends.torch.capture.eager_traffic import fake
 from daceml_train.reporting.prediction import Prediction, predict
 
@@ -44,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", action="append", choices=tuple(DEVICES), help="default: h100")
     parser.add_argument("--precision", action="append", choices=PRECISIONS, help="default: tf32 and bfloat16")
     parser.add_argument("--small", action="store_true", help="the networks' small sizes")
-    parser.add_argument("--json", type=Path, metavar="FILE", help=f"add the figures there; the page's: {RESULTS}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help=f"put the tables there; the page's: {RESULTS}")
     parser.add_argument("--show", action="store_true", help="show the most expensive launches")
     parser.add_argument("--page", action="store_true", help="print the page from the figures that are there")
     options = parser.parse_args(arguments)
@@ -64,18 +63,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if options.show:
                     print(prediction, flush=True)
     if options.json:
-        found = {k: v for k, v in surroundings().items() if k in ("date", "versions")}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(found | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
+        write(options.json, rows)
     for title, group in grouped(rows).items():
         print(f"{title}: geometric mean {mean(r['speedup'] for r in group):.2f}")
     return 0
 
 
+def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Store tables; those of other devices and precisions stay."""
+    tables = {(r["device"], r["precision"]) for r in rows}
+    before = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    others = [r for r in before if (r["device"], r["precision"]) not in tables]
+    found = {k: v for k, v in surroundings().items() if k in ("date", "versions")}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found | {"rows": [*others, *rows]}, indent=1) + "\n", encoding="utf-8")
+
+
 def predicted(network: Network, device: str, precision: str, small: bool = False) -> Prediction:
     """The prediction for the second step of a network, whose optimizer has its state."""
     torch._dynamo.reset()
-    problem = _ready(_problem(network, precision, small))
+    problem = _problem(network, precision, small)
+    prepared(problem.optimizer)
     with TemporaryDirectory() as folder:
         step = dt.training_step(problem.model, problem.loss, problem.optimizer, cache=folder)
         return predict(
@@ -89,15 +97,6 @@ def predicted(network: Network, device: str, precision: str, small: bool = False
 def _problem(network: Network, precision: str, small: bool) -> Problem:
     problem = network.build(small=small)
     return problem.autocast() if precision == "bfloat16" else problem
-
-
-def _ready(problem: Problem) -> Problem:
-    """The problem with the optimizer's state, which its first step creates."""
-    for parameter in problem.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    problem.optimizer.step()
-    problem.optimizer.zero_grad(set_to_none=True)
-    return problem
 
 
 def _eager(network: Network, precision: str, small: bool, run: Callable[[Callable[[], object]], Any]) -> Any:
@@ -142,11 +141,12 @@ def row(name: str, device: str, precision: str, prediction: Prediction) -> dict[
 def line(row: Mapping[str, Any]) -> str:
     """One prediction in one line."""
     bounds = ", ".join(f"{bound} {seconds * 1e3:.2f}" for bound, seconds in row["bounds"].items())
+    ours = f"{row['seconds'] * 1e3:8.2f} ms ({row['alone'] * 1e3:.2f} on one of {row['streams']} streams)"
+    device, host = (row[f"eager_{part}_seconds"] * 1e3 for part in ("device", "host"))
+    eager = f"eager {row['eager_seconds'] * 1e3:8.2f} ms (device {device:.2f}, host {host:.2f})"
     return (
-        f"{row['network']:16} {row['device']:8} {row['precision']:8} {row['seconds'] * 1e3:8.2f} ms ({row['alone'] * 1e3:.2f} on one of "
-        f"{row['streams']} streams), {row['launches']:5} launches ({bounds}); eager {row['eager_seconds'] * 1e3:8.2f} ms "
-        f"(device {row['eager_device_seconds'] * 1e3:.2f}, host {row['eager_host_seconds'] * 1e3:.2f}, "
-        f"{row['eager_kernels']} kernels); {row['speedup']:.2f} x, device alone {row['device_speedup']:.2f} x"
+        f"{row['network']:16} {row['device']:8} {row['precision']:8} {ours}, {row['launches']:5} launches ({bounds}); "
+        f"{eager}; {row['speedup']:.2f} x, device alone {row['device_speedup']:.2f} x"
     )
 
 

@@ -47,6 +47,17 @@ def test_report(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "module of Linear" in capsys.readouterr().out
 
 
+def test_report_for_a_device_that_is_not_there(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", f"{model}:step", "--device", "h100"]) == 0
+    out = capsys.readouterr().out
+    assert "predicted on NVIDIA H100 80 GB SXM, not measured" in out and "the most expensive launches" in out
+    assert "eager PyTorch" in out and "times as fast" in out
+    assert main(["report", f"{model}:module", "--device", "l4", "--no-eager"]) == 0
+    assert "eager" not in capsys.readouterr().out
+    assert main(["report", f"{model}:step", "--device", "h1000"]) == 1
+    assert "no device is called 'h1000', did you mean 'h100'?" in capsys.readouterr().err
+
+
 @pytest.mark.compiled
 def test_pages_and_traces(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, events = tmp_path / "report.html", tmp_path / "trace.json"

@@ -88,8 +88,8 @@ class DeviceModel:
 
 
 def _model(
-    name: str, title: str, architecture: tuple[int, int], processors: int, threads: int, memory: tuple[float, int, float],
-    vector: float, tensor: tuple[float, float, float], double: float, source: str,
+    name: str, title: str, architecture: tuple[int, int], processors: int, threads: int,
+    memory: tuple[float, int, float], vector: float, tensor: tuple[float, float, float], double: float, source: str,
 ) -> DeviceModel:  # fmt: skip
     """A row: memory is (TB/s, MiB of L2, TB/s of L2), `tensor` TFLOP/s in (tf32, bfloat16, float16)."""
     bandwidth, l2, l2_bandwidth = memory
@@ -110,7 +110,7 @@ _ROWS = (
     _model("h200", "NVIDIA H200 141 GB SXM", (9, 0), 132, 2048, (4.8, 50, 5.8), 66.9, (494.7, 989.4, 989.4), 66.9,
            "NVIDIA H200 Tensor Core GPU datasheet; the chip is the H100's"),
     _model("l4", "NVIDIA L4 24 GB", (8, 9), 58, 1536, (0.3, 48, 1.6), 30.3, (60, 121, 121), 0.49,
-           "NVIDIA L4 Tensor Core GPU datasheet, halves of the figures with sparsity; L2 in proportion to the RTX 4090"),
+           "NVIDIA L4 Tensor Core GPU datasheet, halves of those with sparsity; L2 in proportion to the RTX 4090"),
     _model("rtx4090", "NVIDIA GeForce RTX 4090", (8, 9), 128, 1536, (1.008, 72, 3.5), 82.6, (82.6, 165.2, 165.2), 1.29,
            "NVIDIA Ada GPU architecture whitepaper, sums in float32; L2 as measured by Chips and Cheese, 2022"),
     _model("b200", "NVIDIA B200 180 GB SXM", (10, 0), 148, 2048, (7.7, 126, 11.6), 75, (1100, 2250, 2250), 37,

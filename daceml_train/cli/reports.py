@@ -27,6 +27,13 @@ def add(commands: Any) -> None:
     )
     report.add_argument("--json", type=Path, metavar="FILE", help="write it there, too, as JSON")
     report.add_argument("--no-eager", action="store_true", help="do not run PyTorch's own step to count its bytes")
+    report.add_argument(
+        "--device",
+        metavar="NAME",
+        help="predict the time on a GPU that is not there (a100, h100, h200, l4, rtx4090, b200) instead of measuring "
+        "here, beside that of eager PyTorch",
+    )
+    report.add_argument("--tf32", action="store_true", help="with --device: float32 matmuls multiply in TF32")
     report.set_defaults(run=_report)
 
     run = commands.add_parser(
@@ -68,12 +75,40 @@ def add(commands: Any) -> None:
 
 
 def _report(options: argparse.Namespace) -> int:
+    if options.device is not None:
+        return _predicted(options)
     report = _measured(options, eager=not options.no_eager)
     print(report)
     for path in (options.output, options.json):
         if path is not None:
             report.save(path) if path is options.output else path.write_text(report.to_json() + "\n", encoding="utf-8")
             say(f"written to {path}")
+    return 0
+
+
+def _predicted(options: argparse.Namespace) -> int:
+    """The prediction for a device that is not there."""
+    from daceml_train.analysis.device_model import device_model
+    from daceml_train.errors import DacemlError
+    from daceml_train.frontends.torch.capture.eager_operations import prepared, with_foreach
+    from daceml_train.reporting.prediction import predict
+
+    def eager(watch: Callable[[Callable[[], object]], Any]) -> Any:
+        results = made_by(options.model, options)
+        if len(results) == 4:
+            with_foreach(results[3])
+        return watch(_eager(results))
+
+    try:
+        model = device_model(options.device)
+        results = made_by(options.model, options)
+        if len(results) == 4:
+            prepared(results[3])
+        _, run = _compiled(results, None)
+        say("capturing and lowering")
+        print(predict(run, model, None if options.no_eager else eager, options.tf32))
+    except DacemlError as error:
+        raise Failure(str(error)) from error
     return 0
 
 
@@ -134,14 +169,7 @@ def _measured(options: argparse.Namespace, eager: bool) -> Any:
     def progress(kernels: int, of: int) -> None:
         say(f"kernels: {kernels} of {of}")
 
-    if len(results) == 2:
-        module, inputs = results
-        compiled: Any = dt.optimize(module, progress=progress)
-        run: Callable[[], object] = lambda: compiled(*as_tuple(inputs))  # noqa: E731
-    else:
-        module, inputs, loss, optimizer = results
-        compiled = dt.training_step(module, loss, optimizer, progress=progress)
-        run = lambda: compiled(*as_tuple(inputs))  # noqa: E731
+    compiled, run = _compiled(results, progress)
     say("capturing and compiling")
 
     def counted() -> None:
@@ -153,6 +181,21 @@ def _measured(options: argparse.Namespace, eager: bool) -> Any:
         return dt.report(compiled, counted, eager=_eager(again) if again is not None else None, runs=options.runs)
     except DacemlError as error:
         raise Failure(str(error)) from error
+
+
+def _compiled(
+    results: tuple[Any, ...], progress: Callable[[int, int], None] | None
+) -> tuple[Any, Callable[[], object]]:
+    """The optimized module or the training step of what a factory returned, and a call of it."""
+    import daceml_train as dt
+
+    if len(results) == 2:
+        module, inputs = results
+        compiled: Any = dt.optimize(module, progress=progress)
+    else:
+        module, inputs, loss, optimizer = results
+        compiled = dt.training_step(module, loss, optimizer, progress=progress)
+    return compiled, lambda: compiled(*as_tuple(inputs))
 
 
 def _eager(results: tuple[Any, ...]) -> Callable[[], object]:

@@ -30,9 +30,7 @@ def statistics(b: Builder, v: Value, dims: Sequence[int], eps: float) -> tuple[V
     return centered, mean, (variance + eps).unary("rsqrt"), variance
 
 
-def statistics_at_once(
-    b: Builder, v: Value, dims: Sequence[int], eps: float
-) -> tuple[Value, Value, Value, Value]:
+def statistics_at_once(b: Builder, v: Value, dims: Sequence[int], eps: float) -> tuple[Value, Value, Value, Value]:
     """The same in one pass: sums of float32 values and of their squares, both in float64.
 
     Squares of float32 values are exact there, so the variance loses less than by centering with a float32 mean.

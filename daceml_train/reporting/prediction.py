@@ -83,17 +83,21 @@ class Prediction:
         return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 
     def __str__(self) -> str:
+        total, alone = seconds_text(self.seconds), seconds_text(self.alone)
+        bounds = ", ".join(f"{bound} {seconds_text(seconds)}" for bound, seconds in self.bounds().items())
         lines = [
-            f"predicted on {self.device.title}, not measured: {seconds_text(self.seconds)} in {len(self.launches)} launches "
-            f"on {counted(self.streams, 'stream')} ({seconds_text(self.alone)} on one)",
-            "bound by " + ", ".join(f"{bound} {seconds_text(seconds)}" for bound, seconds in self.bounds().items()),
+            f"predicted on {self.device.title}, not measured: {total} in {len(self.launches)} launches "
+            f"on {counted(self.streams, 'stream')} ({alone} on one)",
+            f"bound by {bounds}",
         ]
         if self.eager is not None:
-            lines.append(
-                f"eager PyTorch: {seconds_text(self.eager.seconds)} ({self.eager.kernels} kernels {seconds_text(self.eager.device_seconds)}, "
-                f"host {seconds_text(self.eager.host_seconds)}); {self.speedup:.2f} times as fast, "
-                f"{self.device_speedup:.2f} times if the host cost nothing"
+            whole, kernels, host = (
+                seconds_text(s) for s in (self.eager.seconds, self.eager.device_seconds, self.eager.host_seconds)
             )
+            lines += [
+                f"eager PyTorch: {whole} ({self.eager.kernels} kernels {kernels}, host {host}); "
+                f"{self.speedup:.2f} times as fast, {self.device_speedup:.2f} times if the host cost nothing"
+            ]
         lines.append("the most expensive launches:")
         for launch in self.longest():
             o = launch.operation

@@ -44,9 +44,10 @@ def test_statistics_are_those_of_aten() -> None:
         assert [t.shape for t in op.infer(Tensor((2, 3, 4, 5)))] == [tuple(t.shape) for t in aten]
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("parameters", [0, 1, 2])
 @pytest.mark.parametrize("shape", [(4, 3), (2, 3, 5), (2, 3, 4, 2), (2, 1, 3, 3)])
-def test_batch_norm(shape: tuple[int, ...], parameters: int) -> None:
+def test_batch_norm(shape: tuple[int, ...], parameters: int, at_once: bool) -> None:
     axes = tuple(d for d in range(len(shape)) if d != 1)
     wb = [numbers(shape[1], seed=i) for i in range(parameters)]
 
@@ -54,7 +55,7 @@ def test_batch_norm(shape: tuple[int, ...], parameters: int) -> None:
         y = F.batch_norm(x, None, None, *wb, training=True, eps=1e-3)
         return y, *(t.reshape(-1) for t in statistics(x, axes, 1e-3))
 
-    check_op(BatchNorm(1e-3), numbers(*shape), *wb, reference=reference)
+    check_op(BatchNorm(1e-3, at_once), numbers(*shape), *wb, reference=reference)
 
 
 def test_running_statistics() -> None:

@@ -12,7 +12,6 @@ from daceml_train.tensor import Tensor
 from daceml_train.transformations.fusion.grouping import CONSTANT, MOVEMENT, POINTWISE, Group, Grouping, Item
 from daceml_train.transformations.fusion.siblings import magnitude
 
-
 FLOAT = 4
 """Bytes of a float32."""
 

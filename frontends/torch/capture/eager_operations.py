@@ -42,6 +42,16 @@ def with_foreach(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
+def prepared(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer with its state, which its first step creates; gradients of zero leave most parameters as they are."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return optimizer
+
+
 class _Watch(TorchDispatchMode):
     def __init__(self, tf32: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
