@@ -117,7 +117,8 @@ def predict(
     """The prediction for `run`, which calls a training step or an optimized module that was not called before.
 
     `eager` calls its argument with a function that does the same in PyTorch and has run once, and returns the result;
-    so it may enter a mode in which tensors have no memory. `tf32` says whether float32 matmuls may multiply in TF32. Raises `Unsupported` if `run` is more than one program.
+    so it may enter a mode in which tensors have no memory. `tf32` says whether float32 matmuls may multiply in TF32.
+    Raises `Unsupported` if nothing is compiled, or sizes vary.
     """
     with device_override(lambda device: AbsentGPU(model)):
         try:

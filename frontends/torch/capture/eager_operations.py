@@ -18,7 +18,7 @@ from daceml_train.lowering.device_time import Operation, converted_bytes, multip
 from daceml_train.tensor import DType
 
 _FOREACH = 110
-"""Tensors of one multi-tensor kernel of four lists; more take several (aten/src/ATen/native/cuda/MultiTensorApply.cuh)."""
+"""Tensors of one multi-tensor kernel; more take several (aten/src/ATen/native/cuda/MultiTensorApply.cuh)."""
 
 
 def eager_operations(function: Callable[[], object], tf32: bool = False) -> list[Operation]:
@@ -43,7 +43,7 @@ def with_foreach(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def prepared(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer with its state, which its first step creates; gradients of zero leave most parameters as they are."""
+    """The optimizer with its state, which its first step creates, here with gradients of zero."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
