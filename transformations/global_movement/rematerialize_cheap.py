@@ -30,8 +30,8 @@ class RematerializeCheap(Pass):
     Of the arrays that are live at the peak, those with the lowest cost per byte go first: activations and
     normalizations, whose operands are kept anyway. `time` bounds the total cost as a share of the step's estimated
     time: bytes moved, and operations at `intensity` per byte (None: what the device does while it moves a byte). An
-    array that a nearby kernel reads is rematerialized within that kernel. Arrays below `min_bytes` are kept. Numbers do not change. `Rematerialize`, in contrast, meets a
-    given budget of bytes and may rematerialize any array.
+    array that a nearby kernel reads is rematerialized within that kernel. Arrays below `min_bytes` are kept.
+    Numbers do not change. `Rematerialize`, in contrast, meets a given budget of bytes and may rematerialize any array.
 
     The peak is measured after the passes that follow in the pipeline; a step whose peak would not shrink is unchanged.
     """
