@@ -367,3 +367,17 @@ def test_numbers_of_the_host_are_updated_after_the_last_run(monkeypatch: pytest.
             with device.on(1000 + turn % 2):
                 both.step(*numbers())
             assert turn == 0 or device.log[:2] == ["wait", "rate"]
+
+
+def test_statistics_in_one_pass_keep_their_digits() -> None:
+    """A mean of 1000 deviations: sums of squares in float32 would have none left."""
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3 * 36, 4))
+    x, y = 1000 + torch.randn(8, 3, 6, 6), torch.randn(8, 4)
+    with emulated():
+        both = Both(model, F.mse_loss, sgd)
+        both.run(x, y)
+        assert both.step.breaks == []
+        norm = both.ours[0]
+        assert isinstance(norm, nn.BatchNorm2d) and norm.running_var is not None
+        exact = 0.9 + 0.1 * x.double().var((0, 2, 3))
+        torch.testing.assert_close(norm.running_var.double(), exact, rtol=1e-6, atol=0)

@@ -292,3 +292,19 @@ def test_view_strides_of_symbolic_sizes() -> None:
     n = symbol("n")
     assert view_strides((n, 4, 6), (24, 6, 1), (4 * n, 6)) == (6, 1)
     assert view_strides((n, 4, 6), Tensor((n, 4, 6), order=(1, 0, 2)).strides, (4 * n, 6)) is None
+
+
+def test_values_that_are_written_back_are_one_launch() -> None:
+    """Also where values change places: what another copy overwrites is copied before."""
+    graph = program(
+        "a: f32[4], b: f32[4], c: f32[3], x: f32[4]",
+        "%y = add(%a, %x)\n%z = neg(%c)\n%s = exp(%y)",
+        "%s",
+    )
+    for target, value in {"a": "b", "b": "a", "c": "z", "x": "y"}.items():
+        graph.write(target, graph.value(value))
+    launches = check(graph).program.launches
+    final = launches[-1]
+    assert isinstance(final, CopyLaunch) and len(final.pairs) == 4
+    assert final.origin == "write a and 3 more"
+    assert sum(isinstance(launch, CopyLaunch) for launch in launches) == 1 + 2  # a and b, before they are overwritten

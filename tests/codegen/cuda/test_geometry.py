@@ -151,3 +151,26 @@ def test_dropout_draws_what_the_cpu_draws():
     run(there, code, emulated([code]))
     here.call(load(compile_kernels([here.code], FOLDER)[here.code.key], here.code.key))
     assert torch.equal(there.outputs[0], here.outputs[0])
+
+
+@pytest.mark.parametrize(
+    ("body", "inputs", "limit"),
+    [
+        (groups.column_sum, [(400, 960)], ""),
+        (groups.column_sum, [(25600, 24)], ""),
+        (groups.column_sum, [(400, 160)], "elements"),
+        (groups.bias_gelu, [(400, 1024), (1024,)], ""),
+        (groups.bias_gelu, [(100, 1024), (1024,)], "elements"),
+        (groups.softmax, [(512, 200)], "rows"),
+        (groups.softmax, [(20000, 200)], ""),
+    ],
+)
+def test_blocks_fill_a_device_or_meet_a_limit(body, inputs, limit):
+    """132 multiprocessors with 512 threads each: threads have less work in sequence where there is little of it."""
+    operands = [torch.empty(shape) for shape in inputs]
+    code = code_of(case("filled", body, *operands))
+    value = lambda size: int(size)  # noqa: E731
+    threads = code.blocks(value, 132) * code.threads
+    assert code.limit(value, 132) == limit
+    assert (threads >= 132 * 512) == (limit == "")
+    assert code.blocks(value, 1) <= code.blocks(value, 132)  # a small device keeps the work per thread
