@@ -22,12 +22,12 @@ from daceml_train.driver.bound_step import BoundStep
 from daceml_train.driver.checking import check_tensors
 from daceml_train.driver.compiled_before import forget, known, remember
 from daceml_train.driver.first_use import first_use
-from daceml_train.driver.forked import Forked, Tell
 from daceml_train.driver.options import ScheduleKind
 from daceml_train.driver.settings import Settings
 from daceml_train.driver.step import Loss, TrainingStep
 from daceml_train.errors import DacemlError, Invalid, NotCompiled, message_of
 from daceml_train.frontends.torch.dynamo.tracing import first_to_run
+from daceml_train.runtime.forked import Forked, Tell
 from daceml_train.training.gradients import Clipping
 
 When = Literal["first_call", "background", "next_run"]

@@ -34,6 +34,7 @@ from daceml_train.passes.pipeline import Step, Watcher
 from daceml_train.runtime.bound_plan import AnyArena, new_arena
 from daceml_train.runtime.executable import Executable
 from daceml_train.runtime.gpu.autotune import Autotuner
+from daceml_train.runtime.schedules import scheduled
 from daceml_train.runtime.tune_matmul import MatmulTuner
 from daceml_train.runtime.tune_threads import ThreadTuner
 from daceml_train.storage.storable import storable
@@ -215,6 +216,8 @@ def generate(compiled: Compiled, options: Settings, device: Device) -> dict[str,
 
 def link(compiled: Compiled, options: Settings, device: Device = CPU, arena: AnyArena | None = None) -> Linked:
     """Bind the programs to kernels, memory and tuners: what runs them."""
+    for program in compiled.programs if device is CPU else ():
+        program.codes[:] = scheduled(program.codes, options.cache.schedules)
     addresses = generate(compiled, options, device)
     arena = arena or new_arena(device)
     shared = options.matmuls is not None

@@ -21,6 +21,7 @@ from daceml_train.analysis.device_model import DeviceModel
 from daceml_train.codegen.cpu.compile import compile_kernels, load
 from daceml_train.codegen.cpu.launch import KernelCode, Layout, block_count, generate
 from daceml_train.codegen.library.matmul_epilogue import matmul_kernel
+from daceml_train.codegen.library.tiles import schedules, tiled
 from daceml_train.ops.kernel import Kernel
 from daceml_train.tensor import Dim
 
@@ -67,7 +68,10 @@ class ProcessorToolchain:
 
     def variants(self, code: KernelCode) -> Sequence[KernelCode]:
         """See `Toolchain`."""
-        return [code]
+        if code.nest is None:
+            return [code]
+        found = (tiled(*code.nest, schedule) for schedule, _ in schedules(*code.nest))
+        return [code, *(c for c in found if c is not None and c.key != code.key)]
 
     def blocks(self, code: KernelCode, value: Callable[[Dim], int], threads: int) -> int:
         """See `Toolchain`."""

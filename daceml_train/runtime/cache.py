@@ -48,6 +48,11 @@ class Cache:
         return self.folder / "threads.json"
 
     @property
+    def schedules(self) -> Path:
+        """The file that stores the schedules of tiled kernels."""
+        return self.folder / "schedules.json"
+
+    @property
     def shapes(self) -> Path:
         """The file that stores the launch configurations of GPU kernels."""
         return self.folder / "shapes.json"

@@ -50,8 +50,11 @@ from daceml_train.lowering.program import (
     ProgramInput,
 )
 from daceml_train.ops.elementwise import Cast, Elementwise, Full, Iota
+from daceml_train.ops.kernel import Kernel, Statement
+from daceml_train.ops.movement import Expand, Flip, Pad, Permute, Reorder, Slice, View
 from daceml_train.ops.operator import Origin
 from daceml_train.ops.random import Uniform
+from daceml_train.ops.read import Read
 from daceml_train.ops.reduction import Reduce
 from daceml_train.storage.storable import CLASSES, storable
 from daceml_train.tensor import DType, Tensor, symbol
@@ -105,6 +108,16 @@ for _kind in (
     Origin,
     Uniform,
     Reduce,
+    Kernel,
+    Statement,
+    Read,
+    View,
+    Permute,
+    Reorder,
+    Expand,
+    Slice,
+    Pad,
+    Flip,
     Cost,
     CallLaunch,
     Cells,

@@ -23,14 +23,14 @@ import daceml_train as dt
 from daceml_train.driver import background
 from daceml_train.driver.background import BackgroundStep
 from daceml_train.driver.bound_step import BoundStep
-from daceml_train.driver.forked import Forked, Tell
+from daceml_train.runtime.forked import Forked, Tell
 
 pytestmark = pytest.mark.compiled
 
 
 @pytest.fixture(autouse=True)
 def _at_full_priority(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("daceml_train.driver.forked.NICE", 0)
+    monkeypatch.setattr("daceml_train.runtime.forked.NICE", 0)
 
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
@@ -390,8 +390,8 @@ def test_forked_sends_messages_and_sees_what_is_here() -> None:
 
 
 def test_a_copy_that_waits_for_a_lock_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("daceml_train.driver.forked.STALLED", 0.3)
-    monkeypatch.setattr("daceml_train.driver.forked._LOOKED", 0.1)
+    monkeypatch.setattr("daceml_train.runtime.forked.STALLED", 0.3)
+    monkeypatch.setattr("daceml_train.runtime.forked._LOOKED", 0.1)
     forked = Forked(lambda tell: time.sleep(60) or {})
     while forked.result is None:
         forked.poll()

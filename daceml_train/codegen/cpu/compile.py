@@ -74,6 +74,14 @@ def _toolchain(command: tuple[str, ...]) -> str:
     return hashlib.sha256("\n".join([*command, asked.stdout]).encode()).hexdigest()[:12]
 
 
+def compiler_version() -> str:
+    """A hash of the compiler and its version; empty where it cannot be run."""
+    try:
+        return _toolchain(tuple(compiler_command()))
+    except CompilerError:
+        return ""
+
+
 def library_path(key: str, folder: Path, compiler: str | None = None) -> Path:
     """The path of a kernel's library.
 

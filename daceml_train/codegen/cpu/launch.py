@@ -45,6 +45,10 @@ class KernelCode:
     plan: Plan | None = field(default=None, repr=False, compare=False)
     text: str = field(default="", repr=False, compare=False)
     """The C++ text of a hand-written kernel, which has no plan."""
+    nest: tuple[Kernel, tuple[Layout, ...], tuple[Layout, ...]] | None = field(default=None, repr=False, compare=False)
+    """The kernel and the layouts of its operands and results, where it may have other schedules."""
+    schedule: str = field(default="", repr=False, compare=False)
+    """The schedule that it has, of those."""
 
     @property
     def shape(self) -> str:

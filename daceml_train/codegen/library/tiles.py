@@ -12,13 +12,14 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from daceml_train.codegen.cpu.launch import KernelCode
 from daceml_train.codegen.kernel.analysis import analyze
 from daceml_train.codegen.kernel.domain import Domain, Leaf
 from daceml_train.codegen.kernel.loops import Layout
 from daceml_train.codegen.library.launch import launch_of
+from daceml_train.codegen.library.tile_schedule import TileSchedule, few
 from daceml_train.errors import Refused
 from daceml_train.ops.elementwise import TABLE, Cast, Elementwise, Full
 from daceml_train.ops.kernel import Kernel
@@ -48,16 +49,6 @@ _SELECTS = {
 _EACH = frozenset(("exp", "log", "log1p", "expm1", "sqrt", "rsqrt", "tanh", "sigmoid", "sin", "cos", "erf"))
 
 
-@dataclass(frozen=True)
-class _Schedule:
-    """Tiles of `tu` along axis u (-1 for none) and `nv` vectors along axis v."""
-
-    v: int
-    nv: int
-    u: int
-    tu: int
-
-
 def overlapping(layout: Layout) -> bool:
     """Whether an operand is read through windows: more elements than its memory has."""
     pairs = [(n, s) for n, s in zip(layout.shape, layout.strides, strict=True) if s != 0]
@@ -67,8 +58,36 @@ def overlapping(layout: Layout) -> bool:
     return bool(math.prod(n for n, _ in pairs) > span)
 
 
-def tiled(kernel: Kernel, operands: Sequence[Layout], results: Sequence[Layout]) -> KernelCode | None:
-    """The tiled code of a kernel that reduces over windows; None where general kernels are used."""
+def tiled(
+    kernel: Kernel, operands: Sequence[Layout], results: Sequence[Layout], schedule: str = ""
+) -> KernelCode | None:
+    """The tiled code of a kernel that reduces over windows; None where general kernels are used.
+
+    `schedule` is the text of one of `schedules`; without it, the code has the one of least cost.
+    """
+    nest = _nest(kernel, operands, results)
+    if nest is None:
+        return None
+    if not nest.reductions:
+        return nest.copy()
+    chosen = TileSchedule.of(schedule) if schedule else next(iter(nest.ranked()), None)
+    if chosen is None:
+        return None
+    code = nest.code(chosen)
+    return replace(code, nest=(kernel, tuple(operands), tuple(results)), schedule=str(chosen))
+
+
+def schedules(kernel: Kernel, operands: Sequence[Layout], results: Sequence[Layout]) -> list[tuple[str, float]]:
+    """The schedules that are worth a measurement, and their cost in cycles on one core: the least first."""
+    nest = _nest(kernel, operands, results)
+    if nest is None or not nest.reductions:
+        return []
+    arguments = nest.arguments()
+    return [(str(s), nest.cost(arguments, s)) for s in few(nest.ranked(), nest.inner_axes())]
+
+
+def _nest(kernel: Kernel, operands: Sequence[Layout], results: Sequence[Layout]) -> _Nest | None:
+    """The loop nest of a kernel that is tiled."""
     windows = any(isinstance(s.op, Read) for s in kernel.statements) or any(map(overlapping, operands))
     several = any(isinstance(s.op, Reduce) and len(s.op.dims) > 1 for s in kernel.statements)
     if kernel.updates or not (windows or several):
@@ -84,10 +103,7 @@ def tiled(kernel: Kernel, operands: Sequence[Layout], results: Sequence[Layout])
         return None
     if not windows and (nest.terms > SHORT or nest.whole == ()):
         return None
-    if not nest.reductions:
-        return nest.copy()
-    schedule = nest.schedule()
-    return None if schedule is None else nest.code(schedule)
+    return nest
 
 
 class _Nest:
@@ -152,10 +168,22 @@ class _Nest:
         return found
 
     # ---- the choice -------------------------------------------------------------------------------------------------
-    def schedule(self) -> _Schedule | None:
-        """The schedule of least cost, or None where no axis is contiguous in every read."""
-        arguments = [self.strides(leaf)[0] for leaf in self.leaves.values() if leaf.op is None]
-        best: tuple[float, _Schedule] | None = None
+    def arguments(self) -> list[dict[int, int]]:
+        """Strides by axis of each read."""
+        return [self.strides(leaf)[0] for leaf in self.leaves.values() if leaf.op is None]
+
+    def inner_axes(self) -> list[int]:
+        """The reduced axes that may be the innermost loop, the default first."""
+        return sorted(self.reduced, key=self.weight)
+
+    def weight(self, axis: int) -> int:
+        """The largest stride of a read along an axis."""
+        return max((abs(s.get(axis, 0)) for s in self.arguments()), default=0)
+
+    def ranked(self) -> list[TileSchedule]:
+        """The schedules, that of least cost first; none where no axis is contiguous in every read."""
+        arguments = self.arguments()
+        found: list[tuple[float, TileSchedule]] = []
         for v in self.outer:
             if self.sizes[v] < 4 or any(s.get(v, 0) not in (0, 1) for s in arguments):
                 continue
@@ -165,11 +193,11 @@ class _Nest:
                         fits = tu * nv * len(self.reductions) + tu + nv + 2 <= REGISTERS
                         whole = (u < 0 or tu <= self.sizes[u]) and (nv == 1 or LANES * nv <= self.sizes[v])
                         if fits and whole:
-                            found = (self.cost(arguments, _Schedule(v, nv, u, tu)), _Schedule(v, nv, u, tu))
-                            best = found if best is None or found[0] < best[0] else best
-        return None if best is None else best[1]
+                            schedule = TileSchedule(v, nv, u, tu)
+                            found.append((self.cost(arguments, schedule), schedule))
+        return [schedule for _, schedule in sorted(found, key=lambda each: each[0])]
 
-    def cost(self, arguments: Sequence[dict[int, int]], s: _Schedule) -> float:
+    def cost(self, arguments: Sequence[dict[int, int]], s: TileSchedule) -> float:
         """Cycles: the larger of arithmetic, loads, and latency within a tile; then stores."""
         full, rest = divmod(self.sizes[s.v], LANES * s.nv)
         tiles = full + rest // LANES + bin(rest % LANES).count("1")
@@ -197,7 +225,7 @@ class _Nest:
         order = sorted(range(len(self.sizes)), key=lambda a: -strides.get(a, 0))
         if not order or strides.get(order[-1]) != 1:
             return None
-        tile = _Tile(self, _Schedule(-1, 1, -1, 1), 1, 1, 1)
+        tile = _Tile(self, TileSchedule(-1, 1, -1, 1), 1, 1, 1)
         tile.store([0])
         lines = ["namespace tiles {", *self.head()]
         split = min(2, len(order) - 1)
@@ -219,7 +247,7 @@ class _Nest:
         return lines
 
     # ---- the text ---------------------------------------------------------------------------------------------------
-    def code(self, s: _Schedule) -> KernelCode:
+    def code(self, s: TileSchedule) -> KernelCode:
         """The C++ of the nest."""
         outer = sorted((a for a in self.outer if a not in (s.u, s.v)), key=lambda a: -abs(self.stored(0).get(a, 0)))
         lines = ["namespace tiles {", *self.head()]
@@ -240,7 +268,7 @@ class _Nest:
         work = math.prod(self.sizes) * max(1, sum(isinstance(v.op, Elementwise | Reduce) for v in self.leaves.values()))
         return launch_of("tiles.h", "tiles::run", (), rows, work, text="\n".join(lines))
 
-    def along_v(self, s: _Schedule, tu: int) -> str:
+    def along_v(self, s: TileSchedule, tu: int) -> str:
         parts, start = [], 0
         for width, count in ((LANES, s.nv), (LANES, 1), (8, 1), (4, 1), (2, 1), (1, 1)):
             step = width * count
@@ -256,7 +284,7 @@ class _Nest:
 class _Tile:
     """The text of one tile: `tu` x `count` vectors of `width` lanes."""
 
-    def __init__(self, nest: _Nest, s: _Schedule, tu: int, width: int, count: int) -> None:
+    def __init__(self, nest: _Nest, s: TileSchedule, tu: int, width: int, count: int) -> None:
         self.nest, self.s, self.width = nest, s, width
         self.points = [(du, j) for du in range(tu) for j in range(count)]
         self.lines: list[str] = []
@@ -288,7 +316,8 @@ class _Tile:
 
     def loops(self) -> None:
         """Open the loops over the reduced axes."""
-        for a in sorted(self.nest.reduced, key=self.weight, reverse=True):
+        inner = self.s.inner
+        for a in sorted(self.nest.reduced, key=lambda a: (a != inner, self.nest.weight(a)), reverse=True):
             self.lines.append(f"for (int64_t a{a} = 0; a{a} < {self.nest.sizes[a]}; ++a{a})")
         self.lines.append("{")
 
@@ -314,10 +343,6 @@ class _Tile:
                 update = {"sum": "{0} += {1};", "max": "{0} = larger({0}, {1});", "min": "{0} = smaller({0}, {1});"}
                 self.lines.append(update[leaf.op.kind].format(name, value))
         self.lines.append("}")
-
-    def weight(self, axis: int) -> int:
-        reads = [self.nest.strides(leaf)[0] for leaf in self.nest.leaves.values() if leaf.op is None]
-        return max((abs(s.get(axis, 0)) for s in reads), default=0)
 
     def address(self, strides: dict[int, int], offset: int, du: int, j: int) -> str:
         s = self.s

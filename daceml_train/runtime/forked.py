@@ -107,30 +107,37 @@ class Forked:
         now = time.monotonic()
         if now - self._looked < (STALLED if self._used >= 0 else _LOOKED):
             return False
-        used, before = processor_seconds(self.pid), self._used
+        used, before = sum(family(self.pid).values()), self._used
         self._looked, self._used = now, used
         return used == before
 
 
-def processor_seconds(group: int) -> float:
-    """Processor time of the processes of a group, in clock ticks."""
-    total = 0
+def family(pid: int) -> dict[int, float]:
+    """A process and all that it started, in any group, with the processor time of each in clock ticks."""
+    used: dict[int, float] = {}
+    children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             fields = path.read_text().rpartition(")")[2].split()
-            if int(fields[2]) == group:
-                total += sum(map(int, fields[11:15]))
-    return float(total)
+            own = int(path.parent.name)
+            used[own] = float(sum(map(int, fields[11:15])))
+            children.setdefault(int(fields[1]), []).append(own)
+    found, waiting = {}, [pid]
+    while waiting:
+        current = waiting.pop()
+        if current in used:
+            found[current] = used[current]
+            waiting += children.get(current, [])
+    return found
 
 
 def _end(pid: int, *pipes: int) -> None:
     for pipe in pipes:
         with contextlib.suppress(OSError):
             os.close(pipe)
-    with contextlib.suppress(OSError):
-        os.killpg(pid, signal.SIGKILL)
-    with contextlib.suppress(OSError):  # before it had a group of its own
-        os.kill(pid, signal.SIGKILL)
+    for member in family(pid):
+        with contextlib.suppress(OSError):
+            os.kill(member, signal.SIGKILL)
     with contextlib.suppress(OSError):
         os.waitpid(pid, 0)
 
@@ -173,10 +180,12 @@ def _copy(work: Callable[[Tell], Mapping[str, Any]], send: int, alive: int, log:
 
 
 def _follow(alive: int) -> None:
-    """End with the process that forked."""
+    """End, with the compilers that were started, when the process that forked has ended."""
     with contextlib.suppress(OSError):
         os.read(alive, 1)
-    os.killpg(0, signal.SIGKILL)
+    for member in reversed(list(family(os.getpid()))):
+        with contextlib.suppress(OSError):
+            os.kill(member, signal.SIGKILL)
 
 
 def _silence(log: IO[bytes]) -> None:
