@@ -23,6 +23,7 @@ _HOME = {
     "load_onnx": "daceml_train.driver",
     "save_onnx": "daceml_train.driver",
     "report": "daceml_train.reporting",
+    "tune": "daceml_train.reporting.tuning",
     "Link": "daceml_train.runtime.links",
     "Session": "daceml_train.exploration",
     "replay": "daceml_train.exploration",

@@ -38,8 +38,18 @@ def stages_bar(console: Console | None = None) -> Iterator[Callable[[int, int], 
 
     Nothing is shown where the console (stderr by default) is no terminal.
     """
+    with counted_bar("training stages", console) as progress:
+        yield progress
+
+
+@contextlib.contextmanager
+def counted_bar(what: str, console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
+    """A function of (done, in all) that moves a bar, which vanishes at the end; what `progress=` of `tune` takes.
+
+    Nothing is shown where the console (stderr by default) is no terminal.
+    """
     console = console or Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("training stages", total=None)
+        task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, total=total, completed=done)

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 
-from daceml_train.cli import catalogue, debugging, doctor, reports, sessions
+from daceml_train.cli import catalogue, debugging, doctor, reports, sessions, tuning
 from daceml_train.cli.failing import Failure, in_file_of_user
 from daceml_train.cli.models import check_given
 from daceml_train.storage.folders import DUMP, writable_folder
@@ -64,6 +64,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"daceml_train {doctor.own_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for family in (reports, sessions, debugging, catalogue, doctor):
+    for family in (reports, tuning, sessions, debugging, catalogue, doctor):
         family.add(commands)
     return parser

@@ -240,6 +240,11 @@ class TrainingStep(AlongPaths):
                 return CapturedCall.of(stop.captured, stop.arguments)
         raise Unsupported("the step captured no tensor operation")
 
+    def forget_programs(self) -> None:
+        """Link what was compiled once more at the next call, with the schedules that were found since."""
+        self._bound.clear()
+        self._steps.clear()
+
     # ---- binding ------------------------------------------------------------------------------------------------
     def _objective(self, inputs: Any, *targets: Any) -> torch.Tensor:
         if isinstance(inputs, Mapping):
