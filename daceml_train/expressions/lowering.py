@@ -13,6 +13,7 @@ from typing import Any
 from daceml_train.errors import Unsupported
 from daceml_train.expressions.affine import Map, affine, interval, of_map
 from daceml_train.expressions.contract import Factor, contracted
+from daceml_train.expressions.prepared import prepared
 from daceml_train.expressions.program import Program, Stage
 from daceml_train.expressions.term import Array, Axis, Term, children, constant, substituted
 from daceml_train.ops.indexing import Index, IndexPut, zeros
@@ -32,7 +33,7 @@ class Lowering:
     """The lowering of one program."""
 
     def __init__(self, builder: Builder, program: Program, operands: Sequence[Value]) -> None:
-        self.builder, self.program = builder, program
+        self.builder, self.program = builder, prepared(program)
         self.values: dict[Array, Value] = dict(zip(program.inputs, operands, strict=True))
 
     def results(self) -> list[Value]:

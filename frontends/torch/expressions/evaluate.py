@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from daceml_train.errors import OutOfRange
 from daceml_train.expressions.affine import Map, affine, interval
+from daceml_train.expressions.prepared import prepared
 from daceml_train.expressions.program import Program, Stage
 from daceml_train.expressions.term import Array, Axis, Term, constant
 from daceml_train.frontends.torch import types
@@ -79,7 +80,7 @@ class _Run:
     """One evaluation."""
 
     def __init__(self, program: Program, given: Sequence[torch.Tensor]) -> None:
-        self.program = program
+        self.program = prepared(program)
         self.arrays: dict[Array, torch.Tensor] = dict(zip(program.inputs, given, strict=True))
         self.device = given[0].device if given else torch.device("cpu")
 
