@@ -122,18 +122,23 @@ def training_step(
     model, mesh, wrapper = unwrapped(model, mesh)
     sharing = Sharing(ranks_of(mesh, model), shard, sparse, sync_batch_norm, bucket, wrapper)
     _check_together(keep_gradients, micro_batches, mesh, shard, compile)
-    step: TrainingStep
-    given = model, loss, optimizer, settings
-    if micro_batches != 1:
-        step = MicroBatchedStep(*given, micro_batches, reduction, clipping, scaler, schedule)
-    elif compile != "first_call":
-        step = BackgroundStep(*given, keep_gradients, clipping, scaler, schedule, compile == "background")
-    else:
-        step = TrainingStep(*given, keep_gradients, clipping, scaler, schedule)
+    own = (model, loss, optimizer, settings), (clipping, scaler, schedule)
+    step = _step_of(*own, compile, keep_gradients, micro_batches, reduction)
     step.train_on(sharing, {"micro_batches": micro_batches, "reduction": reduction, "clipping": clipping})
     if mesh is None:
         warn_of_others(model, stacklevel=2)
     return step
+
+
+def _step_of(
+    given: Any, further: Any, compiled: When, keep_gradients: bool, micro_batches: int, reduction: Reduction
+) -> TrainingStep:
+    """The kind of step that these options ask for."""
+    if micro_batches != 1:
+        return MicroBatchedStep(*given, micro_batches, reduction, *further)
+    if compiled != "first_call":
+        return BackgroundStep(*given, keep_gradients, *further, compiled == "background")
+    return TrainingStep(*given, keep_gradients, *further)
 
 
 def _check_together(keep_gradients: bool, micro_batches: int, mesh: Mesh, shard: Sharding, compiled: When) -> None:

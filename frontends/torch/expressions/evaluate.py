@@ -115,13 +115,14 @@ class _Run:
         torch.as_strided(out, [a.size for a in stage.axes], strides, offset).add_(result)
 
     def scatter(self, stage: Stage, out: torch.Tensor, values: torch.Tensor) -> None:
-        memo: dict[Term, torch.Tensor] = {}
         sizes = [a.size for a in stage.axes]
-        index = [self.value(i, stage.axes, memo).expand(sizes) for i in stage.store]
-        inside = torch.ones(sizes, dtype=torch.bool, device=out.device)
-        for i, n in zip(index, out.shape, strict=True):
-            inside = inside & (i >= 0) & (i < n)
-        out.index_put_(tuple(i[inside] for i in index), values.expand(sizes)[inside], accumulate=True)
+        if 0 in (*sizes, *out.shape):
+            return
+        index = [self.value(i, stage.axes, {}) for i in stage.store]
+        place, inside = _place(stage.store, index, out)
+        if inside is not None:
+            values = torch.where(inside, values, torch.zeros((), dtype=values.dtype, device=values.device))
+        out.view(-1).index_add_(0, place.expand(sizes).reshape(-1), values.expand(sizes).reshape(-1))
 
     def reduced(self, stage: Stage) -> torch.Tensor:
         domain = (*stage.axes, *stage.reduced)
@@ -222,16 +223,16 @@ class _Run:
             return tensor.permute(order).reshape([a.size if a in axes else 1 for a in domain])
         x = self.arrays[term.array]
         index = [self.value(i, domain, memo) for i in term.args]
-        inside = torch.ones((1,) * len(domain), dtype=torch.bool, device=x.device)
-        for i, n in zip(index, x.shape, strict=True):
-            inside = inside & (i >= 0) & (i < n)
-        if term.fill is None:
-            if not bool(inside.all()):
-                raise _out_of_range(term, index)
-            return x[tuple(index)]
+        if x.numel() == 0 and term.fill is not None:
+            return torch.full((1,) * len(domain), term.fill, dtype=x.dtype, device=x.device)
         if x.numel() == 0:
-            return torch.full_like(inside, term.fill, dtype=x.dtype)
-        taken = x[tuple(i.clamp(0, n - 1) for i, n in zip(index, x.shape, strict=True))]
+            return x[tuple(index)]  # which raises, unless nothing is read
+        place, inside = _place(term.args, index, x)
+        if inside is not None and term.fill is None and not bool(inside.all()):
+            raise _out_of_range(term, index)
+        taken = torch.take(x, place)
+        if inside is None or term.fill is None:
+            return taken
         return torch.where(inside, taken, torch.tensor(term.fill, dtype=x.dtype, device=x.device))
 
     def view(self, term: Term) -> tuple[torch.Tensor, list[Axis]] | None:
@@ -257,6 +258,24 @@ class _Run:
             x = F.pad(x, [v for p in reversed(pads) for v in p], value=term.fill or 0)
         axes = list(dict.fromkeys(a for m in maps for a in m if a is not None))
         return _strided(x, maps, axes), axes
+
+
+def _place(
+    terms: Sequence[Term], index: Sequence[torch.Tensor], x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The position of each element in the row-major array `x`, as if it were inside, and whether it is; None where all
+    are known to be.
+    """
+    place, inside, stride = torch.zeros((), dtype=torch.int64, device=x.device), None, 1
+    for term, i, n in reversed(list(zip(terms, index, x.shape, strict=True))):
+        bounds = interval(term)
+        if bounds is None or bounds[0] < 0 or bounds[1] >= n:
+            within = (i >= 0) & (i < n)
+            inside = within if inside is None else inside & within
+            i = i.to(torch.int64).clamp(0, n - 1)
+        place = place + i.to(torch.int64) * stride
+        stride *= n
+    return place, inside
 
 
 def _strided(x: torch.Tensor, maps: Sequence[Map], axes: Sequence[Axis]) -> torch.Tensor:
