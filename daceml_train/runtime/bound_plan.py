@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -37,14 +38,15 @@ from daceml_train.runtime.gpu.autotune import Autotuner
 from daceml_train.runtime.gpu.binding import biggest, placed
 from daceml_train.runtime.gpu.plan import DevicePlan
 from daceml_train.runtime.lane_entries import run_in_lanes
-from daceml_train.runtime.launch_threads import LaunchThreads
+from daceml_train.runtime.launch_threads import LaunchThreads, contention_of
 from daceml_train.runtime.levels import add_levels, capacity, varying
+from daceml_train.runtime.size_values import evaluator, rounded, varies
 from daceml_train.runtime.timing import Timing
 from daceml_train.runtime.torch_types import torch_dtype
 from daceml_train.runtime.tune_lanes import LaneTrial
 from daceml_train.runtime.tune_matmul import MatmulTuner, onednn_call
 from daceml_train.runtime.tune_threads import ThreadTuner
-from daceml_train.tensor import Dim, DType, Tensor, evaluate
+from daceml_train.tensor import Dim, DType, Tensor
 
 AnyArena = Arena | DeviceArena
 
@@ -75,10 +77,10 @@ class BoundPlan:
         tuner: ThreadTuner | None = None,
         lanes: LanePlan | None = None,
     ) -> None:
-        self.value, self.base = _evaluator(sizes), program
+        self.value, self.base = evaluator(sizes), program
         self.cells = {} if cells is None else cells
         """Plans of cells of levels, which take their number of rows at run time: sizes share them."""
-        self.planned = self.value if most is None else _evaluator({**sizes, **most})
+        self.planned = self.value if most is None else evaluator({**sizes, **most})
         """Evaluates the sizes for which the arena is planned: a cell's for the most rows it may have."""
         self.compared = (0, 0)
         """How many kernels were autotuned, and how many of them changed."""
@@ -89,7 +91,7 @@ class BoundPlan:
         self.program, self.threads, self.sizes, self.products = program, threads, sizes, products
         self.device, self.work, self.lanes, self.arena = device, work, lanes, arena
         self.touching = touching(program)
-        self.typical = _evaluator(_rounded(sizes)) if any(map(_varies, program.launches)) else self.value
+        self.typical = evaluator(rounded(sizes)) if any(map(varies, program.launches)) else self.value
         """Evaluates the sizes for which libraries of matmuls are chosen."""
         self.onednn = in_onednn(program, products, self.typical, threads) if device is CPU and most is None else {}
         """Matmul launches that run in oneDNN."""
@@ -125,11 +127,13 @@ class BoundPlan:
         self.owners = list(dict.fromkeys(place.slot for place in program.outputs))
         self.plan.finalize(max(self.arena_bytes, self._placeholder_bytes), self.owners)
         self._shapes = [self._output(place) for place in program.outputs]
-        if lanes is not None:
-            run_in_lanes(self, lanes)
+        self.in_lanes = None if lanes is None else run_in_lanes(self, lanes)
+        """Segments and waits, as the executor takes them."""
         self.launch_threads = None if tuner is None or device is not CPU else LaunchThreads(self, tuner)
         self.trial = None if tuner is None or lanes is not None else self._trial(tuner, addresses)
         """Finds whether launches run side by side; None where they never do."""
+        self.contention = None if self.launch_threads is None or lanes is not None else contention_of(self)
+        """Whether launches have their threads, and not one each because others have the cores; None: they have."""
 
     # ---- slots --------------------------------------------------------------------------------------------------
     def _home(self, slot: int) -> Allocation:
@@ -387,7 +391,7 @@ class BoundPlan:
 
     def adopt(self, other: BoundPlan) -> None:
         """Run as another plan of the same program and sizes from here on."""
-        for name in ("plan", "order", "offsets", "arena_bytes", "lanes", "last_use", "_views"):
+        for name in ("plan", "order", "offsets", "arena_bytes", "lanes", "in_lanes", "last_use", "_views"):
             setattr(self, name, getattr(other, name))
 
     def _timing(self) -> Timing | LaunchThreads | None:
@@ -424,32 +428,3 @@ class BoundPlan:
         name = self.program.name.removeprefix("forward_")
         with torch.autograd.profiler.record_function(f"daceml_train: {name}"):
             return run()
-
-
-def _varies(launch: Launch) -> bool:
-    """Whether a launch's sizes differ in nearly every run: those of levels are numbers of nodes."""
-    return isinstance(launch, ControlLaunch) and launch.cells is not None
-
-
-def _rounded(sizes: dict[str, int]) -> dict[str, int]:
-    """Sizes rounded up to powers of two: libraries are compared for those, since each comparison takes milliseconds."""
-    return {name: 1 << max(size - 1, 0).bit_length() for name, size in sizes.items()}
-
-
-def _evaluator(sizes: dict[str, int]) -> Callable[..., int]:
-    """A function from size expressions to integers; `blocks` may be given where the expression has it."""
-    known: dict[Any, int] = {}
-
-    @functools.cache
-    def free(expression: sympy.Expr) -> bool:
-        return any(str(s) == "blocks" for s in expression.free_symbols)
-
-    def value(size: Dim, blocks: int = 1) -> int:
-        if isinstance(size, int):
-            return size
-        key = (size, blocks) if free(size) else size
-        if key not in known:
-            known[key] = evaluate(size, {**sizes, "blocks": blocks})
-        return known[key]
-
-    return value

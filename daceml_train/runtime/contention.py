@@ -76,7 +76,11 @@ class Contention:
     """Whether a plan's launches have the threads that were chosen, or one each; `use(many)` switches."""
 
     def __init__(
-        self, threads: int, use: Callable[[bool], None], cores: Callable[[], float] | None = None, limit: float = math.inf
+        self,
+        threads: int,
+        use: Callable[[bool], None],
+        cores: Callable[[], float] | None = None,
+        limit: float = math.inf,
     ) -> None:
         self.threads, self.use, self.limited = threads, use, limit < threads
         self._cores = cores or Cores().idle

@@ -44,14 +44,15 @@ def edges_of(bound: Bound) -> list[list[int]]:
     return dependences(works(bound, lambda index: not beside(bound, index)))
 
 
-def run_in_lanes(bound: Bound, lanes: LanePlan) -> None:
-    """Let the executor run the plan's launches in these lanes."""
+def run_in_lanes(bound: Bound, lanes: LanePlan) -> tuple[list[list[list[int]]], list[list[int]]]:
+    """Let the executor run the plan's launches in these lanes; returns what it was told."""
     edges = [set(before) for before in edges_of(bound)]
     memory = {slot: (at, at + bound.bytes_of(slot)) for slot, at in bound.offsets.items()}
     for launch, before in reuse_edges(lanes, dict(enumerate(bound.touching)), memory).items():
         edges[launch] |= before
     segments, waits = entries_of(bound, lanes, lanes.waits([sorted(before) for before in edges]))
     bound.plan.lanes(segments, waits)
+    return segments, waits
 
 
 def entries_of(

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 from daceml_train.codegen.cpu.launch import KernelCode
 from daceml_train.lowering.lane_plan import LanePlan
 from daceml_train.lowering.program import BufferView, CallLaunch, CopyLaunch, KernelLaunch, Launch, Program
+from daceml_train.runtime import contention
+from daceml_train.runtime.contention import Contention
 from daceml_train.runtime.executor import Plan
 from daceml_train.runtime.timing import per_launch
 from daceml_train.runtime.torch_types import torch_dtype
@@ -31,6 +33,8 @@ class Bound(Protocol):
     lanes: LanePlan | None
     """Which launches run side by side; None if they run in order."""
     launch_threads: LaunchThreads | None
+    in_lanes: Any
+    """Segments and waits of the lanes, as the executor takes them."""
 
     def blocks(self, code: KernelCode) -> int:
         """The number of blocks that a kernel is cut into."""
@@ -56,6 +60,21 @@ def share(bound: Bound, index: int) -> Share:
     if len(bound.lanes.segments[segment]) > 1:
         threads = 1
     return Share(threads, segment, lane, bound.lanes.position[index])
+
+
+def contention_of(bound: Bound) -> Contention | None:
+    """What drops the threads of a plan where others have the cores; None for a plan that has one thread."""
+    if bound.threads < 2:
+        return None
+
+    def use(many: bool) -> None:
+        if bound.launch_threads is not None:
+            bound.launch_threads.use(many)
+
+    found = Contention(bound.threads, use, limit=contention.quota())
+    if contention.crowded():
+        found.wait()
+    return found
 
 
 class LaunchThreads:
@@ -138,6 +157,34 @@ class LaunchThreads:
             released = position > 0 and order[position - 1] == launch
             entries.append(-1 if released or launch in self._alone else counts[launch])
         return entries if any(counts) else []
+
+    def use(self, many: bool) -> None:
+        """Run with the counts of the search and in lanes, or on one thread each and in order, from here on."""
+        bound = self.bound
+        assert isinstance(bound.plan, Plan)
+        if many:
+            self._use()
+            if bound.in_lanes is not None:
+                bound.plan.lanes(*bound.in_lanes)
+            return
+        bound.plan.threads([-1 if launch in self._alone else self._ones[launch] for launch in bound.order])
+        bound.plan.lanes([], [])
+
+    @functools.cached_property
+    def _ones(self) -> list[int]:
+        """Per launch 1, or 0 where one thread would change its result."""
+        found = []
+        for index, launch in enumerate(self.adjustable()):
+            times = None
+            if self.search is not None and (key := self.search.keys[index]) is not None:
+                times = self.search.times[key]
+            if launch is None:
+                found.append(int(self._pinned.get(index) == 1))
+            elif times is not None and (1 in times.seconds or 1 in times.unequal):
+                found.append(int(1 in times.seconds))
+            else:
+                found.append(int(launch.same(1)))
+        return found
 
     def _use(self) -> None:
         """Run with the counts of the search from here on."""

@@ -171,7 +171,7 @@ class LaneTrial:
         if (known := self.store.known().get(self.key)) is not None:
             plan = known.plan(self.edges)
             if plan is not None:
-                self.bound.adopt(self.bind(plan))
+                self._adopt(self.bind(plan))
             self.done = True
 
     def _key(self) -> str:
@@ -221,8 +221,13 @@ class LaneTrial:
         if not self._load.high():
             self.store.save(self.key, Found.of(None if chosen is None else chosen.lanes, seconds))
         if chosen is not None:
-            self.bound.adopt(chosen)
+            self._adopt(chosen)
         self.candidate, self.done = None, True
+
+    def _adopt(self, chosen: Any) -> None:
+        self.bound.adopt(chosen)
+        if self.bound.launch_threads is not None:
+            self.bound.launch_threads.use(True)
 
     # ---- the schedule ---
     def tasks(self, seconds: list[float]) -> list[Task]:

@@ -15,7 +15,7 @@ import daceml_train as dt
 from daceml_train.errors import ExecutionError, Invalid
 from daceml_train.lowering.lane_plan import LanePlan, lane_plan
 from daceml_train.lowering.lanes import Task
-from daceml_train.runtime import machine_load, tune_lanes
+from daceml_train.runtime import bound_plan, machine_load, tune_lanes
 from daceml_train.runtime.bound_plan import BoundPlan
 from daceml_train.runtime.lane_entries import beside, edges_of
 from daceml_train.runtime.lane_works import works
@@ -208,6 +208,7 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, gain: float) -> None:
         self.now, self.gain = 0.0, gain
         monkeypatch.setattr(machine_load, "waited", lambda: 0.0)
+        monkeypatch.setattr(bound_plan, "contention_of", lambda bound: None)
         monkeypatch.setattr(tune_lanes.time, "perf_counter", lambda: self.now)
         plainly = LaneTrial._plainly
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import daceml_train as dt
 from daceml_train.errors import ExecutionError, Invalid
-from daceml_train.runtime import machine_load
+from daceml_train.runtime import bound_plan, machine_load
 from daceml_train.runtime.bound_plan import BoundPlan
 from daceml_train.runtime.launch_threads import LaunchThreads
 from daceml_train.runtime.native_build import build
@@ -230,6 +230,7 @@ def test_results_are_the_same_bits_on_any_number_of_threads(force: int) -> None:
 @pytest.mark.compiled
 def test_steps_that_search_are_those_of_eager_execution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_load, "waited", lambda: 0.0)  # other processes may have the machine
+    monkeypatch.setattr(bound_plan, "contention_of", lambda bound: None)
     found, plans = seeded(2, cache=tmp_path)
     assert all(search.done for search in searches(plans))
     assert all(search.runs == 7 for search in searches(plans))
