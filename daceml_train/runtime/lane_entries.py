@@ -9,6 +9,7 @@ from daceml_train.lowering.lane_plan import LanePlan, reuse_edges
 from daceml_train.lowering.program import CallLaunch, CopyLaunch, KernelLaunch, Program
 from daceml_train.lowering.streams import dependences
 from daceml_train.runtime.lane_works import works
+from daceml_train.runtime.same_bits import PURE
 
 
 class Bound(Protocol):
@@ -29,13 +30,13 @@ class Bound(Protocol):
 
 
 def beside(bound: Bound, index: int) -> bool:
-    """Whether a launch may run beside others: kernels of ours, copies, and matmuls that the executor calls directly.
+    """Whether a launch may run beside others: kernels of ours, copies, matmuls and convolutions.
 
     Other library calls may fail, draw random numbers, or communicate: they keep their order and run alone.
     """
     launch = bound.program.launches[index]
     if isinstance(launch, CallLaunch):
-        return launch.direct and index not in bound.onednn
+        return index not in bound.onednn and (launch.direct or launch.target in PURE)
     return isinstance(launch, KernelLaunch | CopyLaunch)
 
 

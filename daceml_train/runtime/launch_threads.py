@@ -7,15 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import sympy
+
 from daceml_train.codegen.cpu.launch import KernelCode
+from daceml_train.lowering.aten import Placeholder
 from daceml_train.lowering.lane_plan import LanePlan
 from daceml_train.lowering.program import BufferView, CallLaunch, CopyLaunch, KernelLaunch, Launch, Program
 from daceml_train.runtime import contention
 from daceml_train.runtime.contention import Contention
 from daceml_train.runtime.executor import Plan
+from daceml_train.runtime.same_bits import PURE, matrix_of, same_call, same_matmul
 from daceml_train.runtime.timing import per_launch
-from daceml_train.runtime.torch_types import torch_dtype
-from daceml_train.runtime.tune_threads import Adjustable, Matrix, ThreadTuner, same_bits
+from daceml_train.runtime.tune_threads import Adjustable, ThreadTuner
 
 
 class Bound(Protocol):
@@ -118,15 +121,26 @@ class LaunchThreads:
             blocks = self.bound.blocks(code)
             sizes = [self.bound.value(d, blocks) for d in code.integers]
             return Adjustable(f"kernel {code.key} {sizes}") if blocks > 1 else None
-        if not isinstance(launch, CallLaunch) or not launch.direct or index in self.bound.onednn:
+        if not isinstance(launch, CallLaunch) or index in self.bound.onednn:
             return None
-        matrices = [self._matrix(a) for a in launch.arguments]
-        same = functools.partial(same_bits, launch.target, matrices, self.bound.threads)
-        return Adjustable(f"{launch.target} {matrices}", same)
+        value, threads = self.bound.value, self.bound.threads
+        if launch.direct:
+            matrices = [matrix_of(a, value) for a in launch.arguments]
+            return Adjustable(
+                f"{launch.target} {matrices}", functools.partial(same_matmul, launch.target, matrices, threads)
+            )
+        if launch.target not in PURE:
+            return None
+        returned = [matrix_of(self.bound.program.slots[slot], value) for slot in launch.returns if slot is not None]
+        shown = [self._shown(a) for a in launch.arguments]
+        as_called = functools.partial(same_call, launch, returned, value, threads)
+        return Adjustable(f"{launch.target} {shown} {returned}", as_called)
 
-    def _matrix(self, view: BufferView) -> Matrix:
-        shape, strides = (tuple(map(self.bound.value, sizes)) for sizes in (view.shape, view.strides))
-        return torch_dtype(view.dtype), shape, strides
+    def _shown(self, argument: Any) -> Any:
+        """An argument of a call at the sizes of the plan."""
+        if isinstance(argument, BufferView | Placeholder):
+            return matrix_of(argument, self.bound.value)
+        return self.bound.value(argument) if isinstance(argument, sympy.Expr) else argument
 
     def _one_block(self, launch: Launch) -> bool:
         return isinstance(launch, KernelLaunch) and self.bound.blocks(self.bound.program.codes[launch.code]) == 1

@@ -25,9 +25,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
-from daceml_train.runtime.executor import Arena, Plan
 from daceml_train.runtime.machine_load import Load, machine
 from daceml_train.storage.files import keep
 
@@ -205,40 +202,3 @@ class ThreadSearch:
         best = [self.threads if key is None else self.times[key].best(many) for key in self.keys]
         self.counts = [0 if count == self.threads else count for count in best]
         self.done = True
-
-
-Matrix = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
-"""Element type, sizes and strides in elements."""
-
-
-def same_bits(name: str, matrices: Sequence[Matrix], threads: int, count: int) -> bool:
-    """Whether a matmul of random numbers has the same bits on `count` threads as on all; its matrices are out, what is
-    added, if anything, a, and b.
-    """
-    generator = torch.Generator().manual_seed(0)
-    tensors = [_random(matrix, generator) for matrix in matrices]
-    plan = Plan(len(tensors), Arena())
-    for slot, tensor in enumerate(tensors):
-        plan.input_slot(slot, slot, tensor.dtype, tensor.shape, tensor.stride(), slot == 0)
-    views = [plan.view(slot, 0, t.dtype, t.shape, t.stride()) for slot, t in enumerate(tensors)]
-    getattr(plan, name)(*views)
-    plan.finalize(0, [])
-    found, before = [], torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for most in (0, count):
-            plan.threads([most])
-            out = tensors[0]
-            given = [torch.empty_strided(out.shape, out.stride(), dtype=out.dtype).copy_(out), *tensors[1:]]
-            plan.run(given)
-            found.append(given[0])
-    finally:
-        torch.set_num_threads(before)
-    return bool(torch.equal(*found))
-
-
-def _random(matrix: Matrix, generator: torch.Generator) -> torch.Tensor:
-    dtype, sizes, strides = matrix
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-    memory = torch.rand(max(extent, 1), generator=generator, dtype=torch.float32).sub_(0.5).to(dtype)
-    return memory.as_strided(sizes, strides)

@@ -18,7 +18,8 @@ from daceml_train.runtime import bound_plan, machine_load
 from daceml_train.runtime.bound_plan import BoundPlan
 from daceml_train.runtime.launch_threads import LaunchThreads
 from daceml_train.runtime.native_build import build
-from daceml_train.runtime.tune_threads import GAIN, LEAST, Adjustable, ThreadSearch, ThreadTuner, Times, same_bits
+from daceml_train.runtime.same_bits import PURE, same_matmul
+from daceml_train.runtime.tune_threads import GAIN, LEAST, Adjustable, ThreadSearch, ThreadTuner, Times
 from tests.runtime.executing import Builder
 
 KERNELS = """
@@ -170,10 +171,10 @@ def test_the_bits_of_a_matmul_are_compared(name: str, monkeypatch: pytest.Monkey
     steps = (16 * 16,) if batch else ()
     matrix = (f32, (*batch, 16, 16), (*steps, 16, 1))
     matrices = [matrix, *([matrix] if name == "addmm" else []), matrix, matrix]
-    assert same_bits(name, matrices, 2, 1)
+    assert same_matmul(name, matrices, 2, 1)
     runs = []
     monkeypatch.setattr(torch, "equal", lambda a, b: runs.append((a.clone(), b.clone())) or True)
-    same_bits(name, matrices, 2, 1)
+    same_matmul(name, matrices, 2, 1)
     ((all_threads, one),) = runs
     assert all_threads.abs().sum() > 0 and bool((all_threads == one).all())
 
@@ -253,3 +254,35 @@ def test_steps_that_search_are_those_of_eager_execution(tmp_path: Path, monkeypa
     eager = [*losses, *(p.detach() for p in model.parameters())]
     for ours, theirs in zip(found, eager, strict=False):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.compiled
+def test_convolutions_are_adjusted_where_their_bits_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_load, "waited", lambda: 0.0)
+    monkeypatch.setattr(bound_plan, "contention_of", lambda bound: None)
+    torch.manual_seed(0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = []
+        for options in ({"concurrency": "off"}, {}):
+            torch.manual_seed(0)
+            model = nn.Sequential(
+                nn.Conv2d(3, 8, 3, padding=1, groups=1), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8), nn.Flatten()
+            )
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            step = dt.training_step(model, F.mse_loss, optimizer, **options)  # type: ignore[arg-type]
+            x, y = torch.randn(4, 3, 12, 12), torch.randn(4, 800)
+            losses = [step(x, y) for _ in range(10)]
+            found.append([*losses, *(p.detach() for p in model.parameters())])
+        (plan,) = (bound.plan for ways in step._bound.values() for bound in ways)
+        calls = [i for i, launch in enumerate(plan.program.launches) if getattr(launch, "target", "") in PURE]
+        adjusted = LaunchThreads(plan, ThreadTuner()).adjustable()
+        assert calls and all(adjusted[i] is not None for i in calls)
+        launches = [launch for i in calls if (launch := adjusted[i]) is not None]
+        assert any(launch.same(1) for launch in launches)
+        assert all(map(torch.equal, *found))
+        monkeypatch.setattr(torch, "equal", lambda a, b: False)
+        assert not any(launch.same(1) for launch in launches)
+    finally:
+        torch.set_num_threads(before)
