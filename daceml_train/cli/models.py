@@ -13,11 +13,11 @@ from daceml_train.cli.failing import Failure
 from daceml_train.errors import nearest
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser, other: str = "") -> None:
     """Arguments that name a model and the number of its runs."""
     parser.add_argument(
         "model",
-        metavar="FILE.py:FACTORY|FILE.onnx",
+        metavar=f"FILE.py:FACTORY|FILE.onnx{other}",
         help="a function without arguments that returns (module, inputs) or (module, inputs, loss, optimizer); inputs "
         "is a tensor or a tuple of what the module is called with; with a loss, of the step's inputs and targets. Or "
         "an ONNX model",

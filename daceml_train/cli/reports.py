@@ -1,4 +1,4 @@
-"""report, trace, links, roofline, run: the behavior of a compiled model."""
+"""report, trace, simulate, links, roofline, run: the behavior of a compiled model."""
 
 from __future__ import annotations
 
@@ -54,6 +54,22 @@ def add(commands: Any) -> None:
     add_model(trace)
     trace.add_argument("-o", "--output", type=Path, default=Path("trace.json"), metavar="FILE", help="%(default)s")
     trace.set_defaults(run=_trace)
+
+    simulate = commands.add_parser(
+        "simulate",
+        help="a step on many cores",
+        description="The time of a step on a processor with many cores, from the seconds of its launches on one "
+        "thread: in order on all cores, in order on the best number each, and side by side.",
+    )
+    add_model(simulate, "|REPORT.json")
+    simulate.add_argument("--cores", type=int, default=68, metavar="N", help="%(default)s")
+    simulate.add_argument("--fork", type=float, metavar="SECONDS", help="to start a team of threads")
+    simulate.add_argument("--join", type=float, metavar="SECONDS", help="per doubling of the threads of a team")
+    simulate.add_argument("--slow", type=float, metavar="TIMES", help="times as slow as the measured core")
+    simulate.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the report there, which can be simulated again"
+    )
+    simulate.set_defaults(run=_simulate)
 
     links = commands.add_parser(
         "links",
@@ -118,6 +134,38 @@ def _trace(options: argparse.Namespace) -> int:
         raise Failure("nothing was compiled, so there is nothing to show; `daceml-train report` says why")
     options.output.write_text(json.dumps(events), encoding="utf-8")
     print(f"{options.output}: open it in chrome://tracing or https://ui.perfetto.dev")
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    import torch
+
+    from daceml_train.errors import DacemlError
+    from daceml_train.reporting.cores import MANY_CORES, Processor, programs_of, read, simulate, together
+
+    if options.cores < 1:
+        raise Failure("--cores must be at least 1", 2)
+    costs = {name: getattr(options, name) for name in ("fork", "join", "slow")}
+    costs = {name: getattr(MANY_CORES, name) if value is None else value for name, value in costs.items()}
+    if min(costs.values()) < 0:
+        raise Failure("--fork, --join and --slow must not be negative", 2)
+    try:
+        if options.model.endswith(".json"):
+            programs = read(Path(options.model))
+        else:
+            before = torch.get_num_threads()
+            torch.set_num_threads(1)
+            try:
+                report = _measured(options, eager=False)
+            finally:
+                torch.set_num_threads(before)
+            if options.json is not None:
+                options.json.write_text(report.to_json() + "\n", encoding="utf-8")
+            programs = programs_of(report.functions[-1].launches)
+    except DacemlError as error:
+        raise Failure(str(error)) from error
+    processor = Processor(options.cores, **costs)
+    print("\n".join(together(simulate(rows, processor) for rows in programs).lines(processor)))
     return 0
 
 

@@ -55,6 +55,8 @@ class Launched:
     """Bytes that each of the processes that train together sends in it."""
     threads: int = 0
     """The threads that it has; 0 where that is not known, or on a GPU."""
+    before: tuple[int, ...] = ()
+    """Launches of its program that must have ended when it starts, whatever memory they share."""
     place: tuple[int, int, int] | None = None
     """Where launches run side by side, its segment, its lane, and its position in the order in which they start."""
 

@@ -51,6 +51,7 @@ class Schedule:
                 cost.name,
                 self._number(cost.network),
                 shares[index].threads,
+                shares[index].before,
                 _place(shares[index]),
             )
 

@@ -20,6 +20,7 @@ from daceml_train.lowering.program import (
 from daceml_train.runtime.bound_plan import AnyArena, BoundPlan, new_arena
 from daceml_train.runtime.executor import Plan
 from daceml_train.runtime.gpu.autotune import Autotuner
+from daceml_train.runtime.lane_entries import edges_of
 from daceml_train.runtime.launch_threads import Share, share
 from daceml_train.runtime.timing import Timing
 from daceml_train.runtime.tune_matmul import MatmulTuner
@@ -110,7 +111,7 @@ class Executable:
         plan = self._last()
         if plan is None or not isinstance(plan.plan, Plan):
             return []
-        return [share(plan, index) for index in range(len(plan.program.launches))]
+        return [share(plan, index, before) for index, before in enumerate(edges_of(plan))]
 
     def autotuned(self) -> tuple[int, int]:
         """How many kernels of the last plan were autotuned, and how many of them changed."""

@@ -52,17 +52,19 @@ class Share:
     lane: int = 0
     position: int = 0
     """Its position in the order in which launches start."""
+    before: tuple[int, ...] = ()
+    """Launches that must have ended when it starts, whatever memory they share."""
 
 
-def share(bound: Bound, index: int) -> Share:
-    """The share of a launch of a bound plan."""
+def share(bound: Bound, index: int, before: Sequence[int]) -> Share:
+    """The share of a launch of a bound plan, which depends on these."""
     threads = bound.threads if bound.launch_threads is None else bound.launch_threads.count(index)
     if bound.lanes is None:
-        return Share(threads)
+        return Share(threads, before=tuple(before))
     segment, lane = bound.lanes.place[index]
     if len(bound.lanes.segments[segment]) > 1:
         threads = 1
-    return Share(threads, segment, lane, bound.lanes.position[index])
+    return Share(threads, segment, lane, bound.lanes.position[index], tuple(before))
 
 
 def contention_of(bound: Bound) -> Contention | None:
