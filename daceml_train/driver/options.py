@@ -67,8 +67,9 @@ class Options:
             On a GPU, compile kernels that move megabytes with a few launch configurations and measure them at the
             first call of each size. What was found is kept in the cache.
         concurrency: Concurrency = 'measured'
-            On CPUs, `'measured'` finds in the first calls how many threads are fastest for each kernel and matmul, and
-            keeps it in the cache; results are the same bits. `'off'`: all of them take `torch.get_num_threads()`.
+            On CPUs, `'measured'` finds in the first calls how many threads are fastest for each launch and which
+            launches run side by side, and keeps it in the cache; threads drop to one where other processes have the
+            cores. Results are the same bits. `'off'`: all launches take `torch.get_num_threads()`, in order.
         schedule: ScheduleKind | None = None
             On a GPU, `'ahead_of_time'` captures programs as CUDA graphs, one launch each; `'plain'`
             launches kernel by kernel. None: `'ahead_of_time'` for `training_step`, `'plain'` for `optimize`; see

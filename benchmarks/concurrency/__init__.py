@@ -1,0 +1,1 @@
+"""How launches share the cores of a CPU: see `__main__`."""
