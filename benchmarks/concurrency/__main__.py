@@ -1,9 +1,9 @@
-"""How launches share the cores of a CPU: `python -m benchmarks.concurrency [tiny|lanes|threads|busy|simulate ...]`.
+"""How launches share the cores of a CPU: `python -m benchmarks.concurrency [tiny|lanes|busy|threads|simulate ...]`.
 
     tiny        microseconds a call of tiny steps, beside C written by hand
     lanes       networks with branches: launches side by side, against launches in order
-    threads     the chosen threads of each launch, against the best of one and two
     busy        steps beside a process that keeps one core busy
+    threads     the chosen threads of each launch, against the best of one and two
     simulate    steps on 68 cores, from their launches on one thread
 
 Without a name, all of them are measured, in this order; `--page` writes the results and their page. The machine
@@ -41,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measurements: dict[str, Callable[[], list[rows.Row]]] = {
         "tiny": lambda: rows.tiny(options.seconds),
         "lanes": lambda: rows.lanes(options.seconds),
-        "threads": lambda: rows.chosen(options.seconds),
         "busy": lambda: rows.busy(options.seconds),
+        "threads": lambda: rows.chosen(options.seconds),
         "simulate": lambda: rows.many_cores(5),
     }
     unknown = [name for name in options.names if name not in measurements]
@@ -55,9 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found[f"{name} under load"] = load.high() and name != "busy"
         for row in found[name]:
             print(name, json.dumps(row), flush=True)
-    if options.page:
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        PAGE.write_text(page(found), encoding="utf-8")
+        if options.page:
+            RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            PAGE.write_text(page(found), encoding="utf-8")
     return 0
 
 
