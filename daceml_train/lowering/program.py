@@ -169,8 +169,8 @@ def views(launch: Launch) -> list[BufferView]:
     match launch:
         case KernelLaunch(places=places) | ControlLaunch(places=places):
             return list(places)
-        case CopyLaunch(target=target, source=source):
-            return [target, source]
+        case CopyLaunch(pairs=pairs):
+            return [view for pair in pairs for view in pair]
         case CallLaunch(arguments=arguments):
             return _places(arguments)
 

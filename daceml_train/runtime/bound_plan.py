@@ -212,8 +212,8 @@ class BoundPlan:
                 self.plan.kernel(addresses[code.key], pointers, integers, tag=index)
             case CopyLaunch(pairs=pairs):
                 sizes = [self.value(Tensor(source.shape, source.dtype).bytes) for _, source in pairs]
-                places = [tuple((p.slot, self.value(p.offset) * p.dtype.bytes) for p in pair) for pair in pairs]
-                self.plan.copies([(*pair, size) for pair, size in zip(places, sizes, strict=True)], tag=index)
+                ends = [tuple((p.slot, self.value(p.offset) * p.dtype.bytes) for p in pair) for pair in pairs]
+                self.plan.copies([(*pair, size) for pair, size in zip(ends, sizes, strict=True)], tag=index)
             case CallLaunch(target=name, overload=overload, arguments=arguments, returns=returns, direct=direct):
                 if index in self.onednn:
                     self._onednn(index, arguments)

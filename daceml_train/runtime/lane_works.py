@@ -43,8 +43,8 @@ def written(launch: Launch) -> set[int]:
         case CallLaunch(returns=returns, writes=writes, direct=direct, arguments=arguments):
             out = {arguments[0].slot} if direct else set()
             return {*writes, *(slot for slot in returns if slot is not None), *out}
-        case CopyLaunch(target=target):
-            return {target.slot}
+        case CopyLaunch(pairs=pairs):
+            return {target.slot for target, _ in pairs}
         case ControlLaunch(returns=returns):
             return set(returns)
 

@@ -53,7 +53,7 @@ def _install_loggers() -> None:
     original = loggers.call_method
 
     def call(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-        if not name.endswith("_once") or not _traces.depth or not callable(getattr(self.value, name, None)):
+        if not name.endswith("_once") or not traces.depth or not callable(getattr(self.value, name, None)):
             return original(self, tx, name, args, kwargs)
         given = [LazyVariableTracker.realize_all(arg) for arg in args]
         named = {key: LazyVariableTracker.realize_all(arg) for key, arg in kwargs.items()}
