@@ -47,7 +47,7 @@ def test_several_threads_at_once() -> None:
     found: list[int] = []
     limit = sys.getrecursionlimit()
     threads = [
-        threading.Thread(target=lambda n=n: found.append(call_deeply(lambda: by_native_code(n))))  # type: ignore[misc]
+        threading.Thread(target=lambda n=n: found.append(call_deeply(lambda: by_native_code(n))))
         for n in (20_000, 30_000, 40_000)
     ]
     for thread in threads:

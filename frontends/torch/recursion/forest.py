@@ -146,7 +146,9 @@ class Forest:
                 if buffer is None:
                     arrays[at] = gradient
                 else:
-                    of[buffer].index_add_(0, at, gradient)
+                    total = of[buffer]
+                    own_rows = gradient.untyped_storage().data_ptr() == total.untyped_storage().data_ptr()
+                    total.index_add_(0, at, gradient.clone() if own_rows else gradient)
                     reached.add(buffer)
             for s, tensor in zip(group.cell.shared, own, strict=True):
                 if (gradient := by_id.get(id(tensor))) is not None:
