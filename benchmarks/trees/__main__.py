@@ -74,7 +74,9 @@ def measured(kind: Any, threads: int) -> dict[str, Any]:
         ways["levels by hand, lists"] = lambda k: byhand.by_lists(twin, results[k]).backward()
         ways["levels by hand, copies"] = lambda k: byhand.by_copies(twin, results[k]).backward()
         alone = [byhand.matmuls(twin, each) for each in results]
+        by_level = [byhand.matmuls(twin, each, True) for each in results]
         ways["matmuls alone"] = lambda k: alone[k]()
+        ways["matmuls alone, by level"] = lambda k: by_level[k]()
     times: dict[str, list[float]] = {name: [] for name in ways}
     start = time.perf_counter()
     ways["daceml_train"](0)

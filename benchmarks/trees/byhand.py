@@ -75,15 +75,21 @@ def by_copies(net: TreeLSTM, data: Linear) -> Tensor:
     return F.cross_entropy(net.out(states), data.labels)
 
 
-def matmuls(net: TreeLSTM, data: Linear) -> Callable[[], Any]:
-    """The six large matmuls alone, each on all nodes at once."""
+def matmuls(net: TreeLSTM, data: Linear, by_level: bool = False) -> Callable[[], Any]:
+    """The six large matmuls alone, each on all nodes at once.
+
+    With `by_level`, the two that levels wait for, states and their gradients of inner nodes, are a matmul per level.
+    """
     width = net.out.in_features
     x, z = torch.randn(len(data.words), width), torch.randn(len(data.left), 2 * width)
     w, u = net.leaf.weight.detach().T.contiguous(), net.inner.weight.detach().T.contiguous()
     gx, gz = torch.randn(len(x), 3 * width), torch.randn(len(z), 5 * width)
+    sizes = [b - a for a, b in zip(data.bounds[1:-1], data.bounds[2:], strict=True)] if by_level else [len(z)]
 
     def run() -> Any:
         with torch.no_grad():
-            return x @ w, z @ u, gx @ w.T, gz @ u.T, x.T @ gx, z.T @ gz
+            states = [rows @ u for rows in z.split(sizes)]
+            gradients = [rows @ u.T for rows in gz.split(sizes)[::-1]]
+            return x @ w, states, gx @ w.T, gradients, x.T @ gx, z.T @ gz
 
     return run

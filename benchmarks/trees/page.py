@@ -19,7 +19,8 @@ Forward and backward passes of networks that call themselves over trees or DAGs,
 like another. Ways take turns, batch by batch; times are medians, in processor time on one thread, and in wall clock on
 two. They include the walk over the user's objects in Python; *levels by hand* begin with trees that are in the order of
 levels already. *Matmuls alone* are the six large ones of the TreeLSTM, each on all nodes at once: a bound that no way
-can beat. *New trees* are batches of shapes that no earlier batch had. *Difference* is the largest one of a parameter's
+can beat. *By level*, those two that wait for children are one per level: a bound for all ways that run levels, which
+only one that does nothing else reaches. *New trees* are batches of shapes that no earlier batch had. *Difference* is the largest one of a parameter's
 gradient from PyTorch's, relative to its norm.
 """
 NAMES = {
