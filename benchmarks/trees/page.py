@@ -20,8 +20,8 @@ like another. Ways take turns, batch by batch; times are medians, in processor t
 two. They include the walk over the user's objects in Python; *levels by hand* begin with trees that are in the order of
 levels already. *Matmuls alone* are the six large ones of the TreeLSTM, each on all nodes at once: a bound that no way
 can beat. *By level*, those two that wait for children are one per level: a bound for all ways that run levels, which
-only one that does nothing else reaches. *New trees* are batches of shapes that no earlier batch had. *Difference* is the largest one of a parameter's
-gradient from PyTorch's, relative to its norm.
+only one that does nothing else reaches. *New trees* are batches of shapes that no earlier batch had. *Difference* is
+the largest one of a parameter's gradient from PyTorch's, relative to its norm.
 """
 NAMES = {
     "treelstm": "TreeLSTM, 300 wide",
