@@ -261,7 +261,7 @@ class Cell:
         mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         examples = []
         for m in self.given:
-            dims = [DimDynamic.DYNAMIC, *[DimDynamic.STATIC] * len(m.shape)]
+            dims = [DimDynamic.DUCK, *[DimDynamic.STATIC] * len(m.shape)]  # one symbol for the rows of all
             context: Any = StatelessSymbolicContext(dynamic_sizes=dims)
             example = torch.zeros(COUNTS[-1], *m.shape, dtype=m.dtype, device=m.device)
             examples.append(mode.from_tensor(example, symbolic_context=context))
