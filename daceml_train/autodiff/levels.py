@@ -23,6 +23,7 @@ from daceml_train.ops.contraction import Matmul
 from daceml_train.ops.control import draws
 from daceml_train.ops.fallback import Body
 from daceml_train.ops.levels import ROWS, Levels
+from daceml_train.ops.movement import Permute, View
 from daceml_train.ops.operator import Operator, Value
 from daceml_train.tensor import Dim, Tensor, simplify
 
@@ -240,10 +241,28 @@ def _split(cell: _Cell) -> None:
     cell.hoisted = [*common, *cell.hoisted]  # computed from what all rows share: in the loop, and outside
     results = {name for node in cell.hoisted for name in node.outputs}
     outside |= {name for node in common for name in node.inputs}
+    moved = _moved(cell, outside - results)
+    cell.hoisted = [*moved, *cell.hoisted]
+    results |= {name for node in moved for name in node.outputs}
+    outside |= {name for node in moved for name in node.inputs}
     cell.stacked = [name for node in cell.loop for name in node.outputs if name in outside and name not in results]
     for name in cell.stacked:
         if types[name].shape[0] != ROWS:
             raise Unsupported(f"the derivative of a cell that reads {types[name]}, whose first size is not its rows")
+
+
+def _moved(cell: _Cell, read: set[str]) -> list[Node]:
+    """Views and permutations in the loop to repeat outside, since they are read there and are no stack of rows."""
+    types, producers = cell.types, {name: node for node in cell.loop for name in node.outputs}
+    waiting, found = list(read), set[str]()
+    while waiting:
+        name = waiting.pop()
+        node = producers.get(name)
+        if node is None or name in found or types[name].shape[:1] == (ROWS,) or not isinstance(node.op, View | Permute):
+            continue
+        found.add(name)
+        waiting += node.inputs
+    return [node for node in cell.loop if not found.isdisjoint(node.outputs)]
 
 
 def _hoistable(node: Node, types: Mapping[str, Tensor]) -> bool:
