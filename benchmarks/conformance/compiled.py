@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -25,11 +26,28 @@ TOGETHER = 6
 
 
 def outcomes(op: Any, samples: Iterator[Any], count: int, cache: str, gradients: bool = True) -> Iterator[Outcome]:
-    """The first samples of one entry, the first also as `h + op(h)` where shapes allow."""
+    """The first samples of one entry; the first also as `h + op(h)` where shapes allow, and with one gradient alone."""
     forms = [(str(number), sample, False) for number, sample in enumerate(islice(samples, count))]
     if forms and fits(op, forms[0][1]):
         forms.insert(1, ("0+", forms[0][1], True))
+    if forms and gradients:
+        forms += [(f"0 of {position}", sample, False) for position, sample in enumerate(one_gradient(forms[0][1]))]
     yield from compare(op, forms, cache, gradients)
+
+
+def one_gradient(sample: Any) -> Iterator[Any]:
+    """A sample in which several tensors have a gradient, with that of one of them alone."""
+    counted = itertools.count()
+    sample.transform(lambda t: next(counted) if isinstance(t, Tensor) and t.requires_grad else t)
+    number = next(counted)
+    for kept in range(number if number > 1 else 0):
+        position = itertools.count()
+
+        def alone(t: Any, kept: int = kept, position: Iterator[int] = position) -> Any:
+            constant = isinstance(t, Tensor) and t.requires_grad and next(position) != kept
+            return t.detach() if constant else t
+
+        yield sample.transform(alone)
 
 
 def compare(op: Any, forms: Sequence[Form], cache: str, gradients: bool) -> Iterator[Outcome]:

@@ -51,6 +51,15 @@ def test_an_operator_is_right(tmp_path: Path) -> None:
     assert [(o.sample, o.kind) for o in found] == [("0", "native"), ("0+", "native")]
 
 
+def test_each_operand_alone_has_a_gradient() -> None:
+    """Backward operators return nothing for other operands; `grid_sample` of a constant image was an error once."""
+    a, b, index = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True), torch.tensor([0])
+    sample = SampleInput(a, args=(index, b))
+    alone = [[t.requires_grad for t in (s.input, *s.args)] for s in compiled.one_gradient(sample)]
+    assert alone == [[True, False, False], [False, False, True]]
+    assert list(compiled.one_gradient(SampleInput(a, args=(index,)))) == []
+
+
 def test_views_are_computed_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """A result that is a view of its input would leave nothing to check: a wrong rule has to be seen."""
     from daceml_train.frontends.torch.rules.translate import RULES

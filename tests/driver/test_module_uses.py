@@ -269,3 +269,24 @@ def test_a_forward_of_which_nothing_is_compiled_says_so() -> None:
     with pytest.warns(UserWarning, match=r"nothing that it can compile in Unique\.forward"):
         torch.testing.assert_close(ours(x), torch.unique(x))
     assert len(ours._daceml_train.backend.breaks) == 1
+
+
+@pytest.mark.compiled
+def test_a_derivative_of_one_operand_of_an_operator_that_has_two() -> None:
+    """PyTorch's backward operator returns nothing for the image, before the gradient of the grid."""
+    weight, image = torch.randn(2, 3, 3, 2), torch.randn(2, 3, 8, 8)
+
+    class Sampled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.grid = nn.Parameter(weight.clone())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.grid_sample(x, self.grid.tanh(), align_corners=False)
+
+    found = []
+    for model in (Sampled(), dt.optimize(Sampled())):
+        result = model(image)
+        (result * torch.linspace(-1, 2, result.numel()).view(result.shape)).sum().backward()
+        found.append((result.detach(), model.grid.grad))
+    torch.testing.assert_close(found[1], found[0])

@@ -165,6 +165,13 @@ class Call {
     }
     TORCH_CHECK(flat.size() >= results_.size(), name(), " returned ", flat.size(), " results, ", results_.size(),
                 " were expected");
+    if (flat.size() > results_.size()) {  // the program knows of no gradient that was not asked for, and of no number
+      std::vector<c10::IValue> tensors;
+      for (const c10::IValue& value : flat) {
+        if (value.isTensor() && value.toTensor().defined()) tensors.push_back(value);
+      }
+      if (tensors.size() == results_.size()) flat = std::move(tensors);
+    }
     for (size_t i = 0; i < results_.size(); ++i) {
       if (results_[i].slot >= 0 || results_[i].view >= 0) store(flat[i], i, values);
     }

@@ -53,16 +53,19 @@ traces = Traces(_install)
 
 
 def _same_later(tx: Any, hook: Any) -> bool:
-    """Whether a hook reads its argument, tensors, numbers and globals alone, and none under a name stored again."""
+    """Whether a hook reads its argument, functions, tensors and numbers alone, and none under a name stored again."""
     hook = hook.realize()
-    if isinstance(hook, UserFunctionVariable):
-        return hook.fn.__closure__ is None
-    if not isinstance(hook, NestedUserFunctionVariable):
+    if not isinstance(hook, NestedUserFunctionVariable | UserFunctionVariable):
         return False
-    names = hook.get_code().co_freevars
-    if not names:
-        return True
-    own, cells = tx.f_code, hook.closure.items
+    code, scope = hook.get_code(), hook.get_globals()
+    read = [scope.get(i.argval, len) for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"]
+    if code.co_argcount != 1 or not all(callable(x) or isinstance(x, types.ModuleType) for x in read):
+        return False
+    names, nested = code.co_freevars, isinstance(hook, NestedUserFunctionVariable)
+    if not names or not nested:
+        return not names
+    closure: Any = hook.closure
+    own, cells = tx.f_code, closure.items
     if not set(names) <= set(own.co_cellvars) or any("JUMP_BACKWARD" in i.opname for i in dis.get_instructions(own)):
         return False
     values = [tx.output.side_effects.load_cell(cell).realize() for cell in cells]
