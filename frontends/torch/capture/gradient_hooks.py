@@ -61,8 +61,8 @@ def _same_later(tx: Any, hook: Any) -> bool:
     read = [scope.get(i.argval, len) for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"]
     if code.co_argcount != 1 or not all(callable(x) or isinstance(x, types.ModuleType) for x in read):
         return False
-    names, nested = code.co_freevars, isinstance(hook, NestedUserFunctionVariable)
-    if not names or not nested:
+    names = code.co_freevars
+    if not names or not isinstance(hook, NestedUserFunctionVariable):
         return not names
     closure: Any = hook.closure
     own, cells = tx.f_code, closure.items
