@@ -47,6 +47,8 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
         "torch._dynamo.variables.builder.VariableBuilder",
         "torch._dynamo.variables.builtin",
         "torch._dynamo.variables.constant.ConstantVariable",
+        "torch._dynamo.variables.functions.NestedUserFunctionVariable",
+        "torch._dynamo.variables.functions.UserFunctionVariable",
         "torch._dynamo.variables.higher_order_ops",
         "torch._dynamo.variables.lazy.LazyVariableTracker",
         "torch._dynamo.variables.misc.DebuggingVariable",

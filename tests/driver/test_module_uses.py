@@ -271,7 +271,6 @@ def test_a_forward_of_which_nothing_is_compiled_says_so() -> None:
     assert len(ours._daceml_train.backend.breaks) == 1
 
 
-@pytest.mark.compiled
 def test_a_derivative_of_one_operand_of_an_operator_that_has_two() -> None:
     """PyTorch's backward operator returns nothing for the image, before the gradient of the grid."""
     weight, image = torch.randn(2, 3, 3, 2), torch.randn(2, 3, 8, 8)
@@ -289,4 +288,27 @@ def test_a_derivative_of_one_operand_of_an_operator_that_has_two() -> None:
         result = model(image)
         (result * torch.linspace(-1, 2, result.numel()).view(result.shape)).sum().backward()
         found.append((result.detach(), model.grid.grad))
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_gradient_that_pytorch_leaves_undefined() -> None:
+    """The backward operator of a batch norm of a constant has three results, of which PyTorch computes those asked for."""
+    x, found = torch.randn(6, 4), []
+
+    class Normalized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.linspace(-1, 2, 4))
+            self.register_buffer("mean", torch.zeros(4))
+            self.register_buffer("var", torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            given = (x, self.weight, torch.zeros(4), self.mean, self.var, 0.1, 1e-5)
+            result: Tensor = torch.ops.aten._batch_norm_with_update(*given)[0]
+            return result
+
+    for model in (Normalized(), dt.optimize(Normalized())):
+        result = model(x)
+        (result * torch.linspace(-1, 2, result.numel()).view(result.shape)).sum().backward()
+        found.append((result.detach(), model.weight.grad, model.mean, model.var))
     torch.testing.assert_close(found[1], found[0])
