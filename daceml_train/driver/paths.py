@@ -345,7 +345,10 @@ class Paths:
 
     def _program(self, leaf: Leaf, call: Call, values: CallValues) -> PathProgram:
         owner, path = self.owner, call.path
-        looked, kept = list(leaf.looked), list(leaf.kept)
+        for step in path:  # looks of a call that left known paths later are those of the known ones
+            leaf.looked.update(dict.fromkeys((step, result) for result in step.fetches))
+        position = {id(step): number for number, step in enumerate(path)}
+        looked, kept = sorted(leaf.looked, key=lambda look: position[id(look[0])]), list(leaf.kept)
         found = divided(captured_path(path, call, leaf.loss, kept, looked, owner._names()), owner.options)
         graph = found.captured.graph
         _note_writes(path, call, [s for name, s in found.sources.items() if name in graph.writes])

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import daceml_train as dt
 from tests.driver.imperative import BATCH, SIZE, Imperative, Pair, assert_alike, batches, kept, loss_of
 from tests.driver.imperative_models import OTHERS, REFUSED, Averages
+from tests.driver.imperative_programs import NOT_FOLLOWED, PROGRAMS
 
 pytestmark = pytest.mark.compiled
 
@@ -204,6 +205,16 @@ def test_as_in_eager_execution(model: Callable[[], Imperative]) -> None:
     for paths in pair.step.paths.values():
         assert REFUSED[model] in paths.refused if model in REFUSED else not paths.refused  # type: ignore[index]
         assert paths.refused or paths.misses < paths.calls
+
+
+@pytest.mark.parametrize("model", (*PROGRAMS, *NOT_FOLLOWED))
+def test_programs_as_people_write_them(model: Callable[[], Imperative]) -> None:
+    pair = Pair(model())
+    pair.train(batches(10))
+    if model in NOT_FOLLOWED:
+        assert NOT_FOLLOWED[model] in pair.paths.refused
+    else:
+        assert not pair.paths.refused and pair.paths.misses <= PROGRAMS[model], (pair.paths.misses, pair.paths.refused)
 
 
 class Spoiling(Imperative):

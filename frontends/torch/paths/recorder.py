@@ -185,6 +185,8 @@ class Recorder(TorchFunctionMode):
         """Whether a call depends on a result, on a parameter, or on what the step changes."""
         enabled, known, pending = torch.is_grad_enabled(), self.known, self.pending
         given = tensors((args, kwargs))
+        if function is Tensor.detach and not given[0].is_leaf and not given[0].is_meta and id(given[0]) not in known:
+            return False  # what an earlier step has computed
         for t in given:
             if t.is_meta or id(t) in known or (enabled and t.requires_grad) or (pending and memory(t) in pending):
                 return True
@@ -327,7 +329,7 @@ class Recorder(TorchFunctionMode):
         result = self.known.get(id(tensor))
         if result is None:
             return tensor
-        if tensor.requires_grad != result.requires_grad:
+        if tensor.requires_grad != result.requires_grad and not result.grown:
             raise Unsupported("a result of an autograd.Function")
         return result.tensor
 
