@@ -262,7 +262,13 @@ class Helped(Imperative):
         edges = torch.tensor(sorted(nx.minimum_spanning_tree(graph).edges)).t()
         h = h.index_add(0, edges[0], h[edges[1]].tanh()) * smooth
         if self.calls % 3 == 0:
-            print("call", self.calls, f"{h.mean():.4f} {h.std().item():>10.3e}", h.shape, [round(v, 3) for v in h.detach()[0, :2].tolist()])
+            print(
+                "call",
+                self.calls,
+                f"{h.mean():.4f} {h.std().item():>10.3e}",
+                h.shape,
+                [round(v, 3) for v in h.detach()[0, :2].tolist()],
+            )
         return self.r(h)
 
 

@@ -23,12 +23,12 @@ def parts_of(index: Any) -> tuple[Any, ...]:
 def as_data(index: Any) -> Any:
     """An index with tensors in place of lists and arrays, whose values may differ from call to call."""
     if isinstance(index, tuple):
-        return tuple(map(as_data, index)) if any(isinstance(part, list | np.ndarray | np.generic) for part in index) else index
+        data = any(isinstance(part, list | np.ndarray | np.generic) for part in index)
+        return tuple(map(as_data, index)) if data else index
     if isinstance(index, np.generic):
         return index.item()
-    if isinstance(index, np.ndarray) or (isinstance(index, list) and index and all(type(i) in (int, bool) for i in index)):
-        return torch.tensor(index)
-    return index
+    listed = isinstance(index, list) and index and all(type(i) in (int, bool) for i in index)
+    return torch.tensor(index) if listed or isinstance(index, np.ndarray) else index
 
 
 def has_integers(function: Any, arguments: Any) -> bool:
@@ -64,7 +64,9 @@ def integers_as_data(x: Tensor, index: Any) -> Any:
 
 
 def _scalar(part: Any) -> bool:
-    return isinstance(part, Tensor) and part.ndim == 0 and not part.dtype.is_floating_point and part.dtype is not torch.bool
+    if not isinstance(part, Tensor) or part.ndim:
+        return False
+    return not part.dtype.is_floating_point and part.dtype is not torch.bool
 
 
 def scalar_index(index: Any) -> int | None:

@@ -12,15 +12,14 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.dynamo.tracing import reason
 from daceml_train.frontends.torch.paths import functions, indices, random_functions
 from daceml_train.frontends.torch.paths.functions import name_of
+from daceml_train.frontends.torch.paths.looks import Looks
 from daceml_train.frontends.torch.paths.sites import Sites
 from daceml_train.frontends.torch.paths.trie import (
     ARITHMETIC,
@@ -38,7 +37,6 @@ from daceml_train.frontends.torch.paths.values import (
     check_modes,
     mapped,
     memory,
-    numeric,
     place,
     plain,
     tensors,
@@ -48,12 +46,10 @@ Fetch = Callable[["Recorder", Result], Tensor | None]
 """Computes a result that user code looks at; None where nothing is compiled for it."""
 
 
-class Recorder(TorchFunctionMode):
+class Recorder(Looks):
     """Follows or records the calls of one run of a model, from `root` on."""
 
-    def __init__(
-        self, root: Step, call: Call, held: Callable[[], set[int]], sites: Sites, fetch: Fetch | None
-    ) -> None:
+    def __init__(self, root: Step, call: Call, held: Callable[[], set[int]], sites: Sites, fetch: Fetch | None) -> None:
         super().__init__()
         self.call, self.at, self.sites, self.fetch = call, root, sites, fetch
         self._find_held = held
@@ -61,19 +57,10 @@ class Recorder(TorchFunctionMode):
         """Whether operators are left out."""
         self.left = False
         """Whether the call has left the known paths."""
-        self.values: dict[Result, Tensor] = {}
-        """Results that were computed in PyTorch, or by a program."""
-        self.known: dict[int, Result] = {}
-        """Results by the identity of the tensors that PyTorch computed."""
-        self.pending: set[int] = set()
-        """The memory of operands that the step changes."""
         self.foreign: set[int] = set()
         """Memory that is not PyTorch's."""
         self.untracked: set[int] = set()
         """Memory of results whose `data` was read: writes there are not seen by autograd."""
-        self.looked: list[tuple[Step, Result]] = []
-        """Which results user code has looked at, and where."""
-        self.arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         self.stand_ins: dict[int, Result] = {}
         self.ways = 0
         """Into how many ways that differ in sizes or integers alone this call's path parts somewhere."""
@@ -84,7 +71,7 @@ class Recorder(TorchFunctionMode):
         self.refused = ""
         """Why calls like this one have no path."""
         self.again = False
-        """Whether that holds for this call alone: from the next one on, some line of the user's is followed otherwise."""
+        """Whether that holds for this call alone: later ones follow some line of the user's otherwise."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
@@ -313,7 +300,7 @@ class Recorder(TorchFunctionMode):
                 self.at.following.append(created)
                 self.ways = max(self.ways, ways := alike(created, self.at.following))
                 if ways > 1 and indices.has_integers(function, args):
-                    self._otherwise(self.sites.vary(function), "an index that changes")
+                    self.again = self.sites.vary(function) or self.again
                 step = created
             assert step is not None
             self.at = step
@@ -391,7 +378,7 @@ class Recorder(TorchFunctionMode):
                 raise Unsupported("a model that changes its argument in place")
             if memory(tensor) in self.fresh:
                 self.sites.change(self.fresh[memory(tensor)][1])
-                self._otherwise(True, "data that a result changes in place")
+                self.again = True
             operand = by_position[self.call.index[id(tensor)]]
             if sum(memory(t) == memory(tensor) for t in self.call.operands) > 1:
                 raise Unsupported("a model that changes memory of several of its operands in place")
@@ -409,12 +396,6 @@ class Recorder(TorchFunctionMode):
         step.results = tuple(r for r in leaves_of(step.result) if type(r) is Result and r not in self.values)
         return True
 
-    def _otherwise(self, again: bool, reason: str) -> None:
-        """End the path of this call, where later ones will follow the line otherwise."""
-        if again:
-            self.again = True
-            raise Unsupported(reason)
-
     def _changed(self, changed: int) -> None:
         """Note that results in this memory have changed in place. Raises `Unsupported` where an element would have to
         change with what it is an element of.
@@ -424,52 +405,10 @@ class Recorder(TorchFunctionMode):
                 result.grown = result.requires_grad = True
         for element, whole, site in self.selected:
             if changed in (memory(self._real(element)), memory(self._real(whole))):
-                self.again = self.sites.fix(site)
+                self.again = self.sites.fix(site) or self.again
                 raise Unsupported("an element at a position that changes, which shares memory")
 
     # ---- rules --------------------------------------------------------------------------------------------------
-    def _look(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A function that looks at values: a program computes them, or PyTorch has done so."""
-        given = tensors((args, kwargs))
-        if self.pending and any(memory(t) in self.pending for t in given if not t.is_meta):
-            self.refuse("a look at a tensor that the step has changed")
-            return function(*self._real(args), **self._real(kwargs))
-        if self.following:
-            found: dict[int, Tensor] = {}
-            for t in given:
-                result = self.stands_for(t) if t.is_meta else None
-                if result is None:
-                    continue
-                value = self.values.get(result)
-                if value is None and self.fetch is not None:
-                    value = self.fetch(self, result)
-                if value is None:
-                    self.leave()
-                    return self._look(function, args, kwargs)
-                self.values[result] = found[id(t)] = value
-            with torch.no_grad():
-                return function(*mapped(args, lambda t: found.get(id(t), t)), **kwargs)
-        args, kwargs = self._real(args), self._real(kwargs)
-        seen = function(*args, **kwargs)
-        self._noted(tensors((args, kwargs)), seen)
-        return seen
-
-    def _noted(self, given: Sequence[Tensor], seen: Any) -> None:
-        for t in given:
-            if (result := self.known.get(id(t))) is not None:
-                self.looked.append((self.at, result))
-            elif t.requires_grad:
-                self.refuse("a look at a parameter's values")
-        if isinstance(seen, np.ndarray):
-            self.arrays.append((seen, seen.copy()))
-        elif any(t.requires_grad for t in tensors(seen)):
-            self.refuse("values of a size that depends on data, with a gradient")
-
-    def check_arrays(self) -> None:
-        """Refuse calls that change an array which shares memory with a result."""
-        if any(not np.array_equal(array, before, equal_nan=True) for array, before in self.arrays if numeric(array)):
-            self.refuse("a NumPy array that shares memory with a result is changed")
-
     def _dropout(self, x: Tensor, p: float, drops: bool, inplace: bool, dimensions: int) -> Any:
         if not drops:
             return x
