@@ -36,7 +36,7 @@ class DependsOnPython(Unsupported):
 
 
 OUTGROWN = 8
-"""After so many calls along paths, the programs that others of their kind ran are forgotten."""
+"""After so many calls along paths in a row, the programs that others of their kind ran are forgotten."""
 
 
 def _compiled_by_others(module: torch.nn.Module) -> bool:
@@ -95,7 +95,7 @@ class AlongPaths(OnRanks):
                 self.breaks.append(ENDLESS)
 
     def _outgrown(self, key: Any) -> None:
-        """Forget the programs of a kind of arguments that follows paths, if most of its calls are none of them."""
+        """Forget the programs of a kind of arguments that follows paths, if no call runs them any more."""
         if key in self._in_pieces and key in self._bound:
             self._unbound[key] = self._unbound.get(key, 0) + 1
             if self._unbound[key] >= OUTGROWN:

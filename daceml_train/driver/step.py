@@ -171,9 +171,11 @@ class TrainingStep(AlongPaths):
                 changed = ways[0].changed(scope)
                 logs.event(logs.RECOMPILES, f"training step of {type(self.model).__name__} is rebound: {changed}")
             bound = self._bind(key, inputs, targets, flat)
-        elif bound is not ways[0]:
-            ways.remove(bound)
-            ways.insert(0, bound)
+        else:
+            self._unbound.pop(key, None)
+            if bound is not ways[0]:
+                ways.remove(bound)
+                ways.insert(0, bound)
         return key, flat, bound
 
     def _run_bound(

@@ -15,7 +15,7 @@ Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 INDEXING = frozenset([Tensor.__getitem__, Tensor.__setitem__])
 
 
-def parts_of(index: Any) -> tuple[Any, ...]:
+def entries_of(index: Any) -> tuple[Any, ...]:
     """The parts of an index, one per dimension that it names."""
     return index if isinstance(index, tuple) else (index,)
 
@@ -41,7 +41,7 @@ def has_integers(function: Any, arguments: Any) -> bool:
 def varies(index: Any) -> bool:
     """Whether an index has integers that could be data."""
     simple = (int, slice, type(None), type(...))
-    parts = parts_of(index)
+    parts = entries_of(index)
     fits = all((isinstance(part, simple) and type(part) is not bool) or _scalar(part) for part in parts)
     return fits and any(type(part) is int for part in parts)
 
@@ -50,7 +50,7 @@ def integers_as_data(x: Tensor, index: Any) -> Any:
     """An index with tensors in place of its integers. Raises `IndexError` as PyTorch does."""
     if not varies(index):
         return index
-    parts, found, dimension = parts_of(index), [], 0
+    parts, found, dimension = entries_of(index), [], 0
     torch.empty(x.shape, device="meta")[tuple(0 if isinstance(part, Tensor) else part for part in parts)]
     for place, part in enumerate(parts):
         if type(part) is int:
@@ -71,7 +71,7 @@ def _scalar(part: Any) -> bool:
 
 def scalar_index(index: Any) -> int | None:
     """The place of an integer tensor without dimensions in an index of slices and integers; None if there is none."""
-    parts = parts_of(index)
+    parts = entries_of(index)
     found = [i for i, part in enumerate(parts) if isinstance(part, Tensor)]
     if not found or not all(_scalar(parts[i]) for i in found):
         return None
@@ -82,7 +82,7 @@ def scalar_index(index: Any) -> int | None:
 
 def selected(run: Run, x: Any, index: Any, place: int) -> Any:
     """An element along a dimension, at a position that a tensor without dimensions has."""
-    parts = list(parts_of(index))
+    parts = list(entries_of(index))
     position, parts[place] = parts[place], slice(None)
     before: Sequence[Any] = parts[:place]
     dims = sum(part is None or isinstance(part, slice) for part in before)
@@ -95,7 +95,7 @@ def selected(run: Run, x: Any, index: Any, place: int) -> Any:
 
 def without_masks(run: Run, index: Any) -> Any:
     """An index with the positions of elements in place of masks."""
-    parts = parts_of(index)
+    parts = entries_of(index)
     if not any(isinstance(part, Tensor) and part.dtype is torch.bool for part in parts):
         return index
     found: list[Any] = []

@@ -20,7 +20,7 @@ from daceml_train.frontends.torch.dynamo.tracing import reason
 from daceml_train.frontends.torch.paths import functions, indices, random_functions
 from daceml_train.frontends.torch.paths.functions import name_of
 from daceml_train.frontends.torch.paths.looks import Looks
-from daceml_train.frontends.torch.paths.sites import Sites
+from daceml_train.frontends.torch.paths.sites import Site, Sites
 from daceml_train.frontends.torch.paths.trie import (
     ARITHMETIC,
     Call,
@@ -64,8 +64,8 @@ class Recorder(Looks):
         self.stand_ins: dict[int, Result] = {}
         self.ways = 0
         """Into how many ways that differ in sizes or integers alone this call's path parts somewhere."""
-        self.fresh: dict[int, tuple[Tensor, Any]] = {}
-        """By their memory, tensors of data that this call has allocated, and where."""
+        self.fresh: dict[int, Site] = {}
+        """By their memory, where data that this call has allocated comes from."""
         self.selected: list[tuple[Any, Tensor, Any]] = []
         """Elements that are views in PyTorch and copies here, what they are elements of, and where."""
         self.refused = ""
@@ -105,8 +105,9 @@ class Recorder(Looks):
         elif type(found) is Tensor and not found.requires_grad and not self.refused:
             if self.sites.changes(function):
                 return self._run(Tensor.clone, (found,), {}, True)
-            if not self.following and memory(found) not in {memory(t) for t in tensors((args, kwargs))} | self.foreign:
-                self.fresh.setdefault(memory(found), (found, self.sites.of(function)))
+            where, given = memory(found), {memory(t) for t in tensors((args, kwargs))}
+            if where not in given and where not in self.foreign:
+                self.fresh[where] = self.sites.of(function)
         return found
 
     def _indexed(self, function: Any, x: Any, index: Any, *value: Any) -> tuple[Any, ...]:
@@ -377,7 +378,7 @@ class Recorder(Looks):
             if id(tensor) in self.call.arguments:
                 raise Unsupported("a model that changes its argument in place")
             if memory(tensor) in self.fresh:
-                self.sites.change(self.fresh[memory(tensor)][1])
+                self.sites.change(self.fresh[memory(tensor)])
                 self.again = True
             operand = by_position[self.call.index[id(tensor)]]
             if sum(memory(t) == memory(tensor) for t in self.call.operands) > 1:

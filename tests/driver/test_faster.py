@@ -1,0 +1,96 @@
+"""Pieces that are slower than PyTorch are given up: when calls are timed, and what is decided."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import daceml_train as dt
+from daceml_train.driver import faster
+from daceml_train.driver.faster import TIMED, WARM, FasterModule
+from daceml_train.driver.module import state_of
+from tests.driver.imperative import SIZE, Imperative, batches
+
+
+def decided(monkeypatch: pytest.MonkeyPatch, pieces: float, eager: float, ran: int, broken: bool) -> list[bool]:
+    """Whether each call runs compiled code, where calls take these seconds and run so many programs."""
+    clock, timer, found, runs = [0.0], FasterModule(), list[bool](), 0
+    monkeypatch.setattr(faster.time, "thread_time", lambda: clock[0])
+    for _ in range(WARM + 2 * TIMED + 4):
+        takes = timer.takes_pieces(1, runs, broken)
+        clock[0] += pieces if takes else eager
+        runs += ran if takes else 0
+        found.append(takes)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("seconds", "ran", "broken", "ends"),
+    [
+        ((1.0, 2.0), 2, False, True),
+        ((2.0, 1.0), 2, False, False),
+        ((2.0, 1.0), 1, True, False),
+        ((2.0, 1.0), 1, False, True),  # one program is all of it: not timed
+        ((1.0, 2.0), 0, True, False),  # nothing is compiled
+    ],
+)
+def test_the_faster_way_is_taken(
+    seconds: tuple[float, float], ran: int, broken: bool, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = decided(monkeypatch, *seconds, ran, broken)
+    assert all(found[: WARM + TIMED - 1]) and set(found[-4:]) == {ends}
+
+
+def test_calls_that_belong_to_no_training_are_not_timed() -> None:
+    timer = FasterModule()
+    for _ in range(5 * TIMED):
+        assert timer.takes_pieces(1, 0, True)
+        timer.disturbed()
+    assert timer.compiled is None
+
+
+class Bank(Imperative):
+    """Keys of earlier batches in a buffer, which is written at a position that Python reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.arange(12.0 * SIZE).reshape(SIZE, 12).sin())
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.l(x)
+        logits = h @ self.queue.clone().detach()
+        with torch.no_grad():
+            at = int(self.pointer)
+            self.queue[:, at : at + len(x)] = h.detach().T
+            self.pointer[0] = (at + len(x)) % 12
+        return self.r(h) + logits.logsumexp(1, keepdim=True)
+
+
+def trained(model: nn.Module, called: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    losses = []
+    for x in inputs:
+        loss = called(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore")
+def test_a_module_in_pieces_is_timed_and_reads_copies_that_outlive_their_source() -> None:
+    theirs = Bank().double()
+    ours = copy.deepcopy(theirs)
+    module = dt.optimize(ours)
+    inputs = batches(WARM + 2 * TIMED + 8)
+    torch.testing.assert_close(trained(ours, module, inputs), trained(theirs, theirs, inputs))
+    torch.testing.assert_close(ours.queue, theirs.queue)
+    state = state_of(module)
+    assert state is not None and state.faster.compiled is not None
