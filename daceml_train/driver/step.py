@@ -15,7 +15,7 @@ import torch
 import torch._dynamo
 import torch.utils._pytree as pytree
 
-from daceml_train import logs
+from daceml_train import collector, logs
 from daceml_train.driver.along_paths import AlongPaths, DependsOnPython
 from daceml_train.driver.binding import input_tensors, laid_out, numbers_of, results_of, sizes_of
 from daceml_train.driver.bound_optimizer import step_hooks
@@ -299,7 +299,8 @@ class TrainingStep(AlongPaths):
                 )
                 return None
         try:
-            bound = self._bind_captured(captured, arguments, flat, scope)
+            with collector.paused():
+                bound = self._bind_captured(captured, arguments, flat, scope)
         except (BudgetInfeasible, DeviceMismatch, NotCompiled, RankError):
             raise
         except DependsOnPython as error:

@@ -10,6 +10,9 @@ import daceml_train as dt
 from daceml_train.exploration.widget import explorer
 from daceml_train.exploration.widget.requests import Requests
 
+ADDRESS = "http://widget.test/"
+"""Nobody serves it: the page is filled in."""
+
 PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>widget</title></head>
 <body data-jp-theme-light="true"><main id="place"></main></body></html>"""
 
@@ -39,7 +42,8 @@ class Bare:
         self.page = page
         self._sent: list[tuple[str, Any, list[str]]] = []
         self.requests = Requests(session, self._send, lambda state: self._sent.append(("state", state, [])))
-        page.set_content(PAGE)
+        page.route(f"{ADDRESS}**", lambda route: route.fulfill(body=PAGE, content_type="text/html"))
+        page.goto(ADDRESS)  # DaCe's viewer asks for the address of its page
         page.expose_function("kernel", self._kernel)
         page.add_style_tag(content=explorer.Explorer._css)
         page.evaluate(SCRIPT)

@@ -21,6 +21,7 @@ from torch._dynamo.utils import get_metrics_context
 from torch._guards import CompileContext
 from torch.fx.experimental import _config as symbols
 
+from daceml_train import collector
 from daceml_train.errors import INTERNAL, DacemlError, internal
 from daceml_train.frontends.torch import absent_gradients
 from daceml_train.frontends.torch.capture import gradient_hooks, graph_leaves
@@ -92,7 +93,7 @@ class _Callback:
         self.limits = limits
 
     def __call__(self, *arguments: Any) -> Any:
-        with torch._dynamo.config.patch(self.limits), tracing():
+        with torch._dynamo.config.patch(self.limits), tracing(), collector.paused():
             return self._torchdynamo_orig_backend(*arguments)
 
 
