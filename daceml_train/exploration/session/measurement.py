@@ -14,7 +14,7 @@ from daceml_train.driver.settings import Settings
 from daceml_train.errors import Invalid
 from daceml_train.exploration.session.eager_copy import EagerCopy
 from daceml_train.exploration.session.program import Inputs, Program, cotangents
-from daceml_train.exploration.session.progress import CheckProgress, Watch, compiling, unwatched
+from daceml_train.exploration.session.progress import CheckProgress, OnProgress, compiling, unheard
 from daceml_train.exploration.session.state import State
 from daceml_train.exploration.session.subject import Subject
 
@@ -88,11 +88,11 @@ def measure(
     options: Settings,
     eager: bool,
     repeats: int,
-    watch: Watch = unwatched,
+    progress: OnProgress = unheard,
 ) -> Measurement:
     """Compile the graphs of `states`, and run each `repeats` times in turn; `eager` adds PyTorch.
 
-    Each program trains copies of its own; compiled programs receive a module's cotangents, as PyTorch does. `watch`
+    Each program trains copies of its own; compiled programs receive a module's cotangents, as PyTorch does. `progress`
     receives progress and partial results: a run of each program as soon as it has warmed up, PyTorch first, which
     needs no compilation; then all runs so far.
     """
@@ -110,20 +110,20 @@ def measure(
 
     def prepare(name: str, run: Callable[[], object], *count: Any) -> None:
         runs[name], counts[name] = run, (count[0], count[1], count[2])
-        watch(CheckProgress(f"warming up {name}"))
+        progress(CheckProgress(f"warming up {name}"))
         warm[name] = [_timed(run) for _ in range(WARMUP)][-1:]
-        watch(CheckProgress(f"warmed up {name}", result=so_far(warm)))
+        progress(CheckProgress(f"warmed up {name}", result=so_far(warm)))
 
     if eager:
         seeds = cotangents(subject, subject.training_graph(subject.captured), inputs)
         prepare("eager", EagerCopy(subject).step(seeds), None, 0, 0)
     for name, state in states.items():
-        program = Program.of(state.graph, compiling(options, name, watch))
+        program = Program.of(state.graph, compiling(options, name, progress))
         prepare(name, _runner(program, inputs), state.bytes, program.kernels, program.calls)
 
     def told(seconds: Mapping[str, Sequence[float]], done: int, left: float) -> None:
         result = so_far(seconds) if done < repeats else None
-        watch(CheckProgress(f"running {', '.join(names)} in turn", done, repeats, left, result))
+        progress(CheckProgress(f"running {', '.join(names)} in turn", done, repeats, left, result))
 
     return so_far(in_turn({name: runs[name] for name in names}, repeats, told, 0))
 

@@ -29,22 +29,22 @@ class CheckProgress:
         return f"{self.what}{count}{left}"
 
 
-Watch = Callable[[CheckProgress], None]
+OnProgress = Callable[[CheckProgress], None]
 """Is called in the thread of the check; what it raises ends the check."""
 
 
-def unwatched(_: CheckProgress) -> None:
-    """Nobody watches."""
+def unheard(_: CheckProgress) -> None:
+    """Nobody listens."""
 
 
-def compiling(options: Settings, program: str, watch: Watch) -> Settings:
-    """The options with which a program compiles whose kernels `watch` counts, beside who watches already."""
+def compiling(options: Settings, program: str, progress: OnProgress) -> Settings:
+    """The options with which a program compiles whose kernels `progress` counts, beside who counts already."""
     before = options.progress
 
-    def progress(done: int, of: int) -> None:
+    def counted(done: int, of: int) -> None:
         if before is not None:
             before(done, of)
-        watch(CheckProgress(f"compiling {program}, kernel", done, of))
+        progress(CheckProgress(f"compiling {program}, kernel", done, of))
 
-    watch(CheckProgress(f"lowering {program}"))
-    return dataclasses.replace(options, progress=progress)
+    progress(CheckProgress(f"lowering {program}"))
+    return dataclasses.replace(options, progress=counted)

@@ -52,7 +52,7 @@ from daceml_train.exploration.session.comparison import Comparison, compared
 from daceml_train.exploration.session.history import History, alone
 from daceml_train.exploration.session.measurement import Measurement
 from daceml_train.exploration.session.measurement import measure as measure_states
-from daceml_train.exploration.session.progress import CheckProgress, Watch, unwatched
+from daceml_train.exploration.session.progress import CheckProgress, OnProgress, unheard
 from daceml_train.exploration.session.saving import write
 from daceml_train.exploration.session.state import State
 from daceml_train.exploration.session.steps import Step
@@ -99,12 +99,12 @@ class Session(History):
             self.apply(chosen.pipeline)
 
     # ---- running ------------------------------------------------------------------------------------------------
-    def verify(self, watch: Watch = unwatched) -> Verification:
+    def verify(self, progress: OnProgress = unheard) -> Verification:
         """Compile the present graph, run it once on copies, and compare results, all gradients, updates, optimizer
         state and buffers with PyTorch, in float64 where the model allows it. Learning rates are 1 for that.
 
         The gradients of a whole step, which need not exist as arrays, come from the same steps on the step with its
-        gradients as outputs. `watch` is called with `CheckProgress`, among it a first comparison of some tensors.
+        gradients as outputs. `progress` is called with `CheckProgress`, among it a first comparison of some tensors.
         """
 
         def with_gradients(subject: Subject) -> tuple[Graph, list[str]]:
@@ -115,21 +115,21 @@ class Session(History):
             ]
 
         steps, graph = self.pipeline(), self.graph
-        return verify_graph(self.subject, graph, with_gradients, self.options, watch)
+        return verify_graph(self.subject, graph, with_gradients, self.options, progress)
 
     def measure(
-        self, repeats: int = 20, *, default: bool = True, eager: bool = True, watch: Watch = unwatched
+        self, repeats: int = 20, *, default: bool = True, eager: bool = True, progress: OnProgress = unheard
     ) -> Measurement:
         """Run the present graph's program in turn with that of the start, that of the default pipeline, and PyTorch.
 
-        Everything runs on copies; `now`, `start`, `default` and `eager` are their names. `watch` is called with
+        Everything runs on copies; `now`, `start`, `default` and `eager` are their names. `progress` is called with
         `CheckProgress`, among it the times so far.
         """
         states = {"now": self.state, "start": self.start}
         if default:
-            watch(CheckProgress("applying the default pipeline"))
+            progress(CheckProgress("applying the default pipeline"))
             states["default"] = self.with_pipeline(TRAINING)
-        return measure_states(self.subject, states, self.options, eager, repeats, watch)
+        return measure_states(self.subject, states, self.options, eager, repeats, progress)
 
     def with_pipeline(self, pipeline: Pipeline | str | Path) -> State:
         """The state of a pipeline applied to the start; the session stays as it is."""

@@ -13,7 +13,7 @@ from daceml_train.analysis.interpret import interpret
 from daceml_train.driver.settings import Settings
 from daceml_train.exploration.session.eager_copy import EagerCopy, Named
 from daceml_train.exploration.session.program import Inputs, Program, cotangents
-from daceml_train.exploration.session.progress import CheckProgress, Watch, compiling, unwatched
+from daceml_train.exploration.session.progress import CheckProgress, OnProgress, compiling, unheard
 from daceml_train.exploration.session.subject import NORM, Subject
 from daceml_train.graph.graph import Graph
 from daceml_train.tensor import DType
@@ -102,36 +102,36 @@ def verify(
     graph: Graph,
     with_gradients: Callable[[Subject], tuple[Graph, Sequence[str]]],
     options: Settings,
-    watch: Watch = unwatched,
+    progress: OnProgress = unheard,
 ) -> Verification:
     """Run `graph` as a compiled program and compare. `with_gradients` turns a step into one with its gradients as
     outputs, and returns what differs between the two.
 
-    `watch` receives progress, and a comparison of some tensors with PyTorch as soon as both have run once.
+    `progress` receives progress, and a comparison of some tensors with PyTorch as soon as both have run once.
     """
     inputs = Inputs.of(subject, RATE)
-    found = _program_results(subject, graph, inputs, compiling(options, "the program", watch))
+    found = _program_results(subject, graph, inputs, compiling(options, "the program", progress))
     notes: list[str] = []
     seeds = cotangents(subject, graph, inputs)
-    eager = _eager(subject, seeds, watch)
+    eager = _eager(subject, seeds, progress)
     if eager:
-        watch(CheckProgress("compared some tensors", result=sampled(found, eager[0])))
+        progress(CheckProgress("compared some tensors", result=sampled(found, eager[0])))
     if subject.kind == "step":  # whose gradients need not exist as arrays
-        watch(CheckProgress("applying the steps to a program with gradients as results"))
+        progress(CheckProgress("applying the steps to a program with gradients as results"))
         wider = subject.with_gradients()
         other, differs = with_gradients(wider)
         notes += differs
-        named = compiling(options, "the program with gradients", watch)
+        named = compiling(options, "the program with gradients", progress)
         results = _program_results(wider, other, Inputs.of(wider, RATE), named)
         found |= {key: value for key, value in results.items() if key[0] == "gradient"}
-    watch(CheckProgress("running PyTorch in float64"))
+    progress(CheckProgress("running PyTorch in float64"))
     exact, reference = _exact(subject, seeds, notes)
     if exact is None:
-        watch(CheckProgress("evaluating the captured graph in float64"))
+        progress(CheckProgress("evaluating the captured graph in float64"))
         exact = _meaning(subject)
     if not eager:  # what rounding alone does to the same graph on the same random numbers
         eager = [_meaning(subject, rounded=True)]
-    watch(CheckProgress("comparing all tensors"))
+    progress(CheckProgress("comparing all tensors"))
     return Verification(tuple(_compared(found, eager, exact)), reference, tuple(notes))
 
 
@@ -149,7 +149,7 @@ def sampled(found: Named, eager: Named) -> Verification:
     return Verification(tuple(checks), f"PyTorch, {len(keys)} of {total} tensors so far")
 
 
-def _eager(subject: Subject, seeds: Mapping[int, torch.Tensor], watch: Watch) -> list[Named]:
+def _eager(subject: Subject, seeds: Mapping[int, torch.Tensor], progress: OnProgress) -> list[Named]:
     """PyTorch's results in the model's own element types, in each layout; none where it draws other numbers."""
     captured = subject.seen.captured
     if captured.random and not captured.draws:
@@ -158,7 +158,7 @@ def _eager(subject: Subject, seeds: Mapping[int, torch.Tensor], watch: Watch) ->
     layouts = ((False, ""), (True, ", channels last")) if images else ((False, ""),)
     results = []
     for last, name in layouts:
-        watch(CheckProgress(f"running PyTorch{name}"))
+        progress(CheckProgress(f"running PyTorch{name}"))
         results.append(EagerCopy(subject, channels_last=last).results(seeds, RATE))
     return results
 

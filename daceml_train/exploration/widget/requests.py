@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from daceml_train.errors import Invalid, message_of
-from daceml_train.exploration.session.progress import Watch
+from daceml_train.exploration.session.progress import OnProgress
 from daceml_train.exploration.session.session import Session
 from daceml_train.exploration.session.steps import Match, Preview, Step
 from daceml_train.exploration.views.details import Sources, code_of, details
@@ -354,13 +354,13 @@ class Requests:
     # ---- checking and keeping -------------------------------------------------------------------------------------
     def on_verify(self, request: dict[str, Any]) -> dict[str, Any]:
         """Outputs and gradients against PyTorch."""
-        verification = self.session.verify(self._watch(request))
+        verification = self.session.verify(self._progress(request))
         return self._noted("verified", str(verification), str(verification).splitlines()[0])
 
     def on_measure(self, request: dict[str, Any]) -> dict[str, Any]:
         """The times at the start and at present, and the time of each operator of the present graph."""
         repeats = int(request.get("repeats") or REPEATS)
-        measured = self.session.measure(repeats, watch=self._watch(request))
+        measured = self.session.measure(repeats, progress=self._progress(request))
         self.seconds, self.timed = seconds_of(self.session), self.session.version
         self.view = self.view.over(self.session.graph, self.seconds, self.session.state.traffic)
         times = ", ".join(f"{name} {seconds_text(timed.median)}" for name, timed in measured.timed.items())
@@ -387,7 +387,7 @@ class Requests:
         self.session.export_html(path)
         return {"note": f"written: {path}"}
 
-    def _watch(self, request: Mapping[str, Any]) -> Watch:
+    def _progress(self, request: Mapping[str, Any]) -> OnProgress:
         return Telling(request.get("id"), str(request.get("type")), lambda message: self.send(message, []))
 
     def _noted(self, name: str, text: str, message_of: str) -> dict[str, Any]:

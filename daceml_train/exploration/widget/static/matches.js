@@ -133,7 +133,7 @@ const matchesPanel = (desk) => {
     element("option", { value: "" }, "all passes"),
     levels.map((level) => element("optgroup", { label: level }, passes.filter((one) => one.level === level)
       .map((one) => element("option", { value: one.name, selected: one.name === desk.filter.pass }, one.name)))));
-  const text = element("input", { type: "search", placeholder: "module, array, operator", "aria-label": "module, array, or operator", class: "narrow",
+  const text = element("input", { type: "search", placeholder: "module, array", "aria-label": "module, array, or operator", class: "narrow",
     value: desk.filter.text ?? "", onchange: (event) => desk.narrow({ text: event.target.value }) });
   const refused = element("label", {}, element("input", { type: "checkbox", class: "refused", checked: Boolean(desk.filter.refused),
     onchange: (event) => desk.narrow({ refused: event.target.checked }) }), " refused matches, with reasons");

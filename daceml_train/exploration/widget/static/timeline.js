@@ -9,7 +9,8 @@ const timelinePanel = (desk) => {
     desk.pick(one.key);
     setTimeout(() => desk.viewer?.fit(found.keys), 200);
   }, () => {});
-  const told = (one) => `${one.module ? `${one.module}: ` : ""}${one.label}, ${secondsText(one.seconds)}, ${bytesText(one.bytes)}`;
+  const named = (one) => (one.module && !one.label.startsWith(`${one.module.split(".").at(-1)}:`) ? `${one.module}: ${one.label}` : one.label);
+  const told = (one) => `${named(one)}, ${secondsText(one.seconds)}, ${bytesText(one.bytes)}`;
   const lanes = ["forward", "backward", "update"].filter((phase) => timeline.some((one) => one.phase === phase)).map((phase) => {
     const own = timeline.filter((one) => one.phase === phase), sum = own.reduce((all, one) => all + one.seconds, 0);
     return element("div", { class: "lane" },
@@ -27,6 +28,6 @@ const timelinePanel = (desk) => {
     element("ol", { class: "longest" }, longest.map((one) => element("li", {},
       element("button", { class: "launch-row", title: told(one), onclick: () => go(one),
         onmouseenter: () => desk.light([one.key]), onmouseleave: () => desk.light([]) },
-        element("span", { class: `dot ${one.phase}` }), element("span", { class: "name" }, `${one.module ? `${one.module}: ` : ""}${one.label}`),
+        element("span", { class: `dot ${one.phase}` }), element("span", { class: "name" }, named(one)),
         element("span", {}, secondsText(one.seconds)))))));
 };
