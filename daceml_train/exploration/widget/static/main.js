@@ -43,7 +43,11 @@ class Desk {
     this.left = element("div", { class: "left" });
     this.tabs = element("div", { class: "tabs", role: "tablist", "aria-label": "panels" });
     this.body = element("div", { class: "body", role: "tabpanel", tabindex: "0" });
-    const check = (type) => () => { this.partial = {}; this.turn("files"); ask(type)(); };
+    const check = (type) => () => {
+      this.partial = {};
+      this.turn("files");
+      ask(type)().then(() => { this.partial = {}; this.side(); });
+    };
     this.root.append(
       element("div", { class: "bar" }, this.undo, this.redo,
         this.verify = button("Verify", "verify", "outputs and gradients against PyTorch: v", check("verify")),
