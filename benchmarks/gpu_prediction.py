@@ -62,8 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(line(rows[-1]), flush=True)
                 if options.show:
                     print(prediction, flush=True)
-    if options.json:
-        write(options.json, rows)
+                if options.json:
+                    write(options.json, rows)
     for title, group in grouped(rows).items():
         print(f"{title}: geometric mean {mean(r['speedup'] for r in group):.2f}")
     return 0

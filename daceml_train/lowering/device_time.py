@@ -2,7 +2,7 @@
 
 A launch takes as long as its memory or its arithmetic, whichever is longer, and at least `launch_seconds`. Arrays that
 were touched recently are in the L2, which keeps the most recently used ones; bytes that are not there come from memory,
-and changed ones go back to it when they leave.
+and changed ones go back to it when they leave, unless their memory is free by then.
 """
 
 from __future__ import annotations
@@ -71,10 +71,33 @@ class Timed:
 def timed(model: DeviceModel, operations: Iterable[Operation]) -> list[Timed]:
     """The seconds of operations that run one after another, the caches as a previous run of them leaves them."""
     operations = list(operations)
-    cache = _L2(model.l2 * L2_SHARE)
-    for operation in operations:
-        cache.missed(operation)
-    return [_timed(model, operation, cache.missed(operation)) for operation in operations]
+    cache, dead = _L2(model.l2 * L2_SHARE), _dead(operations)
+
+    def missed(index: int) -> float:
+        moved = cache.missed(operations[index])
+        cache.drop(dead[index])
+        return moved
+
+    for index in range(len(operations)):
+        missed(index)
+    return [_timed(model, operation, missed(index)) for index, operation in enumerate(operations)]
+
+
+def _dead(operations: Sequence[Operation]) -> list[list[Hashable]]:
+    """Per operation, the arrays that it touches last, but for those that existed before, which are read first.
+
+    Their memory is that of other arrays next: what they held is overwritten in the cache, not written back.
+    """
+    before: set[Hashable] = set()
+    last: dict[Hashable, int] = {}
+    for index, operation in enumerate(operations):
+        before.update(array for array, _ in operation.reads if array not in last)
+        last.update(dict.fromkeys((array for array, _ in (*operation.reads, *operation.writes)), index))
+    dead: list[list[Hashable]] = [[] for _ in operations]
+    for array, index in last.items():
+        if array not in before:
+            dead[index].append(array)
+    return dead
 
 
 def _timed(model: DeviceModel, operation: Operation, missed: float) -> Timed:
@@ -116,6 +139,12 @@ class _L2:
                 self.used -= found[0]
             moved += self._insert(array, size, True)
         return moved
+
+    def drop(self, arrays: Iterable[Hashable]) -> None:
+        """Forget arrays whose memory is free."""
+        for array in arrays:
+            if (found := self.arrays.pop(array, None)) is not None:
+                self.used -= found[0]
 
     def _insert(self, array: Hashable, size: float, dirty: bool) -> float:
         """Bytes that go to memory when this array enters; one that does not fit streams through."""

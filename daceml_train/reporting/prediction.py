@@ -153,7 +153,7 @@ def _value(size: Dim) -> int:
     return found
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Planned:
     """A program with offsets in its arena; see `runtime.gpu.binding.Bound`."""
 

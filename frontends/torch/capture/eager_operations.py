@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from daceml_train.frontends.torch import types
@@ -58,12 +59,16 @@ class _Watch(TorchDispatchMode):
         self.tf32 = tf32
         self.operations: list[Operation] = []
         self.held: list[Any] = []
+        """Storages of results, so that no two have the same identity. A tensor that is held would change the step:
+        autograd copies gradients that somebody else has."""
 
     def __torch_dispatch__(
         self, function: Any, kinds: Sequence[type], arguments: tuple[Any, ...] = (), keywords: Any = None
     ) -> Any:
         keywords = keywords or {}
         result = function(*arguments, **keywords)
+        results = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and not t.is_sparse]
+        self.held += [t.untyped_storage() for t in results]
         if not isinstance(function, torch._ops.OpOverload) or function.namespace in ("prim", "profiler"):
             return result
         name = function._schema.name.split("::")[-1]
