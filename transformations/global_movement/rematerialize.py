@@ -34,9 +34,9 @@ class Rematerialize(Pass):
     choice minimizes the time of rematerialization: bytes moved, and operations at `intensity` per byte (None: what the
     device does while it moves a byte). `keep` and `recompute` fix the choice for arrays by name or for modules by path
     (`*` matches anything): the former are kept whatever the budget, the latter are always rematerialized. Operators
-    that draw from PyTorch's generator never run twice; this package's random numbers are a function of seed and index, so
-    they are reproduced. What a step writes (running statistics, parameters) it writes once. Raises `BudgetInfeasible`
-    for a budget below the minimum, which the message names.
+    that draw from PyTorch's generator never run twice; this package's random numbers are a function of seed and index,
+    so they are reproduced. What a step writes (running statistics, parameters) it writes once. Raises
+    `BudgetInfeasible` for a budget below the minimum, which the message names.
 
     The peak is measured after the passes that follow in the pipeline.
     """
