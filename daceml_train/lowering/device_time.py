@@ -195,7 +195,7 @@ def operations_of(
         elif isinstance(launch, KernelLaunch) and isinstance(code := program.codes[launch.code], CudaCode):
             blocks = code.blocks(value, processors)
             threads, launches = blocks * code.threads, code.launches
-            partial = _partial(launch, code, lambda size, blocks=blocks: value(with_blocks(size, blocks)))
+            partial = _partial(launch, code, blocks, value)
             reads, writes = reads + partial, writes + partial
         width = max(1, _narrowest(program, launch).bytes)
         yield Operation(
@@ -217,10 +217,11 @@ def with_blocks(size: Dim, blocks: int) -> Dim:
     return size if isinstance(size, int) else size.subs(symbol("blocks"), blocks)
 
 
-def _partial(launch: KernelLaunch, code: CudaCode, value: Callable[[Dim], int]) -> Touched:
-    """The scratch arrays of a kernel, which are written and read."""
+def _partial(launch: KernelLaunch, code: CudaCode, blocks: int, value: Callable[[Dim], int]) -> Touched:
+    """The scratch arrays of a kernel with so many blocks, which are written and read."""
     places = launch.places[len(launch.places) - len(code.scratch) :] if code.scratch else ()
-    return tuple((place.slot, float(value(size))) for place, size in zip(places, code.scratch, strict=True))
+    sizes = [with_blocks(size, blocks) for size in code.scratch]
+    return tuple((place.slot, float(value(size))) for place, size in zip(places, sizes, strict=True))
 
 
 def _scaled(sizes: dict[int, float], whole: float) -> Touched:

@@ -211,9 +211,11 @@ class BoundPlan:
                 pointers = [(p.slot, self.value(p.offset) * p.dtype.bytes) for p in places]
                 self.plan.kernel(addresses[code.key], pointers, integers, tag=index)
             case CopyLaunch(pairs=pairs):
-                sizes = [self.value(Tensor(source.shape, source.dtype).bytes) for _, source in pairs]
-                ends = [tuple((p.slot, self.value(p.offset) * p.dtype.bytes) for p in pair) for pair in pairs]
-                self.plan.copies([(*pair, size) for pair, size in zip(ends, sizes, strict=True)], tag=index)
+                copied = []
+                for target, source in pairs:
+                    to, start = ((p.slot, self.value(p.offset) * p.dtype.bytes) for p in (target, source))
+                    copied.append((to, start, self.value(Tensor(source.shape, source.dtype).bytes)))
+                self.plan.copies(copied, tag=index)
             case CallLaunch(target=name, overload=overload, arguments=arguments, returns=returns, direct=direct):
                 if index in self.onednn:
                     self._onednn(index, arguments)

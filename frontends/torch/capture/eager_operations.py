@@ -82,9 +82,9 @@ class _Watch(TorchDispatchMode):
             converted = _converted(arguments, read, written) if "convolution" in name else 0.0
             reads = _in_proportion(read, float(sum(entry.reads.values())))
             writes = _in_proportion(written, float(sum(entry.writes.values())))
-            results = float(sum(t.numel() for t in written))
+            elements = float(sum(t.numel() for t in written))
             self.operations.append(
-                Operation(name, "eager", reads, writes, float(entry.flops), results, dtype, converted)
+                Operation(name, "eager", reads, writes, float(entry.flops), elements, dtype, converted)
             )
         return result
 
