@@ -369,26 +369,25 @@ class BoundPlan:
     # ---- running ------------------------------------------------------------------------------------------------
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run on `inputs`; see `Executable.__call__`."""
-        timing = self._timing()
         if isinstance(self.device, GPU):
             inputs = placed(self.program, self.device, inputs)
-        outputs = self.collect(lambda: self.plan.run(inputs, profile=timing is not None))
-        if timing is not None:
-            timing.add(self.order, self.plan.seconds())
-        return outputs
+        return self._run(self.plan.run, inputs)
 
     def run_addresses(self, inputs: ctypes.Array[ctypes.c_void_p]) -> list[torch.Tensor]:
         """Run on an array of `tensor._cdata`, on the CPU. Tensors that are written share memory with no other."""
-        timing, plan = self._timing(), self.plan
-        if timing is None and self.trial is not None and not self.trial.done and self._many:
+        assert isinstance(self.plan, Plan)
+        if self.trial is not None and not self.trial.done and self._timing() is None and self._many:
             return self.trial.run(inputs)
-        assert isinstance(plan, Plan)
+        return self._run(self.plan.run_addresses, inputs)
+
+    def _run(self, run: Callable[..., list[torch.Tensor]], inputs: Any) -> list[torch.Tensor]:
+        timing = self._timing()
         begin = time.perf_counter()
-        outputs = self.collect(lambda: plan.run_addresses(inputs, profile=timing is not None))
-        if self.contention is not None and timing is None:
-            self.contention.add(time.perf_counter() - begin)
+        outputs = self.collect(lambda: run(inputs, profile=timing is not None))
         if timing is not None:
             timing.add(self.order, self.plan.seconds())
+        elif self.contention is not None:
+            self.contention.add(time.perf_counter() - begin)
         return outputs
 
     def adopt(self, other: BoundPlan) -> None:

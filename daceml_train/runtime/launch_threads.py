@@ -20,6 +20,9 @@ from daceml_train.runtime.same_bits import PURE, matrix_of, same_call, same_matm
 from daceml_train.runtime.timing import per_launch
 from daceml_train.runtime.tune_threads import Adjustable, ThreadTuner
 
+LARGE = 2e9
+"""Operations from which a matmul is not run to find out whether one thread would change its result: it keeps all."""
+
 
 class Bound(Protocol):
     """The interface of a bound plan that this module uses."""
@@ -33,6 +36,8 @@ class Bound(Protocol):
     onednn: dict[int, Any]
     """Matmul launches that run in oneDNN."""
     plan: Any
+    work: Any
+    """Launch -> bytes moved and operations, where they are known."""
     lanes: LanePlan | None
     """Which launches run side by side; None if they run in order."""
     launch_threads: LaunchThreads | None
@@ -189,7 +194,7 @@ class LaunchThreads:
     @functools.cached_property
     def _ones(self) -> list[int]:
         """Per launch 1, or 0 where one thread would change its result."""
-        found = []
+        found, same = [], dict[str, bool]()
         for index, launch in enumerate(self.adjustable()):
             times = None
             if self.search is not None and (key := self.search.keys[index]) is not None:
@@ -198,8 +203,12 @@ class LaunchThreads:
                 found.append(int(self._pinned.get(index) == 1))
             elif times is not None and (1 in times.seconds or 1 in times.unequal):
                 found.append(int(1 in times.seconds))
+            elif self.bound.work is not None and self.bound.work(index, self.bound.value)[1] > LARGE:
+                found.append(0)
             else:
-                found.append(int(launch.same(1)))
+                if launch.text not in same:
+                    same[launch.text] = launch.same(1)
+                found.append(int(same[launch.text]))
         return found
 
     def _use(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 def per_launch(launches: Sequence[int], seconds: Sequence[float]) -> list[float]:
     """Seconds per launch: `seconds[i]` belongs to launch `launches[i]`."""
-    added = [0.0] * (launches[-1] + 1 if launches else 0)
+    added = [0.0] * (max(launches, default=-1) + 1)
     for launch, spent in zip(launches, seconds, strict=True):
         added[launch] += spent
     return added

@@ -154,3 +154,24 @@ def test_steps_on_one_thread_have_the_same_bits(monkeypatch: pytest.MonkeyPatch,
     assert not made
     found = trained()
     assert made and all(map(torch.equal, expected, found))
+
+
+@pytest.mark.compiled
+def test_calls_of_modules_are_told_too(monkeypatch: pytest.MonkeyPatch, two_threads: None) -> None:
+    told: list[float] = []
+
+    class Told:
+        many = False
+
+        def __init__(self, bound: Any) -> None:
+            pass
+
+        def add(self, seconds: float) -> None:
+            told.append(seconds)
+
+    monkeypatch.setattr(bound_plan, "contention_of", Told)
+    module = dt.optimize(torch.nn.Linear(4, 4))
+    with torch.no_grad():
+        for _ in range(3):
+            module(torch.ones(2, 4))
+    assert len(told) == 3 and min(told) > 0, "a plan that begins on one thread climbs again"

@@ -19,6 +19,7 @@ from daceml_train.runtime import bound_plan, machine_load, tune_lanes
 from daceml_train.runtime.bound_plan import BoundPlan
 from daceml_train.runtime.lane_entries import beside, edges_of
 from daceml_train.runtime.lane_works import works
+from daceml_train.runtime.timing import per_launch
 from daceml_train.runtime.tune_lanes import Found, LaneStore, LaneTrial
 from daceml_train.transformations.global_movement.concurrency import Concurrency
 from daceml_train.transformations.pipelines import TRAINING
@@ -170,6 +171,9 @@ def test_lanes_have_the_bits_of_launches_in_order(seed: int) -> None:
     expected, _ = trained(concurrency="off")
     found, plans = trained(in_lanes=100 * seed, concurrency="off")
     assert all(plan.lanes is not None and plan.lanes.lanes == 2 for plan in plans)
+    for plan in plans:
+        timed = per_launch(plan.order, [1.0] * len(plan.order))
+        assert len(timed) == len(plan.program.launches) and min(timed) == 1.0, "each launch has its times"
     assert len(expected) == len(found) and all(map(torch.equal, expected, found))
 
 
