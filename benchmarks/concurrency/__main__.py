@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "lanes": lambda: rows.lanes(options.seconds),
         "busy": lambda: rows.busy(options.seconds),
         "threads": lambda: rows.chosen(options.seconds),
-        "simulate": lambda: rows.many_cores(5),
+        "simulate": lambda: rows.many_cores(20),
     }
     unknown = [name for name in options.names if name not in measurements]
     if unknown:
