@@ -38,8 +38,10 @@ from benchmarks.networks.resnet import ResNet18
 from benchmarks.networks.table import clicks, images, sentences, tokens, vectors
 from benchmarks.networks.transformer import Bert, VisionTransformer, token_loss
 from benchmarks.provenance import commit
+from daceml_train.ops.divided_tables import LookupRows, ReturnRows
 from daceml_train.reporting.scaling import simulated
 from daceml_train.runtime.links import measured as link_between
+from daceml_train.tensor import DType, Tensor
 
 TOLERANCE = 2e-3
 """Largest difference of parameters between variants, which round differently, after all steps."""
@@ -72,6 +74,11 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], Any, Any]]
     ),
 }
 """A network, the batch of a rank, its loss, and its optimizer."""
+
+
+TABLE = "table"
+ROWS, WIDTH, READ = 1_000_000, 64, 2048
+"""The rows and columns of a large table, and how many rows each rank reads in a step."""
 
 
 def loopback() -> int:
@@ -167,7 +174,7 @@ def _simulated(step: Any, batch: Any, steps: int) -> dict[str, Any]:
 def _rank(rank: int, world: int, name: str, steps: int, store: str, answers: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
-    rows = measured(rank, name, steps)
+    rows = tables(rank, steps) if name == TABLE else measured(rank, name, steps)
     if rank == 0:
         answers.put(rows)
     dist.barrier()
@@ -189,6 +196,63 @@ def run(name: str, ranks: int, steps: int) -> dict[str, Any]:
     return rows
 
 
+class Rows(nn.Module):
+    """A large table, of which each row of a batch reads one row."""
+
+    def __init__(self, divided: bool) -> None:
+        super().__init__()
+        new = partial(dt.ShardedEmbedding, mesh=dist.group.WORLD) if divided else nn.Embedding
+        self.table, self.out = new(ROWS, WIDTH), nn.Linear(WIDTH, 8)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        """Scores of eight classes."""
+        scores: torch.Tensor = self.out(self.table(words))
+        return scores
+
+
+def tables(rank: int, steps: int) -> dict[str, Any]:
+    """A table that all ranks have, of which rows are exchanged, beside one that is divided among them."""
+    rows: dict[str, Any] = {}
+    for name, divided in (("rows of a table on each rank", False), ("a table divided among the ranks", True)):
+        torch.manual_seed(0)
+        model = Rows(divided)
+        step = dt.training_step(model, F.cross_entropy, SPARSE(model.parameters()), mesh=dist.group.WORLD)
+        torch.manual_seed(rank)
+        batch = torch.randperm(ROWS)[:READ], torch.randint(8, (READ,))
+        step(*batch)
+        seconds, counted = [], 0
+        for _ in range(steps):
+            dist.barrier()
+            before, start = loopback(), time.perf_counter()
+            step(*batch)
+            seconds.append(time.perf_counter() - start)
+            dist.barrier()
+            counted += loopback() - before
+        sent = torch.tensor(float(sum(step.network.values())))
+        dist.all_reduce(sent)
+        world = dist.get_world_size()
+        held = sum(p.nbytes for p in model.parameters())
+        rows[name] = {"ms": 1e3 * statistics.median(seconds), "counted": counted / steps / world, "held": held}
+        rows[name] |= {"promised": float(sent) / world, "breaks": step.breaks}
+        del step, model
+    return rows
+
+
+def _print_tables(rows: dict[str, Any], ranks: int) -> None:
+    title = f"a table of {ROWS:,} x {WIDTH}, {READ:,} rows a rank, {ranks} processes of one thread"
+    table = Table(title=title, box=SIMPLE_HEAD)
+    for heading in ("", "ms per step", "MB of parameters", "MB counted per rank", "MB promised"):
+        table.add_column(heading, justify="right")
+    for name, row in rows.items():
+        sizes = (f"{row[key] / 1e6:.3f}" for key in ("held", "counted", "promised"))
+        table.add_row(name, f"{row['ms']:.2f}", *sizes)
+    Console(width=110).print(table)
+    indices, part = Tensor((READ,), DType.int64), Tensor((10**7 // 8, WIDTH))
+    asked = LookupRows(8, 0, 10**7).network_bytes(part, indices)
+    returned = ReturnRows(8, 0, 10**7).network_bytes(Tensor((READ, WIDTH)), indices)
+    print(f"of 10,000,000 rows on 8 ranks, each rank sends {(asked + returned) / 1e6:.3f} MB a step")
+
+
 def ratio(rows: dict[str, Any]) -> float:
     """How many times as fast the whole step is as the better of PyTorch's own two."""
     return min(rows[v]["ms"] for v in VARIANTS[:2]) / rows[VARIANTS[-1]]["ms"]
@@ -197,12 +261,20 @@ def ratio(rows: dict[str, Any]) -> float:
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("networks", nargs="*", metavar="NETWORK", help=f"{', '.join(NETWORKS)}; default: all")
+    parser.add_argument(
+        "networks", nargs="*", metavar="NETWORK", help=f"{', '.join(NETWORKS)} (default: all), or {TABLE}"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--json", type=Path, help="where the results are kept")
     options = parser.parse_args()
     found: dict[str, Any] = {}
+    if options.networks == [TABLE]:
+        found = run(TABLE, options.ranks, options.steps)
+        _print_tables(found, options.ranks)
+        if options.json is not None:
+            options.json.write_text(json.dumps({"commit": commit(), "ranks": options.ranks, "rows": found}, indent=1))
+        return 0
     for name in options.networks or NETWORKS:
         found[name] = rows = run(name, options.ranks, options.steps)
         table = Table(title=f"{name}, {options.ranks} processes of one thread", box=SIMPLE_HEAD)

@@ -15,6 +15,7 @@ _HOME = {
     "optimize": "daceml_train.driver",
     "training_step": "daceml_train.driver",
     "Options": "daceml_train.driver",
+    "ShardedEmbedding": "daceml_train.driver.sharded_embedding",
     "dace_operator": "daceml_train.driver.dace_operator",
     "expression": "daceml_train.frontends.torch.expressions.function",
     "recursive": "daceml_train.frontends.torch.recursion.detect",

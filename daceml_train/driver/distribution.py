@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from daceml_train.driver.store import environment
 from daceml_train.errors import Invalid, Unsupported
-from daceml_train.lowering.program import CallLaunch, Program
+from daceml_train.lowering.program import BufferView, CallLaunch, Program
 from daceml_train.ops.collective import shard_size
 from daceml_train.runtime.collectives import TARGETS
 from daceml_train.runtime.ranks import Ranks
@@ -116,8 +116,10 @@ def begin_as_equals(
     optimizer: torch.optim.Optimizer,
     options: Mapping[str, Any],
     shards: bool = False,
+    divided: Iterable[int] = (),
 ) -> None:
-    """Give all ranks the parameters, buffers and optimizer state of rank 0, but for state that is in `shards` already.
+    """Give all ranks the parameters, buffers and optimizer state of rank 0, but for state that is in `shards` already,
+    and for parameters, given by identity, that are `divided` among them.
 
     Raises `RankError`, on all ranks, if their models or optimizers have other parameters or options, or if the step has
     other `options`.
@@ -136,7 +138,8 @@ def begin_as_equals(
         lines += [*versions, f"processor {hashlib.sha256(processor.encode()).hexdigest()[:12]}: {processor[-120:]}"]
         ranks.begin("\n".join(lines), 0)
         ranks.agreed()
-        own = _shards(optimizer, ranks.size) if shards else frozenset()
+        own = set(_shards(optimizer, ranks.size) if shards else ())
+        own |= {key for parameter in divided for key in _of(optimizer, parameter)}
         for part in _messages(t for t in named.values() if id(t) not in own):
             pieces = [t.detach().contiguous().view(-1).view(torch.uint8) for t in part]
             message = torch.cat(pieces).to(ranks.device)
@@ -174,6 +177,12 @@ def _shards(optimizer: torch.optim.Optimizer, ranks: int) -> frozenset[int]:
     return frozenset(found)
 
 
+def _of(optimizer: torch.optim.Optimizer, key: int) -> set[int]:
+    """The identities of a parameter and of its state, but for numbers of steps."""
+    states = (state for parameter, state in optimizer.state.items() if id(parameter) == key)
+    return {key, *(id(v) for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.ndim)}
+
+
 def _messages(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     part: list[torch.Tensor] = []
     size = 0
@@ -196,9 +205,12 @@ def described(program: Program, trained: Sequence[str], options: Iterable[str]) 
         if isinstance(launch, CallLaunch) and launch.target in TARGETS:
             name, (first, *others) = launch.target.partition("::")[2], launch.arguments
             views = first if isinstance(first, tuple) else (first,)
-            numbers = " ".join(map(str, others))
+            numbers = " ".join(str(other) for other in others if not isinstance(other, BufferView))
             # how many rows a rank adds to a table is its own affair
             views = views[::2] if name == "sum_rows" else views
+            if name == "return_rows":
+                lines.append(f"{name} {numbers}")
+                continue
             shapes = ", ".join(str(list(x.shape)[-1:] if name == "sum_rows" else list(x.shape)) for x in views)
             lines.append(f"{name} {numbers} of {shapes} {views[0].dtype.name}")
     return "\n".join(lines)

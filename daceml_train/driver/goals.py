@@ -21,6 +21,7 @@ from daceml_train.runtime.bound_plan import AnyArena
 from daceml_train.runtime.executable import Executable
 from daceml_train.storage.storable import storable
 from daceml_train.tensor import Tensor, channels_last, same_shape
+from daceml_train.training.distribution import lookups
 from daceml_train.training.gradients import PLAIN, GradientOptions
 from daceml_train.training.joint import Joint, StepInterface, Trained, joint_graph
 from daceml_train.training.sparse_gradients import SparseGradients, as_rows, refuse_sparse
@@ -134,6 +135,7 @@ def compile_differentiable(
     graph: Graph, wrt: Sequence[str], outputs: Sequence[int], options: Settings, device: Device = CPU
 ) -> Differentiable:
     """Compile a captured graph for forward calls and for gradients of the outputs `outputs` by the inputs `wrt`."""
+    lookups(graph, 1)  # raises for tables whose rows other ranks read: each rank would compile at its own time
     compiled = compile_graph(graph, Gradients(wrt, outputs), options, device)
     forward, *backward = compiled.executables
     return Differentiable(

@@ -15,6 +15,7 @@ from daceml_train.graph.graph import Graph
 from daceml_train.ops.gradient import Detach
 from daceml_train.passes.base import without_dead_code
 from daceml_train.runtime.prepack import pack
+from daceml_train.training.distribution import lookups
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Inference(Goal):
 
 def compile_inference(graph: Graph, options: Settings) -> Differentiable:
     """Compile a captured graph for calls without gradients, on the CPU, by the pipeline for inference."""
+    lookups(graph, 1)  # raises for tables whose rows other ranks read
     options = replace(options, pipeline=options.inference or options.pipeline)
     compiled = compile_graph(without_detach(graph), Inference(), options)
     main, *rest = compiled.executables

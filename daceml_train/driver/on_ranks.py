@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from daceml_train.driver.distribution import begin_as_equals, check_wrapper, rows_of
 from daceml_train.driver.pieces import InPieces
+from daceml_train.driver.sharded_embedding import ShardedEmbedding, sharded_embeddings
 from daceml_train.errors import Invalid, Unsupported
 from daceml_train.graph.graph import Graph
 from daceml_train.ops.collective import shard_size
@@ -33,6 +34,8 @@ sends fewer bytes.
 """
 
 
+COUNTED = ("sum_rows", "lookup_rows", "return_rows")
+"""Collectives whose bytes depend on data: they are counted in each step."""
 MESSAGES = 30_000
 """What the two messages of gathered rows cost more than a part of a bucket, in bytes: 15 us each at 1 GB/s."""
 
@@ -78,13 +81,33 @@ class OnRanks(InPieces):
     def train_on(self, sharing: Sharing, options: Mapping[str, Any]) -> None:
         """Train with these ranks, which must have the same `options`; all begin with what the first one has."""
         self.sharing, self.ranks = sharing, sharing.ranks
+        self._check_divided(options)
         if self.ranks is None:
             return
         modules = [m for m in (self.model, self.loss) if isinstance(m, torch.nn.Module)]
         told = {**options, **{f.name: getattr(sharing, f.name) for f in fields(sharing)}}
         del told["ranks"], told["wrapper"]
         told["scaler"] = None if self.scaler is None else self.scaler.state_dict()
-        begin_as_equals(self.ranks, modules, self.optimizer, told, self.shards)
+        begin_as_equals(self.ranks, modules, self.optimizer, told, self.shards, self._divided())
+
+    def _divided(self) -> dict[int, ShardedEmbedding]:
+        """The embeddings whose tables are divided among the ranks, by the identity of their parameters."""
+        return sharded_embeddings(self.model, self.loss)
+
+    def _check_divided(self, options: Mapping[str, Any]) -> None:
+        """Raise `Invalid` for a divided table of other ranks, and with what a step does not do with one yet."""
+        for embedding in self._divided().values():
+            if self.ranks is None or embedding.group_name != self.ranks.group.group_name:
+                advice = "pass mesh=, the one that the table is divided over"
+                raise Invalid("a ShardedEmbedding trains in a step of its own ranks", advice=advice)
+        given = {
+            "shard": self.sharing.shard,
+            "clip_norm": self.clipping.norm,
+            "scaler": self.scaler,
+            "micro_batches": options.get("micro_batches", 1) != 1,
+        }
+        if self._divided() and (other := [name for name, value in given.items() if value]):
+            raise Invalid(f"{other[0]}= and a ShardedEmbedding in one step")
 
     @property
     def shards(self) -> bool:
@@ -100,7 +123,7 @@ class OnRanks(InPieces):
         found: dict[str, int] = {}
         for record in reversed(self.records):
             for cost in record.costs:
-                if isinstance(cost.network, int) and cost.network and cost.operators != "sum_rows":
+                if isinstance(cost.network, int) and cost.network and cost.operators not in COUNTED:
                     kind = cost.operators.removeprefix("start ")
                     found[kind] = found.get(kind, 0) + cost.network
             if found:
@@ -172,6 +195,8 @@ class OnRanks(InPieces):
             raise Unsupported(f"sync_batch_norm in a step that runs in pieces; {self.breaks[-1]}")
         if self.shards:
             raise Unsupported(f"shard='optimizer' divides the state of a step that is one program; {self.breaks[-1]}")
+        if self._divided():
+            raise Unsupported(f"a ShardedEmbedding in a step that runs in pieces; {self.breaks[-1]}")
         super()._update_in_pieces(rows)
 
     # ---- what programs are compiled for -------------------------------------------------------------------------
@@ -249,7 +274,7 @@ class OnRanks(InPieces):
         State that is sharded is a `DTensor`. Entries of the optimizer's state are flat; those that the first step would
         make are made.
         """
-        found: dict[str, Any] = {"model": self.model.state_dict(), "state": {}}
+        found: dict[str, Any] = {"model": self._whole(self.model.state_dict()), "state": {}}
         for key, parameter, name, tensor in self._states():
             found["state"].setdefault(key, {})[name] = self._distributed(tensor, parameter, name)
         groups = self.optimizer.param_groups
@@ -260,7 +285,11 @@ class OnRanks(InPieces):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned, on any number of ranks."""
-        self.model.load_state_dict(state["model"])
+        own = self._whole(self.model.state_dict())
+        local = {name: value for name, value in state["model"].items() if not isinstance(own.get(name), DTensor)}
+        self.model.load_state_dict(local, strict=len(local) == len(state["model"]))
+        for name in own.keys() & state["model"].keys() - local.keys():
+            own[name].to_local().copy_(state["model"][name].to_local())
         for key, parameter, name, tensor in self._states():
             given = state["state"][key][name]
             own = self._distributed(tensor, parameter, name)
@@ -290,9 +319,16 @@ class OnRanks(InPieces):
                     self._make_state(parameter, name)
                     yield key, parameter, name, self.optimizer.state[parameter][name]
 
+    def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A model's state with divided tables as one tensor of all ranks each."""
+        divided, names = self._divided(), self.model.named_parameters(remove_duplicate=False)
+        return state | {name: divided[id(p)].whole() for name, p in names if id(p) in divided}
+
     def _distributed(self, tensor: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Tensor:
         if name in SCALARS:
             return tensor
+        if (embedding := self._divided().get(id(parameter))) is not None:
+            return embedding.whole(tensor)
         if not self.shards:
             return tensor.reshape(-1)
         assert self.ranks is not None

@@ -304,6 +304,8 @@ CALLS: dict[str, Rule] = {
     "sum_rows": lambda op, i, o: Call(
         "daceml::sum_rows", (tuple(Operand(k) for k in range(len(i))), op.rows, op.padding, op.position)
     ),
+    "lookup_rows": lambda op, i, o: Call("daceml::lookup_rows", (Operand(0), Operand(1), op.rows, op.position)),
+    "return_rows": lambda op, i, o: Call("daceml::return_rows", (Operand(0), Operand(1), op.rows, op.position)),
     "attention": _attention,
     "attention_grad": _attention_grad,
     "pad": _pad,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from daceml_train.errors import ExecutionError
+from daceml_train.runtime.divided_tables import Request, sending
 from daceml_train.runtime.ranks import RankError, Ranks
 
 _running = threading.local()
@@ -142,6 +143,21 @@ def _sum_rows(ranks: Ranks, parts: list[Tensor], rows: list[int], padding: list[
     return result
 
 
+def _lookup_rows(ranks: Ranks, table: Tensor, indices: Tensor, rows: int, position: int) -> Tensor:
+    ranks.agreed()
+    send = sending(ranks.group, ranks.finish)
+    request = ranks.requests[position] = Request.of(indices, rows, ranks.size, ranks.rank, send)
+    ranks.sent["lookup_rows", position], _ = request.sent(ranks.rank, table.shape[1] * table.element_size())
+    return request.rows(table, indices.shape, send)
+
+
+def _return_rows(ranks: Ranks, grad: Tensor, indices: Tensor, rows: int, position: int) -> Tensor:
+    """The gradient of the lookup at the same position, whose request is still known."""
+    request = ranks.requests.pop(position)
+    _, ranks.sent["return_rows", position] = request.sent(ranks.rank, grad.shape[-1] * grad.element_size())
+    return request.sums(grad, sending(ranks.group, ranks.finish))
+
+
 def _distinct(grad: Tensor, indices: Tensor, padding: int) -> tuple[Tensor, Tensor]:
     """The distinct indices of the rows of a gradient, and the sums of the rows with each."""
     index, rows = indices.reshape(-1).long(), grad.reshape(-1, grad.shape[-1])
@@ -187,6 +203,8 @@ LIBRARY: dict[str, Callable[..., Tensor]] = {
     "start(Tensor x, str kind, int position) -> Tensor": _start,
     "await(Tensor(a!) x, int position) -> Tensor(a!)": _await,
     "own_shards(Tensor[] arrays) -> Tensor": _own_shards,
+    "lookup_rows(Tensor table, Tensor indices, int rows, int position) -> Tensor": _lookup_rows,
+    "return_rows(Tensor grad, Tensor indices, int rows, int position) -> Tensor": _return_rows,
     "sum_rows(Tensor[] parts, int[] rows, int[] padding, int position) -> Tensor": _sum_rows,
 }
 """The signature of each library function, and what it runs."""

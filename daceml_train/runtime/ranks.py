@@ -84,6 +84,8 @@ class Ranks:
         """Bytes that this rank sent last in collectives whose size depends on data, by name and position."""
         self.started: dict[int, tuple[Any, torch.Tensor]] = {}
         """Collectives that have begun, by their position, with the memory that they write."""
+        self.requests: dict[int, Any] = {}
+        """What was asked for in the lookups of divided tables whose gradients are not returned yet, by position."""
         self.spent: deque[float] = deque(maxlen=32)
         """Processor seconds of this thread in the collectives of each of the last programs: copies, sums of rows."""
         self._reference = 0
@@ -99,6 +101,7 @@ class Ranks:
             raise RankError(f"{why}; start all processes from a checkpoint")
         self.steps, self._begun, self._sent, self.error = self.steps + 1, False, None, None
         self.sent.clear()
+        self.requests.clear()
         try:
             yield
             self.agreed()

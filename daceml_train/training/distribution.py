@@ -17,8 +17,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from daceml_train.errors import Unsupported
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.collective import AllGather, AllReduce, OwnShards, ReduceScatter, SumRows, shard_size
+from daceml_train.ops.divided_tables import LookupRows
 from daceml_train.ops.elementwise import Elementwise, Full
 from daceml_train.ops.embedding import EmbeddingGrad
 from daceml_train.ops.operator import Value, make
@@ -143,6 +145,10 @@ class Exchange:
         """The `max` or `min` of a 0-d value over the ranks."""
         return scalar.view((1,)).apply(AllGather(self.ranks, next(self.position))).reduce(kind, (0,))
 
+    def of_sum(self, total: Value) -> Value:
+        """The mean whose sum over the ranks this rank has."""
+        return _scaled(total, self._share(None))
+
     # ---- pieces -------------------------------------------------------------------------------------------------
     def _own(self, value: Value) -> Value:
         """What this rank adds to the sum of a value."""
@@ -177,6 +183,22 @@ def _scaled(value: Value, share: Value | float) -> Value:
         return value * share
     wide = wide_type(value.dtype)
     return (value.cast(wide) * share.cast(wide)).cast(value.dtype)
+
+
+def lookups(graph: Graph, ranks: int) -> set[str]:
+    """The inputs that are tables divided among the ranks. Raises `Unsupported` where their gradients are not to be had
+    as rows: each rank has those of its own part alone.
+    """
+    found = {node.inputs[0] for node in graph.nodes if isinstance(node.op, LookupRows)}
+    readers = graph.readers() if found else {}
+    for name in found:
+        if ranks == 1:
+            raise Unsupported("a ShardedEmbedding in a step of one process", advice="pass mesh=, with its ranks")
+        whole = name in graph.inputs and name not in graph.outputs and name not in graph.writes
+        ops = (node.op for node in readers[name])
+        if not whole or not all(isinstance(op, LookupRows) and op.ranks == ranks for op in ops):
+            raise Unsupported(f"the table {name} of a ShardedEmbedding, which is not read by its rows alone")
+    return found
 
 
 def row_gradients(graph: Graph, values: Sequence[Value]) -> dict[str, tuple[Node, ...]]:

@@ -11,13 +11,14 @@ from daceml_train.autodiff.reverse import differentiate
 from daceml_train.errors import Unsupported
 from daceml_train.graph.graph import Graph, Role
 from daceml_train.ops.collective import Collective
+from daceml_train.ops.divided_tables import LookupRows
 from daceml_train.ops.elementwise import Full
 from daceml_train.ops.operator import Origin, Value
 from daceml_train.passes.base import without_dead_code
 from daceml_train.storage.storable import storable
 from daceml_train.tensor import DType, Tensor
 from daceml_train.training.batch_norm import synchronized
-from daceml_train.training.distribution import WEIGHT, Exchange, row_gradients
+from daceml_train.training.distribution import WEIGHT, Exchange, lookups, row_gradients
 from daceml_train.training.gradients import PLAIN, SCALER, GradientOptions, clip, next_scale, unscale
 from daceml_train.training.optimizers import SCALARS, Update
 from daceml_train.training.sparse_gradients import as_dense, plain_descent, refuse_sparse, refuse_sparse_part
@@ -89,10 +90,12 @@ def joint_graph(
 
     The `further` outputs after the loss stay, all others go.
     """
-    position = itertools.count()
+    lookups(graph, options.ranks)
+    position = itertools.count(sum(isinstance(node.op, LookupRows) for node in graph.nodes))
     graph = synchronized(graph, options.ranks, position) if options.sync_batch_norm else graph.copy()
     if options.idle and any(isinstance(node.op, Collective) for node in graph.nodes):
-        raise Unsupported("a rank without data in a step with sync_batch_norm", advice="give each rank some rows")
+        why = "sync_batch_norm or a ShardedEmbedding, whose rows other ranks read"
+        raise Unsupported(f"a rank without data in a step with {why}", advice="give each rank some rows")
     kept = graph.outputs[1 : 1 + further]
     loss = graph.value(graph.outputs[0])
     joint = Joint(graph=graph, further=further)
@@ -189,9 +192,12 @@ def _exchanged(
     if late:
         found |= {t.parameter: found[t.parameter] * weight.cast(found[t.parameter].dtype) for t in updated}
     losses = [] if late else [loss * weight.cast(loss.dtype)]
+    divided = [name for name in names if name in lookups(graph, options.ranks)]
+    names = [name for name in names if name not in divided]
     if not options.shard:
         reduced = exchange.means([*(found[name] for name in names), *losses], tables)
         found |= zip(names, reduced, strict=False)
+        found |= {name: exchange.of_sum(found[name]) for name in divided}  # the sums that this rank has
         return reduced[-1] if losses else None
     whole = [name for name in names if found[name].name in tables]
     parts = [name for name in names if name not in whole]

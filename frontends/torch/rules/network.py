@@ -10,6 +10,7 @@ from typing import Any
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.capture.requirements import index_within
 from daceml_train.frontends.torch.rules.translate import RULES, Translator, rule
+from daceml_train.ops.divided_tables import LookupRows
 from daceml_train.ops.elementwise import Iota
 from daceml_train.ops.normalization import running_statistics
 from daceml_train.ops.operator import Value
@@ -177,6 +178,12 @@ def _embedding(
         _refuse_sparse(t, weight, sparse)
         return None
     return t.emit("embedding", weight, indices, padding_idx=padding_idx, sparse=sparse)
+
+
+@rule("daceml_train.lookup_rows.default")
+def _lookup_rows(t: Translator, table: Value, indices: Value, rows: int, ranks: int, group: str) -> Value:
+    position = sum(isinstance(node.op, LookupRows) for node in t.graph.nodes)
+    return table.apply(LookupRows(ranks, position, rows), indices)
 
 
 @rule("_embedding_bag.default")

@@ -1,0 +1,242 @@
+"""A table divided among ranks trains as the whole one does in one process, and each rank sends the rows that others read."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import daceml_train as dt
+from tests.driver.ranks import Ranks
+
+pytestmark = [pytest.mark.compiled, pytest.mark.slow]
+
+ROUNDING = {"rtol": 1e-5, "atol": 5e-6}
+ROWS = 1001
+SIZES = ((3, 3, 3, 3), (4, 2, 1, 5), (3, 3, 3, 3))
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    result = Ranks(tmp_path_factory.mktemp("ranks"), 4)
+    yield result
+    result.close()
+
+
+class Words(nn.Module):
+    """A table that is read twice, and a small one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: nn.Module = nn.Embedding(ROWS, 8)
+        self.small, self.out = nn.Embedding(5, 8), nn.Linear(8, 5)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.table(words).mean(1) * self.table(words[:, 0] // 2) + self.small(words[:, 0] % 5)
+        return self.out(x)
+
+
+def model(seed: int = 0) -> Words:
+    torch.manual_seed(seed)
+    return Words()
+
+
+def divided(seed: int = 0) -> Words:
+    found = model(seed)
+    assert isinstance(found.table, nn.Embedding)
+    found.table = dt.ShardedEmbedding.from_embedding(found.table, dist.group.WORLD)
+    return found
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+}
+
+
+def batch(rows: int, step: int) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(step)
+    return torch.randint(ROWS, (rows, 6), generator=g), torch.randint(5, (rows,), generator=g)
+
+
+def own(sizes: tuple[int, ...], step: int, rank: int) -> tuple[Tensor, ...]:
+    start = sum(sizes[:rank])
+    return tuple(t[start : start + sizes[rank]] for t in batch(sum(sizes), step))
+
+
+def by_one(optimizer: str, sizes: tuple[tuple[int, ...], ...], clip_value: float | None) -> tuple[Words, list[Tensor]]:
+    """Steps of PyTorch on the whole batch."""
+    theirs = model()
+    chosen, losses = OPTIMIZERS[optimizer](theirs.parameters()), []
+    for number, of_step in enumerate(sizes):
+        chosen.zero_grad()
+        x, y = batch(sum(of_step), number)
+        loss = F.cross_entropy(theirs(x), y)
+        loss.backward()
+        if clip_value is not None:
+            nn.utils.clip_grad_value_(theirs.parameters(), clip_value)
+        chosen.step()
+        losses.append(loss.detach())
+    return theirs, losses
+
+
+def trained(rank: int, optimizer: str, sizes: tuple[tuple[int, ...], ...], clip_value: float | None) -> Any:
+    ours = divided()
+    chosen = OPTIMIZERS[optimizer](ours.parameters())
+    step = dt.training_step(ours, F.cross_entropy, chosen, mesh=dist.group.WORLD, clip_value=clip_value)
+    losses = [step(*own(of_step, number, rank)) for number, of_step in enumerate(sizes)]
+    held = sum(v.numel() for v in chosen.state[ours.table.weight].values() if v.ndim)
+    return ours.state_dict(), losses, step.breaks, step.network, held
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(("sizes", "clip_value"), [(SIZES[:1] * 3, None), (SIZES, 0.01)])
+def test_parameters_are_those_of_one_process(
+    ranks: Ranks, optimizer: str, sizes: tuple[tuple[int, ...], ...], clip_value: float | None
+) -> None:
+    theirs, expected = by_one(optimizer, sizes, clip_value)
+    found = ranks(trained, optimizer, sizes, clip_value)
+    whole = torch.cat([state["table.weight"] for state, *_ in found])
+    assert all(len(state["table.weight"]) == 251 for state, *_ in found)
+    torch.testing.assert_close(whole[:ROWS], theirs.table.weight.detach(), **ROUNDING)
+    for state, losses, breaks, network, held in found:
+        assert breaks == []
+        assert held == {"sgd": 1, "adamw": 2}[optimizer] * 251 * 8
+        torch.testing.assert_close(losses, expected, **ROUNDING)
+        for name, value in theirs.state_dict().items():
+            if name != "table.weight":
+                assert torch.equal(state[name], found[0][0][name])
+                torch.testing.assert_close(state[name], value, **ROUNDING, msg=name)
+        assert 0 < network["return_rows"] <= 21 * 32 and network["lookup_rows"] > 0
+    asked = sum(network["return_rows"] // 32 for *_, network, _ in found)
+    assert sum(network["lookup_rows"] for *_, network, _ in found) == asked * (8 + 32) + 4 * 2 * 3 * 8
+
+
+def in_eager_execution(rank: int) -> Any:
+    """Values and gradients of PyTorch's own execution, and of `optimize`, which leaves the module to it."""
+    results = []
+    for compiled in (False, True):
+        ours = divided()
+        called: Any = dt.optimize(ours) if compiled else ours
+        x, y = own((3, 3, 3, 3), 0, rank)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            loss = F.cross_entropy(called(x), y, reduction="sum")
+            loss.backward()
+            with torch.no_grad():
+                scores = called(x)
+        texts = [str(w.message) for w in told if "ShardedEmbedding" in str(w.message)]
+        results.append((scores, ours.table.weight.grad, bool(texts)))
+    return results
+
+
+def test_pytorch_runs_it_elsewhere(ranks: Ranks) -> None:
+    theirs = model()
+    scores = []
+    for rank in range(4):
+        x, y = own((3, 3, 3, 3), 0, rank)
+        scores.append(theirs(x).detach())
+        F.cross_entropy(theirs(x), y, reduction="sum").backward()
+    for compiled in (False, True):
+        found = [of_rank[compiled] for of_rank in ranks(in_eager_execution)]
+        grad = torch.cat([g for _, g, _ in found])[:ROWS]
+        torch.testing.assert_close(grad, theirs.table.weight.grad, **ROUNDING)
+        for (ours, _, told), expected in zip(found, scores, strict=True):
+            torch.testing.assert_close(ours, expected, **ROUNDING)
+            assert told is compiled
+
+
+def stepped(rank: int, folder: str, world: int, load: bool) -> Any:
+    """Two steps and a checkpoint, or two further ones from it on another number of ranks."""
+    group = dist.new_group(list(range(world)))
+    if rank >= world:
+        return None
+    ours = model(int(load))
+    ours.table = dt.ShardedEmbedding.from_embedding(ours.table, group)
+    step = dt.training_step(ours, F.cross_entropy, OPTIMIZERS["adamw"](ours.parameters()), mesh=group)
+    sizes = (12 // world,) * world
+    if load:
+        dcp.load({"step": step}, checkpoint_id=folder, process_group=group)
+    for number in range(2 * load, 2 + 2 * load):
+        step(*own(sizes, number, rank))
+    if not load:
+        dcp.save({"step": step}, checkpoint_id=folder, process_group=group)
+    return copy.deepcopy(ours.state_dict())
+
+
+class TestCheckpoints:
+    def test_they_load_on_another_number_of_ranks(self, ranks: Ranks, tmp_path: Path) -> None:
+        ranks(stepped, str(tmp_path / "step"), 4, False)
+        theirs, _ = by_one("adamw", ((3, 3, 3, 3),) * 4, None)
+        for world in (4, 2):
+            found = [state for state in ranks(stepped, str(tmp_path / "step"), world, True) if state is not None]
+            whole = torch.cat([state["table.weight"] for state in found])[:ROWS]
+            torch.testing.assert_close(whole, theirs.table.weight.detach(), **ROUNDING)
+            torch.testing.assert_close(found[0]["out.weight"], theirs.out.weight.detach(), **ROUNDING)
+
+
+def wrong(rank: int) -> list[str]:
+    texts = []
+    for options, message in (
+        ({"clip_norm": 1.0}, "clip_norm= and a ShardedEmbedding in one step"),
+        ({"shard": "optimizer"}, "shard= and a ShardedEmbedding"),
+        ({"micro_batches": 2}, "micro_batches= and a ShardedEmbedding"),
+        ({"scaler": torch.amp.GradScaler("cpu")}, "scaler= and a ShardedEmbedding"),
+        ({"mesh": False}, "a ShardedEmbedding trains in a step of its own ranks"),
+    ):
+        ours = divided()
+        given = {"mesh": dist.group.WORLD, **options}
+        with pytest.raises(dt.Invalid, match=message):
+            dt.training_step(ours, F.cross_entropy, OPTIMIZERS["sgd"](ours.parameters()), **given)
+    ours = divided()
+    ours.table.weight = ours.small.weight = nn.Parameter(torch.randn(251, 8))  # tied to a table that all ranks have
+    step = dt.training_step(ours, F.cross_entropy, OPTIMIZERS["sgd"](ours.parameters()), mesh=dist.group.WORLD)
+    with pytest.raises(dt.Unsupported, match="ShardedEmbedding in a step that runs in pieces"):
+        step(*own((3, 3, 3, 3), 0, rank))
+    ours = divided()
+    step = dt.training_step(ours, F.cross_entropy, OPTIMIZERS["sgd"](ours.parameters()), mesh=dist.group.WORLD)
+    with pytest.raises((dt.Unsupported, RuntimeError)) as error:
+        step(*own((3, 0, 3, 3), 0, rank))
+    texts.append(str(error.value))
+    return texts
+
+
+@pytest.mark.filterwarnings("ignore:daceml_train runs")
+def test_what_it_does_not_go_with_is_refused(tmp_path: Path) -> None:
+    others = Ranks(tmp_path, 4)  # a rank that raises ends the group
+    try:
+        for (text,) in others(wrong):
+            assert "a rank without data in a step with sync_batch_norm or a ShardedEmbedding" in text
+    finally:
+        others.close()
+
+
+def out_of_range(rank: int) -> str:
+    ours = divided()
+    before = copy.deepcopy(ours.state_dict())
+    step = dt.training_step(ours, F.cross_entropy, OPTIMIZERS["sgd"](ours.parameters()), mesh=dist.group.WORLD)
+    x, y = own((3, 3, 3, 3), 0, rank)
+    if rank == 2:
+        x[1, 1] = ROWS
+    with pytest.raises((IndexError, RuntimeError)) as error:
+        step(x, y)
+    assert all(torch.equal(value, before[name]) for name, value in ours.state_dict().items())
+    return str(error.value)
+
+
+def test_an_index_out_of_range_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    others = Ranks(tmp_path, 4)
+    try:
+        for text in others(out_of_range):
+            assert f"index {ROWS} is out of range for a table of {ROWS} rows" in text
+    finally:
+        others.close()
