@@ -35,6 +35,18 @@ def test_two_processes_learn_what_one_does() -> None:
     assert f"2 ranks, 0 breaks; each sends {4 * (parameters + 2)} bytes" in together  # with the loss and a weight
 
 
+@pytest.mark.compiled
+@pytest.mark.slow
+def test_processes_of_ray_learn_the_same() -> None:
+    pytest.importorskip("ray.train", reason="Ray is not installed")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}  # no token in the home folder
+    command = [sys.executable, str(EXAMPLE.with_name("ray_train.py"))]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    loss = re.search(r"step 100: loss ([\d.]+), 0 breaks", ran.stdout)
+    assert loss is not None and float(loss[1]) < 0.01
+
+
 def test_the_page_shows_the_example() -> None:
     assert EXAMPLE.read_text(encoding="utf-8") in (ROOT / "docs/guide/distributed.md").read_text(encoding="utf-8")
 
