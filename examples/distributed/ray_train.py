@@ -34,7 +34,7 @@ if __name__ == "__main__":
         train,
         train_loop_config={"lr": 1e-2},
         torch_config=TorchConfig(backend="gloo"),
-        scaling_config=ray.train.ScalingConfig(num_workers=2),
+        scaling_config=ray.train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5}),  # on two cores, too
         run_config=ray.train.RunConfig(storage_path=tempfile.mkdtemp()),
     )
     found = trainer.fit().metrics
