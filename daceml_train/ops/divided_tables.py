@@ -29,9 +29,9 @@ class _OfTable(Collective):
         """The rows on each rank."""
         return rows_on_rank(self.rows, self.ranks)
 
-    def _distinct(self, indices: Tensor) -> Dim:
-        """The rows that a rank asks others for, where no two of its indices are equal."""
-        return simplify((self.ranks - 1) * indices.size / self.ranks)
+    def _of_others(self, indices: Tensor, row: Dim) -> Dim:
+        """Bytes of the rows that a rank asks others for, `row` each, where no two of its indices are equal."""
+        return simplify((self.ranks - 1) * indices.size * row // self.ranks)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class LookupRows(_OfTable):
     def network_bytes(self, *operands: Tensor) -> Dim:
         """Bytes where no two indices are equal, and where each rank has equally many of them for every other."""
         table, indices = operands
-        return simplify(self._distinct(indices) * (8 + table.shape[1] * table.dtype.bytes))
+        return self._of_others(indices, 8 + table.shape[1] * table.dtype.bytes)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class ReturnRows(_OfTable):
 
     def network_bytes(self, *operands: Tensor) -> Dim:
         grad, indices = operands
-        return simplify(self._distinct(indices) * grad.shape[-1] * grad.dtype.bytes)
+        return self._of_others(indices, grad.shape[-1] * grad.dtype.bytes)
 
 
 __all__ = ["LookupRows", "ReturnRows", "rows_on_rank"]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from daceml_train.analysis.aliases import is_alias
 from daceml_train.analysis.memory import Blocks, number
 from daceml_train.graph.graph import Graph, Node
+from daceml_train.ops.collective import Collective
 from daceml_train.ops.control import draws
 from daceml_train.ops.elementwise import Full, Iota
 
@@ -88,6 +89,7 @@ def liveness_of(graph: Graph, over: Mapping[str, Sequence[str]] | None = None) -
     touches: list[tuple[int, ...]] = []
     overwrites: list[tuple[tuple[int, int], ...]] = []
     drawn: int | None = None
+    sent: int | None = None
     for node in graph.nodes:
         free = isinstance(node.op, Full | Iota) or (is_alias(node.op) and blocks.made.get(node.outputs[0]) is None)
         if free:
@@ -99,6 +101,9 @@ def liveness_of(graph: Graph, over: Mapping[str, Sequence[str]] | None = None) -
         if draws(node.op):  # PyTorch's generator produces its numbers in order
             before[index] |= set() if drawn is None else {drawn}
             drawn = index
+        if isinstance(node.op, Collective):  # all ranks run them in one order, whatever the sizes of their batches are
+            before[index] |= set() if sent is None else {sent}
+            sent = index
         producer.update((name, frozenset((index,))) for name in node.outputs)
         found = (numbered(name) for name in (*node.inputs, *node.outputs))
         touches.append(tuple(dict.fromkeys(block for block in found if block is not None)))
