@@ -13,14 +13,19 @@ NOT_RECORDED = "a commit that was not recorded"
 
 @functools.cache
 def commit() -> str:
-    """The commit of this project, with a mark if files differ from it; empty where git does not say."""
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parent,
-    )
+    """The commit of this project, with a mark if files differ from it; empty where git does not say.
+
+    Results, which the rows before have written, do not count.
+    """
+    name = _git("describe", "--always", "--exclude=*")
+    others = (".", ":(exclude)benchmarks/results", ":(exclude)docs/results")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", *others)
+    return f"{name}-dirty" if name and changed else name
+
+
+def _git(*arguments: str) -> str:
+    folder = Path(__file__).parents[1]
+    found = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False, cwd=folder)
     return found.stdout.strip()
 
 

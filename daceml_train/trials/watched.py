@@ -56,8 +56,8 @@ def _has_content(value: Any) -> bool:
 def _mark(value: torch.Tensor | np.ndarray) -> tuple[Any, ...]:
     """What is compared: the shape, some elements, and a tensor's own count of its changes."""
     if isinstance(value, np.ndarray):
-        flat = value.reshape(-1)
-        return value.shape, flat[:: 1 + flat.size // _SAMPLE].tobytes()
+        elements = value.reshape(-1)
+        return value.shape, elements[:: 1 + elements.size // _SAMPLE].tobytes()
     version = None if value.is_inference() else value._version
     if value.layout is not torch.strided:
         return value.shape, version
