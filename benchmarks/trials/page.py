@@ -19,7 +19,8 @@ Generated; do not edit. To measure again:
 stages; in brackets, the number of distinct steps, which no merging can beat. *Equal* means equal to the bit: for the
 first row every parameter, buffer, tensor of the optimizer, and generator at the end of each trial; for Optuna all
 values that it was told and its best trial; for the residual network the values of two trials; for kills the values of
-an undisturbed search. Times are wall clock without compilation; those of processes include their start. The space
+an undisturbed search. Times are wall clock without compilation; those of processes include their start. Seconds of
+Optuna's rows and of the residual network are of a machine that ran other programs, too: compare their steps. The space
 *late drops* has two rates, and two drops by four factors at two steps each.
 
 Optuna's rows have the settings of the study from which their goals of 3.1, 3.4, and 2.8 were taken: PyTorch is seeded
