@@ -18,7 +18,8 @@ from daceml_train.driver.distribution import Mesh, ranks_of, unwrapped, warn_of_
 from daceml_train.driver.micro_batches import MicroBatchedStep, Reduction
 from daceml_train.driver.module import optimized
 from daceml_train.driver.on_ranks import Sharding, Sharing, Sparse
-from daceml_train.driver.options import OptionKeywords, Options, chosen, current, takes_options
+from daceml_train.driver.options import OptionKeywords, Options, ScheduleKind, chosen, current, takes_options
+from daceml_train.driver.settings import Settings
 from daceml_train.driver.step import Loss, TrainingStep
 from daceml_train.errors import Invalid, nearest
 from daceml_train.training.distribution import BUCKET
@@ -118,7 +119,6 @@ def training_step(
     schedule = found.schedule or "ahead_of_time"
     settings = dataclasses.replace(found, schedule=None).settings()
     clipping = Clipping(clip_norm, norm_type, clip_value)
-    _check_given(optimizer, scaler)
     model, mesh, wrapper = unwrapped(model, mesh)
     sharing = Sharing(ranks_of(mesh, model), shard, sparse, sync_batch_norm, bucket, wrapper)
     _check_together(keep_gradients, micro_batches, mesh, shard, compile)
@@ -131,14 +131,24 @@ def training_step(
 
 
 def _step_of(
-    given: Any, further: Any, compiled: When, keep_gradients: bool, micro_batches: int, reduction: Reduction
+    given: tuple[torch.nn.Module, Loss | None, torch.optim.Optimizer, Settings],
+    further: tuple[Clipping, torch.amp.GradScaler | None, ScheduleKind],
+    compiled: When,
+    keep_gradients: bool,
+    micro_batches: int,
+    reduction: Reduction,
 ) -> TrainingStep:
     """The kind of step that these options ask for."""
+    model, loss, optimizer, settings = given
+    clipping, scaler, schedule = further
+    _check_given(optimizer, scaler)
     if micro_batches != 1:
-        return MicroBatchedStep(*given, micro_batches, reduction, *further)
-    if compiled != "first_call":
-        return BackgroundStep(*given, keep_gradients, *further, compiled == "background")
-    return TrainingStep(*given, keep_gradients, *further)
+        count = micro_batches
+        return MicroBatchedStep(model, loss, optimizer, settings, count, reduction, clipping, scaler, schedule)
+    if compiled == "first_call":
+        return TrainingStep(model, loss, optimizer, settings, keep_gradients, clipping, scaler, schedule)
+    swaps = compiled == "background"
+    return BackgroundStep(model, loss, optimizer, settings, keep_gradients, clipping, scaler, schedule, swaps)
 
 
 def _check_together(keep_gradients: bool, micro_batches: int, mesh: Mesh, shard: Sharding, compiled: When) -> None:
