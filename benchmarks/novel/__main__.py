@@ -58,7 +58,8 @@ def differentiated(function: Callable[..., Any], given: Sequence[torch.Tensor], 
     return lambda: torch.autograd.grad(_tuple(function(*given)), wanted, list(seeds))
 
 
-def _timed(call: Callable[[], Any]) -> float:
+def timed(call: Callable[[], Any]) -> float:
+    """Seconds of processor time of a call, over a visit."""
     start, spent, count = time.process_time(), 0.0, 0
     while spent < VISIT:
         call()
@@ -116,7 +117,7 @@ def measured(name: str, visits: int, inductor: bool, tune: bool = False) -> dict
         call()
     for _ in range(visits):
         for label, call in calls.items():
-            took[label].append(_timed(call) * 1e3)
+            took[label].append(timed(call) * 1e3)
     return found | {label: statistics.median(v) for label, v in took.items()}
 
 

@@ -38,6 +38,11 @@ SMALL: dict[str, list[Any]] = {
     "causal_decay": [(3, 7), near(3, low=0.1, high=1)],
     "embed_sum": [(9, 4), ints(5, 3, low=0, high=9)],
     "sparse_stride": [(2, 13), (2,)],
+    "lltm": [(3, 5), (3, 4), (3, 4), (3, 4, 5), (3, 4, 4), (3, 4)],
+    "scrnn": [(3, 5), (3, 4), (3, 2), (2, 5), (4, 2), (4, 5), (4, 4)],
+    "sub_lstm": [(3, 5), (3, 4), (3, 4), (4, 4, 5), (4, 4, 4), (4, 4)],
+    "routing": [(2, 5, 3, 4)],
+    "channel_shuffle": [(2, 8, 3, 2)],
 }
 """Operator -> its operands: sizes of normal numbers, or a function that draws them."""
 
@@ -68,6 +73,11 @@ LARGE: dict[str, list[Any]] = {
     "embed_sum": [(1000, 64), ints(256, 16, low=0, high=1000)],
     "diagonal_gate": [(512, 512)] * 2,
     "sparse_stride": [(256, 1025), (2,)],
+    "lltm": [(64, 784), (64, 128), (64, 128), (3, 128, 784), (3, 128, 128), (3, 128)],
+    "scrnn": [(64, 784), (64, 128), (64, 64), (64, 784), (128, 64), (128, 784), (128, 128)],
+    "sub_lstm": [(64, 784), (64, 128), (64, 128), (4, 128, 784), (4, 128, 128), (4, 128)],
+    "routing": [(8, 256, 10, 16)],
+    "channel_shuffle": [(8, 64, 28, 28)],
 }
 """Operator -> its operands for measurements."""
 WINDOWS = ("involution", "correlate", "local_attention", "capsule", "deformable")

@@ -124,3 +124,37 @@ def embed_sum(table, ids):
 
 def sparse_stride(x, w):
     return x.unfold(1, w.shape[0], 3) @ w
+
+
+def lltm(x, h, c, w, u, bias):
+    z = (F.linear(x, w.flatten(0, 1)) + F.linear(h, u.flatten(0, 1)) + bias.flatten()).unflatten(1, w.shape[:2])
+    i, o, g = z.unbind(1)
+    new = c + i.sigmoid() * F.elu(g)
+    return new.tanh() * o.sigmoid(), new
+
+
+def scrnn(x, h, s, b, p, a, r, alpha=0.95):
+    context = (1 - alpha) * F.linear(x, b) + alpha * s
+    return (F.linear(context, p) + F.linear(x, a) + F.linear(h, r)).sigmoid(), context
+
+
+def sub_lstm(x, h, c, w, u, bias):
+    z = (F.linear(x, w.flatten(0, 1)) + F.linear(h, u.flatten(0, 1)) + bias.flatten()).unflatten(1, w.shape[:2])
+    i, o, g, f = z.sigmoid().unbind(1)
+    new = f * c + g - i
+    return new.sigmoid() - o, new
+
+
+def routing(votes, rounds=3):
+    logits = torch.zeros(votes.shape[:3], dtype=votes.dtype)
+    for _ in range(rounds):
+        s = torch.einsum("bio,biod->bod", logits.softmax(2), votes)
+        n = s.square().sum(-1, keepdim=True)
+        v = s * (n + 1e-8).sqrt() / (1 + n)
+        logits = logits + torch.einsum("biod,bod->bio", votes, v)
+    return v
+
+
+def channel_shuffle(x, groups=4):
+    B, C, H, W = x.shape
+    return x.view(B, groups, C // groups, H, W).transpose(1, 2).reshape(B, C, H, W)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from daceml_train import expression
 from daceml_train.expressions import (
     array,
+    elu,
     exp,
     floor,
     largest,
     logsumexp,
     sigmoid,
     size,
+    sqrt,
     tanh,
     to_float,
     total,
@@ -233,3 +235,72 @@ def sparse_stride(x, w):  # stride 3 with a kernel of 2: holes, where the gradie
     B, T = x.shape
     K = w.shape[0]
     return array(total(x[b, 3 * t + k] * w[k] for k in K) for b in B for t in (T - K) // 3 + 1)
+
+
+@expression
+def lltm(x, h, c, w, u, bias):  # the cell of PyTorch's tutorial on extensions: w[3, n, i], u[3, n, m]
+    B, N = h.shape
+    z = array(
+        total(x[b, i] * w[g, n, i] for i in x.shape[1]) + total(h[b, m] * u[g, n, m] for m in N) + bias[g, n]
+        for b in B
+        for g in size(3)
+        for n in N
+    )
+    new = array(c[b, n] + sigmoid(z[b, 0, n]) * elu(z[b, 2, n]) for b in B for n in N)
+    return array(tanh(new[b, n]) * sigmoid(z[b, 1, n]) for b in B for n in N), new
+
+
+@expression
+def scrnn(x, h, s, b, p, a, r, alpha=0.95):  # structurally constrained: a context `s` that changes slowly
+    B, C = s.shape
+    context = array((1 - alpha) * total(x[n, i] * b[c, i] for i in x.shape[1]) + alpha * s[n, c] for n in B for c in C)
+    z = array(
+        total(context[n, c] * p[k, c] for c in C)
+        + total(x[n, i] * a[k, i] for i in x.shape[1])
+        + total(h[n, m] * r[k, m] for m in h.shape[1])
+        for n in B
+        for k in h.shape[1]
+    )
+    return array(sigmoid(z[n, k]) for n in B for k in h.shape[1]), context
+
+
+@expression
+def sub_lstm(x, h, c, w, u, bias):  # gates that subtract: w[4, n, i], u[4, n, m]
+    B, N = h.shape
+    z = array(
+        sigmoid(total(x[b, i] * w[g, n, i] for i in x.shape[1]) + total(h[b, m] * u[g, n, m] for m in N) + bias[g, n])
+        for b in B
+        for g in size(4)
+        for n in N
+    )
+    new = array(z[b, 3, n] * c[b, n] + z[b, 2, n] - z[b, 0, n] for b in B for n in N)
+    return array(sigmoid(new[b, n]) - z[b, 1, n] for b in B for n in N), new
+
+
+@expression
+def routing(votes, rounds=3):  # dynamic routing between capsules: votes[b, i, o, d]
+    B, I, O, D = votes.shape
+    agreed = None
+    for _ in range(rounds):
+        agreed, squashed = _route(votes, agreed, B, I, O, D)
+    return squashed
+
+
+def _route(votes, agreed, B, I, O, D):
+    if agreed is None:
+        s = array(total(votes[b, i, o, d] / int(O) for i in I) for b in B for o in O for d in D)
+    else:
+        norm = array(logsumexp(agreed[b, i, o] for o in O) for b in B for i in I)
+        s = array(
+            total(exp(agreed[b, i, o] - norm[b, i]) * votes[b, i, o, d] for i in I) for b in B for o in O for d in D
+        )
+    n = array(total(s[b, o, d] * s[b, o, d] for d in D) for b in B for o in O)
+    v = array(s[b, o, d] * sqrt(n[b, o] + 1e-8) / (1 + n[b, o]) for b in B for o in O for d in D)
+    more = array(total(votes[b, i, o, d] * v[b, o, d] for d in D) for b in B for i in I for o in O)
+    return (more if agreed is None else array(agreed[b, i, o] + more[b, i, o] for b in B for i in I for o in O)), v
+
+
+@expression
+def channel_shuffle(x, groups=4):  # ShuffleNet: channels of all groups take turns
+    B, C, H, W = x.shape
+    return array(x[b, c % groups * (C // groups) + c // groups, h, w] for b in B for c in C for h in H for w in W)
