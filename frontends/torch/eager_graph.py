@@ -17,13 +17,13 @@ import torch.nn.functional as F
 
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch import types
-from daceml_train.frontends.torch.expressions.evaluate import FORMULA, call
+from daceml_train.frontends.torch.expressions.evaluate import FORMULA, call, native
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.graph.leaves import leaves
 from daceml_train.ops.contraction import Matmul, MatmulAdd
 from daceml_train.ops.elementwise import TABLE, Cast, Elementwise, Full, Iota
 from daceml_train.ops.movement import Concat, Expand, Flip, Pad, Permute, Reorder, Slice, View
-from daceml_train.ops.operator import Operator
+from daceml_train.ops.operator import REGISTRY, Operator
 from daceml_train.ops.reduction import Reduce
 from daceml_train.tensor import DType, Tensor
 
@@ -37,6 +37,8 @@ class EagerGraph:
         prepared = leaves(graph).graph
         self.inputs, self.outputs = list(prepared.inputs), list(prepared.outputs)
         self.calls = [(_function(prepared, node), node.inputs, node.outputs) for node in prepared.nodes]
+        self.native = all(_is_native(node.op) for node in prepared.nodes)
+        """Whether each operator is one of PyTorch's, which has its derivative."""
         self.dtypes = [types.TORCH_DTYPES[prepared.tensors[name].dtype] for name in prepared.outputs]
 
     def __call__(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -66,6 +68,20 @@ class EagerGraph:
             found.append(result if apart else result.clone(memory_format=torch.contiguous_format))
             taken.add(found[-1].untyped_storage()._cdata if storage is not None else 0)
         return found
+
+
+def _is_native(op: Operator) -> bool:
+    return native(op.kind) if isinstance(op, Elementwise) else type(op) in _RULES
+
+
+def derived(op: Operator, operands: Sequence[Tensor]) -> bool:
+    """Whether the derivative of an operator is that of the operators that it lowers to, and of no other composite."""
+    if not op.is_composite or getattr(type(op), "vjp", None) is not None:
+        return False
+    graph = Graph()
+    graph.output(*graph.emit(op, *(graph.input(f"x{i}", x) for i, x in enumerate(operands))))
+    lowered = leaves(graph, REGISTRY.keys() - {op.label, op.name}).graph
+    return not any(node.op.is_composite for node in lowered.nodes)
 
 
 def _has_storage(x: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ import torch
 from daceml_train.autodiff.reverse import differentiate
 from daceml_train.errors import Invalid
 from daceml_train.frontends.torch import types
-from daceml_train.frontends.torch.eager_graph import EagerGraph
+from daceml_train.frontends.torch.eager_graph import EagerGraph, derived
 from daceml_train.frontends.torch.rules.translate import Translator, rule
 from daceml_train.graph.graph import Graph
 from daceml_train.ops.operator import Operator, Value
@@ -53,9 +53,8 @@ def torch_function(kind: type[Operator], name: str) -> Callable[..., Any]:
     torch.library.register_autograd(name, function.backward, setup_context=function.remember, lib=library)
     torch.library.register_vmap(name, function.batched, lib=library)
     rule(f"{namespace}.{short}.default")(function.translated)
-    operator: Callable[..., Any] = getattr(getattr(torch.ops, namespace), short)
-    function.function = operator
-    return operator
+    function.function = getattr(getattr(torch.ops, namespace), short)
+    return function.called()
 
 
 def _signature(kind: type[Operator]) -> str:
@@ -97,6 +96,23 @@ class _Function:
         operands = [given.pop(name) for name in self.kind.operands]
         return self.kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}), operands
 
+    def called(self) -> Callable[..., Any]:
+        """What users call: the operator, or where nothing traces, PyTorch's calls with their own derivatives."""
+        operator, kind = self.function, self.kind
+
+        @functools.wraps(operator, updated=())
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            if not torch.compiler.is_compiling() and not _traced():
+                op, operands = self.operator(arguments, keywords)
+                if len(operands) == len(kind.operands) and all(type(x) in _PLAIN for x in operands):
+                    graph, direct = _forward(op, _kinds(operands))
+                    if direct:
+                        return self.packed(graph(operands))
+            return operator(*arguments, **keywords)
+
+        call.__name__, call.__doc__ = kind.name, kind.__doc__
+        return call
+
     def translated(self, t: Translator, *arguments: Any, **keywords: Any) -> Any:
         """The rule of the frontend."""
         op, operands = self.operator(arguments, keywords)
@@ -106,7 +122,7 @@ class _Function:
     def eager(self, *arguments: Any, **keywords: Any) -> Any:
         """What the operator lowers to, as PyTorch calls."""
         op, operands = self.operator(arguments, keywords)
-        return self.packed(_forward(op, _kinds(operands))(operands))
+        return self.packed(_forward(op, _kinds(operands))[0](operands))
 
     def fake(self, *arguments: Any, **keywords: Any) -> Any:
         """Sizes and element types of the results."""
@@ -154,6 +170,15 @@ class _Function:
 
 
 Kinds = tuple[Tensor, ...]
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _traced() -> bool:
+    """Whether a mode, a transform, or autocast sees calls, which must be those of the operator."""
+    modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+    return (
+        bool(modes) or torch._C._is_any_autocast_enabled() or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 def _kinds(operands: Sequence[torch.Tensor]) -> Kinds:
@@ -167,10 +192,12 @@ def _graph(kinds: Kinds) -> tuple[Graph, list[Value]]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _forward(op: Operator, kinds: Kinds) -> EagerGraph:
+def _forward(op: Operator, kinds: Kinds) -> tuple[EagerGraph, bool]:
+    """What an operator lowers to, and whether PyTorch's derivatives of that are the operator's."""
     graph, values = _graph(kinds)
     graph.output(*graph.emit(op, *values))
-    return EagerGraph(graph)
+    result = EagerGraph(graph)
+    return result, result.native and derived(op, kinds)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -48,6 +48,11 @@ _DIRECT = frozenset(_NAMES.split())
 """Operators that PyTorch has under the same name."""
 
 
+def native(kind: str) -> bool:
+    """Whether PyTorch has a row of the table of elementwise operators itself, with its derivative."""
+    return kind in _DIRECT or kind in _CALLS
+
+
 def call(kind: str) -> Callable[..., Any]:
     """The function of PyTorch for a row of the table of elementwise operators."""
     if kind in _CALLS:
