@@ -1,16 +1,19 @@
 """Measure networks whose layers are expressions: whole training steps, beside the same in PyTorch.
 
-`python -m benchmarks.novel.networks [network ...] [--no-inductor]`: milliseconds of processor time per step on one
-thread, medians of interleaved visits. The losses of the first steps are compared.
+`python -m benchmarks.novel.networks [network ...] [--no-inductor] [--save]`: milliseconds of processor time per
+step on one thread, medians of interleaved visits. The losses of the first steps are compared. `--save` writes
+`benchmarks/results/novel_networks.json` and `docs/results/novel_networks.md`.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
+import datetime
+import json
 import math
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +23,12 @@ from torch.nn import functional as F
 import daceml_train as dt
 from benchmarks.novel import compositions, operators
 from benchmarks.novel.__main__ import timed
+from benchmarks.provenance import commit, origin
 
 BATCH = 64
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "novel_networks.json"
+PAGE = ROOT / "docs" / "results" / "novel_networks.md"
 
 
 class Cell(nn.Module):
@@ -137,9 +144,9 @@ def _eager(model: nn.Module, compiled: bool) -> Callable[[Tensor, Tensor], Tenso
 def measured(name: str, inductor: bool, visits: int) -> dict[str, float]:
     """Variant -> milliseconds of a training step."""
     ours, theirs, inputs, targets = pair(name)
-    steps: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"eager": _eager(copy.deepcopy(theirs), False)}
+    steps: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"eager": _eager(theirs, False)}
     if inductor:
-        steps["compile"] = _eager(copy.deepcopy(theirs), True)
+        steps["compile"] = _eager(pair(name)[1], True)
     steps["ours"] = dt.training_step(ours, F.cross_entropy, _optimizer(ours))
     losses = {label: torch.stack([step(inputs, targets) for _ in range(5)]) for label, step in steps.items()}
     apart = max(float((found - losses["eager"]).abs().max()) for found in losses.values())
@@ -156,23 +163,51 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=list(NETWORKS))
     parser.add_argument("--visits", type=int, default=7)
     parser.add_argument("--no-inductor", action="store_true")
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    ratios: dict[str, list[float]] = {"eager": [], "best of PyTorch": []}
-    print("network        eager   compile      ours   eager / ours   best of PyTorch / ours   losses apart")
+    rows: dict[str, dict[str, Any]] = {}
     for name in options.names:
         torch._dynamo.reset()
-        row = measured(name, not options.no_inductor, options.visits)
+        rows[name] = {**measured(name, not options.no_inductor, options.visits), "commit": commit()}
+        when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+        text = page(rows, when)
+        print(text.splitlines()[13 + len(rows)], flush=True)
+        if options.save:
+            RESULTS.write_text(json.dumps({"when": when, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+            PAGE.write_text(text, encoding="utf-8")
+    print(text.splitlines()[-1])
+
+
+def page(rows: dict[str, dict[str, Any]], when: str) -> str:
+    """The page of the results."""
+    lines = [
+        "# Networks of expressions",
+        "",
+        "Generated; do not edit. To measure again:",
+        "",
+        "    .venv/bin/python -m benchmarks.novel.networks --save",
+        "",
+        "Whole training steps, with SGD and momentum, of six networks whose new layers are expressions, beside the same",
+        "networks of PyTorch's operators: milliseconds of processor time on one thread, medians of interleaved visits.",
+        "Losses are those of the first five steps; *apart* is their largest difference.",
+        "",
+        f"Measured {when}. {origin(str(row['commit']) for row in rows.values())}",
+        "",
+        "| network | eager | torch.compile | daceml_train | against eager | against the best of PyTorch | apart |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    ratios: list[tuple[float, float]] = []
+    for name, row in rows.items():
         best = min(row[way] for way in ("eager", "compile") if way in row)
-        ratios["eager"].append(row["eager"] / row["ours"])
-        ratios["best of PyTorch"].append(best / row["ours"])
-        cells = " ".join(f"{row.get(way, math.nan):9.2f}" for way in ("eager", "compile", "ours"))
-        print(
-            f"{name:12s}{cells}   {row['eager'] / row['ours']:6.2f}   {best / row['ours']:6.2f}   {row['apart']:.0e}",
-            flush=True,
-        )
-    for label, found in ratios.items():
-        print(f"geometric mean, {label}: {math.exp(statistics.fmean(map(math.log, found))):.2f}")
+        ratios.append((row["eager"] / row["ours"], best / row["ours"]))
+        cells = [f"{row[way]:.2f}" if way in row else "" for way in ("eager", "compile", "ours")]
+        apart = f"{row['apart']:.0e}"
+        both = [f"{ratio:.2f} ×" for ratio in ratios[-1]]
+        lines.append(f"| {' | '.join([name, *cells, *both, apart])} |")
+    means = [math.exp(statistics.fmean(math.log(ratio[i]) for ratio in ratios)) for i in (0, 1)]
+    lines += ["", f"Geometric means: {means[0]:.2f} × against eager, {means[1]:.2f} × against the best of PyTorch."]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

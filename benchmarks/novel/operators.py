@@ -221,7 +221,7 @@ def diagonal_gate(x, y):
 def causal_decay(x, a):  # y[t] = sum over s <= t of exp(-(t-s) a) x[s]
     B, T = x.shape
     return array(
-        total(where(s <= t, exp(0.0 - a[b] * to_float(t - s)) * x[b, s], 0.0) for s in T) for b in B for t in T
+        total(exp(where(s <= t, 0.0 - a[b] * to_float(t - s), -1e4)) * x[b, s] for s in T) for b in B for t in T
     )
 
 
