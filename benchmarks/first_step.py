@@ -121,6 +121,8 @@ def _run(name: str, way: str, cache: str, seconds: float) -> dict[str, Any]:
     if way in ("background", "again"):
         result["slowest"] = max(took[1:])
         result["swapped"] = swap is not None
+        if swap is None:  # it was still in PyTorch when its time was over
+            result["settled"] = None
         result["notes"] = found["notes"]
     return result
 

@@ -65,6 +65,8 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
         "torch._C._functorch.is_functorch_wrapped_tensor",
         "torch._C._get_mkldnn_enabled",
         "torch._C._is_any_autocast_enabled",
+        "torch._C._len_torch_dispatch_stack",
+        "torch._C._len_torch_function_stack",
         "torch._C._nn.linear",
         "torch._C._set_grad_enabled",
         "torch._C._set_mkldnn_enabled",

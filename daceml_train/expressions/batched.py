@@ -1,4 +1,4 @@
-"""Batched: a program with one more axis in front of its results, and of the inputs that have one, for `torch.vmap`."""
+"""Batched: a program whose results, and those inputs that have one, begin with one more axis, for `torch.vmap`."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ import torch
 
 from daceml_train.errors import Invalid
 
-NICE = 10
-"""How far the priority of the copy is below ours."""
+NICE = 5
+"""How far the priority of the copy is below ours: a third of our share, where all cores are busy."""
 
 STALLED = 120.0
 """Seconds without processor time after which a copy is ended: a lock that another thread held may have been copied."""

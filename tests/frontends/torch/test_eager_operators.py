@@ -205,7 +205,7 @@ def test_what_runs_in_numpy_has_one_derivative_and_refuses_the_second() -> None:
 
 def test_results_share_no_memory_with_operands() -> None:
     @dataclass(frozen=True)
-    class Same(Operator):
+    class Unchanged(Operator):
         """Nothing."""
 
         name = "eager_same"
@@ -220,7 +220,7 @@ def test_results_share_no_memory_with_operands() -> None:
         def vjp(self, b: Builder, grad_y: Value) -> Value:
             return grad_y
 
-    same = dt.torch_function(Same, "daceml_eager::same")
+    same = dt.torch_function(Unchanged, "daceml_eager::same")
     x = torch.ones(3, requires_grad=True)
     y = same(x)
     assert y.data_ptr() != x.data_ptr()
