@@ -167,8 +167,10 @@ def page(rows: Mapping[str, Mapping[str, Any]], when: str) -> str:
         ways = row["ways"]
 
         def cell(way: str, key: str, ways: Any = ways) -> str:
-            value = ways.get(way, {}).get(key)
-            return "" if value is None else _text(value)
+            found = ways.get(way, {})
+            if key != "first" and not found.get("swapped", True):
+                return "still compiling"
+            return "" if found.get(key) is None else _text(found[key])
 
         first, goal = ways["background"].get("first"), AT_MOST[0] * ways["eager"]["first"] + AT_MOST[1]
         within = "" if first is None else "yes" if first <= goal else f"no, {_text(goal)}"
