@@ -18,6 +18,7 @@ PAGES = [
     "docs/guide/debugging.md",
     "docs/guide/explore.md",
     "docs/guide/expressions.md",
+    "docs/guide/first-step.md",
     "docs/guide/interactive.md",
     "docs/guide/mixed-precision.md",
     "docs/guide/pipelines.md",
