@@ -289,26 +289,3 @@ def test_a_derivative_of_one_operand_of_an_operator_that_has_two() -> None:
         (result * torch.linspace(-1, 2, result.numel()).view(result.shape)).sum().backward()
         found.append((result.detach(), model.grid.grad))
     torch.testing.assert_close(found[1], found[0])
-
-
-def test_a_gradient_that_pytorch_leaves_undefined() -> None:
-    """The backward operator of a batch norm of a constant has three results, of which PyTorch computes those asked for."""
-    x, found = torch.randn(6, 4), []
-
-    class Normalized(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.linspace(-1, 2, 4))
-            self.register_buffer("mean", torch.zeros(4))
-            self.register_buffer("var", torch.ones(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            given = (x, self.weight, torch.zeros(4), self.mean, self.var, 0.1, 1e-5)
-            result: Tensor = torch.ops.aten._batch_norm_with_update(*given)[0]
-            return result
-
-    for model in (Normalized(), dt.optimize(Normalized())):
-        result = model(x)
-        (result * torch.linspace(-1, 2, result.numel()).view(result.shape)).sum().backward()
-        found.append((result.detach(), model.weight.grad, model.mean, model.var))
-    torch.testing.assert_close(found[1], found[0])

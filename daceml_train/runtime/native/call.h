@@ -180,13 +180,7 @@ class Call {
   void store(const c10::IValue& value, size_t i, Values& values) {
     const Result& result = results_[i];
     const Layout& layout = result.view >= 0 ? values.views[result.view].layout : values.slots[result.slot].layout;
-    TORCH_CHECK(value.isTensor(), "result ", i, " of ", name(), " is not a tensor");
-    if (!value.toTensor().defined()) {  // a gradient that is zero, as autograd reads it
-      if (result.view >= 0) return static_cast<void>(values.bind(result.view).zero_());
-      at::Tensor zeros = allocate(layout);
-      zeros.zero_();
-      return values.own(result.slot, std::move(zeros));
-    }
+    TORCH_CHECK(value.isTensor() && value.toTensor().defined(), "result ", i, " of ", name(), " is not a tensor");
     const at::Tensor& tensor = value.toTensor();
     TORCH_CHECK(is_plain(*tensor.unsafeGetTensorImpl()) && tensor.scalar_type() == layout.dtype &&
                     tensor.sizes() == c10::IntArrayRef(layout.sizes),
