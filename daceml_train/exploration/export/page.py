@@ -150,7 +150,7 @@ def _graph_cards(view: GraphView) -> list[tuple[str, str]]:
 
 
 def _graph_parts(view: GraphView) -> Iterator[str]:
-    yield f'<h2>Picture</h2><div class="scroll">{picture(view)}</div>'
+    yield f'<h2>Picture</h2><div class="scroll" tabindex="0" role="region" aria-label="picture">{picture(view)}</div>'
     yield "<h2>Modules and operators</h2>"
     items = sorted(view.tree.of_node.values(), key=lambda i: -i.bytes)
     shown = {item.key for item in items[:OPERATORS]}

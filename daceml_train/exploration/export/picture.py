@@ -40,7 +40,7 @@ def picture(view: GraphView) -> str:
         )
     height = 20 + LAYER * len(layers)
     box = f'width="{whole:.0f}" height="{height}" viewBox="0 0 {whole:.0f} {height}"'
-    return f'<svg {box} role="img">{"".join(parts)}</svg>'
+    return f'<svg {box} role="img" aria-label="the graph of the step, module by module">{"".join(parts)}</svg>'
 
 
 def _layers(keys: Sequence[str], edges: Sequence[Edge]) -> list[list[str]]:
