@@ -273,7 +273,9 @@ def main() -> int:
         found = run(TABLE, options.ranks, options.steps)
         _print_tables(found, options.ranks)
         if options.json is not None:
-            options.json.write_text(json.dumps({"commit": commit(), "ranks": options.ranks, "rows": found}, indent=1))
+            options.json.write_text(
+                json.dumps({"commit": commit(), "ranks": options.ranks, "rows": found}, indent=1) + "\n"
+            )
         return 0
     for name in options.networks or NETWORKS:
         found[name] = rows = run(name, options.ranks, options.steps)
