@@ -19,9 +19,11 @@ Forward and backward passes of networks that call themselves over trees or DAGs,
 like another. Ways take turns, batch by batch; times are medians, in processor time on one thread, and in wall clock on
 two. They include the walk over the user's objects in Python; *levels by hand* begin with trees that are in the order of
 levels already. *Matmuls alone* are the six large ones of the TreeLSTM, each on all nodes at once: a bound that no way
-can beat. *By level*, those two that wait for children are one per level: a bound for all ways that run levels, which
-only one that does nothing else reaches. *New trees* are batches of shapes that no earlier batch had. *Difference* is
-the largest one of a parameter's gradient from PyTorch's, relative to its norm.
+can beat. *New trees* are batches of shapes that no earlier batch had. *Difference* is the largest one of a parameter's
+gradient from PyTorch's, relative to its norm.
+"""
+BY_LEVEL = """Of the matmuls *by level*, those two that wait for children are one per level: a bound for all ways that run
+levels, which only one that does nothing else reaches.
 """
 NAMES = {
     "treelstm": "TreeLSTM, 300 wide",
@@ -36,6 +38,8 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     """The page line by line."""
     yield HEAD
     around, rows = found["surroundings"], found["rows"]
+    if any("by level" in way for row in rows.values() for t in ("1", "2") for way in row.get(t, {}).get("ms", {})):
+        yield BY_LEVEL
     versions = ", ".join(f"{name} {number}" for name, number in around["versions"].items())
     yield f"Measured {around['date']} on {around['cores']} cores of {around['processor']}; {versions}."
     yield origin(row["commit"] for row in rows.values())
