@@ -22,8 +22,8 @@ levels already. *Matmuls alone* are the six large ones of the TreeLSTM, each on 
 can beat. *New trees* are batches of shapes that no earlier batch had. *Difference* is the largest one of a parameter's
 gradient from PyTorch's, relative to its norm.
 """
-BY_LEVEL = """Of the matmuls *by level*, those two that wait for children are one per level: a bound for all ways that run
-levels, which only one that does nothing else reaches.
+BY_LEVEL = """Of the matmuls *by level*, those two that wait for children are one per level: a bound for all ways that
+run levels, which only one that does nothing else reaches.
 """
 NAMES = {
     "treelstm": "TreeLSTM, 300 wide",
