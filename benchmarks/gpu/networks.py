@@ -174,7 +174,7 @@ def on_one_stream() -> None:
     from daceml_train.lowering import streams
     from daceml_train.runtime.gpu import cuda_graph
 
-    cuda_graph.schedule_of = lambda plan, capability: streams.one_stream(len(plan.program.launches))
+    cuda_graph.schedule_of = lambda plan, model: streams.one_stream(len(plan.program.launches))
 
 
 def _moved(problem: Any, layout: str) -> tuple[nn.Module, list[Tensor], Tensor, torch.optim.Optimizer]:

@@ -275,12 +275,14 @@ class Plan:
 
     def copy(self, to: tuple[int, int], source: tuple[int, int], nbytes: int, *, tag: int = -1) -> int:
         """Copies bytes between (slot, offset) locations that do not overlap."""
-        return self._added(self._native.plan_copy(self._handle, *to, *source, nbytes, tag))
+        return self.copies([(to, source, nbytes)], tag=tag)
 
-    def copies(self, places: Sequence[tuple[tuple[int, int], tuple[int, int], int]], *, tag: int = -1) -> None:
+    def copies(self, places: Sequence[tuple[tuple[int, int], tuple[int, int], int]], *, tag: int = -1) -> int:
         """Copies that do not depend on each other: (target, source, bytes) each, as in `copy`."""
-        for to, source, nbytes in places:
-            self.copy(to, source, nbytes, tag=tag)
+        slots = [to for (to, _), _, _ in places] + [source for _, (source, _), _ in places]
+        numbers = [at for (_, at), _, _ in places] + [at for _, (_, at), _ in places] + [size for *_, size in places]
+        arrays = _integers(slots, c_int), _integers(numbers, c_int64)
+        return self._added(self._native.plan_copies(self._handle, *arrays, len(places), tag))
 
     def finalize(self, arena_bytes: int, outputs: Sequence[int]) -> None:
         """Closes the list. Raises Invalid if a value is used before it exists, after its release, or leaves the arena.

@@ -40,7 +40,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "plan_kernel": (c_int, [_HANDLE, c_void_p, _POINTER, _POINTER, c_int, _POINTER, c_int, c_int]),
     "plan_product": (c_int, [_HANDLE, c_int, c_int, c_int, c_int, c_int, c_double, c_double, c_int]),
     "plan_release": (c_int, [_HANDLE, c_int, c_int]),
-    "plan_copy": (c_int, [_HANDLE, c_int, c_int64, c_int, c_int64, c_int64, c_int]),
+    "plan_copies": (c_int, [_HANDLE, _POINTER, _POINTER, c_int, c_int]),
     "call_begin": (c_int, [_HANDLE, c_char_p, c_char_p]),
     "call_none": (c_int, [_HANDLE]),
     "call_tensor": (c_int, [_HANDLE, c_int]),

@@ -37,5 +37,6 @@ def test_a_step_that_runs_in_pieces_and_does_not_say_so(monkeypatch: pytest.Monk
     recipe = dict(loops.recipes())["average SWALR"]
     assert [row.kind for row in run("x", recipe, ("training_step",))] == ["same"]
     monkeypatch.setattr(TrainingStep, "_bind", lambda *_: None)
+    monkeypatch.setattr(TrainingStep, "_along_a_path", lambda *_: None)
     (row,) = run("x", recipe, ("training_step",))
     assert row.kind == "fallback" and row.said == "0 programs ran in 5 steps, and nothing says why"

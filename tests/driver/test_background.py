@@ -404,7 +404,6 @@ def test_a_copy_that_waits_for_a_lock_is_ended(monkeypatch: pytest.MonkeyPatch) 
     [
         ({"compile": "later"}, "compile is one of"),
         ({"compile": "background", "micro_batches": 2}, "micro_batches exclude each other"),
-        ({"compile": "background", "paths": True}, "paths exclude each other"),
     ],
 )
 def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:

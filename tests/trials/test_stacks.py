@@ -157,5 +157,5 @@ def test_stacked_points_have_names_of_their_own(tmp_path: Path, at_once: None) -
     together = stages(tmp_path, seed=0, stacked=4)
     values = together.run_all(TRIALS, 12)
     assert stages(tmp_path, seed=0, stacked=4).run_all(TRIALS, 12) == values
-    with pytest.raises(dt.Invalid, match="positive number"):
+    with pytest.raises(dt.Invalid, match="stacked is a whole number from 1 on"):
         stages(stacked=0)

@@ -206,10 +206,16 @@ EXPORT int plan_release(PlanHandle* handle, int slot, int tag) {
     return handle->plan.add(Step::release, tag, slot, {});
   });
 }
-EXPORT int plan_copy(PlanHandle* handle, int to, int64_t to_offset, int from, int64_t from_offset, int64_t bytes, int tag) {
+// Target slots and source slots; target offsets, source offsets and bytes.
+EXPORT int plan_copies(PlanHandle* handle, const int* slots, const int64_t* numbers, int count, int tag) {
   return build([&] {
-    TORCH_CHECK_VALUE(to_offset >= 0 && from_offset >= 0 && bytes >= 0, "offsets and bytes must not be negative");
-    return handle->plan.add_copy({{to, to_offset}, {from, from_offset}, bytes}, tag);
+    daceml::Copy copy;
+    for (int i = 0; i < count; ++i) {
+      const int64_t to = numbers[i], from = numbers[count + i], bytes = numbers[2 * count + i];
+      TORCH_CHECK_VALUE(to >= 0 && from >= 0 && bytes >= 0, "offsets and bytes must not be negative");
+      copy.parts.push_back({{slots[i], to}, {slots[count + i], from}, bytes});
+    }
+    return handle->plan.add_copy(std::move(copy), tag);
   });
 }
 

@@ -65,14 +65,20 @@ struct Product {
   }
 };
 
+// Copies that do not depend on each other.
 struct Copy {
-  Place to, from;
-  int64_t bytes;
+  struct Part {
+    Place to, from;
+    int64_t bytes;
+  };
+  std::vector<Part> parts;
 
   void run(const Values& values) const {
-    if (bytes == 0) return;
-    std::memcpy(values.slots[to.slot].pointer + to.offset, values.slots[from.slot].pointer + from.offset,
-                static_cast<size_t>(bytes));
+    for (const auto& [to, from, bytes] : parts) {
+      if (bytes == 0) continue;
+      std::memcpy(values.slots[to.slot].pointer + to.offset, values.slots[from.slot].pointer + from.offset,
+                  static_cast<size_t>(bytes));
+    }
   }
 };
 

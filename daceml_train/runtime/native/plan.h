@@ -68,8 +68,10 @@ class Plan {
   }
 
   int add_copy(Copy copy, int tag) {
-    copies_.push_back(copy);
-    return add(Step::copy, tag, last(copies_), {copy.from.slot, copy.to.slot});
+    std::vector<int> uses;
+    for (const Copy::Part& part : copy.parts) uses.insert(uses.end(), {part.from.slot, part.to.slot});
+    copies_.push_back(std::move(copy));
+    return add(Step::copy, tag, last(copies_), std::move(uses));
   }
 
   int add_control(Control control, int tag) {
@@ -242,7 +244,9 @@ class Plan {
       for (int64_t& integer : kernel.integers) all.push_back(&integer);
     }
     for (Copy& copy : copies_) {
-      for (int64_t* integer : {&copy.to.offset, &copy.from.offset, &copy.bytes}) all.push_back(integer);
+      for (Copy::Part& part : copy.parts) {
+        for (int64_t* integer : {&part.to.offset, &part.from.offset, &part.bytes}) all.push_back(integer);
+      }
     }
     for (Slot& slot : values.slots) {
       all.push_back(&slot.offset);
