@@ -21,7 +21,7 @@ from daceml_train.driver.binding import input_tensors, laid_out, numbers_of, res
 from daceml_train.driver.bound_optimizer import step_hooks
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks, hook_tables
 from daceml_train.driver.capture_only import CapturedCall, CaptureDone, inside_module, loss_first
-from daceml_train.driver.checking import check, check_tensors, device_of, kind_of, refuse_mixed_devices
+from daceml_train.driver.checking import check, check_tensors, device_of, kind_of, loss_of, refuse_mixed_devices
 from daceml_train.driver.distribution import parallel_wrapper
 from daceml_train.driver.events import first_line
 from daceml_train.driver.goals import WholeStep, compile_step
@@ -257,7 +257,7 @@ class TrainingStep(AlongPaths):
             output = self.model(inputs)
         if self.loss is not None:
             return self.loss(output, *targets)
-        found = output["loss"] if isinstance(output, Mapping) else output.loss
+        found = loss_of(output)
         assert isinstance(found, torch.Tensor)
         return found
 

@@ -333,7 +333,7 @@ def _(w: Tensor, x: Tensor) -> Any:
         return x * w
 
 
-@function("a hook on a value", stepped=True, module="hook", step="hook")
+@function("a hook on a value", stepped=True)
 def _(w: Tensor, x: Tensor) -> Any:
     h = x * w
     if h.requires_grad:

@@ -3,11 +3,12 @@
 import daceml_train as dt
 from daceml_train.transformations.forward.blocked_attention import BlockedAttention
 from daceml_train.transformations.global_movement.chunk_updates import ChunkUpdates
+from daceml_train.transformations.global_movement.concurrency import Concurrency
 from daceml_train.transformations.layout.convolution_as_matmul import ConvolutionAsMatmul
 
 
 def test_passes_for_the_processor_alone_are_left_out() -> None:
     assert dt.TRAINING.for_target("cpu") is dt.TRAINING
-    without = dt.TRAINING.without(BlockedAttention, ConvolutionAsMatmul, ChunkUpdates)
+    without = dt.TRAINING.without(BlockedAttention, ConvolutionAsMatmul, ChunkUpdates, Concurrency)
     assert dt.TRAINING.for_target("cuda") == without
     assert without.for_target("cuda") is without
