@@ -196,7 +196,7 @@ def page(results: Mapping[str, Any]) -> Iterator[str]:
                 f"{r[key] * 1e3:.2f} ms"
                 for key in ("seconds", "eager_seconds", "eager_device_seconds", "eager_host_seconds")
             )
-            share = f"{bound} {100 * seconds / r['seconds']:.0f} %"
+            share = f"{bound} {100 * seconds / sum(r['bounds'].values()):.0f} %"
             yield (
                 f"| {r['network']} | {ours} | {r['launches']} | {share} | {eager} | {kernels} | {host} "
                 f"| {r['speedup']:.2f} | {r['device_speedup']:.2f} |"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import render, traffic_page
+from benchmarks import gpu_prediction, render, traffic_page
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -23,9 +23,14 @@ def _performance() -> Iterator[str]:
     return render.page(json.loads(render.RESULTS.read_text(encoding="utf-8")))
 
 
+def _gpu_prediction() -> Iterator[str]:
+    return gpu_prediction.page(json.loads(gpu_prediction.RESULTS.read_text(encoding="utf-8")))
+
+
 @pytest.mark.parametrize(
     ("page", "lines", "command"),
     [
+        ("gpu-prediction.md", _gpu_prediction, "benchmarks.gpu_prediction --page > docs/results/gpu-prediction.md"),
         ("traffic.md", traffic_page.page, "benchmarks.traffic_page > docs/results/traffic.md"),
         ("performance.md", _performance, "benchmarks.render"),
     ],
