@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-SLOW, LEAST = 1.5, 3e-5
+SLOW, LEAST = 4.0, 3e-5
 """A run is slow that takes so many times its best, and so many seconds more."""
 SLOW_RUNS = 2
 """Slow runs, of which each cancels a fast one, after which threads drop to one."""
@@ -88,13 +88,16 @@ class Contention:
         """Whether launches have the threads that were chosen."""
         self._best, self._slow, self._slowest = math.inf, 0, math.inf
         self._one, self._one_runs, self._spent, self._wait = math.inf, 0, 0.0, LOOKS
+        self._untried = False
+        """Whether the chosen threads have not run yet: the first runs on one thread are what they are compared with."""
         if self.limited:
             self._drop()
 
     def wait(self) -> None:
-        """Begin on one thread: others have the cores."""
+        """Begin with some runs on one thread: others seem to have the cores."""
         if self.many:
             self._drop()
+            self._untried = True
 
     def add(self, seconds: float) -> None:
         """Tell what a run took."""
@@ -128,7 +131,10 @@ class Contention:
         self._one = min(self._one, seconds)
         self._spent += seconds
         self._one_runs += 1
-        if self._one_runs == ONE_RUNS and self._one > self._slowest:
+        if self._one_runs == ONE_RUNS and self._untried:
+            self._untried = False
+            self._climb(self._one)
+        elif self._one_runs == ONE_RUNS and self._one > self._slowest:
             self._climb(self._slowest)  # it was slow for another reason, and is slower on one thread
         elif self._spent > self._wait:
             self._spent = 0.0

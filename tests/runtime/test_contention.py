@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import daceml_train as dt
 from daceml_train.runtime import bound_plan, contention
-from daceml_train.runtime.contention import LONGEST, LOOKS, Contention, Cores, crowded, quota
+from daceml_train.runtime.contention import LONGEST, LOOKS, ONE_RUNS, Contention, Cores, crowded, quota
 
 
 class Machine:
@@ -63,13 +63,13 @@ def test_one_slow_run_and_what_is_slower_on_one_thread_change_nothing() -> None:
         one.add(5e-2 if i % 10 == 5 else 1e-3)
     assert uses == []
     for _ in range(contention.SLOW_RUNS):
-        one.add(1.8e-3)  # a drift, not a core that is taken
+        one.add(4.5e-3)  # a drift, not a core that is taken
     assert uses == [False]
     for _ in range(contention.ONE_RUNS):
-        one.add(2e-3)
+        one.add(5e-3)
     assert uses == [False, True] and one.many
     for _ in range(100):
-        one.add(1.8e-3)
+        one.add(4.5e-3)
     assert uses == [False, True]
 
 
@@ -82,13 +82,15 @@ def test_a_quota_below_the_threads_is_one_thread() -> None:
     assert Machine(limit=2.0).uses == []
 
 
-def test_a_crowded_start_waits() -> None:
-    machine = Machine()
-    machine.contention.wait()
-    assert machine.uses == [False]
-    for _ in range(int(1.5 * LOOKS / 2e-3)):
-        machine.step()
-    assert machine.uses == [False, True]
+@pytest.mark.parametrize(("many", "uses"), [(1.0, [False, True]), (3.0, [False, True]), (5.0, [False, True, False])])
+def test_a_crowded_start_compares(many: float, uses: list[bool]) -> None:
+    """The chosen threads run after some runs on one, and stay unless they are much slower."""
+    found: list[bool] = []
+    busy = Contention(2, found.append, cores=lambda: 0.0)
+    busy.wait()
+    for _ in range(ONE_RUNS + 20):
+        busy.add(many * 1e-3 if busy.many else 1e-3)
+    assert found == uses
 
 
 def test_the_quota_of_the_control_group_is_read(tmp_path: Path) -> None:
