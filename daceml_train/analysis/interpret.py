@@ -23,7 +23,7 @@ from daceml_train.tensor import DType, Tensor
 
 @dataclass(frozen=True)
 class Results:
-    """The results of a graph: its outputs in order, the new value of each written input, and every array by name."""
+    """The results of a graph: its outputs in order, the new value of each written input, and arrays by name."""
 
     outputs: tuple[Array, ...]
     writes: dict[str, Array]
@@ -31,20 +31,20 @@ class Results:
     sizes: dict[str, int]
 
 
-def interpret(graph: Graph, inputs: Mapping[str, Any], rounded: bool = False) -> Results:
+def interpret(graph: Graph, inputs: Mapping[str, Any], rounded: bool = False, keep: bool = True) -> Results:
     """Run `graph` on arrays; composites run through their lowering, symbols take their values from the shapes.
 
     Floats become float64, complex numbers complex128; integers and booleans keep their type. If `rounded`, every
     operator's results are rounded to the element types that they have in memory, which measures the rounding noise
-    that any implementation has. Raises `Invalid` if an input does not fit, or if an operator's reference contradicts
-    its shape rule.
+    that any implementation has. Unless `keep`, an array is freed after its last reader, and `values` has only results.
+    Raises `Invalid` if an input does not fit, or if an operator's reference contradicts its shape rule.
     """
-    (results,) = interpret_ranks([graph], [inputs], rounded)
+    (results,) = interpret_ranks([graph], [inputs], rounded, keep)
     return results
 
 
 def interpret_ranks(
-    graphs: Sequence[Graph], inputs: Sequence[Mapping[str, Any]], rounded: bool = False
+    graphs: Sequence[Graph], inputs: Sequence[Mapping[str, Any]], rounded: bool = False, keep: bool = True
 ) -> list[Results]:
     """Run a graph on each of several ranks, given the inputs of each; collectives exchange arrays between them.
 
@@ -57,7 +57,7 @@ def interpret_ranks(
         sizes.append(solve(graph.inputs, {name: value.shape for name, value in of_rank.items()}))
         scopes.append({n: _widen(n, value, graph.inputs[n].tensor) for n, value in of_rank.items()})
     results = []
-    values_of_ranks = _run_ranks(graphs, scopes, sizes, rounded)
+    values_of_ranks = _run_ranks(graphs, scopes, sizes, rounded, keep)
     for graph, values, found in zip(graphs, values_of_ranks, sizes, strict=True):
         outputs = tuple(values[name] for name in graph.outputs)
         results.append(Results(outputs, {target: values[n] for target, n in graph.writes.items()}, values, found))
@@ -65,16 +65,21 @@ def interpret_ranks(
 
 
 def _run(graph: Graph, scope: dict[str, Array], sizes: Mapping[str, int], rounded: bool = False) -> dict[str, Array]:
-    """Every array of the graph by name."""
-    return _run_ranks([graph], [scope], [sizes], rounded)[0]
+    """The results of a body by name."""
+    return _run_ranks([graph], [scope], [sizes], rounded, keep=False)[0]
 
 
 def _run_ranks(
-    graphs: Sequence[Graph], scopes: Sequence[dict[str, Array]], sizes: Sequence[Mapping[str, int]], rounded: bool
+    graphs: Sequence[Graph],
+    scopes: Sequence[dict[str, Array]],
+    sizes: Sequence[Mapping[str, int]],
+    rounded: bool,
+    keep: bool,
 ) -> list[dict[str, Array]]:
-    """Every array of the graph of each rank by name; the ranks run their nodes in step."""
+    """Every array of the graph of each rank by name, or its results; the ranks run their nodes in step."""
     lowered = [leaves(graph) for graph in graphs]
-    for nodes in zip(*(each.graph.nodes for each in lowered), strict=True):
+    dying = [[] if keep else _last_reads(each.graph) for each in lowered]
+    for position, nodes in enumerate(zip(*(each.graph.nodes for each in lowered), strict=True)):
         exchanged = None
         if isinstance(nodes[0].op, Collective) and len(nodes) > 1:
             if nodes[0].op.ranks != len(nodes) or any(type(node.op) is not type(nodes[0].op) for node in nodes):
@@ -91,9 +96,26 @@ def _run_ranks(
             else:
                 results = op.evaluate(*operands_of_rank)
             _keep(each.graph, node, scope, results, sizes[rank], rounded)
+            if not keep:
+                del operands_of_rank, results
+                for name in dying[rank][position]:
+                    del scope[name]
     return [
-        {name: scope[inner] for name, inner in each.names.items()} for scope, each in zip(scopes, lowered, strict=True)
+        {name: scope[inner] for name, inner in each.names.items() if inner in scope}
+        for scope, each in zip(scopes, lowered, strict=True)
     ]
+
+
+def _last_reads(graph: Graph) -> list[list[str]]:
+    """For each node, the arrays that nothing reads after it; results of the graph are not among them."""
+    kept = {*graph.outputs, *graph.writes.values()}
+    seen: set[str] = set()
+    dying: list[list[str]] = []
+    for node in reversed(graph.nodes):
+        names = dict.fromkeys(name for name in (*node.inputs, *node.outputs) if name not in kept and name not in seen)
+        seen.update(names)
+        dying.append(list(names))
+    return dying[::-1]
 
 
 def _keep(

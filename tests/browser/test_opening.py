@@ -59,23 +59,31 @@ WATCH = """async (number) => {
 CHECKS = """async (number) => {
   const root = document.querySelectorAll('.jp-CodeCell')[number].querySelector('.daceml-explore');
   const desk = root.desk, times = {};
-  const idle = async () => { while (root.classList.contains('busy')) await new Promise((next) => setTimeout(next, 50)); };
-  await idle();
-  let began = performance.now();
+  const until = async (what, holds, seconds = 120) => {
+    const began = performance.now();
+    while (!holds()) {
+      const spent = (performance.now() - began) / 1000;
+      if (spent > seconds) {
+        const { running, message } = { running: root.className, message: root.querySelector('.message')?.textContent };
+        throw new Error(`${what}: nothing after ${seconds} s; ${running}; ${message}; ${JSON.stringify(times)}`);
+      }
+      await new Promise((next) => setTimeout(next, 20));
+    }
+    return (performance.now() - began) / 1000;
+  };
+  const idle = (what) => until(`${what} ends`, () => !root.classList.contains('busy'));
+  await idle('opening');
   root.querySelector('.card .preview').click();
-  while (!desk.preview) await new Promise((next) => setTimeout(next, 10));
-  times.preview = (performance.now() - began) / 1000;
+  times.preview = await until('preview', () => desk.preview);
   for (const kind of ['verify', 'measure']) {
-    await idle();
-    began = performance.now();
+    await idle(`what ran before ${kind}`);
     root.querySelector(`button.${kind}`).click();
     const ended = () => desk.state.notes[{ verify: 'verified', measure: 'measured' }[kind]];
-    while (!desk.partial[kind] && !ended() && !root.querySelector('.message.bad')) await new Promise((next) => setTimeout(next, 20));
-    times[kind] = (performance.now() - began) / 1000;
+    times[kind] = await until(kind, () => desk.partial[kind] || ended() || root.querySelector('.message.bad'));
     times[`${kind}_first`] = desk.partial[kind] ?? ended() ?? root.querySelector('.message').textContent;
     root.querySelector('button.cancel').click();
   }
-  await idle();
+  await idle('measure');
   return times;
 }"""
 """Seconds until a preview, and until the first results of both checks, which are then cancelled."""

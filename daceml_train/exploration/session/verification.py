@@ -16,6 +16,8 @@ from daceml_train.exploration.session.program import Inputs, Program, cotangents
 from daceml_train.exploration.session.progress import CheckProgress, OnProgress, compiling, unheard
 from daceml_train.exploration.session.subject import NORM, Subject
 from daceml_train.graph.graph import Graph
+from daceml_train.ops.operator import Array
+from daceml_train.runtime.torch_types import torch_dtype
 from daceml_train.tensor import DType
 
 FACTOR, FLOOR = 10.0, 2e-5
@@ -116,6 +118,10 @@ def verify(
     eager = _eager(subject, seeds, progress)
     if eager:
         progress(CheckProgress("compared some tensors", result=sampled(found, eager[0])))
+    else:
+        progress(CheckProgress("evaluating the captured graph"))
+        first = sampled(found, _results(subject), "the captured graph")
+        progress(CheckProgress("compared the results", result=first))
     if subject.kind == "step":  # whose gradients need not exist as arrays
         progress(CheckProgress("applying the steps to a program with gradients as results"))
         wider = subject.with_gradients()
@@ -124,19 +130,20 @@ def verify(
         named = compiling(options, "the program with gradients", progress)
         results = _program_results(wider, other, Inputs.of(wider, RATE), named)
         found |= {key: value for key, value in results.items() if key[0] == "gradient"}
+    if not eager:  # what rounding alone does to the same graph on the same random numbers
+        progress(CheckProgress("evaluating the captured graph and its derivative, rounded"))
+        eager = [_meaning(subject, rounded=True)]
     progress(CheckProgress("running PyTorch in float64"))
     exact, reference = _exact(subject, seeds, notes)
     if exact is None:
-        progress(CheckProgress("evaluating the captured graph in float64"))
+        progress(CheckProgress("evaluating the captured graph and its derivative in float64"))
         exact = _meaning(subject)
-    if not eager:  # what rounding alone does to the same graph on the same random numbers
-        eager = [_meaning(subject, rounded=True)]
     progress(CheckProgress("comparing all tensors"))
     return Verification(tuple(_compared(found, eager, exact)), reference, tuple(notes))
 
 
-def sampled(found: Named, eager: Named) -> Verification:
-    """A comparison of all results and of `SAMPLE` other tensors, evenly spread, with PyTorch in its own types.
+def sampled(found: Named, eager: Named, reference: str = "PyTorch") -> Verification:
+    """A comparison of all results and of `SAMPLE` other tensors, evenly spread, with `reference` in its own types.
 
     Updates are left out where the optimizer has a state: Adam's update by a gradient of zero is rounding noise.
     """
@@ -146,7 +153,7 @@ def sampled(found: Named, eager: Named) -> Verification:
     keys = [key for key in found if key[0] == "result" and key in eager] + others[::step]
     checks = _compared({key: found[key] for key in keys}, [], {key: eager[key] for key in keys})
     total = len({*found, *eager})
-    return Verification(tuple(checks), f"PyTorch, {len(keys)} of {total} tensors so far")
+    return Verification(tuple(checks), f"{reference}, {len(keys)} of {total} tensors so far")
 
 
 def _eager(subject: Subject, seeds: Mapping[int, torch.Tensor], progress: OnProgress) -> list[Named]:
@@ -191,11 +198,30 @@ def _meaning(subject: Subject, rounded: bool = False) -> Named:
     """
     subject = subject.with_gradients()
     graph, inputs = subject.training_graph(subject.captured), Inputs.of(subject, RATE)
-    arrays = {name: _wide(tensor).numpy() for name, tensor in inputs.tensors.items()}
-    result = interpret(graph, arrays, rounded)
-    outputs = [torch.from_numpy(np.array(value)) for value in result.outputs]
-    after = {name: torch.from_numpy(np.array(value)) for name, value in result.writes.items()}
-    return _named(subject, inputs, outputs, after, {name: torch.from_numpy(a) for name, a in arrays.items()})
+    result = interpret(graph, _arrays(graph, inputs), rounded, keep=False)
+
+    def tensor(array: Array, name: str) -> torch.Tensor:
+        value = torch.from_numpy(np.asarray(array))
+        return value.to(torch_dtype(graph.tensors[name].dtype)) if rounded else value  # which loses nothing
+
+    outputs = [tensor(value, name) for name, value in zip(graph.outputs, result.outputs, strict=True)]
+    after = {name: tensor(value, name) for name, value in result.writes.items()}
+    before = {name: inputs.tensors[name] if rounded else _wide(inputs.tensors[name]) for name in after}
+    return _named(subject, inputs, outputs, after, before)
+
+
+def _results(subject: Subject) -> Named:
+    """The results of the captured graph alone, in float64."""
+    graph = subject.captured
+    outputs = interpret(graph, _arrays(graph, Inputs.of(subject, RATE)), keep=False).outputs
+    named = zip(subject.labels, outputs[: subject.results], strict=False)
+    return {("result", label): torch.from_numpy(np.asarray(value)) for label, value in named}
+
+
+def _arrays(graph: Graph, inputs: Inputs) -> dict[str, Array]:
+    """The inputs of a graph in NumPy, which has no bfloat16."""
+    tensors = {name: inputs.tensors[name] for name in graph.inputs}
+    return {n: (t.float() if t.dtype == torch.bfloat16 else t).numpy() for n, t in tensors.items()}
 
 
 def _named(
