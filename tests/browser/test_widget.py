@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -159,6 +160,7 @@ def test_looking(page: Any, lab: Lab, shots: Shots) -> None:
     page.keyboard.press("1")
     widget.locator("input.refused").check()
     settled(page, widget)
+    widget.locator(".group", has_text=re.compile(r"\d refused")).first.locator(".fold-group").click()
     widget.locator(".card.refused .refusal").first.wait_for()
     shots(page, "refused")
 

@@ -55,10 +55,10 @@ class Desk {
         button("Fit", "fit", "f", () => this.viewer?.fit()),
         button("Full screen", "full", "the whole screen, and back", () => this.full()), this.overlays, this.legend,
         element("span", { class: "finder" }, this.search, this.found), this.totals),
-      element("div", { class: "status" }, this.cancel, this.meter, this.progress),
       this.message,
       element("div", { class: "main" }, this.left, element("div", { class: "picture" }, this.frame, this.placeholder, this.change),
-        element("div", { class: "side" }, this.tabs, this.body)));
+        element("div", { class: "side" }, this.tabs, this.body)),
+      element("div", { class: "status" }, this.cancel, this.meter, this.progress));
     this.root.tabIndex = -1;
     this.root.setAttribute("role", "region");
     this.root.setAttribute("aria-label", "training graph explorer");
