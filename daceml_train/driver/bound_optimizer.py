@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import operator
 import types
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,27 +13,11 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from daceml_train.errors import Unsupported
 from daceml_train.lowering.program import ProgramInput
+from daceml_train.runtime.native_guards import IdentityGuard
 from daceml_train.runtime.torch_types import torch_dtype
 from daceml_train.training.distribution import WEIGHT
 from daceml_train.training.joint import OF_STEP
 from daceml_train.training.optimizers import option_source
-
-_END = object()
-
-
-class IdentityGuard:
-    """Identity guard: the values of some dictionaries, compared by identity."""
-
-    def __init__(self, dictionaries: Iterable[Mapping[Any, Any]]) -> None:
-        self.dictionaries = [d for d in dictionaries if d]
-        self.values = [*self._now(), _END]
-
-    def _now(self) -> Iterable[Any]:
-        return itertools.chain.from_iterable(map(dict.values, self.dictionaries))  # type: ignore[arg-type]
-
-    def holds(self) -> bool:
-        """Whether each dictionary still contains the same objects in the same order."""
-        return all(map(operator.is_, itertools.chain(self._now(), (_END,)), self.values))
 
 
 class _UsersHooks(Mapping[int, Any]):
@@ -53,12 +36,23 @@ class _UsersHooks(Mapping[int, Any]):
         return sum(1 for _ in self)
 
 
+GLOBAL_TABLES: tuple[dict[int, Any], ...] = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
 GLOBAL_HOOKS = (_UsersHooks(_global_optimizer_pre_hooks), _UsersHooks(_global_optimizer_post_hooks))
+
+
+def global_hooks() -> bool:
+    """Whether the user has a hook of all optimizers."""
+    return any(GLOBAL_TABLES) and any(GLOBAL_HOOKS)
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Mapping[int, Any]]:
     """The dictionaries of the user's hooks of an optimizer's step."""
-    return [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, *GLOBAL_HOOKS]
+    return [*own_step_hooks(optimizer), *GLOBAL_HOOKS]
+
+
+def own_step_hooks(optimizer: torch.optim.Optimizer) -> list[dict[int, Any]]:
+    """The dictionaries of the hooks of this optimizer's step alone."""
+    return [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
 
 
 class OptimizerGuard:
@@ -83,7 +77,8 @@ class OptimizerGuard:
             read = frozenset({"params", "initial_lr", "lr", *(key for index, key, _ in sources if index == position)})
             self.groups.append((group, read, options(group, read), [*group["params"]]))
         self.right: IdentityGuard | None = None
-        """The options that `holds` last found right: the same objects need no second look."""
+        """The parameters and options that `holds` last found right: the same objects need no second look."""
+        self._right_groups: Any = None
         owners: dict[int, Mapping[str, Any]] = {**dict(enumerate(optimizer.param_groups)), OF_STEP: bounds}
         self.read = [(_NO_WEIGHT if key == WEIGHT else owners[index], key, place) for index, key, place in sources]
         self.values = (ctypes.c_double * max(len(self.read), 1))()
@@ -92,19 +87,28 @@ class OptimizerGuard:
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether all is as it was bound but the hyper-parameters that are read at each call."""
-        if optimizer.state is not self.state_object or len(optimizer.param_groups) != len(self.groups):
+        if optimizer.state is not self.state_object:
             return False
-        for group, (bound, _, _, parameters) in zip(optimizer.param_groups, self.groups, strict=True):
+        groups = optimizer.param_groups
+        if self.right is None or groups is not self._right_groups or not self.right.holds():
+            if not self._same_groups(groups) or not self.same_options():
+                return False
+            lists = any(isinstance(v, list) for g in groups for k, v in g.items() if k != "params")
+            every = [groups, *groups, *(group["params"] for group in groups)]
+            self.right = None if lists else IdentityGuard(every, free=_FREE - {"params"})  # a list may change in place
+            self._right_groups = groups
+        return bool(self.same.holds())
+
+    def _same_groups(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the groups are those that were bound, with the same parameters."""
+        if len(groups) != len(self.groups):
+            return False
+        for group, (bound, _, _, parameters) in zip(groups, self.groups, strict=True):
             if group is not bound or len(group["params"]) != len(parameters):
                 return False
             if not all(map(operator.is_, group["params"], parameters)):
                 return False
-        if self.right is None or not self.right.holds():
-            if not self.same_options():
-                return False
-            lists = any(isinstance(v, list) for g in optimizer.param_groups for k, v in g.items() if k != "params")
-            self.right = None if lists else IdentityGuard(optimizer.param_groups)  # a list may change in place
-        return self.same.holds()
+        return True
 
     def refresh(self) -> list[tuple[int, torch.Tensor]]:
         """Read the hyper-parameters; those on a device, with their positions, remain to be copied there."""

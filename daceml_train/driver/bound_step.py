@@ -9,22 +9,22 @@ from __future__ import annotations
 import ctypes
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from daceml_train.driver.binding import SEED, changed_often, memory_span, raise_versions, sizes_of
 from daceml_train.driver.bound_optimizer import (
-    IdentityGuard,
     OptimizerGuard,
     check_state,
+    global_hooks,
+    own_step_hooks,
     same_strides,
-    step_hooks,
 )
 from daceml_train.driver.denominators import Denominators
 from daceml_train.driver.distribution import described, rows_of
 from daceml_train.driver.goals import WholeStep
+from daceml_train.driver.source_guard import SourceGuard, follow
 from daceml_train.errors import DeviceMismatch, ExecutionError, Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.frontends.torch.capture.rng_draws import Draw
@@ -34,7 +34,7 @@ from daceml_train.runtime.bound_plan import BoundPlan
 from daceml_train.runtime.collectives import communicating
 from daceml_train.runtime.gpu.cuda_graph import CudaGraphs, HostScalars
 from daceml_train.runtime.gpu.plan import DevicePlan
-from daceml_train.runtime.native_library import Leaves
+from daceml_train.runtime.native_guards import IdentityGuard, Leaves, SharedStorage
 from daceml_train.runtime.ranks import Ranks
 from daceml_train.training.distribution import WEIGHT
 from daceml_train.training.gradients import SCALER, scaler_state, scaling_of
@@ -44,49 +44,18 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 
 
-def hook_tables(modules: Iterable[torch.nn.Module]) -> list[Mapping[int, Any]]:
+def hook_tables(modules: Iterable[torch.nn.Module]) -> list[dict[int, Any]]:
     """The dictionaries of the hooks of these modules, and of global module hooks."""
     everywhere = [getattr(torch.nn.modules.module, name) for name in _GLOBAL_HOOKS]
     return [*everywhere, *(getattr(module, name) for module in modules for name in _HOOKS)]
 
 
-@dataclass(frozen=True)
-class Argument:
+class Argument(NamedTuple):
     """An input of the program that is part of a call's arguments, and the strides to which it is copied if need be."""
 
     position: int
-    index: int
+    number: int
     strides: tuple[int, ...] | None
-
-
-@dataclass
-class SourceGuard:
-    """Source guard: a tensor, or a number in one, that the captured code finds by an expression of its own.
-
-    What the user's code replaces (`self.state = h.detach()`) is another tensor of the same type at each call.
-    """
-
-    code: types.CodeType
-    globals: dict[str, Any]
-    tensor: torch.Tensor
-    number: bool
-    position: int
-    strides: tuple[int, ...]
-    moving: bool
-    """Whether another tensor of the same type may stand there."""
-
-    def holds(self, scope: dict[str, Any]) -> bool:
-        """Whether a tensor that fits is still there; a number is updated."""
-        found = eval(self.code, {"G": self.globals, "L": scope})
-        if self.number:
-            self.tensor.fill_(found)
-            return True
-        if found is self.tensor:
-            return True
-        if not self.moving or not _alike(found, self.tensor):
-            return False
-        self.tensor = found
-        return True
 
 
 class BoundStep:
@@ -162,8 +131,10 @@ class BoundStep:
         optimizer = self.optimizer
         self.bound_optimizer = OptimizerGuard(optimizer, self.step.hyperparameters, bounds)
         tables = [table for m in modules for table in (m._modules, m._parameters)]
-        self.same = IdentityGuard([*tables, *(m._buffers for m in modules if id(m) not in assigned)])
-        self.empty_hooks = [table for table in (*hook_tables(modules), *step_hooks(optimizer)) if not table]
+        self.empty_hooks = [table for table in (*hook_tables(modules), *own_step_hooks(optimizer)) if not table]
+        buffers = (m._buffers for m in modules if id(m) not in assigned)
+        self.same = IdentityGuard([*tables, *buffers], self.empty_hooks)
+        """Modules, parameters, buffers, and hooks, of which there are none."""
         self.patched = optimizer.__dict__.get("step")
 
     def _bind_inputs(
@@ -209,7 +180,7 @@ class BoundStep:
                     raise Unsupported(f"{entry.path} is not dense in memory (strides {tensor.stride()})")
                 if id(tensor) not in known and source.kind in ("tensor", "number"):
                     moving = self.effects and not entry.mutable and entry.name not in captured.changes
-                    self.followed.append(_follow(source.source, scope, code_globals, tensor, position, strides, moving))
+                    self.followed.append(follow(source.source, scope, code_globals, tensor, position, strides, moving))
                     if self.followed[-1].number:
                         self.host_positions.append(position)
             elif entry.name == SEED:
@@ -232,6 +203,7 @@ class BoundStep:
         self.draws = {name: self.draws[name] for name in captured.draws if name in self.draws}  # in eager's order
         self.sizes = sizes_of(captured, by_name) if self.draws else {}
         _check_apart(self.mutable, fixed)
+        self.shared = SharedStorage(self.addresses, [a.position for a in self.arguments], self.mutable)
         self.updated = frozenset(t.untyped_storage()._cdata for t in self.mutable)
         self.buffers = frozenset(by_name[n].untyped_storage()._cdata for n in captured.graph.writes if n in by_name)
         self.changed_often = changed_often(captured, by_name, {i.name for i in program.inputs if i.mutable})
@@ -270,17 +242,19 @@ class BoundStep:
     def valid(self, scope: dict[str, Any]) -> bool:
         """Whether the model, the loss and the optimizer still contain all that was bound."""
         optimizer = self.optimizer
-        if not self.same.holds() or any(self.empty_hooks) or not self.bound_optimizer.holds(optimizer):
+        if not self.same.holds() or global_hooks() or not self.bound_optimizer.holds(optimizer):
             return False
         if optimizer.__dict__.get("step") is not self.patched:
             return False
-        if scaling_of(self.scaler) != self.scaling:
-            return False
-        if any(getattr(self.scaler, name) is not tensor for name, tensor in self.scale.items()):
+        if self.scaler is not None and not self._same_scaling():
             return False
         if self.attached()[1] and any(map(has_gradient_hooks, self.leaves)):
             return False
-        return self.guard(scope) and all(followed.holds(scope) for followed in self.followed)
+        return self.guard(scope) and (not self.followed or all(followed.holds(scope) for followed in self.followed))
+
+    def _same_scaling(self) -> bool:
+        same = all(getattr(self.scaler, name) is tensor for name, tensor in self.scale.items())
+        return same and scaling_of(self.scaler) == self.scaling
 
     def repeatable(self, code: types.CodeType, scope: dict[str, Any]) -> bool:
         """Whether TorchDynamo, asked for the effects, would run the code that was bound: another one whose guards hold
@@ -292,7 +266,7 @@ class BoundStep:
         """What is not as it was bound, for messages; the first call of a new kind of state is not asked about."""
         if not self.guard(scope):
             return failing_guard(self.guard, scope) or "a guard of the captured code does not hold"
-        if any(self.empty_hooks):
+        if any(self.empty_hooks) or global_hooks():
             return "a hook was added"
         if not self.same.holds() or not self.bound_optimizer.same.holds():
             return "a parameter, a buffer, a submodule or the optimizer's state is another object"
@@ -305,16 +279,17 @@ class BoundStep:
     def run(self, flat: Sequence[Any], keep_gradients: bool) -> torch.Tensor | None:
         """Run on the call's arguments; return None without running if one of them shares a buffer that is written."""
         alive = []
-        for argument in self.arguments:
-            tensor = flat[argument.index]
-            storage = tensor.untyped_storage()._cdata
-            if argument.strides is not None:
-                alive.append(tensor := in_strides(tensor, argument.strides))
-            elif storage in self.updated:
-                if storage in self.buffers:
-                    return None
-                alive.append(tensor := tensor.clone(memory_format=torch.preserve_format))
-            self._put(argument.position, tensor)
+        for position, number, strides in self.arguments:
+            tensor = flat[number]
+            if strides is not None:
+                alive.append(tensor := in_strides(tensor, strides))
+            self.addresses[position] = tensor._cdata
+            self.inputs[position] = tensor
+        if self.shared.found():
+            copies = self._unshared()
+            if copies is None:
+                return None
+            alive += copies
         for followed in self.followed:
             if followed.moving and followed.tensor is not self.inputs[followed.position]:
                 tensor = followed.tensor
@@ -335,8 +310,9 @@ class BoundStep:
             error.add_note("The step failed half-way: parameters and optimizer state may be partly updated.")
             raise
         raise_versions(self.changed_often)
-        self.further = outputs[1 : 1 + self.step.further]
-        del outputs[1 : 1 + self.step.further]
+        if self.step.further:
+            self.further = outputs[1 : 1 + self.step.further]
+            del outputs[1 : 1 + self.step.further]
         if self.attached()[0]:
             for leaf in self.leaves:
                 leaf.grad = None
@@ -352,6 +328,19 @@ class BoundStep:
                 self.optimizer.state[owners[owner]][name] = _laid_out_like(owners[owner], tensor)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at
         return outputs[0]
+
+    def _unshared(self) -> list[torch.Tensor] | None:
+        """Copies, as inputs, of the arguments that share memory with what is updated; None if that is a buffer."""
+        copies = []
+        for position, _, strides in self.arguments:
+            tensor = self.inputs[position]
+            storage = tensor.untyped_storage()._cdata
+            if strides is None and storage in self.updated:
+                if storage in self.buffers:
+                    return None
+                copies.append(tensor.clone(memory_format=torch.preserve_format))
+                self._put(position, copies[-1])
+        return copies
 
     def _run(self, on_device: Sequence[tuple[int, torch.Tensor]], flat: Sequence[Any]) -> list[torch.Tensor]:
         if self.ranks is None or self.weight is None:
@@ -405,36 +394,6 @@ def _laid_out_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tenso
     if same_strides(tensor, parameter.stride()):
         return tensor
     return torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(tensor)
-
-
-def _alike(found: Any, tensor: torch.Tensor) -> bool:
-    """Whether a tensor has the type of the one that was captured, and no history that gradients would flow into."""
-    if type(found) is not type(tensor) or found.requires_grad or found.dtype is not tensor.dtype:
-        return False
-    return found.shape == tensor.shape and found.stride() == tensor.stride() and found.device == tensor.device
-
-
-def _follow(
-    source: str,
-    scope: dict[str, Any],
-    code_globals: dict[str, Any],
-    tensor: torch.Tensor,
-    position: int,
-    strides: tuple[int, ...],
-    moving: bool,
-) -> SourceGuard:
-    try:
-        code = compile(source, "<captured>", "eval")
-        found = eval(code, {"G": code_globals, "L": scope})
-    except Exception as error:
-        raise Unsupported(f"a tensor that cannot be found at the next call ({source})") from error
-    number = isinstance(found, float | int) and tensor.ndim == 0
-    if not number and found is not tensor:
-        raise Unsupported(f"a tensor that each call creates ({source})")
-    if not number and tensor.requires_grad and not tensor.is_leaf:
-        raise Unsupported(f"a tensor that carries a gradient from before the step ({source})")
-    moving = moving and not number and not tensor.requires_grad
-    return SourceGuard(code, code_globals, tensor, number, position, strides, moving)
 
 
 def _check_apart(mutable: Sequence[torch.Tensor], fixed: Sequence[torch.Tensor]) -> None:

@@ -157,7 +157,7 @@ class StackedStep:
             )
         bound, alive = self.bound, []
         for argument in bound.arguments:
-            tensor = flat[argument.index]
+            tensor = flat[argument.number]
             if argument.strides is not None:
                 tensor = in_strides(tensor, argument.strides)
             alive.append(tensor)

@@ -160,11 +160,17 @@ class TrainingStep(AlongPaths):
     def _find(self, inputs: Any, targets: tuple[Any, ...]) -> tuple[Any, Sequence[Any], BoundStep | None]:
         """The kind of these arguments, their leaves, and the step bound for them, if it is one program."""
         flat: Sequence[Any] = (inputs, *targets)
-        if not all(isinstance(a, torch.Tensor) for a in flat):
-            flat = pytree.tree_leaves(flat)
+        for argument in flat:
+            if not isinstance(argument, torch.Tensor):
+                flat = pytree.tree_leaves(flat)
+                break
         key = (self.idle, torch.get_num_threads(), len(targets), *map(kind_of, flat))
         scope, ways = {"self": self, "inputs": inputs, "targets": targets}, self._bound.get(key, [])
-        bound = next((way for way in ways if way.valid(scope) and way.repeatable(self._code.__code__, scope)), None)
+        for bound in ways:
+            if bound.valid(scope) and bound.repeatable(self._code.__code__, scope):
+                break
+        else:
+            bound = None
         if bound is None:
             self._outgrown(key)
             if ways and logs.speaks(logs.RECOMPILES):

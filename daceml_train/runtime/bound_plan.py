@@ -127,6 +127,8 @@ class BoundPlan:
         self.owners = list(dict.fromkeys(place.slot for place in program.outputs))
         self.plan.finalize(max(self.arena_bytes, self._placeholder_bytes), self.owners)
         self._shapes = [self._output(place) for place in program.outputs]
+        self._whole = self._shapes == list(range(len(self.owners)))
+        """Whether the outputs are what the plan hands over, as it is."""
         self.in_lanes = None if lanes is None else run_in_lanes(self, lanes)
         """Segments and waits, as the executor takes them."""
         self.launch_threads = None if tuner is None or device is not CPU else LaunchThreads(self, tuner)
@@ -376,14 +378,15 @@ class BoundPlan:
     def run_addresses(self, inputs: ctypes.Array[ctypes.c_void_p]) -> list[torch.Tensor]:
         """Run on an array of `tensor._cdata`, on the CPU. Tensors that are written share memory with no other."""
         assert isinstance(self.plan, Plan)
-        if self.trial is not None and not self.trial.done and self._timing() is None and self._many:
-            return self.trial.run(inputs)
+        trial = self.trial
+        if trial is not None and not trial.done and self._timing() is None and self._many:
+            return trial.run(inputs)
         return self._run(self.plan.run_addresses, inputs)
 
     def _run(self, run: Callable[..., list[torch.Tensor]], inputs: Any) -> list[torch.Tensor]:
         timing = self._timing()
         begin = time.perf_counter()
-        outputs = self.collect(lambda: run(inputs, profile=timing is not None))
+        outputs = self.collect(run, inputs, timing is not None)
         if timing is not None:
             timing.add(self.order, self.plan.seconds())
         elif self.contention is not None:
@@ -398,23 +401,27 @@ class BoundPlan:
     def _timing(self) -> Timing | LaunchThreads | None:
         """What is told the seconds of a run: the user's measurement, or the search as long as it needs them."""
         found = self.launch_threads
-        return self.timing if self.timing is not None or found is None or found.done or not self._many else found
+        if self.timing is not None or found is None or found.done or not self._many:
+            return self.timing
+        return found
 
     @property
     def _many(self) -> bool:
         """Whether launches have their threads, and not one each because others have the cores."""
         return self.contention is None or self.contention.many
 
-    def collect(self, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+    def collect(self, run: Callable[..., list[torch.Tensor]], *arguments: Any) -> list[torch.Tensor]:
         """Run, and view the results as the program's outputs."""
         try:
-            owned = self._shown(run) if torch._C._autograd._profiler_enabled() else run()
+            owned = self._shown(run, arguments) if torch._C._autograd._profiler_enabled() else run(*arguments)
         except ExecutionError as error:
             launch = self.program.launches[error.tag] if 0 <= error.tag < len(self.program.launches) else None
             where = launch.origin if launch else ""
             raise execution_error(error.message, error.tag, where=where) from error
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(biggest(self, str(error))) from error
+        if self._whole:
+            return owned
         outputs = []
         for shape in self._shapes:
             if isinstance(shape, int):
@@ -424,8 +431,8 @@ class BoundPlan:
                 outputs.append(owned[position].as_strided(sizes, strides, offset))
         return outputs
 
-    def _shown(self, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+    def _shown(self, run: Callable[..., list[torch.Tensor]], arguments: Any) -> list[torch.Tensor]:
         """Run as one span of the profile that PyTorch records: `training_step`, `forward` or `backward`."""
         name = self.program.name.removeprefix("forward_")
         with torch.autograd.profiler.record_function(f"daceml_train: {name}"):
-            return run()
+            return run(*arguments)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
-from collections.abc import Callable, Sequence
-from ctypes import c_char_p, c_double, c_int, c_int64, c_void_p
+from collections.abc import Sequence
+from ctypes import c_double, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias, cast
 
@@ -22,10 +22,6 @@ from daceml_train.runtime.torch_numbers import DTYPE_NUMBERS, LAYOUTS, MEMORY_FO
 _PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 2, "baddbmm": 3}
 _CONTROL = {"cond": 0, "scan": 1, "while": 2}
 _MISMATCH = 2
-
-_capsule = cast(Callable[[Any, None, None], Any], ctypes.pythonapi.PyCapsule_New)
-ctypes.pythonapi.PyCapsule_New.restype = ctypes.py_object
-ctypes.pythonapi.PyCapsule_New.argtypes = [c_void_p, c_char_p, c_void_p]
 
 
 class InputMismatch(Invalid):
@@ -91,8 +87,8 @@ class Plan:
         self._native, self._handle = native, native.plan_create(n_slots, self.arena._handle)
         weakref.finalize(self, native.plan_destroy, self._handle)
         self._bodies: list[Plan] = []
-        self._launches = self._inputs = self._outputs = 0
-        self._input_array = self._output_array = c_void_p * 0
+        self._launches = self._inputs = 0
+        self._input_array = c_void_p * 0
 
     # Slots
 
@@ -290,9 +286,7 @@ class Plan:
         `outputs` are owned slots; each run hands their tensors over.
         """
         self._checked(self._native.plan_finalize(self._handle, arena_bytes, _integers(outputs, c_int), len(outputs)))
-        self._outputs = len(outputs)
         self._input_array = c_void_p * self._inputs
-        self._output_array = c_void_p * self._outputs
 
     def threads(self, most: Sequence[int]) -> None:
         """The most threads per launch; 0 for as many as the caller has, -1 for those of the launch before it.
@@ -322,22 +316,18 @@ class Plan:
 
     # Running
 
-    def run(self, inputs: Sequence[torch.Tensor], *, profile: bool = False) -> list[torch.Tensor]:
+    def run(self, inputs: Sequence[torch.Tensor], profile: bool = False) -> list[torch.Tensor]:
         """Runs all launches on these tensors and returns the outputs, which belong to the caller."""
         if len(inputs) != self._inputs:
             raise Invalid(f"the plan takes {self._inputs} inputs, given {len(inputs)}")
         return self.run_addresses(self._input_array(*[tensor._cdata for tensor in inputs]), profile=profile)
 
-    def run_addresses(self, inputs: ctypes.Array[c_void_p], *, profile: bool = False) -> list[torch.Tensor]:
+    def run_addresses(self, inputs: ctypes.Array[c_void_p], profile: bool = False) -> list[torch.Tensor]:
         """`run` on an array of `tensor._cdata`, which the caller owns; the tensors must stay alive during the run."""
-        outputs = self._output_array()
-        status = self._native.plan_run(self._handle, inputs, len(inputs), outputs, profile)
-        if status:
-            self._raise(status)
-        if not self._outputs:
-            return []
-        capsules = [_capsule(address, None, None) for address in outputs]
-        return torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(capsules)
+        outputs = self._native.plan_call(self._handle, inputs, len(inputs), profile)
+        if outputs.__class__ is int:
+            self._raise(outputs)
+        return cast("list[torch.Tensor]", outputs)
 
     def seconds(self) -> list[float]:
         """Seconds per launch in the last run with `profile=True`, in the order of the list."""

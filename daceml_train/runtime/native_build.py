@@ -64,7 +64,15 @@ def _compile_flags() -> list[str]:
 
 def _link_flags() -> list[str]:
     libraries = Path(torch.__file__).parent / "lib"
-    return ["-shared", "-fopenmp", f"-L{libraries}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{libraries}"]
+    return [
+        "-shared",
+        "-fopenmp",
+        f"-L{libraries}",
+        "-lc10",
+        "-ltorch_cpu",
+        "-ltorch_python",
+        f"-Wl,-rpath,{libraries}",
+    ]
 
 
 def _key(source: Path) -> str:

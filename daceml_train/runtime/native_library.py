@@ -21,6 +21,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "executor_dtype_name": (c_char_p, [c_int]),
     "tensors_fingerprint": (c_int, [_POINTER, c_int64, _POINTER]),
     "tensors_attached": (c_int, [_POINTER, c_int64]),
+    "tensors_shared": (c_int, [_POINTER, _POINTER, c_int64, _POINTER, c_int64]),
+    "identities_create": (_HANDLE, [_POINTER, _POINTER, _POINTER, c_int64, _POINTER, c_int64]),
+    "identities_destroy": (None, [_HANDLE]),
     "pool_install": (None, []),
     "pool_gate": (c_int, [c_int]),
     "pool_trim": (c_int64, []),
@@ -74,6 +77,11 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "plan_run": (c_int, [_HANDLE, _POINTER, c_int64, _POINTER, c_int]),
     "plan_seconds": (c_int, [_HANDLE, _POINTER, _POINTER, c_int]),
 }
+_HOLDING: dict[str, tuple[Any, list[Any]]] = {
+    "identities_hold": (c_int, [_HANDLE]),
+    "plan_call": (ctypes.py_object, [_HANDLE, _POINTER, c_int64, c_int]),
+}
+"""Functions that run under the interpreter's lock: they read or create Python objects."""
 
 
 class PoolStatistics(NamedTuple):
@@ -92,10 +100,12 @@ def library(directory: Path | None = None) -> ctypes.CDLL:
     """
     if directory is None and _loaded:
         return _loaded[0]
-    native = ctypes.CDLL(str(executor(directory)))
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(native, name)
+    path = str(executor(directory))
+    native, holding = ctypes.CDLL(path), ctypes.PyDLL(path)
+    for name, (result, arguments) in {**_SIGNATURES, **_HOLDING}.items():
+        function = getattr(holding if name in _HOLDING else native, name)
         function.restype, function.argtypes = result, arguments
+        setattr(native, name, function)
     native.pool_install()
     _loaded.append(native)
     return native
@@ -124,20 +134,6 @@ def pooled() -> Iterator[None]:
         yield
     finally:
         library().pool_gate(before)
-
-
-class Leaves:
-    """Tensors on which others may have left a gradient or a hook."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = list(tensors)
-        self._addresses = (c_void_p * len(self._tensors))(*[t._cdata for t in self._tensors])
-        self._attached = library().tensors_attached
-
-    def attached(self) -> tuple[bool, bool]:
-        """Whether any of them has a gradient, and whether a hook is or was registered on any of them."""
-        found = self._attached(self._addresses, len(self._addresses))
-        return bool(found & 1), bool(found & 2)
 
 
 def fingerprint(tensors: Sequence[torch.Tensor]) -> int | None:

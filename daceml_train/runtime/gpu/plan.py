@@ -294,7 +294,7 @@ class DevicePlan:
         self.arena_bytes, self._outputs = arena_bytes, list(outputs)
 
     # ---- running ------------------------------------------------------------------------------------------------
-    def run(self, inputs: Sequence[torch.Tensor], *, profile: bool = False) -> list[torch.Tensor]:
+    def run(self, inputs: Sequence[torch.Tensor], profile: bool = False) -> list[torch.Tensor]:
         """Runs all launches on the current stream; the outputs belong to the caller."""
         with self.arena.turn, self.device.quiet():
             self.check(inputs)

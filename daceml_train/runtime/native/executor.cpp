@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "fingerprint.h"
+#include "identities.h"
 #include "leaves.h"
 #include "plan.h"
 #include "stack.h"
@@ -100,6 +101,24 @@ EXPORT int tensors_fingerprint(void* const* tensors, int64_t count, uint64_t* st
   return fingerprint(tensors, count, *state);
 }
 EXPORT int tensors_attached(void* const* tensors, int64_t count) { return attached(tensors, count); }
+
+// Containers, which of them are lists, how many values each contains; all values, null for any.
+EXPORT Identities* identities_create(void* const* containers, const int* lists, const int64_t* counts, int64_t count,
+                                     void* const* values, int64_t all) {
+  auto* made = new Identities;
+  for (int64_t i = 0; i < count; ++i) {
+    made->containers.push_back({static_cast<_object*>(containers[i]), lists[i] != 0, counts[i]});
+  }
+  for (int64_t i = 0; i < all; ++i) made->values.push_back(static_cast<_object*>(values[i]));
+  return made;
+}
+EXPORT void identities_destroy(Identities* identities) { delete identities; }
+EXPORT int identities_hold(const Identities* identities) { return identities->hold(); }
+
+// True if one of the tensors at these positions shares its storage with one of the others.
+EXPORT int tensors_shared(void* const* tensors, const int* positions, int64_t count, void* const* others, int64_t all) {
+  return shared(tensors, positions, count, others, all);
+}
 
 EXPORT const char* executor_error_message() { return failure.message.c_str(); }
 EXPORT int executor_error_number() { return failure.number; }
@@ -389,6 +408,21 @@ EXPORT int plan_run(PlanHandle* handle, void* const* inputs, int64_t count, void
         }
       },
       [&] { return tag; });
+}
+
+// `plan_run` for a caller that holds the interpreter's lock: a list of the outputs, or the status as a number of Python.
+EXPORT _object* plan_call(PlanHandle* handle, void* const* inputs, int64_t count, int profile) {
+  std::vector<void*> outputs(handle->plan.outputs());
+  void* state = PyEval_SaveThread();
+  const int status = plan_run(handle, inputs, count, outputs.data(), profile);
+  PyEval_RestoreThread(state);
+  if (status != ok) return PyLong_FromLong(status);
+  _object* list = PyList_New(static_cast<std::ptrdiff_t>(outputs.size()));
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const std::unique_ptr<at::Tensor> owned(static_cast<at::Tensor*>(outputs[i]));
+    if (list != nullptr) PyList_SetItem(list, static_cast<std::ptrdiff_t>(i), THPVariable_Wrap(*owned));
+  }
+  return list;
 }
 
 // `begun` may be null.

@@ -1,5 +1,8 @@
-// What others have attached to the leaves of autograd: looked at before every training step, so without Python.
+// What others have attached to the leaves of autograd, and which arguments share memory with what a step updates: looked at
+// before every training step, so without Python.
 #pragma once
+
+#include <algorithm>
 
 #include <c10/core/TensorImpl.h>
 #include <torch/csrc/autograd/variable.h>
@@ -19,6 +22,19 @@ inline int attached(void* const* tensors, int64_t count) {
     if (!leaf->hooks_.empty() || leaf->post_acc_grad_hooks_ != nullptr) found |= hook;
   }
   return found;
+}
+
+// True if one of the tensors at these positions shares its storage with one of `others`.
+inline bool shared(void* const* tensors, const int* positions, int64_t count, void* const* others, int64_t all) {
+  const auto storage = [](const void* tensor) -> const void* {
+    const auto* impl = static_cast<const c10::TensorImpl*>(tensor);
+    return impl->has_storage() ? impl->unsafe_storage().unsafeGetStorageImpl() : nullptr;
+  };
+  for (int64_t i = 0; i < count; ++i) {
+    const void* own = storage(tensors[positions[i]]);
+    if (own != nullptr && std::any_of(others, others + all, [&](const void* other) { return storage(other) == own; })) return true;
+  }
+  return false;
 }
 
 }  // namespace daceml
