@@ -98,7 +98,6 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
         "torch.utils._sympy.functions.PythonMod",
     ),
     "running: autograd, versions of tensors, hooks, results without a copy": (
-        "torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs",
         "torch._C._autograd._get_current_graph_task_keep_graph",
         "torch._C._autograd._profiler_enabled",
         "torch._C._autograd._unsafe_set_version_counter",

@@ -34,7 +34,7 @@ from daceml_train.runtime.bound_plan import BoundPlan
 from daceml_train.runtime.collectives import communicating
 from daceml_train.runtime.gpu.cuda_graph import CudaGraphs, HostScalars
 from daceml_train.runtime.gpu.plan import DevicePlan
-from daceml_train.runtime.native_guards import IdentityGuard, Leaves, SharedStorage
+from daceml_train.runtime.native_guards import GRADIENT, HOOK, IdentityGuard, Leaves, SharedStorage
 from daceml_train.runtime.ranks import Ranks
 from daceml_train.training.distribution import WEIGHT
 from daceml_train.training.gradients import SCALER, scaler_state, scaling_of
@@ -248,7 +248,7 @@ class BoundStep:
             return False
         if self.scaler is not None and not self._same_scaling():
             return False
-        if self.attached()[1] and any(map(has_gradient_hooks, self.leaves)):
+        if self.attached() & HOOK and any(map(has_gradient_hooks, self.leaves)):
             return False
         return self.guard(scope) and (not self.followed or all(followed.holds(scope) for followed in self.followed))
 
@@ -313,7 +313,7 @@ class BoundStep:
         if self.step.further:
             self.further = outputs[1 : 1 + self.step.further]
             del outputs[1 : 1 + self.step.further]
-        if self.attached()[0]:
+        if self.attached() & GRADIENT:
             for leaf in self.leaves:
                 leaf.grad = None
         if keep_gradients:

@@ -1,8 +1,8 @@
 """Know when not to: several threads on cores that others use wait for each other, so launches drop to one thread.
 
 A barrier of threads of which one has no core lasts as long as a time slice. Steps that are slower than they were are
-noticed, launches then run on one thread, in order, and they climb back once the cores are idle again. No bit of a
-result depends on it.
+noticed, launches then run on one thread, in order, which stays if it is faster, and they climb back once the cores are
+idle again, or after some time to compare. No bit of a result depends on it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-SLOW, LEAST = 4.0, 3e-5
-"""A run is slow that takes so many times its best, and so many seconds more."""
-SLOW_RUNS = 2
-"""Slow runs, of which each cancels a fast one, after which threads drop to one."""
+SLOW, DRIFTED, LEAST = 4.0, 1.4, 3e-5
+"""A run is slow, or has drifted, that takes so many times its best, and so many seconds more."""
+SLOW_RUNS, DRIFTED_RUNS = 2, 16
+"""Runs of each kind, of which each cancels one that is not, after which threads drop to one."""
 ONE_RUNS = 3
-"""Runs on one thread of which the fastest is compared with the slow ones."""
+"""Runs on one thread of which the fastest is compared with the fastest of those: one thread stays if it is faster."""
 LOOKS, LONGEST = 1.0, 32.0
-"""Seconds on one thread after which the cores are looked at; doubled after each climb that was too early."""
+"""Seconds on one thread after which the cores are looked at; doubled after each climb that was too early. After the
+longest time, the chosen threads are tried however idle the cores are.
+"""
 IDLE = 0.8
 """The share of the time that each further core must have been idle."""
 
@@ -86,8 +88,8 @@ class Contention:
         self._cores = cores or Cores().idle
         self.many = True
         """Whether launches have the threads that were chosen."""
-        self._best, self._slow, self._slowest = math.inf, 0, math.inf
-        self._one, self._one_runs, self._spent, self._wait = math.inf, 0, 0.0, LOOKS
+        self._best, self._slow, self._drifted, self._many = math.inf, 0, 0, math.inf
+        self._one, self._one_runs, self._spent, self._wait, self._dropped = math.inf, 0, 0.0, LOOKS, 0.0
         self._untried = False
         """Whether the chosen threads have not run yet: the first runs on one thread are what they are compared with."""
         if self.limited:
@@ -109,33 +111,36 @@ class Contention:
     def _add_many(self, seconds: float) -> None:
         if seconds < self._best:
             self._best = seconds
-        if seconds <= SLOW * self._best + LEAST:
-            if self._slow:
-                self._slow -= 1
+        if seconds <= DRIFTED * self._best + LEAST:
+            self._slow, self._drifted = max(self._slow - 1, 0), max(self._drifted - 1, 0)
             return
-        self._slow += 1
-        if self._slow >= SLOW_RUNS:
-            self._slowest = seconds
+        self._many = seconds if not self._drifted else min(self._many, seconds)
+        self._drifted += 1
+        self._slow = self._slow + 1 if seconds > SLOW * self._best + LEAST else max(self._slow - 1, 0)
+        if self._slow >= SLOW_RUNS or self._drifted >= DRIFTED_RUNS:
             self._drop()
 
     def _drop(self) -> None:
-        self.many, self._one, self._one_runs, self._spent = False, math.inf, 0, 0.0
+        self.many, self._one, self._one_runs, self._spent, self._dropped = False, math.inf, 0, 0.0, 0.0
         self._cores()
         self.use(False)
 
     def _climb(self, best: float) -> None:
-        self.many, self._slow, self._best = True, 0, best
+        self.many, self._slow, self._drifted, self._best = True, 0, 0, best
         self.use(True)
 
     def _add_one(self, seconds: float) -> None:
         self._one = min(self._one, seconds)
         self._spent += seconds
+        self._dropped += seconds
         self._one_runs += 1
         if self._one_runs == ONE_RUNS and self._untried:
             self._untried = False
             self._climb(self._one)
-        elif self._one_runs == ONE_RUNS and self._one > self._slowest:
-            self._climb(self._slowest)  # it was slow for another reason, and is slower on one thread
+        elif self._one_runs == ONE_RUNS and self._one > self._many:
+            self._climb(self._many)  # it was slow for another reason, and is slower on one thread
+        elif self._dropped > LONGEST:
+            self._climb(self._one)
         elif self._spent > self._wait:
             self._spent = 0.0
             if self._cores() >= IDLE * (self.threads - 1):

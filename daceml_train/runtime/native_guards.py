@@ -59,15 +59,15 @@ class SharedStorage:
         self._kept = kept
 
 
+GRADIENT, HOOK = 1, 2
+
+
 class Leaves:
     """Tensors on which others may have left a gradient or a hook."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = list(tensors)
         self._addresses = (c_void_p * len(self._tensors))(*[t._cdata for t in self._tensors])
-        self._attached = library().tensors_attached
-
-    def attached(self) -> tuple[bool, bool]:
-        """Whether any of them has a gradient, and whether a hook is or was registered on any of them."""
-        found = self._attached(self._addresses, len(self._addresses))
-        return bool(found & 1), bool(found & 2)
+        attached = library().tensors_attached
+        self.attached: Callable[[], int] = functools.partial(attached, self._addresses, len(self._tensors))
+        """`GRADIENT` if any of them has a gradient, and `HOOK` if a hook is or was registered on any of them."""

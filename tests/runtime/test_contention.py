@@ -73,6 +73,40 @@ def test_one_slow_run_and_what_is_slower_on_one_thread_change_nothing() -> None:
     assert uses == [False, True]
 
 
+def test_a_core_that_is_taken_in_part_is_noticed_and_compared() -> None:
+    """Twice as long on two threads, 1.2 times as long on one: no step after it was noticed takes longer than that."""
+    uses: list[bool] = []
+    taken = Contention(2, uses.append, lambda: 0.0)
+    for _ in range(20):
+        taken.add(1e-3)
+    seconds = []
+    for _ in range(500):
+        seconds.append(2e-3 if taken.many else 1.2e-3)
+        taken.add(seconds[-1])
+    assert seconds.count(2e-3) == contention.DRIFTED_RUNS and uses == [False]
+
+
+def test_a_drift_for_which_one_thread_is_no_remedy_costs_a_few_runs() -> None:
+    uses: list[bool] = []
+    drift = Contention(2, uses.append, lambda: 0.0)
+    for i in range(2000):
+        drift.add(1e-3 if i < 50 else 2e-3 if drift.many else 2.2e-3)
+    assert uses == [False, True] and drift.many
+
+
+def test_the_chosen_threads_are_tried_again_however_busy_the_cores_are() -> None:
+    uses: list[bool] = []
+    busy = Contention(2, uses.append, lambda: 0.0)
+    for _ in range(10):
+        busy.add(1e-3)
+    spent = 0.0
+    while spent < 3 * LONGEST:
+        now = 5e-2 if busy.many and spent < LONGEST / 2 else 1e-3 if busy.many else 2e-3
+        spent += now
+        busy.add(now)
+    assert uses == [False, True] and busy.many
+
+
 def test_a_quota_below_the_threads_is_one_thread() -> None:
     machine = Machine(limit=1.5)
     assert machine.uses == [False]
@@ -82,9 +116,12 @@ def test_a_quota_below_the_threads_is_one_thread() -> None:
     assert Machine(limit=2.0).uses == []
 
 
-@pytest.mark.parametrize(("many", "uses"), [(1.0, [False, True]), (3.0, [False, True]), (5.0, [False, True, False])])
+@pytest.mark.parametrize(
+    ("many", "uses"),
+    [(1.0, [False, True]), (1.3, [False, True]), (3.0, [False, True, False]), (5.0, [False, True, False])],
+)
 def test_a_crowded_start_compares(many: float, uses: list[bool]) -> None:
-    """The chosen threads run after some runs on one, and stay unless they are much slower."""
+    """The chosen threads run after some runs on one, and stay unless they are slower."""
     found: list[bool] = []
     busy = Contention(2, found.append, cores=lambda: 0.0)
     busy.wait()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from daceml_train.runtime.native_guards import IdentityGuard, Leaves, SharedStorage
+from daceml_train.runtime.native_guards import GRADIENT, HOOK, IdentityGuard, Leaves, SharedStorage
 
 pytestmark = pytest.mark.compiled
 
@@ -17,20 +17,20 @@ pytestmark = pytest.mark.compiled
 def test_gradients_and_hooks_are_seen() -> None:
     tensors = [torch.zeros(2), torch.zeros(3, requires_grad=True), torch.nn.Parameter(torch.zeros(4))]
     leaves = Leaves(tensors)
-    assert leaves.attached() == (False, False)
+    assert leaves.attached() == 0
     tensors[2].sum().backward()
-    assert leaves.attached() == (True, False)
+    assert leaves.attached() == GRADIENT
     tensors[2].grad = None
-    assert leaves.attached() == (False, False)
+    assert leaves.attached() == 0
     tensors[1].register_hook(lambda g: g)
-    assert leaves.attached() == (False, True)
+    assert leaves.attached() == HOOK
 
 
 def test_hooks_after_accumulation_are_seen() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4))
     leaves = Leaves([parameter])
     parameter.register_post_accumulate_grad_hook(lambda p: None)
-    assert leaves.attached() == (False, True)
+    assert leaves.attached() == HOOK
 
 
 class Three:
