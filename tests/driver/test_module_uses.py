@@ -289,3 +289,29 @@ def test_a_derivative_of_one_operand_of_an_operator_that_has_two() -> None:
         (result * torch.linspace(-1, 2, result.numel()).view(result.shape)).sum().backward()
         found.append((result.detach(), model.grid.grad))
     torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("name", ["_batch_norm_with_update", "_batch_norm_no_update"])
+@pytest.mark.parametrize("wanted", ["x", "w", "b", "xw", "wb"])
+def test_gradients_of_some_operands_of_a_batch_norm(name: str, wanted: str) -> None:
+    """PyTorch's backward operator leaves the others undefined."""
+
+    class Normalized(nn.Module):
+        def forward(self, *operands: Tensor) -> Tensor:
+            result: Tensor = getattr(torch.ops.aten, name)(*operands, 0.1, 1e-5)[0]
+            return result
+
+    found = []
+    for model in (Normalized(), dt.optimize(Normalized())):
+        given = {
+            "x": torch.linspace(-1, 3, 24).sin().view(2, 4, 3),
+            "w": torch.linspace(-1, 2, 4),
+            "b": torch.linspace(1, 2, 4),
+        }
+        for letter in wanted:
+            given[letter].requires_grad_()
+        statistics = [torch.linspace(0, 1, 4), torch.linspace(1, 2, 4)]
+        result = model(*given.values(), *statistics)
+        (result * torch.linspace(-1, 2, result.numel()).view(result.shape)).sum().backward()
+        found.append((result.detach(), [given[letter].grad for letter in wanted], statistics))
+    torch.testing.assert_close(found[1], found[0])

@@ -97,11 +97,45 @@ def _batch_norm(
         unchanged = (mean, variance)
         same = (v.cast(w.dtype) if w else v for v, w in zip(unchanged, t.types[3:], strict=True))
         return (_inference(t, x, weight, bias, mean, variance, eps), *_absent(t), *same)
+    return _as_typed(t, _with_statistics(t, x, weight, bias, mean, variance, momentum, eps))
+
+
+def _with_statistics(
+    t: Translator,
+    x: Value,
+    weight: Value | None,
+    bias: Value | None,
+    mean: Value,
+    variance: Value,
+    momentum: float,
+    eps: float,
+) -> tuple[Value, ...]:
+    """Result, mean and rstd of the batch, and the running statistics after it."""
     y, batch_mean, rstd, batch_variance = t.emit_all("batch_norm", x, *_affine(t, weight, bias), eps=eps)
     count = simplify(product((x.shape[0], *x.shape[2:])))
     following = running_statistics(t.graph, mean, variance, batch_mean, batch_variance, momentum, count)
-    results = (y, batch_mean, rstd, *following)
-    return tuple(v.cast(wanted.dtype) if wanted is not None else v for v, wanted in zip(results, t.types, strict=True))
+    return (y, batch_mean, rstd, *following)
+
+
+@rule("_batch_norm_with_update_functional.default")
+def _batch_norm_with_update(t: Translator, *operands: Any) -> tuple[Value, ...]:
+    """Also returns a reserve for the backward pass of other libraries, which is empty on the CPU."""
+    y, batch_mean, rstd, *following = _with_statistics(t, *operands)
+    return _as_typed(t, (y, batch_mean, rstd, *_absent(t, slice(3, 4)), *following))
+
+
+@rule("_batch_norm_no_update.default")
+def _batch_norm_no_update(
+    t: Translator,
+    x: Value,
+    weight: Value | None,
+    bias: Value | None,
+    mean: Value,
+    variance: Value,
+    momentum: float,
+    eps: float,
+) -> tuple[Value, ...]:
+    return (_inference(t, x, weight, bias, mean, variance, eps), *_absent(t, slice(1, 4)))
 
 
 @rule("_native_batch_norm_legit.no_stats")
@@ -126,9 +160,9 @@ def _batch_norm_inference(
     return (_inference(t, x, weight, bias, mean, variance, eps), *_absent(t))
 
 
-def _absent(t: Translator) -> tuple[Value, ...]:
-    """The empty statistics of a batch norm that uses the running ones."""
-    return tuple(t.full(0, expected.shape, expected.dtype) for expected in t.types[1:3] if expected is not None)
+def _absent(t: Translator, results: slice = slice(1, 3)) -> tuple[Value, ...]:
+    """The results of a batch norm that are empty: statistics of the batch, where it uses the running ones."""
+    return tuple(t.full(0, expected.shape, expected.dtype) for expected in t.types[results] if expected is not None)
 
 
 def _inference(
