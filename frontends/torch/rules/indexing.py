@@ -42,7 +42,7 @@ def _take(t: Translator, x: Value, index: Value) -> Value:
 def _gather(t: Translator, x: Value, dim: int, index: Value, *, sparse_grad: bool = False) -> Value | None:
     index = index.cast(DType.int64)  # PyTorch accepts other types and ranks where nothing is indexed
     if 0 in index.shape:
-        return t.full(0, index.shape, x.dtype)
+        return t.connected(t.full(0, index.shape, x.dtype), x)
     if not x.shape or not index.shape:
         if not (same(x.tensor.size, 1) or len(x.shape) == 1):
             return None

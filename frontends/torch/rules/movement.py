@@ -102,7 +102,7 @@ def _slice(
     count = t.type.shape[dim]
     first = _bound(start, x.shape[dim], 0)
     if same(count, 0):
-        return t.full(0, t.type.shape, x.dtype)
+        return t.connected(t.full(0, t.type.shape, x.dtype), x)
     if same(count, x.shape[dim]):
         return x
     return x.slice(dim, first, simplify(first + (count - 1) * step + 1), step)
@@ -145,9 +145,10 @@ def _cat(t: Translator, xs: Sequence[Value], dim: int = 0) -> Value:
     dtype, rank = t.type.dtype, len(t.type.shape)
     dim = _axis(dim, rank)
     parts = [x.cast(dtype) for x in xs if len(x.shape) == rank and not same(x.shape[dim], 0)]
+    empty = [x for x in xs if len(x.shape) != rank or same(x.shape[dim], 0)]
     if not parts:
-        return t.full(0, t.type.shape, dtype)
-    return parts[0] if len(parts) == 1 else t.emit("concat", *parts, dim=dim)
+        return t.connected(t.full(0, t.type.shape, dtype), *empty)
+    return t.connected(parts[0] if len(parts) == 1 else t.emit("concat", *parts, dim=dim), *empty)
 
 
 @rule("stack.default")
@@ -194,7 +195,7 @@ def _repeat(t: Translator, x: Value, repeats: Sequence[Dim]) -> Value:
     lead = len(repeats) - len(x.shape)
     shape = (*(1,) * lead, *x.shape)
     if any(same(r, 0) for r in repeats):
-        return t.full(0, t.type.shape, x.dtype)
+        return t.connected(t.full(0, t.type.shape, x.dtype), x)
     apart = tuple(size for s in shape for size in (1, s))
     wide = tuple(size for r, s in zip(repeats, shape, strict=True) for size in (r, s))
     return x.view(apart).expand(wide).view(t.type.shape)
@@ -317,7 +318,7 @@ def _diagonal(t: Translator, x: Value, offset: int = 0, dim1: int = 0, dim2: int
     if not all(isinstance(n, int) for n in (rows, columns, count)):
         return None
     if count == 0 or 0 in x.shape:
-        return t.full(0, t.type.shape, x.dtype)
+        return t.connected(t.full(0, t.type.shape, x.dtype), x)
     start = offset if offset >= 0 else -offset * columns
     flat = x.view((*outer, rows * columns))
     return flat.slice(len(outer), start, start + (count - 1) * (columns + 1) + 1, columns + 1)
@@ -331,7 +332,7 @@ def _unfold(t: Translator, x: Value, dim: int, size: int, step: int) -> Value:
     count = shape[dim]
     windows = [x.slice(dim, i, simplify(i + (count - 1) * step + 1), step) for i in range(size)]
     if not windows or 0 in shape:
-        return t.full(0, shape, x.dtype)
+        return t.connected(t.full(0, shape, x.dtype), x)
     lying = (*shape[:-1], 1)
     parts = [w.view(lying) for w in windows]
     return parts[0] if len(parts) == 1 else t.emit("concat", *parts, dim=len(shape) - 1)

@@ -208,7 +208,7 @@ def _pow_scalar(t: Translator, x: Value, exponent: Number) -> Value:
     if x.dtype.is_float or (isinstance(exponent, int) and exponent >= 0):
         match exponent:
             case 0:
-                return t.full(1, x.shape, x.dtype)
+                return t.connected(t.full(1, x.shape, x.dtype), x)
             case 1:
                 return x
             case 2:

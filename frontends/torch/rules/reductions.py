@@ -162,7 +162,7 @@ def _addmm(t: Translator, c: Value, a: Value, b: Value, *, beta: float = 1, alph
     if alpha != 1:
         y = y * t.value(alpha, y.dtype)
     if beta == 0:
-        return y
+        return t.connected(y, c)
     return y + (c if beta == 1 else c * t.value(beta, c.dtype))
 
 

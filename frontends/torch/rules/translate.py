@@ -130,6 +130,14 @@ class Translator:
             value = float(value) if dtype.is_float and not isinstance(value, complex) else value
         return constant(self.graph, value, tuple(shape), dtype)
 
+    def connected(self, result: Value, *sources: Value) -> Value:
+        """A result that does not depend on the values of `sources`; in autograd they get a gradient of zeros."""
+        for x in sources if result.dtype.is_float else ():
+            if x.dtype.is_float:
+                total = x.sum(tuple(range(len(x.shape)))) if x.shape else x
+                result = self.emit("overwrite", total.cast(result.dtype).expand(result.shape), result)
+        return result
+
     def value(self, operand: Any, dtype: DType) -> Value:
         """A tensor operand cast to `dtype`, or a number as a 0-d constant of it."""
         if isinstance(operand, Value):
