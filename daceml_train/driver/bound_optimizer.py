@@ -151,6 +151,20 @@ def same_strides(tensor: torch.Tensor, strides: Iterable[int]) -> bool:
     return tensor.numel() < 2 or all(size == 1 or a == b for size, a, b in pairs)
 
 
+def in_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """The tensor, or a copy of it, in these strides; elements along a stride of zero have to be equal."""
+    if same_strides(tensor, strides):
+        return tensor
+    once = tensor
+    for dimension, stride in enumerate(strides):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            once = once.narrow(dimension, 0, 1)
+    copy = torch.empty_strided(once.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    with torch.autograd._unsafe_preserve_version_counter(copy):
+        copy.copy_(once)
+    return copy if once is tensor else copy.expand(tensor.shape)
+
+
 def check_state(entry: ProgramInput, tensor: torch.Tensor, strides: tuple[int, ...]) -> None:
     """Raise `Unsupported` if a tensor of the optimizer's state is not the one that a program was compiled for."""
     expected = torch_dtype(entry.dtype)

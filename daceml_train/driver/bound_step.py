@@ -18,6 +18,7 @@ from daceml_train.driver.bound_optimizer import (
     OptimizerGuard,
     check_state,
     global_hooks,
+    in_strides,
     own_step_hooks,
     same_strides,
 )
@@ -380,13 +381,6 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
 
 def _all_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def in_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """The tensor, or a copy of it, in these strides."""
-    if same_strides(tensor, strides):
-        return tensor
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _laid_out_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from daceml_train.analysis.reachability import ancestors, required
 from daceml_train.autodiff.partition import FREE, POINTWISE
-from daceml_train.driver.bound_step import in_strides
+from daceml_train.driver.bound_optimizer import in_strides
 from daceml_train.driver.goals import StepGoal, compile_differentiable
 from daceml_train.driver.settings import Settings
 from daceml_train.frontends.torch.paths.stitch import PathGraph, as_tensor

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from daceml_train import logs
-from daceml_train.driver.bound_optimizer import step_hooks
-from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks, in_strides
+from daceml_train.driver.bound_optimizer import in_strides, step_hooks
+from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks
 from daceml_train.driver.compile import compile_graph
 from daceml_train.driver.goals import WholeStep
 from daceml_train.driver.path_programs import (
@@ -39,10 +39,12 @@ from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.capture.capture import InputSource
 from daceml_train.frontends.torch.dynamo.tracing import reason
 from daceml_train.frontends.torch.paths.recorder import Recorder
+from daceml_train.frontends.torch.paths.sharing import kept_of, shared
 from daceml_train.frontends.torch.paths.sites import Sites
 from daceml_train.frontends.torch.paths.stitch import PathGraph, captured_path
 from daceml_train.frontends.torch.paths.threads import watched
 from daceml_train.frontends.torch.paths.trie import Call, Number, Operand, Result, Step, leaves_of, numbers_of
+from daceml_train.frontends.torch.paths.values import memory
 from daceml_train.lowering.device import CPU
 from daceml_train.runtime.bound_plan import AnyArena, new_arena
 from daceml_train.training.gradients import GradientOptions
@@ -248,6 +250,7 @@ class Paths:
         recorder.check_arrays()
         self._held()
         result = recorder.known.get(id(loss))
+        memories = {r: memory(t) for r, t in recorder.values.items()}
         try:
             trained = self.owner._train_in_pieces(loss, inputs, targets)
         except BaseException:
@@ -276,10 +279,11 @@ class Paths:
             self.leaves.append(leaf)
         leaf.seen += 1
         leaf.looked.update(dict.fromkeys(recorder.looked))
-        leaf.kept.update(dict.fromkeys(r for r, t in alive.items() if t() is not None))
+        leaf.kept.update(dict.fromkeys(kept_of(alive)))
+        self.refused = shared(memories, result, leaf.kept, call.operands)
         early = 2 * self.misses <= self.calls or len(self.leaves) <= EARLY_PATHS
         self.widest = max(self.widest, recorder.ways)
-        if self.calls > 1 and (leaf.seen > 1 or (early and self.widest < MANY)):
+        if not self.refused and self.calls > 1 and (leaf.seen > 1 or (early and self.widest < MANY)):
             self._compile(leaf, recorder, values)
         share = 1 if self.widest < MANY else 2
         if sum(list(self.recent)[-RECENT // share :]) >= NEW // share:

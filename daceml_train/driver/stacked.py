@@ -17,7 +17,8 @@ import torch
 import torch.utils._pytree as pytree
 
 from daceml_train.driver.binding import SEED
-from daceml_train.driver.bound_step import BoundStep, in_strides
+from daceml_train.driver.bound_optimizer import in_strides
+from daceml_train.driver.bound_step import BoundStep
 from daceml_train.driver.checking import kind_of
 from daceml_train.driver.compile import compile_graph
 from daceml_train.driver.goals import StepGoal

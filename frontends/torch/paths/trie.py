@@ -46,7 +46,9 @@ class Result:
     def renew(self) -> Tensor:
         """The tensor that stood for the result; another one does so from now on."""
         before = self.tensor
-        self.tensor = torch.empty_like(before, requires_grad=self.requires_grad, memory_format=torch.preserve_format)
+        self.tensor = torch.empty_strided(
+            before.shape, before.stride(), dtype=before.dtype, device="meta", requires_grad=self.requires_grad
+        )
         return before
 
 
