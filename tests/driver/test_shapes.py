@@ -228,3 +228,20 @@ def test_shapes_without_data_are_left_to_pytorch() -> None:
     assert module(torch.empty(2, 4, device="meta")).shape == (2, 3)
     state = state_of(module)
     assert state is not None and not state.backend.breaks and not state.backend.records
+
+
+def test_an_integer_of_a_call_that_no_size_tells() -> None:
+    """The number of heads is an attribute of the module, which `dynamic=True` makes a symbol."""
+
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.attention(x, x, x, need_weights=False)[0]
+            return result
+
+    torch.manual_seed(0)
+    model = Attending()
+    check(model, lambda rows: torch.linspace(-1, 1, rows * 6).view(rows, 1, 6).sin(), [(1,), (2,), (3,)], dynamic=True)

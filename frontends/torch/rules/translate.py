@@ -288,7 +288,9 @@ class Translator:
         except Unsupported as error:
             raise error if error.where else type(error)(error.message, where=str(origin(node))) from error
         except Invalid as error:
-            if self.graph.symbols:  # an equality of symbolic sizes that SymPy does not prove
+            shapes = [found.shape for found in self.types if found is not None]
+            if self.graph.symbols or any(isinstance(size, sympy.Expr) for shape in shapes for size in shape):
+                # an equality of symbolic sizes that SymPy does not prove, or an integer that no size tells
                 raise Unproven(f"{name} on symbolic sizes: {error.message}", where=str(origin(node))) from error
             raise Invalid(f"translating {name}: {error.message}", where=str(origin(node))) from error
 
