@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from daceml_train.frontends.torch.recursion import columns
 from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, meta
 
 
@@ -17,9 +18,9 @@ def joined_type(function: Any, args: Any, kwargs: Any) -> Meta | None:
     parts, dim = args[0], args[1] if len(args) == 2 else 0
     if type(parts) not in (list, tuple) or type(dim) is not int or type(parts[0]) is not Lazy:
         return None
-    one = parts[0].meta
-    if any(type(p) is not Lazy or p.meta is not one or p.value is not None for p in parts):
+    if not columns.unknown(parts) or len(columns.metas(parts)) != 1:
         return None
+    one = parts[0].meta
     shape = list(one.shape)
     rank = len(shape) + (function is torch.stack)
     if not -rank <= dim < rank or not shape:
@@ -44,7 +45,7 @@ def laziness(args: Iterable[Any]) -> int:
         if kind is Lazy:
             state |= 1 if a.value is None else 6 if a.meta.requires_grad else 4
         elif kind is list or kind is tuple:
-            state |= laziness(a)
+            state |= 1 if a and columns.unknown(a) else laziness(a)
         elif kind is not int and kind is not float and isinstance(a, torch.Tensor) and a.requires_grad:
             state |= 2
     return state

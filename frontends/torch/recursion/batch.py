@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from daceml_train.frontends.torch.recursion import columns
 from daceml_train.frontends.torch.recursion.cells import Cell
 from daceml_train.frontends.torch.recursion.forest import alive, rows
 from daceml_train.frontends.torch.recursion.kinds import DATA, Kind, Layout
@@ -44,8 +45,8 @@ class Members:
 
     def _learn(self) -> None:
         """Note where the inputs of cells come from."""
-        for cell, columns in self.columns.items():
-            for k, (column, sources) in enumerate(zip(columns, cell.sources, strict=True)):
+        for cell, inputs in self.columns.items():
+            for k, (column, sources) in enumerate(zip(inputs, cell.sources, strict=True)):
                 now = {
                     (a.source.group, a.index) if type(a) is Lazy and a.source.forest is None else DATA for a in column
                 }
@@ -124,8 +125,8 @@ class Batch:
         assert kind.cell is not None
         if not kind.cell.inputs:
             return [torch.tensor(n) for n in range(len(self.calls[kind.number]))]
-        columns = self.members.columns.get(kind.cell)
-        return [] if columns is None else columns[k]
+        inputs = self.members.columns.get(kind.cell)
+        return [] if inputs is None else inputs[k]
 
     def _mixed(self) -> Any:
         """Per operand that names children, some of which are data, the kind and number of each.
@@ -154,8 +155,8 @@ class Batch:
         if mixed is not None:
             starts = self.starts
             numbers = [n if feeder is None else starts[feeder] + n for feeder, n in mixed]
-        elif (columns := self.members.columns.get(kind.cell)) is not None:
-            numbers = [a.source.position for a in columns[k]]
+        elif (inputs := self.members.columns.get(kind.cell)) is not None:
+            numbers = columns.positions(inputs[k])
         else:
             numbers = []
         result = np.zeros(count, dtype=np.int64)
@@ -196,17 +197,16 @@ class Batch:
         is_state, result = run.group.outputs[value.index]
         return self.results[result], run.position - (0 if is_state else self.starts[run.group.number])
 
-    def places(self, values: Sequence[Any]) -> tuple[torch.Tensor, list[int]] | None:
+    def places(self, values: Sequence[Any]) -> tuple[torch.Tensor, np.ndarray[Any, Any]] | None:
         """The tensor that has all values, and their rows in it; None if they are in several, or of other batches."""
-        if not all(type(v) is Lazy and v.source.forest is self for v in values):
+        if not columns.all_of(values, Run, self):
             return None
-        found = {(v.source.group, v.index) for v in values}
-        results = {(*kind.outputs[index], kind.number) for kind, index in found}
-        result, (is_state, first) = next(iter(results))[1], (next(iter(results))[0], next(iter(results))[2])
+        results = {(*kind.outputs[index], kind.number) for kind, index in columns.outputs(values)}
+        is_state, result, number = next(iter(results))
         if any(r[1] != result for r in results):
             return None
-        start = 0 if is_state else self.starts[first]
-        return self.results[result], [v.source.position - start for v in values]
+        start = 0 if is_state else self.starts[number]
+        return self.results[result], np.array(columns.positions(values), dtype=np.int64) - start
 
     def value(self, value: Lazy) -> torch.Tensor:
         """A computed value."""

@@ -220,12 +220,16 @@ def _base(a: Any) -> tuple[torch.Tensor, int, int | None] | None:
 
 def rows(found: Sequence[Any]) -> torch.Tensor:
     """Inputs of runs as the rows of one tensor."""
-    if any(type(a) is list for a in found):  # of numbers
-        return torch.tensor([a if type(a) is list else known(a).tolist() for a in found])
+    if list in set(map(type, found)):  # of numbers
+        if len(set(map(type, found))) > 1:
+            found = [a if type(a) is list else known(a).tolist() for a in found]
+        if set(map(len, found)) == {1} and set(map(type, [a[0] for a in found])) == {int}:
+            return torch.from_numpy(np.array(found, dtype=np.int64))
+        return torch.tensor(found)
     source = found[0].source if type(found[0]) is Lazy else None
     places = getattr(source.forest, "places", None) if type(source) is Run else None
     if places is not None and (one := places(found)) is not None:
-        tensor: torch.Tensor = one[0].index_select(0, torch.from_numpy(np.array(one[1], dtype=np.int64)))
+        tensor: torch.Tensor = one[0].index_select(0, torch.from_numpy(one[1]))
         return tensor
     bases = [_base(a) for a in found]
     first = bases[0]

@@ -112,9 +112,6 @@ class Lazy:
     def __hash__(self) -> int:
         return id(self)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.tensor(), name)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.tensor().__reduce_ex__(protocol)
 
@@ -155,6 +152,11 @@ def _property(function: Callable[..., Any]) -> Any:
     return property(_method(function))
 
 
+def _attribute(name: str) -> Any:
+    """An attribute of tensors that only the value has. A `__getattr__` instead would make reads of all slots slow."""
+    return property(lambda self: getattr(self.tensor(), name))
+
+
 class _Local(threading.local):
     recorder: Any = None
 
@@ -192,6 +194,8 @@ for _name in dir(torch.Tensor):
         setattr(Lazy, _name, _property(_found.__get__))
     elif callable(_found) and not isinstance(_found, type):
         setattr(Lazy, _name, _method(_found))
+    elif not _name.startswith("__"):
+        setattr(Lazy, _name, _attribute(_name))
 
 for _name in ("__repr__", "__str__", "__format__"):
     _shown = getattr(torch.Tensor, _name)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from daceml_train.frontends.torch.recursion import cells
+from daceml_train.frontends.torch.recursion import cells, columns
 from daceml_train.frontends.torch.recursion.arguments import joined_type, laziness, lazy_values, name_of
 from daceml_train.frontends.torch.recursion.forest import Forest, gathered, rows
 from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, known, local, meta, meta_of
@@ -280,10 +280,12 @@ class Recorder(TorchFunctionMode):
         stage = 0
         for value in lazy_values((args, kwargs)) if joined is None else args[0]:
             source = value.source
+            after = source.stage
             if type(source) is Run and source.forest is None:
                 source.use(value.index)
-                stage = max(stage, source.stage + 1)
-            stage = max(stage, source.stage)
+                after += 1
+            if after > stage:
+                stage = after
         self.events += 1
         solo = Solo(self, function, args, kwargs, stage)
         value = Lazy(solo, 0, result)
@@ -342,13 +344,14 @@ class Recorder(TorchFunctionMode):
     def _run_solo(self, solo: Solo) -> None:
         function, args = solo.function, solo.args
         whole = joined_type(function, args, solo.kwargs) is not None and (len(args) == 1 or args[1] == 0)
-        if whole and all(a.value is None for a in args[0]):
+        if whole and columns.unknown(args[0]):
             result = rows(args[0])
             result = result.flatten(0, 1) if function is torch.cat else result
         else:
             result = function(*gathered(function, args), **known(solo.kwargs))
         for value in solo.values:
             value.value = result
+        solo.done()
 
     def abandon(self, why: str) -> None:
         """Compute what is recorded call by call, as PyTorch does, and run the rest of this forward pass in PyTorch."""
@@ -363,6 +366,7 @@ class Recorder(TorchFunctionMode):
             for each in sorted([*pending, *solos], key=lambda r: (r.stage, r.height)):
                 if type(each) is Solo:
                     each.values[0].value = each.function(*known(each.args), **known(each.kwargs))
+                    each.done()
                 elif type(each) is Run:
                     each.sealed = True
                     cells.replay(each)

@@ -142,8 +142,7 @@ def repeat(
         lines += [
             f"a = {_place(place)}",
             "source = a.source",
-            "source.sealed = True",
-            "if a.index not in source.used: source.used.add(a.index)",
+            "if a.index not in source.used: source.use(a.index)",
             "if source.height >= height: height = source.height + 1",
             "if source.stage > stage: stage = source.stage",
         ]
@@ -151,13 +150,13 @@ def repeat(
     lines += ["run.slots = run.group = run.forest = None", "run.position = 0", "run.sealed = True"]
     lines.append(f"run.used = {source.name(frozenset(returned(template)))}")
     lines += ["run.height = height", "run.stage = stage", "recorder.pending.append(run)"]
-    lines.append(f"run.inputs = [{', '.join(map(_place, inputs))}]")
+    lines.append(f"run.inputs = ({''.join(f'{_place(p)}, ' for p in inputs)})")
     values = sorted(set(returned(template)))
     for k in values:
         lines += [f"v{k} = new(Lazy)", f"v{k}.source = run", f"v{k}.index = {k}"]
         lines += [f"v{k}.meta = {source.name(metas[k])}", f"v{k}.value = None"]
     own = ", ".join(f"v{k}" if k in values else "None" for k in range(len(metas)))
-    lines += [f"run.values = [{own}]", f"return {source.result(template)}"]
+    lines += [f"run.values = ({own},)", f"return {source.result(template)}"]
     parameters = ", ".join(f"a{k}" for k in range(len(operands)))
     text = f"def repeated(recorder, {parameters}):\n" + "".join(f"    {line}\n" for line in lines)
     exec(compile(text, "<a block of a recursion>", "exec"), source.names)

@@ -178,8 +178,8 @@ class Run:
 
     def use(self, index: int) -> None:
         """Note that a value is read."""
-        self.sealed = True
         if index not in self.used:
+            self.sealed = True
             self.used.add(index)
 
     def demanded(self, value: Lazy) -> torch.Tensor:
@@ -226,6 +226,10 @@ class Solo:
     def __init__(self, recorder: Any, function: Callable[..., Any], args: Any, kwargs: Any, stage: int) -> None:
         self.recorder, self.function, self.args, self.kwargs, self.stage = recorder, function, args, kwargs, stage
         self.values: list[Lazy] = []
+
+    def done(self) -> None:
+        """Release what refers to this object, and what it was computed from."""
+        self.args, self.kwargs, self.values = (), {}, []
 
     def demanded(self, value: Lazy) -> torch.Tensor:
         """The value, for which all that is known so far is computed."""
