@@ -11,7 +11,7 @@ import torch
 
 from daceml_train.driver.forests import Forests
 from daceml_train.frontends.torch.recursion.detect import MARKED, cycles, over_data, reachable
-from daceml_train.frontends.torch.recursion.lazy import local
+from daceml_train.frontends.torch.recursion.lazy import record_by, recording
 from daceml_train.frontends.torch.recursion.outline import outlined, with_codes
 from daceml_train.frontends.torch.recursion.paths import located
 from daceml_train.frontends.torch.recursion.recorder import Recorder, Structures, computed
@@ -57,23 +57,23 @@ class Recursion:
         if not self.refused and torch.is_autocast_enabled("cpu"):
             note("a recursion under autocast, which PyTorch runs")
             return entry()
-        if self.refused or local.recorder is not None:
+        if self.refused or recording() is not None:
             return source(module, *arguments, **keywords)  # within the recursion: `entry` is where it begins
         tensors = [*module.parameters(), *module.buffers()]
         recorder = Recorder(self.structures, tensors, entry.__code__, note, state_of(list(module.modules())))
         collecting = gc.isenabled()
-        local.recorder = recorder
+        record_by(recorder)
         try:
             gc.disable()  # what is recorded is freed without it, and would make it examine all objects of the process
             with with_codes(self.outlined), recorder:
                 result = call_deeply(entry)
-            local.recorder = None
+            record_by(None)
             result = computed(recorder, result)
         except Exception as error:
             self._locate(error, source, arguments, keywords)
             raise
         finally:
-            local.recorder = None
+            record_by(None)
             if collecting:
                 gc.enable()
         self.refused = recorder.eager

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from daceml_train.frontends.torch.recursion.cells import Fakes
-from daceml_train.frontends.torch.recursion.lazy import Lazy, meta_of
+from daceml_train.frontends.torch.recursion.lazy import lazy_of, meta_of
 from daceml_train.frontends.torch.recursion.outside import Results
 
 WEIGHT = torch.randn(5, 3, requires_grad=True)
@@ -30,7 +30,7 @@ def test_types_are_those_of_pytorch(name: str) -> None:
     for rows in (7, 1, 3, 5, 9, 12, 7):
         x = torch.randn(rows, 3, requires_grad=True)
         args = arguments(x)
-        found, why = results.of(function, (Lazy(None, 0, meta_of(x)), *args[1:]), keywords)
+        found, why = results.of(function, (lazy_of(None, 0, meta_of(x)), *args[1:]), keywords)
         assert found is meta_of(function(*args, **keywords)) and not why
 
 
@@ -38,5 +38,5 @@ def test_other_numbers_of_rows_are_not_asked_for() -> None:
     fakes = Fakes()
     results = Results(fakes)
     for rows in range(6, 30):
-        results.of(F.linear, (Lazy(None, 0, meta_of(torch.randn(rows, 3))), WEIGHT), {})
+        results.of(F.linear, (lazy_of(None, 0, meta_of(torch.randn(rows, 3))), WEIGHT), {})
     assert len(results.known) == 1

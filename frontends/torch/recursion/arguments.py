@@ -45,10 +45,21 @@ def laziness(args: Iterable[Any]) -> int:
         if kind is Lazy:
             state |= 1 if a.value is None else 6 if a.meta.requires_grad else 4
         elif kind is list or kind is tuple:
-            state |= 1 if a and columns.unknown(a) else laziness(a)
+            state |= _laziness_of(a)
         elif kind is not int and kind is not float and isinstance(a, torch.Tensor) and a.requires_grad:
             state |= 2
     return state
+
+
+def _laziness_of(parts: Any) -> int:
+    """`laziness` of a list or tuple, of one look where all parts are of one kind."""
+    kinds = set(map(type, parts))
+    if kinds <= NUMBERS:
+        return 0
+    return 1 if kinds == {Lazy} and columns.unknown(parts) else laziness(parts)
+
+
+NUMBERS = {int, float, bool}
 
 
 def lazy_values(found: Any) -> Iterator[Lazy]:

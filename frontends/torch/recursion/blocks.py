@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from daceml_train.frontends.torch.recursion.lazy import Lazy, local, meta_of
+from daceml_train.frontends.torch.recursion.lazy import Lazy, meta_of, recording
 from daceml_train.frontends.torch.recursion.repeats import (
     MISS,
     SCALARS,
@@ -18,6 +18,7 @@ from daceml_train.frontends.torch.recursion.repeats import (
     Numbers,
     Operand,
     Place,
+    entry,
     repeat,
     returned,
 )
@@ -49,20 +50,23 @@ class Block:
     """
 
     def __init__(
-        self, function: Callable[..., Any], owner: types.FunctionType, numbers: frozenset[int] = frozenset()
+        self, function: types.FunctionType, owner: types.FunctionType, numbers: frozenset[int] = frozenset()
     ) -> None:
         self.function, self.owner, self.numbers = function, owner, numbers
+        self.entry = entry(function.__code__.co_argcount, self, self._run)
+        """What the owner calls."""
         self.keyed: tuple[int, ...] = ()
         """The positions of operands that were ever scalars or lists."""
 
-    def __call__(self, *operands: Any) -> Any:
-        recorder = local.recorder
+    def _run(self, *operands: Any) -> Any:
+        recorder = recording()
         if recorder is None or recorder.eager:
             return self.function(*self._tensors(operands))
         kept = recorder.memo.get(self if not self.keyed else (self, *[_structure(operands[k]) for k in self.keyed]))
         if kept is not None:
             for repeated in kept.known:
                 if (result := repeated(recorder, *operands)) is not MISS:
+                    recorder.last[self] = repeated
                     return result
             if kept.failed >= MOST or len(kept.known) >= MOST:
                 return self.function(*self._tensors(operands))
@@ -80,7 +84,7 @@ class Block:
     def _first(self, recorder: Any, operands: Sequence[Any]) -> Any:
         """Run the statements, and keep what they record if that can be repeated."""
         given = self._tensors(operands)
-        outermost = recorder.outermost(sys._getframe(2))
+        outermost = recorder.outermost(sys._getframe(3))
         before, events = len(recorder.pending), recorder.events
         grad = torch.is_grad_enabled()
         described = None if outermost else self._described(recorder, operands, given)
@@ -103,7 +107,9 @@ class Block:
         run.sealed = True
         run.used.update(returned(template))
         inputs = [positions[id(a)] for a in run.inputs]
-        kept.known.append(repeat(run.at, grad, described, inputs, tuple(v.meta for v in run.values), template))
+        repeated = repeat(run.at, grad, described, inputs, tuple(v.meta for v in run.values), template)
+        kept.known.append(repeated)
+        recorder.last[self] = repeated
         return result
 
     def _described(self, recorder: Any, operands: Sequence[Any], given: Sequence[Any]) -> list[Operand] | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -53,9 +53,10 @@ class Lazy:
 
     __slots__ = ("__weakref__", "index", "meta", "source", "value")
 
-    def __init__(self, source: Any, index: int, meta: Meta) -> None:
-        self.source, self.index, self.meta = source, index, meta
-        self.value: torch.Tensor | None = None
+    source: Any
+    index: int
+    meta: Meta
+    value: torch.Tensor | None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -122,6 +123,13 @@ class Lazy:
         return self.value
 
 
+def lazy_of(source: Any, index: int, meta: Meta) -> Lazy:
+    """A lazy value. The class has no `__init__`: blocks create as many values as trees have nodes."""
+    value = Lazy()
+    value.source, value.index, value.meta, value.value = source, index, meta, None
+    return value
+
+
 def known(found: Any) -> Any:
     """The same with tensors in place of lazy ones, in lists, tuples, and dicts."""
     kind = type(found)
@@ -157,16 +165,11 @@ def _attribute(name: str) -> Any:
     return property(lambda self: getattr(self.tensor(), name))
 
 
-class _Local(threading.local):
-    recorder: Any = None
-
-
-local = _Local()
-
-
-def recording() -> Any:
-    """The recorder of this thread, or None."""
-    return local.recorder
+_RECORDER: ContextVar[Any] = ContextVar("recorder", default=None)
+recording = _RECORDER.get
+"""The recorder of this thread, or None. A context variable is read in a tenth of the time of a thread's own data."""
+record_by = _RECORDER.set
+"""Sets the recorder of this thread, or None."""
 
 
 _OWN = {

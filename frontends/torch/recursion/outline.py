@@ -198,7 +198,7 @@ def outline(function: Callable[..., Any], marked: frozenset[str]) -> tuple[types
     if not outliner.blocks:
         return None
     code = _compiled(tree, function)
-    places = {_placeholder(k): block for k, block in enumerate(outliner.blocks)}
+    places = {_placeholder(k): block.entry for k, block in enumerate(outliner.blocks)}
     consts = tuple(places.get(c, c) if isinstance(c, str) else c for c in code.co_consts)
     return code.replace(co_consts=consts, co_qualname=function.__code__.co_qualname), outliner.blocks
 

@@ -14,7 +14,16 @@ from torch.overrides import TorchFunctionMode
 from daceml_train.frontends.torch.recursion import cells, columns
 from daceml_train.frontends.torch.recursion.arguments import joined_type, laziness, lazy_values, name_of
 from daceml_train.frontends.torch.recursion.forest import Forest, gathered, rows
-from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, known, local, meta, meta_of
+from daceml_train.frontends.torch.recursion.lazy import (
+    Lazy,
+    Meta,
+    known,
+    lazy_of,
+    meta,
+    meta_of,
+    record_by,
+    recording,
+)
 from daceml_train.frontends.torch.recursion.outside import Results
 from daceml_train.frontends.torch.recursion.runs import (
     INPUTS,
@@ -30,6 +39,7 @@ from daceml_train.frontends.torch.recursion.runs import (
     Solo,
     Step,
     constant,
+    run_of,
     slot,
 )
 
@@ -51,7 +61,8 @@ class Structures:
         """Code that belongs to a function of `codes`, which calls it."""
         self.cells: list[Any] = []
         self.memo: dict[Any, dict[Any, Any]] = {}
-        """Per state of the model's modules, what blocks record."""
+        self.last: dict[Any, dict[Any, Callable[..., Any]]] = {}
+        """Per state of the model's modules, what blocks record, and what they recorded last."""
         self.inner = False
         """Whether an operator within the recursion was ever recorded."""
         self.nested = False
@@ -92,6 +103,8 @@ class Recorder(TorchFunctionMode):
         self.events = 0
         """How often something happened that is not recorded."""
         self.memo = structures.memo.setdefault(state, {})
+        self.last: dict[Any, Callable[..., Any]] = structures.last.setdefault(state, {})
+        """Per block, what repeats the record that was repeated last."""
         self.eager = ""
 
     # ---- calls --------------------------------------------------------------------------------------------------
@@ -147,10 +160,10 @@ class Recorder(TorchFunctionMode):
         values = run.values
         first = len(values)
         if step.kind is None:
-            value = Lazy(run, first, step.made[0])
+            value = lazy_of(run, first, step.made[0])
             values.append(value)
             return value
-        results = [Lazy(run, first + k, kind) for k, kind in enumerate(step.made)]
+        results = [lazy_of(run, first + k, kind) for k, kind in enumerate(step.made)]
         values += results
         return step.kind(results)
 
@@ -246,7 +259,7 @@ class Recorder(TorchFunctionMode):
 
     def _new(self, outer: bool) -> Run:
         self.structures.inner |= not outer
-        run = Run(self, self.structures.start, outer)
+        run = run_of(self, self.structures.start, outer)
         self.pending.append(run)
         return run
 
@@ -261,7 +274,7 @@ class Recorder(TorchFunctionMode):
                         return None
                 else:
                     source = a.source
-            elif type(a) in (list, tuple) and laziness(a) & 1:
+            elif type(a) in (list, tuple) and laziness((a,)) & 1:
                 return None
         if type(source) is Run and source.outer and not source.sealed:
             return source
@@ -288,7 +301,7 @@ class Recorder(TorchFunctionMode):
                 stage = after
         self.events += 1
         solo = Solo(self, function, args, kwargs, stage)
-        value = Lazy(solo, 0, result)
+        value = lazy_of(solo, 0, result)
         solo.values.append(value)
         self.solos.append(solo)
         return value
@@ -305,7 +318,7 @@ class Recorder(TorchFunctionMode):
             shape, pick = tuple(tensor.shape[1:]), Pick(tensor, index % length, None)
         else:
             return None
-        return Lazy(pick, 0, meta(shape, tensor.dtype, tensor.device, torch.is_grad_enabled()))
+        return lazy_of(pick, 0, meta(shape, tensor.dtype, tensor.device, torch.is_grad_enabled()))
 
     # ---- looks --------------------------------------------------------------------------------------------------
     def demanded(self, run: Run, value: Lazy) -> torch.Tensor:
@@ -356,6 +369,7 @@ class Recorder(TorchFunctionMode):
     def abandon(self, why: str) -> None:
         """Compute what is recorded call by call, as PyTorch does, and run the rest of this forward pass in PyTorch."""
         self.eager = why
+        self.last = {}
         self.events += 1
         self.note(f"{why} within a recursion; PyTorch runs the forward pass")
         with _outside(self):
@@ -381,12 +395,13 @@ def _with_tensors(runs: Iterable[Run]) -> None:
 @contextmanager
 def _outside(recorder: Recorder) -> Iterator[None]:
     """PyTorch as without a recorder."""
-    before, local.recorder = local.recorder, None
+    before = recording()
+    record_by(None)
     try:
         with torch._C.DisableTorchFunction():
             yield
     finally:
-        local.recorder = before
+        record_by(before)
 
 
 def computed(recorder: Recorder, found: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, meta_of
+from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, meta_of, recording
 from daceml_train.frontends.torch.recursion.runs import Run, Shared
 
 SCALARS = (int, float, bool, str, type(None))
@@ -52,16 +52,8 @@ Operand: TypeAlias = (
 class _Source:
     """The text of a function under construction, and the objects that it names."""
 
-    def __init__(self) -> None:
-        self.names: dict[str, Any] = {
-            "Lazy": Lazy,
-            "Run": Run,
-            "MISS": MISS,
-            "MethodType": types.MethodType,
-            "grad_enabled": torch.is_grad_enabled,
-            "meta_of": meta_of,
-            "new": object.__new__,
-        }
+    def __init__(self, names: dict[str, Any]) -> None:
+        self.names = names
 
     def name(self, value: Any) -> str:
         """A name for an object."""
@@ -87,8 +79,7 @@ class _Source:
         elif isinstance(operand, Shared):
             yield f"{a} is {self.name(operand.tensor)}"
         elif isinstance(operand, types.MethodType):
-            yield f"type({a}) is MethodType and {a}.__func__ is {self.name(operand.__func__)}"
-            yield f"{a}.__self__ is {self.name(operand.__self__)}"
+            yield f"type({a}) is MethodType and {a} == {self.name(operand)}"  # compares identities
         elif isinstance(operand, torch.nn.Module):
             yield f"{a} is {self.name(operand)}"
         else:
@@ -96,6 +87,13 @@ class _Source:
             yield f"type({a}) is {self.name(kind_)} and {a} == {self.name(value)}"
             if kind_ is float:  # 0.0 and -0.0 differ
                 yield f"str({a}) == {str(value)!r}"
+
+    def function(self, name: str, parameters: Sequence[str], lines: Sequence[str]) -> Callable[..., Any]:
+        """A function of these lines."""
+        text = f"def {name}({', '.join(parameters)}):\n" + "".join(f"    {line}\n" for line in lines)
+        exec(compile(text, "<a block of a recursion>", "exec"), self.names)
+        function: Callable[..., Any] = self.names[name]
+        return function
 
     def _lazy(self, a: str, meta: Meta) -> str:
         name = self.name(meta)
@@ -132,7 +130,8 @@ def repeat(
 
     `inputs` tells where the run's inputs are; `metas` has the types of its values, and `template` what is returned.
     """
-    source = _Source()
+    source = _Source({"Lazy": Lazy, "Run": Run, "MISS": MISS, "MethodType": types.MethodType})
+    source.names |= {"grad_enabled": torch.is_grad_enabled, "meta_of": meta_of}
     conditions = [f"grad_enabled() is {grad}"]
     conditions += [c for k, operand in enumerate(operands) for c in source.guards(k, operand)]
     lines = [f"if not ({' and '.join(conditions)}): return MISS", "height = stage = 0"]
@@ -146,19 +145,38 @@ def repeat(
             "if source.height >= height: height = source.height + 1",
             "if source.stage > stage: stage = source.stage",
         ]
-    lines += ["run = new(Run)", "run.recorder = recorder", f"run.at = {source.name(at)}", "run.outer = False"]
+    lines += ["run = Run()", "run.recorder = recorder", f"run.at = {source.name(at)}", "run.outer = False"]
     lines += ["run.slots = run.group = run.forest = None", "run.position = 0", "run.sealed = True"]
     lines.append(f"run.used = {source.name(frozenset(returned(template)))}")
     lines += ["run.height = height", "run.stage = stage", "recorder.pending.append(run)"]
     lines.append(f"run.inputs = ({''.join(f'{_place(p)}, ' for p in inputs)})")
     values = sorted(set(returned(template)))
     for k in values:
-        lines += [f"v{k} = new(Lazy)", f"v{k}.source = run", f"v{k}.index = {k}"]
+        lines += [f"v{k} = Lazy()", f"v{k}.source = run", f"v{k}.index = {k}"]
         lines += [f"v{k}.meta = {source.name(metas[k])}", f"v{k}.value = None"]
     own = ", ".join(f"v{k}" if k in values else "None" for k in range(len(metas)))
     lines += [f"run.values = ({own},)", f"return {source.result(template)}"]
-    parameters = ", ".join(f"a{k}" for k in range(len(operands)))
-    text = f"def repeated(recorder, {parameters}):\n" + "".join(f"    {line}\n" for line in lines)
-    exec(compile(text, "<a block of a recursion>", "exec"), source.names)
-    function: Callable[..., Any] = source.names["repeated"]
-    return function
+    return source.function("repeated", ["recorder", *_operands(len(operands))], lines)
+
+
+def entry(count: int, block: Any, rest: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of so many operands that repeats what a block recorded last, or calls `rest`.
+
+    It is a plain function of as many parameters, which Python calls without a tuple and without a method.
+    """
+    source = _Source({"MISS": MISS, "recording": recording, "block": block, "rest": rest})
+    operands = ", ".join(_operands(count))
+    lines = [
+        "recorder = recording()",
+        "if recorder is not None:",
+        "    repeated = recorder.last.get(block)",
+        "    if repeated is not None:",
+        f"        found = repeated(recorder, {operands})",
+        "        if found is not MISS: return found",
+        f"return rest({operands})",
+    ]
+    return source.function("block", _operands(count), lines)
+
+
+def _operands(count: int) -> list[str]:
+    return [f"a{k}" for k in range(count)]

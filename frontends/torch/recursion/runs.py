@@ -163,18 +163,20 @@ class Run:
         "values",
     )
 
-    def __init__(self, recorder: Any, start: Step, outer: bool) -> None:
-        self.recorder, self.at, self.outer = recorder, start, outer
-        self.inputs: Any = []
-        self.slots: dict[int, Reference] = {}
-        self.values: Any = []
-        self.used: Any = set()
-        """The values that others read: a set, or all that a block returns."""
-        self.height = self.stage = 0
-        self.sealed = False
-        self.group: Any = None
-        self.position = 0
-        self.forest: Any = None
+    recorder: Any
+    at: Step
+    outer: bool
+    inputs: Any
+    slots: Any
+    values: Any
+    used: Any
+    """The values that others read: a set, or all that a block returns."""
+    height: int
+    stage: int
+    sealed: bool
+    group: Any
+    position: int
+    forest: Any
 
     def use(self, index: int) -> None:
         """Note that a value is read."""
@@ -186,6 +188,17 @@ class Run:
         """The value, for which all that is known so far is computed."""
         found: torch.Tensor = self.recorder.demanded(self, value)
         return found
+
+
+def run_of(recorder: Any, start: Step, outer: bool) -> Run:
+    """A run without operators. The class has no `__init__`: blocks create as many runs as trees have nodes."""
+    run = Run()
+    run.recorder, run.at, run.outer = recorder, start, outer
+    run.inputs, run.slots, run.values, run.used = [], {}, [], set()
+    run.height = run.stage = run.position = 0
+    run.sealed = False
+    run.group = run.forest = None
+    return run
 
 
 class _All:
