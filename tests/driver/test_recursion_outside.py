@@ -1,14 +1,18 @@
 """Types of what operators outside of a recursion return, for other numbers of rows than those that they were learned for."""
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 
+import daceml_train as dt
 from daceml_train.frontends.torch.recursion.cells import Fakes
-from daceml_train.frontends.torch.recursion.lazy import lazy_of, meta_of
+from daceml_train.frontends.torch.recursion.lazy import Lazy, lazy_of, meta_of
 from daceml_train.frontends.torch.recursion.outside import Results
+from daceml_train.frontends.torch.recursion.runs import Run, Solo
+from tests.driver.test_recursion import TreeLSTM, forest
 
 WEIGHT = torch.randn(5, 3, requires_grad=True)
 CALLS: dict[str, Any] = {
@@ -40,3 +44,33 @@ def test_other_numbers_of_rows_are_not_asked_for() -> None:
     for rows in range(6, 30):
         results.of(F.linear, (lazy_of(None, 0, meta_of(torch.randn(rows, 3))), WEIGHT), {})
     assert len(results.known) == 1
+
+
+def test_attributes_of_a_lazy_value_are_those_of_its_tensor() -> None:
+    x = torch.randn(2, 3)
+    value = lazy_of(None, 0, meta_of(x))
+    value.value = x
+    computed: Any = value
+    assert computed.is_leaf and computed.grad_fn is None and computed.layout is torch.strided
+    assert computed.itemsize == 4 and torch.equal(computed.data, x) and torch.equal(computed.T, x.T)
+    assert not hasattr(value, "no such attribute")
+
+
+class Joined(TreeLSTM):
+    """The states of all roots in one tensor, as one operand."""
+
+    def forward(self, trees: list[Any]) -> torch.Tensor:
+        """The results for the roots."""
+        return self.out(torch.cat([self.visit(tree)[0] for tree in trees])).sum()
+
+
+def test_a_batch_is_released_without_garbage_collection() -> None:
+    compiled = dt.optimize(Joined())
+    compiled(forest(0, 3)).backward()
+    gc.collect()
+    gc.disable()
+    try:
+        compiled(forest(1, 3)).backward()
+        assert not [o for o in gc.get_objects() if type(o) in (Run, Solo, Lazy)]
+    finally:
+        gc.enable()

@@ -339,15 +339,16 @@ class Recorder(TorchFunctionMode):
             pending: list[Any] = self.pending
             solos: list[Any] = self.solos
             self.pending, self.solos = [], []
+            by_stage: dict[int, list[Run]] = {solo.stage: [] for solo in solos}
             for run in pending:
                 run.sealed = True
-            last = max((s.stage for s in [*pending, *solos]), default=0)
-            for stage in range(last + 1):
+                if run.at.operator is not None:
+                    by_stage.setdefault(run.stage, []).append(run)
+            for stage in sorted(by_stage):
                 for solo in solos:
                     if solo.stage == stage:
                         self._run_solo(solo)
-                runs = [run for run in pending if run.stage == stage and run.at.operator is not None]
-                if runs:
+                if runs := by_stage[stage]:
                     compiled = self.structures.programs
                     batch = None if compiled is None else compiled.run(self.structures, runs)
                     if batch is None:

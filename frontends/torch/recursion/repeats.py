@@ -175,7 +175,7 @@ def entry(count: int, block: Any, rest: Callable[..., Any]) -> Callable[..., Any
         "        if found is not MISS: return found",
         f"return rest({operands})",
     ]
-    return source.function("block", _operands(count), lines)
+    return source.function("called", _operands(count), lines)
 
 
 def _operands(count: int) -> list[str]:
