@@ -164,8 +164,9 @@ def test_500_shapes_are_one_program() -> None:
 
 
 @pytest.mark.compiled
-def test_a_cycle_names_its_path() -> None:
-    compiled: Any = dt.optimize(Sum())
+@pytest.mark.parametrize("kind", [Sum, Unmarked])
+def test_a_cycle_names_its_path(kind: type[Sum]) -> None:
+    compiled: Any = dt.optimize(kind())
     root = Node(0, Node(1), Node(0, Node(2), Node(3)))
     root.right.right = Node(0, root.right, Node(1))
     with pytest.raises(RecursionError) as error:
@@ -213,9 +214,21 @@ class Wide(Sum):
         return self.join(torch.cat([left, right], 1)).tanh()
 
 
+class WideUnmarked(Wide):
+    """The same, whose recursion has no name."""
+
+    def visit(self, node: Node) -> Tensor:
+        """The state of a node."""
+        if node.left is None:
+            return (self.words if node.word < 9 else self.wide)(torch.tensor([node.word]))
+        left, right = self.visit(node.left), self.visit(node.right)
+        return self.join(torch.cat([left, right], 1)).tanh()
+
+
 @pytest.mark.compiled
-def test_children_of_different_widths_are_named() -> None:
-    compiled: Any = dt.optimize(Wide())
+@pytest.mark.parametrize("kind", [Wide, WideUnmarked])
+def test_children_of_different_widths_are_named(kind: type[Wide]) -> None:
+    compiled: Any = dt.optimize(kind())
     good = Node(0, Node(1), Node(0, Node(2), Node(3)))
     assert compiled([good]).shape == (1, 4)
     with pytest.raises(RuntimeError, match="shapes") as error:
