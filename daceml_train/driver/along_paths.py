@@ -145,7 +145,7 @@ class AlongPaths(OnRanks):
         flat: Sequence[Any],
         manager: Any = UNGUARDED,
         scope: Mapping[str, Any] = types.MappingProxyType({}),
-        effects: bool = False,
+        effects: types.FunctionType | None = None,
         assigned: Collection[int] = (),
     ) -> BoundStep:
         return BoundStep(

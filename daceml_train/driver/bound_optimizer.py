@@ -160,7 +160,7 @@ def in_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
         if stride == 0 and tensor.shape[dimension] > 1:
             once = once.narrow(dimension, 0, 1)
     copy = torch.empty_strided(once.shape, strides, dtype=tensor.dtype, device=tensor.device)
-    with torch.autograd._unsafe_preserve_version_counter(copy):
+    with torch.autograd.grad_mode._unsafe_preserve_version_counter(copy):
         copy.copy_(once)
     return copy if once is tensor else copy.expand(tensor.shape)
 

@@ -29,7 +29,7 @@ from daceml_train.driver.source_guard import SourceGuard, follow
 from daceml_train.errors import DeviceMismatch, ExecutionError, Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.frontends.torch.capture.rng_draws import Draw
-from daceml_train.frontends.torch.dynamo.tracing import failing_guard, first_to_run
+from daceml_train.frontends.torch.dynamo.tracing import failing_guard
 from daceml_train.lowering.device import GPU
 from daceml_train.runtime.bound_plan import BoundPlan
 from daceml_train.runtime.collectives import communicating
@@ -80,7 +80,7 @@ class BoundStep:
         flat: Sequence[Any],
         scope: dict[str, Any],
         code_globals: dict[str, Any],
-        effects: bool,
+        effects: types.FunctionType | None,
         accumulated: Mapping[int, torch.Tensor],
         bounds: Mapping[str, float],
         scaler: torch.amp.GradScaler | None = None,
@@ -100,7 +100,7 @@ class BoundStep:
         """TorchDynamo's guards of the captured code."""
         self.guard: Callable[[dict[str, Any]], bool] = manager.check
         self.effects = effects
-        """Whether the code that Dynamo generated does more than compute the loss."""
+        """The code that Dynamo generated, if it does more than compute the loss."""
         program = step.executable.program
         tensors = list(by_name.values())
         self.plan: BoundPlan = step.executable.plan([tensors[i].shape[d] for i, d in program.symbols.values()])
@@ -180,7 +180,7 @@ class BoundStep:
                 if not same_strides(tensor, strides):
                     raise Unsupported(f"{entry.path} is not dense in memory (strides {tensor.stride()})")
                 if id(tensor) not in known and source.kind in ("tensor", "number"):
-                    moving = self.effects and not entry.mutable and entry.name not in captured.changes
+                    moving = self.effects is not None and not entry.mutable and entry.name not in captured.changes
                     self.followed.append(follow(source.source, scope, code_globals, tensor, position, strides, moving))
                     if self.followed[-1].number:
                         self.host_positions.append(position)
@@ -256,12 +256,6 @@ class BoundStep:
     def _same_scaling(self) -> bool:
         same = all(getattr(self.scaler, name) is tensor for name, tensor in self.scale.items())
         return same and scaling_of(self.scaler) == self.scaling
-
-    def repeatable(self, code: types.CodeType, scope: dict[str, Any]) -> bool:
-        """Whether TorchDynamo, asked for the effects, would run the code that was bound: another one whose guards hold
-        as well has other outputs.
-        """
-        return not self.effects or first_to_run(code, scope, self.manager) is self.manager
 
     def changed(self, scope: dict[str, Any]) -> str:
         """What is not as it was bound, for messages; the first call of a new kind of state is not asked about."""

@@ -24,10 +24,13 @@ from daceml_train.frontends.torch.paths.trie import Call, Number
 from daceml_train.graph.graph import Graph, Role
 from daceml_train.lowering.device import CPU
 from daceml_train.ops.gradient import Detach
+from daceml_train.ops.reduction import Mean, Reduce, Variance
 from daceml_train.passes.base import without_dead_code
 
 _FREE = (*FREE, Detach)
 """Operators that move no bytes."""
+_CHEAP = (*_FREE, *POINTWISE, Reduce, Mean, Variance)
+"""Operators that cost no more than a program of their own does."""
 
 
 @dataclass
@@ -167,7 +170,7 @@ def nearly_computed(graph: Graph, name: str, others: Sequence[str], known: Calla
     for other in others:
         nodes, read = required(graph.nodes, [other])
         more = [node for node in nodes if before.isdisjoint(node.outputs)]
-        cheap = all(isinstance(node.op, (*_FREE, *POINTWISE)) for node in more)
+        cheap = all(isinstance(node.op, _CHEAP) for node in more)
         if cheap and all(known(n) for n in read if n in graph.inputs):
             found.append(other)
     return found

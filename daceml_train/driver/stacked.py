@@ -183,7 +183,7 @@ def _check(step: TrainingStep, bound: BoundStep) -> None:
         "a loss scaler": step.scaler is not None,
         "several processes that train together": step.ranks is not None,
         "gradients that are kept": step.keep_gradients,
-        "a model or a loss that changes Python objects": bound.effects,
+        "a model or a loss that changes Python objects": bound.effects is not None,
         "the first step of an optimizer, which creates its state": bound.first,
     }
     for what, found in left_out.items():

@@ -28,6 +28,7 @@ from daceml_train.frontends.torch.capture import gradient_hooks, graph_leaves
 from daceml_train.frontends.torch.dynamo import (
     formats,
     graph_breaks,
+    growing,
     polyfills,
     prints,
     retention,
@@ -40,7 +41,17 @@ RECOMPILATIONS = 64
 
 _KNOWN = inspect.signature(torch.compile).parameters
 _copies = itertools.count()
-_PATCHES: Any = (gradient_hooks, graph_leaves, absent_gradients, prints, scalars, retention, size_limits, graph_breaks)
+_PATCHES: Any = (
+    gradient_hooks,
+    graph_leaves,
+    absent_gradients,
+    prints,
+    growing,
+    scalars,
+    retention,
+    size_limits,
+    graph_breaks,
+)
 """Modules that change what TorchDynamo does in traces of ours."""
 
 
