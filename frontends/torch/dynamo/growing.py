@@ -3,24 +3,33 @@
 TorchDynamo captures a list with its length and replaces all of it after the graph has run, so that a model that notes a
 value at each call is captured once more at each call, and a deque of limited length breaks the graph. Here a list that
 is appended to, and not read, is extended by what was appended. A list that is read is captured as before.
+
+Where a graph breaks within `notes.append(...)`, the method waits on the stack. It is another object at each call, of
+which TorchDynamo compares the identity; here it is a method of a list.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
+import types
 from typing import Any
 
 from torch._dynamo.bytecode_transformation import create_call_method, create_instruction
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.source import GetItemSource, LocalSource
+from torch._dynamo.source import AttrSource, GetItemSource, LocalSource
+from torch._dynamo.variables import VariableTracker, builder
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import DequeVariable, ListVariable
 
 from daceml_train.frontends.torch.traces import Traces
+
+_CONTAINERS = (list, collections.deque, dict, set)
+_BoundMethod: Any = getattr(builder, "BoundBuiltinMethodVariable", None)
+"""A method of a builtin type that waits; not in every version."""
 
 
 class _Growing:
@@ -90,11 +99,21 @@ def _read(found: Any) -> None:
     read()
 
 
+def _method(builder: Any, value: Any) -> Any:
+    """A method of a container: one of the same name of the container that is there at a call."""
+    source = builder.source
+    builder.install_guards(GuardBuilder.TYPE_MATCH)
+    install_guard(AttrSource(source, "__name__").make_guard(GuardBuilder.CONSTANT_MATCH))
+    owner = VariableTracker.build(builder.tx, value.__self__, AttrSource(source, "__self__")).realize()
+    descriptor = getattr(type(value.__self__), value.__name__)
+    return _BoundMethod(descriptor, owner, source=source)
+
+
 @functools.cache
 def _install() -> None:
     builders: Any = VariableBuilder
     effects: Any = SideEffects
-    wrap, update = builders.wrap_listlike, effects.codegen_update_mutated
+    wrap, update, wrap_any = builders.wrap_listlike, effects.codegen_update_mutated, builders._wrap
 
     @functools.wraps(wrap)
     def wrap_listlike(self: Any, value: Any) -> Any:
@@ -119,6 +138,15 @@ def _install() -> None:
             for var in grown:
                 var.mutation_type.is_modified = True
 
+    @functools.wraps(wrap_any)
+    def wrap_value(self: Any, value: Any) -> Any:
+        bound = type(value) is types.BuiltinMethodType and type(value.__self__) in _CONTAINERS
+        if not traces.depth or not bound or self.source is None:
+            return wrap_any(self, value)
+        return _method(self, value)
+
+    if _BoundMethod is not None:
+        builders._wrap = wrap_value
     builders.wrap_listlike, effects.codegen_update_mutated = wrap_listlike, codegen_update_mutated
 
 
