@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 import types
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
@@ -12,7 +13,7 @@ import torch._dynamo
 
 from daceml_train.driver.bound_step import UNGUARDED, BoundStep
 from daceml_train.driver.distribution import parallel_wrapper
-from daceml_train.driver.faster import Faster
+from daceml_train.driver.faster import SLOWER, WARM_PATHS, Faster
 from daceml_train.driver.goals import WholeStep
 from daceml_train.driver.module import state_of
 from daceml_train.driver.on_ranks import OnRanks
@@ -61,6 +62,8 @@ class AlongPaths(OnRanks):
 
     def _start_in_pieces(self) -> None:
         self.faster = Faster(compiled=None if self.whole_batches else True)
+        self.along = Faster(warm=WARM_PATHS)
+        """Whether calls along paths are faster than PyTorch: operators of a few elements may not be."""
         self.paths: dict[Any, Paths] = {}
         """Per number of threads, the ways through the user's code of calls that are not one program."""
         self._unbound: dict[Any, int] = {}
@@ -80,9 +83,15 @@ class AlongPaths(OnRanks):
             paths.refused = unsuited(paths.owner)
         if paths.refused or any(map(_unsuited, flat)):
             return None
+        misses, followed, start = paths.misses, self.along.takes_pieces(), time.thread_time()
         try:
-            loss = paths.step(flat, inputs, targets)
-            self._warn_of_paths(key, paths)
+            if followed:
+                loss = paths.step(flat, inputs, targets)
+                self._warn_of_paths(key, paths)
+            else:
+                loss = self._train_in_pieces(self._loss_in_pieces(key, inputs, targets, False), inputs, targets)
+            if paths.misses == misses and self.along.ran(followed, time.thread_time() - start):
+                paths.end(SLOWER)
             return loss
         except Exception as error:
             if paths.calls == 1:
@@ -90,9 +99,9 @@ class AlongPaths(OnRanks):
                 self._at_fault(key, error, inputs, targets)
             raise
         finally:
-            if paths.refused == ENDLESS and self.faster.compiled is None:
+            if paths.refused in (ENDLESS, SLOWER) and self.faster.compiled is None:
                 self.faster.compiled = False
-                self.breaks.append(ENDLESS)
+                self.breaks.append(paths.refused)
 
     def _outgrown(self, key: Any) -> None:
         """Forget the programs of a kind of arguments that follows paths, if no call runs them any more."""

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import time
 
-WARM, TIMED = 6, 6
-"""So many calls compile and settle; of so many after them every second one runs without the pieces."""
+WARM, TIMED = 5, 4
+"""So many calls compile and settle; after them, so many are timed with the pieces, and as many without."""
+
+CLEARLY = 0.97
+"""Pieces are kept if they take at most this share of PyTorch's time: timings of so few calls are not more precise."""
+
+WARM_PATHS = 8
+"""So many calls along paths come before their timing: a step of many ways has met most of them."""
 
 SLOWER = "the compiled pieces are slower than PyTorch, which runs the model"
 """Why a model in pieces has none."""
 
 
 class Faster:
-    """Counts and times the calls of a step in pieces."""
+    """Counts and times the calls of a step in pieces, or along paths."""
 
-    def __init__(self, compiled: bool | None = None) -> None:
-        self.calls = 0
+    def __init__(self, compiled: bool | None = None, warm: int = WARM) -> None:
+        self.calls, self.warm = 0, warm
         self.compiled = compiled
         """Whether the compiled pieces are faster, once that is known."""
         self.best = {True: float("inf"), False: float("inf")}
@@ -23,17 +29,17 @@ class Faster:
 
     def takes_pieces(self) -> bool:
         """Whether the next call runs the compiled pieces."""
-        return self.compiled if self.compiled is not None else self.calls < WARM or self.calls % 2 == 0
+        return self.compiled if self.compiled is not None else self.calls < self.warm or self.calls % 2 == 0
 
     def ran(self, compiled: bool, seconds: float) -> bool:
         """Note a call; whether it has settled that PyTorch is faster."""
         self.calls += 1
-        if self.compiled is not None or self.calls <= WARM:
+        if self.compiled is not None or self.calls <= self.warm:
             return False
         self.best[compiled] = min(self.best[compiled], seconds)
-        if self.calls < WARM + TIMED:
+        if self.calls < self.warm + 2 * TIMED:
             return False
-        self.compiled = self.best[True] <= self.best[False]
+        self.compiled = self.best[True] <= CLEARLY * self.best[False]
         return not self.compiled
 
 
@@ -73,5 +79,5 @@ class FasterModule:
                 self.compiled = ran > 0  # nothing is compiled, or one program is all of it
             self._seconds, self._start = now - self._start, now
         elif self.calls == WARM + 2 * TIMED:
-            self.compiled = self._seconds <= time.thread_time() - self._start
+            self.compiled = self._seconds <= CLEARLY * (time.thread_time() - self._start)
         return self.calls < WARM + TIMED if self.compiled is None else self.compiled

@@ -289,8 +289,12 @@ class Paths:
         if sum(list(self.recent)[-RECENT // share :]) >= NEW // share:
             self.refused = ENDLESS
         if self.refused:
-            self.root, self.leaves = Step(), []
+            self.end(self.refused)
         return trained
+
+    def end(self, why: str) -> None:
+        """Follow no path any more."""
+        self.refused, self.root, self.leaves = why, Step(), []
 
     def _keep_real(self, recorder: Recorder) -> None:
         """Give tensors that stand for results, and that user code keeps, the values that it expects."""

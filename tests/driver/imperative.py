@@ -105,6 +105,7 @@ class Pair:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.step: TrainingStep = dt.training_step(self.ours, loss_of, self.optimizers[0], random="eager")
+        self.step.along.compiled = True  # whether that is faster for so few elements or not
         self.streams = Streams(7), Streams(7)
 
     @property

@@ -272,6 +272,27 @@ class Helped(Imperative):
         return self.r(h)
 
 
+class Quantizing(Imperative):
+    """A code book and how often each code is used, in buffers whose names are those of attributes of FX's modules."""
+
+    code: Tensor
+    graph: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("code", torch.linspace(-1, 1, 4 * SIZE).view(4, SIZE).sin())
+        self.register_buffer("graph", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.l(x)
+        nearest = torch.cdist(h, self.code).argmin(1)
+        self.notes.append(nearest.unique().numel())
+        quantized = self.code[nearest]
+        with torch.no_grad():
+            self.graph.mul_(0.9).add_(torch.eye(4, dtype=h.dtype)[nearest].sum(0), alpha=0.1)
+        return self.r(h + (quantized - h).detach()) * self.graph.sum()
+
+
 PROGRAMS: dict[Callable[[], Imperative], int] = {
     Searching: 8,
     Filling: 4,
@@ -283,6 +304,7 @@ PROGRAMS: dict[Callable[[], Imperative], int] = {
     Assigning: 7,
     Layered: 3,
     Helped: 4,
+    Quantizing: 2,
 }
 """The programs, and at most how many of ten calls are recorded."""
 

@@ -119,7 +119,9 @@ class _Builder:
         return node
 
     def attribute(self, tensor: Tensor) -> fx.Node:
-        name = self.names.get(id(tensor), f"held_{len(self.held)}")
+        name, other = self.names.get(id(tensor), ""), f"held_{len(self.held)}"
+        if not name or hasattr(fx.GraphModule, name.partition(".")[0]):  # as `code`, which FX has itself
+            name = other
         self.held[name] = tensor
         return self.graph.get_attr(name)
 

@@ -94,29 +94,44 @@ def _bound(position: Dim | None, size: Dim, default: Dim) -> Dim:
     return simplify(size + position) if position.is_negative else position
 
 
+def _positions(t: Translator, start: Value, size: Dim, count: Dim, step: int = 1) -> Value:
+    """The positions of a slice that begins at a number of the program."""
+    start = start.cast(DType.int64)
+    start = start.compare("lt", 0).where(start + t.value(size, DType.int64), start)
+    first = start.compare("lt", 0).where(0, start)
+    steps = t.emit("iota", shape=(count,), dim=0, dtype=DType.int64, start=0, step=step)
+    return first.view((1,)) + steps
+
+
 @rule("slice.Tensor")
 def _slice(
-    t: Translator, x: Value, dim: int = 0, start: Dim | None = None, end: Dim | None = None, step: int = 1
+    t: Translator, x: Value, dim: int = 0, start: Dim | Value | None = None, end: Any = None, step: int = 1
 ) -> Value:
     dim = _axis(dim, len(x.shape))
     count = t.type.shape[dim]
-    first = _bound(start, x.shape[dim], 0)
     if same(count, 0):
         return t.connected(t.full(0, t.type.shape, x.dtype), x)
     if same(count, x.shape[dim]):
         return x
+    if isinstance(start, Value):
+        found: Value = RULES["aten.index_select.default"](t, x, dim, _positions(t, start, x.shape[dim], count, step))
+        return found
+    first = _bound(start, x.shape[dim], 0)
     return x.slice(dim, first, simplify(first + (count - 1) * step + 1), step)
 
 
 @rule("select.int")
-def _select(t: Translator, x: Value, dim: int, index: Dim) -> Value:
+def _select(t: Translator, x: Value, dim: int, index: Dim | Value) -> Value:
     dim = _axis(dim, len(x.shape))
+    if isinstance(index, Value):
+        found: Value = RULES["aten.index_select.default"](t, x, dim, _positions(t, index, x.shape[dim], 1))
+        return found
     first = _bound(index, x.shape[dim], 0)
     return x.slice(dim, first, simplify(first + 1)).view(t.type.shape)
 
 
 @rule("narrow.default")
-def _narrow(t: Translator, x: Value, dim: int, start: Dim, length: Dim) -> Value:
+def _narrow(t: Translator, x: Value, dim: int, start: Dim | Value, length: Dim) -> Value:
     return _slice(t, x, dim, start)
 
 
@@ -207,11 +222,15 @@ def _slice_scatter(
     x: Value,
     source: Value,
     dim: int = 0,
-    start: Dim | None = None,
-    end: Dim | None = None,
+    start: Dim | Value | None = None,
+    end: Any = None,
     step: int = 1,
 ) -> Value | None:
     dim = _axis(dim, len(x.shape))
+    if isinstance(start, Value):
+        places = _positions(t, start, x.shape[dim], source.shape[dim], step)
+        found: Value | None = RULES["aten.index_copy.default"](t, x, dim, places, source.cast(x.dtype))
+        return found
     if step != 1:
         return None
     first, size = _bound(start, x.shape[dim], 0), x.shape[dim]
@@ -223,7 +242,7 @@ def _slice_scatter(
 
 
 @rule("select_scatter.default")
-def _select_scatter(t: Translator, x: Value, source: Value, dim: int, index: Dim) -> Value | None:
+def _select_scatter(t: Translator, x: Value, source: Value, dim: int, index: Dim | Value) -> Value | None:
     dim = _axis(dim, len(x.shape))
     return _slice_scatter(t, x, source.view((*x.shape[:dim], 1, *x.shape[dim + 1 :])), dim, index)
 

@@ -302,7 +302,8 @@ class Translator:
         if expression.is_Symbol and isinstance(node.args[0], fx.Node):
             operand = resolve(node.args[0])
             if isinstance(operand, Value):
-                self._numbers[expression.name] = operand.view(())
+                number = operand.view(())  # Python's from here on: no gradient flows through it
+                self._numbers[expression.name] = self.emit("detach", number) if number.dtype.is_float else number
         try:
             return self._evaluate(expression)
         except DacemlError as error:
