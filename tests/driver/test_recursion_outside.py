@@ -1,5 +1,6 @@
 """Types of what operators outside of a recursion return, for other numbers of rows than those that they were learned for."""
 
+import copy
 import gc
 from typing import Any
 
@@ -74,3 +75,19 @@ def test_a_batch_is_released_without_garbage_collection() -> None:
         assert not [o for o in gc.get_objects() if type(o) in (Run, Solo, Lazy)]
     finally:
         gc.enable()
+
+
+class Extended(TreeLSTM):
+    """A forward pass that calls a method which user code has added to tensors."""
+
+    def forward(self, trees: list[Any]) -> torch.Tensor:
+        """The results for the roots."""
+        states = torch.cat([self.visit(tree)[0] for tree in trees])
+        return states.doubled().sum()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_a_method_that_was_added_to_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Extended()
+    twin, compiled = copy.deepcopy(model), dt.optimize(model)
+    monkeypatch.setattr(torch.Tensor, "doubled", lambda self: self + self, raising=False)
+    torch.testing.assert_close(compiled(forest(0, 3)), twin(forest(0, 3)))

@@ -203,3 +203,15 @@ for _name in dir(torch.Tensor):
 for _name in ("__repr__", "__str__", "__format__"):
     _shown = getattr(torch.Tensor, _name)
     setattr(Lazy, _name, lambda self, *a, _shown=_shown: _shown(self.tensor(), *a))
+
+_TAKEN = {"names": len(vars(torch.Tensor))}
+
+
+def take_added() -> None:
+    """Give lazy values what user code has added to `torch.Tensor` since: attributes and methods of their tensors."""
+    added = vars(torch.Tensor)
+    if len(added) != _TAKEN["names"]:
+        _TAKEN["names"] = len(added)
+        for name in added.keys() - vars(Lazy).keys() - _OWN:
+            if not name.startswith("__"):
+                setattr(Lazy, name, _attribute(name))

@@ -23,6 +23,7 @@ from daceml_train.frontends.torch.recursion.lazy import (
     meta_of,
     record_by,
     recording,
+    take_added,
 )
 from daceml_train.frontends.torch.recursion.outside import Results
 from daceml_train.frontends.torch.recursion.runs import (
@@ -93,6 +94,7 @@ class Recorder(TorchFunctionMode):
         state: Any = None,
     ) -> None:
         super().__init__()
+        take_added()
         self.structures, self.note = structures, note
         self.shared = structures.shared_by(tensors)
         self.entry = entry
