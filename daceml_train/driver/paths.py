@@ -39,12 +39,11 @@ from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.capture.capture import InputSource
 from daceml_train.frontends.torch.dynamo.tracing import reason
 from daceml_train.frontends.torch.paths.recorder import Recorder
-from daceml_train.frontends.torch.paths.sharing import kept_of, shared
+from daceml_train.frontends.torch.paths.sharing import kept_of, places_of, same_elements, shared
 from daceml_train.frontends.torch.paths.sites import Sites
 from daceml_train.frontends.torch.paths.stitch import PathGraph, captured_path
 from daceml_train.frontends.torch.paths.threads import watched
 from daceml_train.frontends.torch.paths.trie import Call, Number, Operand, Result, Step, leaves_of, numbers_of
-from daceml_train.frontends.torch.paths.values import memory
 from daceml_train.lowering.device import CPU
 from daceml_train.runtime.bound_plan import AnyArena, new_arena
 from daceml_train.training.gradients import GradientOptions
@@ -96,6 +95,8 @@ class Leaf:
     looked: dict[tuple[Step, Result], None] = field(default_factory=dict)
     kept: dict[Result, None] = field(default_factory=dict)
     """Results that user code keeps after the call."""
+    same: dict[Result, Result] = field(default_factory=dict)
+    """By such a result the first one with the same memory."""
     program: PathProgram | None = None
 
 
@@ -108,6 +109,7 @@ class PathProgram:
     """Where the tensors of a call come from, that are passed to the program."""
     needs: list[LookProgram]
     kept: list[Result]
+    same: dict[Result, Result]
     generation: int
 
 
@@ -225,9 +227,12 @@ class Paths:
             return None
         found.followed += 1
         self.owner.gradient_norm = program.bound.norm
-        for kept, value in zip(program.kept, program.bound.further, strict=True):
+        values_of = dict(zip(program.kept, program.bound.further, strict=True))
+        for kept in program.kept:
+            first = program.same[kept]
+            values_of[first] = in_strides(values_of[first], first.tensor.stride())
             if kept in held:
-                value = in_strides(value, kept.tensor.stride())
+                value = values_of[first].detach()
                 value = _WithoutGraph.apply(value, _SOURCE) if kept.requires_grad else value  # type: ignore[no-untyped-call]
                 torch.utils.swap_tensors(kept.renew(), value)
         return result if program.bound.mean is None else program.bound.mean
@@ -250,7 +255,7 @@ class Paths:
         recorder.check_arrays()
         self._held()
         result = recorder.known.get(id(loss))
-        memories = {r: memory(t) for r, t in recorder.values.items()}
+        places = places_of(recorder.values)
         try:
             trained = self.owner._train_in_pieces(loss, inputs, targets)
         except BaseException:
@@ -280,7 +285,8 @@ class Paths:
         leaf.seen += 1
         leaf.looked.update(dict.fromkeys(recorder.looked))
         leaf.kept.update(dict.fromkeys(kept_of(alive)))
-        self.refused = shared(memories, result, leaf.kept, call.operands)
+        leaf.same = same_elements(places, leaf.kept)
+        self.refused = shared(places, result, leaf.kept, call.operands)
         early = 2 * self.misses <= self.calls or len(self.leaves) <= EARLY_PATHS
         self.widest = max(self.widest, recorder.ways)
         if not self.refused and self.calls > 1 and (leaf.seen > 1 or (early and self.widest < MANY)):
@@ -391,7 +397,7 @@ class Paths:
         bound = owner._bound_to(captured, step_program, by_name, flat, assigned=assigned)
         needs = list({id(p): p for name in taken for p in [available[numbers[name]]]}.values())
         all_sources: list[Any] = [*sources, *((numbers[name],) for name in taken)]
-        return PathProgram(bound, all_sources, needs, kept, self.generation)
+        return PathProgram(bound, all_sources, needs, kept, leaf.same, self.generation)
 
 
 def _lines(step: Step, indent: str) -> list[str]:

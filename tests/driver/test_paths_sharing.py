@@ -45,11 +45,15 @@ CASES = {
     "a view of a parameter": (keep(lambda m, h: m.w.detach()[1:]), mean),
     "data of a parameter": (keep(lambda m, h: m.w.data.t()), mean),
     "two views of a result": (keep(lambda m, h: h.detach(), lambda m, h: h.detach()[1:]), mean),
+    "a result and the same without a gradient": (keep(lambda m, h: h, lambda m, h: h.detach()), mean),
     "a result and its view": (keep(lambda m, h: h, lambda m, h: h.detach().t()), mean),
     "an expanded result": (keep(lambda m, h: h.detach()[:, :1].expand(2, 5, 7)), mean),
     "a transposed result": (keep(lambda m, h: h.detach().t()), mean),
     "results of their own": (keep(lambda m, h: h.detach(), lambda m, h: h.detach() * 2), mean),
 }
+
+
+SAME = "a result and the same without a gradient"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -81,7 +85,7 @@ def test_what_a_step_along_paths_leaves_behind(name: str) -> None:
                 )
             )
         seen.append(found)
-        if step is not None and name in ("an expanded result", "a transposed result", "results of their own"):
+        if step is not None and name in ("an expanded result", "a transposed result", "results of their own", SAME):
             assert "by programs" in str(dt.report(step)) and "no longer" not in str(dt.report(step))
     for number, (eager, compiled) in enumerate(zip(*seen, strict=True)):
         torch.testing.assert_close(compiled, eager, msg=lambda text, n=number: f"call {n}: {text}")  # type: ignore[misc]

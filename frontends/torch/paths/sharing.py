@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import Tensor
 
 from daceml_train.frontends.torch.paths.trie import Result
 from daceml_train.frontends.torch.paths.values import memory
+
+Place = tuple[int, Any]
+"""The memory of a tensor, and where in it the elements are."""
+
+
+def places_of(results: Mapping[Result, Tensor]) -> dict[Result, Place]:
+    """Where the tensors of results are."""
+    return {r: (memory(t), (t.dtype, t.shape, t.stride(), t.storage_offset())) for r, t in results.items()}
 
 
 def kept_of(results: Mapping[Result, weakref.ref[Tensor]]) -> list[Result]:
@@ -21,21 +30,24 @@ def kept_of(results: Mapping[Result, weakref.ref[Tensor]]) -> list[Result]:
     return [result for result, tensor in living.items() if id(tensor) not in bases]
 
 
-def shared(memories: Mapping[Result, int], loss: Result, kept: Iterable[Result], operands: Iterable[Tensor]) -> str:
+def shared(places: Mapping[Result, Place], loss: Result, kept: Iterable[Result], operands: Iterable[Tensor]) -> str:
     """Why a program cannot leave behind the loss and what user code keeps; nothing if it can.
 
-    `memories` is what `memory` says of the tensor of each result. That of the loss is the caller's alone.
+    The memory of the loss is the caller's alone.
     """
     outside = {memory(t) for t in operands}
-    if memories.get(loss) in outside:
+    if loss in places and places[loss][0] in outside:
         return "the loss is a view of a parameter or of another tensor that the model does not compute"
-    seen: set[int] = set()
-    for result in kept:
-        if (own := memories.get(result)) is None:
-            continue
+    seen: dict[int, Any] = {}
+    for own, elements in (places[result] for result in kept if result in places):
         if own in outside:
             return "user code keeps a view of a parameter or of another tensor that the model does not compute"
-        if own in seen:
-            return "user code keeps two tensors that share memory"
-        seen.add(own)
+        if seen.setdefault(own, elements) != elements:
+            return "user code keeps two different views of one memory"
     return ""
+
+
+def same_elements(places: Mapping[Result, Place], kept: Iterable[Result]) -> dict[Result, Result]:
+    """By kept result the first one that is the same memory, such as `h` for `h.detach()`."""
+    first: dict[Any, Result] = {}
+    return {result: first.setdefault(places.get(result, id(result)), result) for result in kept}
