@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from daceml_train.errors import Unsupported
@@ -161,8 +160,7 @@ def in_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
         if stride == 0 and tensor.shape[dimension] > 1:
             once = once.narrow(dimension, 0, 1)
     copy = torch.empty_strided(once.shape, strides, dtype=tensor.dtype, device=tensor.device)
-    with _unsafe_preserve_version_counter(copy):
-        copy.copy_(once)
+    copy.data.copy_(once)  # no change that its version counts
     return copy if once is tensor else copy.expand(tensor.shape)
 
 
