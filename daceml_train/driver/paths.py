@@ -39,11 +39,12 @@ from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.capture.capture import InputSource
 from daceml_train.frontends.torch.dynamo.tracing import reason
 from daceml_train.frontends.torch.paths.recorder import Recorder
-from daceml_train.frontends.torch.paths.sharing import kept_of, places_of, same_elements, shared
+from daceml_train.frontends.torch.paths.sharing import Place, kept_of, places_of, same_elements, shared
 from daceml_train.frontends.torch.paths.sites import Sites
 from daceml_train.frontends.torch.paths.stitch import PathGraph, captured_path
 from daceml_train.frontends.torch.paths.threads import watched
 from daceml_train.frontends.torch.paths.trie import Call, Number, Operand, Result, Step, leaves_of, numbers_of
+from daceml_train.frontends.torch.paths.values import memory
 from daceml_train.lowering.device import CPU
 from daceml_train.runtime.bound_plan import AnyArena, new_arena
 from daceml_train.training.gradients import GradientOptions
@@ -97,6 +98,10 @@ class Leaf:
     """Results that user code keeps after the call."""
     same: dict[Result, Result] = field(default_factory=dict)
     """By such a result the first one with the same memory."""
+    places: dict[Result, Place] = field(default_factory=dict)
+    """Where results were, when the path was recorded last."""
+    outside: set[int] = field(default_factory=set)
+    """The memory of its operands then."""
     program: PathProgram | None = None
 
 
@@ -214,6 +219,9 @@ class Paths:
         if not set(program.kept).issuperset(held):
             found.kept.update(dict.fromkeys(held))
             return None
+        if why := shared(found.places, found.outside, found.loss, held):
+            self.refused = why
+            return None
         leaves = (t for t in recorder.call.operands if t.requires_grad and not isinstance(t, torch.nn.Parameter))
         if any(sys.getrefcount(t) > 4 for t in leaves):
             recorder.refuse("a leaf of the model's own that user code keeps")  # its gradient can be read
@@ -286,7 +294,8 @@ class Paths:
         leaf.looked.update(dict.fromkeys(recorder.looked))
         leaf.kept.update(dict.fromkeys(kept_of(alive)))
         leaf.same = same_elements(places, leaf.kept)
-        self.refused = shared(places, result, leaf.kept, call.operands)
+        leaf.places, leaf.outside = places, {memory(t) for t in call.operands}
+        self.refused = self.refused or shared(places, leaf.outside, result, ())
         early = 2 * self.misses <= self.calls or len(self.leaves) <= EARLY_PATHS
         self.widest = max(self.widest, recorder.ways)
         if not self.refused and self.calls > 1 and (leaf.seen > 1 or (early and self.widest < MANY)):

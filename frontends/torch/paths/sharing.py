@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -30,12 +30,11 @@ def kept_of(results: Mapping[Result, weakref.ref[Tensor]]) -> list[Result]:
     return [result for result, tensor in living.items() if id(tensor) not in bases]
 
 
-def shared(places: Mapping[Result, Place], loss: Result, kept: Iterable[Result], operands: Iterable[Tensor]) -> str:
+def shared(places: Mapping[Result, Place], outside: Collection[int], loss: Result, kept: Iterable[Result]) -> str:
     """Why a program cannot leave behind the loss and what user code keeps; nothing if it can.
 
-    The memory of the loss is the caller's alone.
+    `outside` is the memory of what the model did not compute; that of the loss is the caller's alone.
     """
-    outside = {memory(t) for t in operands}
     if loss in places and places[loss][0] in outside:
         return "the loss is a view of a parameter or of another tensor that the model does not compute"
     seen: dict[int, Any] = {}

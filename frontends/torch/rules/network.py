@@ -126,8 +126,8 @@ def _batch_norm_with_update(t: Translator, *operands: Any) -> tuple[Value, ...]:
 
 @rule("_batch_norm_no_update.default")
 def _batch_norm_no_update(t: Translator, *operands: Any) -> tuple[Value, ...]:
-    *given, _momentum, eps = operands
-    return (_inference(t, *given, eps), *_absent(t, slice(1, 4)))
+    x, weight, bias, mean, variance, _, eps = operands
+    return (_inference(t, x, weight, bias, mean, variance, eps), *_absent(t, slice(1, 4)))
 
 
 @rule("_native_batch_norm_legit.no_stats")
