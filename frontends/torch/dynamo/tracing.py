@@ -33,6 +33,7 @@ from daceml_train.frontends.torch.dynamo import (
     prints,
     retention,
     scalars,
+    selection,
     size_limits,
 )
 
@@ -48,6 +49,7 @@ _PATCHES: Any = (
     prints,
     growing,
     scalars,
+    selection,
     retention,
     size_limits,
     graph_breaks,
