@@ -134,3 +134,42 @@ def test_a_list_of_options_changed_in_place_after_it_was_found_right(tmp_path: P
         eager_step(*theirs, x, y)
         assert_alike(ours, theirs, TOLERANCE[torch.float64])
     assert len(step.records) == 2
+
+
+REPLACED: dict[str, Callable[[torch.optim.Optimizer], object]] = {
+    "the list of groups": lambda o: setattr(o, "param_groups", [*o.param_groups]),
+    "the list of parameters": lambda o: o.param_groups[0].update(params=[*o.param_groups[0]["params"]]),
+    "the order of parameters": lambda o: o.param_groups[0]["params"].reverse(),
+    "a parameter less": lambda o: o.state.pop(o.param_groups[0]["params"].pop()),
+    "weight decay": lambda o: o.param_groups[0].update(weight_decay=0.1),
+    "a rate of another type": lambda o: o.param_groups[0].update(lr=1),
+    "the state": lambda o: o.load_state_dict(o.state_dict()),
+    "a tensor of the state": lambda o: o.state[o.param_groups[0]["params"][0]].update(
+        exp_avg=torch.ones_like(o.param_groups[0]["params"][0])
+    ),
+    "no state": lambda o: o.state.clear(),
+}
+
+
+@pytest.mark.parametrize("what", REPLACED)
+def test_what_is_replaced_in_an_optimizer_is_seen(what: str, tmp_path: Path) -> None:
+    ours, theirs = pair("Adam", torch.float64)
+    step = dt.training_step(ours[0], F.mse_loss, ours[1], cache=tmp_path)
+    for t in range(7):
+        if t == 4:
+            for _, optimizer in (ours, theirs):
+                REPLACED[what](optimizer)
+        x, y = batch(t, torch.float64)
+        step(x, y)
+        eager_step(*theirs, x, y)
+        assert_alike(ours, theirs, TOLERANCE[torch.float64])
+
+
+def test_a_rate_that_changes_is_no_reason_to_look_at_the_other_options(tmp_path: Path) -> None:
+    ours, _ = pair("Adam", torch.float64)
+    step, found = dt.training_step(ours[0], F.mse_loss, ours[1], cache=tmp_path), []
+    for t in range(6):
+        ours[1].param_groups[0]["lr"] = 0.1 / (t + 1)
+        step(*batch(t, torch.float64))
+        found += [bound.bound_optimizer.right for ways in step._bound.values() for bound in ways]
+    assert found[-1] is not None and found[-1] is found[-2] is found[-3]
