@@ -57,7 +57,7 @@ SAME = "a result and the same without a gradient"
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_a_step_along_paths_leaves_behind(name: str) -> None:
+def test_what_outlives_a_step_along_paths(name: str) -> None:
     x, seen = torch.linspace(-2, 1, 20).sin().view(5, 4), []
     for ours in (False, True):
         model = Branching(*CASES[name])

@@ -1,4 +1,4 @@
-"""Which tensors that a call leaves behind share memory in PyTorch: programs give each memory of its own."""
+"""Which tensors that outlive a call share memory in PyTorch: programs give each memory of its own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def kept_of(results: Mapping[Result, weakref.ref[Tensor]]) -> list[Result]:
 
 
 def shared(places: Mapping[Result, Place], outside: Collection[int], loss: Result, kept: Iterable[Result]) -> str:
-    """Why a program cannot leave behind the loss and what user code keeps; nothing if it can.
+    """Why a program cannot compute the loss and what user code keeps as PyTorch does; nothing if it can.
 
     `outside` is the memory of what the model did not compute; that of the loss is the caller's alone.
     """
