@@ -7,7 +7,6 @@ cannot be one program runs in pieces: PyTorch's autograd and optimizer around th
 from __future__ import annotations
 
 import threading
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -43,6 +42,7 @@ from daceml_train.frontends.torch.dynamo.tracing import (
     has_effects,
     reason,
     recompilation,
+    with_code,
     with_own_code,
 )
 from daceml_train.graph.graph import Graph
@@ -196,7 +196,7 @@ class TrainingStep(AlongPaths):
             return None
         self.gradient_norm = bound.norm
         if bound.effects is not None:
-            self._repeat_effects(bound, bound.effects, key, loss, inputs, targets)
+            self._repeat_effects(bound, key, loss, inputs, targets)
         if bound.first:
             self._bound[key] = [way for way in self._bound.get(key, []) if way is not bound]
         return loss if bound.mean is None else bound.mean
@@ -359,26 +359,17 @@ class TrainingStep(AlongPaths):
         return stop
 
     def _repeat_effects(
-        self,
-        bound: BoundStep,
-        effects: types.FunctionType,
-        key: Any,
-        loss: torch.Tensor,
-        inputs: Any,
-        targets: tuple[Any, ...],
+        self, bound: BoundStep, key: Any, loss: torch.Tensor, inputs: Any, targets: tuple[Any, ...]
     ) -> None:
         """Execute what model and loss assign to Python objects, by the code that Dynamo generated for it."""
         self._known = [loss, *bound.further]
         try:
-            effects(self, inputs, *targets)
+            assert bound.effects is not None
+            bound.effects(self, inputs, *targets)
         finally:
             self._known = None
         scope = {"self": self, "inputs": inputs, "targets": targets}
         self._changed[key] = "" if bound.guard(scope) else failing_guard(bound.guard, scope) or "what it depends on"
-
-    def _effects(self, code: types.CodeType) -> types.FunctionType:
-        """Code that Dynamo generated for a step, as a function of its own: a call of it compares no guards."""
-        return types.FunctionType(code, self._code.__globals__, code.co_name, None, self._code.__closure__)
 
     def _hooked(self) -> list[int]:
         """The identities of objects with hooks."""
@@ -398,7 +389,7 @@ class TrainingStep(AlongPaths):
         found = next((entry for entry in entries if entry.guard_manager.check(scope)), None)
         if found is None:
             raise DependsOnPython("the step depends on something that its own capture changed")
-        effects = self._effects(found.code) if has_effects(found.code) else None
+        effects = with_code(self._code, found.code) if has_effects(found.code) else None
         further = len(captured.graph.outputs) - 1
         if further and (effects is None or not self.keeps_state):
             raise DependsOnPython(

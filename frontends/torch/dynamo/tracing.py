@@ -71,6 +71,11 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     return copy
 
 
+def with_code(function: types.FunctionType, code: types.CodeType) -> types.FunctionType:
+    """A function with the code that TorchDynamo generated for it, whose calls compare no guards."""
+    return types.FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
+
+
 def traced(function: Callable[..., Any], owner: object, backend: Callable[..., Any], **options: Any) -> Any:
     """`torch.compile` of a method of `owner`, independent of those of all other objects of its class."""
     known = {"recompile_limit": RECOMPILATIONS, "isolate_recompiles": True}
