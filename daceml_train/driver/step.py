@@ -67,9 +67,8 @@ WAYS = 8
 """Bound steps that are kept for a kind of arguments: ways through the user's code, such as two sides of a branch."""
 
 ALLOWED_CHANGES = 8
-"""How often a step may be captured again because it assigned something that its capture depends on, or compiled again
-because options of the optimizer changed, before it runs in pieces.
-"""
+"""How often a step is captured again because it assigned what its capture depends on, or compiled again for changed
+options of the optimizer, before it runs in pieces."""
 
 
 class TrainingStep(AlongPaths):
