@@ -28,6 +28,8 @@ BODIES: dict[str, Body] = {
     "windows of nothing": lambda w, x: w[:0].unfold(1, 3, 2).sum(),
     "a factor of zero in a matmul": lambda w, x: torch.addmm(w[:4], x, x.new_ones(6, 6), beta=0).sum(),
     "overwritten": lambda w, x: (w * 1).fill_(2.0).sum(),
+    "filled": lambda w, x: torch.fill(w, 2.0).sum(),
+    "a matrix to the power of zero": lambda w, x: torch.linalg.matrix_power(w, 0).sum(),
     "signs": lambda w, x: w.sign().sum(),
 }
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._decomp import core_aten_decompositions
 
 _KEPT = """
-detach graft overwrite attention custom_vjp control
+detach graft overwrite attention custom_vjp control fill zero
 convolution native_layer_norm native_group_norm _native_batch_norm_legit _native_batch_norm_legit_functional
 embedding _embedding_bag _softmax _safe_softmax _log_softmax logsumexp native_dropout linalg_vector_norm
 gelu silu mish leaky_relu elu celu _prelu_kernel xlogy special_xlog1py special_entr logit

@@ -26,7 +26,7 @@ def _filled(t: Translator, *arguments: Any, value: int, **options: Any) -> Value
     return t.full(value, t.type.shape, t.type.dtype)
 
 
-for _name in ("zeros.default", "zeros_like.default", "new_zeros.default", "zero.default"):
+for _name in ("zeros.default", "zeros_like.default", "new_zeros.default"):
     RULES[f"aten.{_name}"] = functools.partial(_filled, value=0)
 for _name in ("ones.default", "ones_like.default", "new_ones.default"):
     RULES[f"aten.{_name}"] = functools.partial(_filled, value=1)
@@ -39,6 +39,11 @@ for _name in (
     "empty_permuted.default",
 ):
     RULES[f"aten.{_name}"] = functools.partial(_filled, value=0)
+
+
+@rule("zero.default")
+def _zero(t: Translator, x: Value) -> Value:
+    return t.connected(t.full(0, x.shape, x.dtype), x)
 
 
 @rule("scalar_tensor.default")

@@ -286,7 +286,7 @@ def _max_pool2d_backward(
     indices: Value,
 ) -> Value:
     size = _pair(kernel)
-    return t.emit(
+    gradient = t.emit(
         "max_pool2d_grad",
         grad,
         indices,
@@ -297,6 +297,7 @@ def _max_pool2d_backward(
         ceil_mode=ceil_mode,
         input_shape=x.shape,
     )
+    return t.connected(gradient, x)
 
 
 @rule("_adaptive_avg_pool2d.default")

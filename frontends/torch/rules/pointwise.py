@@ -428,4 +428,4 @@ def _device_put(t: Translator, x: Value, *options: Any, **more: Any) -> Value:
 
 @rule("fill.Scalar", "fill.Tensor")
 def _fill(t: Translator, x: Value, value: Number) -> Value:
-    return t.value(value, x.dtype).expand(x.shape)
+    return t.connected(t.value(value, x.dtype).expand(x.shape), x)

@@ -134,8 +134,9 @@ class Translator:
         """A result that does not depend on the values of `sources`; in autograd they get a gradient of zeros."""
         for x in sources if result.dtype.is_float else ():
             if x.dtype.is_float:
-                total = x.sum(tuple(range(len(x.shape)))) if x.shape else x
-                result = self.emit("overwrite", total.cast(result.dtype).expand(result.shape), result)
+                if x.shape != result.shape:
+                    x = (x.sum(tuple(range(len(x.shape)))) if x.shape else x).expand(result.shape)
+                result = self.emit("overwrite", x.cast(result.dtype), result)
         return result
 
     def value(self, operand: Any, dtype: DType) -> Value:
