@@ -238,7 +238,9 @@ def _slice_scatter(
     parts = [x.slice(dim, 0, first)] if not same(first, 0) else []
     parts += [source.cast(x.dtype)] if not same(source.shape[dim], 0) else []
     parts += [x.slice(dim, stop, size)] if not same(stop, size) else []
-    return parts[0] if len(parts) == 1 else t.emit("concat", *parts, dim=dim)
+    if len(parts) == 1:  # the other one has no element in the result
+        return t.connected(parts[0], x if parts[0] is not x else source)
+    return t.emit("concat", *parts, dim=dim)
 
 
 @rule("select_scatter.default")
