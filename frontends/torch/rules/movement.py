@@ -239,7 +239,7 @@ def _slice_scatter(
     parts += [source.cast(x.dtype)] if not same(source.shape[dim], 0) else []
     parts += [x.slice(dim, stop, size)] if not same(stop, size) else []
     if len(parts) == 1:  # the other one has no element in the result
-        return t.connected(parts[0], x if parts[0] is not x else source)
+        return t.connected(parts[0], source if same(source.shape[dim], 0) else x)
     return t.emit("concat", *parts, dim=dim)
 
 
