@@ -17,11 +17,13 @@ SLOW, DRIFTED, LEAST = 4.0, 1.4, 3e-5
 """A run is slow, or has drifted, that takes so many times its best, and so many seconds more."""
 SLOW_RUNS, DRIFTED_RUNS = 2, 16
 """Runs of each kind, of which each cancels one that is not, after which threads drop to one."""
-ONE_RUNS = 3
-"""Runs on one thread of which the fastest is compared with the fastest of those: one thread stays if it is faster."""
+ONE_RUNS = 4
+"""Runs on one thread whose mean is compared with the mean of those: one thread stays if it is faster."""
 LOOKS, LONGEST = 1.0, 32.0
-"""Seconds on one thread after which the cores are looked at; doubled after each climb that was too early. After the
-longest time, the chosen threads are tried however idle the cores are.
+"""Seconds on one thread after which the cores are looked at; doubled after each climb that was too early."""
+BUSY, PAYS = 4.0, 20.0
+"""However busy the cores are, the chosen threads are tried after so many times those seconds, if that is so many times
+what they lost the last time: a process that takes turns with others never sees an idle core.
 """
 IDLE = 0.8
 """The share of the time that each further core must have been idle."""
@@ -88,8 +90,12 @@ class Contention:
         self._cores = cores or Cores().idle
         self.many = True
         """Whether launches have the threads that were chosen."""
-        self._best, self._slow, self._drifted, self._many = math.inf, 0, 0, math.inf
-        self._one, self._one_runs, self._spent, self._wait, self._dropped = math.inf, 0, 0.0, LOOKS, 0.0
+        self._best, self._slow = math.inf, 0
+        self._drifted, self._seconds, self._runs = 0, 0.0, 0
+        """Runs that drifted, less those that did not; seconds and number of runs since the first one."""
+        self._one_runs, self._spent, self._dropped = 0, 0.0, 0.0
+        self._wait, self._climbed = LOOKS, math.inf
+        """Seconds on one thread before the next look; seconds on the chosen threads since the last climb."""
         self._untried = False
         """Whether the chosen threads have not run yet: the first runs on one thread are what they are compared with."""
         if self.limited:
@@ -109,40 +115,44 @@ class Contention:
             self._add_one(seconds)
 
     def _add_many(self, seconds: float) -> None:
-        if seconds < self._best:
-            self._best = seconds
-        if seconds <= DRIFTED * self._best + LEAST:
+        self._best = min(self._best, seconds)
+        self._climbed += seconds
+        drifted = seconds > DRIFTED * self._best + LEAST
+        if drifted or self._drifted:
+            self._seconds, self._runs = self._seconds + seconds, self._runs + 1
+        if not drifted:
             self._slow, self._drifted = max(self._slow - 1, 0), max(self._drifted - 1, 0)
+            if not self._drifted:
+                self._seconds, self._runs = 0.0, 0
             return
-        self._many = seconds if not self._drifted else min(self._many, seconds)
         self._drifted += 1
         self._slow = self._slow + 1 if seconds > SLOW * self._best + LEAST else max(self._slow - 1, 0)
         if self._slow >= SLOW_RUNS or self._drifted >= DRIFTED_RUNS:
+            self._wait = min(2 * self._wait, LONGEST) if self._climbed < self._wait else LOOKS
             self._drop()
 
     def _drop(self) -> None:
-        self.many, self._one, self._one_runs, self._spent, self._dropped = False, math.inf, 0, 0.0, 0.0
+        self.many, self._one_runs, self._spent, self._dropped = False, 0, 0.0, 0.0
         self._cores()
         self.use(False)
 
     def _climb(self, best: float) -> None:
-        self.many, self._slow, self._drifted, self._best = True, 0, 0, best
+        self.many, self._slow, self._drifted, self._best, self._climbed = True, 0, 0, best, 0.0
+        self._seconds, self._runs = 0.0, 0
         self.use(True)
 
     def _add_one(self, seconds: float) -> None:
-        self._one = min(self._one, seconds)
         self._spent += seconds
         self._dropped += seconds
         self._one_runs += 1
+        one = self._dropped / self._one_runs
         if self._one_runs == ONE_RUNS and self._untried:
             self._untried = False
-            self._climb(self._one)
-        elif self._one_runs == ONE_RUNS and self._one > self._many:
-            self._climb(self._many)  # it was slow for another reason, and is slower on one thread
-        elif self._dropped > LONGEST:
-            self._climb(self._one)
+            self._climb(one)
+        elif self._one_runs == ONE_RUNS and one * self._runs > self._seconds:
+            self._climb(self._seconds / self._runs)  # it was slow for another reason, and is slower on one thread
         elif self._spent > self._wait:
             self._spent = 0.0
-            if self._cores() >= IDLE * (self.threads - 1):
-                self._wait = min(2 * self._wait, LONGEST)
-                self._climb(self._one)
+            idle = self._cores() >= IDLE * (self.threads - 1)
+            if idle or self._dropped > max(BUSY * self._wait, PAYS * (self._seconds - one * self._runs)):
+                self._climb(one)
