@@ -16,6 +16,7 @@ from daceml_train.driver.clipped import Clipped
 from daceml_train.driver.distribution import reduce_in_pieces, rows_of
 from daceml_train.driver.faster import SLOWER, Faster
 from daceml_train.driver.module import optimized, state_of
+from daceml_train.driver.optimizer_updates import update_for
 from daceml_train.driver.records import Record
 from daceml_train.driver.settings import Settings
 from daceml_train.frontends.torch.dynamo.tracing import describe
@@ -36,6 +37,8 @@ class InPieces(Clipped):
     _worked: str
     _warned: set[str]
     faster: Faster
+    _updates = False
+    """Whether the update is a program of ours where PyTorch runs the model; it is where pieces run."""
 
     def _modules(self) -> list[torch.nn.Module]:
         """All modules of model and loss."""
@@ -97,6 +100,9 @@ class InPieces(Clipped):
             self.pieces = self.model if state_of(self.model) is not None else optimized(self.model, self.options)
             if (state := state_of(self.pieces)) is not None:
                 state.faster.compiled = True  # the whole step is timed
+        if not compiled and not self._updates and self.ranks is None:
+            self._updates = True
+            update_for(self.model, self.options)
         model = self.pieces if self.pieces is not None and compiled else self.model
         try:
             if isinstance(inputs, Mapping):
