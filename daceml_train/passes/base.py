@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Protocol
 from daceml_train.analysis.chunks import mended
 from daceml_train.analysis.device_model import DeviceModel
 from daceml_train.analysis.reachability import required
-from daceml_train.analysis.traffic import traffic
+from daceml_train.analysis.traffic import Known, Traffic, traffic
 from daceml_train.analysis.verify import verify
 from daceml_train.analysis.weights_only import held
 from daceml_train.errors import Refused
@@ -171,9 +171,14 @@ class Uses:
         return Uses(graph, graph.producers(), graph.readers(), frozenset(graph.results))
 
     @cached_property
-    def moved(self) -> Dim:
-        """Bytes that the whole graph moves."""
-        return traffic(self.graph).bytes
+    def _counted(self) -> tuple[Traffic, Known]:
+        known: Known = {}
+        return traffic(self.graph, known=known), known
+
+    def change(self, after: Graph) -> Dim:
+        """Bytes that `after` moves more than the graph (negative: fewer); only operators that differ are counted."""
+        before, known = self._counted
+        return simplify(traffic(after, known=dict(known)).bytes - before.bytes)
 
     @cached_property
     def held(self) -> frozenset[str]:

@@ -72,7 +72,8 @@ def test_the_loop(page: Any, lab: Lab, shots: Shots) -> None:
     widget.locator(".preview table").wait_for()
     shots(page, "preview")
 
-    chosen = before["matches"][int(first.get_attribute("data-number"))]
+    number = int(first.get_attribute("data-number"))
+    chosen = next(match for match in before["matches"] if match["number"] == number)
     widget.locator(".card .apply").first.click()
     settled(page, widget)
     after = state(widget)

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from daceml_train.analysis.traffic import traffic
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.attention import Attention
 from daceml_train.ops.contraction import Matmul
@@ -18,7 +17,7 @@ from daceml_train.ops.operator import Value
 from daceml_train.ops.random import Dropout, DropoutGiven
 from daceml_train.ops.softmax import Softmax
 from daceml_train.passes.base import Match, Rewrite, Uses
-from daceml_train.tensor import Dim, DType, Shape, broadcast, same_shape, simplify
+from daceml_train.tensor import Dim, DType, Shape, broadcast, same_shape
 
 
 @dataclass
@@ -131,8 +130,7 @@ class RecognizeAttention(Rewrite):
         yield p < 1, "dropout leaves nothing"
 
     def traffic(self, match: Match) -> Dim:
-        graph = match.uses.graph
-        return simplify(traffic(self.sweep(graph, {id(match.root): match})).bytes - match.uses.moved)
+        return match.uses.change(self.sweep(match.uses.graph, {id(match.root): match}))
 
     def emit(self, match: Match, builder: Graph, now: Mapping[str, Value]) -> Iterable[Value]:
         uses, w = match.uses, match.bindings["written"]

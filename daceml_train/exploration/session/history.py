@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from daceml_train.analysis.chunks import mended
 from daceml_train.analysis.verify import verify as verify_structure
 from daceml_train.driver.settings import Settings
 from daceml_train.errors import DacemlError, Invalid, Refused, message_of
-from daceml_train.exploration.session.listing import every_pass, listed
+from daceml_train.exploration.session.listing import every_pass, listed, quick_first
 from daceml_train.exploration.session.state import State
 from daceml_train.exploration.session.steps import Match, Preview, Step
 from daceml_train.exploration.session.subject import Subject
@@ -100,12 +100,27 @@ class History:
         """
         if pass_ is not None:
             passes = [self._pass(pass_)]
-        else:  # passes that cannot apply any more say so when they are requested by name
-            passes = [p for p in every_pass() if not (p.level == "forward" and self.state.differentiated)]
+        else:
+            passes = self._open_passes()
         found, self.failing = listed(passes, self.state, self._at, selection, module_path, refused)
         if pass_ is not None and self.failing:
             raise Refused(f"{passes[0]} fails: {self.failing[passes[0].name]}")
         return found
+
+    def matches_by_pass(self, *, refused: bool = False) -> Iterator[list[Match]]:
+        """The same as `matches`, pass by pass, those first whose search is quick. Ends where the graph changes."""
+        state, self.failing = self.state, {}
+        for transformation in quick_first(self._open_passes()):
+            with self._lock:
+                if self.state is not state:
+                    return
+                found, failing = listed([transformation], state, self._at, None, None, refused)
+                self.failing |= failing
+            yield found
+
+    def _open_passes(self) -> list[Pass]:
+        """Passes that can still apply; those of level `forward` say why not when they are requested by name."""
+        return [p for p in every_pass() if not (p.level == "forward" and self.state.differentiated)]
 
     # ---- previews -----------------------------------------------------------------------------------------------
     @alone
@@ -259,12 +274,12 @@ class History:
             after = mended(after)
             verify_structure(after)
             if level == "forward":
-                return State(after, self.subject.training_graph(after))
+                return state.following(after, self.subject.training_graph(after), False)
         except DacemlError:
             raise
         except Exception as error:
             raise Refused(f"{name} raised {type(error).__name__}: {error}") from error
-        return State(state.forward, after, differentiated=True)
+        return state.following(state.forward, after, True)
 
     def _step(self, target: Match | Pass, level: str, state: State | None = None, number: int | None = None) -> Step:
         state, number = self.state if state is None else state, self._at if number is None else number

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 from daceml_train.errors import message_of
 from daceml_train.exploration.session.state import State
 from daceml_train.exploration.session.steps import Match, counted
-from daceml_train.passes.base import Pass
+from daceml_train.passes.base import Pass, Rewrite
 from daceml_train.transformations import catalog
 from daceml_train.transformations.at_place import AtPlace
 
@@ -17,6 +17,17 @@ def every_pass() -> Iterator[Pass]:
     for kind in catalog.passes().values():
         if kind is not AtPlace:
             yield kind()
+
+
+def quick_first(passes: Iterable[Pass]) -> list[Pass]:
+    """Passes in the order of what a search costs: one sweep, a search of its own, the whole pass."""
+
+    def effort(transformation: Pass) -> int:
+        if isinstance(transformation, Rewrite):
+            return 0
+        return 2 if type(transformation).matches is Pass.matches else 1
+
+    return sorted(passes, key=effort)
 
 
 def listed(
@@ -46,7 +57,7 @@ def listed(
                 continue
             if refused or match.refusal is None:
                 found.append(match)
-    return sorted(found, key=_rank), failing
+    return sorted(found, key=rank), failing
 
 
 def _within(match: Match, module: str) -> bool:
@@ -58,5 +69,6 @@ def _below(path: str, module: str) -> bool:
     return not module or path == module or path.startswith(f"{module}.")
 
 
-def _rank(match: Match) -> tuple[bool, bool, int]:
+def rank(match: Match) -> tuple[bool, bool, int]:
+    """The place of a match in a list: the largest savings first, unknown ones after them, refused ones last."""
     return match.refusal is not None, match.bytes is None, match.bytes or 0

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from daceml_train.analysis.aliases import is_alias
 from daceml_train.analysis.memory import Memory, memory, number
-from daceml_train.analysis.traffic import Traffic, traffic
+from daceml_train.analysis.traffic import Known, Traffic, traffic
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.graph.leaves import leaves
 from daceml_train.ops.elementwise import Full, Iota
@@ -40,11 +40,27 @@ class State:
     differentiated: bool = False
     found: dict[Pass, Sequence[Candidate]] = field(default_factory=dict, repr=False)
     """Matches by pass, as far as they were requested."""
+    known: Known = field(default_factory=dict, repr=False)
+    """Entries of the state before, which are those of all operators that a step left as they were."""
 
     @cached_property
     def traffic(self) -> Traffic:
         """Bytes and operations per node."""
-        return traffic(self.graph, {})
+        return traffic(self.graph, {}, self.known)
+
+    @cached_property
+    def _forward(self) -> tuple[Traffic, Known]:
+        known: Known = {}
+        return traffic(self.forward, {}, known), known
+
+    def change(self, level: str, after: Graph) -> int:
+        """Bytes that `after` moves more than the graph that passes of a level see; only what differs is counted."""
+        before, known = self._forward if level == "forward" else (self.traffic, self.known)
+        return number(traffic(after, {}, dict(known)).bytes) - number(before.bytes)
+
+    def following(self, forward: Graph, graph: Graph, differentiated: bool) -> State:
+        """The state with other graphs."""
+        return State(forward, graph, differentiated, known=dict(self.known))
 
     @cached_property
     def memory(self) -> Memory:

@@ -114,7 +114,11 @@ class Match(_Told):
         if self.level == "forward" and self.state.differentiated:
             return "it runs before differentiation, and a later pass was applied already: undo that first", None
         try:
-            return self.candidate.refusal, number(self.candidate.traffic) if self.counted else None
+            if not self.counted:
+                return self.candidate.refusal, None
+            if isinstance(self.candidate, Measured):
+                return None, self.state.change(self.level, self.candidate.after)
+            return self.candidate.refusal, number(self.candidate.traffic)
         except Exception as error:
             return f"the pass fails here: {message_of(error)}", None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from daceml_train.exploration.views.saved import REMATERIALIZED, crossings
 from daceml_train.exploration.views.sdfg import sdfg_of
 from daceml_train.exploration.views.times import seconds_of, timeline_of
 from daceml_train.exploration.views.view import GraphView, view_of
-from daceml_train.exploration.widget.data import groups_data, options_data, passes_data, preview_data, sent, step_data
+from daceml_train.exploration.widget.data import passes_data, preview_data, step_data
+from daceml_train.exploration.widget.listing import Listing, Wanted
 from daceml_train.exploration.widget.telling import Telling
 from daceml_train.exploration.widget.viewer import viewer_source
 from daceml_train.exploration.widget.work import Cancelled, Publish, Send, Work
@@ -32,6 +34,8 @@ from daceml_train.passes.base import Pass
 from daceml_train.reporting.numbers import bytes_text, seconds_text
 from daceml_train.transformations.global_movement.rematerialize import Rematerialize
 
+OFTEN = 0.4
+"""Seconds between two states that are published while matches are found."""
 REPEATS = 20
 """The default number of runs of a measurement."""
 KEPT = 100
@@ -66,9 +70,7 @@ class Requests:
         """Measured seconds by position of the node, of the graph of version `timed`."""
         self.timed = -1
         self.filter: dict[str, Any] = {}
-        self.listed: list[Match] = []
-        self._all: tuple[tuple[int, bool], list[Match]] = ((-1, False), [])
-        """Version and whether refused ones are among them -> all matches."""
+        self.listing = Listing(session)
         self.shown = session.version
         self.notes: dict[str, Any] = {}
         """Results of verification and measurement, by kind."""
@@ -86,7 +88,7 @@ class Requests:
             self.send({"type": "answer", "id": number, "error": f"unknown request {kind!r}"}, [])
             return
         with self._lock:  # the list may be another one when the work begins
-            meant = {**request, "match": self._shown_as(request.get("number"))}
+            meant = {**request, "match": self.listing.match(request.get("number"))}
             if kind in LOOKING:
                 self._answer(method, meant)
                 return
@@ -117,30 +119,39 @@ class Requests:
             seconds = self.seconds if self.timed == self.session.version else None
             self.view = self.view.over(self.session.graph, seconds, self.session.state.traffic)
             self.shown = self.session.version
+        if started := self.listing.wanted != self._wanted:
+            self.listing.begin(self._wanted)
         self.publish(self.state())
-        if self._all[0] != self._wanted:
+        if started:
             self.work.put(self._list, "listing matches")
 
     def _list(self) -> None:
-        """List all matches, which takes seconds on large graphs; the picture is already there."""
-        wanted = self._wanted
-        if self._all[0] == wanted:
+        """List all matches, pass by pass, which takes seconds on large graphs; other work goes first."""
+        listing = self.listing
+        if listing.complete:
             return
         self.send({"type": "begun", "id": None, "what": "listing matches"}, [])
+        shown = time.monotonic()
         try:
-            found = self.session.matches(refused=wanted[1])
-            with self._lock:
-                self._all = (wanted, found)
-                self.publish(self.state())
+            while listing.step():
+                if self.work.waiting:
+                    self.work.put(self._list, "listing matches")
+                    return
+                if time.monotonic() - shown > OFTEN and listing.found:
+                    with self._lock:
+                        self.publish(self.state())
+                    shown = time.monotonic()
         except Cancelled:
-            self._all = (wanted, [])
+            pass
         except Exception as error:
-            self._all = (wanted, [])
             self.send({"type": "answer", "id": None, "error": f"matches cannot be listed: {message_of(error)}"}, [])
+        listing.end()
+        with self._lock:
+            self.publish(self.state())
         self.send({"type": "answer", "id": None}, [])
 
     @property
-    def _wanted(self) -> tuple[int, bool]:
+    def _wanted(self) -> Wanted:
         return self.session.version, bool(self.filter.get("refused"))
 
     # ---- state ----------------------------------------------------------------------------------------------------
@@ -168,41 +179,7 @@ class Requests:
             "kept": self.kept(),
             "timeline": timeline_of(self.view.tree, self.seconds if self.timed == session.version else None),
             "notes": self.notes if self.notes.get("version") == session.version else {},
-            **self.matches(),
-        }
-
-    def matches(self) -> dict[str, Any]:
-        """The matches that pass the filter, the largest savings first."""
-        chosen, found = self.filter, self._all[1] if self._all[0] == self._wanted else []
-        selection = {name for key in chosen.get("keys", ()) for name in self.view.arrays_of(key)}
-        if selection:
-            found = [m for m in found if not selection.isdisjoint(m.arrays)]
-        if chosen.get("pass"):
-            found = [m for m in found if m.name == chosen["pass"]]
-        if wanted := str(chosen.get("text", "")).casefold():
-            found = [m for m in found if wanted in f"{m.name} {m.where} {m.module} {m.operators}".casefold()]
-        self.listed = sent(found)
-        return {
-            "matches": [self._match(number, match) for number, match in enumerate(self.listed)],
-            "groups": groups_data(found),
-            "found": len(found),
-            "listing": self._all[0] != self._wanted,
-            "filter": chosen,
-        }
-
-    def _match(self, number: int, match: Match) -> dict[str, Any]:
-        return {
-            "number": number,
-            "name": match.name,
-            "level": match.level,
-            "where": match.where,
-            "module": match.module,
-            "operators": match.operators,
-            "source": match.source,
-            "bytes": match.bytes,
-            "refusal": match.refusal,
-            "keys": self.view.keys_of(match.arrays),
-            "options": options_data(match.transformation),
+            **self.listing.data(self.view, self.filter),
         }
 
     def kept(self) -> list[dict[str, Any]]:
@@ -410,10 +387,6 @@ class Requests:
         if found is None:
             raise Invalid("this match is not listed any more", advice="choose from the present list")
         return found
-
-    def _shown_as(self, number: object) -> Match | None:
-        """The match listed under a number."""
-        return self.listed[number] if isinstance(number, int) and 0 <= number < len(self.listed) else None
 
     def _target(self, request: Mapping[str, Any]) -> tuple[Match | Pass, dict[str, Any]]:
         """A listed match or a pass by name, and edited options, given as texts."""

@@ -34,6 +34,11 @@ class Work:
         """A queue beside this one, with a thread if this one has one."""
         return Work(self._threads)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether a call waits for the running one."""
+        return not self._queue.empty()
+
     def put(self, call: Callable[[], None], what: str) -> None:
         """Run a call after those that wait. It handles its own exceptions, including `Cancelled`."""
         if not self._threads:

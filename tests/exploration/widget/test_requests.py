@@ -37,6 +37,12 @@ class Screen:
     def _see(self, state: dict[str, Any]) -> None:
         self.state = json.loads(json.dumps(state))  # what is sent is plain data
 
+    @property
+    def first(self) -> int:
+        """The number of the match that is listed first."""
+        number: int = self.state["matches"][0]["number"]
+        return number
+
     def ask(self, kind: str, **what: Any) -> dict[str, Any]:
         self.requests.handle({"type": kind, "id": "1", "version": self.state["version"], **what})
         return next(a for a in reversed(self.answers) if a["type"] == "answer" and a.get("id") == "1")
@@ -74,9 +80,9 @@ def test_matches_are_ranked_and_highlight_boxes(screen: Screen) -> None:
 def test_apply_undo_redo_jump(screen: Screen, session: dt.Session) -> None:
     first = screen.state["matches"][0]
     before = screen.state["totals"]["bytes"]
-    told = screen.ask("preview", number=0)["preview"]
+    told = screen.ask("preview", number=screen.first)["preview"]
     assert session.history == ()
-    assert "error" not in screen.ask("apply", number=0)
+    assert "error" not in screen.ask("apply", number=screen.first)
     assert screen.state["totals"]["bytes"] == before + first["bytes"] == told["rows"][0][2]
     assert screen.state["history"][0]["name"] == first["name"] and screen.state["at"] == 1
     screen.ask("undo")
@@ -88,17 +94,17 @@ def test_apply_undo_redo_jump(screen: Screen, session: dt.Session) -> None:
 
 
 def test_a_stale_click_changes_nothing(screen: Screen, session: dt.Session) -> None:
-    old = screen.state["version"]
-    screen.ask("apply", number=0)
+    old, number = screen.state["version"], screen.first
+    screen.ask("apply", number=number)
     graph = show(session.graph)
-    answer = screen.ask("apply", number=0, version=old)
+    answer = screen.ask("apply", number=number, version=old)
     assert "the graph has changed" in answer["error"]
     assert show(session.graph) == graph and screen.state["at"] == 1
 
 
 def test_what_a_cell_did_is_shown(screen: Screen, session: dt.Session) -> None:
     session.apply("fuse_elementwise")
-    answer = screen.ask("apply", number=0)
+    answer = screen.ask("apply", number=screen.first)
     assert "the graph has changed" in answer["error"]
     assert screen.state["version"] == session.version and screen.state["at"] == 1
 
@@ -128,9 +134,9 @@ def test_a_pass_that_raises_loses_nothing(screen: Screen, monkeypatch: pytest.Mo
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("inside a pass")
 
-    screen.ask("apply", number=0)
+    screen.ask("apply", number=screen.first)
     monkeypatch.setattr(screen.requests.session, "apply", broken)
-    assert "ZeroDivisionError: inside a pass" in screen.ask("apply", number=0)["error"]
+    assert "ZeroDivisionError: inside a pass" in screen.ask("apply", number=screen.first)["error"]
     assert screen.state["at"] == 1 and screen.state["matches"]
 
 
@@ -173,14 +179,70 @@ def test_looking_does_not_wait_for_work(session: dt.Session) -> None:
     work.put(lambda: (begun.set(), go.wait(20)), "long")  # type: ignore[arg-type, return-value]
     assert begun.wait(5)
     requests.handle({"type": "open", "id": "look", "key": "update"})
-    requests.handle({"type": "apply", "id": "work", "number": 0, "version": session.version})
-    requests.handle({"type": "filter", "id": "other", "pass": other})  # another match is number 0 from here on
+    requests.handle({"type": "apply", "id": "work", "number": wanted["number"], "version": session.version})
+    requests.handle({"type": "filter", "id": "other", "pass": other})  # another match is the first from here on
     assert [a["id"] for a in answers if a["type"] == "answer" and a["id"]] == ["look", "other"]
     assert "update" in states[-1]["view"]["open"] and states[-1]["matches"][0]["name"] == other
     go.set()
     while not any(a["type"] == "answer" and a["id"] == "work" for a in answers) and time.monotonic() < end:
         time.sleep(0.01)
     assert session.history[0].where == wanted["where"] and session.history[0].name == wanted["name"]
+
+
+class Passes(Work):
+    """A queue that runs one call at a time, when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(threads=False)
+        self.calls: list[Any] = []
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self.calls)
+
+    def put(self, call: Any, what: str) -> None:
+        self.calls.append(call)
+
+    def run(self) -> None:
+        self.calls.pop(0)()
+
+
+def test_matches_are_there_before_all_are_found_and_keep_their_numbers(
+    session: dt.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("daceml_train.exploration.widget.requests.OFTEN", 0)
+    states: list[dict[str, Any]] = []
+    requests = Requests(session, lambda *_: None, states.append)
+    requests.show()
+    partial = [state for state in states if state["listing"] and state["matches"]]
+    assert len(partial) > 3 and not states[-1]["listing"]
+    counts = [state["found"] for state in states]
+    assert counts == sorted(counts) and counts[-1] == len(session.matches())
+    last = {match["number"]: match["where"] for match in states[-1]["matches"]}
+    for state in partial:
+        known = [m["bytes"] for m in state["matches"] if m["bytes"] is not None]
+        assert known == sorted(known)
+        assert all(last.get(m["number"], m["where"]) == m["where"] for m in state["matches"])
+    old = states[-1]["matches"][0]["number"]
+    requests.handle({"type": "filter", "id": "1", "refused": True})  # a list anew: the number on a page stays valid
+    requests.handle({"type": "apply", "id": "2", "number": old, "version": session.version})
+    assert session.history[0].where == last[old]
+    assert min(match["number"] for match in states[-1]["matches"]) > old
+
+
+def test_other_work_goes_before_the_rest_of_the_list(session: dt.Session) -> None:
+    states: list[dict[str, Any]] = []
+    work = Passes()
+    requests = Requests(session, lambda *_: None, states.append, work)
+    requests.show()
+    requests.handle({"type": "apply", "id": "1", "pass": "fuse_elementwise", "version": session.version})
+    work.run()  # the first pass, and then the list waits
+    assert not session.history
+    work.run()
+    assert session.history and states[-1]["listing"] and states[-1]["version"] == session.version
+    while work.calls:
+        work.run()
+    assert not states[-1]["listing"] and states[-1]["found"] == len(session.matches())
 
 
 def test_recompute_and_keep(screen: Screen, session: dt.Session) -> None:
@@ -195,7 +257,7 @@ def test_recompute_and_keep(screen: Screen, session: dt.Session) -> None:
 
 
 def test_save_replay_export(screen: Screen, session: dt.Session, tmp_path: Path) -> None:
-    screen.ask("apply", number=0)
+    screen.ask("apply", number=screen.first)
     graph = show(session.graph)
     assert "saved" in screen.ask("save", path=str(tmp_path / "steps.json"))["note"]
     screen.ask("jump", number=0)
@@ -282,13 +344,13 @@ def test_each_pass_has_some_of_the_matches_that_are_sent() -> None:
 
 def test_a_preview_has_the_picture_after_it(screen: Screen, session: dt.Session) -> None:
     before = session.graph
-    made = screen.ask("preview", number=0)["preview"]
+    made = screen.ask("preview", number=screen.first)["preview"]
     boxes = {box["key"] for box in screen.state["view"]["boxes"]}
     assert made["keys"] and set(made["keys"]) <= boxes
     after = made["after"]
     assert after["keys"] and set(after["keys"]) <= {box["key"] for box in after["boxes"]}
     assert session.graph is before
-    screen.ask("apply", number=0)
+    screen.ask("apply", number=screen.first)
     assert after["sdfg"] == screen.state["sdfg"]
     assert after["boxes"] == screen.state["view"]["boxes"]
 
@@ -316,7 +378,7 @@ def test_checks_tell_progress_and_first_results(screen: Screen) -> None:
             rows = screen.state["timeline"]
             assert {row["phase"] for row in rows} == {"forward", "backward", "update"}
             assert all(a["begin"] + a["seconds"] == pytest.approx(b["begin"]) for a, b in pairwise(rows))
-            screen.ask("apply", number=0)
+            screen.ask("apply", number=screen.first)
             assert screen.state["timeline"] == []
 
 
@@ -349,8 +411,9 @@ def test_previews_are_answered_while_a_check_runs(session: dt.Session, monkeypat
         time.sleep(0.01)
     requests.handle({"type": "verify", "id": "check"})
     assert begun.wait(60)
-    requests.handle({"type": "preview", "id": "see", "number": 0, "version": session.version})
-    requests.handle({"type": "apply", "id": "do", "number": 0, "version": session.version})
+    number = requests.state()["matches"][0]["number"]
+    requests.handle({"type": "preview", "id": "see", "number": number, "version": session.version})
+    requests.handle({"type": "apply", "id": "do", "number": number, "version": session.version})
     answered: set[Any] = set()
     for _ in range(6000):
         answered = {message["id"] for message in answers if message["type"] == "answer"}

@@ -137,7 +137,7 @@ const matchesPanel = (desk) => {
     value: desk.filter.text ?? "", onchange: (event) => desk.narrow({ text: event.target.value }) });
   const refused = element("label", {}, element("input", { type: "checkbox", class: "refused", checked: Boolean(desk.filter.refused),
     onchange: (event) => desk.narrow({ refused: event.target.checked }) }), " refused matches, with reasons");
-  const count = listing ? "listing matches…" : `${found} ${found === 1 ? "match" : "matches"}` +
+  const count = listing ? (found ? `${found} matches so far…` : "listing matches…") : `${found} ${found === 1 ? "match" : "matches"}` +
     (found > matches.length ? `, ${matches.length} of them listed` : "");
   const cards = matches.map((match) => ({ name: match.name, module: match.module, open: desk.unfolded === `${desk.state.version}:${match.number}`,
     card: matchCard(match, desk) }));
