@@ -31,7 +31,30 @@ class Results:
     sizes: dict[str, int]
 
 
-def interpret(graph: Graph, inputs: Mapping[str, Any], rounded: bool = False, keep: bool = True) -> Results:
+@dataclass(frozen=True)
+class Precision:
+    """The types in which floats are computed: float64, or with `narrow` float32 for all that are not float64.
+
+    With `rounded`, every operator's results are rounded to the element types that they have in memory.
+    """
+
+    rounded: bool = False
+    narrow: bool = False
+
+    def given(self, value: Array, dtype: DType) -> Array:
+        """An input in the type in which it is computed with."""
+        return value.astype(_narrow(dtype) if self.narrow else wide(dtype), copy=not self.narrow)
+
+    def result(self, value: Array, dtype: DType) -> Array:
+        """The result of an operator as its readers get it."""
+        if self.narrow:
+            return value.astype(_narrow(dtype), copy=False)
+        return _round(value, dtype) if self.rounded else value
+
+
+def interpret(
+    graph: Graph, inputs: Mapping[str, Any], rounded: bool = False, keep: bool = True, narrow: bool = False
+) -> Results:
     """Run `graph` on arrays; composites run through their lowering, symbols take their values from the shapes.
 
     Floats become float64, complex numbers complex128; integers and booleans keep their type. If `rounded`, every
@@ -39,7 +62,7 @@ def interpret(graph: Graph, inputs: Mapping[str, Any], rounded: bool = False, ke
     that any implementation has. Unless `keep`, an array is freed after its last reader, and `values` has only results.
     Raises `Invalid` if an input does not fit, or if an operator's reference contradicts its shape rule.
     """
-    (results,) = interpret_ranks([graph], [inputs], rounded, keep)
+    (results,) = _interpreted([graph], [inputs], Precision(rounded, narrow), keep)
     return results
 
 
@@ -51,29 +74,35 @@ def interpret_ranks(
     The graphs differ at most in sizes. With a single rank, all ranks of a collective have the same arrays. Raises as
     `interpret` does, and `Invalid` for a collective of another number of ranks.
     """
+    return _interpreted(graphs, inputs, Precision(rounded), keep)
+
+
+def _interpreted(
+    graphs: Sequence[Graph], inputs: Sequence[Mapping[str, Any]], precision: Precision, keep: bool
+) -> list[Results]:
     given = [{name: np.asarray(value) for name, value in of_rank.items()} for of_rank in inputs]
     sizes, scopes = [], []
     for graph, of_rank in zip(graphs, given, strict=True):
         sizes.append(solve(graph.inputs, {name: value.shape for name, value in of_rank.items()}))
-        scopes.append({n: _widen(n, value, graph.inputs[n].tensor) for n, value in of_rank.items()})
+        scopes.append({n: _given(n, value, graph.inputs[n].tensor, precision) for n, value in of_rank.items()})
     results = []
-    values_of_ranks = _run_ranks(graphs, scopes, sizes, rounded, keep)
+    values_of_ranks = _run_ranks(graphs, scopes, sizes, precision, keep)
     for graph, values, found in zip(graphs, values_of_ranks, sizes, strict=True):
         outputs = tuple(values[name] for name in graph.outputs)
         results.append(Results(outputs, {target: values[n] for target, n in graph.writes.items()}, values, found))
     return results
 
 
-def _run(graph: Graph, scope: dict[str, Array], sizes: Mapping[str, int], rounded: bool = False) -> dict[str, Array]:
+def _run(graph: Graph, scope: dict[str, Array], sizes: Mapping[str, int], precision: Precision) -> dict[str, Array]:
     """The results of a body by name."""
-    return _run_ranks([graph], [scope], [sizes], rounded, keep=False)[0]
+    return _run_ranks([graph], [scope], [sizes], precision, keep=False)[0]
 
 
 def _run_ranks(
     graphs: Sequence[Graph],
     scopes: Sequence[dict[str, Array]],
     sizes: Sequence[Mapping[str, int]],
-    rounded: bool,
+    precision: Precision,
     keep: bool,
 ) -> list[dict[str, Array]]:
     """Every array of the graph of each rank by name, or its results; the ranks run their nodes in step."""
@@ -92,10 +121,10 @@ def _run_ranks(
             if exchanged is not None:
                 results: Sequence[Array] = (exchanged[rank],)
             elif isinstance(op, ControlFlow):
-                results = _control(each.graph, node, op, operands_of_rank, sizes[rank], rounded)
+                results = _control(each.graph, node, op, operands_of_rank, sizes[rank], precision)
             else:
                 results = op.evaluate(*operands_of_rank)
-            _keep(each.graph, node, scope, results, sizes[rank], rounded)
+            _keep(each.graph, node, scope, results, sizes[rank], precision)
             if not keep:
                 del operands_of_rank, results
                 for name in dying[rank][position]:
@@ -124,26 +153,26 @@ def _keep(
     scope: dict[str, Array],
     results: Sequence[Array],
     sizes: Mapping[str, int],
-    rounded: bool,
+    precision: Precision,
 ) -> None:
     """Put the results of a node, which must be what its shape rule says, into the scope."""
     for name, value in zip(node.outputs, results, strict=True):
         if not isinstance(
             node.op, Aten
         ):  # its shapes come from PyTorch, which reports wrong ones for embedding_bag's auxiliary results
-            _check(node, value, bind(graph.tensors[name], sizes))
-        scope[name] = _round(value, graph.tensors[name].dtype) if rounded else value
+            _check(node, value, bind(graph.tensors[name], sizes), precision)
+        scope[name] = precision.result(value, graph.tensors[name].dtype)
 
 
 def _control(
-    graph: Graph, node: Node, op: ControlFlow, operands: Sequence[Array], sizes: Mapping[str, int], rounded: bool
+    graph: Graph, node: Node, op: ControlFlow, operands: Sequence[Array], sizes: Mapping[str, int], precision: Precision
 ) -> tuple[Array, ...]:
     """The results of a control-flow operator, whose bodies run as graphs."""
     assert isinstance(node.op, ControlFlow)
     inner = bodies(node.op, [graph.tensors[i] for i in node.inputs])
 
     def run(body: Graph, arguments: Sequence[Array]) -> list[Array]:
-        values = _run(body, dict(zip(body.inputs, arguments, strict=True)), sizes, rounded)
+        values = _run(body, dict(zip(body.inputs, arguments, strict=True)), sizes, precision)
         return [values[name] for name in body.outputs]
 
     match op:
@@ -175,7 +204,9 @@ def _control(
 
             def cell(kind: int, rows: int, arguments: Sequence[Array]) -> list[Array]:
                 body = inner[kind]
-                values = _run(body, dict(zip(body.inputs, arguments, strict=True)), {**sizes, ROWS.name: rows}, rounded)
+                values = _run(
+                    body, dict(zip(body.inputs, arguments, strict=True)), {**sizes, ROWS.name: rows}, precision
+                )
                 return [values[name] for name in body.outputs]
 
             _levels(op, [int(bind(count, sizes)) for count in op.counts], operands, results, cell)
@@ -262,15 +293,22 @@ def _round(value: Array, dtype: DType) -> Array:
     return narrow.astype(value.dtype)
 
 
-def _widen(name: str, value: Array, tensor: Tensor) -> Array:
+def _narrow(dtype: DType) -> np.dtype[Any]:
+    """The NumPy type of an element type, float32 or complex64 at least."""
+    if not dtype.is_float or dtype in (DType.float64, DType.complex128):
+        return wide(dtype)
+    return np.dtype("complex64" if dtype.short[0] == "c" else "float32")
+
+
+def _given(name: str, value: Array, tensor: Tensor, precision: Precision) -> Array:
     kinds = {"b": "b", "i": "biu", "u": "biu", "f": "biuf", "c": "biufc"}[wide(tensor.dtype).kind]
     if value.dtype.kind not in kinds:
         raise Invalid(f"input {name!r} expects {tensor}; given an array of {value.dtype}")
-    return value.astype(wide(tensor.dtype))
+    return precision.given(value, tensor.dtype)
 
 
-def _check(node: Node, value: Array, tensor: Tensor) -> None:
-    if value.shape != tensor.shape or value.dtype != wide(tensor.dtype):
+def _check(node: Node, value: Array, tensor: Tensor, precision: Precision) -> None:
+    if value.shape != tensor.shape or (value.dtype != wide(tensor.dtype) and not precision.narrow):
         raise Invalid(
             f"{node}: the reference returns {value.dtype} of {list(value.shape)}, the shape rule says {tensor}",
             where=str(node.origin),

@@ -16,6 +16,8 @@ from daceml_train.tensor import Dim, DType, Shape, Tensor, simplify
 MULTIPLIER, WEYL, ROUNDS = 0xD256D193, 0x9E3779B9, 10
 """Constants of Philox2x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011)."""
 _MASK = (1 << 64) - 1
+BLOCK = 1 << 14
+"""Indices whose rounds are computed together: their words stay in the cache."""
 
 
 def key(seed: int, stream: int) -> tuple[int, int]:
@@ -30,7 +32,15 @@ def key(seed: int, stream: int) -> tuple[int, int]:
 def philox(index: Array, seed: int, stream: int) -> tuple[Array, Array]:
     """Two 32-bit words per index: Philox2x32-10 with the stream's key on the counter (low, high xor offset)."""
     k, offset = key(seed, stream)
-    index = index.astype(np.uint64)
+    flat = np.ravel(index).astype(np.uint64)
+    words = [np.empty_like(flat), np.empty_like(flat)]
+    for start in range(0, flat.size, BLOCK):
+        block = slice(start, start + BLOCK)
+        words[0][block], words[1][block] = _rounds(flat[block], k, offset)
+    return words[0].reshape(index.shape), words[1].reshape(index.shape)
+
+
+def _rounds(index: Array, k: int, offset: int) -> tuple[Array, Array]:
     low, high = index & np.uint64(0xFFFFFFFF), (index >> np.uint64(32)) ^ np.uint64(offset)
     for _ in range(ROUNDS):
         wide = low * np.uint64(MULTIPLIER)

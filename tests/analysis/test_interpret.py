@@ -39,6 +39,24 @@ def test_results_are_rounded_to_their_element_types(dtype: torch.dtype) -> None:
     np.testing.assert_array_equal(result, expected)
 
 
+def test_narrow_floats_are_float32_and_inputs_stay_as_they_are() -> None:
+    graph = parse("""graph g(x: f32[3, 4] input, w: f64[4] input, h: bf16[4] input, i: i64[4] input) {
+      %s = softmax(%x, dim=1)
+      %e = exp(%w)
+      %r = exp(%h)
+      %d = add(%i, %i)
+      return %s, %e, %r, %d
+    }""")
+    x, w, i = normal(3, 4).astype(np.float32), normal(4), np.arange(4)
+    before = x.copy()
+    results = interpret(graph, {"x": x, "w": w, "h": x[0], "i": i}, narrow=True).outputs
+    assert [result.dtype for result in results] == [np.float32, np.float64, np.float32, np.int64]
+    np.testing.assert_allclose(results[0], torch.softmax(torch.tensor(x), 1).numpy(), rtol=1e-6)
+    np.testing.assert_allclose(results[1], np.exp(w), rtol=1e-15)
+    np.testing.assert_allclose(results[2], np.exp(x[0]), rtol=1e-6)
+    np.testing.assert_array_equal(x, before)
+
+
 def test_composites_against_torch() -> None:
     graph = parse("""graph g(x: f32[6, s0] input, t: i64[6] input) {
       %s = softmax(%x, dim=1)

@@ -26,6 +26,14 @@ def test_philox_known_answers(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (int(low[0]), int(high[0])) == answer
 
 
+def test_words_of_many_indices_are_those_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = np.arange(105, dtype=np.uint64).reshape(15, 7) * np.uint64(3)
+    whole = philox(index, 5, 2)
+    monkeypatch.setattr("daceml_train.ops.random.BLOCK", 10)
+    for words, again in zip(whole, philox(index, 5, 2), strict=True):
+        assert words.shape == index.shape and np.array_equal(words, again)
+
+
 @pytest.mark.parametrize("dtype", [DType.float32, DType.float64])
 def test_uniform_is_uniform_and_repeatable(dtype: DType) -> None:
     (u,) = Uniform((1000, 100), 3, dtype).evaluate(SEED)

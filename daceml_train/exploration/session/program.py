@@ -24,6 +24,8 @@ from daceml_train.training.optimizers import initial_state, option_value
 
 DRAWN = 7
 """The seed of cotangents and of random numbers."""
+RATE = 1.0
+"""The learning rate of verification: with a small one, rounding of parameters hides what a gradient did to them."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +37,22 @@ class Inputs:
     """Input -> (the parameter's input, the state's name)."""
 
     @staticmethod
-    def of(subject: Subject, rate: float | None = None) -> Inputs:
-        """Copies of the present tensors of model, optimizer and batch; `rate` replaces all learning rates."""
+    def captured(subject: Subject) -> Inputs:
+        """The present tensors of the forward pass, not copied, and the random numbers of a call."""
         captured = subject.seen.captured
-        tensors = {name: _copy(tensor) for name, tensor in subject.seen.tensors.items()}
+        tensors = {name: tensor.detach() for name, tensor in subject.seen.tensors.items()}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(DRAWN)
             tensors |= {name: draw({}) for name, draw in captured.draws.items()}
         if SEED in captured.graph.inputs:
             tensors[SEED] = torch.tensor(DRAWN, dtype=torch.int64)
+        return Inputs(tensors)
+
+    @staticmethod
+    def of(subject: Subject, rate: float | None = None) -> Inputs:
+        """Copies of the present tensors of model, optimizer and batch; `rate` replaces all learning rates."""
+        captured = subject.seen.captured
+        tensors = Inputs.captured(subject).fresh()
         graph = subject.training_graph(captured.graph)
         rest = [name for name in graph.inputs if name not in captured.graph.inputs]
         if subject.kind == "module":

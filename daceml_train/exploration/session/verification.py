@@ -12,7 +12,8 @@ import torch
 from daceml_train.analysis.interpret import interpret
 from daceml_train.driver.settings import Settings
 from daceml_train.exploration.session.eager_copy import EagerCopy, Named
-from daceml_train.exploration.session.program import Inputs, Program, cotangents
+from daceml_train.exploration.session.forward_check import forward_checks
+from daceml_train.exploration.session.program import RATE, Inputs, Program, cotangents
 from daceml_train.exploration.session.progress import CheckProgress, OnProgress, compiling, unheard
 from daceml_train.exploration.session.subject import NORM, Subject
 from daceml_train.graph.graph import Graph
@@ -32,15 +33,14 @@ NOISE = 0.05
 """An eager error above which a tensor is rounding noise, so that a comparison says nothing."""
 SAMPLE = 24
 """The most tensors of the first comparison, besides results."""
-RATE = 1.0
-"""The learning rate of verification: with a small one, rounding of parameters hides what a gradient did to them."""
 
 
 @dataclass(frozen=True)
 class Check:
     """One tensor: the program's relative error against the exact value, and the allowed error.
 
-    `kind` is `result`, `gradient`, `update` (what a step adds to a parameter), `state` or `buffer`; `eager` is the
+    `kind` is `result`, `gradient`, `update` (what a step adds to a parameter), `state` or `buffer`, and in a first
+    comparison of a large graph `array`, an array of the graph; `eager` is the
     error of PyTorch in the model's own element types, or of the captured graph with every operator's results rounded
     to them where PyTorch draws other random numbers; None where neither is known.
     """
@@ -109,8 +109,15 @@ def verify(
     """Run `graph` as a compiled program and compare. `with_gradients` turns a step into one with its gradients as
     outputs, and returns what differs between the two.
 
-    `progress` receives progress, and a comparison of some tensors with PyTorch as soon as both have run once.
+    `progress` receives progress and first comparisons: of the first operators if there are many, of the results once
+    the forward pass has run by itself, and of some tensors with PyTorch once both have run.
     """
+    total = len(graph.outputs) + len(graph.writes) + (len(subject.trained) if subject.kind == "step" else 0)
+    for first in forward_checks(subject, graph, options, progress):
+        count = sum(kind == "result" for kind, _ in first.found)
+        covered = f"{first.covered}, {count} of {total} tensors so far"
+        partial = Verification(tuple(_compared(first.found, [], first.reference)), covered)
+        progress(CheckProgress("compared what runs first", result=partial))
     inputs = Inputs.of(subject, RATE)
     found = _program_results(subject, graph, inputs, compiling(options, "the program", progress))
     notes: list[str] = []
@@ -118,10 +125,6 @@ def verify(
     eager = _eager(subject, seeds, progress)
     if eager:
         progress(CheckProgress("compared some tensors", result=sampled(found, eager[0])))
-    else:
-        progress(CheckProgress("evaluating the captured graph"))
-        first = sampled(found, _results(subject), "the captured graph")
-        progress(CheckProgress("compared the results", result=first))
     if subject.kind == "step":  # whose gradients need not exist as arrays
         progress(CheckProgress("applying the steps to a program with gradients as results"))
         wider = subject.with_gradients()
@@ -142,8 +145,8 @@ def verify(
     return Verification(tuple(_compared(found, eager, exact)), reference, tuple(notes))
 
 
-def sampled(found: Named, eager: Named, reference: str = "PyTorch") -> Verification:
-    """A comparison of all results and of `SAMPLE` other tensors, evenly spread, with `reference` in its own types.
+def sampled(found: Named, eager: Named) -> Verification:
+    """A comparison of all results and of `SAMPLE` other tensors, evenly spread, with PyTorch in the model's types.
 
     Updates are left out where the optimizer has a state: Adam's update by a gradient of zero is rounding noise.
     """
@@ -153,7 +156,7 @@ def sampled(found: Named, eager: Named, reference: str = "PyTorch") -> Verificat
     keys = [key for key in found if key[0] == "result" and key in eager] + others[::step]
     checks = _compared({key: found[key] for key in keys}, [], {key: eager[key] for key in keys})
     total = len({*found, *eager})
-    return Verification(tuple(checks), f"{reference}, {len(keys)} of {total} tensors so far")
+    return Verification(tuple(checks), f"PyTorch, {len(keys)} of {total} tensors so far")
 
 
 def _eager(subject: Subject, seeds: Mapping[int, torch.Tensor], progress: OnProgress) -> list[Named]:
@@ -208,14 +211,6 @@ def _meaning(subject: Subject, rounded: bool = False) -> Named:
     after = {name: tensor(value, name) for name, value in result.writes.items()}
     before = {name: inputs.tensors[name] if rounded else _wide(inputs.tensors[name]) for name in after}
     return _named(subject, inputs, outputs, after, before)
-
-
-def _results(subject: Subject) -> Named:
-    """The results of the captured graph alone, in float64."""
-    graph = subject.captured
-    outputs = interpret(graph, _arrays(graph, Inputs.of(subject, RATE)), keep=False).outputs
-    named = zip(subject.labels, outputs[: subject.results], strict=False)
-    return {("result", label): torch.from_numpy(np.asarray(value)) for label, value in named}
 
 
 def _arrays(graph: Graph, inputs: Inputs) -> dict[str, Array]:

@@ -358,7 +358,17 @@ def test_a_preview_has_the_picture_after_it(screen: Screen, session: dt.Session)
 @pytest.mark.compiled
 def test_checks_tell_progress_and_first_results(screen: Screen) -> None:
     for kind, stages in (
-        ("verify", ("lowering the program", "running PyTorch", "with gradients", "float64", "comparing all tensors")),
+        (
+            "verify",
+            (
+                "lowering the forward pass",
+                "lowering the program",
+                "running PyTorch",
+                "with gradients",
+                "float64",
+                "comparing all tensors",
+            ),
+        ),
         ("measure", ("warming up eager", "applying the default pipeline", "lowering now", "warming up now")),
     ):
         before = len(screen.answers)
@@ -369,8 +379,9 @@ def test_checks_tell_progress_and_first_results(screen: Screen) -> None:
         assert all(stage in text for stage in stages), text
         partial = [message["partial"] for message in told if "partial" in message]
         if kind == "verify":
-            assert len(partial) == 1 and partial[0].startswith("all right: 1 result")
-            assert "tensors so far" in partial[0].splitlines()[0]
+            assert len(partial) == 2 and all(text.startswith("all right: 1 result") for text in partial)
+            assert "the forward pass by itself, 1 of" in partial[0].splitlines()[0]
+            assert all("tensors so far" in text.splitlines()[0] for text in partial)
         else:
             names = [[line.split()[0] for line in part.splitlines()[1:]] for part in partial]
             assert names[0] == ["eager"] and names[1] == ["now", "eager"]
