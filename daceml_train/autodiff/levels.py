@@ -252,13 +252,22 @@ def _split(cell: _Cell) -> None:
 
 
 def _moved(cell: _Cell, read: set[str]) -> list[Node]:
-    """Views and permutations in the loop to repeat outside, since they are read there and are no stack of rows."""
+    """Views and permutations in the loop to repeat outside, since they are read there and are no stack of rows.
+
+    Also views of a stack of rows: it is kept once, not once per view.
+    """
     types, producers = cell.types, {name: node for node in cell.loop for name in node.outputs}
+
+    def by_row(name: str) -> bool:
+        return types[name].shape[:1] == (ROWS,)
+
     waiting, found = list(read), set[str]()
     while waiting:
         name = waiting.pop()
         node = producers.get(name)
-        if node is None or name in found or types[name].shape[:1] == (ROWS,) or not isinstance(node.op, View | Permute):
+        if node is None or name in found or not isinstance(node.op, View | Permute):
+            continue
+        if by_row(name) and not (isinstance(node.op, View) and by_row(node.inputs[0])):
             continue
         found.add(name)
         waiting += node.inputs

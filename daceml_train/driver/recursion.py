@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -10,13 +11,17 @@ from typing import Any
 import torch
 
 from daceml_train.driver.forests import Forests
+from daceml_train.frontends.torch.recursion import columns
 from daceml_train.frontends.torch.recursion.detect import MARKED, cycles, over_data, reachable
-from daceml_train.frontends.torch.recursion.lazy import record_by, recording
+from daceml_train.frontends.torch.recursion.lazy import RECORDER, Lazy, record_by, recording
 from daceml_train.frontends.torch.recursion.outline import outlined, with_codes
 from daceml_train.frontends.torch.recursion.paths import located
 from daceml_train.frontends.torch.recursion.recorder import Recorder, Structures, computed
+from daceml_train.frontends.torch.recursion.repeats import MISS
+from daceml_train.frontends.torch.recursion.runs import Run
 from daceml_train.frontends.torch.recursion.simple import state_of
 from daceml_train.runtime.deep_calls import call_deeply
+from daceml_train.runtime.records import functions as native_functions
 
 
 class Recursion:
@@ -28,6 +33,7 @@ class Recursion:
         programs: Forests | None = None,
         marked: bool = True,
     ) -> None:
+        _use_native()
         self.structures = Structures(functions)
         self.structures.programs = programs
         self.marked = marked
@@ -93,6 +99,12 @@ class Recursion:
                 where += "; a function that calls itself by name may be deeper than one that does by way of a module"
         if where:
             error.add_note(where)
+
+
+@functools.cache
+def _use_native() -> None:
+    """Record natively from here on, where that is possible."""
+    columns.use_native(native_functions(Lazy, Run, RECORDER, MISS))
 
 
 TRIED = 4

@@ -7,6 +7,7 @@ from typing import Protocol
 from daceml_train.errors import Unsupported
 from daceml_train.graph.bodies import bodies
 from daceml_train.graph.graph import Graph, Node
+from daceml_train.lowering.cells import cell_program
 from daceml_train.lowering.device import Device
 from daceml_train.lowering.program import Allocation, Buffer, BufferView, Cells, ControlLaunch, Program
 from daceml_train.ops.control import Cond, ControlFlow, Scan, While
@@ -63,9 +64,13 @@ def _levels(lowering: Lowering, node: Node, op: Levels) -> ControlLaunch:
     if not lowering.device.toolchain.templates:
         raise Unsupported("levels on a GPU", where=origin)
     operands = tuple(lowering.dense(name, origin) for name in node.inputs)
-    programs, returns = _programs(lowering, node, op), _returns(lowering, node)
+    graphs = bodies(op, [lowering.graph.tensors[name] for name in node.inputs])
+    found = [cell_program(op, kind, body) for kind, body in enumerate(graphs)]
+    programs, returns = tuple(lowering.body(each.graph) for each in found), _returns(lowering, node)
     own = tuple(len(body.yields) - len(op.placed(kind)) for kind, body in enumerate(op.cells))
-    cells = Cells(len(op.types), op.counts, op.rows, op.children, op.shared, op.states, own)
+    around = (tuple(each.gathers for each in found), tuple(each.added for each in found))
+    written = tuple(each.written for each in found)
+    cells = Cells(len(op.types), op.counts, op.rows, op.children, op.shared, op.states, own, *around, written)
     return ControlLaunch(op.label, programs, None, (), (), operands, returns, 0, op.reverse, origin, cells)
 
 

@@ -96,6 +96,25 @@ class CopyLaunch:
 
 
 @dataclass(frozen=True)
+class Gather:
+    """An argument of a cell: in each of its rows, rows of these children (by position) one after the other.
+
+    `result` is the own result whose rows these are, -1 if there is none.
+    """
+
+    children: tuple[int, ...]
+    result: int = -1
+
+
+@dataclass(frozen=True)
+class Added:
+    """What is added to a child: from element `start` on of each row of an output of the cell."""
+
+    output: int
+    start: int
+
+
+@dataclass(frozen=True)
 class Cells:
     """What the cells of `levels` read and write, by positions among its operands and states; see `ops.levels`."""
 
@@ -108,6 +127,12 @@ class Cells:
     states: tuple[tuple[int, ...], ...]
     own: tuple[int, ...]
     """Per kind, the number of its own results."""
+    gathers: tuple[tuple[Gather, ...], ...]
+    """Per kind, the arguments of its program that are gathered from states."""
+    added: tuple[tuple[Added, ...], ...]
+    """Per kind, in reverse, where the values that are added to children are."""
+    written: tuple[tuple[int, ...], ...]
+    """Per kind, the own results that its program returns."""
 
 
 @dataclass(frozen=True)

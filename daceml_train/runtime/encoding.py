@@ -36,6 +36,7 @@ from daceml_train.lowering.aten import Call, Keywords, Placeholder
 from daceml_train.lowering.aten import Result as CallResult
 from daceml_train.lowering.cost import Cost
 from daceml_train.lowering.program import (
+    Added,
     Allocation,
     Buffer,
     BufferView,
@@ -43,6 +44,7 @@ from daceml_train.lowering.program import (
     Cells,
     ControlLaunch,
     CopyLaunch,
+    Gather,
     KernelLaunch,
     LaneRules,
     Packing,
@@ -121,6 +123,8 @@ for _kind in (
     Cost,
     CallLaunch,
     Cells,
+    Gather,
+    Added,
     ControlLaunch,
     CopyLaunch,
     Allocation,

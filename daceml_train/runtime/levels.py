@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from ctypes import c_double, c_int64, c_void_p
 
 from daceml_train.errors import Invalid
-from daceml_train.lowering.program import Cells
+from daceml_train.lowering.program import Cells, Gather
 from daceml_train.runtime.executor import Plan, PlanView
 from daceml_train.runtime.native_library import library
 
@@ -60,11 +60,18 @@ def add_levels(
         write(cells.states[kind])
         write(range(own, own + cells.own[kind]))
         write([number for pair in cells.children[kind] for number in pair])
+        write(cells.written[kind])
+        write([number for gather in cells.gathers[kind] for number in _numbers(gather)])
+        write([number for added in cells.added[kind] for number in (added.output, added.start)])
         own += cells.own[kind]
     plan._bodies += bodies
     handles = (c_void_p * len(bodies))(*[body._handle for body in bodies])
     native = plan._native
     return plan._added(native.plan_levels(plan._handle, handles, len(bodies), (c_int64 * len(numbers))(*numbers), tag))
+
+
+def _numbers(gather: Gather) -> tuple[int, ...]:
+    return gather.result, len(gather.children), *gather.children
 
 
 def last_seconds(most: int) -> list[float]:

@@ -79,6 +79,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 }
 _HOLDING: dict[str, tuple[Any, list[Any]]] = {
     "identities_hold": (c_int, [_HANDLE]),
+    "records_create": (ctypes.py_object, [ctypes.py_object]),
     "plan_call": (ctypes.py_object, [_HANDLE, _POINTER, c_int64, c_int]),
 }
 """Functions that run under the interpreter's lock: they read or create Python objects."""

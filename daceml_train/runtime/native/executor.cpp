@@ -11,6 +11,7 @@
 #include "identities.h"
 #include "leaves.h"
 #include "plan.h"
+#include "record_functions.h"
 #include "stack.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -112,6 +113,7 @@ EXPORT Identities* identities_create(void* const* containers, const int* lists, 
   for (int64_t i = 0; i < all; ++i) made->values.push_back(static_cast<_object*>(values[i]));
   return made;
 }
+EXPORT _object* records_create(_object* classes) { return record_functions(classes); }
 EXPORT void identities_destroy(Identities* identities) { delete identities; }
 EXPORT int identities_hold(const Identities* identities) { return identities->hold(); }
 
@@ -260,7 +262,8 @@ EXPORT int plan_vary(PlanHandle* handle, PlanHandle* const* samples, const int64
   });
 }
 // `numbers`: operands, results, the number of states, reverse; then per kind its count, rows, shared, states, own results,
-// and children, as pairs. Each list is preceded by its length.
+// children as pairs, written own results, gathers (result, children), what is added as pairs. Each list is preceded by its
+// length.
 EXPORT int plan_levels(PlanHandle* handle, PlanHandle* const* bodies, int kinds, const int64_t* numbers, int tag) {
   return build([&] {
     const auto one = [&numbers] { return *numbers++; };
@@ -281,6 +284,10 @@ EXPORT int plan_levels(PlanHandle* handle, PlanHandle* const* bodies, int kinds,
       cell.rows = list(), cell.shared = list(), cell.states = list(), cell.own = list();
       const std::vector<int> pairs = list();
       for (size_t i = 0; i + 1 < pairs.size(); i += 2) cell.children.push_back({pairs[i], pairs[i + 1]});
+      cell.written = list();
+      cell.gather(list());
+      const std::vector<int> added = list();
+      for (size_t i = 0; i + 1 < added.size(); i += 2) cell.added.push_back({added[i], added[i + 1]});
       levels.cells.push_back(std::move(cell));
     }
     return handle->plan.add_levels(std::move(levels), tag);

@@ -10,6 +10,7 @@
 #include <ATen/ops/bmm_cpu_dispatch.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
 
+#include "few_rows.h"
 #include "values.h"
 
 namespace daceml {
@@ -52,16 +53,28 @@ struct Product {
   int out, bias, a, b;
   c10::Scalar beta, alpha;
 
-  void run(Values& values) const {
+  // `varies`: for any number of rows, so that no library was chosen for it.
+  void run(Values& values, bool varies) const {
     at::Tensor& result = values.bind(out);
     const at::Tensor& left = values.bind(a);
     const at::Tensor& right = values.bind(b);
+    if (varies && kind == Kind::mm && few(result, left, right)) {
+      FewRows::run(left.const_data_ptr<float>(), right.const_data_ptr<float>(), result.data_ptr<float>(), result.size(0),
+                   result.size(1), left.size(1));
+      return;
+    }
     switch (kind) {
       case Kind::mm: at::cpu::mm_out(result, left, right); break;
       case Kind::bmm: at::cpu::bmm_out(result, left, right); break;
       case Kind::addmm: at::cpu::addmm_out(result, values.bind(bias), left, right, beta, alpha); break;
       case Kind::baddbmm: at::cpu::baddbmm_out(result, values.bind(bias), left, right, beta, alpha); break;
     }
+  }
+
+ private:
+  static bool few(const at::Tensor& result, const at::Tensor& left, const at::Tensor& right) {
+    return FewRows::serves(result.size(0)) && result.scalar_type() == at::kFloat && left.size(1) > 0 && result.is_contiguous() &&
+           left.is_contiguous() && right.stride(0) == 1 && right.stride(1) == right.size(0);
   }
 };
 

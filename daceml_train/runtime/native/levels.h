@@ -56,11 +56,33 @@ struct Levels {
   struct Child {
     int state, operand;
   };
+  // An argument whose rows consist of rows of children, and the own result that it is, or -1.
+  struct Gather {
+    std::vector<int> children;
+    int result;
+  };
+  // What is added to a child: from element `start` on of each row of an output.
+  struct Added {
+    int output, start;
+  };
   struct Cell {
     Plan* body;
     int64_t count;
     std::vector<int> rows, shared, states, own;  // `own`: results, after the states
     std::vector<Child> children;
+    std::vector<int> written;  // own results, by position in `own`, that the body returns
+    std::vector<Gather> gathers;
+    std::vector<Added> added;
+
+    // `numbers`: per gather its result, the number of its children, and these.
+    void gather(const std::vector<int>& numbers) {
+      for (size_t i = 0; i < numbers.size();) {
+        const int result = numbers[i], count = numbers[i + 1];
+        const auto begin = numbers.begin() + static_cast<std::ptrdiff_t>(i) + 2;
+        gathers.push_back({{begin, begin + count}, result});
+        i += static_cast<size_t>(count) + 2;
+      }
+    }
   };
   std::vector<Cell> cells;
   std::vector<int> operands, results;
@@ -90,16 +112,20 @@ struct Levels {
     return bytes;
   }
 
-  static void add(at::Tensor& state, const int64_t* rows, const at::Tensor& values, int64_t count) {
-    const int64_t width = count > 0 ? values.numel() / count : 0;
+  template <class T>
+  static void add_row(T* to, const T* from, int64_t width) {
+#pragma omp simd
+    for (int64_t j = 0; j < width; ++j) to[j] += from[j];
+  }
+
+  // Adds to rows of a state what begins at element `start` of each row of `values`.
+  static void add(at::Tensor& state, const int64_t* rows, const at::Tensor& values, int64_t start, int64_t count) {
+    const int64_t pitch = count > 0 ? values.numel() / count : 0;
+    const int64_t width = row_bytes(state) / static_cast<int64_t>(state.element_size());
     AT_DISPATCH_ALL_TYPES_AND_COMPLEX_AND2(at::kHalf, at::kBFloat16, state.scalar_type(), "levels", [&] {
       auto* to = state.data_ptr<scalar_t>();
-      const auto* from = values.const_data_ptr<scalar_t>();
-      for (int64_t r = 0; r < count; ++r) {
-        scalar_t* target = to + rows[r] * width;
-        const scalar_t* source = from + r * width;
-        for (int64_t j = 0; j < width; ++j) target[j] += source[j];
-      }
+      const auto* from = values.const_data_ptr<scalar_t>() + start;
+      for (int64_t r = 0; r < count; ++r) add_row(to + rows[r] * width, from + r * pitch, width);
     });
   }
 
@@ -175,6 +201,20 @@ struct Levels {
 
     const int64_t* rows_of(const Child& child, int64_t first) const {
       return given[child.operand].const_data_ptr<int64_t>() + first;
+    }
+
+    // The rows of children next to each other, from `to` on.
+    void gather(const Cell& cell, const Gather& gather, int64_t first, int64_t count, char* to) const {
+      int64_t pitch = 0, start = 0;
+      for (int k : gather.children) pitch += row_bytes(made[cell.children[k].state]);
+      for (int k : gather.children) {
+        const at::Tensor& state = made[cell.children[k].state];
+        const int64_t* rows = rows_of(cell.children[k], first);
+        const int64_t bytes = row_bytes(state);
+        const char* from = static_cast<const char*>(state.const_data_ptr());
+        for (int64_t r = 0; r < count; ++r) std::memcpy(to + r * pitch + start, from + rows[r] * bytes, bytes);
+        start += bytes;
+      }
     }
 
     void group(int64_t level, size_t kind);

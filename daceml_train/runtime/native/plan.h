@@ -315,7 +315,7 @@ class Plan {
     for (int slot : launch.fresh) values.own(slot, fresh(slot));
     switch (launch.step) {
       case Step::kernel: kernels_[launch.index].run(values, scratch_[lane].data()); break;
-      case Step::product: products_[launch.index].run(values); break;
+      case Step::product: products_[launch.index].run(values, rows_ >= 0); break;
       case Step::call: calls_[launch.index].run(values); break;
       case Step::release: values.drop(launch.index); break;
       case Step::copy: copies_[launch.index].run(values); break;
@@ -381,26 +381,27 @@ inline void Levels::Run::group(int64_t level, size_t kind) {
       inputs.push_back(borrow(at_row(made[state], starts[kind] + first), body.input_layout(inputs.size())));
     }
   } else {
-    for (const Child& child : cell.children) {
-      kept.push_back(allocate(body.input_layout(inputs.size())));
-      const int64_t* rows = rows_of(child, first);
-      const int64_t bytes = row_bytes(made[child.state]);
-      char* to = static_cast<char*>(kept.back().data_ptr());
-      for (int64_t r = 0; r < count; ++r) std::memcpy(to + r * bytes, at_row(made[child.state], rows[r]), bytes);
-      inputs.push_back(kept.back());
+    for (const Gather& each : cell.gathers) {
+      const Layout& layout = body.input_layout(inputs.size());
+      if (each.result < 0) kept.push_back(allocate(layout));
+      char* to = each.result < 0 ? static_cast<char*>(kept.back().data_ptr()) : at_row(made[cell.own[each.result]], first);
+      gather(cell, each, first, count, to);
+      inputs.push_back(each.result < 0 ? kept.back() : borrow(to, layout));
     }
   }
   for (int operand : cell.shared) inputs.push_back(given[operand]);
   std::vector<char*> places;
   if (op.reverse) {
-    for (size_t i = 0; i < cell.children.size(); ++i) {
+    int bases = 0;
+    for (const Added& each : cell.added) bases = std::max(bases, each.output + 1);
+    for (int i = 0; i < bases; ++i) {
       kept.push_back(allocate(body.output_layout(places.size())));
       places.push_back(static_cast<char*>(kept.back().data_ptr()));
     }
   } else {
     for (int state : cell.states) places.push_back(at_row(made[state], starts[kind] + first));
   }
-  for (int result : cell.own) places.push_back(at_row(made[result], first));
+  for (int i : cell.written) places.push_back(at_row(made[cell.own[i]], first));
   if (places.empty()) return;
   TORCH_CHECK(places.size() == body.outputs(), "a cell of levels makes ", body.outputs(), " values");
   std::vector<void*> addresses, outputs(places.size());
@@ -414,7 +415,8 @@ inline void Levels::Run::group(int64_t level, size_t kind) {
     }
   }
   for (size_t i = 0; op.reverse && i < cell.children.size(); ++i) {
-    add(made[cell.children[i].state], rows_of(cell.children[i], first), kept[i], count);
+    const auto& [output, start] = cell.added[i];
+    add(made[cell.children[i].state], rows_of(cell.children[i], first), kept[output], start, count);
   }
 }
 

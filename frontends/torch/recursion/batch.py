@@ -23,22 +23,17 @@ class Members:
     """
 
     def __init__(self, structures: Any, runs: Sequence[Run]) -> None:
-        found: dict[Any, list[Run]] = {}
-        for run in runs:
-            found.setdefault(run.at, []).append(run)
         self.runs: dict[Cell, list[Run]] = {}
         self.columns: dict[Cell, list[list[Any]]] = {}
-        for at, own in found.items():
+        for at, own in columns.by_structure(list(runs)).items():
             if at.cell is None:
                 at.cell = Cell(at)
                 structures.cells.append(at.cell)
             cell = at.cell
-            own.sort(key=_height)
             cell.want(alive(own))
             self.runs[cell] = own
-            self.columns[cell] = list(map(list, zip(*[run.inputs for run in own], strict=True)))
-            for run in own:
-                run.group = cell
+            self.columns[cell] = columns.inputs(own)
+            columns.place(own, cell)
         self.data: dict[tuple[Cell, int], bool] = {}
         """Whether data are among what an input is taken from."""
         self._learn()
@@ -47,20 +42,14 @@ class Members:
         """Note where the inputs of cells come from."""
         for cell, inputs in self.columns.items():
             for k, (column, sources) in enumerate(zip(inputs, cell.sources, strict=True)):
-                now = {
-                    (a.source.group, a.index) if type(a) is Lazy and a.source.forest is None else DATA for a in column
-                }
-                self.data[cell, k] = DATA in now
+                self.data[cell, k], outputs = columns.sources(column)
+                now = {*outputs, DATA} if self.data[cell, k] else outputs
                 if not now <= sources.keys():
                     sources.update(dict.fromkeys(source for source in map(_source, column) if source not in sources))
 
 
 def _source(a: Any) -> Any:
     return (a.source.group, a.index) if type(a) is Lazy and a.source.forest is None else DATA
-
-
-def _height(run: Run) -> int:
-    return run.height
 
 
 def padded(count: int) -> int:
@@ -91,8 +80,7 @@ class Batch:
         counts = [padded(len(runs)) for runs in self.calls[:first]]
         start = 0
         for kind, runs, count in zip(layout.kinds, self.calls, counts, strict=False):
-            for row, run in enumerate(runs, start):
-                run.group, run.position, run.forest = kind, row, self
+            columns.place(runs, kind, start, self)
             start += count
         self.fed: dict[int, list[Any]] = {state: [] for state in layout.feeders}
         mixed = dict(self._mixed())
@@ -152,6 +140,7 @@ class Batch:
     def _numbers(self, kind: Kind, k: int, mixed: list[tuple[int | None, int]] | None, count: int) -> torch.Tensor:
         """The rows of children."""
         assert kind.cell is not None
+        numbers: Any
         if mixed is not None:
             starts = self.starts
             numbers = [n if feeder is None else starts[feeder] + n for feeder, n in mixed]
@@ -166,7 +155,7 @@ class Batch:
     def _bounds(self) -> torch.Tensor:
         """The bounds of levels; rows that are fed stand before all calls."""
         first = 1 if self.fed else 0
-        heights = [np.array([run.height + first for run in runs], dtype=np.int64) for runs in self.calls]
+        heights = [columns.heights(runs) + first for runs in self.calls]
         last = max((int(h[-1]) for h in heights if len(h)), default=0)
         count = padded(last + 1) + 1
         levels = np.arange(count)
@@ -184,9 +173,7 @@ class Batch:
         self.arrays = []
         self.fed = {}
         for runs in self.calls:
-            for run in runs:
-                run.height = run.stage = 0
-                run.inputs = run.values = ()  # values refer to the run
+            columns.release(runs)  # values refer to the run
         self.calls = []
         del self.members
 
@@ -199,14 +186,15 @@ class Batch:
 
     def places(self, values: Sequence[Any]) -> tuple[torch.Tensor, np.ndarray[Any, Any]] | None:
         """The tensor that has all values, and their rows in it; None if they are in several, or of other batches."""
-        if not columns.all_of(values, Run, self):
+        values = values if type(values) is list else list(values)
+        if not columns.all_of(values, self):
             return None
         results = {(*kind.outputs[index], kind.number) for kind, index in columns.outputs(values)}
         is_state, result, number = next(iter(results))
         if any(r[1] != result for r in results):
             return None
         start = 0 if is_state else self.starts[number]
-        return self.results[result], np.array(columns.positions(values), dtype=np.int64) - start
+        return self.results[result], columns.positions(values) - start
 
     def value(self, value: Lazy) -> torch.Tensor:
         """A computed value."""

@@ -55,6 +55,8 @@ class Block:
         self.function, self.owner, self.numbers = function, owner, numbers
         self.entry = entry(function.__code__.co_argcount, self, self._run)
         """What the owner calls."""
+        self.entry_code = getattr(self.entry, "__code__", None)
+        """Its code; None where it is native, and has no frames."""
         self.keyed: tuple[int, ...] = ()
         """The positions of operands that were ever scalars or lists."""
 
@@ -84,7 +86,7 @@ class Block:
     def _first(self, recorder: Any, operands: Sequence[Any]) -> Any:
         """Run the statements, and keep what they record if that can be repeated."""
         given = self._tensors(operands)
-        outermost = recorder.outermost(sys._getframe(3))
+        outermost = recorder.outermost(self._caller())
         before, events = len(recorder.pending), recorder.events
         grad = torch.is_grad_enabled()
         described = None if outermost else self._described(recorder, operands, given)
@@ -111,6 +113,14 @@ class Block:
         kept.known.append(repeated)
         recorder.last[self] = repeated
         return result
+
+    def _caller(self) -> types.FrameType:
+        """The frame of the function whose statements these are: the first one that is not ours."""
+        frame: types.FrameType | None = sys._getframe(3)
+        while frame is not None and frame.f_code is self.entry_code:
+            frame = frame.f_back
+        assert frame is not None
+        return frame
 
     def _described(self, recorder: Any, operands: Sequence[Any], given: Sequence[Any]) -> list[Operand] | None:
         """What is compared before a record is repeated; None where it cannot be."""

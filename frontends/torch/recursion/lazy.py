@@ -165,10 +165,10 @@ def _attribute(name: str) -> Any:
     return property(lambda self: getattr(self.tensor(), name))
 
 
-_RECORDER: ContextVar[Any] = ContextVar("recorder", default=None)
-recording = _RECORDER.get
+RECORDER: ContextVar[Any] = ContextVar("recorder", default=None)
+recording = RECORDER.get
 """The recorder of this thread, or None. A context variable is read in a tenth of the time of a thread's own data."""
-record_by = _RECORDER.set
+record_by = RECORDER.set
 """Sets the recorder of this thread, or None."""
 
 

@@ -292,15 +292,7 @@ class Recorder(TorchFunctionMode):
             why = cells.LOOK  # PyTorch has computed the operands, and their views, before it changes them
         if why or not isinstance(result, Meta):
             return self._at_once(function, args, kwargs, why)
-        stage = 0
-        for value in lazy_values((args, kwargs)) if joined is None else args[0]:
-            source = value.source
-            after = source.stage
-            if type(source) is Run and source.forest is None:
-                source.use(value.index)
-                after += 1
-            if after > stage:
-                stage = after
+        stage = columns.use(list(lazy_values((args, kwargs)) if joined is None else args[0]))
         self.events += 1
         solo = Solo(self, function, args, kwargs, stage)
         value = lazy_of(solo, 0, result)

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from daceml_train.frontends.torch.recursion import columns
 from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, meta_of, recording
 from daceml_train.frontends.torch.recursion.runs import Run, Shared
 
@@ -130,6 +131,15 @@ def repeat(
 
     `inputs` tells where the run's inputs are; `metas` has the types of its values, and `template` what is returned.
     """
+    native, guards = columns.native("record"), _native_guards(operands)
+    if native is not None and guards is not None:
+        used = frozenset(returned(template))
+        places = tuple((*_pair(p), isinstance(operands[p.operand], Meta | list)) for p in inputs)
+        kept = tuple(m if k in used else None for k, m in enumerate(metas))
+        function: Callable[..., Any] = native(
+            grad, len(operands), at, used, guards, places, kept, tuple(_prefix(template))
+        )
+        return function
     source = _Source({"Lazy": Lazy, "Run": Run, "MISS": MISS, "MethodType": types.MethodType})
     source.names |= {"grad_enabled": torch.is_grad_enabled, "meta_of": meta_of}
     conditions = [f"grad_enabled() is {grad}"]
@@ -159,11 +169,60 @@ def repeat(
     return source.function("repeated", ["recorder", *_operands(len(operands))], lines)
 
 
+# ---- native functions -----------------------------------------------------------------------------------------------
+LAZY, IS_LIST, NUMBERS, SAME, METHOD, SCALAR = range(6)
+"""Kinds of guards in `runtime/native/records.h`."""
+
+
+def _pair(place: Place) -> tuple[int, int]:
+    return place.operand, -1 if place.element is None else place.element
+
+
+def _native_guards(operands: Sequence[Operand]) -> tuple[Any, ...] | None:
+    """Conditions for operands: kind, operand, element, count, object. None if one has no native form."""
+    found: list[tuple[int, int, int, int, Any]] = []
+    for k, operand in enumerate(operands):
+        if isinstance(operand, Meta):
+            found.append((LAZY, k, -1, 0, operand))
+        elif isinstance(operand, list):
+            found.append((IS_LIST, k, -1, len(operand), None))
+            found += [(LAZY, k, j, 0, meta) for j, meta in enumerate(operand)]
+        elif isinstance(operand, Numbers):
+            found.append((NUMBERS, k, -1, operand.count, operand.kind))
+        elif isinstance(operand, Shared):
+            found.append((SAME, k, -1, 0, operand.tensor))
+        elif isinstance(operand, types.MethodType):
+            found.append((METHOD, k, -1, 0, operand))
+        elif isinstance(operand, torch.nn.Module):
+            found.append((SAME, k, -1, 0, operand))
+        elif isinstance(operand, tuple):
+            found.append((SCALAR, k, -1, 0, operand[1]))
+        else:
+            return None
+    return tuple(found)
+
+
+def _prefix(template: Any) -> Iterator[int]:
+    """A template in prefix notation: 0 and a value; 1, an operand, and an element; 2 or 3, a count, and the parts."""
+    if isinstance(template, int):
+        yield from (0, template)
+    elif isinstance(template, Place):
+        yield from (1, *_pair(template))
+    else:
+        kind, *parts = template
+        yield from (3 if kind is list else 2, len(parts))
+        for part in parts:
+            yield from _prefix(part)
+
+
 def entry(count: int, block: Any, rest: Callable[..., Any]) -> Callable[..., Any]:
     """A function of so many operands that repeats what a block recorded last, or calls `rest`.
 
     It is a plain function of as many parameters, which Python calls without a tuple and without a method.
     """
+    if (native := columns.native("entry")) is not None:
+        function: Callable[..., Any] = native(block, rest)
+        return function
     source = _Source({"MISS": MISS, "recording": recording, "block": block, "rest": rest})
     operands = ", ".join(_operands(count))
     lines = [
