@@ -16,7 +16,8 @@ from daceml_train.expressions.contract import Factor, contracted
 from daceml_train.expressions.prepared import prepared
 from daceml_train.expressions.program import Program, Stage
 from daceml_train.expressions.term import Array, Axis, Term, children, constant, substituted
-from daceml_train.ops.indexing import Index, IndexPut, zeros
+from daceml_train.ops.embedding import AddRows, Embedding
+from daceml_train.ops.indexing import Gather, Index, Scatter, zeros
 from daceml_train.ops.movement import Concat, Pad
 from daceml_train.ops.operator import Builder, Value, make
 from daceml_train.ops.read import Read
@@ -152,25 +153,46 @@ class Lowering:
             return self.read(term, domain)
         assert term.array is not None
         x, shape = self.values[term.array], term.array.shape
-        index, inside = [], None
-        for i, n in zip(term.args, shape, strict=True):
-            value = self.typed(i, domain, memo)
-            bounds = interval(i)
-            if bounds is None or bounds[0] < 0 or bounds[1] >= n:
-                value, within = self.guarded(value, n, term.fill is None)
-                inside = within if inside is None else self.builder.emit(make("logical_and"), inside, within)[0]
-            index.append(value)
         if 0 in shape and term.fill is not None:
             return self.number(term.fill, term.array.dtype, len(domain))
-        taken = x.apply(Index(tuple(range(len(index)))), *index)
+        rows = _whole(term.args, shape)
+        number, inside = self.row_number(term.args, shape, rows, domain, memo, term.fill is None)
+        width, number_ = prod(a.size for a in rows), number.view((prod(number.shape),))
+        table = x.view((prod(shape) // width, width)) if width > 1 else x.view((prod(shape),))
+        taken = table.apply(Embedding() if width > 1 else Gather(0), number_)
+        dims = [domain.index(a) for a in rows]
+        others = [d for d in range(len(domain)) if d not in dims]
+        taken = taken.view((*(number.shape[d] for d in others), *(a.size for a in rows)))
+        taken = taken.permute(_inverse([*others, *dims]))
         if term.fill is None or inside is None:
             return taken
         return inside.where(taken, taken.constant(term.fill))
 
-    def guarded(self, index: Value, size: int, checked: bool) -> tuple[Value, Value]:
-        """An index that is brought inside, and whether it was. A `checked` one becomes an error of the library call."""
-        inside = self.builder.emit(make("logical_and"), index.compare("ge", 0), index.compare("lt", size))[0]
-        return inside.where(index, size if checked else 0), inside
+    def row_number(
+        self,
+        indices: Sequence[Term],
+        shape: Sequence[int],
+        rows: Sequence[Axis],
+        domain: Sequence[Axis],
+        memo: dict[Term, Value],
+        checked: bool,
+    ) -> tuple[Value, Value | None]:
+        """Which row of an array, whose last dimensions are `rows`, the other indices name; whether they are inside.
+
+        A `checked` one that is not becomes an error of the library call, any other is row 0.
+        """
+        lead = list(zip(indices, shape, strict=True))[: len(shape) - len(rows)]
+        number, inside = None, None
+        for i, n in lead:
+            value, bounds = self.typed(i, domain, memo), interval(i)
+            if bounds is None or bounds[0] < 0 or bounds[1] >= n:
+                within = self.builder.emit(make("logical_and"), value.compare("ge", 0), value.compare("lt", n))[0]
+                inside = within if inside is None else self.builder.emit(make("logical_and"), inside, within)[0]
+            number = value if number is None else number * n + value
+        assert number is not None
+        if inside is not None:
+            number = inside.where(number, prod(n for _, n in lead) if checked else 0)
+        return number, inside
 
     def typed(self, index: Term, domain: Sequence[Axis], memo: dict[Term, Value]) -> Value:
         """An index as an array of integers."""
@@ -229,19 +251,21 @@ class Lowering:
     # ---- stores -----------------------------------------------------------------------------------------------------
     def scattered(self, stage: Stage, result: Value) -> Value:
         """Zeros to which the results are added at indices that depend on data; those outside are dropped."""
-        memo: dict[Term, Value] = {}
-        sizes = tuple(a.size for a in stage.axes)
-        index, inside = [], None
-        for i, n in zip(stage.store, stage.target.shape, strict=True):
-            value, bounds = self.typed(i, stage.axes, memo), interval(i)
-            if bounds is None or bounds[0] < 0 or bounds[1] >= n:
-                value, within = self.guarded(value, n, checked=False)
-                inside = within if inside is None else self.builder.emit(make("logical_and"), inside, within)[0]
-            index.append(value.expand(sizes))
+        target, axes = stage.target, stage.axes
+        rows = _whole(stage.store, target.shape)
+        number, inside = self.row_number(stage.store, target.shape, rows, axes, {}, checked=False)
         if inside is not None:
-            result = inside.where(result, result.constant(0.0)).expand(sizes)
-        put = IndexPut(tuple(range(len(index))), accumulate=True)
-        return zeros(self.builder, stage.target.shape, stage.target.dtype).apply(put, result, *index)
+            result = inside.where(result, result.constant(0.0)).expand(tuple(a.size for a in axes))
+        dims = [axes.index(a) for a in rows]
+        others = [d for d in range(len(axes)) if d not in dims]
+        count, width = prod(axes[d].size for d in others), prod(a.size for a in rows)
+        number = number.expand(tuple(1 if d in dims else a.size for d, a in enumerate(axes))).view((count,))
+        added, height = result.permute((*others, *dims)), prod(target.shape) // width
+        if width == 1:
+            flat = zeros(self.builder, (height,), target.dtype)
+            return flat.apply(Scatter(0, accumulate=True), number, added.view((count,))).view(target.shape)
+        table = zeros(self.builder, (height, width), target.dtype)
+        return table.apply(AddRows(), number, added.view((count, width))).view(target.shape)
 
     def placed(self, stage: Stage, result: Value) -> tuple[list[Place], Value]:
         """Where the dimensions of a result lie in its target."""
@@ -309,6 +333,22 @@ class Lowering:
         (joined,) = self.builder.emit(Concat(dim + 1), *pieces)
         joined = joined.view((*shape[:dim], whole * step, *shape[dim + 1 :]))
         return joined.slice(dim, 0, n) if whole * step > n else joined
+
+
+def _whole(indices: Sequence[Term], shape: Sequence[int]) -> list[Axis]:
+    """The axes that index the last dimensions, from end to end and nothing else, so that rows lie in one piece."""
+    found: list[Axis] = []
+    for d in reversed(range(1, len(shape))):
+        axis = indices[d].axis
+        others = (*indices[:d], *indices[d + 1 :])
+        if axis is None or axis.size != shape[d] or any(axis in _axes_of(i) for i in others):
+            break
+        found.insert(0, axis)
+    return found
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
 
 
 def _forwards(stage: Stage) -> Stage:

@@ -206,6 +206,19 @@ def _index_put(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...
     return Call("aten::index_put", (Operand(0), _chosen(op, operands[0], 2), Operand(1), op.accumulate))
 
 
+def _put_rows(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
+    name, returns = ("aten::index_put_", (None,)) if op.in_place else ("aten::index_put", (0,))
+    return Call(name, (Operand(0), (Operand(1),), Operand(2), True), returns=returns)
+
+
+def _add_rows(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
+    """Twice as fast as `index_put` on a CPU. On a GPU, its order of additions varies from run to run."""
+    if operands[1].rank != 1:
+        return _put_rows(op, operands, results)
+    name, returns = ("aten::index_add_", (None,)) if op.in_place else ("aten::index_add", (0,))
+    return Call(name, (Operand(0), 0, Operand(1), Operand(2)), returns=returns)
+
+
 def _chosen(op: Any, x: Tensor, first: int) -> tuple[Operand | None, ...]:
     """The index arrays, operands from `first` on, at the dimensions that they index."""
     numbers = {d: Operand(first + i) for i, d in enumerate(op.dims)}
@@ -284,11 +297,7 @@ CALLS: dict[str, Rule] = {
         (Operand(0), Operand(1), Operand(2), False, 0, False, None, False, -1),
         returns=(0, None, None, None),
     ),
-    "add_rows": lambda op, i, o: Call(
-        "aten::index_put_" if op.in_place else "aten::index_put",
-        (Operand(0), (Operand(1),), Operand(2), True),
-        returns=(None,) if op.in_place else (0,),
-    ),
+    "add_rows": _add_rows,
     "embedding_grad": lambda op, i, o: Call(
         "aten::embedding_dense_backward", (Operand(0), Operand(1), op.rows, op.padding_idx, False)
     ),
@@ -339,6 +348,7 @@ CALLS_OF: dict[str, dict[str, Rule]] = {
     "cuda": {
         "attention": _attention_function,
         "attention_grad": _attention_grad_function,
+        "add_rows": _put_rows,
         "require": lambda op, i, o: Call("daceml::require", (Operand(0), op.message)),
     },
 }

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from daceml_train.codegen.kernel.analysis import analyze
+from daceml_train.codegen.kernel.loops import Layout, Loops
 from daceml_train.errors import Refused
 from daceml_train.ops.kernel import Kernel
 from daceml_train.ops.operator import Value, make
@@ -51,6 +52,9 @@ def test_layouts_of_operands():
             case("transposed", add, r(6, 50, 40).mT, x, blocks=2),
             case("transposed, large", add, r(300, 200).T, r(200, 300), blocks=3),
             case("both transposed", add, r(50, 40).T, r(50, 40).T),
+            case("narrow", add, r(3, 2, 2, 20, 20).permute(0, 3, 1, 4, 2), r(3, 20, 2, 20, 2), blocks=2),
+            case("narrow, across", add, r(3, 20, 2, 20, 2).permute(0, 2, 4, 1, 3), r(3, 2, 2, 20, 20), blocks=2),
+            case("narrow, all of them", add, r(3, 2, 5).permute(2, 1, 0), r(5, 2, 3)),
             case("expanded", add, r(40, 1).expand(6, 40, 50), x),
             case("all expanded", add, r(1).expand(30), r(1).expand(30)),
             case("sliced", add, r(6, 40, 60)[:, :, 5:55], x),
@@ -215,3 +219,16 @@ def test_refusals():
     assert "two orders" in sentence(lambda x: (x * x) + (x * x).T, (4, 4))
     assert "no common factors" in sentence(lambda x, y: (x * 2.0).view((8, 3)) + y, (6, 4), (8, 3))
     assert "slices a computed value" in sentence(lambda x: (x * 2.0).slice(0, 0, 2), (6, 4))
+
+
+@pytest.mark.parametrize(
+    ("shape", "lanes"), [((3, 20, 2, 20, 2), 20), ((3, 20, 4, 6, 2), 20), ((3, 2, 8), 8), ((2, 3, 2), 3)]
+)
+def test_a_loop_of_a_few_elements_is_no_vector(shape: tuple[int, ...], lanes: int) -> None:
+    """The innermost loop of at least sixteen elements is vectorized, or the longest one."""
+    order = tuple(reversed(range(len(shape))))
+    a, b = torch.randn(tuple(shape[d] for d in order)).permute(order), torch.randn(shape)
+    kernel = kernel_of(add, *map(describe, (a, b)))
+    layouts = [Layout(tuple(t.shape), tuple(t.stride()), DType.float32) for t in (a, b, b)]
+    domain = analyze(kernel, [describe(a), describe(b)])
+    assert [axis.size for axis in Loops(domain, layouts[:2], layouts[2:]).lane_axes] == [lanes]

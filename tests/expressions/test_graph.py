@@ -11,6 +11,7 @@ from daceml_train.autodiff.reverse import differentiate
 from daceml_train.expressions.operator import Expression
 from daceml_train.frontends.torch import types
 from daceml_train.graph.graph import Graph
+from daceml_train.transformations.intra_operator.decompose import Decompose
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -35,3 +36,26 @@ def test_lowering_and_derivative(name: str) -> None:
     arrays = dict(zip(graph.inputs, (x.detach().numpy() for x in (*given, *seeds)), strict=True))
     for a, b in zip(interpret(graph, arrays).outputs, expected, strict=True):
         np.testing.assert_allclose(a, b.detach().numpy(), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "calls"),
+    [
+        ("embed_sum", {"embedding", "add_rows"}),
+        ("bilinear", {"gather", "scatter"}),
+        ("shift", {"gather", "scatter"}),
+    ],
+)
+def test_rows_and_elements_have_one_number(name: str, calls: set[str]) -> None:
+    """Indices that depend on data become the number of a row, or of an element: libraries are slow for several."""
+    given = operands(SMALL[name])
+    operator = getattr(operators, name)
+    graph = Graph()
+    values = [graph.input(f"x{i}", types.tensor(x)) for i, x in enumerate(given)]
+    (output,) = graph.emit(Expression(operator.program(*given).text), *values)
+    seed = graph.input("g", output.tensor)
+    gradients = differentiate(graph, {output.name: seed}, [values[0].name])
+    graph.output(output, gradients[values[0].name])
+    graph = Decompose().run(graph)
+    found = {node.op.label for node in graph.nodes if node.op.vendor}
+    assert found == calls

@@ -24,7 +24,13 @@ FEW_ROWS, MANY_LANES = 64, 1 << 17
 
 
 class CudaLoops(Loops):
-    """Loops of a CUDA kernel: the criteria for tiles of lanes as the parallel loop differ from the CPU's."""
+    """Loops of a CUDA kernel: the criteria for tiles of lanes as the parallel loop differ from the CPU's.
+
+    Neighboring threads have neighboring elements, however few the innermost loop has.
+    """
+
+    def _vector_axis(self, groups: Sequence[Sequence[int]]) -> int:
+        return -1
 
     def _choose_mode(self) -> None:
         super()._choose_mode()

@@ -18,6 +18,8 @@ TILE = 1024
 """Lanes per tile if tiles of lanes run in parallel."""
 SQUARE, SQUARE_LANES = 32, 128
 """Side of the squares of rows and lanes that are traversed where an array is contiguous across the rows."""
+NARROW, ENOUGH = 8, 16
+"""A contiguous loop of fewer elements is no vector: the innermost one of so many is vectorized, if there is one."""
 WIDE = 8192
 """The number of lanes from which their accumulators exceed the first-level cache."""
 
@@ -111,7 +113,8 @@ class Loops:
 
         rows, lanes = merged(split.rows), merged(split.lanes)
         if self.flat and len(lanes) > 1:
-            rows, lanes = lanes[:-1], lanes[-1:]
+            vector = lanes.pop(self._vector_axis(lanes))
+            rows, lanes = lanes, [vector]
         self.split = split
         self.row_axes = [Axis(f"r{i}", self._size(g)) for i, g in enumerate(rows)]
         self.lane_axes = [Axis(f"l{i}", self._size(g)) for i, g in enumerate(lanes)]
@@ -124,6 +127,13 @@ class Loops:
         self.row_set = {a.name for a in self.row_axes}
         self.lane_set = {a.name for a in self.lane_axes}
         self.needs = {name: frozenset(self.axis_of[a] for a in leaf.axes) for name, leaf in self.leaves.items()}
+
+    def _vector_axis(self, groups: Sequence[Sequence[int]]) -> int:
+        """The position of the loop that is vectorized, of loops from the outermost to the innermost."""
+        sizes = [self._size(group) for group in groups]
+        if hint(sizes[-1]) >= NARROW:
+            return -1
+        return max(range(len(groups)), key=lambda i: (min(hint(sizes[i]), ENOUGH), i))
 
     def _size(self, group: Sequence[int]) -> Dim:
         return product(self.domain.sizes[a] for a in group)
