@@ -31,7 +31,7 @@ def way(request: Any) -> Iterator[str]:
     columns.use_native(found if before else {})
 
 
-class Recording:
+class PendingRuns:
     """The part of a recorder that records need."""
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ def test_a_record_is_repeated_for_operands_like_those_it_was_made_for(way: str) 
     template = (tuple, 1, Place(1, 0), (list, 0, Place(0)))
     inputs = [Place(0), Place(2), Place(1, 1)]
     repeated = repeat(end, True, operands, inputs, (TYPE, OTHER, TYPE), template)
-    recorder = Recording()
+    recorder = PendingRuns()
     pair = [lazy_of(below, 0, TYPE), lazy_of(Pick(torch.zeros(2, 3), 1, None), 0, OTHER)]
     given: list[Any] = [value, pair, [5, 6], module, 2, 0.0, "x"]
     result = repeated(recorder, *given)
@@ -140,7 +140,7 @@ def test_entries_call_what_is_there_to_repeat(way: str) -> None:
     block = object()
     called = entry(2, block, lambda *a: calls.append(("rest", *a)))
     called(1, 2)
-    recorder = Recording()
+    recorder = PendingRuns()
     token = RECORDER.set(recorder)
     try:
         called(3, 4)
