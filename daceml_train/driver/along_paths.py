@@ -58,6 +58,7 @@ class AlongPaths(OnRanks):
     """Whether the step is one forward pass and one update."""
     schedule: ScheduleKind
     cuda_graphs: dict[Device, CudaGraphs]
+    unstable: Collection[str]
     _code: Any
 
     def _start_in_pieces(self) -> None:
@@ -175,6 +176,7 @@ class AlongPaths(OnRanks):
             self.ranks,
             self.idle,
             assigned,
+            self.unstable,
         )
 
     def _new_cuda_graphs(self, device: Device) -> CudaGraphs | None:

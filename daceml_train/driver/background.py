@@ -63,6 +63,8 @@ def _busy() -> bool:
 class BackgroundStep(TrainingStep):
     """See the module. `wait` lets a call wait for the compiler, and `compilation` says in words how far it is."""
 
+    traces_user_code = False
+
     def __init__(
         self,
         model: torch.nn.Module,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import operator
+import re
 import types
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -50,6 +51,16 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Mapping[int, Any]]:
     return [*own_step_hooks(optimizer), *GLOBAL_HOOKS]
 
 
+def changed_step(optimizer: torch.optim.Optimizer) -> str:
+    """Why a call of an optimizer's `step` is more than its update; nothing if it is not."""
+    if any(step_hooks(optimizer)):
+        return "the optimizer has a hook around its step"
+    own = vars(optimizer).get("step")
+    if own is None or (hasattr(own, "_wrapped_by_lr_sched") and own.__wrapped__ is type(optimizer).step):
+        return ""  # as it was, or with the counter of a scheduler
+    return "the optimizer's step is another function than that of its class"
+
+
 def own_step_hooks(optimizer: torch.optim.Optimizer) -> list[dict[int, Any]]:
     """The dictionaries of the hooks of this optimizer's step alone."""
     return [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
@@ -76,6 +87,8 @@ class OptimizerGuard:
         for position, group in enumerate(optimizer.param_groups):
             read = frozenset({"params", "initial_lr", "lr", *(key for index, key, _ in sources if index == position)})
             self.groups.append((group, read, options(group, read), [*group["params"]]))
+        self.kept: Sequence[Any] = self.same.values
+        """The objects that `holds` compares."""
         self.right: IdentityGuard | None = None
         """The parameters and options that `holds` last found right: the same objects need no second look."""
         self._right_groups: Any = None
@@ -121,9 +134,53 @@ class OptimizerGuard:
                 self.values[position] = value
         return on_device
 
+    def in_state(self, source: str) -> tuple[str, Sequence[Any]]:
+        """An expression of the captured code as one that reads a list `S` of the states, and that list."""
+        return source, ()
+
     def same_options(self) -> bool:
         """Whether the options that a program was compiled for are as they were."""
         return all(options(group, read) == expected for group, read, expected, _ in self.groups)
+
+
+class UserOptimizerGuard(OptimizerGuard):
+    """What is compared of an optimizer whose step TorchDynamo traced, so that its guards hold the options.
+
+    Entries of the state under the names `unstable` are other objects at each step, which guards of their own follow.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        hyperparameters: Sequence[tuple[int, str]],
+        bounds: Mapping[str, float],
+        unstable: Collection[str],
+    ) -> None:
+        super().__init__(optimizer, hyperparameters, bounds)
+        self.states = list(optimizer.state.values())
+        self.groups_object = groups = optimizer.param_groups
+        plain = [state for state in self.states if isinstance(state, dict)]
+        containers: list[Any] = [optimizer.state, *plain, groups, *(group["params"] for group in groups)]
+        self.same = IdentityGuard(containers, free=unstable)
+        moving = {id(state[name]) for state in plain for name in unstable if name in state}
+        self.kept = [value for value in self.same.values if id(value) not in moving]
+
+    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
+        if optimizer.state is not self.state_object or optimizer.param_groups is not self.groups_object:
+            return False
+        return bool(self.same.holds())
+
+    def in_state(self, source: str) -> tuple[str, Sequence[Any]]:
+        return _IN_STATE.sub(r"S[\1]", source), self.states
+
+
+_IN_STATE = re.compile(r"L\['self'\]\.optimizer\.state\[list\(dict\.keys\(L\['self'\]\.optimizer\.state\)\)\[(\d+)\]\]")
+
+
+def unstable_state(optimizer: torch.optim.Optimizer, before: Mapping[int, Mapping[Any, Any]]) -> set[str]:
+    """The names of state whose objects differ from those `before` a step, by the identity of a parameter's state."""
+    held = [(state, before.get(id(state), {})) for state in optimizer.state.values() if isinstance(state, dict)]
+    return {name for state, old in held for name, value in state.items() if name in old and value is not old[name]}
 
 
 def options(group: Mapping[str, Any], read: Collection[str]) -> list[Any]:

@@ -16,6 +16,7 @@ import torch
 from daceml_train.driver.binding import SEED, changed_often, memory_span, raise_versions, sizes_of
 from daceml_train.driver.bound_optimizer import (
     OptimizerGuard,
+    UserOptimizerGuard,
     check_state,
     global_hooks,
     in_strides,
@@ -88,6 +89,7 @@ class BoundStep:
         ranks: Ranks | None = None,
         idle: bool = False,
         assigned: Collection[int] = (),
+        unstable: Collection[str] = (),
     ) -> None:
         self.cuda_graphs, self.device = cuda_graphs, step.executable.device
         self.accumulated, self.scaler, self.scaling = accumulated, scaler, scaling_of(scaler)
@@ -104,11 +106,11 @@ class BoundStep:
         program = step.executable.program
         tensors = list(by_name.values())
         self.plan: BoundPlan = step.executable.plan([tensors[i].shape[d] for i, d in program.symbols.values()])
-        self._observe(modules, bounds, assigned)
+        self._observe(modules, bounds, assigned, unstable)
         self._bind_inputs(captured, by_name, flat, scope, code_globals)
         leaves = [t for name, t in by_name.items() if t.requires_grad and t.is_leaf]
         self.leaves = list({id(t): t for t in (*leaves, *_all_parameters(optimizer))}.values())
-        self.attached = Leaves(self.leaves).attached
+        self.attached, self.gradient_hooks = Leaves(self.leaves).attached, gradient_hooks(self.leaves)
         self.trained = [by_name[name] for name in step.trained]
         self.kept = [by_name[name] for name in step.gradients]
         self.first = bool(step.made)
@@ -126,17 +128,25 @@ class BoundStep:
         return described(self.step.executable.program, self.step.trained, lines)
 
     def _observe(
-        self, modules: Sequence[torch.nn.Module], bounds: Mapping[str, float], assigned: Collection[int]
+        self,
+        modules: Sequence[torch.nn.Module],
+        bounds: Mapping[str, float],
+        assigned: Collection[int],
+        unstable: Collection[str],
     ) -> None:
         """Note what has to stay as it is; the modules `assigned` assign their buffers themselves."""
         optimizer = self.optimizer
-        self.bound_optimizer = OptimizerGuard(optimizer, self.step.hyperparameters, bounds)
+        self.bound_optimizer = (
+            UserOptimizerGuard(optimizer, self.step.hyperparameters, bounds, unstable)
+            if self.step.by_user
+            else OptimizerGuard(optimizer, self.step.hyperparameters, bounds)
+        )
         tables = [table for m in modules for table in (m._modules, m._parameters)]
         self.empty_hooks = [table for table in (*hook_tables(modules), *own_step_hooks(optimizer)) if not table]
         buffers = (m._buffers for m in modules if id(m) not in assigned)
         self.same = IdentityGuard([*tables, *buffers], self.empty_hooks)
         """Modules, parameters, buffers, and hooks, of which there are none."""
-        self.patched = optimizer.__dict__.get("step")
+        self.steps = optimizer.__dict__.get("step"), type(optimizer).step
 
     def _bind_inputs(
         self,
@@ -148,7 +158,7 @@ class BoundStep:
     ) -> None:
         step, program = self.step, self.step.executable.program
         given = {id(t): i for i, t in enumerate(flat) if isinstance(t, torch.Tensor)}
-        known = {id(t) for t in (*self.same.values, *self.bound_optimizer.same.values)}
+        known = {id(t) for t in (*self.same.values, *self.bound_optimizer.kept)}
         sources = {source.name: source for source in captured.inputs}
         scaling = self._scaler_state(next(iter(by_name.values())).device)
         state = [scaling[name] if name in SCALER else self._state(by_name[p], name) for p, name in step.state]
@@ -181,7 +191,9 @@ class BoundStep:
                     raise Unsupported(f"{entry.path} is not dense in memory (strides {tensor.stride()})")
                 if id(tensor) not in known and source.kind in ("tensor", "number"):
                     moving = self.effects is not None and not entry.mutable and entry.name not in captured.changes
-                    self.followed.append(follow(source.source, scope, code_globals, tensor, position, strides, moving))
+                    text, states = self.bound_optimizer.in_state(source.source)
+                    known_as = {"G": code_globals, "S": states}
+                    self.followed.append(follow(text, scope, known_as, tensor, position, strides, moving))
                     if self.followed[-1].number:
                         self.host_positions.append(position)
             elif entry.name == SEED:
@@ -245,11 +257,11 @@ class BoundStep:
         optimizer = self.optimizer
         if not self.same.holds() or global_hooks() or not self.bound_optimizer.holds(optimizer):
             return False
-        if optimizer.__dict__.get("step") is not self.patched:
+        if optimizer.__dict__.get("step") is not self.steps[0] or type(optimizer).step is not self.steps[1]:
             return False
         if self.scaler is not None and not self._same_scaling():
             return False
-        if self.attached() & HOOK and any(map(has_gradient_hooks, self.leaves)):
+        if self.attached() & HOOK and gradient_hooks(self.leaves) != self.gradient_hooks:
             return False
         return self.guard(scope) and (not self.followed or all(followed.holds(scope) for followed in self.followed))
 
@@ -371,6 +383,18 @@ _NOTHING = torch.empty(0)
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """Whether a hook reads or changes this parameter's gradient."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+Hooks = tuple[tuple[Callable[..., Any], ...], tuple[Callable[..., Any], ...]]
+
+
+def gradient_hooks(parameters: Iterable[torch.Tensor], every: bool = False) -> dict[int, Hooks]:
+    """The hooks before and after the accumulation of gradients, by the identity of parameters that have any.
+
+    `every`: of parameters without hooks, too.
+    """
+    tables = ((p, p._backward_hooks or {}, p._post_accumulate_grad_hooks or {}) for p in parameters)
+    return {id(p): (tuple(b.values()), tuple(a.values())) for p, b, a in tables if b or a or every}
 
 
 def _all_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -46,6 +46,7 @@ class _Part(TrainingStep):
 
     keeps_state = False
     whole_batches = False
+    traces_user_code = False
 
     share: float | None = 1.0
     """The weight of each part; None: derived for each kind of batch."""
@@ -72,7 +73,9 @@ class _Part(TrainingStep):
 class _Accumulating(_Part):
     """Adds the gradients of a part to `accumulated` and updates nothing."""
 
-    def _wanted(self, by_name: Mapping[str, torch.Tensor], given: set[int]) -> tuple[list[Trained], list[str]]:
+    def _wanted(
+        self, by_name: Mapping[str, torch.Tensor], given: set[int], hooked: bool = False
+    ) -> tuple[list[Trained], list[str]]:
         of_tensor = {id(t): name for name, t in by_name.items() if t.requires_grad and id(t) not in given}
         if any(has_gradient_hooks(t) for t in by_name.values() if id(t) in of_tensor):
             raise Unsupported("a parameter has a gradient hook")
@@ -113,10 +116,13 @@ class MicroBatchedStep(_Part):
         self.accumulating.arenas, self.accumulating.accumulated = self.arenas, self.accumulated
         self.accumulating.records, self.accumulating.cuda_graphs = self.records, self.cuda_graphs
         looking = TrainingStep(model, loss, optimizer, options)
+        looking.traces_user_code = False
         self.wholes = self.accumulating.wholes = Wholes(looking, options, count)
 
-    def _wanted(self, by_name: Mapping[str, torch.Tensor], given: set[int]) -> tuple[list[Trained], list[str]]:
-        trained, _ = super()._wanted(by_name, given)
+    def _wanted(
+        self, by_name: Mapping[str, torch.Tensor], given: set[int], hooked: bool = False
+    ) -> tuple[list[Trained], list[str]]:
+        trained, _ = super()._wanted(by_name, given, hooked)
         return [replace(t, accumulated=True, share=self.counts) for t in trained], []
 
     def _local_step(self, inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:

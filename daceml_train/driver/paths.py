@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from daceml_train import logs
-from daceml_train.driver.bound_optimizer import in_strides, step_hooks
+from daceml_train.driver.bound_optimizer import changed_step, in_strides
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks
 from daceml_train.driver.compile import compile_graph
 from daceml_train.driver.goals import WholeStep
@@ -43,7 +43,7 @@ from daceml_train.frontends.torch.paths.sharing import Place, kept_of, places_of
 from daceml_train.frontends.torch.paths.sites import Sites
 from daceml_train.frontends.torch.paths.stitch import PathGraph, captured_path
 from daceml_train.frontends.torch.paths.threads import watched
-from daceml_train.frontends.torch.paths.trie import Call, Number, Operand, Result, Step, leaves_of, numbers_of
+from daceml_train.frontends.torch.paths.trie import Call, Number, Result, Step, note_writes, numbers_of
 from daceml_train.frontends.torch.paths.values import memory
 from daceml_train.lowering.device import CPU
 from daceml_train.runtime.bound_plan import AnyArena, new_arena
@@ -374,7 +374,7 @@ class Paths:
         looked, kept = sorted(leaf.looked, key=lambda look: position[id(look[0])]), list(leaf.kept)
         found = divided(captured_path(path, call, leaf.loss, kept, looked, owner._names()), owner.options)
         graph = found.captured.graph
-        _note_writes(path, call, [s for name, s in found.sources.items() if name in graph.writes])
+        note_writes(path, call, [s for name, s in found.sources.items() if name in graph.writes])
         numbers = self.values.of(graph, found.sources)
         looks = self._looks(found, path, looked, numbers)
         available = {number: program for program in looks for number in program.saved}
@@ -426,16 +426,6 @@ def _lines(step: Step, indent: str) -> list[str]:
     return found
 
 
-def _note_writes(path: Sequence[Step], call: Call, written: Sequence[Any]) -> None:
-    """Note with the steps of a path what they change, as normalizations do, where PyTorch has not said so."""
-    known = {id(call.operands[operand.index]) for step in path for operand in step.written}
-    missing = {id(t) for t in written if isinstance(t, Tensor)} - known
-    for step in path if missing else ():
-        for leaf in leaves_of([step.arguments, step.keywords]):
-            if type(leaf) is Operand and id(call.operands[leaf.index]) in missing:
-                step.written.append(leaf)
-
-
 def unsuited(owner: Owner) -> str:
     """Why a step's calls are not followed along paths; nothing if they are."""
     parameters = owner._parameters()
@@ -443,8 +433,8 @@ def unsuited(owner: Owner) -> str:
         return "a module has a backward hook"
     if any(map(has_gradient_hooks, parameters)):
         return "a parameter has a gradient hook"
-    if any(step_hooks(owner.optimizer)):
-        return "the optimizer has a hook around its step"
+    if why := changed_step(owner.optimizer):
+        return why
     if any(type(p) is not torch.nn.Parameter or p.device.type != "cpu" for p in parameters):
         return "parameters that are not plain tensors on the CPU"
     return ""

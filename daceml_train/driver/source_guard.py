@@ -29,7 +29,7 @@ class SourceGuard:
 
     def holds(self, scope: dict[str, Any]) -> bool:
         """Whether a tensor that fits is still there; a number is updated."""
-        found = eval(self.code, {"G": self.globals, "L": scope})
+        found = eval(self.code, {**self.globals, "L": scope})
         if self.number:
             self.tensor.fill_(found)
             return True
@@ -51,16 +51,19 @@ def _alike(found: Any, tensor: torch.Tensor) -> bool:
 def follow(
     source: str,
     scope: dict[str, Any],
-    code_globals: dict[str, Any],
+    known: dict[str, Any],
     tensor: torch.Tensor,
     position: int,
     strides: tuple[int, ...],
     moving: bool,
 ) -> SourceGuard:
-    """What follows this tensor. Raises `Unsupported` where the next call could not find it."""
+    """What follows this tensor, by an expression over `L` and the names that are `known`.
+
+    Raises `Unsupported` where the next call could not find it.
+    """
     try:
         code = compile(source, "<captured>", "eval")
-        found = eval(code, {"G": code_globals, "L": scope})
+        found = eval(code, {**known, "L": scope})
     except Exception as error:
         raise Unsupported(f"a tensor that cannot be found at the next call ({source})") from error
     number = isinstance(found, float | int) and tensor.ndim == 0
@@ -69,4 +72,4 @@ def follow(
     if not number and tensor.requires_grad and not tensor.is_leaf:
         raise Unsupported(f"a tensor that carries a gradient from before the step ({source})")
     moving = moving and not number and not tensor.requires_grad
-    return SourceGuard(code, code_globals, tensor, number, position, strides, moving)
+    return SourceGuard(code, known, tensor, number, position, strides, moving)

@@ -16,10 +16,10 @@ import torch._dynamo
 import torch.utils._pytree as pytree
 
 from daceml_train import collector, logs
-from daceml_train.driver.along_paths import AlongPaths, DependsOnPython
+from daceml_train.driver.along_paths import DependsOnPython
 from daceml_train.driver.binding import input_tensors, laid_out, numbers_of, results_of, sizes_of
-from daceml_train.driver.bound_optimizer import step_hooks
-from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks, hook_tables
+from daceml_train.driver.bound_optimizer import changed_step
+from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks
 from daceml_train.driver.capture_only import CapturedCall, CaptureDone, inside_module, loss_first
 from daceml_train.driver.checking import check, check_tensors, device_of, kind_of, loss_of, refuse_mixed_devices
 from daceml_train.driver.distribution import parallel_wrapper
@@ -30,12 +30,11 @@ from daceml_train.driver.records import Record
 from daceml_train.driver.recursion import recursion_of
 from daceml_train.driver.sdfg_programs import sdfg_of
 from daceml_train.driver.settings import Settings
+from daceml_train.driver.user_updates import UserUpdates
 from daceml_train.errors import BudgetInfeasible, DeviceMismatch, Invalid, NotCompiled, Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured, capture
 from daceml_train.frontends.torch.dynamo import floats
 from daceml_train.frontends.torch.dynamo.tracing import (
-    RECOMPILATIONS,
-    compiled,
     describe,
     failing_guard,
     guards,
@@ -43,7 +42,6 @@ from daceml_train.frontends.torch.dynamo.tracing import (
     reason,
     recompilation,
     with_code,
-    with_own_code,
 )
 from daceml_train.graph.graph import Graph
 from daceml_train.lowering.device import GPU, Device
@@ -54,6 +52,7 @@ from daceml_train.runtime.ranks import RankError
 from daceml_train.training.gradients import SCALER, Clipping
 from daceml_train.training.joint import Trained, joint_graph
 from daceml_train.training.optimizers import makes_its_state, number_types, ready, update_of
+from daceml_train.training.user_update import reads_gradients
 
 Loss = Callable[..., torch.Tensor]
 
@@ -71,7 +70,7 @@ ALLOWED_CHANGES = 8
 options of the optimizer, before it runs in pieces."""
 
 
-class TrainingStep(AlongPaths):
+class TrainingStep(UserUpdates):
     """`step(inputs, *targets)` trains `model` once and returns the loss as a detached 0-d tensor.
 
     It computes `loss(model(inputs), *targets)`; a tuple, list or dict of inputs is unpacked into `model`; `loss=None`
@@ -240,6 +239,10 @@ class TrainingStep(AlongPaths):
 
     def seen(self, inputs: Any, *targets: Any) -> CapturedCall:
         """The loss on these arguments, captured. Nothing is compiled, run or changed."""
+        if self._reads_gradients():
+            looking = TrainingStep(self.model, self.loss, self.optimizer, self.options)
+            looking.traces_user_code = False
+            return looking.seen(inputs, *targets)
         with self._lock, torch.enable_grad():
             self._watch_hooks()
             try:
@@ -273,7 +276,7 @@ class TrainingStep(AlongPaths):
         if key in self._in_pieces and self._python_runs():
             return None  # hooks are called by the user's code, and seen by paths
         self._watch_hooks()
-        if key in self._in_pieces:
+        if key in self._in_pieces or self._is_beginning():
             return None
         if self._knows_kinds():
             self._in_pieces[key] = self.breaks[-1]  # as all kinds of arguments before
@@ -325,19 +328,6 @@ class TrainingStep(AlongPaths):
         self._worked = self._worked or describe(flat)
         return bound
 
-    def _watch_hooks(self) -> None:
-        """Start over if hooks were added or removed: Dynamo does not guard against new hooks."""
-        if (hooks := self._hooked()) != self._hooks:
-            self._hooks = hooks
-            self._bound.clear()
-            self._in_pieces.clear()
-            self._without_paths.clear()
-            self.paths.clear()
-            self._code = with_own_code(TrainingStep._objective)
-            dynamic = self.options.dynamic
-            limits = {"recompile_limit": RECOMPILATIONS, "skip_nnmodule_hook_guards": True}
-            self._traced = compiled(self._code, self._collect, limits, fullgraph=True, dynamic=dynamic)
-
     def _call_traced(self, inputs: Any, targets: tuple[Any, ...]) -> None:
         floats.traced(lambda: self._traced(self, inputs, *targets), self.options.randomness == "seeded")
 
@@ -370,11 +360,6 @@ class TrainingStep(AlongPaths):
         scope = {"self": self, "inputs": inputs, "targets": targets}
         self._changed[key] = "" if bound.guard(scope) else failing_guard(bound.guard, scope) or "what it depends on"
 
-    def _hooked(self) -> list[int]:
-        """The identities of objects with hooks."""
-        tables = [*hook_tables(self._modules()), *step_hooks(self.optimizer)]
-        return [id(x) for x in tables if x] + [id(p) for p in self._parameters() if has_gradient_hooks(p)]
-
     def _break(self, key: Any, error: BaseException, ours: bool = False) -> None:
         """Record that arguments of this kind run in pieces, and why."""
         self._in_pieces[key] = reason(error, ours)
@@ -388,8 +373,10 @@ class TrainingStep(AlongPaths):
         found = next((entry for entry in entries if entry.guard_manager.check(scope)), None)
         if found is None:
             raise DependsOnPython("the step depends on something that its own capture changed")
-        effects = with_code(self._code, found.code) if has_effects(found.code) else None
-        further = len(captured.graph.outputs) - 1
+        by_user = reads_gradients(captured.graph)
+        changes = has_effects(found.code, {"grad"} if by_user else ())
+        effects = with_code(self._code, found.code) if changes else None
+        further = 0 if by_user and self.user_step is None else len(captured.graph.outputs) - 1
         if further and (effects is None or not self.keeps_state):
             raise DependsOnPython(
                 "the model or the loss keeps tensors in Python objects (an attribute, a list, a global)"
@@ -397,9 +384,10 @@ class TrainingStep(AlongPaths):
         modules = self._modules()
         if any(m._backward_hooks or m._backward_pre_hooks for m in modules):
             raise Unsupported("a module has a backward hook")
-        if any(step_hooks(self.optimizer)):
-            raise Unsupported("the optimizer has a hook around its step")
+        if why := changed_step(self.optimizer):
+            raise Unsupported(why)
         by_name = input_tensors(captured, arguments)
+        self._check_user_code(captured.graph, by_name, changes)
         given = {id(t) for t in flat}
         if any(id(t) in given and t.requires_grad for t in by_name.values()):
             raise Unsupported("an argument requires a gradient")
@@ -407,14 +395,17 @@ class TrainingStep(AlongPaths):
         if self.ranks is not None and isinstance(device, GPU):
             raise Unsupported("collectives of a step on a GPU", advice="they run around the compiled model")
         self._choose_tables(captured.graph, by_name)
-        step = self._compiled(captured, *self._wanted(by_name, given), device, further)
+        wanted = ([], []) if by_user and self.user_step is not None else self._wanted(by_name, given, by_user)
+        step = self._compiled(captured, *wanted, device, further)
         for name, entry in step.state:
             if entry not in SCALER:
                 self._make_state(by_name[name], entry)
         return self._bound_to(captured, step, by_name, flat, found.guard_manager, scope, effects)
 
-    def _wanted(self, by_name: Mapping[str, torch.Tensor], given: set[int]) -> tuple[list[Trained], list[str]]:
-        """The parameters to update, and the inputs whose gradients are kept."""
+    def _wanted(
+        self, by_name: Mapping[str, torch.Tensor], given: set[int], hooked: bool = False
+    ) -> tuple[list[Trained], list[str]]:
+        """The parameters to update, and the inputs whose gradients are kept; `hooked`: hooks are in the graph."""
         of_tensor = {id(t): name for name, t in by_name.items()}
         trained: list[Trained] = []
         for rate, group in enumerate(self.optimizer.param_groups):
@@ -426,7 +417,7 @@ class TrainingStep(AlongPaths):
                 first, numbers = makes_its_state(update) and not ready(update, state), number_types(update, state)
                 trained.append(Trained(of_tensor[id(parameter)], update, rate, first, numbers=numbers))
         leaves = {n: t for n, t in by_name.items() if t.requires_grad and t.is_leaf and id(t) not in given}
-        if any(has_gradient_hooks(t) for t in leaves.values()):
+        if not hooked and any(map(has_gradient_hooks, leaves.values())):
             raise Unsupported("a parameter has a gradient hook")
         return trained, list(leaves) if self.keep_gradients else []
 

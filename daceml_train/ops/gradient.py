@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from daceml_train.errors import Invalid
+from daceml_train.errors import Invalid, Unsupported
 from daceml_train.ops.fallback import Body, zeros_like
-from daceml_train.ops.operator import Builder, Operator, Value
+from daceml_train.ops.operator import Array, Builder, Operator, Value
 from daceml_train.tensor import Dim, Tensor, same_shape
 
 
@@ -69,6 +69,51 @@ class Overwrite(Operator):
 
     def vjp(self, b: Builder, grad_y: Value) -> tuple[None, Value]:
         return None, grad_y
+
+    def flops(self, *operands: Tensor) -> Dim:
+        return 0
+
+
+@dataclass(frozen=True)
+class LossGradients(Operator):
+    """The gradients of `loss` by `parameters`, which code of the user's reads: the reverse pass takes its place.
+
+    It exists in captured graphs alone, between the forward pass and the user's update or hooks; see
+    `training.user_update`.
+    """
+
+    name = "loss_gradients"
+    operands = ("loss", "*parameters")
+    results = ("*gradients",)
+    zero_gradient = True
+
+    def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        return operands[1:]
+
+    def evaluate(self, *operands: Array) -> tuple[Array, ...]:
+        raise Unsupported("the gradients of a loss by its value alone", advice="interpret the joint graph of the step")
+
+    def flops(self, *operands: Tensor) -> Dim:
+        return 0
+
+
+@dataclass(frozen=True)
+class FinalGradients(Operator):
+    """Gradients after the user's hooks, as the backward pass leaves them: clipping and loss scaling follow here.
+
+    It exists in captured graphs alone, as `LossGradients`.
+    """
+
+    name = "final_gradients"
+    operands = ("*gradients",)
+    results = ("*finals",)
+    zero_gradient = True
+
+    def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        return operands
+
+    def lower(self, b: Builder, *operands: Value) -> Sequence[Value]:
+        return operands
 
     def flops(self, *operands: Tensor) -> Dim:
         return 0

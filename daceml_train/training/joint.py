@@ -22,6 +22,7 @@ from daceml_train.training.distribution import WEIGHT, Exchange, lookups, row_gr
 from daceml_train.training.gradients import PLAIN, SCALER, GradientOptions, clip, next_scale, unscale
 from daceml_train.training.optimizers import SCALARS, Update
 from daceml_train.training.sparse_gradients import as_dense, plain_descent, refuse_sparse, refuse_sparse_part
+from daceml_train.training.user_update import UserCode, reads_gradients
 
 ACCUMULATED = "accumulated"
 """The name of the state that accumulates gradients of micro-batches; no optimizer uses it."""
@@ -67,6 +68,8 @@ class StepInterface:
     made: list[tuple[str, str]] = field(default_factory=list)
     norm: bool = False
     mean: bool = False
+    by_user: bool = False
+    """Whether code of the user's computes the update."""
     further: int = 0
     """How many outputs stand between the loss and the gradients: what the user's code keeps."""
 
@@ -90,9 +93,12 @@ def joint_graph(
 
     The `further` outputs after the loss stay, all others go.
     """
+    code = UserCode.of(graph) if reads_gradients(graph) else None
+    graph = graph if code is None else code.graph
     lookups(graph, options.ranks)
     position = itertools.count(sum(isinstance(node.op, LookupRows) for node in graph.nodes))
-    graph = synchronized(graph, options.ranks, position) if options.sync_batch_norm else graph.copy()
+    if code is None:
+        graph = synchronized(graph, options.ranks, position) if options.sync_batch_norm else graph.copy()
     if options.idle and any(isinstance(node.op, Collective) for node in graph.nodes):
         why = "sync_batch_norm or a ShardedEmbedding, whose rows other ranks read"
         raise Unsupported(f"a rank without data in a step with {why}", advice="give each rank some rows")
@@ -106,8 +112,10 @@ def joint_graph(
     scaler = _scaler_inputs(joint, options)
     late = any(t.accumulated for t in trained)  # gradients of the parts of a batch are weighed when they are added up
     seed = _seed(graph, loss, scaler, None if late else weight)
-    wrt = list(dict.fromkeys([*(t.parameter for t in trained), *keep]))
+    wrt = list(dict.fromkeys([*(t.parameter for t in trained), *keep, *(code.parameters if code else ())]))
     found = {name: g for name, g in differentiate(graph, {loss.name: seed}, wrt).items() if g is not None}
+    if code is not None:
+        found |= code.hooked(found)
     entries = [t for t in trained if t.parameter in found]
     joint.trained = [t.parameter for t in entries]
     found |= {t.parameter: _accumulated(joint, t, found[t.parameter]) for t in entries}
@@ -118,20 +126,24 @@ def joint_graph(
         exchange = Exchange(graph, options.ranks, weight, options.bucket, options.idle, position)
         sharded = exchange if options.shard else None
         mean = _exchanged(exchange, options, loss, found, updated, late)
-    gradients = [found[t.parameter] for t in updated]
+    names = list(code.parameters) if code is not None and code.update else [t.parameter for t in updated]
+    gradients = [found[name] for name in names]
     skip = None
-    if options.scaling is not None and updated:
+    if options.scaling is not None and names:
         gradients, skip = unscale(gradients, scaler[0], sharded)
         for held, value in zip(scaler, next_scale(options.scaling, scaler[0], scaler[1], skip), strict=True):
             graph.write(held.name, value)
     bound = next((hyper[OF_STEP, name] for name in bounds), None)
     gradients, norm = clip(options.clipping, gradients, bound, sharded)
-    found |= {t.parameter: g for t, g in zip(updated, gradients, strict=True)}
+    found |= zip(names, gradients, strict=True)
     joint.gradients = tuple(name for name in keep if name in found)
     result = loss
     if options.idle:  # of which nothing is to be computed
         result = mean or graph.emit(Full(0.0, loss.shape, loss.dtype))[0]
     graph.outputs = [result.name, *kept, *(found[name].name for name in joint.gradients)]
+    if code is not None and code.update:
+        joint.by_user = True
+        code.append_update(found, skip)
     if sharded is not None:
         _append_sharded(joint, sharded, updated, found, hyper, skip)
     else:

@@ -7,6 +7,8 @@ learning-rate schedulers continue to work.
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,9 +50,20 @@ def update_of(optimizer: torch.optim.Optimizer, group: Group) -> Update:
             f"optimizer {kind.__module__}.{kind.__name__} has no update inside the graph",
             advice=f"{', '.join(names)} and {last} have; the step runs with PyTorch's own update",
         )
+    if not _is_pytorchs(kind.step):
+        raise Unsupported(f"{kind.__name__}.step is not PyTorch's own function")
     if any(p.is_complex() for p in group["params"]):
         raise Unsupported("the update of a complex parameter", advice="PyTorch's own update runs")
     return _with_given_options(_UPDATES[kind](group), group)
+
+
+_FOLDER = os.path.dirname(torch.optim.__file__)
+
+
+def _is_pytorchs(step: Any) -> bool:
+    """Whether this function, within its wrappers, is one of `torch.optim`."""
+    code = getattr(inspect.unwrap(step), "__code__", None)
+    return code is not None and code.co_filename.startswith(_FOLDER)
 
 
 def _with_given_options(update: Update, group: Group) -> Update:
@@ -170,6 +183,12 @@ _UPDATES: dict[type, Callable[[Group], Update]] = {
     torch.optim.ASGD: _asgd,
 }
 """The optimizers that have an update; one that extends them may do anything else."""
+
+
+def has_update(kind: type) -> bool:
+    """Whether optimizers of this type have an update."""
+    return kind in _UPDATES
+
 
 SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 """Names of state that is one number per parameter; all other state is like the parameter."""

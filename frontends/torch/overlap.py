@@ -76,7 +76,14 @@ def _same_memory(a: fx.Node, b: fx.Node) -> bool:
     first, second = _tensor(a), _tensor(b)
     if first is None or second is None or {first.layout, second.layout} != {torch.strided}:
         return False
-    return bool(first.untyped_storage()._cdata == second.untyped_storage()._cdata)
+    return _memory(first) == _memory(second)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """The identity of a tensor's memory, also of one inside `torch.func`."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _tensor(node: Any) -> torch.Tensor | None:

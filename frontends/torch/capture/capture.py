@@ -21,7 +21,7 @@ from daceml_train.frontends.torch import types
 from daceml_train.frontends.torch.capture import graph_leaves
 from daceml_train.frontends.torch.capture.operators import custom_functions
 from daceml_train.frontends.torch.capture.rng_draws import Draw, Randomness
-from daceml_train.frontends.torch.capture.trace import fake, fake_mode, first_line, trace
+from daceml_train.frontends.torch.capture.trace import fake, fake_mode, first_line, functorch_levels, trace
 from daceml_train.frontends.torch.dynamo import origin, size_limits
 from daceml_train.frontends.torch.dynamo.polyfills import POLYFILLS
 from daceml_train.frontends.torch.results import OutputSource, example_of, outputs_of, shared_bases, version
@@ -255,7 +255,7 @@ def _annotate(
             return result
 
     flags = [n.meta.get("requires_grad", False) for n in _placeholders(gm)]
-    with mode, torch.enable_grad():
+    with functorch_levels(), mode, torch.enable_grad():
         own = {name: x.detach().requires_grad_(held[name].requires_grad) for name, x in attributes.items()}
         fresh = [
             x.detach().requires_grad_(flag) if isinstance(x, Tensor) else x

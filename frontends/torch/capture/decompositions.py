@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch._decomp import core_aten_decompositions
 
+from daceml_train.frontends.torch.capture import foreach
+
 _KEPT = """
-detach graft overwrite attention custom_vjp control fill zero
+detach graft overwrite attention custom_vjp control loss_gradients final_gradients fill zero
 convolution native_layer_norm native_group_norm _native_batch_norm_legit _native_batch_norm_legit_functional
 embedding _embedding_bag _softmax _safe_softmax _log_softmax logsumexp native_dropout linalg_vector_norm
 gelu silu mish leaky_relu elu celu _prelu_kernel xlogy special_xlog1py special_entr logit
@@ -42,10 +44,14 @@ def table() -> dict[Any, Callable[..., Any]]:
     """Operator overload -> its decomposition, for `aot_export_module` and `make_fx`."""
     rules = {target: rule for target, rule in core_aten_decompositions().items() if _name(target) not in KEPT}
     # PyTorch's variants without gradients, which a trace without autograd would contain, have no derivative.
-    return rules | {
-        torch.ops.aten._embedding_bag_forward_only.default: torch.ops.aten._embedding_bag.default,
-        torch.ops.aten._trilinear.default: _trilinear,
-    }
+    return (
+        rules
+        | foreach.decompositions()
+        | {
+            torch.ops.aten._embedding_bag_forward_only.default: torch.ops.aten._embedding_bag.default,
+            torch.ops.aten._trilinear.default: _trilinear,
+        }
+    )
 
 
 def _trilinear(

@@ -24,6 +24,8 @@ _library.define("require(Tensor x, Tensor holds, str message) -> Tensor")
 _library.define("attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale) -> (Tensor, Tensor)")
 _library.define("custom_vjp(int key, Tensor[] xs) -> Tensor[]")
 _library.define("control(int key, Tensor[] xs) -> Tensor[]")
+_library.define("loss_gradients(Tensor loss, Tensor[] parameters) -> Tensor[]")
+_library.define("final_gradients(Tensor[] gradients) -> Tensor[]")
 _library.define("dropout(Tensor x, Scalar p) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 
 
@@ -109,6 +111,14 @@ def _control(key: int, xs: list[Tensor]) -> list[Tensor]:
     return [xs[0].new_empty(e.shape, dtype=e.dtype) for e in control.examples]
 
 
+def _loss_gradients(loss: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(p) for p in parameters]
+
+
+def _final_gradients(gradients: list[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(g) for g in gradients]
+
+
 def _dropout(x: Tensor, p: float) -> Tensor:
     return torch.empty_like(x)
 
@@ -120,6 +130,8 @@ _MEANINGS: dict[str, Callable[..., Any]] = {
     "attention": _attention,
     "custom_vjp": _custom_vjp,
     "control": _control,
+    "loss_gradients": _loss_gradients,
+    "final_gradients": _final_gradients,
     "dropout": _dropout,
 }
 for _name, _meaning in _MEANINGS.items():

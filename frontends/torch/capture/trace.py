@@ -57,6 +57,32 @@ def fake(mode: FakeTensorMode, operand: Any, name: str, source: Source | None = 
 
 
 @contextlib.contextmanager
+def functorch_levels() -> Iterator[None]:
+    """Leave the transforms of `torch.func` that are active as they are, also where a trace fails inside of one."""
+    depth, forward = torch._C._functorch.get_dynamic_layer_stack_depth(), torch._C._is_fwd_grad_enabled()
+    dual = _in_dual_level()
+    try:
+        yield
+    except BaseException:
+        if torch._C._functorch.get_dynamic_layer_stack_depth() > depth:
+            torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        torch._C._set_fwd_grad_enabled(forward)
+        if _in_dual_level() and not dual:
+            torch._C._exit_dual_level(level=0)
+        raise
+
+
+def _in_dual_level() -> bool:
+    """Whether forward-mode differentiation is active, of which PyTorch has one level."""
+    try:
+        level = torch._C._enter_dual_level()
+    except RuntimeError:
+        return True
+    torch._C._exit_dual_level(level=level)
+    return False
+
+
+@contextlib.contextmanager
 def _without_onednn() -> Iterator[None]:
     """OneDNN's recurrent kernels are inference operators: without them a recurrent layer is traced step by step."""
     enabled = torch._C._get_mkldnn_enabled()
@@ -83,7 +109,7 @@ def trace(
     decompositions = table() if randomness == "seeded" else table_with_random_operators()
     aware = GradientAware(module, grad_enabled, further)
     try:
-        with _without_onednn(), margin_losses.ours():
+        with functorch_levels(), _without_onednn(), margin_losses.ours():
             graph, signature = aot_export_module(
                 aware, (attributes, *operands), trace_joint=False, decompositions=decompositions
             )

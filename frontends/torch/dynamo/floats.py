@@ -121,6 +121,8 @@ def _hyperparameter(builder: Any, value: float) -> bool:
     until it changes itself.
     """
     source = builder.source
+    if _of_optimizer(source):
+        return value > 0
     if not isinstance(source, AttrSource):
         return False
     owner = builder.tx.output.resolve_source_value(source.base)
@@ -133,6 +135,11 @@ def _hyperparameter(builder: Any, value: float) -> bool:
     if source.name.startswith("L['self'].loss"):
         return True
     return source.name.startswith("L['self'].model") and _of_model(builder, owner, source.member, value)
+
+
+def _of_optimizer(source: Any) -> bool:
+    """Whether this is an option or a state of an optimizer whose step is traced."""
+    return bool(source.name.startswith("L['self'].optimizer."))
 
 
 def _of_model(builder: Any, owner: nn.Module, name: str, value: float) -> bool:
@@ -153,7 +160,7 @@ def _of_model(builder: Any, owner: nn.Module, name: str, value: float) -> bool:
 def _install() -> None:
     builder: Any = VariableBuilder
     functions: Any = TorchInGraphFunctionVariable
-    wrap, call = builder.wrap_symfloat, functions.call_function
+    wrap, call, wrap_integer = builder.wrap_symfloat, functions.call_function, builder.wrap_symint
 
     def wrap_symfloat(self: Any, value: float) -> Any:
         mode = getattr(_traces, "mode", "")
@@ -170,6 +177,14 @@ def _install() -> None:
         _traces.used = _traces.used or isinstance(found, SymNodeVariable)
         return found
 
+    def wrap_symint(self: Any, value: int, *arguments: Any, **keywords: Any) -> Any:
+        if getattr(_traces, "mode", "") != "inputs" or value < 2 or not _of_optimizer(self.source):
+            return wrap_integer(self, value, *arguments, **keywords)
+        with _setting("assume_static_by_default", False):  # a counter, which the next step changes
+            found = wrap_integer(self, value, *arguments, **keywords)
+        _traces.used = _traces.used or isinstance(found, SymNodeVariable)
+        return found
+
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         found = FUNCTIONS.get(self.value) if getattr(_traces, "mode", "") == "inputs" else None
         if found is not None:
@@ -178,4 +193,4 @@ def _install() -> None:
                 return UserFunctionVariable(found[1]).call_function(tx, args, kwargs)
         return call(self, tx, args, kwargs)
 
-    builder.wrap_symfloat, functions.call_function = wrap_symfloat, call_function
+    builder.wrap_symfloat, functions.call_function, builder.wrap_symint = wrap_symfloat, call_function, wrap_symint

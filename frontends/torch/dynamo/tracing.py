@@ -9,7 +9,7 @@ import inspect
 import itertools
 import logging
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from daceml_train.frontends.torch.dynamo import (
     formats,
     graph_breaks,
     growing,
+    optimizers,
     polyfills,
     prints,
     retention,
@@ -48,6 +49,7 @@ _PATCHES: Any = (
     absent_gradients,
     prints,
     growing,
+    optimizers,
     scalars,
     selection,
     retention,
@@ -200,15 +202,18 @@ def failing_guard(check: Callable[[dict[str, Any]], bool], scope: dict[str, Any]
     return str(parts[0]).split("  #")[0].strip() if parts else ""
 
 
-def has_effects(code: types.CodeType) -> bool:
+def has_effects(code: types.CodeType, besides: Collection[str] = ()) -> bool:
     """Whether code that Dynamo generated does more, after its one graph has run, than assemble results.
 
-    What the user's code assigned, appended or printed stands there; a program cannot repeat it.
+    What the user's code assigned, appended or printed stands there; a program cannot repeat it. Attributes under the
+    names `besides` may be assigned.
     """
     instructions = list(dis.get_instructions(code))
     ran = [i for i, x in enumerate(instructions) if x.opname == "STORE_FAST" and x.argval == "graph_out_0"]
     acting = ("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_ATTR", "DELETE_SUBSCR", "CALL")
-    return not ran or any(x.opname.startswith(acting) for x in instructions[ran[0] :])
+    later = instructions[ran[0] :] if ran else []
+    own = (x for x in later if x.opname != "STORE_ATTR" or x.argval not in besides)
+    return not ran or any(x.opname.startswith(acting) for x in own)
 
 
 def reason(error: BaseException, ours: bool = False) -> str:

@@ -39,6 +39,7 @@ from daceml_train.frontends.torch.paths.values import (
     memory,
     place,
     plain,
+    plain_data,
     tensors,
 )
 
@@ -102,7 +103,9 @@ class Recorder(Looks):
         found = function(*args, **kwargs)
         if function in functions.SHARING:
             self.foreign.add(memory(found))
-        elif type(found) is Tensor and not found.requires_grad and not self.refused:
+        elif not plain_data(found) or self.refused:
+            return found
+        else:
             if self.sites.changes(function):
                 return self._run(Tensor.clone, (found,), {}, True)
             where, given = memory(found), {memory(t) for t in tensors((args, kwargs))}
@@ -327,7 +330,8 @@ class Recorder(Looks):
         return self._find_held()
 
     def _new(self, function: Any, enabled: bool, args: Any, kwargs: Any) -> Step:
-        step = Step(function, enabled, where=place())
+        hooked = enabled and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        step = Step(function, enabled, where=place(), checkpointed=hooked)
 
         def tensor(t: Tensor) -> Any:
             if (result := self.stand_ins.get(id(t))) is not None:

@@ -140,6 +140,8 @@ class Step:
     fetches: dict[Any, Any] = field(default_factory=dict)
     """What computes results that user code looks at here."""
     where: str = ""
+    checkpointed: bool = False
+    """Whether the backward pass calls it once more, or does something else with what it saves."""
 
     def matches(self, function: Any, enabled: bool, arguments: Any, keywords: Any, call: Call) -> bool:
         """Whether a call is this one; its new operands and its numbers are then noted."""
@@ -288,3 +290,19 @@ def operands_of(path: Sequence[Step]) -> list[Operand]:
 def numbers_of(path: Sequence[Step]) -> list[Number]:
     """The numbers of a path that are inputs of its programs."""
     return [number for step in path for number in step.numbers if number.varies]
+
+
+def note_writes(path: Sequence[Step], call: Call, written: Sequence[Any]) -> None:
+    """Note with the steps of a path what they change, as normalizations do, where PyTorch has not said so.
+
+    Raises `Unsupported` where PyTorch changes it once more in the backward pass.
+    """
+    known = {id(call.operands[operand.index]) for step in path for operand in step.written}
+    missing = {id(t) for t in written if isinstance(t, Tensor)} - known
+    for step in path if missing else ():
+        for leaf in leaves_of([step.arguments, step.keywords]):
+            if type(leaf) is Operand and id(call.operands[leaf.index]) in missing:
+                step.written.append(leaf)
+    repeated = next((step for step in path if step.checkpointed and step.written), None)
+    if repeated is not None:
+        raise Unsupported(f"a checkpointed region that changes a buffer{repeated.where}")

@@ -17,8 +17,15 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 def memory(tensor: Tensor) -> int:
-    """What identifies the memory of a tensor."""
+    """What identifies the memory of a tensor; inside `torch.func` it has none of its own."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return id(tensor)
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def plain_data(value: Any) -> bool:
+    """Whether this is a tensor without a gradient, outside of `torch.func`."""
+    return type(value) is Tensor and not value.requires_grad and torch._C._functorch.peek_interpreter_stack() is None
 
 
 def numeric(array: Any) -> bool:

@@ -50,6 +50,7 @@ def emit(t: Translator, node: fx.Node, arguments: Sequence[Any], keywords: dict[
     if not isinstance(target, torch._ops.OpOverload):
         raise Unsupported(f"the call of {target}")
     refuse_collectives([node])
+    _refuse_numbers(node, arguments, keywords)
     call = _functional(target)
     operands: list[Value] = []
     captured = tuple(_captured(a, operands) for a in arguments)
@@ -74,6 +75,15 @@ def emit(t: Translator, node: fx.Node, arguments: Sequence[Any], keywords: dict[
     if target is _COPY and op.backward is None:  # of constants, over what may have a gradient, which ends there
         results = iter(t.graph.emit(Detach(), *results))
     return pytree.tree_unflatten([next(results) if isinstance(e, Tensor) else e for e in examples], structure)
+
+
+def _refuse_numbers(node: fx.Node, arguments: Sequence[Any], keywords: dict[str, Any]) -> None:
+    """Raise `Unsupported` if an attribute is a number that the program reads: the operator is called with constants."""
+    given = pytree.tree_leaves((tuple(node.args), dict(node.kwargs)), is_leaf=lambda leaf: leaf is None)
+    read = pytree.tree_leaves((tuple(arguments), keywords), is_leaf=lambda leaf: leaf is None)
+    for argument, value in zip(given, read, strict=False):
+        if isinstance(value, Value) and not isinstance(getattr(argument, "meta", {}).get("val"), Tensor):
+            raise Unsupported(f"{node.target} with a number that changes", where=str(origin(node)))
 
 
 def _tensor_nodes(node: fx.Node) -> list[fx.Node]:

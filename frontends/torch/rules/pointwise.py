@@ -316,6 +316,13 @@ def _addcmul(t: Translator, x: Value, a: Value, b: Value, *, value: Number = 1) 
     return _with_term(t, x, a, b, value, "scaled_mul")
 
 
+@rule("prims.fma.default")
+def _fma(t: Translator, a: Value, b: Number, c: Number) -> Value:
+    """TorchDynamo's form of an in-place `addcmul` by a number that changes."""
+    dtype = t.type.dtype
+    return t.value(c, dtype) + t.emit("mul", t.value(a, dtype), t.value(b, dtype))
+
+
 @rule("addcdiv.default")
 def _addcdiv(t: Translator, x: Value, a: Value, b: Value, *, value: Number = 1) -> Value:
     return _with_term(t, x, a, b, value, "scaled_div")
