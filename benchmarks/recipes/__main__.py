@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.provenance import commit, origin
-from benchmarks.recipes import loops, optimizers
+from benchmarks.recipes import loops, optimizers, user_optimizers
 from benchmarks.recipes.way import WAYS, Way
 from daceml_train.errors import INTERNAL, Invalid
 
@@ -149,7 +149,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     rows: list[Row] = []
-    for name, recipe in (*optimizers.recipes(), *loops.recipes()):
+    for name, recipe in (*optimizers.recipes(), *user_optimizers.recipes(), *loops.recipes()):
         if options.names and not any(part in name for part in options.names):
             continue
         rows += (results := run(name, recipe))
@@ -163,7 +163,7 @@ def main() -> int:
     if options.update:
         done = {row.recipe for row in rows}
         stored = [Row(**row) for row in json.loads(RESULTS.read_text())]
-        known = {name for name, _ in (*optimizers.recipes(), *loops.recipes())}
+        known = {name for name, _ in (*optimizers.recipes(), *user_optimizers.recipes(), *loops.recipes())}
         rows += [row for row in stored if row.recipe not in done and row.recipe in known]
     if options.update or not options.names:
         write(sorted(rows, key=lambda row: row.recipe))

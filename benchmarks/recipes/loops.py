@@ -217,6 +217,22 @@ def _checkpointed(way: Way) -> None:
     train(way, model, _sgd(model))
 
 
+def _checkpointed_norm(way: Way) -> None:
+    """The statistics move once more in the backward pass."""
+
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(2)
+            self.inner = nn.Sequential(nn.Linear(6, 4, bias=False), nn.BatchNorm1d(4)).to(torch.float64)
+
+        def forward(self, x: Tensor) -> Any:
+            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+
+    model = Kept()
+    train(way, model, _sgd(model))
+
+
 # ---- changes midway -------------------------------------------------------------------------------------------------
 def _freeze(model: Any, _: Any) -> None:
     model[0].requires_grad_(not model[0].weight.requires_grad)
@@ -269,6 +285,18 @@ def _mode(model: nn.Module, _: Any) -> None:
 
 def _hook(model: Any, _: Any) -> None:
     model[0].weight.register_hook(lambda gradient: gradient * 0.5)
+
+
+def _late_hook(model: Any, _: Any) -> None:
+    def halved(parameter: Any) -> None:
+        parameter.grad.mul_(0.5)
+
+    model[0].weight.register_post_accumulate_grad_hook(halved)
+
+
+def _another_step(_: Any, optimizer: Any) -> None:
+    own, parameters = optimizer.step, optimizer.param_groups[0]["params"]
+    optimizer.step = lambda: ([p.grad.mul_(2) for p in parameters], own())
 
 
 def _forward_hook(model: Any, _: Any) -> None:
@@ -382,6 +410,7 @@ def recipes() -> Iterator[tuple[str, Callable[[Way], None]]]:
     yield "checkpoint loaded midway", rolled_back
     yield "checkpoint assigned", assigned
     yield "activation checkpointing", _checkpointed
+    yield "activation checkpointing of a batch norm", _checkpointed_norm
     yield "midway freezing", _between(_freeze, (2,))
     yield "midway freezing and unfreezing", _between(_freeze, (1, 3))
     yield "midway a parameter group is added", _add_group
@@ -392,6 +421,8 @@ def recipes() -> Iterator[tuple[str, Callable[[Way], None]]]:
     yield "midway parameters' data", _between(_data, (1, 3))
     yield "midway evaluation mode", _between(_mode, (1, 3))
     yield "midway a hook of a gradient", _between(_hook)
+    yield "midway a hook after accumulation", _between(_late_hook)
+    yield "midway another step of the optimizer", _between(_another_step)
     yield "midway a hook of a module", _between(_forward_hook)
     yield "midway a hook of the optimizer", _between(_step_hook)
     yield "midway weight normalization", _between(_parametrized)

@@ -22,6 +22,7 @@ from daceml_train.driver.options import OptionKeywords, Options, ScheduleKind, c
 from daceml_train.driver.settings import Settings
 from daceml_train.driver.step import Loss, TrainingStep
 from daceml_train.errors import Invalid, nearest
+from daceml_train.frontends.torch import absent_gradients
 from daceml_train.training.distribution import BUCKET
 from daceml_train.training.gradients import Clipping
 
@@ -230,6 +231,9 @@ def backend(
     if "dynamic" in given:
         raise Invalid("dynamic is an argument of torch.compile itself", advice="torch.compile(model, dynamic=...)")
     return backend_of_call(lambda: Options(**{**standard, **given}).settings())(module, examples)
+
+
+absent_gradients.break_for(backend)
 
 
 def _of_mode(mode: str | None) -> dict[str, Any]:

@@ -375,7 +375,8 @@ class TrainingStep(UserUpdates):
             raise DependsOnPython("the step depends on something that its own capture changed")
         by_user = reads_gradients(captured.graph)
         changes = has_effects(found.code, {"grad"} if by_user else ())
-        effects = with_code(self._code, found.code) if changes else None
+        sets_gradients = by_user and self.user_step is not None and self.keep_gradients
+        effects = with_code(self._code, found.code) if changes or sets_gradients else None
         further = 0 if by_user and self.user_step is None else len(captured.graph.outputs) - 1
         if further and (effects is None or not self.keeps_state):
             raise DependsOnPython(

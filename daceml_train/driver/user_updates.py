@@ -80,7 +80,7 @@ class UserUpdates(AlongPaths):
         return [id(x) for x in tables if x] + [*hooks, *map(id, every)]
 
     def _may_trace_user_code(self) -> bool:
-        return self.traces_user_code and self.whole_batches and self.ranks is None and not self.keep_gradients
+        return self.traces_user_code and self.whole_batches and self.ranks is None
 
     def _step_of_user(self) -> Callable[[Optimizer], Any] | None:
         """The step of an optimizer that the user wrote; None for any other."""
@@ -160,10 +160,14 @@ class UserUpdates(AlongPaths):
         if not reads_gradients(graph):
             return
         own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        UserCode.of(graph).expect([name for name, t in by_name.items() if t.requires_grad and id(t) in own])
+        code = UserCode.of(graph)
+        code.expect([name for name, t in by_name.items() if t.requires_grad and id(t) in own])
         others = [t for t in self._parameters() if id(t) not in own]
         if any(map(has_gradient_hooks, others)):
             raise Unsupported("a hook of a parameter that the optimizer does not update")
+        kept = [n for n, t in by_name.items() if t.requires_grad and id(t) not in own] if self.keep_gradients else ()
+        if self.user_step is not None and code.connects(kept):
+            raise Unsupported("gradients that are kept, of parameters that the optimizer does not update")
         if changes and any(before or after for before, after in self.hooks):
             raise Unsupported("hooks of gradients in a step that changes Python objects, in the backward pass's order")
         if changes and self.scaler is not None and self.scaler.is_enabled():
@@ -195,6 +199,7 @@ def _with_user_code(self: UserUpdates, inputs: Any, *targets: Any) -> Any:
     for parameter, gradient in zip(read, finals, strict=True):
         parameter.grad = gradient
     self.user_step(self.optimizer)
-    for parameter in read:
-        parameter.grad = None
+    if not self.keep_gradients:
+        for parameter in read:
+            parameter.grad = None
     return loss

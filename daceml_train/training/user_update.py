@@ -11,7 +11,7 @@ What the two marks stand for takes their places here. Where only hooks are the u
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from daceml_train.analysis.reachability import descendants
@@ -62,9 +62,13 @@ class UserCode:
 
     def expect(self, leaves: Sequence[str]) -> None:
         """Raise `Unsupported` unless the code reads the gradients of all leaves that get one, and of no others."""
-        connected = reaching(self.graph, self.graph.outputs[:1])
-        if {name for name in leaves if name in connected} != set(self.parameters):
+        if self.connects(leaves) != set(self.parameters):
             raise Unsupported("other parameters get gradients than in the first step, in which the optimizer began")
+
+    def connects(self, leaves: Collection[str]) -> set[str]:
+        """Those of the leaves that get a gradient of the loss."""
+        connected = reaching(self.graph, self.graph.outputs[:1]) if leaves else set()
+        return {name for name in leaves if name in connected}
 
     def hooked(self, found: Mapping[str, Value]) -> dict[str, Value]:
         """Append the hooks on these gradients of the parameters; returns the final ones."""

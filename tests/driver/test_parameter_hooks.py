@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import daceml_train as dt
-from tests.driver import user_optimizers as users
+from benchmarks.recipes import user_optimizers as users
 
 pytestmark = pytest.mark.compiled
 STEPS = 6

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import daceml_train as dt
-from tests.driver import user_optimizers as users
+from benchmarks.recipes import user_optimizers as users
 
 pytestmark = pytest.mark.compiled
 STEPS = 8
@@ -40,6 +40,8 @@ def same(a: Any, b: Any) -> bool:
             return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
         case list() | tuple():
             return len(a) == len(b) and all(map(same, a, b))
+        case None:
+            return b is None
         case float():
             return abs(a - b) < 1e-12
     return bool(a == b)
@@ -49,13 +51,13 @@ def options(optimizer: Any) -> list[Any]:
     return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
-def trained(make: Any, change: Change | None = None, clip: float | None = None) -> Any:
+def trained(make: Any, change: Change | None = None, clip: float | None = None, keep: bool = False) -> Any:
     """The step after it and eager execution have trained, held to each other after every step."""
     torch.manual_seed(0)
     theirs = Net().double()
     ours = copy.deepcopy(theirs)
     first, second = make(theirs.parameters()), make(ours.parameters())
-    step = dt.training_step(ours, F.mse_loss, second, clip_norm=clip)
+    step = dt.training_step(ours, F.mse_loss, second, clip_norm=clip, keep_gradients=keep)
     for number in range(STEPS):
         for model, optimizer in ((theirs, first), (ours, second)):
             if change is not None:
@@ -72,7 +74,8 @@ def trained(make: Any, change: Change | None = None, clip: float | None = None) 
         assert same(first.state_dict()["state"], second.state_dict()["state"]), number
         assert same(options(first), options(second)), number
         assert vars(first).get("calls") == vars(second).get("calls")
-        assert all(p.grad is None for p in ours.parameters())
+        assert same([p.grad for p in theirs.parameters() if keep], [p.grad for p in ours.parameters() if keep])
+        assert keep or all(p.grad is None for p in ours.parameters())
     return step
 
 
@@ -93,6 +96,12 @@ def test_the_step_of_a_user_is_a_part_of_the_program(kind: Any) -> None:
 def test_clipping_comes_before_the_users_step(kind: Any) -> None:
     step = trained(kind, clip=0.1)
     assert step.breaks == [] and step.gradient_norm > 0
+
+
+@pytest.mark.parametrize("kind", [users.Lion, users.Counting])
+def test_gradients_are_kept_as_the_users_step_leaves_them(kind: Any) -> None:
+    step = trained(kind, keep=True, clip=0.5)
+    assert step.breaks == [] and step._captures == 1
 
 
 def _rates(model: nn.Module, optimizer: Any, number: int) -> None:

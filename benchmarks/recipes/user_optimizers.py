@@ -1,15 +1,34 @@
-"""Optimizers as users write them, for `test_user_optimizers`."""
+"""Recipes: optimizers as users write them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from benchmarks.recipes.way import Way, small, train
+
+
+def recipes() -> Iterator[tuple[str, Callable[[Way], None]]]:
+    """All of them, by name."""
+    for kind in (Lion, Lamb, Coupled, Remembering, Counting, Foreach, Orthogonal, AsPyTorchs, Lookahead, Looking):
+        yield f"optimizer of a user {kind.__name__}", _trained(kind)
+
+
+def _trained(kind: Any) -> Callable[[Way], None]:
+    def recipe(way: Way) -> None:
+        model = small()
+        train(way, model, kind(model.parameters()))
+
+    return recipe
+
 
 class Lion(Optimizer):
+    """The sign of a moving average (Chen et al., Symbolic Discovery of Optimization Algorithms, 2023)."""
+
     def __init__(
         self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.99), decay: float = 0.1
     ) -> None:
