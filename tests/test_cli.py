@@ -178,8 +178,18 @@ def test_diff_of_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "+ step falls back: aten.sort net.py:3" in message and "gelu, mul" in message and "sub " not in message
     told = json.loads((tmp_path / "told.json").read_text())
     assert ["step", "moved", 600, 500] in told["numbers"] and ["step", "peak", 130, 120] in told["numbers"]
+    page = tmp_path / "both.html"
+    assert main(["diff", *map(str, paths), "--html", str(page)]) == 1
+    text = page.read_text()
+    for part in ("a and b", "bytes moved", "600 B", "500 B", "−16.7 %", "gelu, mul", "0.03 ×", "aten.sort net.py:3"):
+        assert part in text, part
     assert main(["diff", str(paths[0]), "training"]) == 2
     assert "a report is compared with a report" in capsys.readouterr().err
+
+
+def test_a_page_is_of_two_reports(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["diff", "training", "none", "--html", str(tmp_path / "both.html")]) == 2
+    assert "--html is for two reports" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_explain_a_node(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

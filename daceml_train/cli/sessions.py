@@ -49,6 +49,7 @@ def add(commands: Any) -> None:
     diff.add_argument("--measure", action="store_true", help="compile both and run them in turn")
     diff.add_argument("--runs", type=int, default=20, metavar="N", help="runs to measure (default: %(default)s)")
     diff.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there, too")
+    diff.add_argument("--html", type=Path, metavar="FILE", help="of two reports: write a page with both side by side")
     diff.set_defaults(run=_diff)
 
 
@@ -111,6 +112,14 @@ def _diff(options: argparse.Namespace) -> int:
     print(f"a: {options.a}\nb: {options.b}\n{told}")
     if options.json is not None:
         options.json.write_text(json.dumps(told.as_dict(), indent=1) + "\n", encoding="utf-8")
+    if options.html is not None:
+        from daceml_train.reporting.difference import read
+        from daceml_train.reporting.difference_page import document
+
+        a, b = Path(options.a), Path(options.b)
+        names = (a.stem, b.stem) if a.stem != b.stem else (str(a), str(b))
+        options.html.write_text(document(read(a), read(b), names, told), encoding="utf-8")
+        print(f"written to {options.html}")
     return 0 if told.same else 1
 
 
@@ -124,6 +133,8 @@ def _compared(options: argparse.Namespace) -> Any:
         return difference(Path(options.a), Path(options.b))
     if any(reports):
         raise Failure("a report is compared with a report")
+    if options.html is not None:
+        raise Failure("--html is for two reports: write them with `daceml-train report MODEL --json FILE`")
     a, b = pipeline_named(options.a), pipeline_named(options.b)
     if options.model is None:
         raise Failure("pipelines are compared on a model: name one, as MODEL.py:FACTORY")

@@ -69,7 +69,7 @@ def is_report(path: Path) -> bool:
 
 def difference(a: Path, b: Path) -> Difference:
     """The differences of two report files. Raises `Invalid` for a file that is not a report."""
-    first, second = _read(a), _read(b)
+    first, second = read(a), read(b)
     numbers: list[tuple[str, str, Any, Any]] = []
     lines: list[str] = []
     seconds: list[float | None] = []
@@ -119,7 +119,8 @@ def _only(a: Sequence[str], b: Sequence[str], what: str) -> list[str]:
     return [f"- {what}{x}" for x in a if x not in b] + [f"+ {what}{x}" for x in b if x not in a]
 
 
-def _read(path: Path) -> Any:
+def read(path: Path) -> Any:
+    """A report file. Raises `Invalid` for another file."""
     if not is_report(path):
         raise Invalid(f"{path} is not a report as JSON", advice="`daceml-train report MODEL --json FILE` writes one")
     return json.loads(path.read_text(encoding="utf-8"))

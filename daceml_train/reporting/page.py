@@ -1,4 +1,4 @@
-"""The report as HTML: tables and pictures without scripts; nothing is loaded from elsewhere, every text is escaped."""
+"""The report as HTML: tables and pictures; nothing is loaded from elsewhere, every text is escaped."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from html import escape
 from daceml_train.reporting import picture, text
 from daceml_train.reporting.model import Change, Compiled, Contents, Group, Kept, Launched, grouped
 from daceml_train.reporting.numbers import bytes_text, counted, flops_text, percent, roofline_text, seconds_text, share
+from daceml_train.reporting.tables import PLAIN, POLICY, SCRIPT, table
+from daceml_train.reporting.tables import STYLE as TABLES
 from daceml_train.runtime.roofline import Machine
 
-ROWS = 20
-"""The maximum number of rows of a table; the JSON has them all."""
 NAME = 90
 """The maximum number of characters of an operator's description."""
 
-STYLE = """
+STYLE = (
+    """
 .daceml-report{--ink:#1d2327;--soft:#5b656d;--line:#e3e7ea;--paper:#fff;--card:#f6f8f9;--blue:#0072b2;--grey:#b9c2c9;
 --orange:#d98200;color:var(--ink);background:var(--paper);font:14px/1.5 system-ui,sans-serif;max-width:980px}
 .daceml-report h1{font-size:22px;margin:0 0 4px}.daceml-report h2{font-size:16px;margin:28px 0 8px}
@@ -35,26 +36,30 @@ STYLE = """
 .daceml-report svg .area{opacity:.75}.daceml-report svg .base{fill:var(--grey);opacity:.6}
 .daceml-report svg .grid{stroke:var(--line)}.daceml-report svg .roof{fill:none;stroke:var(--orange);stroke-width:2.5}
 .daceml-report svg circle{fill:var(--blue);fill-opacity:.45;stroke:var(--blue)}
+.daceml-report svg .strip{fill:transparent}.daceml-report svg .strip:hover{fill:var(--orange);fill-opacity:.35}
+.daceml-report svg rect:hover,.daceml-report svg circle:hover{opacity:.75}
 .daceml-report ul{margin:4px 0;padding-left:20px}
 @media (prefers-color-scheme:dark){.daceml-report{--ink:#e4e8eb;--soft:#9aa5ad;--line:#333b41;--paper:#14181b;
 --card:#1e2428;--blue:#4ba7dd;--grey:#59646c;--orange:#f0a52e}}
 """
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+    + TABLES
+)
 
 
 def document(report: Contents) -> str:
     """A whole page."""
-    return whole(f"{report.kind} of {report.name}", fragment(report))
+    return whole(f"{report.kind} of {report.name}", fragment(report), sortable=True)
 
 
-def whole(title: str, inside: str) -> str:
-    """A page around a fragment; the title is escaped here."""
+def whole(title: str, inside: str, sortable: bool = False) -> str:
+    """A page around a fragment; the title is escaped here. If its tables are `sortable`, it has a script for that."""
+    policy, script = (POLICY, f"<script>{SCRIPT}</script>") if sortable else (PLAIN, "")
     dark = "<style>body{margin:24px}@media (prefers-color-scheme:dark){body{background:#14181b}}</style>"
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f'<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">{dark}'
-        f"</head><body>{inside}</body></html>\n"
+        f"</head><body>{inside}{script}</body></html>\n"
     )
 
 
@@ -98,7 +103,7 @@ def _parts(report: Contents) -> Iterator[str]:
     elif not report.breaks and not report.empty and not any(function.fallbacks for function in report.functions):
         yield "<p>No graph breaks, and no operator runs in PyTorch for lack of a rule.</p>"
     if report.eager is not None:
-        largest = list(report.eager.by_operator.items())[:ROWS]
+        largest = report.eager.by_operator.items()
         rows = [(escape(name), bytes_text(size), _bar(size, report.eager.bytes)) for name, size in largest]
         yield "<h2>What PyTorch moves in eager execution</h2>"
         yield table(("operator", "bytes", ""), rows)
@@ -164,7 +169,7 @@ def _groups(heading: str, groups: Sequence[Group], function: Compiled, machine: 
     whole = sum(launch.bytes for launch in function.launches)
     timed = any(g.seconds is not None for g in groups)
     rows = []
-    for group in groups[:ROWS]:
+    for group in groups:
         row = [escape(_short(group.name)), str(group.count), bytes_text(group.bytes), _bar(group.bytes, whole)]
         row.append(flops_text(group.flops) if group.flops else "")
         if timed:
@@ -172,11 +177,7 @@ def _groups(heading: str, groups: Sequence[Group], function: Compiled, machine: 
             row.append(roofline_text(group.roofline(machine)))
         rows.append(tuple(row))
     times = ("time", "of roofline") if timed else ()
-    return table((heading, "launches", "bytes", "", "arithmetic", *times), rows) + _more(len(groups))
-
-
-def _more(count: int) -> str:
-    return f"<p>and {count - ROWS} more</p>" if count > ROWS else ""
+    return table((heading, "launches", "bytes", "", "arithmetic", *times), rows)
 
 
 def _module(launch: Launched) -> str:
@@ -194,7 +195,7 @@ def _passes(function: Compiled) -> str:
                 name = f"&ensp;{escape(change.name)}"
                 seconds = f"{change.seconds:.2f} s"
                 rows.append((name, bytes_text(change.after), percent(change.saved), _flops(change), seconds))
-    return table(("level and pass", "bytes after it", "saved", "arithmetic after it", "time"), rows)
+    return table(("level and pass", "bytes after it", "saved", "arithmetic after it", "time"), rows, sortable=False)
 
 
 def _flops(change: Change) -> str:
@@ -202,10 +203,8 @@ def _flops(change: Change) -> str:
 
 
 def _arrays(arrays: Sequence[Kept]) -> str:
-    rows = [(k.array, bytes_text(k.bytes), _short(k.operators), k.module) for k in arrays[:ROWS]]
-    return table(("array", "bytes", "produced by", "module"), [tuple(map(escape, row)) for row in rows]) + _more(
-        len(arrays)
-    )
+    rows = [(k.array, bytes_text(k.bytes), _short(k.operators), k.module) for k in arrays]
+    return table(("array", "bytes", "produced by", "module"), [tuple(map(escape, row)) for row in rows])
 
 
 def _compilation(function: Compiled) -> Iterator[str]:
@@ -232,10 +231,3 @@ def _short(name: str) -> str:
 
 def _items(texts: Sequence[str]) -> str:
     return "".join(f"<li>{escape(text)}</li>" for text in texts)
-
-
-def table(heading: Sequence[str], rows: Sequence[tuple[str, ...]]) -> str:
-    """A table; headings are escaped here, cells are HTML."""
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in heading)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"

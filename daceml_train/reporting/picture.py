@@ -28,7 +28,9 @@ def bars(function: Compiled, eager: Eager | None) -> str:
     for place, (name, size, kind) in enumerate(known):
         y, width = 26 * place, max(1.0, 360 * size / largest)
         parts.append(f'<text x="200" y="{y + 17}" text-anchor="end">{escape(name)}</text>')
-        parts.append(f'<rect class="{kind}" x="210" y="{y + 5}" width="{width:.1f}" height="16" rx="2"/>')
+        told = f"{name}: {size:,} bytes" + (f", {size / eager.bytes:.2f} of PyTorch's" if eager is not None else "")
+        bar = f'<rect class="{kind}" x="210" y="{y + 5}" width="{width:.1f}" height="16" rx="2">'
+        parts.append(f"{bar}<title>{escape(told)}</title></rect>")
         parts.append(f'<text class="number" x="{218 + width:.1f}" y="{y + 17}">{bytes_text(size)}</text>')
     return svg(height, parts, "Bytes by level")
 
@@ -114,6 +116,11 @@ def memory(function: Compiled) -> str:
     for size, label in ((function.peak, "peak"), (function.inputs, "inputs")):
         parts.append(f'<line class="grid" x1="{left}" y1="{y(size):.1f}" x2="{right}" y2="{y(size):.1f}"/>')
         parts.append(f'<text class="number" x="{left - 6}" y="{y(size) + 4:.1f}" text-anchor="end">{label}</text>')
+    for place, size in enumerate(peaks):
+        first, last = place * stride + 1, min((place + 1) * stride, len(sizes))
+        told = f"launch {first}" + (f" to {last}" if last > first else "") + f": {bytes_text(function.inputs + size)}"
+        strip = f'<rect class="strip" x="{left + place * step:.1f}" y="{upper}" width="{step:.2f}" '
+        parts.append(f'{strip}height="{lower - upper}"><title>{told}</title></rect>')
     shown = f'<text class="number" x="{min(left + at * step + 8, right - 90):.0f}" y="{upper - 3}">'
     parts.append(f"{shown}{bytes_text(function.peak)}</text>")
     parts.append(f'<text x="{right}" y="{lower + 18}" text-anchor="end">{len(sizes)} launches, in order</text>')

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any, Protocol
 
-from daceml_train.reporting import page
+from daceml_train.reporting import page, tables
 from daceml_train.reporting.numbers import counted, percent, seconds_text
 from daceml_train.reporting.picture import WIDTH, svg
 
@@ -82,7 +82,8 @@ def _parts(report: Contents) -> Iterator[str]:
     yield _timeline(report.rows, colors)
     span = _span(report.rows)
     heading = ("process", "", "stages", "steps", "time", "of the search")
-    yield page.table(heading, [_worker(worker, colors, span) for worker in report.workers])
+    rows = [_worker(worker, colors, span) for worker in report.workers]
+    yield tables.table(heading, rows, sortable=False)
     if report.ends:
         yield "<h2>Trials</h2>"
         yield from _trials(report)
@@ -256,7 +257,7 @@ def _trials(report: Contents) -> Iterator[str]:
         name = f"{number}" if len(runs) == 1 else f"search {runs.index(run) + 1}, trial {number}"
         cells = [escape(_short(values[rung])) if rung in values else "" for rung in rungs]
         rows.append((escape(name), *cells))
-    yield page.table(("trial", *(f"after {rung:,} steps" for rung in rungs)), rows)
+    yield tables.table(("trial", *(f"after {rung:,} steps" for rung in rungs)), rows, sortable=False)
     if len(by_trial) > ROWS:
         yield f"<p>and {len(by_trial) - ROWS} more</p>"
 

@@ -11,6 +11,9 @@ import torch
 from torch import nn
 
 import daceml_train as dt
+from daceml_train.cli import main
+from daceml_train.reporting.page import styled, whole
+from daceml_train.reporting.tables import ROWS, table
 from tests.browser.axe import source, violations
 from tests.browser.bare import Bare
 
@@ -85,14 +88,46 @@ def test_the_pages(blank: Any, session: dt.Session, shots: Shots, axe: str, tmp_
     report = dt.report(step, lambda: step(x, y), runs=2)
     session.apply("fuse_elementwise")
     session.export_html(tmp_path / "session.html")
+    report.save(tmp_path / "before.json")
+    fewer = dt.training_step(model, nn.functional.cross_entropy, step.optimizer, pipeline=dt.Pipeline())
+    dt.report(fewer, lambda: fewer(x, y), runs=2).save(tmp_path / "after.json")
+    paths = [str(tmp_path / name) for name in ("before.json", "after.json")]
+    assert main(["diff", *paths, "--html", str(tmp_path / "difference.html")]) == 1
+    pages = {name: (tmp_path / f"{name}.html").read_text() for name in ("session", "difference")}
     found = {}
     for scheme in ("light", "dark"):
         blank.emulate_media(color_scheme=scheme)
-        for name, text in (("report", report.to_html()), ("session", (tmp_path / "session.html").read_text())):
+        for name, text in {"report": report.to_html(), **pages}.items():
+            blank.goto("about:blank")  # a page keeps the policies of what was written into it before
             blank.set_content(text)
+            assert blank.locator("th button").count() >= 8 or name == "session"
             found[name, scheme] = violations(blank, axe)
             shots(blank, f"{name}-{scheme}")
     assert not any(found.values()), found
+
+
+def test_tables_are_sorted_and_filtered(blank: Any, shots: Shots) -> None:
+    sizes = [f"{(37 * i) % 101} {unit}" for i in range(20) for unit in ("B", "kB", "MB")]
+    rows = [(f"kernel {i}", size, "" if i % 7 else "1.5 ms") for i, size in enumerate(sizes)]
+    blank.set_content(whole("tables", styled([table(("kernel", "bytes", "time"), rows)]), sortable=True))
+    cells = (
+        "place => [...document.querySelectorAll('tbody tr:not([hidden])')].map((row) => row.cells[place].textContent)"
+    )
+    assert blank.evaluate(cells, 0) == [name for name, *_ in rows[:ROWS]]
+    blank.get_by_role("button", name="bytes").click()
+    factors = {"B": 1, "kB": 1e3, "MB": 1e6}
+    value = {size: float(size.split()[0]) * factors[size.split()[1]] for size in sizes}
+    largest = sorted(value.values(), reverse=True)
+    assert [value[size] for size in blank.evaluate(cells, 1)] == largest[:ROWS]
+    blank.get_by_role("button", name="show all").click()
+    assert [value[size] for size in blank.evaluate(cells, 1)] == largest
+    blank.get_by_role("button", name="bytes").click()
+    assert [value[size] for size in blank.evaluate(cells, 1)] == largest[::-1]
+    blank.get_by_role("button", name="time").click()
+    assert blank.evaluate(cells, 2)[:10] == ["1.5 ms"] * 9 + [""], "rows without a number are last"
+    blank.get_by_role("searchbox").fill("kernel 5")
+    assert len(blank.evaluate(cells, 0)) == 11 and blank.get_by_role("status").inner_text() == "11 of 60 rows"
+    shots(blank, "filtered")
 
 
 def test_keys(blank: Any, session: dt.Session, shots: Shots) -> None:

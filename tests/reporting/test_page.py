@@ -11,6 +11,7 @@ import pytest
 
 from daceml_train.reporting import Change, Compiled, Eager, Kept, Launched, Report, grouped
 from daceml_train.reporting.numbers import roofline_text
+from daceml_train.reporting.tables import MOST, POLICY, ROWS, SCRIPT, table
 from daceml_train.reporting.text import on_device
 from daceml_train.runtime.roofline import Machine
 
@@ -80,7 +81,9 @@ def test_texts_are_escaped_and_nothing_is_loaded() -> None:
     elements = Elements()
     elements.feed(page)
     assert not elements.open
-    assert not {"script", "link", "img", "iframe", "object"} & set(elements.seen)
+    assert not {"link", "img", "iframe", "object"} & set(elements.seen)
+    assert elements.seen.count("script") == 1 and page.count(SCRIPT) == 1 and POLICY in page
+    assert "script" not in result._repr_html_().replace("&lt;script", "").replace("&lt;/script", "")
     assert page.count("<svg") == 3, "bars, roofline, memory"
     assert "https://" not in re.sub(r"&quot;https://example.org/x.js&quot;", "", page)
     assert "default-src 'none'" in page and "url(" not in page and "@import" not in page
@@ -94,6 +97,21 @@ def test_size(count: int) -> None:
     result = report([launched(i, f"mul*{i} add", f"model.blocks.{i}.attention") for i in range(count)])
     assert len(result._repr_html_()) < 300_000
     assert str(result)
+
+
+def test_rows_after_the_first_are_hidden_and_counted() -> None:
+    shown = table(("name", "bytes"), [(f"row {i}", f"{i} B") for i in range(MOST + 5)])
+    assert shown.count("<tr hidden>") == MOST - ROWS and shown.count("<tr") == MOST + 1
+    assert f"and {MOST + 5 - ROWS} more" in shown and "5 more are in the JSON" in shown
+    ordered = table(("pass", "bytes"), [(f"row {i}", f"{i} B") for i in range(50)], sortable=False)
+    assert "hidden" not in ordered and "sortable" not in ordered and "more" not in ordered
+
+
+def test_charts_have_their_numbers_under_the_pointer() -> None:
+    page = report([launched(i) for i in range(5)]).to_html()
+    titles = re.findall(r"<title>([^<]*)</title>", page.partition("</head>")[2])
+    assert "after fusion: 4,000 bytes, 0.25 of PyTorch&#x27;s" in titles
+    assert "launch 5: 1.1 kB" in titles and any("of the roofline" in title for title in titles)
 
 
 def test_without_times() -> None:
