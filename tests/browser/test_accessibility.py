@@ -164,6 +164,45 @@ def test_keys(blank: Any, session: dt.Session, shots: Shots) -> None:
     assert session.history == ()
 
 
+def test_where_a_box_is(blank: Any, session: dt.Session, shots: Shots) -> None:
+    """The path to the chosen box, its neighbors in sight after a jump, and the small picture of the whole graph."""
+    bare = Bare(blank, session)
+    widget = bare.widget
+    operators = widget.locator(".tree .row[aria-level='3']")
+    operators.last.click()
+    bare.settled()
+    steps = widget.locator(".crumbs button")
+    names = steps.all_inner_texts()
+    assert len(names) == 3 and steps.last.get_attribute("aria-current") == "location"
+    assert names[-1] == operators.last.locator(".name").inner_text()
+    steps.first.click()
+    bare.settled()
+    assert widget.locator(".crumbs button").all_inner_texts() == names[:1]
+    sight = "root => { const r = root.desk.viewer.renderer.visible_rect; return r.w * r.h; }"
+    widget.locator("button.fit").click()
+    blank.wait_for_timeout(300)
+    whole = widget.evaluate(sight)
+    widget.locator(".card button.show").first.click()
+    bare.settled()
+    blank.wait_for_function("([root, whole]) => { const r = root.desk.viewer.renderer.visible_rect; return r.w * r.h < whole; }",
+                            arg=[widget.element_handle(), whole])  # fmt: skip
+    seen = widget.evaluate("""root => {
+      const { desk } = root, { viewer } = desk, { x, y, w, h } = viewer.renderer.visible_rect, seen = [];
+      viewer.renderer.doForAllGraphElements((_g, _i, drawn) => {
+        const key = viewer.key(drawn);
+        if (key && drawn.x > x && drawn.x < x + w && drawn.y > y && drawn.y < y + h) seen.push(key);
+      });
+      return seen;
+    }""")
+    keys = set(bare.requests.state()["matches"][0]["keys"])
+    around = {e["source"] for e in bare.requests.state()["view"]["edges"] if e["target"] in keys}
+    assert keys <= set(seen) and around and around <= set(seen)
+    assert widget.evaluate("root => root.desk.viewer.renderer.minimap_canvas.width") > 40
+    shots(blank, "map-light")
+    bare.theme(False)
+    shots(blank, "map-dark")
+
+
 def test_a_pass_is_applied_everywhere_from_its_group(blank: Any, session: dt.Session, shots: Shots) -> None:
     bare = Bare(blank, session)
     before = bare.requests.state()

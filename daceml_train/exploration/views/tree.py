@@ -2,6 +2,7 @@
 
 Every item has a key that survives rewrites elsewhere in the graph: an open group stays open after a pass. Groups of
 many children are split into parts, so that no level is long; views and constants, which move no bytes, are not drawn.
+What only checks the data, such as the range of indices, is one group in its module.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from daceml_train.errors import DacemlError
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.elementwise import Full, Iota
 from daceml_train.ops.kernel import Kernel
+from daceml_train.ops.requirement import Require
 from daceml_train.reporting.numbers import number
 from daceml_train.tensor import Dim
 
@@ -125,6 +127,19 @@ def tree_of(
             groups[phase, module] = found
         return found
 
+    checks = checking(graph)
+
+    def place(position: int, phase: str, module: str) -> Item:
+        above = group(phase, module)
+        if position not in checks:
+            return above
+        key = f"{above.key}#checks"
+        if key not in folded:
+            folded[key] = Item(key, "checks", "checks", module, phase, parent=above)
+            above.children.append(folded[key])
+        return folded[key]
+
+    folded: dict[str, Item] = {}
     known = dict(sizes or {})
     for phase in PHASES:  # in this order, whatever order the step runs in
         if phase in phase_of and len(set(phase_of)) > 1:
@@ -134,7 +149,7 @@ def tree_of(
             continue
         written = (updated[name] for name in node.outputs if name in updated)
         module = node.origin.module or next(written, "")
-        above = group(phase_of[position], module)
+        above = place(position, phase_of[position], module)
         item = Item(
             f"op:{node.outputs[0]}",
             "operator",
@@ -157,6 +172,25 @@ def tree_of(
         for name in dict.fromkeys(root_of.get(i, i) for i in graph.nodes[position].inputs):
             readers.setdefault(name, []).append(position)
     return Tree(graph, root, items, of_node, root_of, producer, readers)
+
+
+def checking(graph: Graph) -> set[int]:
+    """The positions of operators that only check data: their results reach others as conditions that must hold."""
+    if not any(isinstance(node.op, Require) for node in graph.nodes):
+        return set()
+    needed, live = set(graph.results), set(graph.results)
+    found = set()
+    for position in reversed(range(len(graph.nodes))):
+        node = graph.nodes[position]
+        if isinstance(node.op, Require):
+            found.add(position)
+        elif not needed.isdisjoint(node.outputs):
+            needed.update(node.inputs)
+        elif not live.isdisjoint(node.outputs):
+            found.add(position)
+        if not live.isdisjoint(node.outputs):
+            live.update(node.inputs)
+    return found
 
 
 def label_of(node: Node) -> str:

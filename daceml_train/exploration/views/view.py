@@ -257,7 +257,7 @@ def view_of(
         following: list[Item] = []
         for item in level:
             more = len(item.children) - 1
-            if item.children and item.phase != "update" and count + more <= FIRST:
+            if item.children and item.phase != "update" and item.kind != "checks" and count + more <= FIRST:
                 count += more
                 shown.append(item.key)
                 following += item.children
@@ -286,6 +286,6 @@ def caption(item: Item) -> str:
     if item.kind == "statement":
         return item.label
     path = ".".join(item.module.split(".")[-2:])
-    operator = item.label.rpartition(": ")[2] if item.kind in ("operator", "part", "phase") else ""
+    operator = item.label.rpartition(": ")[2] if item.kind in ("operator", "part", "phase", "checks") else ""
     count = f"{len(item.nodes)} operators, " if item.kind != "operator" else ""
     return f"{': '.join(part for part in (path, operator) if part)} · {count}{bytes_text(item.bytes)}"

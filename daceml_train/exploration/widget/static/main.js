@@ -2,6 +2,8 @@
 const PANELS = { matches: matchesPanel, history: historyPanel, kept: keptPanel, details: detailsPanel, timeline: timelinePanel, files: reportPanel };
 const TITLES = { matches: "Matches", history: "History", kept: "Kept", details: "Details", timeline: "Time", files: "Results" };
 
+const NEIGHBORS = 16; // boxes above which a jump leaves the neighbors out
+
 class Desk {
   constructor(model, root) {
     Object.assign(this, {
@@ -40,6 +42,7 @@ class Desk {
     this.frame = element("iframe", { title: "the graph" });
     this.change = element("div", { class: "change", role: "group", "aria-label": "preview in the picture" });
     this.placeholder = element("div", { class: "placeholder soft" });
+    this.crumbs = element("nav", { class: "crumbs", "aria-label": "where the chosen box is" });
     this.left = element("div", { class: "left" });
     this.tabs = element("div", { class: "tabs", role: "tablist", "aria-label": "panels" });
     this.body = element("div", { class: "body", role: "tabpanel", tabindex: "0" });
@@ -56,7 +59,7 @@ class Desk {
         button("Full screen", "full", "the whole screen, and back", () => this.full()), this.overlays, this.legend,
         element("span", { class: "finder" }, this.search, this.found), this.totals),
       this.message,
-      element("div", { class: "main" }, this.left, element("div", { class: "picture" }, this.frame, this.placeholder, this.change),
+      element("div", { class: "main" }, this.left, element("div", { class: "picture" }, this.frame, this.placeholder, this.change, this.crumbs),
         element("div", { class: "side" }, this.tabs, this.body)),
       element("div", { class: "status" }, this.cancel, this.meter, this.progress));
     this.root.tabIndex = -1;
@@ -99,7 +102,7 @@ class Desk {
   // ---- drawing ----------------------------------------------------------------------------------------------------
   async changed() {
     if (this.preview && !this.preview.id.startsWith(`${this.state.version}:`)) this.forget();
-    this.bar(); this.tree(); this.side(); this.opening();
+    this.bar(); this.tree(); this.mark(); this.side(); this.opening();
     await this.draw();
   }
 
@@ -281,6 +284,16 @@ class Desk {
   // ---- choosing ---------------------------------------------------------------------------------------------------
   light(keys) { this.viewer?.light(keys); }
 
+  // Zoom to boxes and to what they read and what reads them, so that their place can be seen.
+  jump(keys) {
+    const wanted = new Set(keys), around = new Set(keys);
+    for (const { source, target } of this.picture.view.edges) {
+      if (wanted.has(source)) around.add(target);
+      if (wanted.has(target)) around.add(source);
+    }
+    this.viewer?.fit(around.size <= NEIGHBORS ? [...around] : keys);
+  }
+
   pick(key) {
     this.chosen = new Set([key]);
     this.select([key]);
@@ -300,6 +313,7 @@ class Desk {
 
   mark() {
     for (const row of this.left.querySelectorAll(".row")) row.classList.toggle("chosen", this.chosen.has(row.dataset.key));
+    this.crumbs.replaceChildren(...breadcrumb(this));
   }
 
   clearSelection() { this.chosen = new Set(); this.viewer?.choose([]); this.narrow({ keys: [] }); this.mark(); }
@@ -315,7 +329,7 @@ class Desk {
   reveal(match) {
     const what = match.number === undefined ? { arrays: match.arrays } : { number: match.number, version: this.state.version };
     this.channel.ask({ type: "reveal", ...what }).then((answer) => {
-      setTimeout(() => { this.viewer?.fit(answer.keys); this.light(answer.keys); }, 200);
+      setTimeout(() => { this.jump(answer.keys); this.light(answer.keys); }, 200);
     }, () => {});
   }
 
@@ -327,7 +341,7 @@ class Desk {
         this.found.replaceChildren();
         this.channel.ask({ type: "find", key: one.key }).then((found) => {
           this.pick(one.key);
-          setTimeout(() => this.viewer?.fit(found.keys), 200);
+          setTimeout(() => this.jump(found.keys), 200);
         }, () => {});
       } }, element("span", { class: `dot ${one.phase}` }), one.label, element("small", {}, ` ${one.module}`))));
       if (!answer.found.length) this.found.replaceChildren(element("span", { class: "soft" }, "no such name"));

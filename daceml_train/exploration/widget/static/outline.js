@@ -38,6 +38,24 @@ const outlineKeys = (desk) => (event) => {
   event.stopPropagation();
 };
 
+// The rows around an item, outermost first, and the item itself; empty where the tree does not show it.
+const pathTo = (key, rows) => {
+  const path = [];
+  let at = rows.findIndex((row) => row.key === key);
+  for (; at >= 0 && (!path.length || path[0].depth > 0); at--)
+    if (!path.length || rows[at].depth < path[0].depth) path.unshift(rows[at]);
+  return path;
+};
+
+// Where the chosen box is: each group around it, to choose and zoom to.
+const breadcrumb = (desk) => {
+  const [key, more] = desk.chosen;
+  const path = key === undefined || more !== undefined ? [] : pathTo(key, desk.state.view.outline);
+  const steps = path.map((row, place) => element("button", { "data-key": row.key, "aria-current": place === path.length - 1 ? "location" : null,
+    title: row.module || row.label, onclick: () => { desk.pick(row.key); desk.jump([row.key]); } }, row.label));
+  return steps.flatMap((step, place) => (place ? [element("span", { class: "soft", "aria-hidden": "true" }, "›"), step] : [step]));
+};
+
 const outline = (desk) => {
   const rows = desk.state.view.outline.map((row) => outlineRow(row, desk));
   for (const row of rows) if (desk.chosen.has(row.dataset.key)) row.classList.add("chosen");

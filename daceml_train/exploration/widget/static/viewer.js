@@ -65,10 +65,48 @@ class Viewer {
       this.renderer.toggle_element_collapse = () => false;
       await new Promise((next) => setTimeout(next, 0));
       this.renderer.overlayManager.register_overlay(this.overlay());
+      this.map();
       this.renderer.on("selection_changed", () => this.events.select(this.selected()));
     }
     this.theme(this.dark);
     this.fit();
+  }
+
+  // A small picture of the whole graph with the part in sight; a click goes there.
+  map() {
+    const { renderer } = this;
+    if (!renderer.enableMinimap || !renderer.draw_minimap) return;
+    renderer.enableMinimap();
+    const canvas = renderer.minimap_canvas, draw = renderer.draw_minimap.bind(renderer);
+    canvas.style.cssText += "position:absolute;top:auto;left:auto;right:8px;bottom:8px;border:1px solid #8a949c;cursor:pointer;";
+    canvas.setAttribute("role", "img");
+    canvas.setAttribute("aria-label", "the whole graph");
+    renderer.draw_minimap = () => {
+      canvas.style.backgroundColor = this.dark ? "#171b1e" : "#ffffff";
+      renderer.clear_minimap();
+      draw();
+      this.boxes();
+    };
+  }
+
+  boxes() {
+    const { renderer } = this, { minX, maxX, minY, maxY } = renderer.minimapBounds ?? {};
+    const context = renderer.minimap_ctx, scale = renderer.minimap_canvas.width / (maxX - minX);
+    if (!Number.isFinite(scale)) return;
+    context.save();
+    context.setTransform(scale, 0, 0, scale, -minX * scale, -minY * scale);
+    renderer.doForAllGraphElements((group, _info, drawn) => {
+      const key = this.key(drawn);
+      if (!key || key === "state" || key === "sdfg" || group === "edges" || !drawn.width) return;
+      const { x, y } = drawn.topleft();
+      context.fillStyle = this.chosen.has(key) ? "#8a4fd3" : this.lit.has(key) ? "#ffb000" : this.paint(key, false) ?? "#8a949c";
+      context.fillRect(x, y, Math.max(drawn.width, 2 / scale), Math.max(drawn.height, 2 / scale));
+    });
+    const sight = renderer.visible_rect;
+    context.strokeStyle = this.dark ? "#ff8a80" : "#b3261e";
+    context.lineWidth = 1.5 / scale;
+    if (sight) context.strokeRect(sight.x, sight.y, sight.w, sight.h);
+    context.restore();
   }
 
   overlay() {
