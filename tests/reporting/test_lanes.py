@@ -40,6 +40,21 @@ def test_the_trace_has_a_thread_per_lane() -> None:
     assert [event["args"]["threads"] for event in found] == [2, 1, 1, 1, 2]
 
 
+def test_arrows_come_from_what_a_launch_waits_for_in_other_lanes() -> None:
+    waits = ((), (0,), (0,), (1,), (0, 1, 2, 3))
+    launches = tuple(dataclasses.replace(one, before=before) for one, before in zip(LAUNCHES, waits, strict=True))
+    backward = dataclasses.replace(LAUNCHES[0], program=1), dataclasses.replace(LAUNCHES[0], program=1, before=(0,))
+    contents = Contents("step", "model", (function((*launches, *backward)),), ())
+    told = events(contents)["traceEvents"]
+    arrows = [event for event in told if event["ph"] in "sf"]
+    pairs = {(s["id"], s["tid"], f["tid"]) for s, f in zip(arrows[::2], arrows[1::2], strict=True)}
+    assert pairs == {("0.0.2", 0, 2), ("0.2.4", 2, 0)}
+    complete = [event for event in told if event["ph"] == "X"]
+    for event in arrows:  # each lies within one event of its thread
+        around = [x for x in complete if x["tid"] == event["tid"] and x["ts"] < event["ts"] < x["ts"] + x["dur"]]
+        assert len(around) == 1 and (event["ph"] == "s" or event["bp"] == "e")
+
+
 def test_the_report_counts_threads_and_lanes() -> None:
     text = shared_out(function(LAUNCHES))
     assert text == "launches on 1 thread: 3, launches on 2 threads: 2, side by side in up to 2 lanes: 3"
