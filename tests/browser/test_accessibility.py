@@ -182,6 +182,8 @@ def test_where_a_box_is(blank: Any, session: dt.Session, shots: Shots) -> None:
     widget.locator("button.fit").click()
     blank.wait_for_timeout(300)
     whole = widget.evaluate(sight)
+    hidden = "root => root.desk.viewer.renderer.minimap_canvas.style.visibility === 'hidden'"
+    blank.wait_for_function(hidden, arg=widget.element_handle())  # all boxes are in sight
     widget.locator(".card button.show").first.click()
     bare.settled()
     blank.wait_for_function("([root, whole]) => { const r = root.desk.viewer.renderer.visible_rect; return r.w * r.h < whole; }",
@@ -198,6 +200,7 @@ def test_where_a_box_is(blank: Any, session: dt.Session, shots: Shots) -> None:
     around = {e["source"] for e in bare.requests.state()["view"]["edges"] if e["target"] in keys}
     assert keys <= set(seen) and around and around <= set(seen)
     assert widget.evaluate("root => root.desk.viewer.renderer.minimap_canvas.width") > 40
+    blank.wait_for_function(hidden.replace("===", "!=="), arg=widget.element_handle())
     shots(blank, "map-light")
     bare.theme(False)
     shots(blank, "map-dark")

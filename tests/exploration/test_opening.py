@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import daceml_train as dt
+from daceml_train.errors import CompilerError
 from daceml_train.exploration.export.page import modules_html
 from daceml_train.exploration.views.modules import Modules
 from daceml_train.exploration.views.view import view_of
@@ -68,6 +69,26 @@ def test_modules_are_shown_and_answer_before_the_capture_ends() -> None:
     shown = len(screen.states)
     screen.opening.show()
     assert len(screen.states) == shown, "the modules must not be shown over the graph"
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_the_executor_is_built_beside_the_capture(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Event()
+
+    def executor() -> None:
+        begun.set()
+        if not works:
+            raise CompilerError("there is no compiler")
+
+    monkeypatch.setattr("daceml_train.runtime.native_build.executor", executor)
+
+    def capture() -> dt.Session:
+        assert begun.wait(60)
+        return session()
+
+    screen = Screen(capture)
+    screen.opening.begin()
+    assert screen.opening.session() is not None and screen.answers == []
 
 
 def test_keys_are_those_of_the_graph() -> None:

@@ -7,6 +7,7 @@ code runs during a capture.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from daceml_train.errors import Invalid, message_of
+from daceml_train.errors import DacemlError, Invalid, message_of
 from daceml_train.exploration.views.modules import Modules
 from daceml_train.exploration.widget.viewer import viewer_source
 from daceml_train.exploration.widget.work import Cancelled, Publish, Send, Work
@@ -55,6 +56,7 @@ class Opening:
         shell = notebook()
         if shell is not None:
             shell.events.register("pre_run_cell", self._hold)
+        self.work.another().put(build_executor, "building the executor")
         self.work.put(self._capture, "capturing")
 
     def session(self) -> Session:
@@ -159,6 +161,17 @@ class Opening:
             return request
         self._send(answer, given)
         return None
+
+
+def build_executor() -> None:
+    """Compile the native executor, which `Verify` and `Measure` need, where there is none yet: some ten seconds.
+
+    What needs it tells why it cannot be built.
+    """
+    from daceml_train.runtime.native_build import executor  # after the first picture
+
+    with contextlib.suppress(DacemlError, OSError):
+        executor()
 
 
 def notebook() -> Any:

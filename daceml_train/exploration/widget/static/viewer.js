@@ -93,6 +93,8 @@ class Viewer {
     const { renderer } = this, { minX, maxX, minY, maxY } = renderer.minimapBounds ?? {};
     const context = renderer.minimap_ctx, scale = renderer.minimap_canvas.width / (maxX - minX);
     if (!Number.isFinite(scale)) return;
+    const sight = renderer.visible_rect;
+    let inSight = Boolean(sight);
     context.save();
     context.setTransform(scale, 0, 0, scale, -minX * scale, -minY * scale);
     renderer.doForAllGraphElements((group, _info, drawn) => {
@@ -100,9 +102,11 @@ class Viewer {
       if (!key || key === "state" || key === "sdfg" || group === "edges" || !drawn.width) return;
       const { x, y } = drawn.topleft();
       context.fillStyle = this.chosen.has(key) ? "#8a4fd3" : this.lit.has(key) ? "#ffb000" : this.paint(key, false) ?? "#8a949c";
+      inSight &&= x >= sight.x && y >= sight.y && x + drawn.width <= sight.x + sight.w && y + drawn.height <= sight.y + sight.h;
       context.fillRect(x, y, Math.max(drawn.width, 2 / scale), Math.max(drawn.height, 2 / scale));
     });
-    const sight = renderer.visible_rect;
+    // Where all boxes are in sight, the map would only hide some of them.
+    renderer.minimap_canvas.style.visibility = inSight ? "hidden" : "visible";
     context.strokeStyle = this.dark ? "#ff8a80" : "#b3261e";
     context.lineWidth = 1.5 / scale;
     if (sight) context.strokeRect(sight.x, sight.y, sight.w, sight.h);
