@@ -2,6 +2,8 @@
 
 import copy
 import random
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import daceml_train as dt
+from daceml_train.driver import forests
 from tests.driver.test_recursion import TreeLSTM, forest
 
 WIDTH = 5
@@ -156,3 +159,51 @@ def test_what_levels_cannot_hold_runs_in_pytorch_and_is_noted() -> None:
         compare(model, compiled, twin, (5, torch.randn(WIDTH)), 1e-5)
     compare(model, compiled, twin, (8, torch.randn(WIDTH)), 1e-5)
     assert programs(compiled).refused
+
+
+class States(TreeLSTM):
+    """The states of all trees."""
+
+    def forward(self, trees: list[Any]) -> Any:
+        """One state per tree."""
+        return [self.visit(tree)[0] for tree in trees]
+
+
+def test_equal_leaves_are_computed_once() -> None:
+    torch.manual_seed(0)
+    model = TreeLSTM()
+    twin, compiled = copy.deepcopy(model), dt.optimize(model)
+    trees = [((3, 3), (3, 5)), (5, 3), 3, 3]
+    compare(model, compiled, twin, (trees,), 1e-5)
+    rows: list[tuple[int, ...]] = []
+    forests.WATCHERS.append(watcher := lambda times: rows.append(times.rows))
+    try:
+        compare(model, compiled, twin, (trees,), 1e-5)
+    finally:
+        forests.WATCHERS.remove(watcher)
+    assert rows[0][0] == 2, "of eight leaves"
+
+
+def test_one_of_equal_states_can_be_changed_in_place() -> None:
+    model = States()
+    twin, compiled = copy.deepcopy(model), dt.optimize(model)
+    trees = [3, 3, (3, 3), 3]
+    for _ in range(2):
+        with torch.no_grad():
+            found, expected = compiled(trees), twin(trees)
+            found[0].mul_(2), expected[0].mul_(2)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_the_programs_of_a_recursion_are_dumped(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = TreeLSTM()
+    twin, compiled = copy.deepcopy(model), dt.optimize(model, dump=tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compare(model, compiled, twin, ([((1, 2), 3), 4],), 1e-5)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert "recursion_backward.plan" in names and not [name for name in names if name.endswith(".sdfg")]
+    texts = [path.read_text(encoding="utf-8") for path in tmp_path.glob("*.sdfg.txt")]
+    assert texts and all("levels has no form in an SDFG" in text for text in texts)

@@ -40,6 +40,8 @@ _object* PyErr_Occurred();
 void PyErr_SetString(_object*, const char*);
 _object* PyCapsule_New(void*, const char*, void (*)(_object*));
 void* PyCapsule_GetPointer(_object*, const char*);
+_object* (*PyCFunction_GetFunction(_object*))(_object*, _object* const*, std::ptrdiff_t);
+_object* PyCFunction_GetSelf(_object*);
 _object* PyCMethod_New(void*, _object*, _object*, _object*);
 int PyContextVar_Get(_object*, _object*, _object**);
 extern _object* PyExc_RuntimeError;

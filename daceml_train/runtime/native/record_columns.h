@@ -24,6 +24,32 @@ struct Columns {
     return true;
   }
 
+  // Seals runs; those that compute anything by their stages: a dictionary of lists.
+  _object* seal(_object* runs) const {
+    Owned found(PyDict_New());
+    _object *end = nullptr, *stage = nullptr, *list = nullptr;  // of the run before
+    bool computes = false;
+    const bool well = found && each(runs, [&](_object* run) {
+      put(run, classes.of_run.sealed, new_reference(classes.yes));
+      if (_object* own_end = field(run, classes.of_run.at); own_end != end) {
+        const Owned operation(PyObject_GetAttr(end = own_end, classes.operation));
+        if (!operation) return false;
+        computes = operation.get() != none();
+      }
+      if (!computes) return true;
+      if (_object* own_stage = field(run, classes.of_run.stage); own_stage != stage) {
+        list = PyDict_GetItemWithError(found.get(), stage = own_stage);
+        if (list == nullptr) {
+          const Owned empty(PyList_New(0));
+          if (PyErr_Occurred() != nullptr || !empty || PyDict_SetItem(found.get(), stage, empty.get()) < 0) return false;
+          list = empty.get();  // which the dictionary keeps
+        }
+      }
+      return PyList_Append(list, run) == 0;
+    });
+    return well ? found.release() : nullptr;
+  }
+
   // Runs by the ends of their paths, in the order of their heights: a dictionary of lists.
   _object* by_structure(_object* runs) const {
     Owned found(PyDict_New());
@@ -76,11 +102,13 @@ struct Columns {
     return each(runs, [&](_object* run) { return *to++ = PyLong_AsLong(field(run, classes.of_run.height)), true; });
   }
 
-  // Members of a group, in rows from `first` on; of a forest, unless it is None.
-  bool place(_object* runs, _object* group_, long first, _object* forest) const {
+  // Members of a group, in positions from `first` on, or after `first` in those of `numbers`; of a forest, unless it is None.
+  bool place(_object* runs, _object* group_, long first, _object* forest, const int64_t* numbers) const {
+    long next = 0;
     return each(runs, [&](_object* run) {
+      const long position = numbers == nullptr ? next++ : static_cast<long>(*numbers++);
       put(run, classes.of_run.group, new_reference(group_));
-      put(run, classes.of_run.position, PyLong_FromLong(first++));
+      put(run, classes.of_run.position, PyLong_FromLong(first + position));
       if (forest != none()) put(run, classes.of_run.forest, new_reference(forest));
       return true;
     });

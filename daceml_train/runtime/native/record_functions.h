@@ -65,10 +65,13 @@ inline std::vector<Method>& record_methods() {
   static std::vector<Method> all{
       {"record", new_record, FAST, "A function that repeats a record."},
       {"entry", new_entry, FAST, "A function that repeats a block's last record."},
+      column<[](const Columns& c, Arguments a) { return c.seal(a[0]); }>("seal"),
       column<[](const Columns& c, Arguments a) { return c.by_structure(a[0]); }>("by_structure"),
       column<[](const Columns& c, Arguments a) { return c.inputs(a[0]); }>("inputs"),
       column<[](const Columns& c, Arguments a) { return none_if(c.heights(a[0], address(a[1]))); }>("heights"),
-      column<[](const Columns& c, Arguments a) { return none_if(c.place(a[0], a[1], PyLong_AsLong(a[2]), a[3])); }>("place"),
+      column<[](const Columns& c, Arguments a) { 
+        return none_if(c.place(a[0], a[1], PyLong_AsLong(a[2]), a[3], address(a[4])));
+      }>("place"),
       column<[](const Columns& c, Arguments a) { return c.sources(a[0], PyLong_AsLong(a[1]) != 0); }>("sources"),
       column<[](const Columns& c, Arguments a) { return none_if(c.positions(a[0], address(a[1]))); }>("positions"),
       column<[](const Columns& c, Arguments a) { return none_if(c.release(a[0], a[1])); }>("release"),
@@ -105,7 +108,7 @@ inline _object* record_functions(_object* given) {
     if ((*slot = slot_of(c.run, name)) == 0) return new_reference(none());
   }
   for (const auto& [name, text] : std::initializer_list<std::pair<_object**, const char*>>{
-           {&c.last, "last"}, {&c.pending, "pending"}, {&c.use, "use"}, {&c.used, "used"}, {&c.height, "height"}, {&c.stage, "stage"}}) {
+           {&c.last, "last"}, {&c.pending, "pending"}, {&c.use, "use"}, {&c.used, "used"}, {&c.height, "height"}, {&c.stage, "stage"}, {&c.operation, "operator"}}) {
     *name = PyUnicode_InternFromString(text);
   }
   c.yes = PyBool_FromLong(1), c.no = PyBool_FromLong(0), c.zero = PyLong_FromLong(0);
@@ -115,6 +118,7 @@ inline _object* record_functions(_object* given) {
   for (Method& method : record_methods()) {
     const Owned name(PyUnicode_InternFromString(method.name));
     const Owned function(function_of(&method, std::make_unique<const Classes*>(kept), {}));
+    if (function) c.function = type_of(function.get());
     if (!found || !function || PyDict_SetItem(found.get(), name.get(), function.get()) < 0) return nullptr;
   }
   return new_reference(found.get());

@@ -15,13 +15,14 @@ namespace daceml {
 struct Classes {
   _object *lazy, *run, *variable, *miss;  // `variable` has the recorder of a thread
   _object* types[5];                      // of lists, tuples, methods, integers, floats
+  _object* function = nullptr;            // the type of functions in C
   struct {
     size_t source, index, meta, value;
   } of_lazy;
   struct {
     size_t recorder, at, outer, inputs, slots, values, used, height, stage, sealed, group, position, forest;
   } of_run;
-  _object *last, *pending, *use, *used, *height, *stage;  // names
+  _object *last, *pending, *use, *used, *height, *stage, *operation;  // names
   _object *yes, *no, *zero;
 
   bool is_lazy(_object* a) const { return type_of(a) == lazy; }
@@ -199,9 +200,8 @@ struct Record {
   }
 
   // The result of the block for a recorder and operands; `miss` if the record was not made for them.
-  _object* repeat(_object* const* args, std::ptrdiff_t count) const {
-    if (count != operands + 1) return PyErr_SetString(PyExc_TypeError, "a block of another number of operands"), nullptr;
-    _object* const* given = args + 1;
+  _object* repeat(_object* recorder, _object* const* given, std::ptrdiff_t count) const {
+    if (count != operands) return PyErr_SetString(PyExc_TypeError, "a block of another number of operands"), nullptr;
     if (c10::GradMode::is_enabled() != grad) return new_reference(classes->miss);
     for (const Guard& guard : guards) {
       const int held = holds(guard, given);
@@ -211,9 +211,9 @@ struct Record {
     for (const int64_t i : lazy_inputs) {
       if (!read(inputs[static_cast<size_t>(i)].in(given), height, stage)) return nullptr;
     }
-    const Owned run(run_of(args[0], height, stage, given));
+    const Owned run(run_of(recorder, height, stage, given));
     Owned values(PyTuple_New(static_cast<std::ptrdiff_t>(metas.size())));
-    const Owned pending(PyObject_GetAttr(args[0], classes->pending));
+    const Owned pending(PyObject_GetAttr(recorder, classes->pending));
     if (!run || !values || !pending || PyList_Append(pending.get(), run.get()) < 0) return nullptr;
     for (size_t i = 0; i < metas.size(); ++i) {
       _object* own_value = metas[i] == nullptr ? new_reference(none()) : value(run.get(), static_cast<int64_t>(i));
@@ -226,7 +226,8 @@ struct Record {
   }
 
   static _object* call(_object* self, _object* const* args, std::ptrdiff_t count) {
-    return own<Record>(self)->repeat(args, count);
+    if (count < 1) return PyErr_SetString(PyExc_TypeError, "a record without a recorder"), nullptr;
+    return own<Record>(self)->repeat(args[0], args + 1, count - 1);
   }
 };
 
@@ -248,6 +249,11 @@ struct Entry {
       if (known == nullptr && PyErr_Occurred() != nullptr) return nullptr;
       if (known != nullptr) {
         const Owned repeated(new_reference(known));
+        if (type_of(known) == classes.function && PyCFunction_GetFunction(known) == Record::call) {  // without a copy
+          Owned result(own<Record>(PyCFunction_GetSelf(known))->repeat(recorder.get(), args, count));
+          if (!result || result.get() != classes.miss) return result.release();
+          return PyObject_Vectorcall(entry.rest, args, static_cast<size_t>(count), nullptr);
+        }
         std::vector<_object*> given{recorder.get()};
         given.insert(given.end(), args, args + count);
         Owned result(PyObject_Vectorcall(repeated.get(), given.data(), given.size(), nullptr));

@@ -53,10 +53,9 @@ def laziness(args: Iterable[Any]) -> int:
 
 def _laziness_of(parts: Any) -> int:
     """`laziness` of a list or tuple, of one look where all parts are of one kind."""
-    kinds = set(map(type, parts))
-    if kinds <= NUMBERS:
-        return 0
-    return 1 if kinds == {Lazy} and columns.unknown(parts) else laziness(parts)
+    if parts and type(parts[0]) is Lazy and columns.unknown(parts):
+        return 1
+    return 0 if set(map(type, parts)) <= NUMBERS else laziness(parts)
 
 
 NUMBERS = {int, float, bool}

@@ -19,21 +19,29 @@ from daceml_train.frontends.torch.recursion.runs import Run
 class Members:
     """Runs by their cells, which have all outputs that are read of them, in the order of levels.
 
-    `columns` has the inputs of a cell's runs, one list per input.
+    `columns` has the inputs of a cell's runs, per input a list, or an array of integers. Runs that compute the same are
+    one, as leaves with equal words are: no cell draws random numbers.
     """
 
     def __init__(self, structures: Any, runs: Sequence[Run]) -> None:
         self.runs: dict[Cell, list[Run]] = {}
-        self.columns: dict[Cell, list[list[Any]]] = {}
+        self.merged: dict[Cell, tuple[list[Run], columns.Numbers]] = {}
+        """All runs of cells some of whose runs are equal, and which of `runs` each of them is."""
+        self.columns: dict[Cell, list[Any]] = {}
         for at, own in columns.by_structure(list(runs)).items():
             if at.cell is None:
                 at.cell = Cell(at)
                 structures.cells.append(at.cell)
             cell = at.cell
             cell.want(alive(own))
-            self.runs[cell] = own
-            self.columns[cell] = columns.inputs(own)
+            inputs = list(map(_integers, columns.inputs(own)))
             columns.place(own, cell)
+            if (equal := _equal(inputs)) is not None:
+                self.merged[cell] = own, equal[1]
+                own = [own[k] for k in equal[0].tolist()]
+                inputs = [column[equal[0]] for column in inputs]
+            self.runs[cell] = own
+            self.columns[cell] = inputs
         self.data: dict[tuple[Cell, int], bool] = {}
         """Whether data are among what an input is taken from."""
         self._learn()
@@ -42,10 +50,34 @@ class Members:
         """Note where the inputs of cells come from."""
         for cell, inputs in self.columns.items():
             for k, (column, sources) in enumerate(zip(inputs, cell.sources, strict=True)):
-                self.data[cell, k], outputs = columns.sources(column)
+                data = isinstance(column, np.ndarray)
+                self.data[cell, k], outputs = (True, set()) if data else columns.sources(column)
                 now = {*outputs, DATA} if self.data[cell, k] else outputs
                 if not now <= sources.keys():
                     sources.update(dict.fromkeys(source for source in map(_source, column) if source not in sources))
+
+
+def _integers(column: list[Any]) -> Any:
+    """An input that consists of lists of Python's integers as an array, one row per run; others as they are."""
+    if type(column[0]) is not list or not column[0] or set(map(type, column)) != {list}:
+        return column
+    found = np.array([n for numbers in column for n in numbers])
+    width = len(column[0])
+    return found.reshape(-1, width) if found.dtype == np.int64 and found.size == width * len(column) else column
+
+
+def _equal(inputs: Sequence[Any]) -> tuple[columns.Numbers, columns.Numbers] | None:
+    """The positions of runs that differ, and which of these each run is equal to; None if all differ.
+
+    Only runs of which all inputs are Python's integers are compared.
+    """
+    if not inputs or not all(isinstance(column, np.ndarray) for column in inputs):
+        return None
+    whole = np.concatenate(inputs, axis=1) if len(inputs) > 1 else inputs[0]
+    narrow = whole.shape[1] == 1  # compared as numbers, not as rows of bytes
+    given, axis = (whole[:, 0], None) if narrow else (whole, 0)
+    _, first, numbers = np.unique(given, axis=axis, return_index=True, return_inverse=True)
+    return None if len(first) == len(whole) else (first, numbers.reshape(-1))
 
 
 def _source(a: Any) -> Any:
@@ -76,11 +108,16 @@ class Batch:
         self.layout, self.members = layout, members
         self.results: Sequence[torch.Tensor] = ()
         self.calls: list[list[Any]] = [members.runs.get(k.cell, []) if k.cell else [] for k in layout.every]
+        self.every: list[list[Run]] = []
+        """Runs by kind, equal ones included."""
+        self.merged = bool(members.merged)
         first = len(layout.kinds)
         counts = [padded(len(runs)) for runs in self.calls[:first]]
         start = 0
         for kind, runs, count in zip(layout.kinds, self.calls, counts, strict=False):
-            columns.place(runs, kind, start, self)
+            whole, numbers = members.merged.get(kind.cell, (runs, None)) if kind.cell else (runs, None)
+            columns.place(whole, kind, start, self, numbers)
+            self.every.append(whole)
             start += count
         self.fed: dict[int, list[Any]] = {state: [] for state in layout.feeders}
         mixed = dict(self._mixed())
@@ -95,7 +132,7 @@ class Batch:
                 else:
                     found = self.fed[self._state(kind)] if kind.cell is None else self._data(kind, k)
                     unused = meta.dtype, meta.device, (count - len(found), *meta.shape)
-                    self.arrays.append(_filled(rows(found) if found else None, *unused))
+                    self.arrays.append(_filled(rows(found) if len(found) else None, *unused))
 
     @property
     def shared_arrays(self) -> set[int]:
@@ -127,7 +164,8 @@ class Batch:
                 if state is None or not self.members.data.get((kind.cell, k)):
                     continue
                 found: list[tuple[int | None, int]] = []
-                for a in self.members.columns[kind.cell][k]:
+                column = self.members.columns[kind.cell][k]
+                for a in column.tolist() if isinstance(column, np.ndarray) else column:
                     source = a.source if type(a) is Lazy else None
                     if type(source) is Run and source.forest is self:
                         found.append((None, source.position))
@@ -172,9 +210,9 @@ class Batch:
         self.results = results
         self.arrays = []
         self.fed = {}
-        for runs in self.calls:
+        for runs in self.every:
             columns.release(runs)  # values refer to the run
-        self.calls = []
+        self.calls = self.every = []
         del self.members
 
     def place(self, value: Lazy) -> tuple[torch.Tensor, int]:
@@ -201,4 +239,4 @@ class Batch:
         if value.value is not None:
             return value.value
         tensor, row = self.place(value)
-        return tensor[row]
+        return tensor[row].clone() if self.merged else tensor[row]  # user code may change it, and not its equals

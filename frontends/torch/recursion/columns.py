@@ -78,6 +78,20 @@ def heights(runs: list[Run]) -> Numbers:
     return np.array([run.height for run in runs], dtype=np.int64)
 
 
+def seal(runs: list[Run]) -> dict[int, list[Run]]:
+    """Seal runs; those that compute anything, by their stages."""
+    found: dict[int, list[Run]]
+    if function := _NATIVE.get("seal"):
+        found = function(runs)
+        return found
+    found = {}
+    for run in runs:
+        run.sealed = True
+        if run.at.operator is not None:
+            found.setdefault(run.stage, []).append(run)
+    return found
+
+
 def by_structure(runs: list[Run]) -> dict[Any, list[Run]]:
     """Runs by the ends of their paths, in the order of their heights."""
     found: dict[Any, list[Run]]
@@ -104,13 +118,17 @@ def inputs(runs: list[Run]) -> list[list[Any]]:
     return list(map(list, zip(*[run.inputs for run in runs], strict=True)))
 
 
-def place(runs: list[Run], group: Any, first: int = 0, forest: Any = None) -> None:
-    """Note the group of runs, their positions in it from `first` on, and their forest, unless it is None."""
+def place(runs: list[Run], group: Any, first: int = 0, forest: Any = None, numbers: Numbers | None = None) -> None:
+    """Note the group of runs, their positions in it, and their forest, unless it is None.
+
+    Positions count from `first` on; with `numbers`, they are those after `first`.
+    """
     if function := _NATIVE.get("place"):
-        function(runs, group, first, forest)
+        own = None if numbers is None else np.ascontiguousarray(numbers, dtype=np.int64)
+        function(runs, group, first, forest, 0 if own is None else own.ctypes.data)
         return
-    for position, run in enumerate(runs, first):
-        run.group, run.position = group, position
+    for k, run in enumerate(runs):
+        run.group, run.position = group, first + (k if numbers is None else int(numbers[k]))
         if forest is not None:
             run.forest = forest
 

@@ -220,6 +220,8 @@ def _base(a: Any) -> tuple[torch.Tensor, int, int | None] | None:
 
 def rows(found: Sequence[Any]) -> torch.Tensor:
     """Inputs of runs as the rows of one tensor."""
+    if isinstance(found, np.ndarray):
+        return torch.from_numpy(found)
     if list in set(map(type, found)):  # of numbers
         if len(set(map(type, found))) > 1:
             found = [a if type(a) is list else known(a).tolist() for a in found]

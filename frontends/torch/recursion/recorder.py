@@ -333,16 +333,12 @@ class Recorder(TorchFunctionMode):
             pending: list[Any] = self.pending
             solos: list[Any] = self.solos
             self.pending, self.solos = [], []
-            by_stage: dict[int, list[Run]] = {solo.stage: [] for solo in solos}
-            for run in pending:
-                run.sealed = True
-                if run.at.operator is not None:
-                    by_stage.setdefault(run.stage, []).append(run)
-            for stage in sorted(by_stage):
+            by_stage: dict[int, list[Run]] = columns.seal(pending)
+            for stage in sorted({*by_stage, *[solo.stage for solo in solos]}):
                 for solo in solos:
                     if solo.stage == stage:
                         self._run_solo(solo)
-                if runs := by_stage[stage]:
+                if runs := by_stage.get(stage):
                     compiled = self.structures.programs
                     batch = None if compiled is None else compiled.run(self.structures, runs)
                     if batch is None:

@@ -31,7 +31,7 @@ def way(request: Any) -> Iterator[str]:
     columns.use_native(found if before else {})
 
 
-class PendingRuns:
+class Calls:
     """The part of a recorder that records need."""
 
     def __init__(self) -> None:
@@ -53,8 +53,12 @@ def runs(structures: list[Step]) -> list[Run]:
 
 
 def test_runs(way: str) -> None:
-    ends = [Step(), Step()]
+    ends = [Step(operator=("an operator",)), Step()]
     found = runs(ends)
+    idle = run_of(None, ends[1], outer=False)
+    stages = columns.seal([*found[:6], idle, *found[6:]])
+    assert stages == {stage: [run for run in found[::2] if run.stage == stage] for stage in (0, 2, 1)}
+    assert all(run.sealed for run in [*found, idle]), "also those that compute nothing"
     groups = columns.by_structure(found)
     assert list(groups) == ends
     for k, end in enumerate(ends):
@@ -113,7 +117,7 @@ def test_a_record_is_repeated_for_operands_like_those_it_was_made_for(way: str) 
     template = (tuple, 1, Place(1, 0), (list, 0, Place(0)))
     inputs = [Place(0), Place(2), Place(1, 1)]
     repeated = repeat(end, True, operands, inputs, (TYPE, OTHER, TYPE), template)
-    recorder = PendingRuns()
+    recorder = Calls()
     pair = [lazy_of(below, 0, TYPE), lazy_of(Pick(torch.zeros(2, 3), 1, None), 0, OTHER)]
     given: list[Any] = [value, pair, [5, 6], module, 2, 0.0, "x"]
     result = repeated(recorder, *given)
@@ -140,7 +144,7 @@ def test_entries_call_what_is_there_to_repeat(way: str) -> None:
     block = object()
     called = entry(2, block, lambda *a: calls.append(("rest", *a)))
     called(1, 2)
-    recorder = PendingRuns()
+    recorder = Calls()
     token = RECORDER.set(recorder)
     try:
         called(3, 4)
