@@ -115,6 +115,11 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
         "torch.utils._sympy.functions.Mod",
         "torch.utils._sympy.functions.PythonMod",
     ),
+    "several processes: collectives of models, models in fully_shard": (
+        "torch.distributed._functional_collectives",
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
+        "torch.distributed.fsdp._fully_shard._fsdp_state._get_module_fsdp_state",
+    ),
     "running: autograd, versions of tensors, hooks, results without a copy": (
         "torch._C._autograd._get_current_graph_task_keep_graph",
         "torch._C._autograd._profiler_enabled",

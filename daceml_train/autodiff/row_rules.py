@@ -16,6 +16,7 @@ from typing import Any, Literal
 from daceml_train.ops.attention import Attention
 from daceml_train.ops.contraction import Matmul
 from daceml_train.ops.convolution import Convolution
+from daceml_train.ops.divided_tables import LookupRows
 from daceml_train.ops.elementwise import Cast, Elementwise, Full, Iota
 from daceml_train.ops.embedding import Embedding
 from daceml_train.ops.indexing import Gather, Index, Scatter
@@ -381,7 +382,7 @@ RULES: list[tuple[Any, Rule]] = [
     ((Convolution, Window, Im2Col, Col2Im, Resampling), _leading(1)),
     (Attention, _leading(2, everywhere=True)),
     ((Gather, Scatter, CumSum, Sort, TopK), _along),
-    (Embedding, _looked_up),
+    ((Embedding, LookupRows), _looked_up),
     (Index, _indexed),
     (BatchNorm, _batch_norm),
 ]

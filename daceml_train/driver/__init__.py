@@ -120,7 +120,8 @@ def training_step(
     schedule = found.schedule or "ahead_of_time"
     settings = dataclasses.replace(found, schedule=None).settings()
     clipping = Clipping(clip_norm, norm_type, clip_value)
-    model, mesh, wrapper = unwrapped(model, mesh)
+    alone = shard is None and micro_batches == 1 and not keep_gradients and compile == "first_call"
+    model, mesh, wrapper = unwrapped(model, mesh, alone)
     sharing = Sharing(ranks_of(mesh, model), shard, sparse, sync_batch_norm, bucket, wrapper)
     _check_together(keep_gradients, micro_batches, mesh, shard, compile)
     own = (model, loss, optimizer, settings), (clipping, scaler, schedule)

@@ -25,6 +25,7 @@ from daceml_train.driver.bound_optimizer import (
 )
 from daceml_train.driver.denominators import Denominators
 from daceml_train.driver.distribution import described, rows_of
+from daceml_train.driver.fully_sharded import memory_of
 from daceml_train.driver.goals import WholeStep
 from daceml_train.driver.source_guard import SourceGuard, follow
 from daceml_train.errors import DeviceMismatch, ExecutionError, Unsupported
@@ -37,7 +38,7 @@ from daceml_train.runtime.collectives import communicating
 from daceml_train.runtime.gpu.cuda_graph import CudaGraphs, HostScalars
 from daceml_train.runtime.gpu.plan import DevicePlan
 from daceml_train.runtime.native_guards import GRADIENT, HOOK, IdentityGuard, Leaves, SharedStorage
-from daceml_train.runtime.ranks import Ranks
+from daceml_train.runtime.ranks import RankError, Ranks
 from daceml_train.training.distribution import WEIGHT
 from daceml_train.training.gradients import SCALER, scaler_state, scaling_of
 from daceml_train.training.joint import ACCUMULATED, OF_STEP
@@ -161,7 +162,8 @@ class BoundStep:
         known = {id(t) for t in (*self.same.values, *self.bound_optimizer.kept)}
         sources = {source.name: source for source in captured.inputs}
         scaling = self._scaler_state(next(iter(by_name.values())).device)
-        state = [scaling[name] if name in SCALER else self._state(by_name[p], name) for p, name in step.state]
+        entries = (scaling[name] if name in SCALER else self._state(by_name[p], name) for p, name in step.state)
+        state = [memory_of(entry) for entry in entries]
         numbers = self.bound_optimizer.tensors
         number_of = {id(tensor): i for i, tensor in enumerate(numbers)}
         further = iter([*numbers, *state])
@@ -180,7 +182,7 @@ class BoundStep:
         for position, entry in enumerate(program.inputs):
             strides = tuple(self.plan.value(s) for s in entry.strides)
             if entry.name in by_name:
-                tensor, source = by_name[entry.name], sources[entry.name]
+                tensor, source = memory_of(by_name[entry.name]), sources[entry.name]
                 if id(tensor) in given:
                     if entry.mutable:
                         raise Unsupported(f"the model changes its argument {entry.path} in place")
@@ -189,7 +191,8 @@ class BoundStep:
                     continue
                 if not same_strides(tensor, strides):
                     raise Unsupported(f"{entry.path} is not dense in memory (strides {tensor.stride()})")
-                if id(tensor) not in known and source.kind in ("tensor", "number"):
+                bound = id(tensor) in known or tensor is not by_name[entry.name]
+                if not bound and source.kind in ("tensor", "number"):
                     moving = self.effects is not None and not entry.mutable and entry.name not in captured.changes
                     text, states = self.bound_optimizer.in_state(source.source)
                     known_as = {"G": code_globals, "S": states}
@@ -314,7 +317,8 @@ class BoundStep:
         try:
             outputs = self._run(on_device, flat)
         except ExecutionError as error:
-            error.add_note("The step failed half-way: parameters and optimizer state may be partly updated.")
+            if not isinstance(error, RankError) or self.ranks is None or self.ranks.met:
+                error.add_note("The step failed half-way: parameters and optimizer state may be partly updated.")
             raise
         raise_versions(self.changed_often)
         if self.step.further:

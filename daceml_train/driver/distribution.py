@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -13,12 +14,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from daceml_train.driver.fully_sharded import FullySharded, fully_sharded
 from daceml_train.driver.store import environment
 from daceml_train.errors import Invalid, Unsupported
 from daceml_train.lowering.program import BufferView, CallLaunch, Program
 from daceml_train.ops.collective import shard_size
 from daceml_train.runtime.collectives import TARGETS
-from daceml_train.runtime.ranks import Ranks
+from daceml_train.runtime.ranks import RankError, Ranks
 from daceml_train.training.gradients import Clipping
 
 PARALLEL = {
@@ -53,26 +55,39 @@ def parallel_wrapper(model: nn.Module) -> Unsupported | None:
     return None
 
 
-def unwrapped(model: nn.Module, mesh: Any) -> tuple[nn.Module, Any, DistributedDataParallel | None]:
-    """The model in a `DistributedDataParallel`, the processes that it trains on, and the wrapper.
+def unwrapped(
+    model: nn.Module, mesh: Any, shards: bool = True
+) -> tuple[nn.Module, Any, DistributedDataParallel | FullySharded | None]:
+    """The model in a `DistributedDataParallel` or in `fully_shard`, the processes that it trains on, and the wrapper.
 
-    A step takes over what the wrapper does; one with hooks of the user's, and any other model, stay as they are. Raises
-    `Invalid` if the wrapper and `mesh` are different processes.
+    A step takes over what the wrapper does; one with hooks of the user's, and any other model, stay as they are, and
+    one in `fully_shard` unless `shards`. Raises `Invalid` if the wrapper and `mesh` are different processes.
     """
+    if shards and mesh is not False and (found := fully_sharded(model)) is not None:
+        _check_group(mesh, found.group, "fully_shard")
+        return (found.twin, found.group, found) if found.group.size() > 1 else (model, mesh, None)
     if type(model) is not DistributedDataParallel or mesh is False:
         return model, mesh, None
     hooks = (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks)
     if model._comm_hooks or model.parameters_to_ignore or any(hooks) or parallel_wrapper(model.module):
         return model, mesh, None
     group: dist.ProcessGroup = model.process_group
-    given = mesh.get_group() if isinstance(mesh, dist.device_mesh.DeviceMesh) and mesh.ndim == 1 else mesh
-    if given is not None and given is not group:
-        raise Invalid("mesh= has other processes than the DistributedDataParallel around the model")
+    _check_group(mesh, group, "DistributedDataParallel")
     return model.module, group, model
 
 
-def check_wrapper(wrapper: DistributedDataParallel | None) -> None:
+def _check_group(mesh: Any, group: dist.ProcessGroup, wrapper: str) -> None:
+    given = mesh.get_group() if isinstance(mesh, dist.device_mesh.DeviceMesh) and mesh.ndim == 1 else mesh
+    if given is not None and given is not group:
+        raise Invalid(f"mesh= has other processes than the {wrapper} around the model")
+
+
+def check_wrapper(wrapper: DistributedDataParallel | FullySharded | None) -> None:
     """Raise `Invalid` in a context of the wrapper's that a step as one program does not follow."""
+    if isinstance(wrapper, FullySharded):
+        if not wrapper.owned():
+            raise Invalid("a module in fully_shard has other parameters", advice="make another training_step")
+        return
     if wrapper is not None and not wrapper.require_backward_grad_sync:
         raise Invalid("no_sync() around a training step, which updates at every call", advice="use micro_batches=")
     if wrapper is not None and wrapper._join_config.enable:
@@ -140,13 +155,27 @@ def begin_as_equals(
         ranks.agreed()
         own = set(_shards(optimizer, ranks.size) if shards else ())
         own |= {key for parameter in divided for key in _of(optimizer, parameter)}
-        for part in _messages(t for t in named.values() if id(t) not in own):
+        equal = [t for t in named.values() if id(t) not in own]
+        for part in _messages(equal):
             pieces = [t.detach().contiguous().view(-1).view(torch.uint8) for t in part]
             message = torch.cat(pieces).to(ranks.device)
             ranks.broadcast(message)
             if ranks.rank:
                 for tensor, piece in zip(part, message.split([p.numel() for p in pieces]), strict=True):
                     tensor.detach().copy_(piece.to(tensor.device).clone().view(tensor.dtype).view(tensor.shape))
+        sums = ranks.gather(torch.tensor([_checksum(equal)], device=ranks.device)).tolist()
+        if others := [rank for rank, found in enumerate(sums) if found != sums[0]]:
+            named_ranks = ", ".join(map(str, others))
+            raise RankError(f"parameters, buffers or state of rank {named_ranks} are not those that rank 0 sent")
+
+
+def _checksum(tensors: Iterable[torch.Tensor]) -> int:
+    """The CRC-32 of the bytes of tensors, one after the other."""
+    found = 0
+    for tensor in tensors:
+        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        found = zlib.crc32(data.numpy().tobytes(), found)
+    return found
 
 
 def _named(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:

@@ -21,12 +21,14 @@ from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks
 from daceml_train.driver.capture_only import CapturedCall
 from daceml_train.driver.checking import device_of
 from daceml_train.driver.distribution import rows_of
+from daceml_train.driver.on_ranks import Sharing
 from daceml_train.driver.options import ScheduleKind
 from daceml_train.driver.settings import Settings
 from daceml_train.driver.step import Loss, TrainingStep
 from daceml_train.driver.whole import Wholes
 from daceml_train.errors import Invalid, Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured
+from daceml_train.graph.graph import Graph
 from daceml_train.ops.optimizer import SGDUpdate
 from daceml_train.training.gradients import Clipping
 from daceml_train.training.joint import Trained
@@ -82,6 +84,9 @@ class _Accumulating(_Part):
         updated = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) in of_tensor]
         return [Trained(of_tensor[id(p)], _NO_UPDATE, 0, accumulates=True, share=self.counts) for p in updated], []
 
+    def _choose_tables(self, graph: Graph, by_name: Mapping[str, torch.Tensor]) -> None:
+        """Gradients are exchanged with the last part."""
+
 
 class MicroBatchedStep(_Part):
     """`step(inputs, *targets)` as `TrainingStep`, over `count` parts of the batch.
@@ -119,6 +124,11 @@ class MicroBatchedStep(_Part):
         looking.traces_user_code = False
         self.wholes = self.accumulating.wholes = Wholes(looking, options, count)
 
+    def train_on(self, sharing: Sharing, options: Mapping[str, Any]) -> None:
+        """As of any step; all parts have the same ranks."""
+        super().train_on(sharing, options)
+        self.accumulating.sharing, self.accumulating.ranks = sharing, self.ranks
+
     def _wanted(
         self, by_name: Mapping[str, torch.Tensor], given: set[int], hooked: bool = False
     ) -> tuple[list[Trained], list[str]]:
@@ -134,6 +144,8 @@ class MicroBatchedStep(_Part):
             self.batch = self.accumulating.batch = (), ()
 
     def _step_without_data(self, inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:
+        if self._divided():
+            raise Unsupported("a rank without data in micro-batches that read a ShardedEmbedding")
         loss = super()._step_without_data(inputs, targets)
         return loss if self.ranks is None else self.ranks.mean(loss)
 
@@ -150,6 +162,10 @@ class MicroBatchedStep(_Part):
         for bound in (first, last):
             if bound is not None and bound.denominators is not None:
                 bound.denominators.refresh(pytree.tree_leaves(self.batch))
+        if self.ranks is not None and first.weight is not None and last is not None:  # both exchange something
+            last.bound_optimizer.refresh()
+            rows = rows_of(pytree.tree_leaves(parts[0]))
+            self.ranks.begin(f"{first.described}\n{last.described}", rows, bytes(last.bound_optimizer.values))
         losses = []
         for position, (owner, part) in enumerate(zip(owners, parts, strict=True)):
             key, flat, bound = owner._find(*part)

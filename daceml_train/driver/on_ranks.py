@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from daceml_train.driver.distribution import begin_as_equals, check_wrapper, rows_of
+from daceml_train.driver.fully_sharded import FullySharded, make_state
 from daceml_train.driver.pieces import InPieces
 from daceml_train.driver.sharded_embedding import ShardedEmbedding, sharded_embeddings
 from daceml_train.errors import Invalid, Unsupported
@@ -49,8 +51,13 @@ class Sharing:
     sparse: Sparse = "auto"
     sync_batch_norm: bool = False
     bucket: int = BUCKET
-    wrapper: DistributedDataParallel | None = None
+    wrapper: DistributedDataParallel | FullySharded | None = None
     """What contains the model."""
+
+    @property
+    def sharded(self) -> FullySharded | None:
+        """The model in `fully_shard`."""
+        return self.wrapper if isinstance(self.wrapper, FullySharded) else None
 
     def __post_init__(self) -> None:
         for name, value, kinds in (
@@ -75,39 +82,34 @@ class OnRanks(InPieces):
 
     _tables: tuple[str, ...] = ()
     """The inputs of the captured graph that are tables of which rows are exchanged."""
+    _divided_inputs: tuple[str, ...] = ()
+    """The inputs of the captured graph that are parameters in `fully_shard`."""
     _exchanged_as: dict[int, str] | None = None
     """How the gradient of each table is exchanged, once the ranks have chosen."""
 
     def train_on(self, sharing: Sharing, options: Mapping[str, Any]) -> None:
         """Train with these ranks, which must have the same `options`; all begin with what the first one has."""
         self.sharing, self.ranks = sharing, sharing.ranks
-        self._check_divided(options)
+        self._check_divided()
         if self.ranks is None:
             return
         modules = [m for m in (self.model, self.loss) if isinstance(m, torch.nn.Module)]
         told = {**options, **{f.name: getattr(sharing, f.name) for f in fields(sharing)}}
         del told["ranks"], told["wrapper"]
         told["scaler"] = None if self.scaler is None else self.scaler.state_dict()
-        begin_as_equals(self.ranks, modules, self.optimizer, told, self.shards, self._divided())
+        divided = {*self._divided(), *(sharing.sharded.ids if sharing.sharded else ())}
+        begin_as_equals(self.ranks, modules, self.optimizer, told, self.shards, divided)
 
     def _divided(self) -> dict[int, ShardedEmbedding]:
         """The embeddings whose tables are divided among the ranks, by the identity of their parameters."""
         return sharded_embeddings(self.model, self.loss)
 
-    def _check_divided(self, options: Mapping[str, Any]) -> None:
-        """Raise `Invalid` for a divided table of other ranks, and with what a step does not do with one yet."""
+    def _check_divided(self) -> None:
+        """Raise `Invalid` for a table that is divided among other ranks."""
         for embedding in self._divided().values():
             if self.ranks is None or embedding.group_name != self.ranks.group.group_name:
                 advice = "pass mesh=, the one that the table is divided over"
                 raise Invalid("a ShardedEmbedding trains in a step of its own ranks", advice=advice)
-        given = {
-            "shard": self.sharing.shard,
-            "clip_norm": self.clipping.norm,
-            "scaler": self.scaler,
-            "micro_batches": options.get("micro_batches", 1) != 1,
-        }
-        if self._divided() and (other := [name for name, value in given.items() if value]):
-            raise Invalid(f"{other[0]}= and a ShardedEmbedding in one step")
 
     @property
     def shards(self) -> bool:
@@ -141,23 +143,33 @@ class OnRanks(InPieces):
 
     # ---- a step -------------------------------------------------------------------------------------------------
     def _step(self, inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:
-        if self.ranks is None:
+        if (ranks := self.ranks) is None:
             return self._local_step(inputs, targets)
         try:
-            with self.ranks.step():
+            with ranks.step():
                 check_wrapper(self.sharing.wrapper)
                 self.idle = not rows_of(pytree.tree_leaves((inputs, targets)))
                 step = self._step_without_data if self.idle else self._local_step
-                loss = step(inputs, targets)
+                with self.sharing.sharded.in_step() if self.sharing.sharded else contextlib.nullcontext():
+                    loss = step(inputs, targets)
         except BaseException:
-            if not self.ranks.settled:  # another rank may not have chosen
+            if not ranks.settled:  # another rank may not have chosen
                 self._exchanged_as = None
                 self._bound.clear()
             raise
         finally:
             self.idle = False
-        self.ranks.settled = self._exchanged_as is not None
+        ranks.settled = self._exchanged_as is not None
         return loss
+
+    def _run_in_pieces(self, key: Any, inputs: Any, targets: Sequence[Any]) -> torch.Tensor:
+        """As of any step; a model in `fully_shard` then trains by PyTorch's hooks, on all ranks."""
+        if (sharded := self.sharing.sharded) is not None and self.ranks is not None:
+            self.ranks.begin("a step in pieces, see its `breaks`", rows_of(pytree.tree_leaves((inputs, targets))))
+            self.ranks.agreed()
+            self.model, self.ranks, self.sharing = sharded.model, None, Sharing()
+            self._bound.clear()
+        return super()._run_in_pieces(key, inputs, targets)
 
     def _step_without_data(self, inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:
         """Take part in the collectives and in the update, with gradients that are zero.
@@ -206,7 +218,18 @@ class OnRanks(InPieces):
             return found
         sync = self.sharing.sync_batch_norm
         found = replace(found, shard=self.shards, bucket=self.sharing.bucket, sync_batch_norm=sync)
-        return replace(found, rows=self._tables, idle=self.idle)
+        return replace(found, rows=self._tables, idle=self.idle, parameters=self._divided_inputs)
+
+    def _capturing(self) -> Any:
+        """A context in which the model can be captured."""
+        return self.sharing.sharded.captured() if self.sharing.sharded else contextlib.nullcontext()
+
+    def _tensors_of(self, found: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Graph input -> tensor; of parameters in `fully_shard` those that are divided."""
+        if (sharded := self.sharing.sharded) is not None:
+            found = {name: sharded.parameters.get(id(t), t) for name, t in found.items()}
+            self._divided_inputs = tuple(name for name, t in found.items() if isinstance(t, DTensor))
+        return found
 
     def _choose_tables(self, graph: Graph, by_name: Mapping[str, torch.Tensor]) -> None:
         """Choose the tables of which the rows of the gradients are exchanged.
@@ -216,7 +239,8 @@ class OnRanks(InPieces):
         self._tables = ()
         if self.ranks is None or self.sharing.sparse == "dense":
             return
-        tables = {name: rows for name, rows in rows_read(graph).items() if by_name[name].requires_grad}
+        read = {name: rows for name, rows in rows_read(graph).items() if name not in self._divided_inputs}
+        tables = {name: rows for name, rows in read.items() if by_name[name].requires_grad}
         if self._exchanged_as is None:
             most = dict(tables)
             if self.sharing.sparse == "auto":
@@ -243,8 +267,12 @@ class OnRanks(InPieces):
         if name == ACCUMULATED:
             self.accumulated.setdefault(id(parameter), torch.zeros_like(parameter.detach()))
             return
+        if isinstance(parameter, DTensor):
+            make_state(parameter, name, self.optimizer)
+            return
         state = self.optimizer.state[parameter]
-        size = shard_size(parameter.shape, self.ranks.size) if self.shards and self.ranks else None
+        whole = not self.shards or self.ranks is None or id(parameter) in self._divided()
+        size = None if whole or self.ranks is None else shard_size(parameter.shape, self.ranks.size)
         if not isinstance(state.get(name), torch.Tensor):
             state[name] = initial_state(name, parameter, self.optimizer, size)
         elif size is not None and name not in SCALARS and state[name].shape != (size,):
@@ -268,13 +296,18 @@ class OnRanks(InPieces):
         return shard
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
+    @property
+    def _given(self) -> torch.nn.Module:
+        """The model as the user has it."""
+        return self.sharing.sharded.model if self.sharing.sharded else self.model
+
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer, and scaler, for `torch.distributed.checkpoint`, which loads them on any number of ranks.
 
         State that is sharded is a `DTensor`. Entries of the optimizer's state are flat; those that the first step would
         make are made.
         """
-        found: dict[str, Any] = {"model": self._whole(self.model.state_dict()), "state": {}}
+        found: dict[str, Any] = {"model": self._whole(self._given.state_dict()), "state": {}}
         for key, parameter, name, tensor in self._states():
             found["state"].setdefault(key, {})[name] = self._distributed(tensor, parameter, name)
         groups = self.optimizer.param_groups
@@ -285,9 +318,9 @@ class OnRanks(InPieces):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned, on any number of ranks."""
-        whole = self._whole(self.model.state_dict())
+        whole = self._whole(self._given.state_dict())
         local = {name: value for name, value in state["model"].items() if not isinstance(whole.get(name), DTensor)}
-        self.model.load_state_dict(local, strict=len(local) == len(state["model"]))
+        self._given.load_state_dict(local, strict=len(local) == len(state["model"]))
         for name in state["model"].keys() - local.keys():
             whole[name].to_local().copy_(state["model"][name].to_local())
         for key, parameter, name, tensor in self._states():
@@ -306,7 +339,7 @@ class OnRanks(InPieces):
 
     def _states(self) -> Iterator[tuple[str, torch.Tensor, str, torch.Tensor]]:
         """The name of each parameter, the parameter, and the name and tensor of each entry of its state."""
-        names = {id(p): name for name, p in self.model.named_parameters()}
+        names = {id(p): name for name, p in self._given.named_parameters()}
         number = 0
         for group in self.optimizer.param_groups:
             update = update_of(self.optimizer, group)
@@ -321,11 +354,11 @@ class OnRanks(InPieces):
 
     def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
         """A model's state with divided tables as one tensor of all ranks each."""
-        divided, names = self._divided(), self.model.named_parameters(remove_duplicate=False)
+        divided, names = self._divided(), self._given.named_parameters(remove_duplicate=False)
         return state | {name: divided[id(p)].whole() for name, p in names if id(p) in divided}
 
     def _distributed(self, tensor: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        if name in SCALARS:
+        if name in SCALARS or isinstance(tensor, DTensor):
             return tensor
         if (embedding := self._divided().get(id(parameter))) is not None:
             return embedding.whole(tensor)

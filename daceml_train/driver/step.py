@@ -220,7 +220,9 @@ class TrainingStep(UserUpdates):
             raise Invalid(f"an SDFG of a training step: {what}", advice='extent is "step" or "loss"')
         options = replace(self.options, dynamic=self.options.dynamic is True)
         looking = TrainingStep(self.model, self.loss, self.optimizer, options, self.keep_gradients)
+        looking.sharing = self.sharing
         seen, trained, kept = looking.look(inputs, *targets)
+        self._divided_inputs = looking._divided_inputs
         graph = captured = seen.captured.graph
         if extent == "step":
             graph = self.options.pipeline.run(captured, ("forward",))
@@ -235,7 +237,7 @@ class TrainingStep(UserUpdates):
         """
         seen = self.seen(inputs, *targets)
         flat = pytree.tree_leaves((inputs, *targets))
-        return seen, *self._wanted(seen.tensors, {id(t) for t in flat})
+        return seen, *self._wanted(self._tensors_of(seen.tensors), {id(t) for t in flat})
 
     def seen(self, inputs: Any, *targets: Any) -> CapturedCall:
         """The loss on these arguments, captured. Nothing is compiled, run or changed."""
@@ -264,11 +266,7 @@ class TrainingStep(UserUpdates):
             output = self.model(*inputs)
         else:
             output = self.model(inputs)
-        if self.loss is not None:
-            return self.loss(output, *targets)
-        found = loss_of(output)
-        assert isinstance(found, torch.Tensor)
-        return found
+        return self.loss(output, *targets) if self.loss is not None else loss_of(output)
 
     def _bind(self, key: Any, inputs: Any, targets: tuple[Any, ...], flat: Sequence[Any]) -> BoundStep | None:
         """The step for these arguments, captured and compiled if it is new; None if it runs in pieces."""
@@ -329,7 +327,8 @@ class TrainingStep(UserUpdates):
         return bound
 
     def _call_traced(self, inputs: Any, targets: tuple[Any, ...]) -> None:
-        floats.traced(lambda: self._traced(self, inputs, *targets), self.options.randomness == "seeded")
+        with self._capturing():
+            floats.traced(lambda: self._traced(self, inputs, *targets), self.options.randomness == "seeded")
 
     def _collect(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """A Dynamo backend that captures, and stops instead of running, unless the loss is already known."""
@@ -387,7 +386,7 @@ class TrainingStep(UserUpdates):
             raise Unsupported("a module has a backward hook")
         if why := changed_step(self.optimizer):
             raise Unsupported(why)
-        by_name = input_tensors(captured, arguments)
+        by_name = self._tensors_of(input_tensors(captured, arguments))
         self._check_user_code(captured.graph, by_name, changes)
         given = {id(t) for t in flat}
         if any(id(t) in given and t.requires_grad for t in by_name.values()):

@@ -307,6 +307,9 @@ CALLS: dict[str, Rule] = {
     "all_to_all": _collective,
     "broadcast": lambda op, i, o: Call("daceml::broadcast", (Operand(0), op.root, op.position)),
     "reduce_to": lambda op, i, o: Call("daceml::reduce_to", (Operand(0), op.root, op.position)),
+    "group_collective": lambda op, i, o: Call(
+        "daceml::group_collective", (Operand(0), op.kind, op.group, op.reduction, op.root)
+    ),
     "start": lambda op, i, o: Call("daceml::start", (Operand(0), op.kind, op.position)),
     "await": lambda op, i, o: Call("daceml::await", (Operand(0), op.position), returns=(None,)),
     "own_shards": lambda op, i, o: Call("daceml::own_shards", (tuple(Operand(k) for k in range(len(i))),)),

@@ -130,7 +130,7 @@ def _sum_rows(ranks: Ranks, parts: list[Tensor], rows: list[int], padding: list[
     joined = torch.cat(pieces)
     message[: len(joined)] = joined
     received = ranks.gather(message).view(ranks.size, -1)
-    ranks.sent["sum_rows", position] = (ranks.size - 1) * (message.nbytes + 8 * len(own))
+    ranks.send("sum_rows", position, (ranks.size - 1) * (message.nbytes + 8 * len(own)))
     lengths = [r * w for r, w in zip(rows, widths, strict=True)]
     result = parts[0].new_zeros(sum(lengths))
     tables = [table.view(-1, width) for table, width in zip(_split(result, lengths), widths, strict=True)]
@@ -147,14 +147,14 @@ def _lookup_rows(ranks: Ranks, table: Tensor, indices: Tensor, rows: int, positi
     ranks.agreed()
     send = sending(ranks.group, ranks.finish)
     request = ranks.requests[position] = Request.of(indices, rows, ranks.size, ranks.rank, send)
-    ranks.sent["lookup_rows", position], _ = request.sent(ranks.rank, table.shape[1] * table.element_size())
+    ranks.send("lookup_rows", position, request.sent(ranks.rank, table.shape[1] * table.element_size())[0])
     return request.rows(table, indices.shape, send)
 
 
 def _return_rows(ranks: Ranks, grad: Tensor, indices: Tensor, rows: int, position: int) -> Tensor:
     """The gradient of the lookup at the same position, whose request is still known."""
     request: Request = ranks.requests.pop(position)
-    _, ranks.sent["return_rows", position] = request.sent(ranks.rank, grad.shape[-1] * grad.element_size())
+    ranks.send("return_rows", position, request.sent(ranks.rank, grad.shape[-1] * grad.element_size())[1])
     return request.sums(grad, sending(ranks.group, ranks.finish))
 
 

@@ -17,6 +17,7 @@ from daceml_train.lowering.device import CPU, Device
 from daceml_train.lowering.program import (
     Program,
 )
+from daceml_train.runtime import group_collectives
 from daceml_train.runtime.bound_plan import AnyArena, BoundPlan, new_arena
 from daceml_train.runtime.executor import Plan
 from daceml_train.runtime.gpu.autotune import Autotuner
@@ -26,6 +27,8 @@ from daceml_train.runtime.timing import Timing
 from daceml_train.runtime.tune_matmul import MatmulTuner
 from daceml_train.runtime.tune_threads import ThreadTuner
 from daceml_train.tensor import Dim
+
+assert group_collectives.LIBRARY  # its functions are defined by the import
 
 KEPT_PLANS = 8
 """Plans that an executable keeps for sizes seen before."""

@@ -76,6 +76,8 @@ class Ranks:
         self.error: RankError | None = None
         """What a collective of the running program raised."""
         self.steps = -1  # the construction of the step counts as 0
+        self.met = False
+        """Whether the ranks of this step have found that they can run it together; before, none has updated."""
         self.settled = False
         """Whether no rank waits any more for what another one says; see `tell`."""
         self.rows: list[int] = []
@@ -88,7 +90,7 @@ class Ranks:
         """What was asked for in the lookups of divided tables whose gradients are not returned yet, by position."""
         self.spent: deque[float] = deque(maxlen=32)
         """Processor seconds of this thread in the collectives of each of the last programs: copies, sums of rows."""
-        self._reference = 0
+        self._reference = self._largest = 0
         self._sent: tuple[torch.Tensor, Any] | None = None
         self._begun = False
         self._digests: dict[str, int] = {}
@@ -100,8 +102,10 @@ class Ranks:
         if (why := Ranks.broken.get(self.group)) is not None:
             raise RankError(f"{why}; start all processes from a checkpoint")
         self.steps, self._begun, self._sent, self.error = self.steps + 1, False, None, None
+        self.met = False
         self.sent.clear()
         self.requests.clear()
+        self._largest = self._reference
         try:
             yield
             self.agreed()
@@ -135,16 +139,21 @@ class Ranks:
             raise RankError("the ranks have different learning rates or other options of the optimizer")
         if self.steps and not any(rows):
             raise RankError(f"no rank has data in step {self.steps}")
-        self.rows, self._reference = rows, max(rows)
+        self.rows, self._reference, self.met = rows, max(rows), True
 
     def weight(self, rows: int) -> float:
         """The weight of this rank's batch of `rows` rows: 1 for the largest batch of the step before.
 
-        The first step waits for the exchange to know it.
+        The first step waits for the exchange to know it. All programs of a step have one measure.
         """
-        if not self._reference:
+        if not self._largest:
             self.agreed()
-        return rows / self._reference
+            self._largest = self._reference
+        return rows / self._largest
+
+    def send(self, kind: str, position: int, sent: int) -> None:
+        """Note what this rank sent in a collective whose size depends on data, which may run several times a step."""
+        self.sent[kind, position] = self.sent.get((kind, position), 0) + sent
 
     @property
     def largest(self) -> int:

@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from daceml_train.errors import Unsupported
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.collective import AllGather, AllReduce, OwnShards, ReduceScatter, SumRows, shard_size
-from daceml_train.ops.divided_tables import LookupRows
+from daceml_train.ops.divided_tables import LookupRows, ReturnRows
 from daceml_train.ops.elementwise import Elementwise, Full
 from daceml_train.ops.embedding import EmbeddingGrad
 from daceml_train.ops.operator import Value, make
 from daceml_train.ops.reduction import wide_type
-from daceml_train.tensor import DType
+from daceml_train.tensor import DType, Tensor, same
 
 BUCKET = 25 << 20
 """Bytes after which a bucket is full, as in PyTorch: collectives start before the backward pass ends, and the memory
@@ -199,6 +199,65 @@ def lookups(graph: Graph, ranks: int) -> set[str]:
         if not whole or not all(isinstance(op, LookupRows) and op.ranks == ranks for op in ops):
             raise Unsupported(f"the table {name} of a ShardedEmbedding, which is not read by its rows alone")
     return found
+
+
+def gathered(graph: Graph, names: Collection[str], ranks: int, position: Iterator[int]) -> Graph:
+    """The graph in which each rank has S = ceil(n / N) rows of these inputs, and gathers all n before the first reader.
+
+    x [n, ...]  =>  x [S, ...] -> [all_gather] -> [slice 0 .. n]
+    """
+    if not names:
+        return graph
+    other = Graph(graph.name, applied=graph.applied)
+    for name, entry in graph.inputs.items():
+        length, *rest = entry.tensor.shape or (0,)
+        own = Tensor((shard_size((length,), ranks), *rest), entry.tensor.dtype) if name in names else entry.tensor
+        other.input(name, own, entry.role, entry.path)
+    whole: dict[str, str] = {}
+    for node in graph.nodes:
+        for name in node.inputs:
+            if name in names and name not in whole:
+                value, length = other.value(name).apply(AllGather(ranks, next(position))), graph.tensors[name].shape[0]
+                whole[name] = (value if same(value.shape[0], length) else value.slice(0, 0, length)).name
+        inputs = tuple(whole.get(name, name) for name in node.inputs)
+        results = other.append(node.op, inputs, [other.fresh(n) for n in node.outputs], node.origin)
+        whole |= {old: new.name for old, new in zip(node.outputs, results, strict=True)}
+    return graph.finish(other, whole)
+
+
+def without_requests(graph: Graph, gradients: Mapping[str, Value]) -> dict[str, Value]:
+    """The gradients of divided tables and parameters for a rank without data: it answers the others, and adds up what
+    they send.
+
+    table, indices -> [lookup_rows] ... grad, indices -> [return_rows] -> g
+    =>  table, none -> [lookup_rows] -> rows, rows, none -> [return_rows] -> g
+    """
+    (none,) = graph.emit(Full(0, (0,), DType.int64))
+    requests = {
+        node.op.position: (node.inputs[0], graph.value(node.inputs[0]).apply(node.op, none))
+        for node in tuple(graph.nodes)
+        if isinstance(node.op, LookupRows)
+    }
+    sums: dict[str, Value] = {}
+    gathers = {node.op.position: node for node in graph.nodes if isinstance(node.op, AllGather)}
+    for node in tuple(graph.nodes):
+        if isinstance(node.op, ReturnRows):
+            name, rows = requests[node.op.position]
+            grad = rows.apply(node.op, none)
+        elif isinstance(node.op, ReduceScatter):
+            gather = gathers[node.op.position]
+            name, rows = gather.inputs[0], graph.value(gather.outputs[0])
+            grad = (rows * 0.0).apply(node.op)
+        else:
+            continue
+        sums[name] = sums[name] + grad if name in sums else grad
+    frozen = [node for node in gathers.values() if node.inputs[0] not in sums]
+    for name in [*sums][:1] if frozen else ():  # gathered by the others, too
+        unread = (graph.value(node.outputs[0]) * 0.0 for node in frozen)
+        for value in unread:
+            total = value.sum(tuple(range(len(value.shape)))).cast(sums[name].dtype)
+            sums[name] = sums[name] + total
+    return {name: sums[name] for name in gradients}
 
 
 def row_gradients(graph: Graph, values: Sequence[Value]) -> dict[str, tuple[Node, ...]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 import torch
@@ -81,6 +82,8 @@ class GradientOptions:
     """Whether each of them updates a shard of every parameter, with that shard of the optimizer's state."""
     rows: tuple[str, ...] = ()
     """The tables of which the rows of the gradient are exchanged, by their inputs."""
+    parameters: tuple[str, ...] = ()
+    """The parameters of which each process has a part of the rows, by their inputs."""
     sync_batch_norm: bool = False
     """Whether batch norms have statistics of the batches of all processes together."""
     idle: bool = False
@@ -108,18 +111,22 @@ def scaler_state(scaler: torch.amp.GradScaler, device: torch.device) -> dict[str
 
 
 def clip(
-    clipping: Clipping, gradients: Sequence[Value], given: Value | None = None, sharded: Exchange | None = None
+    clipping: Clipping,
+    gradients: Sequence[Value],
+    given: Value | None = None,
+    sharded: Exchange | None = None,
+    whole: AbstractSet[str] = frozenset(),
 ) -> tuple[list[Value], Value | None]:
     """The clipped gradients, and the norm of all of them before clipping if the norm is clipped.
 
     `given` is the bound, a 0-d float64 value, where the program reads it at each call. `sharded` says that the
-    gradients are this rank's shards, and combines scalars of all ranks.
+    gradients but for those that are named in `whole` are this rank's shards, and combines scalars of all ranks.
     """
     if clipping.value is not None:
         return [_bounded(g, float(clipping.value) if given is None else given) for g in gradients], None
     if clipping.norm is None or not gradients:
         return list(gradients), None
-    total = _total_norm(gradients, clipping.kind, sharded)
+    total = _total_norm(gradients, clipping.kind, sharded, whole)
     if given is None:
         factor = total.constant(float(clipping.norm)) / (total + 1e-6)
     else:
@@ -129,11 +136,20 @@ def clip(
     return [g * factor.cast(g.dtype) for g in gradients], total
 
 
-def _total_norm(gradients: Sequence[Value], kind: float, sharded: Exchange | None) -> Value:
+def _total_norm(gradients: Sequence[Value], kind: float, sharded: Exchange | None, whole: AbstractSet[str]) -> Value:
     """The norm of all gradients together, of which a rank may have shards: zeros beyond their ends change nothing."""
-    own = _norm(_together([_norm(g, kind) for g in gradients]), kind)
     if sharded is None:
-        return own
+        return _norm(_together([_norm(g, kind) for g in gradients]), kind)
+    shards = [g for g in gradients if g.name not in whole]
+    norms = [_norm_of_shards(shards, kind, sharded)] if shards else []
+    if len(shards) < len(gradients):
+        norms.append(_norm(_together([_norm(g, kind) for g in gradients if g.name in whole]), kind))
+    together = _together(norms)
+    return together.sum((0,)) if kind == 0.0 and len(norms) > 1 else _norm(together, kind) if norms[1:] else norms[0]
+
+
+def _norm_of_shards(gradients: Sequence[Value], kind: float, sharded: Exchange) -> Value:
+    own = _norm(_together([_norm(g, kind) for g in gradients]), kind)
     if math.isinf(kind):
         if kind < 0:
             raise Unsupported("the smallest gradient as a norm, of gradients in padded shards")

@@ -5,20 +5,29 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields
 
 from daceml_train.autodiff.reverse import differentiate
 from daceml_train.errors import Unsupported
 from daceml_train.graph.graph import Graph, Role
-from daceml_train.ops.collective import Collective
+from daceml_train.ops.collective import AllReduce, Collective
 from daceml_train.ops.divided_tables import LookupRows
 from daceml_train.ops.elementwise import Full
+from daceml_train.ops.group_collective import GroupCollective
 from daceml_train.ops.operator import Origin, Value
 from daceml_train.passes.base import without_dead_code
 from daceml_train.storage.storable import storable
 from daceml_train.tensor import DType, Tensor
 from daceml_train.training.batch_norm import synchronized
-from daceml_train.training.distribution import WEIGHT, Exchange, lookups, row_gradients
+from daceml_train.training.distribution import (
+    WEIGHT,
+    Exchange,
+    gathered,
+    lookups,
+    row_gradients,
+    without_requests,
+)
 from daceml_train.training.gradients import PLAIN, SCALER, GradientOptions, clip, next_scale, unscale
 from daceml_train.training.optimizers import SCALARS, Update
 from daceml_train.training.sparse_gradients import as_dense, plain_descent, refuse_sparse, refuse_sparse_part
@@ -95,37 +104,47 @@ def joint_graph(
     """
     code = UserCode.of(graph) if reads_gradients(graph) else None
     graph = graph if code is None else code.graph
-    lookups(graph, options.ranks)
+    tables = lookups(graph, options.ranks)
     position = itertools.count(sum(isinstance(node.op, LookupRows) for node in graph.nodes))
     if code is None:
+        graph = gathered(graph, options.parameters, options.ranks, position)
+        tables |= {*options.parameters}
         graph = synchronized(graph, options.ranks, position) if options.sync_batch_norm else graph.copy()
-    if options.idle and any(isinstance(node.op, Collective) for node in graph.nodes):
-        why = "sync_batch_norm or a ShardedEmbedding, whose rows other ranks read"
+    every = [node.op for node in graph.nodes if isinstance(node.op, Collective)]
+    forward = [op for op in every if not isinstance(op, GroupCollective)]
+    if options.idle and any(isinstance(op, AllReduce | GroupCollective) for op in every):
+        why = "sync_batch_norm or collectives of the model's own"
         raise Unsupported(f"a rank without data in a step with {why}", advice="give each rank some rows")
     kept = graph.outputs[1 : 1 + further]
     loss = graph.value(graph.outputs[0])
     joint = Joint(graph=graph, further=further)
     bounds = options.clipping.bounds if options.clipping.given else ()
-    together = options.ranks > 1 and not all(t.accumulates for t in trained)
+    if any(t.first and t.parameter in options.parameters for t in trained):
+        raise Unsupported("a first step that creates the state of divided parameters", advice="use dampening=0")
+    updates = not all(t.accumulates for t in trained)
+    together = options.ranks > 1 and (updates or bool(forward))
     hyper = _hyperparameters(joint, trained, (*bounds, *((WEIGHT,) if together else ())))
     weight = hyper.get((OF_STEP, WEIGHT))
     scaler = _scaler_inputs(joint, options)
-    late = any(t.accumulated for t in trained)  # gradients of the parts of a batch are weighed when they are added up
+    # gradients of the parts of a batch are weighed when they are added up, but where ranks add them up before
+    late = any(t.accumulated for t in trained) and not forward
     seed = _seed(graph, loss, scaler, None if late else weight)
     wrt = list(dict.fromkeys([*(t.parameter for t in trained), *keep, *(code.parameters if code else ())]))
     found = {name: g for name, g in differentiate(graph, {loss.name: seed}, wrt).items() if g is not None}
     if code is not None:
         found |= code.hooked(found)
+    if options.idle and tables:
+        found |= without_requests(graph, {name: found[name] for name in tables if name in found})
     entries = [t for t in trained if t.parameter in found]
     joint.trained = [t.parameter for t in entries]
     found |= {t.parameter: _accumulated(joint, t, found[t.parameter]) for t in entries}
     updated = [t for t in entries if not t.accumulates]
     sharded = None
     mean = None
-    if weight is not None and found:
+    if weight is not None and found and updates:
         exchange = Exchange(graph, options.ranks, weight, options.bucket, options.idle, position)
-        sharded = exchange if options.shard else None
-        mean = _exchanged(exchange, options, loss, found, updated, late)
+        sharded = exchange if options.shard or tables else None
+        mean = _exchanged(exchange, options, loss, found, updated, late, tables)
     names = list(code.parameters) if code is not None and code.update else [t.parameter for t in updated]
     gradients = [found[name] for name in names]
     skip = None
@@ -134,7 +153,8 @@ def joint_graph(
         for held, value in zip(scaler, next_scale(options.scaling, scaler[0], scaler[1], skip), strict=True):
             graph.write(held.name, value)
     bound = next((hyper[OF_STEP, name] for name in bounds), None)
-    gradients, norm = clip(options.clipping, gradients, bound, sharded)
+    whole = {g.name for n, g in zip(names, gradients, strict=True) if not options.shard and n not in tables}
+    gradients, norm = clip(options.clipping, gradients, bound, sharded, whole)
     found |= zip(names, gradients, strict=True)
     joint.gradients = tuple(name for name in keep if name in found)
     result = loss
@@ -144,10 +164,11 @@ def joint_graph(
     if code is not None and code.update:
         joint.by_user = True
         code.append_update(found, skip)
-    if sharded is not None:
-        _append_sharded(joint, sharded, updated, found, hyper, skip)
-    else:
-        for entry in updated:
+    shared = [t for t in updated if sharded is not None and options.shard and t.parameter not in tables]
+    if sharded is not None and options.shard:
+        _append_sharded(joint, sharded, shared, found, hyper, skip)
+    for entry in updated:
+        if entry not in shared:
             _append_named(joint, entry, found[entry.parameter], hyper, skip)
     if mean is not None:
         joint.mean = True
@@ -184,10 +205,11 @@ def _exchanged(
     found: dict[str, Value],
     updated: Sequence[Trained],
     late: bool,
+    shards: AbstractSet[str],
 ) -> Value | None:
     """Replace the gradients by their means over all ranks, or by shards of these.
 
-    Returns the mean of the loss, unless this is one of several losses of a step.
+    Those in `shards` are sums over all ranks already. Returns the mean of the loss, unless it is that of a part.
     """
     graph, weight = exchange.graph, exchange.weight
     assert weight is not None
@@ -203,8 +225,8 @@ def _exchanged(
     found |= {n: as_dense(graph, found[n], tables) for n in names}
     if late:
         found |= {t.parameter: found[t.parameter] * weight.cast(found[t.parameter].dtype) for t in updated}
-    losses = [] if late else [loss * weight.cast(loss.dtype)]
-    divided = [name for name in names if name in lookups(graph, options.ranks)]
+    losses = [] if any(t.accumulated for t in updated) else [loss * weight.cast(loss.dtype)]
+    divided = [name for name in names if name in shards]
     names = [name for name in names if name not in divided]
     if not options.shard:
         reduced = exchange.means([*(found[name] for name in names), *losses], tables)
@@ -217,6 +239,7 @@ def _exchanged(
     found |= zip(parts, reduced, strict=True)
     sums = exchange.means([found[name] for name in whole], tables)
     found |= zip(whole, exchange.own_shards(sums), strict=True)
+    found |= {name: exchange.of_sum(found[name]) for name in divided}
     return means[0] if means else None
 
 

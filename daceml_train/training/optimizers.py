@@ -230,12 +230,17 @@ def initial_state(
     if name in SCALARS:
         start = {"step": 0.0, "mu_product": 1.0, "mu": 1.0}
         return torch.tensor(start[name] if name in start else _rate(parameter, optimizer), dtype=_number_type())
-    value = 0.0
-    if name in ("sum", "step_size"):
-        value = optimizer.defaults["initial_accumulator_value"] if name == "sum" else _rate(parameter, optimizer)
+    value = initial_value(name, parameter, optimizer)
     if size is not None:
         return parameter.detach().new_full((size,), value)
     return torch.full_like(parameter, value, memory_format=torch.preserve_format)
+
+
+def initial_value(name: str, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> float:
+    """What all elements of an entry of a parameter's state are before the first step."""
+    if name == "step_size":
+        return _rate(parameter, optimizer)
+    return float(optimizer.defaults["initial_accumulator_value"]) if name == "sum" else 0.0
 
 
 def _rate(parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> float:

@@ -13,7 +13,7 @@ from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.elementwise import Elementwise
 from daceml_train.ops.embedding import EmbeddingGrad
 from daceml_train.ops.operator import Operator, Value
-from daceml_train.ops.optimizer import SGDUpdate
+from daceml_train.ops.optimizer import AdagradUpdate, SGDUpdate
 from daceml_train.storage.storable import storable
 
 
@@ -51,7 +51,10 @@ def _adds(op: Operator) -> bool:
 
 def plain_descent(op: Operator) -> bool:
     """Whether an update has the same result for a sparse gradient as for a dense one."""
-    return isinstance(op, SGDUpdate) and not op.has("momentum") and not op.has("weight_decay")
+    if isinstance(op, SGDUpdate):
+        return not op.has("momentum") and not op.has("weight_decay")
+    # where a row has no gradient and its sum is 0, the update is 0 / eps
+    return isinstance(op, AdagradUpdate) and not op.has("weight_decay") and op.has("eps")
 
 
 def refuse_sparse_part(part: Node, plain: bool) -> None:
@@ -72,7 +75,8 @@ def as_dense(graph: Graph, gradient: Value, tables: Collection[str]) -> Value:
 
 
 _SPARSE = (
-    "the gradient of an embedding with sparse=True is a sparse tensor, which only plain SGD takes inside a program"
+    "the gradient of an embedding with sparse=True is a sparse tensor, which inside a program only SGD and Adagrad "
+    "without momentum and weight decay take"
 )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_prediction, render, traffic_page
+from benchmarks import gpu_prediction, render, scale_page, traffic_page
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -31,6 +31,7 @@ def _gpu_prediction() -> Iterator[str]:
     ("page", "lines", "command"),
     [
         ("gpu-prediction.md", _gpu_prediction, "benchmarks.gpu_prediction --page > docs/results/gpu-prediction.md"),
+        ("scale.md", scale_page.page, "benchmarks.scale_page > docs/results/scale.md"),
         ("traffic.md", traffic_page.page, "benchmarks.traffic_page > docs/results/traffic.md"),
         ("performance.md", _performance, "benchmarks.render"),
     ],

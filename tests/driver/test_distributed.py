@@ -84,7 +84,6 @@ def alone(rank: int) -> list[str]:
 @pytest.mark.parametrize(("how", "message"), [
     ("hook", "the model is a DistributedDataParallel, which reduces gradients in hooks"),
     ("inside", "its module '0' is a DistributedDataParallel"),
-    ("fully_shard", "the model is a FSDPModule, which gathers parameters"),
 ])  # fmt: skip
 def test_what_pytorch_makes_parallel_trains_in_pieces_and_says_so(ranks: Ranks, how: str, message: str) -> None:
     expected = trained_by_pytorch(2)

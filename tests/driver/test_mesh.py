@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import daceml_train as dt
+from daceml_train.driver import distribution
 from tests.driver.ranks import GONE, Ranks
 
 pytestmark = [pytest.mark.compiled, pytest.mark.slow]
@@ -190,6 +191,26 @@ def differing(rank: int, how: str) -> str:
 def test_ranks_that_differ_stop_with_an_error_that_names_them(ranks: Ranks, how: str, message: str) -> None:
     for error in ranks(differing, how):
         assert re.search(message, error, re.DOTALL), error
+
+
+def damaged(rank: int) -> str:
+    """The error of a step whose parameters change on their way to one rank."""
+    model, sent = dense(), distribution.Ranks.broadcast
+
+    def broadcast(self: Any, tensor: Tensor, root: int = 0) -> None:
+        sent(self, tensor, root)
+        tensor[0] ^= rank
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distribution.Ranks, "broadcast", broadcast)
+        with pytest.raises(RuntimeError) as error:
+            dt.training_step(model, F.cross_entropy, OPTIMIZERS["sgd"](model.parameters()), mesh=dist.group.WORLD)
+    return str(error.value)
+
+
+def test_parameters_that_arrive_damaged_are_an_error_on_all_ranks(ranks: Ranks) -> None:
+    for error in ranks(damaged):
+        assert error.startswith("parameters, buffers or state of rank 1 are not those that rank 0 sent")
 
 
 class Masked(nn.Module):

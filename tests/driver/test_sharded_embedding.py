@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,10 +74,16 @@ def own(sizes: tuple[int, ...], step: int, rank: int) -> tuple[Tensor, ...]:
     return tuple(t[start : start + sizes[rank]] for t in batch(sum(sizes), step))
 
 
-def by_one(optimizer: str, sizes: tuple[tuple[int, ...], ...], clip_value: float | None) -> tuple[Words, list[Tensor]]:
-    """Steps of PyTorch on the whole batch."""
+def by_one(
+    optimizer: str,
+    sizes: tuple[tuple[int, ...], ...],
+    clip_value: float | None = None,
+    clip_norm: float | None = None,
+    kind: float = 2.0,
+) -> tuple[Words, list[Tensor], list[Tensor]]:
+    """Steps of PyTorch on the whole batch: the model, losses, and norms of gradients."""
     theirs = model()
-    chosen, losses = OPTIMIZERS[optimizer](theirs.parameters()), []
+    chosen, losses, norms = OPTIMIZERS[optimizer](theirs.parameters()), [], []
     for number, of_step in enumerate(sizes):
         chosen.zero_grad()
         x, y = batch(sum(of_step), number)
@@ -84,9 +91,11 @@ def by_one(optimizer: str, sizes: tuple[tuple[int, ...], ...], clip_value: float
         loss.backward()
         if clip_value is not None:
             nn.utils.clip_grad_value_(theirs.parameters(), clip_value)
+        if clip_norm is not None:
+            norms.append(nn.utils.clip_grad_norm_(theirs.parameters(), clip_norm, kind))
         chosen.step()
         losses.append(loss.detach())
-    return theirs, losses
+    return theirs, losses, norms
 
 
 def trained(rank: int, optimizer: str, sizes: tuple[tuple[int, ...], ...], clip_value: float | None) -> Any:
@@ -103,7 +112,7 @@ def trained(rank: int, optimizer: str, sizes: tuple[tuple[int, ...], ...], clip_
 def test_parameters_are_those_of_one_process(
     ranks: Ranks, optimizer: str, sizes: tuple[tuple[int, ...], ...], clip_value: float | None
 ) -> None:
-    theirs, expected = by_one(optimizer, sizes, clip_value)
+    theirs, expected, _ = by_one(optimizer, sizes, clip_value)
     found = ranks(trained, optimizer, sizes, clip_value)
     whole = torch.cat([state["table.weight"] for state, *_ in found])
     assert all(len(state["table.weight"]) == 251 for state, *_ in found)
@@ -176,7 +185,7 @@ def stepped(rank: int, folder: str, world: int, load: bool) -> Any:
 class TestCheckpoints:
     def test_they_load_on_another_number_of_ranks(self, ranks: Ranks, tmp_path: Path) -> None:
         ranks(stepped, str(tmp_path / "step"), 4, False)
-        theirs, _ = by_one("adamw", ((3, 3, 3, 3),) * 4, None)
+        theirs, *_ = by_one("adamw", ((3, 3, 3, 3),) * 4)
         for world in (4, 2):
             found = [state for state in ranks(stepped, str(tmp_path / "step"), world, True) if state is not None]
             whole = torch.cat([state["table.weight"] for state in found])[:ROWS]
@@ -184,19 +193,80 @@ class TestCheckpoints:
             torch.testing.assert_close(found[0]["out.weight"], theirs.out.weight.detach(), **ROUNDING)
 
 
+EMPTY = ((3, 3, 3, 3), (4, 0, 2, 5), (0, 0, 3, 0), (3, 3, 3, 3))
+PARTS = ((4, 4, 4, 4), (2, 6, 4, 4), (4, 4, 4, 4))
+
+
+def with_options(
+    rank: int, sizes: tuple[tuple[int, ...], ...], options: dict[str, Any], scale: bool
+) -> tuple[Tensor, dict[str, Tensor], list[Any], list[str], int, int]:
+    ours = divided()
+    chosen = OPTIMIZERS["adamw"](ours.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if scale else None
+    step = dt.training_step(ours, F.cross_entropy, chosen, mesh=dist.group.WORLD, scaler=scaler, **options)
+    told = []
+    for number, of_step in enumerate(sizes):
+        told.append((step(*own(of_step, number, rank)), step.gradient_norm))
+    held = sum(v.numel() for v in chosen.state[ours.out.weight].values() if v.ndim)
+    of_table = sum(v.numel() for v in chosen.state[ours.table.weight].values() if v.ndim)
+    return ours.table.whole().full_tensor(), ours.state_dict(), told, step.breaks, held, of_table
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        (SIZES, {"clip_norm": 0.05}),
+        (SIZES, {"clip_norm": 0.05, "norm_type": math.inf}),
+        (SIZES, {"clip_norm": 0.05, "norm_type": 0.0}),
+        (SIZES, {"shard": "optimizer"}),
+        (EMPTY, {}),
+        (EMPTY, {"clip_norm": 0.05, "shard": "optimizer"}),
+        (PARTS, {"micro_batches": 2}),
+        (PARTS, {"micro_batches": 2, "clip_norm": 0.05, "shard": "optimizer"}),
+    ],
+)
+@pytest.mark.parametrize("scale", [False, True])
+def test_it_goes_with_other_options(
+    ranks: Ranks, sizes: tuple[tuple[int, ...], ...], options: dict[str, Any], scale: bool
+) -> None:
+    bound, kind = options.get("clip_norm"), options.get("norm_type", 2.0)
+    theirs, expected, norms = by_one("adamw", sizes, None, bound, kind)
+    for whole, state, told, breaks, held, of_table in ranks(with_options, sizes, options, scale):
+        assert breaks == [] and of_table == 2 * 251 * 8
+        assert held == 2 * (10 if options.get("shard") else 40)
+        torch.testing.assert_close(whole, theirs.table.weight.detach(), **ROUNDING)
+        torch.testing.assert_close([loss for loss, _ in told], expected, **ROUNDING)
+        if bound:
+            torch.testing.assert_close([norm for _, norm in told], norms, **ROUNDING)
+        for name, value in theirs.state_dict().items():
+            if name != "table.weight":
+                torch.testing.assert_close(state[name], value, **ROUNDING, msg=name)
+
+
+def infinite(rank: int) -> tuple[bool, float]:
+    """Whether a step changed this rank's rows, of which another rank's gradient is infinite, and the scale after it."""
+    ours = divided()
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    step = dt.training_step(
+        ours, F.cross_entropy, OPTIMIZERS["adamw"](ours.parameters()), mesh=dist.group.WORLD, scaler=scaler
+    )
+    before = ours.table.weight.detach().clone()
+    x, y = own((3, 3, 3, 3), 0, rank)
+    if rank == 2:
+        ours.small.weight.data.mul_(torch.inf)
+    step(x, y)
+    return torch.equal(before, ours.table.weight), scaler.get_scale()
+
+
+def test_an_infinite_gradient_of_one_rank_skips_the_update_of_all_rows(ranks: Ranks) -> None:
+    assert ranks(infinite) == [(True, 32.0)] * 4
+
+
 def wrong(rank: int) -> list[str]:
     texts = []
-    for options, message in (
-        ({"clip_norm": 1.0}, "clip_norm= and a ShardedEmbedding in one step"),
-        ({"shard": "optimizer"}, "shard= and a ShardedEmbedding"),
-        ({"micro_batches": 2}, "micro_batches= and a ShardedEmbedding"),
-        ({"scaler": torch.amp.GradScaler("cpu")}, "scaler= and a ShardedEmbedding"),
-        ({"mesh": False}, "a ShardedEmbedding trains in a step of its own ranks"),
-    ):
-        ours = divided()
-        given = {"mesh": dist.group.WORLD, **options}
-        with pytest.raises(dt.Invalid, match=message):
-            dt.training_step(ours, F.cross_entropy, OPTIMIZERS["sgd"](ours.parameters()), **given)
+    ours = divided()
+    with pytest.raises(dt.Invalid, match="a ShardedEmbedding trains in a step of its own ranks"):
+        dt.training_step(ours, F.cross_entropy, OPTIMIZERS["sgd"](ours.parameters()), mesh=False)
     ours = divided()
     ours.table.weight = ours.small.weight = nn.Parameter(torch.randn(251, 8))  # tied to a table that all ranks have
     step = dt.training_step(ours, F.cross_entropy, OPTIMIZERS["sgd"](ours.parameters()), mesh=dist.group.WORLD)
@@ -204,8 +274,11 @@ def wrong(rank: int) -> list[str]:
         step(*own((3, 3, 3, 3), 0, rank))
     ours = divided()
     step = dt.training_step(ours, F.cross_entropy, OPTIMIZERS["sgd"](ours.parameters()), mesh=dist.group.WORLD)
+    ours = divided()
+    chosen = OPTIMIZERS["sgd"](ours.parameters())
+    step = dt.training_step(ours, F.cross_entropy, chosen, mesh=dist.group.WORLD, micro_batches=2)
     with pytest.raises((dt.Unsupported, RuntimeError)) as error:
-        step(*own((3, 0, 3, 3), 0, rank))
+        step(*own((2, 0, 2, 2), 0, rank))
     texts.append(str(error.value))
     return texts
 
@@ -215,7 +288,7 @@ def test_what_it_does_not_go_with_is_refused(tmp_path: Path) -> None:
     others = Ranks(tmp_path, 4)  # a rank that raises ends the group
     try:
         for (text,) in others(wrong):
-            assert "a rank without data in a step with sync_batch_norm or a ShardedEmbedding" in text
+            assert "a rank without data in micro-batches that read a ShardedEmbedding" in text
     finally:
         others.close()
 

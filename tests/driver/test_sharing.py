@@ -221,6 +221,69 @@ def test_batch_norm_has_the_statistics_of_all_ranks(ranks: Ranks, wrap: bool) ->
             torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
+def normalized_in_parts(rank: int) -> tuple[dict[str, Tensor], list[str], list[Tensor]]:
+    torch.manual_seed(0)
+    model = Images()
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    options = {"mesh": dist.group.WORLD, "sync_batch_norm": True, "micro_batches": 2}
+    step = dt.training_step(model, F.cross_entropy, optimizer, **options)
+    losses = [step(*images((4, 4, 4, 4), number, rank)) for number in range(2)]
+    return model.state_dict(), step.breaks, losses
+
+
+def test_batch_norm_of_parts_has_the_statistics_of_all_ranks(ranks: Ranks) -> None:
+    """Part k of a step consists of the parts k of all ranks."""
+    torch.manual_seed(0)
+    theirs = Images()
+    optimizer = OPTIMIZERS["momentum"](theirs.parameters())
+    expected = []
+    for number in range(2):
+        whole = [images((4, 4, 4, 4), number, rank) for rank in range(4)]
+        optimizer.zero_grad()
+        losses = []
+        for part in (slice(0, 2), slice(2, 4)):
+            x, y = (torch.cat([of_rank[i][part] for of_rank in whole]) for i in range(2))
+            losses.append(F.cross_entropy(theirs(x), y) / 2)
+            losses[-1].backward()
+        optimizer.step()
+        expected.append((losses[0] + losses[1]).detach())
+    for state, breaks, losses in ranks(normalized_in_parts):
+        assert breaks == []
+        torch.testing.assert_close(losses, expected, **ROUNDING)
+        for name, value in theirs.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 4)
+        self.register_buffer("masks", torch.zeros(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.masks.add_(F.dropout(torch.ones(64)))
+        return self.out(x)
+
+
+def masks_of_parts(rank: int) -> Tensor:
+    model = Dropped()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    options = {"mesh": dist.group.WORLD, "micro_batches": 2, "reduction": "mean"}
+    step = dt.training_step(model, F.cross_entropy, optimizer, **options)
+    found = []
+    forward = step.accumulating._run_bound
+    step.accumulating._run_bound = lambda *a: (forward(*a), found.append(model.masks.clone()))[0]  # type: ignore[method-assign]
+    torch.manual_seed(3)
+    step(torch.randn(4, 6), torch.zeros(4, dtype=torch.long))
+    assert step.breaks == []
+    return found[0]
+
+
+def test_ranks_draw_other_numbers_for_each_part(ranks: Ranks) -> None:
+    first, *others = ranks(masks_of_parts)
+    assert first.any() and not any(torch.equal(first, other) for other in others)
+
+
 def wrapped(rank: int) -> list[str]:
     """A model in DistributedDataParallel is one program; in its contexts it is refused."""
     texts = []

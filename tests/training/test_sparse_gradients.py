@@ -124,12 +124,37 @@ def test_optimizers_of_pytorch(optimizer: Callable[[Any], torch.optim.Optimizer]
         torch.testing.assert_close(own, their)
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    [lambda p: torch.optim.SGD(p, 0.01), lambda p: torch.optim.Adagrad(p, 0.1, lr_decay=0.1)],
+    ids=["SGD", "Adagrad"],
+)
+def test_a_step_whose_update_leaves_other_rows_alone_is_one_program(
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+) -> None:
+    _, theirs = both(Twice)
+    model = copy.deepcopy(theirs)
+    ours, eager = optimizer(model.parameters()), optimizer(theirs.parameters())
+    step = dt.training_step(model, lambda y: y.square().mean(), ours)
+    for _ in range(3):
+        step((TOKENS, OTHERS))
+        eager.zero_grad()
+        theirs(TOKENS, OTHERS).square().mean().backward()
+        eager.step()
+        torch.testing.assert_close(model.table.weight, theirs.table.weight)
+    assert step.breaks == []
+    for own, their in zip(ours.state.values(), eager.state.values(), strict=True):
+        torch.testing.assert_close(own, their)
+
+
 def test_a_step_with_momentum_runs_the_compiled_model() -> None:
     _, theirs = both(Twice)
     model = copy.deepcopy(theirs)
     optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, theirs)]
     step = dt.training_step(model, lambda y: y.square().mean(), optimizers[0])
-    with pytest.warns(UserWarning, match="sparse=True is a sparse tensor, which only plain SGD takes"):
+    with pytest.warns(
+        UserWarning, match="sparse=True is a sparse tensor, which inside a program only SGD and Adagrad "
+    ):
         step((TOKENS, OTHERS))
     for _ in range(2):
         step((TOKENS, OTHERS))

@@ -25,7 +25,7 @@ from daceml_train.frontends.torch.capture.trace import fake, fake_mode, first_li
 from daceml_train.frontends.torch.dynamo import origin, size_limits
 from daceml_train.frontends.torch.dynamo.polyfills import POLYFILLS
 from daceml_train.frontends.torch.results import OutputSource, example_of, outputs_of, shared_bases, version
-from daceml_train.frontends.torch.rules import fallback, table
+from daceml_train.frontends.torch.rules import collectives, fallback, table
 from daceml_train.frontends.torch.rules.translate import Translator, Unproven
 from daceml_train.graph.graph import Graph, Node, Role
 from daceml_train.ops.operator import Origin, Value
@@ -128,6 +128,8 @@ def capture(
     _annotate(gm, mode, operands, held, attributes)
     _refuse_gradients_into_inputs(gm, grad_enabled)
     graph_leaves.refuse_if_seen(gm)
+    if grad_enabled:
+        collectives.refuse_in_place(gm.graph.nodes)
     try:
         captured, trace = _translated(gm, example_inputs, operands, held, attributes, grad_enabled, randomness)
     except Unsupported as error:
@@ -167,7 +169,7 @@ def _translated(
         traced, signature = trace(
             gm, attributes, operands, grad_enabled, [*bases, *_unread(gm, randomness)], randomness
         )
-        fallback.refuse_collectives(traced.graph.nodes)
+        collectives.refuse_collectives(traced.graph.nodes)
         traced.graph.eliminate_dead_code()
         graph = Graph("forward")
         t = Translator(graph, fallback.emit, randomness)

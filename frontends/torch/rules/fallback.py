@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -17,6 +17,7 @@ from daceml_train.errors import DacemlError, Unsupported
 from daceml_train.frontends.torch import types
 from daceml_train.frontends.torch.capture.decompositions import derivative_table
 from daceml_train.frontends.torch.dynamo.origin import origin
+from daceml_train.frontends.torch.rules.collectives import refuse_collectives
 from daceml_train.frontends.torch.rules.translate import Translator
 from daceml_train.graph.graph import Graph
 from daceml_train.ops.fallback import Aten, Body, Operand
@@ -24,22 +25,8 @@ from daceml_train.ops.gradient import Detach
 from daceml_train.ops.kernel import Statement
 from daceml_train.ops.operator import Value
 
-COLLECTIVES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
-"""Namespaces of the operators by which the processes of `torch.distributed` communicate."""
-
 _COPY = torch.ops.aten.copy.default
 """A copy over a tensor, called for complex numbers alone; autograd has no derivative for this form of it."""
-
-
-def refuse_collectives(nodes: Iterable[fx.Node]) -> None:
-    """Raise `Unsupported` for the first collective: a program would run it at another time than other processes do."""
-    for node in nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in COLLECTIVES:
-            raise Unsupported(
-                f"the collective {node.target} of torch.distributed inside a compiled graph",
-                advice="call it outside, or put DistributedDataParallel around daceml_train.optimize(...)",
-                where=str(origin(node)),
-            )
 
 
 def emit(t: Translator, node: fx.Node, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from daceml_train.frontends.torch.capture import autograd_function, control_flow, requirements
 from daceml_train.frontends.torch.rules import (
+    collectives,
     creation,
     dropout,
     expressions,
@@ -17,6 +18,7 @@ from daceml_train.frontends.torch.rules.translate import RULES
 __all__ = [
     "RULES",
     "autograd_function",
+    "collectives",
     "control_flow",
     "creation",
     "dropout",
