@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields
 
@@ -107,14 +107,9 @@ def joint_graph(
     tables = lookups(graph, options.ranks)
     position = itertools.count(sum(isinstance(node.op, LookupRows) for node in graph.nodes))
     if code is None:
-        graph = gathered(graph, options.parameters, options.ranks, position)
+        graph = _on_ranks(graph, options, position)
         tables |= {*options.parameters}
-        graph = synchronized(graph, options.ranks, position) if options.sync_batch_norm else graph.copy()
-    every = [node.op for node in graph.nodes if isinstance(node.op, Collective)]
-    forward = [op for op in every if not isinstance(op, GroupCollective)]
-    if options.idle and any(isinstance(op, AllReduce | GroupCollective) for op in every):
-        why = "sync_batch_norm or collectives of the model's own"
-        raise Unsupported(f"a rank without data in a step with {why}", advice="give each rank some rows")
+    forward = [op for op in _collectives(graph, options) if not isinstance(op, GroupCollective)]
     kept = graph.outputs[1 : 1 + further]
     loss = graph.value(graph.outputs[0])
     joint = Joint(graph=graph, further=further)
@@ -179,6 +174,21 @@ def joint_graph(
     joint.graph = without_dead_code(graph)
     refuse_sparse(joint.graph, joint.graph.outputs, plain_descent)
     return joint
+
+
+def _on_ranks(graph: Graph, options: GradientOptions, position: Iterator[int]) -> Graph:
+    """A copy of the forward pass with the collectives of divided parameters and of synchronized batch norm."""
+    graph = gathered(graph, options.parameters, options.ranks, position)
+    return synchronized(graph, options.ranks, position) if options.sync_batch_norm else graph.copy()
+
+
+def _collectives(graph: Graph, options: GradientOptions) -> list[Collective]:
+    """The collectives of a forward pass. Raises `Unsupported` for those in which a rank without data has no part."""
+    found = [node.op for node in graph.nodes if isinstance(node.op, Collective)]
+    if options.idle and any(isinstance(op, AllReduce | GroupCollective) for op in found):
+        why = "sync_batch_norm or collectives of the model's own"
+        raise Unsupported(f"a rank without data in a step with {why}", advice="give each rank some rows")
+    return found
 
 
 def _scaler_inputs(joint: Joint, options: GradientOptions) -> list[Value]:

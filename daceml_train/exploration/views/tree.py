@@ -7,7 +7,7 @@ What only checks the data, such as the range of indices, is one group in its mod
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from daceml_train.analysis.aliases import is_alias, roots
@@ -166,12 +166,17 @@ def tree_of(
         above.children.append(item)
         of_node[position] = item
     _settle(root)
-    items = {item.key: item for item in root.walk()}
-    root_of, readers = roots(graph), dict[str, list[int]]()
-    for position in of_node:
+    items, root_of = {item.key: item for item in root.walk()}, roots(graph)
+    return Tree(graph, root, items, of_node, root_of, producer, _readers(graph, of_node, root_of))
+
+
+def _readers(graph: Graph, shown: Iterable[int], root_of: Mapping[str, str]) -> dict[str, list[int]]:
+    """By array, the positions of the operators among those `shown` that read it."""
+    found = dict[str, list[int]]()
+    for position in shown:
         for name in dict.fromkeys(root_of.get(i, i) for i in graph.nodes[position].inputs):
-            readers.setdefault(name, []).append(position)
-    return Tree(graph, root, items, of_node, root_of, producer, readers)
+            found.setdefault(name, []).append(position)
+    return found
 
 
 def checking(graph: Graph) -> set[int]:
