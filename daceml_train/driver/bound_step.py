@@ -159,6 +159,9 @@ class BoundStep:
     ) -> None:
         step, program = self.step, self.step.executable.program
         given = {id(t): i for i, t in enumerate(flat) if isinstance(t, torch.Tensor)}
+        changed = next((n for n in captured.changes if n in by_name and id(by_name[n]) in given), None)
+        if changed is not None:
+            raise Unsupported(f"the model changes its argument {captured.graph.inputs[changed].path} in place")
         known = {id(t) for t in (*self.same.values, *self.bound_optimizer.kept)}
         sources = {source.name: source for source in captured.inputs}
         scaling = self._scaler_state(next(iter(by_name.values())).device)
@@ -184,8 +187,6 @@ class BoundStep:
             if entry.name in by_name:
                 tensor, source = memory_of(by_name[entry.name]), sources[entry.name]
                 if id(tensor) in given:
-                    if entry.mutable:
-                        raise Unsupported(f"the model changes its argument {entry.path} in place")
                     fits = same_strides(tensor, strides)
                     self.arguments.append(Argument(position, given[id(tensor)], None if fits else strides))
                     continue

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from daceml_train import logs
+from daceml_train.driver.binding import raise_versions
 from daceml_train.driver.bound_optimizer import changed_step, in_strides
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks
 from daceml_train.driver.compile import compile_graph
@@ -100,6 +101,8 @@ class Leaf:
     """By such a result the first one with the same memory."""
     places: dict[Result, Place] = field(default_factory=dict)
     """Where results were, when the path was recorded last."""
+    versions: dict[Result, int] = field(default_factory=dict)
+    """How often each was changed in place."""
     outside: set[int] = field(default_factory=set)
     """The memory of its operands then."""
     program: PathProgram | None = None
@@ -115,6 +118,7 @@ class PathProgram:
     needs: list[LookProgram]
     kept: list[Result]
     same: dict[Result, Result]
+    versions: dict[Result, int]
     generation: int
 
 
@@ -239,6 +243,8 @@ class Paths:
         for kept in program.kept:
             first = program.same[kept]
             values_of[first] = in_strides(values_of[first], first.tensor.stride())
+            if kept is first:
+                raise_versions([(values_of[first], program.versions.get(first, 0))])
             if kept in held:
                 value = values_of[first].detach()
                 value = _WithoutGraph.apply(value, _SOURCE) if kept.requires_grad else value  # type: ignore[no-untyped-call]
@@ -263,7 +269,7 @@ class Paths:
         recorder.check_arrays()
         self._held()
         result = recorder.known.get(id(loss))
-        places = places_of(recorder.values)
+        places, versions = places_of(recorder.values), {r: t._version for r, t in recorder.values.items()}
         try:
             trained = self.owner._train_in_pieces(loss, inputs, targets)
         except BaseException:
@@ -294,7 +300,7 @@ class Paths:
         leaf.looked.update(dict.fromkeys(recorder.looked))
         leaf.kept.update(dict.fromkeys(kept_of(alive)))
         leaf.same = same_elements(places, leaf.kept)
-        leaf.places, leaf.outside = places, {memory(t) for t in call.operands}
+        leaf.places, leaf.versions, leaf.outside = places, versions, {memory(t) for t in call.operands}
         self.refused = self.refused or shared(places, leaf.outside, result, ())
         early = 2 * self.misses <= self.calls or len(self.leaves) <= EARLY_PATHS
         self.widest = max(self.widest, recorder.ways)
@@ -406,7 +412,7 @@ class Paths:
         bound = owner._bound_to(captured, step_program, by_name, flat, assigned=assigned)
         needs = list({id(p): p for name in taken for p in [available[numbers[name]]]}.values())
         all_sources: list[Any] = [*sources, *((numbers[name],) for name in taken)]
-        return PathProgram(bound, all_sources, needs, kept, leaf.same, self.generation)
+        return PathProgram(bound, all_sources, needs, kept, leaf.same, leaf.versions, self.generation)
 
 
 def _lines(step: Step, indent: str) -> list[str]:

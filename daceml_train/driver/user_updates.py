@@ -16,6 +16,7 @@ import torch
 import torch._dynamo
 from torch.optim import Optimizer
 
+from daceml_train import logs
 from daceml_train.driver.along_paths import AlongPaths
 from daceml_train.driver.bound_optimizer import step_hooks, unstable_state
 from daceml_train.driver.bound_step import gradient_hooks, has_gradient_hooks, hook_tables
@@ -54,6 +55,8 @@ class UserUpdates(AlongPaths):
         self.unstable: set[str] = set()
         """The names of the optimizer's state that steps replace by other objects."""
         self._begun: tuple[frozenset[int], int] = frozenset(), 0
+        self.taken_by_pytorch = 0
+        """The steps that PyTorch took before the user's code was traced, at the start and after changes."""
 
     # ---- what is traced -----------------------------------------------------------------------------------------
     def _watch_hooks(self) -> None:
@@ -109,6 +112,13 @@ class UserUpdates(AlongPaths):
         trained = self._trained_now()
         return not trained <= known or steps < (FIRST_STEPS if self.user_step is not None else 1)
 
+    @property
+    def beginning(self) -> list[str]:
+        """What the user should know of the first steps."""
+        what = "an optimizer that the user wrote" if self.user_step is not None else "hooks of parameters"
+        steps = f"{self.taken_by_pytorch} step{'s' if self.taken_by_pytorch > 1 else ''}"
+        return [f"PyTorch took {steps}, after which {what} can be traced"] if self.taken_by_pytorch else []
+
     def _trained_now(self) -> frozenset[int]:
         return frozenset(id(p) for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad)
 
@@ -119,8 +129,9 @@ class UserUpdates(AlongPaths):
             if self.user_step is not None:
                 return None  # paths end with an update of ours
             return super()._along_a_path(key, flat, inputs, targets)
-        loss = self._train_in_pieces(self._loss_in_pieces(key, inputs, targets, False), inputs, targets)
-        return loss
+        self.taken_by_pytorch += 1
+        logs.event(logs.RECOMPILES, self.beginning[0])
+        return self._train_in_pieces(self._loss_in_pieces(key, inputs, targets, False), inputs, targets)
 
     def _update_in_pieces(self, rows: int) -> None:
         if not self._reads_gradients():

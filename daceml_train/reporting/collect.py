@@ -140,7 +140,8 @@ def report(
             host = max(0.0, statistics.median(calls) - inside)
             template = replace(template, exchange=own_part, host=host)
         scaling = simulated(*profile(launches, found, template), ranks, link)
-    events = tuple(compiled.compilation) if isinstance(compiled, BackgroundStep) else ()
+    events = tuple(compiled.beginning) if isinstance(compiled, TrainingStep) else ()
+    events += tuple(compiled.compilation) if isinstance(compiled, BackgroundStep) else ()
     parts = kind, name, functions, reasons(breaks), theirs, found, cuda_graphs, ways, events, divided
     return Report(*parts, scaling=scaling)
 

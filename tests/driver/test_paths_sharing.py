@@ -89,3 +89,40 @@ def test_what_outlives_a_step_along_paths(name: str) -> None:
             assert "by programs" in str(dt.report(step)) and "no longer" not in str(dt.report(step))
     for number, (eager, compiled) in enumerate(zip(*seen, strict=True)):
         torch.testing.assert_close(compiled, eager, msg=lambda text, n=number: f"call {n}: {text}")  # type: ignore[misc]
+
+
+def test_kept_tensors_have_the_versions_of_eager_execution() -> None:
+    def changed(model: Any, h: Tensor) -> None:
+        doubled = h * 2
+        doubled.squeeze().detach().add_(0.5)
+        model.kept = (doubled.detach(), (h * 3).detach())
+
+    models = [Branching(changed, lambda m, h: h.mean()) for _ in range(2)]
+    optimizer = torch.optim.SGD(models[1].parameters(), lr=0.1)
+    step = dt.training_step(models[1], lambda loss: loss, optimizer)
+    for number in range(5):
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(number))
+        models[0](x)
+        step(x)
+        assert [t._version for t in models[0].kept] == [t._version for t in models[1].kept] == [1, 0], number
+    (paths,) = step.paths.values()
+    assert sum(leaf.followed for leaf in paths.leaves) >= 2
+
+
+def test_a_change_that_leaves_all_values_counts_as_one() -> None:
+    class Copying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x.copy_(x)
+            return (x * self.w).sum()
+
+    model = Copying()
+    step = dt.training_step(model, lambda loss: loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    for call in (step, dt.optimize(Copying())):
+        for _ in range(3):
+            x = torch.randn(3)
+            call(x)
+            assert x._version == 1

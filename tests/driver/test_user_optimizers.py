@@ -90,6 +90,7 @@ def test_the_step_of_a_user_is_a_part_of_the_program(kind: Any) -> None:
     step = trained(kind)
     assert step.breaks == []
     assert step._captures == 1 and len(step.records) == 1 and not step.records[0].fallbacks
+    assert "PyTorch took 2 steps" in str(dt.report(step))
 
 
 @pytest.mark.parametrize("kind", [users.Lamb, users.Foreach])

@@ -82,7 +82,7 @@ class Captured:
     """Graph inputs for random numbers as eager execution draws them, in its order."""
 
     changes: dict[str, int] = field(default_factory=dict)
-    """Graph inputs that are written, and the number of in-place changes in eager execution."""
+    """Graph inputs that eager execution changes in place, and how often; not all of them get other values."""
 
     constant_sizes: tuple[str, ...] = ()
     """Which sizes became constants although others were asked for, and why."""
@@ -186,11 +186,9 @@ def _translated(
     inputs = [_dropped(graph, i) for i in inputs]
     spec = pytree.tree_structure(_results(gm))
     bound += [InputSource("attribute", None, name, name, tensor) for name, tensor in t.constants.items()]
-    changes = {
-        entry.name: version(examples[entry.position])
-        for entry in inputs
-        if entry.name in graph.writes and entry.position is not None
-    }
+    given = {i.name: examples[i.position] for i in inputs if i.name in graph.inputs and i.position is not None}
+    versions = {name: version(example) for name, example in given.items() if isinstance(example, Tensor)}
+    changes = {name: count for name, count in versions.items() if count}  # one that leaves all values is no write
     fallbacks = tuple(t.fallbacks)
     captured = Captured(graph, (*inputs, *bound), outputs, spec, detached, fallbacks, draws=t.draws, changes=changes)
     return captured, Trace(traced, t.scope)
