@@ -127,19 +127,7 @@ def tree_of(
             groups[phase, module] = found
         return found
 
-    checks = checking(graph)
-
-    def place(position: int, phase: str, module: str) -> Item:
-        above = group(phase, module)
-        if position not in checks:
-            return above
-        key = f"{above.key}#checks"
-        if key not in folded:
-            folded[key] = Item(key, "checks", "checks", module, phase, parent=above)
-            above.children.append(folded[key])
-        return folded[key]
-
-    folded: dict[str, Item] = {}
+    checks, folded = checking(graph), dict[str, Item]()
     known = dict(sizes or {})
     for phase in PHASES:  # in this order, whatever order the step runs in
         if phase in phase_of and len(set(phase_of)) > 1:
@@ -149,7 +137,9 @@ def tree_of(
             continue
         written = (updated[name] for name in node.outputs if name in updated)
         module = node.origin.module or next(written, "")
-        above = place(position, phase_of[position], module)
+        above = group(phase_of[position], module)
+        if position in checks:
+            above = _checks_of(above, folded)
         item = Item(
             f"op:{node.outputs[0]}",
             "operator",
@@ -177,6 +167,15 @@ def _readers(graph: Graph, shown: Iterable[int], root_of: Mapping[str, str]) -> 
         for name in dict.fromkeys(root_of.get(i, i) for i in graph.nodes[position].inputs):
             found.setdefault(name, []).append(position)
     return found
+
+
+def _checks_of(above: Item, folded: dict[str, Item]) -> Item:
+    """The group of checks in a group; `folded` has those that exist, by key."""
+    key = f"{above.key}#checks"
+    if key not in folded:
+        folded[key] = Item(key, "checks", "checks", above.module, above.phase, parent=above)
+        above.children.append(folded[key])
+    return folded[key]
 
 
 def checking(graph: Graph) -> set[int]:

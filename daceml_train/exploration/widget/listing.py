@@ -30,10 +30,10 @@ class Listing:
         self._next = itertools.count()
         self._passes: Iterator[list[Match]] = iter(())
         self._lock = threading.Lock()
-        """Held while the list changes: it begins again in another thread than it grows in."""
+        """Held while the list changes: it grows in another thread than it is started in."""
 
     def begin(self, wanted: Wanted) -> None:
-        """Start the list again. Numbers stay valid until the graph changes, and are never given twice."""
+        """Start another list. Numbers stay valid until the graph changes, and are never given twice."""
         with self._lock:
             if wanted[0] != self.wanted[0]:
                 self._numbers, self._by_number = {}, {}

@@ -224,7 +224,7 @@ def test_matches_are_there_before_all_are_found_and_keep_their_numbers(
         assert known == sorted(known)
         assert all(last.get(m["number"], m["where"]) == m["where"] for m in state["matches"])
     old = states[-1]["matches"][0]["number"]
-    requests.handle({"type": "filter", "id": "1", "refused": True})  # a new list: the number on a page stays valid
+    requests.handle({"type": "filter", "id": "1", "refused": True})  # another list: the number on a page stays valid
     requests.handle({"type": "apply", "id": "2", "number": old, "version": session.version})
     assert session.history[0].where == last[old]
     assert min(match["number"] for match in states[-1]["matches"]) > old
