@@ -23,6 +23,7 @@ from daceml_train.driver.settings import Settings
 from daceml_train.driver.step import Loss, TrainingStep
 from daceml_train.errors import Invalid, nearest
 from daceml_train.frontends.torch import absent_gradients
+from daceml_train.runtime.links import Link
 from daceml_train.training.distribution import BUCKET
 from daceml_train.training.gradients import Clipping
 
@@ -72,7 +73,7 @@ def training_step(
     shard: Sharding = None,
     sparse: Sparse = "auto",
     sync_batch_norm: bool = False,
-    bucket: int = BUCKET,
+    bucket: int | Link = BUCKET,
     options: Options | Mapping[str, Any] | None = None,
     **keywords: Unpack[OptionKeywords],
 ) -> TrainingStep:
@@ -112,8 +113,9 @@ def training_step(
             How gradients of embedding tables are exchanged: `'dense'`, `'gather'` (rows), or by what sends fewer bytes.
         sync_batch_norm: bool = False
             Batch norms have the statistics of the whole batch rather than of each process's part of it.
-        bucket: int = 26214400
+        bucket: int | Link = 26214400
             Bytes of gradients that are sent in one message, which leaves while the backward pass computes the next one.
+            For a `Link`, as many as make its latency a tenth of a message's time.
     """
     others = [n for n, p in inspect.signature(training_step).parameters.items() if p.kind is p.KEYWORD_ONLY]
     found = chosen("training_step", options, keywords, others)
@@ -122,7 +124,9 @@ def training_step(
     clipping = Clipping(clip_norm, norm_type, clip_value)
     alone = shard is None and micro_batches == 1 and not keep_gradients and compile == "first_call"
     model, mesh, wrapper = unwrapped(model, mesh, alone)
-    sharing = Sharing(ranks_of(mesh, model), shard, sparse, sync_batch_norm, bucket, wrapper)
+    ranks = ranks_of(mesh, model)
+    size = bucket.bucket(ranks.size if ranks else 1) if isinstance(bucket, Link) else bucket
+    sharing = Sharing(ranks, shard, sparse, sync_batch_norm, size, wrapper)
     _check_together(keep_gradients, micro_batches, mesh, shard, compile)
     own = (model, loss, optimizer, settings), (clipping, scaler, schedule)
     step = _step_of(*own, compile, keep_gradients, micro_batches, reduction)

@@ -55,6 +55,16 @@ class Link:
         messages = min(ranks - 1, math.ceil(math.log2(max(ranks, 1))))
         return messages * self.alpha + (ranks - 1) * size / self.bandwidth
 
+    def bucket(self, ranks: int) -> int:
+        """Bytes of the smallest array in whose sum the messages' latency is at most a tenth of the bytes' time.
+
+        Larger buckets gain little, and start later. Without latency, each gradient is sent by itself.
+        """
+        if ranks == 1:
+            return 1
+        messages = min(ranks - 1, math.ceil(math.log2(ranks)))
+        return max(1, math.ceil(10 * messages * self.alpha * self.bandwidth * ranks / (ranks - 1)))
+
     def slowest(self, ranks: int) -> float:
         """How many times as long as the mean the slowest rank computes: the expected largest of normal deviates."""
         return 1.0 + self.jitter * math.sqrt(2 * math.log(ranks))

@@ -343,6 +343,26 @@ def test_options_go_together(ranks: Ranks) -> None:
             torch.testing.assert_close(state[name], value, **ROUNDING, msg=name)
 
 
+def by_links(rank: int) -> list[int]:
+    """The messages of a step whose buckets a link chooses: many for a fast one, one for a slow one."""
+    found = []
+    for link in (dt.Link(0.0, 1e9), dt.Link(1e-3, 1e9)):
+        model = Images()
+        step = dt.training_step(
+            model, F.cross_entropy, OPTIMIZERS["sgd"](model.parameters()), mesh=dist.group.WORLD, bucket=link
+        )
+        step(*images((3, 3, 3, 3), 0, rank))
+        assert step.breaks == []
+        calls = step.records[-1].calls
+        found.append(calls.get("daceml::all_reduce", 0) + calls.get("daceml::start", 0))
+    return found
+
+
+def test_links_choose_the_size_of_buckets(ranks: Ranks) -> None:
+    for many, one in ranks(by_links):
+        assert many > 5 and one == 1
+
+
 def refused(rank: int) -> list[str]:
     """The errors of steps that cannot share: hooks under `shard=`, and a batch that no rank has."""
     texts = []

@@ -25,6 +25,15 @@ def test_a_collective_costs_messages_and_bytes() -> None:
     assert Link(0.0, 1e9, 0.01).slowest(1000) == pytest.approx(1.0372, abs=1e-4)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 64])
+def test_a_bucket_is_as_large_as_its_latency_asks_for(ranks: int) -> None:
+    link = Link(1e-5, 1e9)
+    size = link.bucket(ranks)
+    latency = link.all_reduce(0, ranks)
+    assert latency == pytest.approx(0.1 * (link.all_reduce(size, ranks) - latency), rel=1e-4)
+    assert Link(0.0, 1e9).bucket(ranks) == 1 == link.bucket(1)
+
+
 @pytest.mark.parametrize("bad", [(-1.0, 1e9), (0.0, 0.0), (0.0, float("nan"))])
 def test_links_are_positive(bad: tuple[float, float]) -> None:
     with pytest.raises(dt.Invalid, match="a link has a latency"):
