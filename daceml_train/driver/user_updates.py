@@ -48,6 +48,8 @@ class UserUpdates(AlongPaths):
         super()._start_in_pieces()
         self.user_step: Callable[[Optimizer], Any] | None = None
         """The `step` of an optimizer that the user wrote."""
+        self._reading = False
+        """Whether the trace contains code of the user's that reads gradients, as of the newest hooks."""
         self.read: list[torch.Tensor] = []
         """The parameters of the optimizer that get gradients, where code of the user's reads them."""
         self.hooks: list[tuple[tuple[Callable[..., Any], ...], tuple[Callable[..., Any], ...]]] = []
@@ -70,7 +72,8 @@ class UserUpdates(AlongPaths):
         self.paths.clear()
         self._begun = frozenset(), 0
         self.user_step = self._step_of_user()
-        self._code = with_own_code(_with_user_code if self._reads_gradients() else type(self)._objective)
+        self._reading = self._reads_gradients()
+        self._code = with_own_code(_with_user_code if self._reading else type(self)._objective)
         dynamic = self.options.dynamic
         limits = {"recompile_limit": RECOMPILATIONS, "skip_nnmodule_hook_guards": True}
         self._traced = compiled(self._code, self._collect_user_code, limits, fullgraph=True, dynamic=dynamic)
@@ -106,7 +109,7 @@ class UserUpdates(AlongPaths):
     # ---- PyTorch's first steps ----------------------------------------------------------------------------------
     def _is_beginning(self) -> bool:
         """Whether PyTorch has to take a step before the user's code can be traced."""
-        if not self._reads_gradients():
+        if not self._reading:
             return False
         known, steps = self._begun
         trained = self._trained_now()
@@ -134,7 +137,7 @@ class UserUpdates(AlongPaths):
         return self._train_in_pieces(self._loss_in_pieces(key, inputs, targets, False), inputs, targets)
 
     def _update_in_pieces(self, rows: int) -> None:
-        if not self._reads_gradients():
+        if not self._reading:
             super()._update_in_pieces(rows)
             return
         parameters = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}.values()
