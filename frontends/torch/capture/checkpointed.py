@@ -6,7 +6,7 @@ captured graph saves what it needs in its own way and would change the memory on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,29 @@ def refuse_repeated_changes(region: fx.GraphModule, changed: Changed) -> None:
             where=str(origin(node)),
             advice="checkpoint the layers between the batch norms, or leave checkpointing to `optimize`",
         )
+
+
+def refuse_absent_gradients(operands: Sequence[Any], options: Mapping[str, Any], where: str) -> None:
+    """Raise for a region of PyTorch's reentrant kind that gives no gradients to the parameters in it.
+
+    TorchDynamo gives them in traces for `torch.compile`; in those of ours it leaves such a region to PyTorch.
+    """
+    if gives_no_gradients(operands, options):
+        raise Unsupported(
+            "a reentrant checkpoint none of whose arguments requires a gradient, which gives none",
+            where=where,
+            advice="pass use_reentrant=False to checkpoint",
+        )
+
+
+def gives_no_gradients(operands: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Whether a region is reentrant and no operand but a parameter, which it reads, requires a gradient."""
+    reads = [x for x in operands if isinstance(x, torch.Tensor) and x.requires_grad]
+    return (
+        bool(reads)
+        and options.get("use_reentrant") in (None, True)
+        and all(isinstance(x, torch.nn.Parameter) for x in reads)
+    )
 
 
 def _changing(region: fx.GraphModule, changed: Changed) -> Iterator[fx.Node]:
@@ -85,4 +108,7 @@ def as_eager(module: fx.GraphModule) -> fx.GraphModule:
 
 def _checkpointed(region: fx.GraphModule, *operands: Any, **options: Any) -> Any:
     run = fx.Interpreter(region).run
+    if gives_no_gradients(operands, options) and torch.is_grad_enabled():
+        with torch.no_grad():
+            return run(*operands)
     return checkpoint(lambda: run(*operands), **options | {"use_reentrant": False})

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from daceml_train.errors import DacemlError, Unsupported
 from daceml_train.frontends.torch.capture import gradient_hooks, graph_leaves, inner_gradients
-from daceml_train.frontends.torch.capture.checkpointed import refuse_repeated_changes
+from daceml_train.frontends.torch.capture.checkpointed import refuse_absent_gradients, refuse_repeated_changes
 from daceml_train.frontends.torch.capture.composed import REPLACED, REPLACED_IN_FUNCTORCH, REPLACED_METHODS
 from daceml_train.frontends.torch.capture.control import CONTROL, control_of
 from daceml_train.frontends.torch.capture.operators import CustomFunction, custom_functions, result_counts
@@ -260,6 +260,8 @@ class _Interpreter(fx.Interpreter):
         if name in _INLINED and len(bodies) == 1:
             if name == "tag_activation_checkpoint" and self.state.grad_enabled:
                 refuse_repeated_changes(bodies[0], _changed_in_place)
+                given = [_example(n) for n in self.node.all_input_nodes]
+                refuse_absent_gradients(given, kwargs, str(origin(self.node)))
             operands = [a for a in args if not isinstance(a, fx.GraphModule | str)]
             return _Interpreter(bodies[0], self.state).run(*operands)
         raise Unsupported(f"the higher-order operator {name}", where=str(origin(self.node)))
