@@ -53,11 +53,12 @@ def test_vit_s_from_a_cell_to_a_kept_pipeline(page: Any, lab: Lab, shots: Shots)
         clicks.append(what)
         settled(page, widget)
 
-    for _ in range(6):  # a user who takes what saves most
+    for _ in range(3):  # a user who takes what saves most, and then all that training does by default
         group = next((g for g in state(widget)["groups"] if g["bytes"] < 0 and g["count"] > 1), None)
         if group is None:
             break
         click(f"{group['name']} everywhere", f".group[data-pass='{group['name']}'] .everywhere")
+    click("Apply the default pipeline", "button.default-pipeline")
     shots(page, "applied")
     click("Verify", "button.verify")
     click("Measure", "button.measure")

@@ -31,8 +31,10 @@ from daceml_train.exploration.widget.viewer import viewer_source
 from daceml_train.exploration.widget.work import Cancelled, Publish, Send, Work
 from daceml_train.passes import notation
 from daceml_train.passes.base import Pass
+from daceml_train.passes.pipeline import Pipeline
 from daceml_train.reporting.numbers import bytes_text, seconds_text
 from daceml_train.transformations.global_movement.rematerialize import Rematerialize
+from daceml_train.transformations.pipelines import TRAINING
 
 OFTEN = 0.4
 """Seconds between two states that are published while matches are found."""
@@ -279,6 +281,18 @@ class Requests:
         step = self.session.apply(target, **options)
         self.show()
         return {"note": _said(step)}
+
+    def on_default(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Apply the passes of the default pipeline, a step each; of level `forward` while there are no gradients."""
+        self._current(request)
+        open_ = {
+            level: p for level, p in TRAINING.passes if level != "forward" or not self.session.state.differentiated
+        }
+        before, steps = self.session.state, len(self.session.history)
+        self.session.apply(Pipeline(**open_))
+        self.show()
+        count, saved = len(self.session.history) - steps, before.bytes - self.session.state.bytes
+        return {"note": f"the default pipeline: {count} steps, {bytes_text(saved)} saved"}
 
     def on_undo(self, _: dict[str, Any]) -> dict[str, Any]:
         """Undo one step."""

@@ -93,6 +93,20 @@ def test_apply_undo_redo_jump(screen: Screen, session: dt.Session) -> None:
     assert "nothing to undo" in screen.ask("undo")["error"]
 
 
+def test_the_default_pipeline_is_one_click(screen: Screen, session: dt.Session) -> None:
+    """After steps by hand, too: the passes that come before the gradients are left out once these are there."""
+    assert "steps" in screen.ask("default")["note"]
+    whole = len(session.history)
+    assert session.pipeline() == dt.TRAINING and session.state.bytes < session.start.bytes
+    assert screen.state["at"] == whole and screen.ask("undo").get("error") is None
+    session.jump(0)
+    screen.requests.show()
+    screen.ask("apply", **{"pass": "fuse_elementwise"})
+    assert session.state.differentiated and screen.ask("default").get("error") is None
+    assert 1 < len(session.history) < whole + 1
+    assert str(session.verify()).startswith("all right")
+
+
 def test_a_stale_click_changes_nothing(screen: Screen, session: dt.Session) -> None:
     old, number = screen.state["version"], screen.first
     screen.ask("apply", number=number)

@@ -143,7 +143,9 @@ const matchesPanel = (desk) => {
     card: matchCard(match, desk) }));
   const selected = desk.filter.keys?.length
     ? element("button", { class: "clear", onclick: () => desk.clearSelection() }, "in the selection ×") : null;
+  const rest = element("button", { class: "default-pipeline", title: "every pass that training runs by default, a step each", onclick: () =>
+    desk.channel.ask({ type: "default", version: desk.state.version }).then(desk.done, () => {}) }, "Apply the default pipeline");
   return element("div", {}, element("div", { class: "filters" }, choice, text, refused),
-    element("div", { class: "soft count" }, count, " ", selected), passForm(desk),
+    element("div", { class: "buttons" }, element("span", { class: "soft count" }, count, " ", selected), rest), passForm(desk),
     (groups ?? []).map((group, place) => passGroup(group, place, cards.filter((card) => card.name === group.name), desk)));
 };
