@@ -128,6 +128,10 @@ def _solved(phase: _Phase, dim: int, size: int, coefficients: Map) -> Iterator[_
     index = substituted(of_map(coefficients), phase.values)
     found = affine(index)
     unknown = [a for a in (found or {}) if a is not None and a in phase.alive]
+    number = constant(index)
+    if isinstance(number, int) and 0 <= number < size:  # one element, beside which others may be stored
+        yield _Phase(phase.alive, phase.values, {**phase.place, dim: index}, phase.guards, phase.axes)
+        return
     if found is None or not unknown:
         yield _fixed(phase, dim, size, index)
         return

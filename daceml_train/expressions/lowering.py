@@ -293,7 +293,7 @@ class Lowering:
             groups: dict[Any, list[tuple[list[Place], Value]]] = {}
             for places, value in parts:
                 _, step, size = places[dim]
-                key = (step, size, *(p for d, p in enumerate(places) if d != dim))
+                key = (step, size, *((p, value.shape[d]) for d, p in enumerate(places) if d != dim))
                 groups.setdefault(key, []).append((places, value))
             parts = []
             for members in groups.values():
@@ -306,18 +306,36 @@ class Lowering:
             total = total + value
         return total
 
+    def joined(self, dim: int, n: int, parts: list[tuple[int, Value]]) -> Value:
+        """The sum of values that begin at some index of a dimension of size `n`: one after the other, or padded."""
+        parts = sorted(parts, key=lambda part: part[0])
+        ends = [start + value.shape[dim] for start, value in parts]
+        if len(parts) > 1 and all(end <= start for end, (start, _) in zip(ends, parts[1:], strict=False)):
+            pieces: list[Value] = []
+            for end, (start, value) in zip([0, *ends], parts, strict=False):
+                pieces += [*self.gap(dim, start - end, value), value]
+            pieces += self.gap(dim, n - ends[-1], parts[-1][1])
+            return self.builder.emit(Concat(dim), *pieces)[0]
+        total: Value | None = None
+        for end, (start, value) in zip(ends, parts, strict=True):
+            if start or end < n:
+                pads = tuple((start, n - end) if d == dim else (0, 0) for d in range(len(value.shape)))
+                value = value.apply(Pad(pads, 0.0 if value.dtype.is_float else 0))
+            total = value if total is None else total + value
+        assert total is not None
+        return total
+
+    def gap(self, dim: int, size: int, like: Value) -> list[Value]:
+        """Zeros between two parts, if there is room."""
+        shape = tuple(size if d == dim else n for d, n in enumerate(like.shape))
+        return [zeros(self.builder, shape, like.dtype)] if size else []
+
     def interleaved(self, dim: int, n: int, step: int, members: list[tuple[int, Value]]) -> Value:
         """Values at `start, start + step, ...` of a dimension of size `n`; what no value covers is zero."""
-        lanes: dict[int, Value] = {}
+        parts: dict[int, list[tuple[int, Value]]] = {}
         for start, value in members:
-            count, lane, skipped = value.shape[dim], start % step, start // step
-            whole = -(-(n - lane) // step) if step > 1 else n
-            if skipped or count < whole:
-                pads = tuple(
-                    (skipped, whole - skipped - count) if d == dim else (0, 0) for d in range(len(value.shape))
-                )
-                value = value.apply(Pad(pads, 0.0 if value.dtype.is_float else 0))
-            lanes[lane] = lanes[lane] + value if lane in lanes else value
+            parts.setdefault(start % step, []).append((start // step, value))
+        lanes = {lane: self.joined(dim, -(-(n - lane) // step), own) for lane, own in parts.items()}
         if step == 1:
             return lanes[0]
         whole = -(-n // step)
