@@ -138,7 +138,7 @@ def test_hooks_are_honored_whenever_they_are_added(where: str) -> None:
     expected = {"module": [], "backward": ["backward"], "optimizer": ["around its step"]}
     expected |= {"everywhere": expected["optimizer"]}
     breaks = list(pair.call.breaks)
-    pairs = zip(expected.get(where, ["gradient hook"]), breaks, strict=True)
+    pairs = zip(expected.get(where, ["hooks of gradients"]), breaks, strict=True)
     assert all(part in reason for part, reason in pairs), breaks
     handle.remove()
     pair.step(*batch())
