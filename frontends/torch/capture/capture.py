@@ -188,7 +188,8 @@ def _translated(
     bound += [InputSource("attribute", None, name, name, tensor) for name, tensor in t.constants.items()]
     given = {i.name: examples[i.position] for i in inputs if i.name in graph.inputs and i.position is not None}
     versions = {name: version(example) for name, example in given.items() if isinstance(example, Tensor)}
-    changes = {name: count for name, count in versions.items() if count}  # one that leaves all values is no write
+    # one that leaves all values is no write, and one through `.data` does not count
+    changes = {name: count for name, count in versions.items() if count or name in graph.writes}
     fallbacks = tuple(t.fallbacks)
     captured = Captured(graph, (*inputs, *bound), outputs, spec, detached, fallbacks, draws=t.draws, changes=changes)
     return captured, Trace(traced, t.scope)
