@@ -31,6 +31,8 @@ SMALL = 1e-3
 """A tensor much smaller than the others of its kind is compared with this share of their median."""
 NOISE = 0.05
 """An eager error above which a tensor is rounding noise, so that a comparison says nothing."""
+FEW = 0.01
+"""The share of a tensor's elements that may be noise by themselves; see `_settled`."""
 SAMPLE = 24
 """The most tensors of the first comparison, besides results."""
 
@@ -261,12 +263,33 @@ def _compared(found: Named, eager: Sequence[Named], exact: Named) -> list[Check]
             assert there is not None
             checks.append(Check(kind, name, float(torch.count_nonzero(there)), 0.0, None))
             continue
-        ours, value = found[key], exact[key]
+        ours, value, others = found[key], exact[key], [of[key] for of in eager if key in of]
         scale = max(_norm(value), SMALL * typical[kind]) or 1.0
-        theirs = [_off(of[key], value) / scale for of in eager if key in of]
+        settled = _settled(name, eager, exact) if kind == "update" else None
+        if settled is not None and ours.shape == value.shape == settled.shape:
+            ours, value, *others = (t[settled] for t in (ours, value, *others))
+        theirs = [_off(other, value) / scale for other in others]
         allowed = FACTOR * max(theirs) + FLOOR if theirs else ALONE.get(_dtype(ours), 1e-3)
         checks.append(Check(kind, name, _off(ours, value) / scale, allowed, max(theirs, default=None)))
     return checks
+
+
+def _settled(name: str, eager: Sequence[Named], exact: Named) -> torch.Tensor | None:
+    """The elements of a parameter whose update by Adam and its kind is more than rounding; None where all count.
+
+    A first update is the sign of the gradient: where the gradient is as small as its own rounding, one sum in another
+    order turns the whole element round. Such elements are compared in the optimizer's state alone, if they are few.
+    """
+    key = ("state", f"exp_avg of {name}")
+    found = [of[key] for of in eager if key in of]
+    if key not in exact or not found:
+        return None
+    moment = _wide(exact[key])
+    off = ((_wide(of) - moment).abs() for of in found if of.shape == moment.shape and of.numel())
+    rounding = max((float(values.max()) for values in off), default=0.0)
+    settled = moment.abs() > FACTOR * rounding
+    unsettled = moment.numel() - int(settled.sum())
+    return settled if 0 < unsettled <= FEW * moment.numel() else None
 
 
 def _norm(tensor: torch.Tensor) -> float:

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 import daceml_train as dt
 from daceml_train.errors import Invalid
 from daceml_train.exploration import Session
+from daceml_train.exploration.session.eager_copy import Named
 from daceml_train.exploration.session.measurement import Measurement, Timed, in_turn
-from daceml_train.exploration.session.verification import SAMPLE, Check, Verification, sampled
+from daceml_train.exploration.session.verification import SAMPLE, Check, Verification, _compared, sampled
 from daceml_train.graph.graph import Graph
 from daceml_train.ops.elementwise import Full
 from daceml_train.passes.base import Pass
@@ -252,3 +253,19 @@ def test_sessions_and_pipelines_side_by_side() -> None:
     with pytest.raises(Invalid, match="compared on a session's model"):
         dt.compare(dt.TRAINING, dt.INFERENCE)
     assert dt.compare(dt.TRAINING, dt.TRAINING, result).same
+
+
+@pytest.mark.parametrize(("element", "right"), [(0, True), (1, False)])
+def test_an_update_by_a_gradient_of_rounding_is_compared_in_the_state(element: int, right: bool) -> None:
+    """The first update by Adam is the sign of the gradient: one that is noise may turn round, no other."""
+    torch.manual_seed(0)
+    moment = torch.randn(400, dtype=torch.float64)
+    moment[0] = 1e-9
+    rounded = moment + 1e-8 * torch.randn(400, dtype=torch.float64).clamp(-1, 1)
+    update, ours = -1e-3 * moment.sign(), -1e-3 * moment.sign()
+    ours[element] *= -1
+    exact: Named = {("update", "w"): update, ("state", "exp_avg of w"): moment}
+    eager: Named = {("update", "w"): update.float(), ("state", "exp_avg of w"): rounded.float()}
+    found: Named = {("update", "w"): ours.float(), ("state", "exp_avg of w"): rounded.float()}
+    checks = {check.kind: check.ok for check in _compared(found, [eager], exact)}
+    assert checks == {"update": right, "state": True}
