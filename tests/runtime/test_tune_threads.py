@@ -130,7 +130,7 @@ def test_what_may_not_be_chosen_keeps_all_threads() -> None:
 
 
 def test_times_are_kept_and_a_warm_start_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_load, "waited", lambda: 0.0)  # a choice under load would be made again
+    monkeypatch.setattr(machine_load, "waited", lambda: 0.0)  # a choice under load does not last
     path, launches = tmp_path / "threads.json", [Adjustable("a"), Adjustable("b")]
     first = searched(scaling([1e-6, 1e-3]), launches, 2, ThreadTuner(path))
     assert first.counts == [1, 0]
