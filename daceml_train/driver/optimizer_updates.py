@@ -190,6 +190,8 @@ _count = 0
 def update_for(module: torch.nn.Module, settings: Settings) -> None:
     """From now on, optimizers of this module's parameters update them by programs."""
     global _count
+    if _settings.get(module) is settings:
+        return
     if not _count:
         register_optimizer_step_pre_hook(_before_step)
     _count += 1

@@ -37,8 +37,6 @@ class InPieces(Clipped):
     _worked: str
     _warned: set[str]
     faster: Faster
-    _updates = False
-    """Whether the update is a program of ours where PyTorch runs the model; it is where pieces run."""
 
     def _modules(self) -> list[torch.nn.Module]:
         """All modules of model and loss."""
@@ -100,8 +98,7 @@ class InPieces(Clipped):
             self.pieces = self.model if state_of(self.model) is not None else optimized(self.model, self.options)
             if (state := state_of(self.pieces)) is not None:
                 state.faster.compiled = True  # the whole step is timed
-        if not compiled and not self._updates and self.ranks is None:
-            self._updates = True
+        if not compiled and self.ranks is None:
             update_for(self.model, self.options)
         model = self.pieces if self.pieces is not None and compiled else self.model
         try:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from daceml_train.errors import Invalid
 from daceml_train.ops.divided_tables import rows_on_rank
 from daceml_train.runtime.divided_tables import Request, Send, sending
+from daceml_train.runtime.group_collectives import group_named
 
 
 class ShardedEmbedding(nn.Module):
@@ -46,7 +47,7 @@ class ShardedEmbedding(nn.Module):
     @property
     def group(self) -> dist.ProcessGroup:
         """The ranks that share the table."""
-        return _group(self.group_name)
+        return group_named(self.group_name)
 
     def reset_parameters(self) -> None:
         """Normal deviates, other ones on each rank: the seed is drawn from PyTorch's generator, and the rank added."""
@@ -93,14 +94,8 @@ def sharded_embeddings(*modules: Any) -> dict[int, ShardedEmbedding]:
     return {id(part.weight): part for part in parts if isinstance(part, ShardedEmbedding)}
 
 
-def _group(name: str) -> dist.ProcessGroup:
-    """The process group with this name, as PyTorch's own collectives in graphs find it."""
-    found: dist.ProcessGroup = getattr(dist.distributed_c10d, "_resolve_process_group")(name)  # noqa: B009 - private
-    return found
-
-
 def _send(group: str) -> tuple[dist.ProcessGroup, Send]:
-    found = _group(group)
+    found = group_named(group)
     return found, sending(found, lambda work: work.wait())
 
 

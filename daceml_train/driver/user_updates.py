@@ -42,6 +42,7 @@ class UserUpdates(AlongPaths):
     _traced: Any
     _hooks: list[int] | None
     _objective: Callable[..., torch.Tensor]
+    _collect: Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
     _bound: dict[Any, Any]
 
     def _start_in_pieces(self) -> None:
@@ -155,9 +156,6 @@ class UserUpdates(AlongPaths):
             known, steps = self._begun
             trained = self._trained_now()
             self._begun = trained, steps + 1 if trained <= known else 1
-
-    def _collect(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        raise NotImplementedError
 
     def _collect_user_code(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """The backend of TorchDynamo. Raises `Unsupported` for optimizers of PyTorch inside of a traced one."""

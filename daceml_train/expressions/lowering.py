@@ -157,9 +157,9 @@ class Lowering:
             return self.number(term.fill, term.array.dtype, len(domain))
         rows = _whole(term.args, shape)
         number, inside = self.row_number(term.args, shape, rows, domain, memo, term.fill is None)
-        width, number_ = prod(a.size for a in rows), number.view((prod(number.shape),))
+        width, flat = prod(a.size for a in rows), number.view((prod(number.shape),))
         table = x.view((prod(shape) // width, width)) if width > 1 else x.view((prod(shape),))
-        taken = table.apply(Embedding() if width > 1 else Gather(0), number_)
+        taken = table.apply(Embedding() if width > 1 else Gather(0), flat)
         dims = [domain.index(a) for a in rows]
         others = [d for d in range(len(domain)) if d not in dims]
         taken = taken.view((*(number.shape[d] for d in others), *(a.size for a in rows)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,6 @@ from tests.driver.ranks import Ranks
 pytestmark = [pytest.mark.compiled, pytest.mark.slow]
 
 ROUNDING = {"rtol": 1e-5, "atol": 5e-6}
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    result = Ranks(tmp_path_factory.mktemp("ranks"), 4)
-    yield result
-    result.close()
 
 
 class Words(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,6 @@ pytestmark = [pytest.mark.compiled, pytest.mark.slow]
 ROUNDING = {"rtol": 1e-5, "atol": 5e-6}
 ROWS = 1001
 SIZES = ((3, 3, 3, 3), (4, 2, 1, 5), (3, 3, 3, 3))
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    result = Ranks(tmp_path_factory.mktemp("ranks"), 4)
-    yield result
-    result.close()
 
 
 class Words(nn.Module):
