@@ -19,7 +19,6 @@ from daceml_train.frontends.torch.dynamo.origin import origin
 from daceml_train.frontends.torch.rules.translate import Translator, rule
 from daceml_train.ops.group_collective import GroupCollective
 from daceml_train.ops.operator import Value
-from daceml_train.runtime.group_collectives import group_named
 
 NAMESPACES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
 """Namespaces of the operators by which the processes of `torch.distributed` communicate."""
@@ -80,7 +79,8 @@ def _read(node: fx.Node) -> bool:
 
 
 def _emit(t: Translator, x: Value, kind: str, group: Any, reduction: str = "sum", root: int = 0) -> Value:
-    ranks = group if isinstance(group, dist.ProcessGroup) else group_named(str(group))
+    resolve = getattr(dist.distributed_c10d, "_resolve_process_group")  # noqa: B009 - private
+    ranks: dist.ProcessGroup = group if isinstance(group, dist.ProcessGroup) else resolve(str(group))
     if not x.dtype.is_float:
         raise Unsupported(f"the collective {kind} of whole numbers", where=str(origin(t.node)))
     position = sum(isinstance(node.op, GroupCollective) for node in t.graph.nodes)
