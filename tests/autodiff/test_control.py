@@ -14,9 +14,11 @@ from daceml_train.autodiff.reverse import differentiate
 from daceml_train.errors import Unsupported
 from daceml_train.graph.graph import Graph
 from daceml_train.graph.text import parse, show
+from daceml_train.ops.contraction import Matmul
 from daceml_train.ops.control import Scan
+from daceml_train.ops.reduction import Reduce
 from tests.graph import control_flow
-from tests.graph.control_flow import LOOP
+from tests.graph.control_flow import LOOP, RECURRENT
 
 RNG = np.random.default_rng(0)
 
@@ -30,6 +32,10 @@ CASES: dict[str, tuple[Callable[[], Graph], dict[str, Any]]] = {
     "else": (control_flow.branch, {"c": np.array(False), "x": normal(3, 4), "w": normal(4, 4)}),
     "loop": (control_flow.loop, {"h": normal(3, 4), "x": normal(5, 3, 4), "w": normal(4, 4)}),
     "one step": (control_flow.loop, {"h": normal(3, 4), "x": normal(1, 3, 4), "w": normal(4, 4)}),
+    "recurrent": (
+        control_flow.recurrent,
+        {"h": normal(2, 4), "x": normal(5, 2, 3), "wi": normal(4, 3), "wh": normal(4, 4), "b": normal(4)},
+    ),
     "nested": (
         control_flow.nested,
         {"h": normal(4), "x": normal(5, 4), "limit": np.array(0.1), "w": normal(4)},
@@ -72,6 +78,25 @@ def test_no_gradient_is_built_that_nobody_asked_for() -> None:
     assert found["h"] is not None and found["h"].name in backward.outputs
     assert len(backward.outputs) == 1
     assert backward.op.reverse
+
+
+def test_gradients_of_parameters_are_matmuls_of_the_rows_of_all_steps() -> None:
+    graph = control_flow.recurrent()
+    found = differentiate(graph, {"last": graph.input("g", graph.tensors["last"])}, ["wi", "wh", "b"])
+    backward = graph.nodes[1]
+    assert isinstance(backward.op, Scan) and backward.op.carried == 1, "the state's cotangent, and no sums"
+    assert len(backward.outputs) == 2, "what is stacked is stacked once for all three"
+    outside = [node.op for node in graph.nodes[2:]]
+    assert sum(isinstance(op, Matmul) for op in outside) == 2
+    assert sum(isinstance(op, Reduce) for op in outside) == 1
+    assert all(found.values())
+
+
+def test_a_sum_that_is_smaller_than_what_would_be_stacked_stays_in_the_loop() -> None:
+    graph = parse(RECURRENT.replace("[2, ", "[9, ").replace("s0, 2,", "s0, 9,"))
+    differentiate(graph, {"last": graph.input("g", graph.tensors["last"])}, ["wi", "wh", "b"])
+    (backward,) = (node.op for node in graph.nodes[1:] if isinstance(node.op, Scan))
+    assert backward.carried == 4
 
 
 def test_only_states_that_are_read_are_kept() -> None:

@@ -28,6 +28,23 @@ graph loop(h: f32[3, 4] input, x: f32[s0, 3, 4] input, w: f32[4, 4] parameter) {
   return %last, %all
 }
 """
+RECURRENT = """
+graph recurrent(h: f32[2, 4] input, x: f32[s0, 2, 3] input, wi: f32[4, 3] parameter, wh: f32[4, 4] parameter,
+    b: f32[4] parameter) {
+  %last, %all = scan(%h, %x, %wi, %wh, %b, body=body(h, x, wi, wh, b) {
+    %ti = permute(%wi, dims=(1, 0))
+    %th = permute(%wh, dims=(1, 0))
+    %m = matmul(%x, %ti)
+    %n = matmul(%h, %th)
+    %s = add(%m, %n)
+    %p = add(%s, %b)
+    %r = tanh(%p)
+    yield %r, %r
+  }, carried=1, sliced=1, trips=s0)
+  return %last, %all
+}
+"""
+"""A recurrent network of PyTorch's layout: weights are transposed, and a bias is added to each row."""
 UNTIL = """
 graph until(i: i64[] input, h: f32[3, 4] input, n: i64[] input, w: f32[4, 4] parameter) {
   %count, %last = while(%i, %h, %n, %w, condition=body(i, h, n, w) {
@@ -72,6 +89,11 @@ def branch() -> Graph:
 def loop() -> Graph:
     """A recurrent loop of a symbolic number of steps."""
     return parse(LOOP)
+
+
+def recurrent() -> Graph:
+    """A loop with two weights and a bias."""
+    return parse(RECURRENT)
 
 
 def until() -> Graph:
