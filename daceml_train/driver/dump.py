@@ -25,7 +25,7 @@ class Dump:
     per program an SDFG of its operators (`training_step.sdfg`, for DaCe's viewers), the plan of buffers and launches
     (`training_step.plan`), and the source of each distinct kernel, whose arrays are named after the graph's values.
 
-    A graph that has no form as an SDFG, one with levels, has a text file instead, which says so.
+    A graph that has no form as an SDFG, since DaCe refuses the name of a size, has a text file instead, which says so.
 
     Several programs of one name are numbered: `forward`, `forward_2`.
     """
@@ -66,7 +66,7 @@ class Dump:
             label = f"{label}_{self.programs[label]}"
         try:
             to_sdfg(graph).save(str(self.folder / f"{label}.sdfg"))
-        except Invalid as error:  # levels have none
+        except Invalid as error:
             (self.folder / f"{label}.sdfg.txt").write_text(f"no SDFG: {error}\n", encoding="utf-8")
         (self.folder / f"{label}.plan").write_text(listing(program, launches), encoding="utf-8")
         distinct = {code.key: code for each in program.all for code in each.codes}

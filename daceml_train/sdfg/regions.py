@@ -21,7 +21,9 @@ from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.control import Cond, ControlFlow, Scan, While
 from daceml_train.ops.fallback import Body
 from daceml_train.ops.kernel import Statement
+from daceml_train.ops.levels import Levels
 from daceml_train.ops.operator import Operator, Origin
+from daceml_train.sdfg.level_regions import level_attributes, levels_of, write_levels
 from daceml_train.tensor import Tensor
 
 OPERATORS = "operators"
@@ -48,11 +50,11 @@ class Writer:
     records: list[str] = field(default_factory=list)
     last: Any = None
 
-    def block(self, result: Any) -> Any:
-        """Append a state or region."""
+    def block(self, result: Any, assignments: Mapping[str, str] | None = None) -> Any:
+        """Append a state or region, before which symbols are assigned."""
         self.region.add_node(result, is_start_block=self.last is None, ensure_unique_name=True)
         if self.last is not None:
-            self.region.add_edge(self.last, result, self.dace.InterstateEdge())
+            self.region.add_edge(self.last, result, self.dace.InterstateEdge(assignments=dict(assignments or {})))
         self.last = result
         return result
 
@@ -103,9 +105,10 @@ class Writer:
     def _whole(self, name: str) -> str:
         return ", ".join(f"0:{size}" for size in self.sdfg.arrays[name].shape)
 
-    def _slice(self, name: str, step: str) -> str:
+    def of_rows(self, name: str, rows: str) -> str:
+        """The subset of an array with these rows, or this one."""
         rest = [f"0:{size}" for size in self.sdfg.arrays[name].shape[1:]]
-        return ", ".join([step, *rest])
+        return ", ".join([rows, *rest])
 
     # ---- operators --------------------------------------------------------------------------------------------------
     def control(self, graph: Graph, node: Node, op: ControlFlow, names: Mapping[str, str]) -> None:
@@ -123,13 +126,19 @@ class Writer:
                 local = self._scan(label, op, inner[0], operands, results)
             case While():
                 local = self._while(label, op, inner, operands, results)
+            case Levels():
+                local = write_levels(self, label, op, inner, operands, results)
             case _:
                 raise Invalid(f"{op.label} has no form in an SDFG", where=str(node.origin))
-        simple: dict[str, Any] = {
-            k: v if isinstance(v, bool | int) else show_size(v)
-            for k, v in op.attributes().items()
-            if not isinstance(v, Body)
-        }
+        simple: dict[str, Any] = (
+            level_attributes(op)
+            if isinstance(op, Levels)
+            else {
+                k: v if isinstance(v, bool | int) else show_size(v)
+                for k, v in op.attributes().items()
+                if not isinstance(v, Body)
+            }
+        )
         record = {
             "label": label,
             "operator": op.label,
@@ -145,7 +154,7 @@ class Writer:
         }
         self.records[position] = json.dumps(record)
 
-    def _locals(self, label: str, body: Graph, arguments: Sequence[str]) -> dict[str, str]:
+    def locals(self, label: str, body: Graph, arguments: Sequence[str]) -> dict[str, str]:
         """The names of the arrays of a body: given ones for its arguments, new ones for its own arrays.
 
         An array that occurs twice is copied, so every array has one name in the body.
@@ -169,7 +178,7 @@ class Writer:
         self, label: str, inner: Sequence[Graph], operands: Sequence[str], results: Sequence[str]
     ) -> list[dict[str, str]]:
         region = self.dace.sdfg.state
-        local = [self._locals(f"{label}_{side}", b, operands[1:]) for b, side in zip(inner, _SIDES, strict=True)]
+        local = [self.locals(f"{label}_{side}", b, operands[1:]) for b, side in zip(inner, _SIDES, strict=True)]
         result = self.block(region.ConditionalBlock(label))
         for body, names, side, condition in zip(inner, local, _SIDES, (f"{operands[0]}[0]", None), strict=True):
             branch = region.ControlFlowRegion(f"{label}_{side}", self.sdfg)
@@ -196,17 +205,17 @@ class Writer:
         first, holds, onward = (f"{step} = 0", f"{step} < {trips}", f"{step} = {step} + 1")
         if op.reverse:
             first, holds, onward = (f"{step} = {trips} - 1", f"{step} >= 0", f"{step} = {step} - 1")
-        names = self._locals(label, body, [*now, *cut, *operands[count + op.sliced :]])
+        names = self.locals(label, body, [*now, *cut, *operands[count + op.sliced :]])
         loop = self.block(self.dace.sdfg.state.LoopRegion(label, holds, step, first, onward, sdfg=self.sdfg))
         writer = self.inside(loop)
         sliced = operands[count : count + op.sliced]
-        writer.move("load", [(x, c, self._slice(x, step), None) for x, c in zip(sliced, cut, strict=True)])
+        writer.move("load", [(x, c, self.of_rows(x, step), None) for x, c in zip(sliced, cut, strict=True)])
         writer.nodes(body, names)
         stacks = zip(body.outputs[count:], results[count:], strict=True)
         writer.move(
             "store",
             [(names[y], n, None, None) for y, n in zip(body.outputs, following, strict=False)]
-            + [(names[y], r, None, self._slice(r, step)) for y, r in stacks],
+            + [(names[y], r, None, self.of_rows(r, step)) for y, r in stacks],
         )
         writer.move("advance", [(n, s, None, None) for n, s in zip(following, now, strict=True)])
         self.move("leave", [(s, r, None, None) for s, r in zip(now, results, strict=False)])
@@ -223,8 +232,8 @@ class Writer:
         tasklet = start.add_tasklet("start", {}, {"go"}, "go = True")
         start.add_edge(tasklet, "go", start.add_access(going), None, self.dace.Memlet(f"{going}[0]"))
         arguments = [*now, *operands[op.carried :]]
-        asked = self._locals(f"{label}_condition", inner[0], arguments)
-        names = self._locals(label, inner[1], arguments)
+        asked = self.locals(f"{label}_condition", inner[0], arguments)
+        names = self.locals(label, inner[1], arguments)
         loop = self.block(region.LoopRegion(label, f"{going}[0]", sdfg=self.sdfg))
         writer = self.inside(loop)
         writer.nodes(inner[0], asked)
@@ -277,7 +286,12 @@ class RegionReader:
         if record["operator"] == While.name:
             (inner,) = (b for b in block.nodes() if b.label.endswith(GOES_ON))
             regions.append(inner.branches[0][1])
+        if record["operator"] == Levels.name:
+            regions = [b for b in block.nodes() if not isinstance(b, kinds.SDFGState)]  # in the order of kinds
         found = [self._body(region, entry) for region, entry in zip(regions, record["bodies"], strict=True)]
+        if record["operator"] == Levels.name:
+            levels = levels_of(found, record["attributes"])
+            return levels, record["inputs"], record["outputs"], Origin(record["module"], record["source"])
         given = {k: Reader(v).size() if isinstance(v, str) else v for k, v in record["attributes"].items()}
         op: ControlFlow
         match record["operator"]:

@@ -204,6 +204,5 @@ def test_the_programs_of_a_recursion_are_dumped(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         compare(model, compiled, twin, ([((1, 2), 3), 4],), 1e-5)
     names = {path.name for path in tmp_path.iterdir()}
-    assert "recursion_backward.plan" in names and not [name for name in names if name.endswith(".sdfg")]
-    texts = [path.read_text(encoding="utf-8") for path in tmp_path.glob("*.sdfg.txt")]
-    assert texts and all("levels has no form in an SDFG" in text for text in texts)
+    assert {"recursion_backward.plan", "recursion.sdfg", "recursion_backward.sdfg"} <= names
+    assert not [name for name in names if name.endswith(".sdfg.txt")]

@@ -16,7 +16,7 @@ from daceml_train.errors import Invalid, Refused
 from daceml_train.graph import Graph, parse, show
 from daceml_train.sdfg.convert import OperatorNode, from_sdfg, to_sdfg
 from daceml_train.transformations.pipelines import TRAINING
-from tests.graph import control_flow, programs
+from tests.graph import control_flow, levels, programs
 
 
 @pytest.mark.parametrize("name", ["mlp", "update", "everything"])
@@ -163,6 +163,27 @@ def test_control_flow_is_regions_and_comes_back(
     assert show(from_sdfg(sdfg)) == show(graph)
     sdfg.save(str(tmp_path / "control.sdfg"))
     assert show(from_sdfg(dace.SDFG.from_file(str(tmp_path / "control.sdfg")))) == show(graph)
+
+
+@pytest.mark.parametrize("text", [levels.TREE, levels.CHILD_SUM], ids=["tree", "child_sum"])
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_levels_are_a_loop_over_levels_and_come_back(text: str, differentiated: bool, tmp_path: Path) -> None:
+    graph = parse(text.replace("ones", "singles"))  # NumPy has a function of this name, and DaCe reads names as it does
+    if differentiated:
+        seeds = {o: graph.input(f"grad_{o}", graph.tensors[o]) for o in graph.outputs}
+        found = differentiate(graph, seeds, [n for n, i in graph.inputs.items() if i.tensor.dtype.is_float])
+        graph.output(*(g for n, g in found.items() if g is not None and "grad" not in n))
+        graph = TRAINING.run(graph, ("intra_operator", "fusion"))
+    sdfg = to_sdfg(graph)
+    sdfg.validate()
+    loops = [n for n in sdfg.nodes() if isinstance(n, dace.sdfg.state.LoopRegion)]
+    assert len(loops) == 1 + differentiated
+    for loop in loops:
+        kinds = [n for n in loop.nodes() if isinstance(n, dace.sdfg.state.ControlFlowRegion)]
+        assert all("rows" in loop.in_edges(kind)[0].data.assignments for kind in kinds)
+        assert len(kinds) >= 2
+    sdfg.save(str(tmp_path / "levels.sdfg"))
+    assert show(from_sdfg(dace.SDFG.from_file(str(tmp_path / "levels.sdfg")))) == show(graph)
 
 
 def test_an_operand_given_twice_comes_back() -> None:
