@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 import torch
 from onnx import TensorProto, helper
@@ -13,6 +14,7 @@ from onnx.reference import ReferenceEvaluator
 
 import daceml_train as dt
 from daceml_train.driver.module import state_of
+from daceml_train.errors import Invalid
 from daceml_train.frontends.onnx import load
 from tests.frontends.onnx.models import model, tensor
 
@@ -135,6 +137,76 @@ def test_captured_and_right(name: str) -> None:
 
 def rule_name(rule: str) -> str:
     return "".join("_" + c.lower() if c.isupper() else c for c in rule).strip("_")
+
+
+TREE = """
+<ir_version: 8, opset_import: ["" : 18]>
+tree (float[9,4] x, int64[9] left, int64[9] right, int64[9] inner) => (float[1,4] y)
+<int64 nine = {9}, bool yes = {1}, int64[1] last = {8}, int64[1] axis = {0}>
+{
+  states = Loop(nine, yes, start) <body = node (int64 i, bool go, float[9,4] h) => (bool more, float[9,4] next) {
+    more = Identity(go)
+    l = Gather(left, i)
+    r = Gather(right, i)
+    a = Gather(h, l)
+    b = Gather(h, r)
+    c = Concat<axis = 0>(a, b)
+    z = MatMul(c, w)
+    k = Gather(inner, i)
+    is = Cast<to = 9>(k)
+    own = Gather(x, i)
+    s = Add(z, own)
+    p = Where(is, s, own)
+    t = Tanh(p)
+    at = Unsqueeze(i, axis)
+    place = Unsqueeze(at, axis)
+    row = Unsqueeze(t, axis)
+    next = ScatterND(h, place, row)
+  }>
+  y = Gather(states, last)
+}
+"""
+"""A recursive network over a binary tree, as ONNX can say it: a loop over nodes, whose states have a row each."""
+
+
+@pytest.mark.compiled
+def test_a_recursion_that_is_a_loop_over_nodes_trains() -> None:
+    proto = onnx.parser.parse_model(TREE)
+    weights = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    for name, value in (("w", weights), ("start", np.zeros((9, 4), np.float32))):
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+    module = load(proto, trainable=["w"])
+    left, right = torch.tensor([0, 0, 0, 0, 0, 0, 2, 6, 7]), torch.tensor([0, 0, 0, 0, 0, 1, 3, 4, 5])
+    inner, x = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 1]), torch.randn(9, 4)
+    w = torch.tensor(weights, requires_grad=True)
+
+    def state(node: int) -> torch.Tensor:
+        below = [state(int(left[node])), state(int(right[node]))] if inner[node] else []
+        return (torch.cat(below) @ w + x[node] if below else x[node]).tanh()
+
+    expected = state(8)
+    expected.sum().backward()
+    optimized = dt.optimize(module)
+    result = optimized(x, left, right, inner)
+    result.sum().backward()
+    torch.testing.assert_close(result[0], expected.detach())
+    torch.testing.assert_close(module.w.grad, w.grad)
+    found = state_of(optimized)
+    assert found is not None and not found.backend.breaks and found.backend.graphs == 1
+
+
+def test_a_function_that_calls_itself_is_refused_by_name() -> None:
+    proto = onnx.parser.parse_model("""
+<ir_version: 8, opset_import: ["" : 18, "own" : 1]>
+calls (float[3] x, bool c) => (float[3] y) { y = own.visit(x, c) }
+<opset_import: ["" : 18, "own" : 1], domain: "own">
+visit (x, c) => (y) {
+  n = Not(c)
+  y = If(c) <then_branch = then () => (float[3] t) { t = own.visit(x, n) }, else_branch = other () => (float[3] e) { e = Tanh(x) }>
+}
+""")
+    with pytest.raises(Invalid, match="own::visit -> own::visit"):
+        load(proto)
 
 
 def endless() -> onnx.ModelProto:
