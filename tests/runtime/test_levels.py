@@ -102,6 +102,37 @@ def test_libraries_of_matmuls_are_not_compared_for_each_size(monkeypatch: pytest
     assert 1 <= len(measured) <= 4, "those of one power of two"
 
 
+MATMULS = """
+graph matmuls(bounds: i64[levels, 1] input, x: f32[calls, INNER] input, w: f32[INNER, COLUMNS] parameter,
+    v: f32[COLUMNS, INNER] parameter) {
+  %a, %b = levels(%bounds, %x, %w, %v, cells=[body(x, w, v) {
+    %a = matmul(%x, %w)
+    %t = permute(%v, dims=(1, 0))
+    %b = matmul(%x, %t)
+    yield %a, %b
+  }], types=(), counts=(calls,), rows=((1,),), children=((),), shared=((2, 3),), states=((),))
+  return %a, %b
+}
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("inner", "columns"), [(40, 48), (21, 37), (3, 5), (600, 130)])
+def test_matmuls_of_any_number_of_rows(inner: int, columns: int, threads: int) -> None:
+    rows = [*range(1, 20), 31, 64, 127, 128, 129, 150]
+    run = executable(parse(MATMULS.replace("INNER", str(inner)).replace("COLUMNS", str(columns))))
+    bounds = torch.tensor([0, *np.cumsum(rows)]).reshape(-1, 1)
+    x, w, v = torch.randn(sum(rows), inner), torch.randn(inner, columns), torch.randn(columns, inner)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        a, b = run([bounds, x, w, v])
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(a.double(), x.double() @ w.double(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(b.double(), x.double() @ v.double().T, rtol=1e-5, atol=1e-4)
+
+
 def test_a_list_of_ten_thousand_nodes() -> None:
     run = executable(TRAINING.run(levels.tree(), ("intra_operator",)))
     result = levels.forest("tree", [levels.chain(10_000)])

@@ -60,7 +60,7 @@ struct Product {
     const at::Tensor& right = values.bind(b);
     if (varies && kind == Kind::mm && few(result, left, right)) {
       FewRows::run(left.const_data_ptr<float>(), right.const_data_ptr<float>(), result.data_ptr<float>(), result.size(0),
-                   result.size(1), left.size(1));
+                   result.size(1), left.size(1), transposed(right));
       return;
     }
     switch (kind) {
@@ -72,9 +72,11 @@ struct Product {
   }
 
  private:
+  static bool transposed(const at::Tensor& matrix) { return matrix.stride(0) == 1 && matrix.stride(1) == matrix.size(0); }
+
   static bool few(const at::Tensor& result, const at::Tensor& left, const at::Tensor& right) {
-    return FewRows::serves(result.size(0)) && result.scalar_type() == at::kFloat && left.size(1) > 0 && result.is_contiguous() &&
-           left.is_contiguous() && right.stride(0) == 1 && right.stride(1) == right.size(0);
+    return result.scalar_type() == at::kFloat && left.size(1) > 0 && result.is_contiguous() && left.is_contiguous() &&
+           (transposed(right) || right.is_contiguous()) && FewRows::serves(result.size(0), transposed(right));
   }
 };
 
