@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import warnings
@@ -12,6 +13,7 @@ from typing import Any, cast
 import torch
 import torch._dynamo
 from torch._dynamo.exc import SkipFrame, TorchDynamoException
+from torch.nn.parallel import DistributedDataParallel
 
 from daceml_train import logs
 from daceml_train.driver.binding import differentiable_outputs, input_tensors
@@ -23,6 +25,7 @@ from daceml_train.driver.function import CompiledGraph
 from daceml_train.driver.goals import compile_differentiable
 from daceml_train.driver.inference import compile_inference
 from daceml_train.driver.optimizer_updates import update_for
+from daceml_train.driver.parallel_modules import compiled_inside, of_local_tensors, parts_of
 from daceml_train.driver.records import Record
 from daceml_train.driver.recursion import Recursion, recursion_of
 from daceml_train.driver.sdfg_programs import sdfg_of
@@ -67,6 +70,8 @@ class ModuleState:
     recursions: dict[str, Recursion | None] = field(default_factory=dict)
     """Per method that was called, the recursion that it runs."""
     faster: FasterModule = field(default_factory=FasterModule)
+    parts: dict[torch.nn.Module, Callable[..., Any]] | None = None
+    """The compiled modules inside one that is parallel, once it was called; see `driver.parallel_modules`."""
 
 
 STORM = 8
@@ -109,6 +114,8 @@ class Backend:
             self.break_off(f"recompiled at nearly every call, since {changed} changes; PyTorch runs it")
             raise SkipFrame(self.breaks[-1])
         try:
+            if (divided := of_local_tensors(module, examples, self.compile)) is not None:
+                return divided
             result = self.compile(module, examples)
             self.programs[frame()] = [*recent[1 - STORM :], result]
             return result
@@ -234,8 +241,14 @@ def _call(
         return recursion(module, source, arguments, keywords, state.backend.note)
     if _gives_up(module, state, name):
         return source(module, *arguments, **keywords)
+    if state.parts is None:
+        state.parts = {
+            m: traced(type(m).forward, m, state.backend, dynamic=state.options.dynamic) for m in parts_of(module)
+        }
     try:
-        result = state.compiled[name](*arguments, **keywords)
+        with compiled_inside(state.parts) if state.parts else contextlib.nullcontext():
+            wrapper = state.parts and isinstance(module, DistributedDataParallel)  # whose own code is PyTorch's
+            result = (source.__get__(module) if wrapper else state.compiled[name])(*arguments, **keywords)
     except TorchDynamoException as error:
         result = _as_pytorch(module, state, source, error, arguments, keywords)
     except Exception as error:

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -101,27 +103,39 @@ def test_a_step_that_reduces_nothing_warns_on_every_rank(ranks: Ranks) -> None:
         assert "reduces no gradients over the 2 processes" in text
 
 
-def around(rank: int, how: str) -> tuple[list[str], list[Tensor]]:
-    """Breaks and parameters after PyTorch's own steps of a compiled model that PyTorch makes parallel."""
+def around(rank: int, how: str) -> tuple[list[str], list[Tensor], int]:
+    """Breaks, parameters and graphs after PyTorch's own steps of a compiled model that PyTorch makes parallel."""
     plain = network()
-    model: Any = dt.optimize(plain)
+    if how == "layers":  # the hooks of which TorchDynamo does not trace
+        for layer in (plain[0], plain[2]):
+            fully_shard(layer)
+        fully_shard(plain)
+    if how == "tensors":
+        mesh = init_device_mesh("cpu", (2,))
+        plain = parallelize_module(plain, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    inside = how in ("layers", "tensors", "around")
+    model: Any = dt.optimize(DistributedDataParallel(plain) if how == "around" else plain)
     state = state_of(model)
-    parallel: Any = fully_shard(model) if how == "fully_shard" else DistributedDataParallel(model)
+    parallel: Any = fully_shard(model) if how == "fully_shard" else model if inside else DistributedDataParallel(model)
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
     for number in range(2):
-        x, y = (t[3 * rank : 3 * rank + 3] for t in batch(number))
+        x, y = (t if how == "tensors" else t[3 * rank : 3 * rank + 3] for t in batch(number))
         optimizer.zero_grad()
         F.mse_loss(parallel(x), y).backward()
         optimizer.step()
     assert state is not None
-    return state.backend.breaks, [whole(p) for p in parallel.parameters()]
+    return (
+        state.backend.breaks,
+        [whole(p) for p in parallel.parameters()],
+        sum(r.kernels for r in state.backend.records),
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["wrapped", "fully_shard"])
-def test_compiled_models_inside_what_pytorch_makes_parallel(ranks: Ranks, how: str) -> None:
+@pytest.mark.parametrize("how", ["wrapped", "fully_shard", "around", "layers", "tensors"])
+def test_compiled_models_inside_and_around_what_pytorch_makes_parallel(ranks: Ranks, how: str) -> None:
     expected = trained_by_pytorch(2)
-    for breaks, found in ranks(around, how):
-        assert breaks == []
+    for breaks, found, kernels in ranks(around, how):
+        assert breaks == [] and kernels
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs)
