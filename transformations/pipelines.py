@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from daceml_train.passes.pipeline import Pipeline
 from daceml_train.transformations import catalog
+from daceml_train.transformations.distribution.bucket import Bucket
+from daceml_train.transformations.distribution.choose_rows import ChooseRows
 from daceml_train.transformations.forward.blocked_attention import BlockedAttention
 from daceml_train.transformations.forward.cross_entropy import FuseSoftmaxCrossEntropy
 from daceml_train.transformations.forward.hoist_matmuls import HoistMatmuls
@@ -61,6 +63,7 @@ TRAINING = Pipeline(
         RecognizeAttention(),
         BlockedAttention(),
     ),
+    distribution=(ChooseRows(), Bucket()),
     intra_operator=(
         UpdateRows(),
         Decompose(),

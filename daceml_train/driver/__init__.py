@@ -24,8 +24,8 @@ from daceml_train.driver.step import Loss, TrainingStep
 from daceml_train.errors import Invalid, nearest
 from daceml_train.frontends.torch import absent_gradients
 from daceml_train.runtime.links import Link
-from daceml_train.training.distribution import BUCKET
 from daceml_train.training.gradients import Clipping
+from daceml_train.transformations.distribution.bucket import BUCKET
 
 OnnxModel = Any
 """A path (`str`, `os.PathLike`), bytes, or an `onnx.ModelProto`."""
@@ -125,8 +125,8 @@ def training_step(
     alone = shard is None and micro_batches == 1 and not keep_gradients and compile == "first_call"
     model, mesh, wrapper = unwrapped(model, mesh, alone)
     ranks = ranks_of(mesh, model)
-    size = bucket.bucket(ranks.size if ranks else 1) if isinstance(bucket, Link) else bucket
-    sharing = Sharing(ranks, shard, sparse, sync_batch_norm, size, wrapper)
+    sharing = Sharing(ranks, shard, sparse, sync_batch_norm, bucket, wrapper)
+    settings = dataclasses.replace(settings, pipeline=sharing.passes(settings.pipeline))
     _check_together(keep_gradients, micro_batches, mesh, shard, compile)
     own = (model, loss, optimizer, settings), (clipping, scaler, schedule)
     step = _step_of(*own, compile, keep_gradients, micro_batches, reduction)

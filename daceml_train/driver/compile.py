@@ -4,7 +4,8 @@ Everything that is compiled takes this road. A `Goal` says what differs: what is
 (derivatives, an update), the programs into which it is divided, and what a caller must know to run them. The stages up
 to `lower` produce plain data, which is stored; `generate` and `link` load it into this process.
 
-    captured graph -> forward -> adapt -> extend -> intra_operator -> divide -> [transform -> lower] -> generate -> link
+    captured graph -> forward -> adapt -> extend -> distribute -> intra_operator -> divide -> [transform -> lower]
+    -> generate -> link
 """
 
 from __future__ import annotations
@@ -167,6 +168,11 @@ def extend(compilation: Compilation) -> None:
     compilation.record.bytes_captured = traffic(compilation.graph).bytes
 
 
+def distribute(compilation: Compilation) -> None:
+    """Say how sums over the processes that train together travel."""
+    compilation.graph = compilation.passes(compilation.graph, ("distribution",))
+
+
 def intra_operator(compilation: Compilation) -> None:
     """Apply the passes on single operators, on the whole graph."""
     compilation.graph = compilation.passes(compilation.graph, ("intra_operator",))
@@ -266,6 +272,7 @@ STAGES = Stages(
         Stage("forward", forward),
         Stage("adapt", adapt),
         Stage("extend", extend),
+        Stage("distribute", distribute),
         Stage("intra_operator", intra_operator),
         Stage("divide", divide),
         Stage("transform", transform, "program"),

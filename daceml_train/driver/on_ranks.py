@@ -13,6 +13,7 @@ import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from daceml_train.analysis.links import Link
 from daceml_train.driver.distribution import begin_as_equals, check_wrapper, rows_of
 from daceml_train.driver.fully_sharded import FullySharded, make_state
 from daceml_train.driver.pieces import InPieces
@@ -21,12 +22,16 @@ from daceml_train.errors import Invalid, Unsupported
 from daceml_train.graph.graph import Graph
 from daceml_train.ops.collective import shard_size
 from daceml_train.ops.embedding import Embedding, EmbeddingBag
+from daceml_train.passes.base import Pass
+from daceml_train.passes.pipeline import Pipeline
 from daceml_train.runtime.ranks import Ranks
 from daceml_train.tensor import hint
-from daceml_train.training.distribution import BUCKET
 from daceml_train.training.gradients import GradientOptions
 from daceml_train.training.joint import ACCUMULATED
 from daceml_train.training.optimizers import SCALARS, initial_state, makes_its_state, ready, update_of
+from daceml_train.transformations.distribution.bucket import BUCKET, Bucket
+from daceml_train.transformations.distribution.choose_rows import ChooseRows
+from daceml_train.transformations.distribution.shard_optimizer import ShardOptimizer
 
 Sharding = Literal["optimizer"] | None
 """What is divided among the ranks: the optimizer's state, or nothing."""
@@ -35,11 +40,10 @@ Sparse = Literal["auto", "dense", "gather"]
 sends fewer bytes.
 """
 
-
+LEVEL = "distribution"
+"""The level of passes that say how sums over the ranks travel."""
 COUNTED = ("sum_rows", "lookup_rows", "return_rows")
 """Collectives whose bytes depend on data: they are counted in each step."""
-MESSAGES = 30_000
-"""What the two messages of gathered rows cost more than a part of a bucket, in bytes: 15 us each at 1 GB/s."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Sharing:
     shard: Sharding = None
     sparse: Sparse = "auto"
     sync_batch_norm: bool = False
-    bucket: int = BUCKET
+    bucket: int | Link = BUCKET
     wrapper: DistributedDataParallel | FullySharded | None = None
     """What contains the model."""
 
@@ -67,8 +71,28 @@ class Sharing:
             if value not in kinds:
                 words = ", ".join(repr(kind) for kind in kinds)
                 raise Invalid(f"{name} is one of {words}, given {value!r}")
-        if isinstance(self.bucket, bool) or not isinstance(self.bucket, int) or self.bucket < 1:
+        number = isinstance(self.bucket, int) and not isinstance(self.bucket, bool) and self.bucket >= 1
+        if not number and not isinstance(self.bucket, Link):
             raise Invalid(f"bucket is a positive number of bytes, given {self.bucket!r}")
+
+    def passes(self, pipeline: Pipeline) -> Pipeline:
+        """The pipeline, whose level `distribution` does what was asked for; defaults leave it as it is."""
+        if self.shard == "optimizer" and not _has(pipeline, ShardOptimizer):
+            place = Bucket if _has(pipeline, Bucket) else None
+            pipeline = pipeline.before(place, ShardOptimizer()) if place else pipeline.after(LEVEL, ShardOptimizer())
+        if self.sparse != "auto":
+            pipeline = pipeline if _has(pipeline, ChooseRows) else pipeline.before(LEVEL, ChooseRows())
+            pipeline = pipeline.with_options(ChooseRows, how=self.sparse)
+        if self.bucket != BUCKET:
+            pipeline = pipeline if _has(pipeline, Bucket) else pipeline.after(LEVEL, Bucket())
+            link = self.bucket if isinstance(self.bucket, Link) else None
+            options = {"size": self.bucket} if link is None else {"alpha": link.alpha, "bandwidth": link.bandwidth}
+            pipeline = pipeline.with_options(Bucket, **options)
+        return pipeline
+
+
+def _has(pipeline: Pipeline, kind: type[Pass]) -> bool:
+    return any(isinstance(p, kind) for p in pipeline.level(LEVEL))
 
 
 class OnRanks(InPieces):
@@ -80,12 +104,12 @@ class OnRanks(InPieces):
     accumulated: dict[int, torch.Tensor]
     _bound: dict[Any, Any]
 
-    _tables: tuple[str, ...] = ()
-    """The inputs of the captured graph that are tables of which rows are exchanged."""
+    _tables: tuple[tuple[str, int], ...] = ()
+    """The inputs of the captured graph that are tables, and the most rows of each that any rank reads."""
     _divided_inputs: tuple[str, ...] = ()
     """The inputs of the captured graph that are parameters in `fully_shard`."""
-    _exchanged_as: dict[int, str] | None = None
-    """How the gradient of each table is exchanged, once the ranks have chosen."""
+    _rows_read: dict[int, int] | None = None
+    """The most rows of each table that any rank reads, by the table's identity, once the ranks have told each other."""
 
     def train_on(self, sharing: Sharing, options: Mapping[str, Any]) -> None:
         """Train with these ranks, which must have the same `options`; all begin with what the first one has."""
@@ -96,6 +120,7 @@ class OnRanks(InPieces):
         modules = [m for m in (self.model, self.loss) if isinstance(m, torch.nn.Module)]
         told = {**options, **{f.name: getattr(sharing, f.name) for f in fields(sharing)}}
         del told["ranks"], told["wrapper"]
+        told["passes"] = ", ".join(map(str, self.options.pipeline.level(LEVEL)))
         told["scaler"] = None if self.scaler is None else self.scaler.state_dict()
         divided = {*self._divided(), *(sharing.sharded.ids if sharing.sharded else ())}
         begin_as_equals(self.ranks, modules, self.optimizer, told, self.shards, divided)
@@ -114,7 +139,7 @@ class OnRanks(InPieces):
     @property
     def shards(self) -> bool:
         """Whether each rank has a shard of the optimizer's state."""
-        return self.sharing.shard == "optimizer" and self.ranks is not None
+        return self.ranks is not None and _has(self.options.pipeline, ShardOptimizer)
 
     @property
     def network(self) -> dict[str, int]:
@@ -137,7 +162,7 @@ class OnRanks(InPieces):
     def gradient_bytes(self) -> tuple[int, int]:
         """Bytes of the gradients that a step exchanges as dense arrays, and of the rows that each rank sends."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        tables = {key for key, how in (self._exchanged_as or {}).items() if how == "gather"}
+        tables = {id(p) for p in parameters if self._gathers(p, (self._rows_read or {}).get(id(p), 0))}
         sent = sum(self.ranks.sent.values()) // (self.ranks.size - 1) if self.ranks is not None else 0
         return sum(p.nbytes for p in parameters if id(p) not in tables), sent
 
@@ -154,12 +179,12 @@ class OnRanks(InPieces):
                     loss = step(inputs, targets)
         except BaseException:
             if not ranks.settled:  # another rank may not have chosen
-                self._exchanged_as = None
+                self._rows_read = None
                 self._bound.clear()
             raise
         finally:
             self.idle = False
-        ranks.settled = self._exchanged_as is not None
+        ranks.settled = self._rows_read is not None
         return loss
 
     def _run_in_pieces(self, key: Any, inputs: Any, targets: Sequence[Any]) -> torch.Tensor:
@@ -217,7 +242,7 @@ class OnRanks(InPieces):
         if self.ranks is None:
             return found
         sync = self.sharing.sync_batch_norm
-        found = replace(found, shard=self.shards, bucket=self.sharing.bucket, sync_batch_norm=sync)
+        found = replace(found, shard=self.shards, sync_batch_norm=sync)
         return replace(found, rows=self._tables, idle=self.idle, parameters=self._divided_inputs)
 
     def _capturing(self) -> Any:
@@ -232,35 +257,34 @@ class OnRanks(InPieces):
         return found
 
     def _choose_tables(self, graph: Graph, by_name: Mapping[str, torch.Tensor]) -> None:
-        """Choose the tables of which the rows of the gradients are exchanged.
+        """Find the tables of whose gradients rows may be exchanged, and how many rows any rank reads.
 
-        All ranks choose in the first step that succeeds, by the most rows that any of them has.
+        All ranks tell each other in the first step that succeeds, if that is what their choice depends on.
         """
         self._tables = ()
-        if self.ranks is None or self.sharing.sparse == "dense":
+        choosing = next((p for p in self.options.pipeline.level(LEVEL) if isinstance(p, ChooseRows)), None)
+        if self.ranks is None or choosing is None or choosing.how == "dense":
             return
         read = {name: rows for name, rows in rows_read(graph).items() if name not in self._divided_inputs}
         tables = {name: rows for name, rows in read.items() if by_name[name].requires_grad}
-        if self._exchanged_as is None:
+        if self._rows_read is None:
             most = dict(tables)
-            if self.sharing.sparse == "auto":
+            if choosing.how == "auto":
                 paths = {graph.inputs[name].path or name: name for name in tables}
                 for text in self.ranks.tell("tables", json.dumps({p: tables[n] for p, n in paths.items()})):
                     for path, rows in json.loads(text or "{}").items():
                         if path in paths:
                             most[paths[path]] = max(most[paths[path]], rows)
-            self._exchanged_as = {id(by_name[n]): self._chosen(by_name[n], rows) for n, rows in most.items()}
-        chosen = (name for name in tables if self._exchanged_as.get(id(by_name[name])) == "gather")
-        self._tables = tuple(sorted(chosen))
+            self._rows_read = {id(by_name[n]): rows for n, rows in most.items()}
+        known = ((name, self._rows_read.get(id(by_name[name]), 0)) for name in tables)
+        self._tables = tuple(sorted((name, rows) for name, rows in known if rows))
 
-    def _chosen(self, table: torch.Tensor, rows: int) -> str:
-        """How the gradient of a table is exchanged if each rank has so many rows of it (Kim et al., Parallax, 2019)."""
-        assert self.ranks is not None
-        if self.sharing.sparse != "auto":
-            return self.sharing.sparse
-        row, ranks = table.shape[1] * table.element_size(), self.ranks.size
-        dense, gathered = 2 * (ranks - 1) / ranks * table.shape[0] * row, (ranks - 1) * rows * (row + 8)
-        return "gather" if gathered + MESSAGES < dense else "dense"
+    def _gathers(self, table: torch.Tensor, rows: int) -> bool:
+        """Whether rows of a table's gradient are exchanged if each rank reads so many of them."""
+        choosing = next((p for p in self.options.pipeline.level(LEVEL) if isinstance(p, ChooseRows)), None)
+        if self.ranks is None or choosing is None or not rows:
+            return False
+        return choosing.gathers(table.shape[0], table[0].nbytes, rows, self.ranks.size)
 
     # ---- the optimizer's state ----------------------------------------------------------------------------------
     def _make_state(self, parameter: torch.Tensor, name: str) -> None:

@@ -23,6 +23,11 @@ class Collective(Operator):
     ranks: int
     position: int = 0
 
+    @property
+    def deferred(self) -> bool:
+        """Whether nothing needs the result before the update, so that it may be sent together with others."""
+        return bool(getattr(self, "of", ""))
+
     def exchange(self, operands: Sequence[tuple[Array, ...]]) -> list[Array]:
         """The result on each rank, from the operands on each rank: the reference."""
         raise NotImplementedError(f"{self.label} has no reference")
@@ -57,9 +62,15 @@ class Collective(Operator):
 
 @dataclass(frozen=True)
 class AllReduce(Collective):
-    """The sum of `x` over all ranks, each of which gets the same bits."""
+    """The sum of `x` over all ranks, each of which gets the same bits.
+
+    `of` says what is added up between the backward pass and the update: a gradient, the loss, a norm. `rows` is the
+    number of rows of a table that any rank reads, if `x` is the table's gradient and all other rows are zero.
+    """
 
     name = "all_reduce"
+    of: str = ""
+    rows: int = 0
 
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
         (x,) = operands
@@ -82,9 +93,10 @@ class AllReduce(Collective):
 
 @dataclass(frozen=True)
 class ReduceScatter(Collective):
-    """Block r of the sum of `x` over all ranks, on rank r: x [ranks S, ...], result [S, ...]."""
+    """Block r of the sum of `x` over all ranks, on rank r: x [ranks S, ...], result [S, ...]; `of` as of AllReduce."""
 
     name = "reduce_scatter"
+    of: str = ""
 
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
         (x,) = operands
@@ -106,9 +118,10 @@ class ReduceScatter(Collective):
 
 @dataclass(frozen=True)
 class AllGather(Collective):
-    """The `x` of all ranks, one after the other: x [S, ...], result [ranks S, ...]."""
+    """The `x` of all ranks, one after the other: x [S, ...], result [ranks S, ...]. For `of` see AllReduce."""
 
     name = "all_gather"
+    of: str = ""
 
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
         (x,) = operands

@@ -33,8 +33,10 @@ from daceml_train.passes.registry import name_of, register
 from daceml_train.renamed import warn
 from daceml_train.tensor import Dim, simplify
 
-LEVELS = ("forward", "intra_operator", "fusion", "layout", "global_movement")
-"""Stages of a pipeline, in order. `forward` runs before differentiation, the others on the whole training graph."""
+LEVELS = ("forward", "distribution", "intra_operator", "fusion", "layout", "global_movement")
+"""Stages of a pipeline, in order. `forward` runs before differentiation, the others on the whole training graph:
+`distribution` says how sums over the processes that train together travel.
+"""
 
 
 class Candidate(Protocol):

@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from daceml_train.analysis.device_model import DeviceModel
+from daceml_train.analysis.network import messages, sent
 from daceml_train.analysis.traffic import Known, traffic
 from daceml_train.errors import Invalid, nearest
 from daceml_train.graph.graph import Graph
@@ -44,6 +45,10 @@ class PassRecord:
     """The index of the pass in the pipeline, from 0."""
     flops: tuple[Dim, Dim] = (0, 0)
     """Operations before and after."""
+    network: tuple[Dim, Dim] = (0, 0)
+    """Bytes that each of the processes that train together sends, before and after a pass of level `distribution`."""
+    messages: tuple[int, int] = (0, 0)
+    """The collectives in which it sends them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,12 +247,18 @@ class Pipeline:
                         matches=applied(graph, result),
                         position=place,
                         flops=(before.flops, after.flops),
+                        **(_network(graph, result) if level == "distribution" else {}),
                     )
                     watch(Step.of(record, every, result))
                     before = after
                 graph = result
             first += len(passes)
         return graph
+
+
+def _network(before: Graph, after: Graph) -> dict[str, Any]:
+    """What each rank sends before and after a pass."""
+    return {"network": (sent(before), sent(after)), "messages": (messages(before), messages(after))}
 
 
 def _check_pass(given: object) -> None:

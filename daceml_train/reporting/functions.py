@@ -114,7 +114,9 @@ def _passes(group: Sequence[Record], sizes: Mapping[str, int]) -> Iterator[tuple
     for level in LEVELS:
         of_level = [[p for p in record.passes if p.level == level] for record in group]
         for same in zip(*(ps for ps in of_level if ps), strict=True):
-            yield level, _change(same[0].name, same, same, sizes)
+            change = _change(same[0].name, same, same, sizes)
+            if level != "distribution" or any(change.messages):
+                yield level, change
 
 
 def _levels(group: Sequence[Record], sizes: Mapping[str, int]) -> Iterator[Change]:
@@ -128,6 +130,8 @@ def _levels(group: Sequence[Record], sizes: Mapping[str, int]) -> Iterator[Chang
         if len(before) == 1 and len(starts) == 2:
             yield _cut(before[0], starts, sizes)
         change = _change(level, starts, ends, sizes)
+        if level == "distribution" and not any(change.messages):
+            continue  # of a process that trains alone
         yield dataclasses.replace(change, seconds=sum(p.seconds for ps in of_level for p in ps))
         before = ends
 
@@ -144,7 +148,9 @@ def _change(name: str, starts: Sequence[PassRecord], ends: Sequence[PassRecord],
     after = number(_sum(p.bytes_after for p in ends), sizes)
     operators = sum(p.operators_before for p in starts), sum(p.operators_after for p in ends)
     flops = number(_sum(p.flops[1] for p in ends), sizes)
-    return Change(name, before, after, operators, sum(p.seconds for p in ends), flops)
+    network = number(_sum(p.network[0] for p in starts), sizes), number(_sum(p.network[1] for p in ends), sizes)
+    messages = sum(p.messages[0] for p in starts), sum(p.messages[1] for p in ends)
+    return Change(name, before, after, operators, sum(p.seconds for p in ends), flops, network, messages)
 
 
 def _sum(sizes: Iterator[Dim] | Sequence[Dim]) -> Dim:

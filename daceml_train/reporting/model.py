@@ -23,6 +23,10 @@ class Change:
     seconds: float
     flops: int | str = 0
     """Operations after it."""
+    network: tuple[int | str, int | str] = (0, 0)
+    """Bytes that each of the processes that train together sends, before and after it."""
+    messages: tuple[int, int] = (0, 0)
+    """The collectives in which it sends them."""
 
     @property
     def saved(self) -> float | None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from daceml_train.reporting.model import Change, Compiled, Contents, grouped
-from daceml_train.reporting.numbers import bytes_text, counted, percent, seconds_text
+from daceml_train.reporting.numbers import bytes_text, counted, percent, seconds_text, share
 
 
 def lines(report: Contents) -> Iterator[str]:
@@ -63,6 +63,7 @@ def _function_lines(function: Compiled) -> Iterator[str]:
         rows += [(f"  {change.name}", "", *_columns(change)) for change in passes]
     rows.append(("total", bytes_text(function.moved), percent(function.saved), "", ""))
     yield from _aligned(rows)
+    yield from _aligned([*_sent(function)])
     yield ", ".join(facts(function))
     if function.device != "cpu":
         yield ", ".join(on_device(function))
@@ -80,6 +81,18 @@ def _function_lines(function: Compiled) -> Iterator[str]:
     yield from function.constant_sizes
     stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in function.stages.items())
     yield f"{'found in the cache' if function.warm else 'compiled'}: {stages}"
+
+
+def _sent(function: Compiled) -> Iterator[tuple[str, ...]]:
+    """Network bytes, pass by pass of the level that says how sums over the ranks travel."""
+    changes = [change for level, change in function.passes if level == "distribution"]
+    for number, change in enumerate(changes):
+        if not number:
+            yield "bytes sent by each rank", "", "saved", "collectives"
+            yield "a message per sum", bytes_text(change.network[0]), "", str(change.messages[0])
+        before, after = change.messages
+        count = str(after) if before == after else f"{before} -> {after}"
+        yield f"  {change.name}", bytes_text(change.network[1]), percent(share(*change.network)), count
 
 
 def _columns(change: Change) -> tuple[str, str, str]:
@@ -150,7 +163,7 @@ def on_device(function: Compiled) -> Iterator[str]:
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
     for row in rows:
         first, *others = (cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in _cells(row, widths))
         yield "  ".join((first, *others)).rstrip()

@@ -1,8 +1,4 @@
-"""Links: what a message between ranks costs, given or measured, and the times of collectives that follow from it.
-
-The model is alpha-beta (Hockney, 1994): a message of b bytes takes `alpha + b / bandwidth` seconds. Collectives are
-those of a ring, or of a tree where that needs fewer messages one after the other (Thakur et al., 2005).
-"""
+"""Links between processes, measured; see `analysis.links` for the model."""
 
 from __future__ import annotations
 
@@ -11,63 +7,18 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from daceml_train.errors import Invalid
+from daceml_train.analysis.links import Link
 
 SIZES = tuple(1 << power for power in range(10, 25, 2))
 """Bytes of the messages that are measured."""
 REPEATS = 7
 PATIENCE = 120
 """Seconds within which the processes of a measurement are done."""
-
-
-@dataclass(frozen=True)
-class Link:
-    """A link between ranks: `alpha` seconds per message, `bandwidth` bytes per second.
-
-    `jitter` is the standard deviation of a rank's computing time, as a share of it: all wait for the slowest one.
-    """
-
-    alpha: float
-    bandwidth: float
-    jitter: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not (self.alpha >= 0 and self.bandwidth > 0 and self.jitter >= 0):
-            raise Invalid(f"a link has a latency and jitter of at least 0 and a positive bandwidth, given {self}")
-
-    def all_reduce(self, size: float, ranks: int) -> float:
-        """Seconds of a sum of arrays of `size` bytes."""
-        return 2 * self.half(size, ranks)
-
-    def half(self, size: float, ranks: int) -> float:
-        """Seconds of a reduce-scatter or an all-gather, of which each rank has the whole array before or after."""
-        messages = min(ranks - 1, math.ceil(math.log2(max(ranks, 1))))
-        return messages * self.alpha + (ranks - 1) / ranks * size / self.bandwidth
-
-    def gather(self, size: float, ranks: int) -> float:
-        """Seconds until each rank has the `size` bytes of every other."""
-        messages = min(ranks - 1, math.ceil(math.log2(max(ranks, 1))))
-        return messages * self.alpha + (ranks - 1) * size / self.bandwidth
-
-    def bucket(self, ranks: int) -> int:
-        """Bytes of the smallest array in whose sum the messages' latency is at most a tenth of the bytes' time.
-
-        Larger buckets gain little, and start later. Without latency, each gradient is sent by itself.
-        """
-        if ranks == 1:
-            return 1
-        messages = min(ranks - 1, math.ceil(math.log2(ranks)))
-        return max(1, math.ceil(10 * messages * self.alpha * self.bandwidth * ranks / (ranks - 1)))
-
-    def slowest(self, ranks: int) -> float:
-        """How many times as long as the mean the slowest rank computes: the expected largest of normal deviates."""
-        return 1.0 + self.jitter * math.sqrt(2 * math.log(ranks))
 
 
 def measured(
@@ -138,3 +89,6 @@ def _measure(rank: int, ranks: int, store: str, answers: Any) -> None:
         answers.put(found)
     dist.barrier()
     dist.destroy_process_group()
+
+
+__all__ = ["Link", "fitted", "measured", "of_job", "of_machine"]

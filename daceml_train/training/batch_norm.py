@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from daceml_train.graph.graph import Graph, Node
+from daceml_train.graph.graph import Graph, Node, Role
 from daceml_train.ops.collective import AllReduce
+from daceml_train.ops.elementwise import Full
 from daceml_train.ops.normalization import BatchNorm, affine
 from daceml_train.ops.operator import Value, make
 from daceml_train.ops.reduction import scalar, wide
-from daceml_train.tensor import product
+from daceml_train.tensor import DType, product
 
 
 def synchronized(graph: Graph, ranks: int, position: Iterator[int]) -> Graph:
@@ -51,3 +53,35 @@ def _normalized(
     # what reads the variance multiplies it by n / (n - 1) with this rank's n: the running variance is unbiased
     corrected = variance * ((own - 1.0) / own) * (count / (count - 1.0))
     return y, mean, rstd, corrected
+
+
+def zeros(like: Value) -> Value:
+    """An array of zeros."""
+    (found,) = like.builder.emit(Full(0.0, like.shape, like.dtype))
+    return found
+
+
+def without_rows(graph: Graph) -> Value:
+    """Change the graph of a rank without data, whose statistics are sums over the other ranks.
+
+    What this rank adds to them, and to their derivatives, is zero, whatever its rows would have been. Of the buffers
+    that are written those remain that do not depend on its rows, such as running statistics. Returns 0, computed from
+    all the sums, so that none of them is dropped.
+    """
+    of_data = {name for name, entry in graph.inputs.items() if entry.role is Role.input}
+    nodes, graph.nodes = graph.nodes, []
+    for node in nodes:
+        if isinstance(node.op, AllReduce):
+            with graph.at(node.origin):
+                node = replace(node, inputs=(zeros(graph.value(node.inputs[0])).name,))
+        elif any(name in of_data for name in node.inputs):
+            of_data.update(node.outputs)
+        graph.nodes.append(node)
+    graph.writes = {target: name for target, name in graph.writes.items() if name not in of_data}
+    (none,) = graph.emit(Full(0.0, (), DType.float32))
+    for node in [node for node in graph.nodes if isinstance(node.op, AllReduce)]:
+        total = graph.value(node.outputs[0])
+        total = total.sum(tuple(range(len(total.shape))))
+        never = total.compare("ne", total).cast(total.dtype) * total.compare("eq", total).cast(total.dtype)
+        none = none + never.cast(none.dtype)
+    return none

@@ -17,7 +17,7 @@ from daceml_train.errors import Invalid, Unsupported
 from daceml_train.ops.operator import Value, make
 from daceml_train.ops.reduction import wide_type
 from daceml_train.tensor import DType
-from daceml_train.training.distribution import BUCKET, Exchange
+from daceml_train.training.distribution import Exchange
 
 SCALER = ("_scale", "_growth_tracker")
 """The names of a `GradScaler`'s state, which belongs to a step but to no parameter."""
@@ -79,17 +79,15 @@ class GradientOptions:
     ranks: int = 1
     """The processes that train together: gradients are means over them before anything else happens to them."""
     shard: bool = False
-    """Whether each of them updates a shard of every parameter, with that shard of the optimizer's state."""
-    rows: tuple[str, ...] = ()
-    """The tables of which the rows of the gradient are exchanged, by their inputs."""
+    """Whether a pass gives each of them a shard of every parameter to update, with that shard of the state."""
+    rows: tuple[tuple[str, int], ...] = ()
+    """Inputs that are read as tables of embeddings alone, and how many of their rows any of the processes reads."""
     parameters: tuple[str, ...] = ()
     """The parameters of which each process has a part of the rows, by their inputs."""
     sync_batch_norm: bool = False
     """Whether batch norms have statistics of the batches of all processes together."""
     idle: bool = False
     """Whether this process has no data in the step."""
-    bucket: int = BUCKET
-    """Bytes of gradients that are sent in one message."""
 
 
 PLAIN = GradientOptions()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields
 
+from daceml_train.analysis.embeddings import row_gradients
 from daceml_train.autodiff.reverse import differentiate
 from daceml_train.errors import Unsupported
 from daceml_train.graph.graph import Graph, Role
-from daceml_train.ops.collective import AllReduce, Collective
+from daceml_train.ops.collective import Collective
 from daceml_train.ops.divided_tables import LookupRows
 from daceml_train.ops.elementwise import Full
 from daceml_train.ops.group_collective import GroupCollective
@@ -19,13 +21,12 @@ from daceml_train.ops.operator import Origin, Value
 from daceml_train.passes.base import without_dead_code
 from daceml_train.storage.storable import storable
 from daceml_train.tensor import DType, Tensor
-from daceml_train.training.batch_norm import synchronized
+from daceml_train.training.batch_norm import synchronized, without_rows
 from daceml_train.training.distribution import (
     WEIGHT,
     Exchange,
     gathered,
     lookups,
-    row_gradients,
     without_requests,
 )
 from daceml_train.training.gradients import PLAIN, SCALER, GradientOptions, clip, next_scale, unscale
@@ -128,6 +129,9 @@ def joint_graph(
     found = {name: g for name, g in differentiate(graph, {loss.name: seed}, wrt).items() if g is not None}
     if code is not None:
         found |= code.hooked(found)
+    none = without_rows(graph) if options.idle and options.sync_batch_norm and code is None else None
+    if options.idle and none is None:
+        graph.writes.clear()  # buffers, of which a rank without data has nothing new
     if options.idle and tables:
         found |= without_requests(graph, {name: found[name] for name in tables if name in found})
     entries = [t for t in trained if t.parameter in found]
@@ -137,8 +141,8 @@ def joint_graph(
     sharded = None
     mean = None
     if weight is not None and found and updates:
-        exchange = Exchange(graph, options.ranks, weight, options.bucket, options.idle, position)
-        sharded = exchange if options.shard or tables else None
+        exchange = Exchange(graph, options.ranks, weight, options.idle, position)
+        sharded = exchange if tables else None
         mean = _exchanged(exchange, options, loss, found, updated, late, tables)
     names = list(code.parameters) if code is not None and code.update else [t.parameter for t in updated]
     gradients = [found[name] for name in names]
@@ -148,23 +152,24 @@ def joint_graph(
         for held, value in zip(scaler, next_scale(options.scaling, scaler[0], scaler[1], skip), strict=True):
             graph.write(held.name, value)
     bound = next((hyper[OF_STEP, name] for name in bounds), None)
-    whole = {g.name for n, g in zip(names, gradients, strict=True) if not options.shard and n not in tables}
+    whole = {g.name for n, g in zip(names, gradients, strict=True) if n not in tables}
     gradients, norm = clip(options.clipping, gradients, bound, sharded, whole)
     found |= zip(names, gradients, strict=True)
     joint.gradients = tuple(name for name in keep if name in found)
     result = loss
     if options.idle:  # of which nothing is to be computed
         result = mean or graph.emit(Full(0.0, loss.shape, loss.dtype))[0]
+        result = result if none is None else result + none.cast(result.dtype)
     graph.outputs = [result.name, *kept, *(found[name].name for name in joint.gradients)]
     if code is not None and code.update:
         joint.by_user = True
         code.append_update(found, skip)
-    shared = [t for t in updated if sharded is not None and options.shard and t.parameter not in tables]
-    if sharded is not None and options.shard:
-        _append_sharded(joint, sharded, shared, found, hyper, skip)
+    if options.shard and any(entry.first for entry in updated):
+        raise Unsupported("a first step that creates the state of a sharded optimizer", advice="use dampening=0")
+    if options.shard and joint.gradients:
+        raise Unsupported("gradients that are kept while the optimizer is sharded: no rank has all of them")
     for entry in updated:
-        if entry not in shared:
-            _append_named(joint, entry, found[entry.parameter], hyper, skip)
+        _append_named(joint, entry, found[entry.parameter], hyper, skip)
     if mean is not None:
         joint.mean = True
         graph.output(mean)
@@ -185,8 +190,8 @@ def _on_ranks(graph: Graph, options: GradientOptions, position: Iterator[int]) -
 def _collectives(graph: Graph, options: GradientOptions) -> list[Collective]:
     """The collectives of a forward pass. Raises `Unsupported` for those in which a rank without data has no part."""
     found = [node.op for node in graph.nodes if isinstance(node.op, Collective)]
-    if options.idle and any(isinstance(op, AllReduce | GroupCollective) for op in found):
-        why = "sync_batch_norm or collectives of the model's own"
+    if options.idle and any(isinstance(op, GroupCollective) for op in found):
+        why = "collectives of the model's own"
         raise Unsupported(f"a rank without data in a step with {why}", advice="give each rank some rows")
     return found
 
@@ -217,40 +222,33 @@ def _exchanged(
     late: bool,
     shards: AbstractSet[str],
 ) -> Value | None:
-    """Replace the gradients by their means over all ranks, or by shards of these.
+    """Replace the gradients by their means over all ranks; those in `shards` are sums over all ranks already.
 
-    Those in `shards` are sums over all ranks already. Returns the mean of the loss, unless it is that of a part.
+    Returns the mean of the loss, unless it is that of a part.
     """
     graph, weight = exchange.graph, exchange.weight
     assert weight is not None
-    if options.idle:
-        graph.writes.clear()  # buffers, of which a rank without data has nothing new
     names = list(found)
     plain = {t.parameter for t in updated if plain_descent(t.update.op)}
     tables = row_gradients(graph, [found[name] for name in names])
     for name in names:
         for part in tables.get(found[name].name, ()):
             refuse_sparse_part(part, name in plain)
-    tables = {found[n].name: tables[found[n].name] for n in names if n in options.rows and found[n].name in tables}
-    found |= {n: as_dense(graph, found[n], tables) for n in names}
+    found |= {n: as_dense(graph, found[n]) for n in names}
     if late:
         found |= {t.parameter: found[t.parameter] * weight.cast(found[t.parameter].dtype) for t in updated}
-    losses = [] if any(t.accumulated for t in updated) else [loss * weight.cast(loss.dtype)]
-    divided = [name for name in names if name in shards]
-    names = [name for name in names if name not in divided]
-    if not options.shard:
-        reduced = exchange.means([*(found[name] for name in names), *losses], tables)
-        found |= zip(names, reduced, strict=False)
-        found |= {name: exchange.of_sum(found[name]) for name in divided}  # the sums that this rank has
-        return reduced[-1] if losses else None
-    whole = [name for name in names if found[name].name in tables]
-    parts = [name for name in names if name not in whole]
-    reduced, means = exchange.shards([found[name] for name in parts], losses)
-    found |= zip(parts, reduced, strict=True)
-    sums = exchange.means([found[name] for name in whole], tables)
-    found |= zip(whole, exchange.own_shards(sums), strict=True)
-    found |= {name: exchange.of_sum(found[name]) for name in divided}
-    return means[0] if means else None
+    tables = row_gradients(graph, [found[name] for name in names])
+    paths = Counter(graph.inputs[name].path for name in names)
+    own = {name: graph.inputs[name].path if paths[graph.inputs[name].path] == 1 else name for name in names}
+    what = {name: f"gradient of {own[name] or name}" for name in names if name not in shards}
+    rows = {what[n]: count for n, count in options.rows if n in what and found[n].name in tables}
+    values = {text: found[name] for name, text in what.items()}
+    if not any(t.accumulated for t in updated):
+        values["loss"] = loss * weight.cast(loss.dtype)
+    means = exchange.means(values, rows)
+    found |= {name: means[text] for name, text in what.items()}
+    found |= {name: exchange.of_sum(found[name]) for name in shards if name in found}  # the sums that this rank has
+    return means.get("loss")
 
 
 def update_graph(trained: Sequence[Trained], tensors: Sequence[Tensor], paths: Sequence[str]) -> Joint:
@@ -306,36 +304,12 @@ def _append_named(
     gradient: Value,
     hyper: Mapping[tuple[int, str], Value],
     skip: Value | None,
-    shard: Value | None = None,
 ) -> None:
     """The update of a parameter, under a name that says whose it is."""
     path = joint.graph.inputs[entry.parameter].path
     rule = "adamw" if getattr(entry.update.op, "decoupled", False) else entry.update.op.name.removesuffix("_update")
     with joint.graph.at(Origin(path.rpartition(".")[0]).of(f"{rule} {path or entry.parameter}", "update")):
-        _append_update(joint, entry, gradient, hyper, skip, shard)
-
-
-def _append_sharded(
-    joint: Joint,
-    exchange: Exchange,
-    updated: Sequence[Trained],
-    shards: Mapping[str, Value],
-    hyper: Mapping[tuple[int, str], Value],
-    skip: Value | None,
-) -> None:
-    """The updates of this rank's shards of the parameters, which then are gathered from all ranks."""
-    graph = joint.graph
-    if any(entry.first for entry in updated):
-        raise Unsupported("a first step that creates the state of a sharded optimizer", advice="use dampening=0")
-    if joint.gradients:
-        raise Unsupported("gradients that are kept while the optimizer is sharded: no rank has all of them")
-    whole = [graph.value(graph.writes.get(entry.parameter, entry.parameter)) for entry in updated]
-    own = exchange.own_shards(whole) if whole else []
-    for entry, shard in zip(updated, own, strict=True):
-        _append_named(joint, entry, shards[entry.parameter], hyper, skip, shard)
-    after = [graph.value(graph.writes[entry.parameter]) for entry in updated]
-    for entry, value in zip(updated, exchange.gathered(after, whole), strict=True):
-        graph.write(entry.parameter, value)
+        _append_update(joint, entry, gradient, hyper, skip)
 
 
 def _append_update(
@@ -344,11 +318,10 @@ def _append_update(
     gradient: Value,
     hyper: Mapping[tuple[int, str], Value],
     skip: Value | None,
-    shard: Value | None = None,
 ) -> None:
-    """The update of a parameter, or of this rank's shard of it; if `skip` is true, nothing changes."""
+    """The update of a parameter; if `skip` is true, nothing changes."""
     graph = joint.graph
-    p = graph.value(graph.writes.get(entry.parameter, entry.parameter)) if shard is None else shard
+    p = graph.value(graph.writes.get(entry.parameter, entry.parameter))
     before = []  # the parameter is as the forward pass left it
     if not entry.first:
         for name in entry.update.state:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -63,9 +63,9 @@ def refuse_sparse_part(part: Node, plain: bool) -> None:
         raise Unsupported(_SPARSE, where=str(part.origin))
 
 
-def as_dense(graph: Graph, gradient: Value, tables: Collection[str]) -> Value:
-    """A gradient with sparse parts as a dense array, unless its rows are exchanged as those of `tables` are."""
-    parts = () if gradient.name in tables else sparse_arrays(graph).get(gradient.name, ())
+def as_dense(graph: Graph, gradient: Value) -> Value:
+    """A gradient, as a dense array where it has sparse parts."""
+    parts = sparse_arrays(graph).get(gradient.name, ())
     dense = [
         graph.emit(replace(part.op, sparse=False), *(graph.value(name) for name in part.inputs))[0]
         for part in parts

@@ -184,19 +184,23 @@ def images(sizes: tuple[int, ...], step: int, rank: int | None) -> tuple[Tensor,
     return (x, y) if rank is None else (x[start : start + sizes[rank]], y[start : start + sizes[rank]])
 
 
-def normalized(rank: int, wrap: bool) -> tuple[dict[str, Tensor], list[str], list[Tensor]]:
+def normalized(
+    rank: int, wrap: bool, sizes: list[tuple[int, ...]]
+) -> tuple[dict[str, Tensor], list[str], list[Tensor]]:
     torch.manual_seed(0)
     model = Images()
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     given = DistributedDataParallel(model) if wrap else model
     mesh = {} if wrap else {"mesh": dist.group.WORLD}
     step = dt.training_step(given, F.cross_entropy, optimizer, sync_batch_norm=True, **mesh)
-    losses = [step(*images((4, 2, 3, 3), number, rank)) for number in range(3)]
+    losses = [step(*images(of_ranks, number, rank)) for number, of_ranks in enumerate(sizes)]
     return model.state_dict(), step.breaks, losses
 
 
 @pytest.mark.parametrize("wrap", [False, True])
-def test_batch_norm_has_the_statistics_of_all_ranks(ranks: Ranks, wrap: bool) -> None:
+@pytest.mark.parametrize("sizes", [[(4, 2, 3, 3)] * 3, [(4, 2, 3, 3), (5, 0, 4, 3), (0, 0, 12, 0)]])
+def test_batch_norm_has_the_statistics_of_all_ranks(ranks: Ranks, wrap: bool, sizes: list[tuple[int, ...]]) -> None:
+    """A rank without data has the running statistics of the others, too."""
     torch.manual_seed(0)
     theirs = Images()
     optimizer = OPTIMIZERS["momentum"](theirs.parameters())
@@ -207,7 +211,7 @@ def test_batch_norm_has_the_statistics_of_all_ranks(ranks: Ranks, wrap: bool) ->
         expected.append(F.cross_entropy(theirs(x), y))
         expected[-1].backward()
         optimizer.step()
-    for state, breaks, losses in ranks(normalized, wrap):
+    for state, breaks, losses in ranks(normalized, wrap, sizes):
         assert breaks == []
         torch.testing.assert_close(losses, [loss.detach() for loss in expected], **ROUNDING)
         for name, value in theirs.state_dict().items():

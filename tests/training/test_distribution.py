@@ -24,13 +24,25 @@ from daceml_train.tensor import DType, Tensor
 from daceml_train.training.distribution import Exchange
 from daceml_train.training.gradients import Clipping, GradientOptions, Scaling
 from daceml_train.training.joint import Joint, joint_graph
+from daceml_train.transformations.distribution.bucket import Bucket
+from daceml_train.transformations.distribution.choose_rows import ChooseRows
+from daceml_train.transformations.distribution.shard_optimizer import ShardOptimizer
+from daceml_train.transformations.pipelines import TRAINING
 
 
 def joint(options: GradientOptions, keep: bool = False) -> Joint:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     step = dt.training_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     seen, trained, _ = step.look(torch.zeros(5, 3), torch.zeros(5, 2))
-    return joint_graph(seen.captured.graph, trained, [t.parameter for t in trained] if keep else [], options)
+    result = joint_graph(seen.captured.graph, trained, [t.parameter for t in trained] if keep else [], options)
+    return distributed(result, False)
+
+
+def distributed(result: Joint, shard: bool, how: str = "auto") -> Joint:
+    """The joint graph after the level `distribution`."""
+    pipeline = TRAINING.with_options(ChooseRows, how=how)
+    pipeline = pipeline.before(Bucket, ShardOptimizer()) if shard else pipeline
+    return replace(result, graph=pipeline.run(result.graph, ("distribution",)))
 
 
 def values_of(result: Joint) -> dict[str, np.ndarray]:
@@ -84,13 +96,14 @@ def test_buckets_have_one_type_and_at_most_so_many_bytes() -> None:
     sizes = [(10, DType.float32), (20, DType.float32), (5, DType.bfloat16), (300, DType.float32), (7, DType.float32)]
     inputs = [graph.input(f"x{i}", Tensor((n,), dtype)) for i, (n, dtype) in enumerate(sizes)]
     values: list[Value] = [x.unary("neg") for x in inputs]
-    found = Exchange(graph, 2, limit=120).means([*reversed(values), values[0]])
-    graph.outputs = [value.name for value in found]
+    named = {str(i): value for i, value in enumerate([*reversed(values), values[0]])}
+    graph.outputs = [value.name for value in Exchange(graph, 2).means(named).values()]
+    graph = Bucket(120).run(graph)
     verify(graph)
     reduced = [graph.tensors[node.inputs[0]] for node in graph.nodes if isinstance(node.op, AllReduce)]
     assert [(t.size, t.dtype) for t in reduced] == [
-        (30, DType.float32), (300, DType.float32), (7, DType.float32), (5, DType.bfloat16)]  # fmt: skip
-    assert [op.position for op in collectives(graph)] == [0, 1, 2, 3]
+        (30, DType.float32), (5, DType.bfloat16), (300, DType.float32), (7, DType.float32)]  # fmt: skip
+    assert [op.position for op in collectives(graph)] == [0, 2, 3, 4]
     given = {f"x{i}": np.arange(n) + 1.0 for i, (n, _) in enumerate(sizes)}
     wanted = [*reversed(given.values()), given["x0"]]
     for value, x in zip(interpret(graph, given).outputs, wanted, strict=True):
@@ -119,8 +132,8 @@ def graph_of(optimizer: str, options: GradientOptions, rows: int) -> Joint:
     step = dt.training_step(model, F.mse_loss, OPTIMIZERS[optimizer](model.parameters()))
     seen, trained, _ = step.look(torch.zeros(rows, 4, dtype=torch.int64), torch.zeros(rows, 2))
     table = next(name for name, entry in seen.captured.graph.inputs.items() if entry.path.endswith("table.weight"))
-    chosen = replace(options, rows=(table,)) if options.rows else options
-    return joint_graph(seen.captured.graph, trained, [], chosen)
+    chosen = replace(options, rows=((table, 4 * rows),)) if options.rows else options
+    return distributed(joint_graph(seen.captured.graph, trained, [], chosen), options.shard, "gather")
 
 
 KINDS = (2.0, 1.0, math.inf, 3.0, 0.0)

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from daceml_train.graph.graph import Graph, Node
+from daceml_train.ops.collective import Collective
 from daceml_train.ops.control import draws
 from daceml_train.ops.elementwise import Elementwise
 from daceml_train.passes.base import Pass, without_dead_code
@@ -46,7 +47,7 @@ class CommonSubexpressions(Pass):
 
 def identity(graph: Graph, node: Node, inputs: tuple[str, ...]) -> Hashable | None:
     """The key that equal nodes share: operator, operands and result types; None if the node must not be merged."""
-    if draws(node.op):
+    if draws(node.op) or isinstance(node.op, Collective):  # other ranks wait for each collective
         return None
     if isinstance(node.op, Elementwise) and node.op.kind in COMMUTATIVE:
         inputs = tuple(sorted(inputs))

@@ -1,0 +1,1 @@
+"""The distribution level: how sums over the ranks that train together travel."""
