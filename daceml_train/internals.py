@@ -14,6 +14,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     "TorchDynamo: tracing, guards and the code that it generates": (
         "torch._TorchCompileWrapper",
         "torch._dynamo.OptimizedModule",
+        "torch._dynamo.backends.common.aot_autograd",
         "torch._dynamo.config.patch",
         "torch._dynamo.config.skip_nnmodule_hook_guards",
         "torch._dynamo.disable",
@@ -117,6 +118,8 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     ),
     "several processes: collectives of models, models in fully_shard": (
         "torch.distributed._functional_collectives",
+        "torch._library.fake_class_registry.FakeScriptObject",
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper",
         "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
         "torch.distributed.fsdp._fully_shard._fsdp_state._get_module_fsdp_state",
     ),

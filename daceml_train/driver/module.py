@@ -25,7 +25,7 @@ from daceml_train.driver.function import CompiledGraph
 from daceml_train.driver.goals import compile_differentiable
 from daceml_train.driver.inference import compile_inference
 from daceml_train.driver.optimizer_updates import update_for
-from daceml_train.driver.parallel_modules import compiled_inside, of_local_tensors, parts_of
+from daceml_train.driver.parallel_modules import compiled_inside, of_local_tensors, surrounded_modules
 from daceml_train.driver.records import Record
 from daceml_train.driver.recursion import Recursion, recursion_of
 from daceml_train.driver.sdfg_programs import sdfg_of
@@ -242,9 +242,8 @@ def _call(
     if _gives_up(module, state, name):
         return source(module, *arguments, **keywords)
     if state.parts is None:
-        state.parts = {
-            m: traced(type(m).forward, m, state.backend, dynamic=state.options.dynamic) for m in parts_of(module)
-        }
+        inside = surrounded_modules(module)
+        state.parts = {m: traced(type(m).forward, m, state.backend, dynamic=state.options.dynamic) for m in inside}
     try:
         with compiled_inside(state.parts) if state.parts else contextlib.nullcontext():
             wrapper = state.parts and isinstance(module, DistributedDataParallel)  # whose own code is PyTorch's

@@ -25,7 +25,7 @@ Part = Callable[..., Any]
 """The compiled `forward` of a module, bound to it."""
 
 
-def parts_of(module: nn.Module) -> Sequence[nn.Module]:
+def surrounded_modules(module: nn.Module) -> Sequence[nn.Module]:
     """The modules inside a parallel one that hooks of PyTorch's surround, if calls of them can be compiled one by one.
 
     Modules that are recomputed as a whole stay as they are: PyTorch calls them again outside the wrapper.
@@ -111,4 +111,4 @@ def _is_object(value: Any) -> bool:
     return isinstance(value, FakeScriptObject | torch.ScriptObject | torch.distributed.device_mesh.DeviceMesh)
 
 
-__all__ = ["compiled_inside", "of_local_tensors", "parts_of"]
+__all__ = ["compiled_inside", "of_local_tensors", "surrounded_modules"]

@@ -129,11 +129,7 @@ def joint_graph(
     found = {name: g for name, g in differentiate(graph, {loss.name: seed}, wrt).items() if g is not None}
     if code is not None:
         found |= code.hooked(found)
-    none = without_rows(graph) if options.idle and options.sync_batch_norm and code is None else None
-    if options.idle and none is None:
-        graph.writes.clear()  # buffers, of which a rank without data has nothing new
-    if options.idle and tables:
-        found |= without_requests(graph, {name: found[name] for name in tables if name in found})
+    none = _without_data(graph, found, options, tables, code) if options.idle else None
     entries = [t for t in trained if t.parameter in found]
     joint.trained = [t.parameter for t in entries]
     found |= {t.parameter: _accumulated(joint, t, found[t.parameter]) for t in entries}
@@ -157,9 +153,8 @@ def joint_graph(
     found |= zip(names, gradients, strict=True)
     joint.gradients = tuple(name for name in keep if name in found)
     result = loss
-    if options.idle:  # of which nothing is to be computed
-        result = mean or graph.emit(Full(0.0, loss.shape, loss.dtype))[0]
-        result = result if none is None else result + none.cast(result.dtype)
+    if none is not None:  # nothing is to be computed of the loss
+        result = (mean or graph.emit(Full(0.0, loss.shape, loss.dtype))[0]) + none.cast(loss.dtype)
     graph.outputs = [result.name, *kept, *(found[name].name for name in joint.gradients)]
     if code is not None and code.update:
         joint.by_user = True
@@ -179,6 +174,27 @@ def joint_graph(
     joint.graph = without_dead_code(graph)
     refuse_sparse(joint.graph, joint.graph.outputs, plain_descent)
     return joint
+
+
+def _without_data(
+    graph: Graph,
+    found: dict[str, Value],
+    options: GradientOptions,
+    tables: AbstractSet[str],
+    code: UserCode | None,
+) -> Value:
+    """Let a rank without data take part in the collectives of a forward pass and of its derivative.
+
+    Returns 0, on which the result of the step has to depend.
+    """
+    if options.sync_batch_norm and code is None:
+        none = without_rows(graph)
+    else:
+        graph.writes.clear()  # buffers, of which this rank has nothing new
+        (none,) = graph.emit(Full(0.0, (), DType.float32))
+    if tables:
+        found |= without_requests(graph, {name: found[name] for name in tables if name in found})
+    return none
 
 
 def _on_ranks(graph: Graph, options: GradientOptions, position: Iterator[int]) -> Graph:

@@ -47,6 +47,21 @@ EXTRA = {
         "%a = pad(%g, pads=((0, 5), (0, 0)))\n%b = pad(%h, pads=((3, 1), (0, 0)))\n%y = add(%a, %b)",
         "%y",
     ),
+    "bucket": program(
+        "x: f32[4], y: f32[3]",
+        '%a = all_reduce(%x, ranks=2, of="gradient of p")\n%b = all_reduce(%y, ranks=2, position=1, of="gradient of q")',
+        "%a, %b",
+    ),
+    "choose_rows": program(
+        "g: f32[3, 4], i: i64[3]",
+        '%d = embedding_grad(%g, %i, rows=9000)\n%a = all_reduce(%d, ranks=2, of="gradient of p", rows=3)',
+        "%a",
+    ),
+    "shard_optimizer": program(
+        "p: f32[9], g: f32[9], rate: f64[]",
+        '%a = all_reduce(%g, ranks=2, of="gradient of p")\n%n = sgd_update(%p, %a, %rate)',
+        "%n",
+    ),
     "overlap": program(
         "x: f32[4], w: f32[4, 4]",
         "%a = all_reduce(%x, ranks=2)\n%b = neg(%a)\n%c = matmul(%w, %w)\n%d = all_reduce(%c, ranks=2, position=1)\n%y = exp(%d)",

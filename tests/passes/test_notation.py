@@ -104,7 +104,7 @@ def test_the_key_is_the_same_in_every_process() -> None:
             "no pass is named 'fuse_elementwize', did you mean 'fuse_elementwise'? (at line 1",
         ),
         ("\nfusion: qqq()", "no pass is named 'qqq' (at line 2 of the pipeline); known: accumulate_matmuls, "),
-        ("fusing: simplify()", "no level is called 'fusing'; known: forward, intra_operator"),
+        ("fusing: simplify()", "no level is called 'fusing'; known: forward, distribution, intra_operator"),
         (
             "fusion: fuse_elementwise(limits=3)",
             "fuse_elementwise has no option 'limits', did you mean 'limit'?; it has: limit: int",

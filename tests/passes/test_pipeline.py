@@ -24,6 +24,7 @@ def test_text() -> None:
     pipeline = SMALL.with_options(Decompose, keep=("softmax",))
     assert str(pipeline).splitlines() == [
         "forward:",
+        "distribution:",
         "intra_operator: decompose(keep=('softmax',)), simplify()",
         "fusion:",
         "layout:",
@@ -94,7 +95,7 @@ def test_an_unknown_pass_names_the_known(edit: str) -> None:
 
 
 def test_an_unknown_level_names_the_known() -> None:
-    levels = "forward, intra_operator, fusion, layout, global_movement"
+    levels = "forward, distribution, intra_operator, fusion, layout, global_movement"
     with pytest.raises(
         Invalid, match=f"no level or pass is named 'fussion', did you mean 'fusion'\\?; levels: {levels}"
     ):
