@@ -14,7 +14,6 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     "TorchDynamo: tracing, guards and the code that it generates": (
         "torch._TorchCompileWrapper",
         "torch._dynamo.OptimizedModule",
-        "torch._dynamo.backends.common.aot_autograd",
         "torch._dynamo.config.patch",
         "torch._dynamo.config.skip_nnmodule_hook_guards",
         "torch._dynamo.disable",
@@ -95,6 +94,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
         "torch._functorch._aot_autograd.schemas.GraphSignature",
         "torch._functorch.aot_autograd.aot_export_joint_simple",
         "torch._functorch.aot_autograd.aot_export_module",
+        "torch._functorch.aot_autograd.aot_module_simplified",
         "torch._higher_order_ops.scan.scan",
         "torch._higher_order_ops.while_loop.while_loop",
         "torch._ops.HigherOrderOperator",

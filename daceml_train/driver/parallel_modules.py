@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import aot_module_simplified
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule
@@ -77,7 +77,7 @@ def of_local_tensors(
         boxed._boxed_call = True  # type: ignore[attr-defined]
         return boxed
 
-    found: Callable[..., Any] = aot_autograd(fw_compiler=part, bw_compiler=part)(module, examples)
+    found: Callable[..., Any] = aot_module_simplified(module, examples, fw_compiler=part, bw_compiler=part)
     return found
 
 
