@@ -71,13 +71,14 @@ def of_local_tensors(
         with torch.no_grad():
             compiled = compile_part(own, tensors)
 
-        def boxed(arguments: list[Any]) -> list[Any]:
+        def boxed(arguments: list[Any]) -> Any:
             return call(compiled, *arguments)
 
         boxed._boxed_call = True  # type: ignore[attr-defined]
         return boxed
 
-    found: Callable[..., Any] = aot_module_simplified(module, examples, fw_compiler=part, bw_compiler=part)
+    compiler: Any = part
+    found: Callable[..., Any] = aot_module_simplified(module, examples, fw_compiler=compiler, bw_compiler=compiler)
     return found
 
 

@@ -96,15 +96,15 @@ def _start(ranks: Ranks, x: Tensor, kind: str, position: int) -> Tensor:
             result, own = x.new_empty((x.shape[0] // ranks.size, *x.shape[1:])), x.clone()
             received = torch.empty_like(own, memory_format=torch.contiguous_format)
             work = dist.all_to_all_single(received, own.contiguous(), group=ranks.group, async_op=True)
-    ranks.started[position] = (work, received)
+    ranks.started[position, result.data_ptr()] = (work, received)  # one and its derivative have one position
     return result
 
 
 def _await(ranks: Ranks, x: Tensor, position: int) -> Tensor:
     """Complete a collective; `x` is the memory of its result."""
-    work, received = ranks.started[position]
+    work, received = ranks.started[position, x.data_ptr()]
     ranks.finish(work)
-    del ranks.started[position]
+    del ranks.started[position, x.data_ptr()]
     if received.shape != x.shape:
         torch.sum(received.view(ranks.size, *x.shape), 0, out=x)
     return x

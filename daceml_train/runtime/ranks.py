@@ -84,8 +84,8 @@ class Ranks:
         """The rows of each rank in the step whose exchange is over."""
         self.sent: dict[tuple[str, int], int] = {}
         """Bytes that this rank sent last in collectives whose size depends on data, by name and position."""
-        self.started: dict[int, tuple[Any, torch.Tensor]] = {}
-        """Collectives that have begun, by their position, with the memory that they write."""
+        self.started: dict[tuple[int, int], tuple[Any, torch.Tensor]] = {}
+        """Collectives that have begun, by position and address of their result, with the memory that they write."""
         self.requests: dict[int, Any] = {}
         """What was asked for in the lookups of divided tables whose gradients are not returned yet, by position."""
         self.spent: deque[float] = deque(maxlen=32)
