@@ -39,6 +39,7 @@ from daceml_train.driver.settings import Settings
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.capture.capture import InputSource
 from daceml_train.frontends.torch.dynamo.tracing import reason
+from daceml_train.frontends.torch.paths import user_functions
 from daceml_train.frontends.torch.paths.recorder import Recorder
 from daceml_train.frontends.torch.paths.sharing import Place, kept_of, places_of, same_elements, shared
 from daceml_train.frontends.torch.paths.sites import Sites
@@ -175,7 +176,7 @@ class Paths:
             self._keep_real(recorder)
 
         try:
-            with watched(in_other_threads), recorder:
+            with watched(in_other_threads), user_functions.watched(recorder.applied), recorder:
                 loss: Any = self.owner._objective(inputs, *targets)
         except BaseException:
             self._keep_real(recorder)

@@ -128,6 +128,37 @@ class Straight(Imperative):
         return self.r(h) if float(h.detach().sum()) < 1e9 else h
 
 
+class Reversed(torch.autograd.Function):
+    """Returns its argument itself, with a gradient of its own, and counts."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        Reversed.calls += 1
+        return x if Reversed.calls % 2 else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return -gradients[0]
+
+
+reverse = Reversed.apply
+
+
+class Reversing(Imperative):
+    """A function of the user's that computes nothing, in calls after some that follow a path."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.l(x)
+        self.calls += 1
+        if self.calls % 3 == 0 or float(h.detach().sum()) > 1e9:
+            Reversed.calls = self.calls // 3
+            h = reverse(h)
+            self.notes.append(Reversed.calls)
+        return self.r(h)
+
+
 class PartOfATable(Imperative):
     """Changes a part of a tensor that it has read, and reads the whole again."""
 
@@ -282,6 +313,7 @@ OTHERS: tuple[Callable[[], Imperative], ...] = (
     Buffered,
     Overwriting,
     Straight,
+    Reversing,
     PartOfATable,
     Attending,
     Dropping,
@@ -300,6 +332,7 @@ OTHERS: tuple[Callable[[], Imperative], ...] = (
 REFUSED = {
     Overwriting: "NumPy array that shares memory",
     Straight: "autograd.Function",
+    Reversing: "autograd.Function",
     DroppingWithoutBatch: "without a batch",
     Saving: "_backward_hooks of a result",
     WritingData: "changes after its data was read",

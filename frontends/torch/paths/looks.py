@@ -64,6 +64,17 @@ class Looks(TorchFunctionMode):
         self._noted(tensors((args, kwargs)), seen)
         return seen
 
+    def applied(self, apply: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """What an `autograd.Function` returns: PyTorch calls its Python code, forward and backward."""
+        if torch.is_grad_enabled() and any(self._requires_gradient(t) for t in args if isinstance(t, Tensor)):
+            self.refuse("an autograd.Function")
+            return apply(*self._real(args))
+        return apply(*args)
+
+    def _requires_gradient(self, tensor: Tensor) -> bool:
+        result = self.stands_for(tensor) if tensor.is_meta else None
+        return tensor.requires_grad or (result is not None and result.grown)
+
     def _noted(self, given: Sequence[Tensor], seen: Any) -> None:
         for t in given:
             if (result := self.known.get(id(t))) is not None:
