@@ -29,6 +29,10 @@ from daceml_train.runtime.torch_types import torch_dtype
 from daceml_train.tensor import evaluate
 from daceml_train.training.sparse_gradients import assembled
 
+FORWARD_MODE = "a call inside forward-mode differentiation, which PyTorch runs"
+SHARED = "an argument, a parameter, or a buffer shares memory with one that the model writes"
+"""Why PyTorch runs a call of a compiled graph."""
+
 
 def draw_seed() -> torch.Tensor:
     """A 0-d int64 seed from PyTorch's CPU generator."""
@@ -36,7 +40,10 @@ def draw_seed() -> torch.Tensor:
 
 
 def run_with_layout(executable: Executable, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Run; an input whose memory layout is not the program's is copied into that one, and back if it is written."""
+    """Run; an input whose memory is not laid out as the program's, or that is conjugated or negated lazily, is copied.
+
+    What is written is copied back.
+    """
     try:
         return executable(inputs)
     except InputMismatch:
@@ -45,7 +52,8 @@ def run_with_layout(executable: Executable, inputs: Sequence[torch.Tensor]) -> l
         written = []
         for tensor, expected in zip(inputs, executable.program.inputs, strict=True):
             strides = tuple(evaluate(s, value) for s in expected.strides)
-            if expected.packing is None and tensor.stride() != strides:
+            lazy = tensor.is_conj() or tensor.is_neg()
+            if expected.packing is None and (lazy or tensor.stride() != strides):
                 copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
                 written += [(tensor, copy)] if expected.mutable else []
                 tensor = copy.copy_(tensor.detach())
@@ -160,14 +168,14 @@ class CompiledGraph:
 
     def __call__(self, *arguments: Any) -> Any:
         self.runs += 1
+        if torch.autograd.forward_ad._current_level >= 0:  # `optimize` sees that before; `torch.compile` does not
+            return self._by_pytorch(FORWARD_MODE, arguments)
         by_name = input_tensors(self.captured, arguments)
         tensors = list(by_name.values())
         if self.written and self._forbidden(tensors):
             return self.eager(*arguments)  # which raises PyTorch's error
         if self.written and shares_memory(tensors, self.written):  # kernels assume that what they write has no alias
-            if self.note is not None:
-                self.note("an argument, a parameter, or a buffer shares memory with one that the model writes")
-            return self.eager(*arguments)
+            return self._by_pytorch(SHARED, arguments)
         if self.captured.random:
             sizes = sizes_of(self.captured, by_name) if self.captured.draws else {}
             drawn = {name: draw(sizes) for name, draw in self.captured.draws.items()}
@@ -179,6 +187,11 @@ class CompiledGraph:
             self._disconnect(tensors)
             results = _Function.apply(self, arguments, *tensors)  # type: ignore[no-untyped-call]
         return results_of(self.captured, results, arguments)
+
+    def _by_pytorch(self, reason: str, arguments: Sequence[Any]) -> Any:
+        if self.note is not None:
+            self.note(reason)
+        return self.eager(*arguments)
 
     def _disconnect(self, tensors: list[torch.Tensor]) -> None:
         """Detach inputs on which no result depends: autograd would run their history, which may be freed by now."""
@@ -239,8 +252,7 @@ class _Function(torch.autograd.Function):
         if any(g is not None and _batched(g) for g in given):
             if graph.note is not None:
                 graph.note("gradients of a batch of cotangents at once (is_grads_batched, vectorize)")
-            with torch.enable_grad():
-                return (None, None, *_eager_gradients(ctx, graph, given))
+            return (None, None, *_eager_gradients(ctx, graph, given, create_graph=False))
         tensors = [*ctx.saved_tensors, *(_filled(graph, k, c, ctx.call[1]) for k, c in enumerate(given))]
         found = graph.backward(tensors, ctx.ticket)
         gradients: list[torch.Tensor | None] = [None] * len(ctx.call[1])
@@ -286,8 +298,10 @@ def _filled(
     return torch.zeros(shape, dtype=torch_dtype(expected.dtype), device=device)
 
 
-def _eager_gradients(ctx: Any, graph: CompiledGraph, cotangents: Sequence[torch.Tensor | None]) -> Any:
-    """Gradients with a graph of their own (`create_graph=True`): PyTorch runs the captured graph."""
+def _eager_gradients(
+    ctx: Any, graph: CompiledGraph, cotangents: Sequence[torch.Tensor | None], create_graph: bool = True
+) -> Any:
+    """Gradients by PyTorch, which runs the captured graph; with a graph of their own (`create_graph`)."""
     if graph.captured.random:
         raise RuntimeError(
             "a gradient of a gradient, or of a batch of cotangents, "
@@ -303,12 +317,13 @@ def _eager_gradients(ctx: Any, graph: CompiledGraph, cotangents: Sequence[torch.
     arguments, inputs, versions = ctx.call
     if any(_version(t) != v for t, v in zip(inputs, versions, strict=True)):
         raise RuntimeError("an input of a compiled graph was modified in place before a gradient of its gradient")
-    results = graph.owners(graph.eager(*arguments), inputs)
+    with torch.enable_grad():
+        results = graph.owners(graph.eager(*arguments), inputs)
     outputs = zip(graph.compiled.cotangents, cotangents, strict=True)
     pairs = [(results[i], g) for i, g in outputs if g is not None and i in results]
     wanted = [inputs[i] for i in graph.wanted]
     found = torch.autograd.grad(
-        [r for r, _ in pairs], wanted, [g for _, g in pairs], create_graph=True, allow_unused=True
+        [r for r, _ in pairs], wanted, [g for _, g in pairs], create_graph=create_graph, allow_unused=True
     )
     gradients: list[torch.Tensor | None] = [None] * len(inputs)
     for position, gradient in zip(graph.wanted, found, strict=True):

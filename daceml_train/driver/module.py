@@ -32,6 +32,7 @@ from daceml_train.driver.sdfg_programs import sdfg_of
 from daceml_train.driver.settings import Settings
 from daceml_train.errors import DacemlError, Invalid, Unsupported, why
 from daceml_train.frontends.torch import absent_gradients
+from daceml_train.frontends.torch.capture import gradient_hooks
 from daceml_train.frontends.torch.capture.capture import Captured, capture
 from daceml_train.frontends.torch.capture.checkpointed import as_eager
 from daceml_train.frontends.torch.capture.copies import copied_inputs
@@ -101,6 +102,10 @@ class Backend:
     alone = False
     """Whether PyTorch may not run a call in its place."""
 
+    def __reduce__(self) -> Any:
+        """A copy compiles anew."""
+        return type(self), (self.options,)
+
     def __call__(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         self.graphs += 1
         if any(isinstance(t, torch.Tensor) and t.is_meta for t in examples):  # shapes alone, as Keras builds a model
@@ -151,6 +156,7 @@ class Backend:
     def compile(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> CompiledGraph:
         """The compiled form of one Dynamo graph. Raises `DacemlError` where it cannot be compiled."""
         captured = self.capture(module, examples)
+        gradient_hooks.refuse_visible(module)
         given = input_tensors(captured, examples)
         if logs.speaks(logs.RECOMPILES) and (changed := recompilation()):
             logs.event(logs.RECOMPILES, f"{first_line(captured.graph)}: {changed}")

@@ -109,6 +109,26 @@ def test_gradients_of_complex_values_in_one_graph(program: Any) -> None:
     torch.testing.assert_close(found[1], found[0])
 
 
+@pytest.mark.compiled
+@pytest.mark.parametrize("lazy", [lambda z: z.conj(), lambda z: z.conj().imag], ids=["conjugated", "negated"])
+def test_an_argument_that_is_computed_when_it_is_read(lazy: Any) -> None:
+    """What is conjugated or negated is a flag of the tensor: its memory has the other numbers."""
+    torch.manual_seed(0)
+    x = lazy(torch.complex(torch.randn(3, 4), torch.randn(3, 4)))
+
+    def program(w: Tensor, x: Tensor) -> Any:
+        return x.real * w if x.is_complex() else x * w, x * 2
+
+    found = []
+    for compiled in (False, True):
+        model = Function(program, 4)
+        called = dt.optimize(model) if compiled else model
+        results = called(x)
+        results[0].square().sum().backward()
+        found.append([*results, model.weight.grad])
+    torch.testing.assert_close(found[1], found[0])
+
+
 class Spectrum(nn.Module):
     def __init__(self) -> None:
         super().__init__()

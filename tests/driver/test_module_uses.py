@@ -161,6 +161,18 @@ def test_as_a_backend_of_torch_compile() -> None:
     assert_tensors_conform(found, gradients(model), gradients(model))
 
 
+def test_a_copy_of_what_torch_compile_returns() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    compiled = torch.compile(model, backend="daceml_train")
+    x = torch.randn(3, 4)
+    expected = compiled(x)
+    other = copy.deepcopy(compiled)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    torch.testing.assert_close(other(x), expected)
+    torch.testing.assert_close(compiled(x), model(x))
+
+
 def test_saved_tensors_are_freed() -> None:
     from daceml_train.runtime.native_library import pool_statistics
 

@@ -61,7 +61,9 @@ def test_transforms_are_left_to_pytorch(name: str, warm: bool, tmp_path: Path) -
         compiled(X)
     with pytest.warns(UserWarning, match=why):
         results = transform(compiled)
-    torch.testing.assert_close(tuple(results), tuple(transform(model)))
+    expected = tuple(transform(model))
+    torch.testing.assert_close(tuple(results), expected)
+    assert [r.requires_grad for r in results] == [e.requires_grad for e in expected]
     state = state_of(compiled)
     assert state is not None and len(state.backend.breaks) == 1
 
@@ -100,3 +102,66 @@ def test_a_backward_is_given_none_where_it_asks_for_it(tmp_path: Path) -> None:
     assert found[0][1] == found[1][1] == [(False, True)]
     state = state_of(compiled)
     assert state is not None and "set_materialize_grads" in state.backend.breaks[0]
+
+
+@pytest.mark.compiled
+def test_forward_mode_through_torch_compile() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    compiled = torch.compile(model, backend="daceml_train")
+    torch.testing.assert_close(dual(compiled), dual(model))
+
+
+class Enabling(nn.Module):
+    """Computes with gradients whatever its caller wants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.inner(x)
+        with torch.enable_grad():
+            return h, self.inner(x).tanh()
+
+
+@pytest.mark.compiled
+def test_a_result_with_a_gradient_in_a_call_without_gradients() -> None:
+    torch.manual_seed(0)
+    model, found = Enabling(), []
+    compiled = dt.optimize(model)
+    for called in (model, compiled):
+        with torch.no_grad():
+            h, enabled = called(X)
+        assert not h.requires_grad and enabled.requires_grad
+        found.append((h, enabled, *torch.autograd.grad(enabled.sum(), list(model.parameters()))))
+    torch.testing.assert_close(found[1], found[0])
+    state = state_of(compiled)
+    assert state is not None and "enable_grad" in state.backend.breaks[0]
+
+
+class Keeping(nn.Module):
+    """Hooks a value that it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.a(x).tanh()
+        h.register_hook(lambda g: g * 2)
+        return self.b(h), h
+
+
+@pytest.mark.compiled
+def test_the_gradient_of_a_hooked_result() -> None:
+    """It is that after the hook."""
+    torch.manual_seed(0)
+    model, found = Keeping(), []
+    compiled = dt.optimize(model)
+    for called in (model, compiled):
+        y, h = called(X)
+        found.append(torch.autograd.grad(y.sum(), (h, model.a.weight)))
+    torch.testing.assert_close(found[1], found[0])
+    state = state_of(compiled)
+    assert state is not None and "register_hook of a result" in state.backend.breaks[0]

@@ -127,6 +127,7 @@ def capture(
     attributes = {name: fake(mode, t, name) for name, t in held.items()}
     _annotate(gm, mode, operands, held, attributes)
     _refuse_gradients_into_inputs(gm, grad_enabled)
+    _refuse_enabled_gradients(gm, grad_enabled)
     graph_leaves.refuse_if_seen(gm)
     if grad_enabled:
         collectives.refuse_in_place(gm.graph.nodes)
@@ -322,6 +323,14 @@ def _refuse_gradients_into_inputs(gm: fx.GraphModule, grad_enabled: bool) -> Non
                 f"an in-place change of the input {_path(node)} by values that have a gradient",
                 advice="detach the value that is written",
             )
+
+
+def _refuse_enabled_gradients(gm: fx.GraphModule, grad_enabled: bool) -> None:
+    """Raise if a result has a gradient that the code enables in itself, in a call without gradients."""
+    for node in () if grad_enabled else _output_node(gm).all_input_nodes:
+        example = example_of(node)
+        if node.op.startswith("call") and isinstance(example, Tensor) and example.requires_grad:
+            raise Unsupported("a result of enable_grad in a call without gradients", where=str(origin.origin(node)))
 
 
 def _source(node: fx.Node) -> str:

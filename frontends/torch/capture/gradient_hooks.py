@@ -109,6 +109,17 @@ def refuse_unhookable(node: fx.Node, changed: Callable[[fx.Node], fx.Node | None
         )
 
 
+def refuse_visible(module: fx.GraphModule) -> None:
+    """Raise `Unsupported` where a hooked tensor is a result: its gradient, after the hook, could be read."""
+    (output,) = module.graph.find_nodes(op="output")
+    results = set(output.all_input_nodes)
+    for node in module.graph.nodes:
+        if getattr(node.target, "__name__", "") == "register_hook" and not results.isdisjoint(
+            {node, node.all_input_nodes[0]}
+        ):
+            raise Unsupported("register_hook of a result of a compiled graph", where=str(origin(node)))
+
+
 def hooked(body: fx.GraphModule, free: int) -> CustomFunction:
     """The identity of one tensor and `free` tensors that the body of its hook reads, with the body as derivative."""
     forward = fx.Graph()
