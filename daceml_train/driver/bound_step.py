@@ -23,6 +23,7 @@ from daceml_train.driver.bound_optimizer import (
     own_step_hooks,
     same_strides,
 )
+from daceml_train.driver.checking import forwards_of, same_forwards
 from daceml_train.driver.denominators import Denominators
 from daceml_train.driver.distribution import described, rows_of
 from daceml_train.driver.fully_sharded import memory_of
@@ -148,6 +149,7 @@ class BoundStep:
         self.same = IdentityGuard([*tables, *buffers], self.empty_hooks)
         """Modules, parameters, buffers, and hooks, of which there are none."""
         self.steps = optimizer.__dict__.get("step"), type(optimizer).step
+        self.forwards = forwards_of(modules)
 
     def _bind_inputs(
         self,
@@ -262,6 +264,8 @@ class BoundStep:
         if not self.same.holds() or global_hooks() or not self.bound_optimizer.holds(optimizer):
             return False
         if optimizer.__dict__.get("step") is not self.steps[0] or type(optimizer).step is not self.steps[1]:
+            return False
+        if not same_forwards(self.forwards):
             return False
         if self.scaler is not None and not self._same_scaling():
             return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,16 @@ def check(model: Any, loss: Any, optimizer: Any) -> None:
             "LBFGS computes loss and gradients several times per step, which a training step does once",
             advice="compile the model, daceml_train.optimize(model), and call optimizer.step(closure)",
         )
+
+
+def forwards_of(modules: Iterable[torch.nn.Module]) -> dict[type, Any]:
+    """The `forward` of each class of these modules; TorchDynamo does not notice that a class gets another one."""
+    return {type(module): getattr(type(module), "forward", None) for module in modules}
+
+
+def same_forwards(known: Mapping[type, Any]) -> bool:
+    """Whether classes still have these functions."""
+    return all(getattr(kind, "forward", None) is forward for kind, forward in known.items())
 
 
 def loss_of(output: Any) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from daceml_train import logs
 from daceml_train.driver.binding import differentiable_outputs, input_tensors
 from daceml_train.driver.capture_only import capture_call
+from daceml_train.driver.checking import forwards_of, same_forwards
 from daceml_train.driver.events import first_line
 from daceml_train.driver.faster import SLOWER, FasterModule
 from daceml_train.driver.forests import Forests
@@ -66,6 +67,8 @@ class ModuleState:
     backend: Backend
     compiled: dict[str, Callable[..., Any]]
     """The compiled form of each method of `METHODS` that the class has."""
+    forwards: dict[type, Any] = field(default_factory=dict)
+    """What the classes of the modules in it called when it was compiled."""
     worked: str = ""
     """The arguments of the first call, for messages about later ones."""
     recursions: dict[str, Recursion | None] = field(default_factory=dict)
@@ -73,6 +76,11 @@ class ModuleState:
     faster: FasterModule = field(default_factory=FasterModule)
     parts: dict[torch.nn.Module, Callable[..., Any]] | None = None
     """The compiled modules inside one that is parallel, once it was called; see `driver.parallel_modules`."""
+
+    def trace(self, module: torch.nn.Module, methods: Iterable[str]) -> None:
+        """Compile these methods anew, at their next calls."""
+        dynamic = self.options.dynamic
+        self.compiled = {m: traced(getattr(self.source, m), module, self.backend, dynamic=dynamic) for m in methods}
 
 
 STORM = 8
@@ -198,8 +206,8 @@ def optimized(module: torch.nn.Module, options: Settings, backend: Backend | Non
     twin = cast(torch.nn.Module, object.__new__(type(source.__name__, (_Optimized, source), names)))
     object.__setattr__(twin, "__dict__", module.__dict__)
     backend = backend or Backend(options)
-    compiled = {name: traced(getattr(source, name), twin, backend, dynamic=options.dynamic) for name in methods}
-    state = ModuleState(options, source, backend, compiled)
+    state = ModuleState(options, source, backend, {})
+    state.trace(twin, methods)
     object.__setattr__(twin, "_daceml_train", state)
     update_for(twin, options)
     return twin
@@ -236,6 +244,7 @@ def _call(
     module: Any, source: Callable[..., Any], name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]
 ) -> Any:
     state: ModuleState = module._daceml_train
+    source = getattr(state.source, name)
     graphs = state.backend.graphs
     if transform := _transform():
         state.backend.note(f"a call inside {transform}")
@@ -245,6 +254,9 @@ def _call(
         state.recursions[name] = recursion_of(module, source, forests, (*arguments, *keywords.values()))
     if (recursion := state.recursions[name]) is not None and recursion.serves:
         return recursion(module, source, arguments, keywords, state.backend.note)
+    if not same_forwards(state.forwards):
+        state.forwards = {}
+        state.trace(module, list(state.compiled))
     if _gives_up(module, state, name):
         return source(module, *arguments, **keywords)
     if state.parts is None:
@@ -261,8 +273,10 @@ def _call(
             _note_arguments(error, state, arguments, keywords)
             raise
         result = _as_pytorch(module, state, source, error, arguments, keywords)  # TorchDynamo stumbled over user code
-    if state.backend.graphs != graphs and logs.speaks(logs.GUARDS):
-        _log_guards(state, name)
+    if state.backend.graphs != graphs:
+        state.forwards = forwards_of(original(module).modules())
+        if logs.speaks(logs.GUARDS):
+            _log_guards(state, name)
     for note in absent_gradients.traces.noted():
         state.backend.note(note)
     known = state.backend.graph_breaks

@@ -20,6 +20,7 @@ from daceml_train import logs
 from daceml_train.driver.along_paths import AlongPaths
 from daceml_train.driver.bound_optimizer import step_hooks, unstable_state
 from daceml_train.driver.bound_step import gradient_hooks, has_gradient_hooks, hook_tables
+from daceml_train.driver.checking import forwards_of
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.capture.operators import NAMESPACE
 from daceml_train.frontends.torch.dynamo.tracing import RECOMPILATIONS, compiled, with_own_code
@@ -80,11 +81,12 @@ class UserUpdates(AlongPaths):
         self._traced = compiled(self._code, self._collect_user_code, limits, fullgraph=True, dynamic=dynamic)
 
     def _hooked(self) -> list[int]:
-        """The identities of objects with hooks, and of the hooks of gradients."""
+        """The identities of objects with hooks, of the hooks of gradients, and of what the classes of modules call."""
         tables = [*hook_tables(self._modules()), *step_hooks(self.optimizer)]
         hooks = gradient_hooks(self._parameters())
         every = (hook for before, after in hooks.values() for hook in (*before, *after))
-        return [id(x) for x in tables if x] + [*hooks, *map(id, every)]
+        called = forwards_of(self._modules()).values()
+        return [id(x) for x in tables if x] + [*hooks, *map(id, every), *map(id, called)]
 
     def _may_trace_user_code(self) -> bool:
         return self.traces_user_code and self.whole_batches and self.ranks is None
