@@ -131,6 +131,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
         "torch._C._functorch.peek_interpreter_stack",
         "torch._is_zerotensor",
         "torch.autograd.forward_ad._current_level",
+        "torch.autograd.function._SingleLevelFunction",
         "torch.optim.optimizer._global_optimizer_post_hooks",
         "torch.optim.optimizer._global_optimizer_pre_hooks",
     ),

@@ -66,9 +66,10 @@ class Looks(TorchFunctionMode):
 
     def applied(self, apply: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """What an `autograd.Function` returns: PyTorch calls its Python code, forward and backward."""
-        if torch.is_grad_enabled() and any(self._requires_gradient(t) for t in args if isinstance(t, Tensor)):
-            self.refuse("an autograd.Function")
-            return apply(*self._real(args))
+        with torch._C.DisableTorchFunction():  # which calls of the user's own would come to
+            if torch.is_grad_enabled() and any(self._requires_gradient(t) for t in args if isinstance(t, Tensor)):
+                self.refuse("an autograd.Function")
+                args = self._real(args)
         return apply(*args)
 
     def _requires_gradient(self, tensor: Tensor) -> bool:
