@@ -29,6 +29,7 @@ from daceml_train.transformations.intra_operator.accumulate_rows import Accumula
 from daceml_train.transformations.intra_operator.assemble_slices import AssembleSlices
 from daceml_train.transformations.intra_operator.batch_matmul import MergeBatch, MergeSummedBatch
 from daceml_train.transformations.intra_operator.concatenate_matmuls import ConcatenateMatmuls
+from daceml_train.transformations.intra_operator.concatenate_transposed import ConcatenateTransposed
 from daceml_train.transformations.intra_operator.decompose import Decompose
 from daceml_train.transformations.intra_operator.factor_matmuls import FactorMatmuls
 from daceml_train.transformations.intra_operator.fold_batch_norm import FoldBatchNorm
@@ -74,6 +75,7 @@ TRAINING = Pipeline(
         MergeSummedBatch(),
         TransposeMatmul(),
         AssembleSlices(),
+        ConcatenateTransposed(),
         AccumulateRows(),
         AccumulateMatmuls(),
         ConcatenateMatmuls(),

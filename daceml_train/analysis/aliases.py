@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from daceml_train.graph.graph import Graph, Node
+from daceml_train.ops.control import ControlFlow
+from daceml_train.ops.kernel import Kernel
 from daceml_train.ops.movement import Expand, Permute, Slice, View
 from daceml_train.ops.operator import Operator
 from daceml_train.ops.read import Read
@@ -51,6 +53,51 @@ def readers_of_memory(graph: Graph, root: Mapping[str, str]) -> dict[str, list[i
             for name in dict.fromkeys(root[i] for i in node.inputs):
                 readers.setdefault(name, []).append(position)
     return readers
+
+
+def copying_views(graph: Graph) -> frozenset[str]:
+    """Views that strides cannot express, such as of a transposed array: lowering copies their operand.
+
+    What follows a copy has memory of its own. Operators that are not in a kernel yet compute where elements are.
+    """
+    types, stored = graph.tensors, set(graph.results)
+    for node in reversed(graph.nodes):
+        through = is_alias(node.op) and node.outputs[0] in stored
+        if through or node.op.vendor or isinstance(node.op, Kernel | ControlFlow):
+            stored.update(node.inputs)
+    copied: set[str] = set()
+    strided: dict[str, tuple[Dim, ...]] = {}  # aliases that are not contiguous
+    for node in graph.nodes:
+        if not is_alias(node.op):
+            continue
+        (x,), (y,) = node.inputs, node.outputs
+        before, after = types[x], types[y]
+        if x not in strided and before.order is None and isinstance(node.op, View):
+            continue
+        contiguous = x in copied or before.order is None
+        strides = strided.get(x) or (Tensor(before.shape) if contiguous else before).strides
+        moved = moved_strides(node.op, before.shape, strides, after.shape)
+        if moved is not None:
+            strided[y] = moved
+        elif y in stored:
+            copied.add(y)
+    return frozenset(copied)
+
+
+def moved_strides(op: Operator, shape: Shape, strides: Sequence[Dim], target: Shape) -> tuple[Dim, ...] | None:
+    """The strides of an alias with sizes `target` of an array with these sizes and strides; None if it is a copy."""
+    match op:
+        case Permute(dims=dims):
+            return tuple(strides[d] for d in dims)
+        case Expand():
+            lead = len(target) - len(shape)
+            kept = (s if same(n, target[d + lead]) else 0 for d, (n, s) in enumerate(zip(shape, strides, strict=True)))
+            return (0,) * lead + tuple(kept)
+        case Slice(dim=dim, step=step):
+            return tuple(simplify(s * step) if d == dim else s for d, s in enumerate(strides))
+        case Read():
+            return op.strides(strides)[0]
+    return view_strides(shape, strides, target)
 
 
 def view_strides(shape: Shape, strides: Sequence[Dim], target: Shape) -> tuple[Dim, ...] | None:

@@ -47,6 +47,7 @@ class DeviceModel:
     """Multiprocessors."""
     threads: int
     """Threads that a multiprocessor holds."""
+    memory: int
     bandwidth: float
     l2: int
     l2_bandwidth: float
@@ -89,31 +90,33 @@ class DeviceModel:
 
 def _model(
     name: str, title: str, architecture: tuple[int, int], processors: int, threads: int,
-    memory: tuple[float, int, float], vector: float, tensor: tuple[float, float, float], double: float, source: str,
+    memory: tuple[int, float, int, float], vector: float, tensor: tuple[float, float, float], double: float,
+    source: str,
 ) -> DeviceModel:  # fmt: skip
-    """A row: memory is (TB/s, MiB of L2, TB/s of L2), `tensor` TFLOP/s in (tf32, bfloat16, float16)."""
-    bandwidth, l2, l2_bandwidth = memory
+    """A row: memory is (GB, TB/s, MiB of L2, TB/s of L2), `tensor` TFLOP/s in (tf32, bfloat16, float16)."""
+    size, bandwidth, l2, l2_bandwidth = memory
     names = ("tf32", "bfloat16", "float16")
     peaks = {"float32": vector, "float64": double} | dict(zip(names, tensor, strict=True))
     rates = {dtype: rate * 1e12 for dtype, rate in peaks.items()}
     return DeviceModel(
-        name, title, architecture, processors, threads, bandwidth * 1e12, l2 << 20, l2_bandwidth * 1e12, vector * 1e12,
-        rates, source,
+        name, title, architecture, processors, threads, size * 10**9, bandwidth * 1e12, l2 << 20, l2_bandwidth * 1e12,
+        vector * 1e12, rates, source,
     )  # fmt: skip
 
 
 _ROWS = (
-    _model("a100", "NVIDIA A100 80 GB SXM", (8, 0), 108, 2048, (2.039, 40, 4.7), 19.5, (156, 312, 312), 19.5,
+    _model("a100", "NVIDIA A100 80 GB SXM", (8, 0), 108, 2048, (80, 2.039, 40, 4.7), 19.5, (156, 312, 312), 19.5,
            "NVIDIA A100 Tensor Core GPU datasheet and architecture whitepaper: L2 reads 5120 bytes per clock"),
-    _model("h100", "NVIDIA H100 80 GB SXM", (9, 0), 132, 2048, (3.35, 50, 5.8), 66.9, (494.7, 989.4, 989.4), 66.9,
+    _model("h100", "NVIDIA H100 80 GB SXM", (9, 0), 132, 2048, (80, 3.35, 50, 5.8), 66.9, (494.7, 989.4, 989.4), 66.9,
            "NVIDIA H100 Tensor Core GPU architecture whitepaper; L2 as in the A100, 5120 bytes per clock"),
-    _model("h200", "NVIDIA H200 141 GB SXM", (9, 0), 132, 2048, (4.8, 50, 5.8), 66.9, (494.7, 989.4, 989.4), 66.9,
+    _model("h200", "NVIDIA H200 141 GB SXM", (9, 0), 132, 2048, (141, 4.8, 50, 5.8), 66.9, (494.7, 989.4, 989.4), 66.9,
            "NVIDIA H200 Tensor Core GPU datasheet; the chip is the H100's"),
-    _model("l4", "NVIDIA L4 24 GB", (8, 9), 58, 1536, (0.3, 48, 1.6), 30.3, (60, 121, 121), 0.49,
+    _model("l4", "NVIDIA L4 24 GB", (8, 9), 58, 1536, (24, 0.3, 48, 1.6), 30.3, (60, 121, 121), 0.49,
            "NVIDIA L4 Tensor Core GPU datasheet, halves of those with sparsity; L2 in proportion to the RTX 4090"),
-    _model("rtx4090", "NVIDIA GeForce RTX 4090", (8, 9), 128, 1536, (1.008, 72, 3.5), 82.6, (82.6, 165.2, 165.2), 1.29,
+    _model("rtx4090", "NVIDIA GeForce RTX 4090", (8, 9), 128, 1536, (24, 1.008, 72, 3.5), 82.6, (82.6, 165.2, 165.2),
+           1.29,
            "NVIDIA Ada GPU architecture whitepaper, sums in float32; L2 as measured by Chips and Cheese, 2022"),
-    _model("b200", "NVIDIA B200 180 GB SXM", (10, 0), 148, 2048, (7.7, 126, 11.6), 75, (1100, 2250, 2250), 37,
+    _model("b200", "NVIDIA B200 180 GB SXM", (10, 0), 148, 2048, (180, 7.7, 126, 11.6), 75, (1100, 2250, 2250), 37,
            "NVIDIA HGX B200 datasheet, an eighth of the board, without sparsity; L2 as two of the H100's"),
 )  # fmt: skip
 """L2 bandwidths are 0.65 of bytes per clock times clock, the share that reads reach in published measurements."""
@@ -152,6 +155,7 @@ def present(properties: Any) -> DeviceModel:
         architecture=architecture,
         processors=processors,
         threads=int(getattr(properties, "max_threads_per_multi_processor", base.threads)),
+        memory=int(getattr(properties, "total_memory", 0)) or base.memory,
         bandwidth=bandwidth,
         l2=int(getattr(properties, "L2_cache_size", 0)) or base.l2,
         l2_bandwidth=base.l2_bandwidth * scale,

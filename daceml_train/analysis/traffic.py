@@ -2,13 +2,14 @@
 
 The model: every operator that is not fused is one kernel or one library call, which reads each distinct operand once
 and writes its results. A composite counts as the leaves it lowers to. Aliases (view, permute, expand, slice) move
-nothing; a reader of an alias reads only the elements that the alias shows, each once, so a broadcast array counts with
-its real size. Constants (full, iota) are computed in the kernels that read them and are stored only for a library call
-or a result. Dead operators do not run, and unread results of a kernel are not written. A write p <- q copies, unless
-the kernel that produces q updates p in place. A library's reorders within a call count (`Operator.reorders`). A
-gradient in small chunks stays in the cache, where its update reads it. A branch counts as the more expensive of its
-bodies, a loop as its body times its steps, or once if the number of steps depends on data, and levels as if each kind's
-rows were one level; a body's bytes include its operands and results.
+nothing, but for views that strides cannot express, which are copies; a reader of an alias reads only the elements that
+the alias shows, each once, so a broadcast array counts with its real size. Constants (full, iota) are computed in the
+kernels that read them and are stored only for a library call or a result. Dead operators do not run, and unread
+results of a kernel are not written. A write p <- q copies, unless the kernel that produces q updates p in place. A
+library's reorders within a call count (`Operator.reorders`). A gradient in small chunks stays in the cache, where its
+update reads it. A branch counts as the more expensive of its bodies, a loop as its body times its steps, or once if
+the number of steps depends on data, and levels as if each kind's rows were one level; a body's bytes include its
+operands and results.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 import sympy
 
-from daceml_train.analysis.aliases import is_alias
+from daceml_train.analysis.aliases import copying_views, is_alias
 from daceml_train.analysis.chunks import chunk_rows, update_chains
 from daceml_train.analysis.sizes import bind
 from daceml_train.graph.bodies import bodies
@@ -126,11 +127,11 @@ def traffic(graph: Graph, sizes: Mapping[str, int] | None = None, known: Known |
     """
     lowered = leaves(graph)
     leafy = lowered.graph
-    types = dict(leafy.tensors)
+    types, copied = dict(leafy.tensors), copying_views(leafy)
     if sizes is not None:
         types = {name: bind(tensor, sizes) for name, tensor in types.items()}
         leafy.nodes = [dataclasses.replace(node, op=bind(node.op, sizes)) for node in leafy.nodes]
-    count = _Count(leafy, types, sizes, {} if known is None else known)
+    count = _Count(leafy, types, sizes, {} if known is None else known, copied)
     groups: list[list[Entry]] = [[] for _ in graph.nodes]
     for owner, node in zip(lowered.owners, leafy.nodes, strict=True):
         groups[owner].append(count.entry(node))
@@ -243,15 +244,24 @@ def _cached(graph: Graph) -> Iterator[str]:
 class _Count:
     """Entries of the leaves of one graph."""
 
-    def __init__(self, graph: Graph, types: dict[str, Tensor], sizes: Mapping[str, int] | None, known: Known) -> None:
-        self.types, self.sizes, self.known = types, sizes, known
+    def __init__(
+        self,
+        graph: Graph,
+        types: dict[str, Tensor],
+        sizes: Mapping[str, int] | None,
+        known: Known,
+        copied: frozenset[str],
+    ) -> None:
+        self.types, self.sizes, self.known, self.copied = types, sizes, known, set(copied)
         self.parts: dict[str, _Part] = {}
         self.free: set[str] = set()
         for name in graph.inputs:
             self.parts[name] = _Part(name, types[name].shape)
         for node in graph.nodes:
             for name in node.outputs:
-                if is_alias(node.op):
+                if name in self.copied and self.parts[node.inputs[0]].root in self.free:
+                    self.copied.discard(name)  # constants are computed where they are read
+                if self.is_alias(node):
                     source = node.inputs[0]
                     self.parts[name] = _shown(node.op, self.parts[source], types[source], types[name])
                 else:
@@ -263,6 +273,10 @@ class _Count:
         updating = [node for node in graph.nodes if node.op.updates and id(node) in self.needed]
         self.updated = {(n.inputs[argument], n.outputs[result]) for n in updating for result, argument in n.op.updates}
 
+    def is_alias(self, node: Node) -> bool:
+        """Whether the result of a node is its operand's memory."""
+        return is_alias(node.op) and node.outputs[0] not in self.copied
+
     def _live(self, graph: Graph) -> tuple[set[int], set[str]]:
         """Nodes that run, and arrays that are stored because they are read from memory."""
         nodes: set[int] = set()
@@ -273,7 +287,7 @@ class _Count:
                 continue
             nodes.add(id(node))
             needed.update(node.inputs)
-            if not is_alias(node.op):
+            if not self.is_alias(node):
                 direct = self.free if isinstance(node.op, Concat) and node.op.placed else ()  # written, not copied
                 roots = {self.parts[name].root for name in node.inputs if name not in direct}
                 stored |= roots if node.op.vendor else roots - self.free
@@ -298,11 +312,14 @@ class _Count:
         ]
         writes = [(self.types[name], name in self.stored) for name in node.outputs]
         cached = self.cached.intersection((*node.outputs, *(p.root for p in parts)))
-        return id(node) in self.needed, node.op, node.inputs, node.outputs, node.origin, reads, writes, cached
+        copied = not self.copied.isdisjoint(node.outputs)
+        return id(node) in self.needed, node.op, node.inputs, node.outputs, node.origin, reads, writes, cached, copied
 
     def _entry(self, node: Node) -> Entry:
         op, operands = node.op, [self.types[i] for i in node.inputs]
-        if id(node) not in self.needed or is_alias(op) or isinstance(op, Await):  # the start counts what is moved
+        if (
+            id(node) not in self.needed or self.is_alias(node) or isinstance(op, Await)
+        ):  # the start counts what is moved
             return Entry(op.label, node.origin, {}, {})
         if isinstance(op, ControlFlow):
             moved, done = _inner(op, operands, self.sizes)

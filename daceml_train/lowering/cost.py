@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from daceml_train.analysis.aliases import is_alias
 from daceml_train.analysis.chunks import update_chains
 from daceml_train.analysis.traffic import Entry, total, traffic
 from daceml_train.graph.graph import Graph, Node
@@ -93,8 +94,8 @@ def _share(whole: Cost, k: int, parts: int) -> Cost:
 def _computed(launch: Launch, op: Operator, entry: Entry, name: str) -> Cost:
     read, written = sum(entry.reads.values(), start=entry.inner), sum(entry.writes.values(), start=0)
     kind = _KINDS[type(launch)]
-    where = entry.origin
-    return Cost(kind, described(op), where.module, where.source, read, written, entry.flops, entry.reorders, name)
+    where, operators = entry.origin, "copy" if is_alias(op) else described(op)
+    return Cost(kind, operators, where.module, where.source, read, written, entry.flops, entry.reorders, name)
 
 
 def _moved(launch: Launch) -> Cost:

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from daceml_train.analysis.device_model import L2_SHARE, DeviceModel
+from daceml_train.analysis.device_model import ACHIEVED_MATMUL, L2_SHARE, DeviceModel
 from daceml_train.codegen.cuda.launch import CudaCode
 from daceml_train.lowering.cost import Cost
 from daceml_train.lowering.program import (
@@ -110,7 +110,8 @@ def _timed(model: DeviceModel, operation: Operation, missed: float) -> Timed:
         "launch": model.launch_seconds,
     }
     bound = max(times, key=times.__getitem__)
-    rate = model.peaks.get(operation.dtype, model.vector) if operation.dtype else model.vector
+    peak = ACHIEVED_MATMUL * model.peaks.get(operation.dtype, model.vector)
+    rate = peak if operation.dtype else model.vector
     busy = max(model.memory_seconds(missed, operation.bytes), operation.flops / rate)
     seconds = times[bound] + (operation.launches - 1) * model.launch_seconds
     return Timed(operation, seconds, bound, min(busy, seconds))

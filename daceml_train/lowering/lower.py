@@ -13,7 +13,7 @@ from typing import Any
 
 import sympy
 
-from daceml_train.analysis.aliases import is_alias, root_of, roots, view_strides
+from daceml_train.analysis.aliases import is_alias, moved_strides, root_of, roots
 from daceml_train.analysis.chunks import update_chains
 from daceml_train.analysis.concat_aliases import concat_aliases
 from daceml_train.analysis.memory import overwrites, summands
@@ -44,7 +44,7 @@ from daceml_train.ops.control import ControlFlow
 from daceml_train.ops.elementwise import Cast, Full, Iota
 from daceml_train.ops.fallback import Operand
 from daceml_train.ops.kernel import Kernel, Statement
-from daceml_train.ops.movement import Concat, Expand, Permute, Slice
+from daceml_train.ops.movement import Concat, Slice
 from daceml_train.ops.operator import Operator
 from daceml_train.ops.packed import has_product
 from daceml_train.ops.read import Read
@@ -202,28 +202,17 @@ class _Lowering:
         self, op: Operator, x: BufferView, shape: Shape, origin: str, home: Allocation = Allocation.arena
     ) -> BufferView:
         """The buffer view of a movement operator's result: a view of its operand, or of a copy in `home`."""
+        strides = moved_strides(op, x.shape, x.strides, shape)
+        if strides is None:
+            dense = self.copy_of(x, x.shape, home, origin)
+            return replace(dense, shape=shape, strides=Tensor(shape).strides)
+        start: Dim = 0
         match op:
-            case Permute(dims=dims):
-                return replace(x, shape=shape, strides=tuple(x.strides[d] for d in dims))
-            case Expand():
-                lead = len(shape) - len(x.shape)
-                strides: list[Dim] = [0] * lead
-                for d, size in enumerate(x.shape):
-                    strides.append(x.strides[d] if same(size, shape[d + lead]) else 0)
-                return replace(x, shape=shape, strides=tuple(strides))
-            case Slice(dim=dim, start=start, step=step):
-                steps = list(x.strides)
-                steps[dim] = simplify(x.strides[dim] * step)
-                offset = simplify(x.offset + start * x.strides[dim])
-                return replace(x, shape=shape, strides=tuple(steps), offset=offset)
+            case Slice(dim=dim, start=first):
+                start = first * x.strides[dim]
             case Read():
-                moved, start = op.strides(x.strides)
-                return replace(x, shape=shape, strides=moved, offset=simplify(x.offset + start))
-        viewed = view_strides(x.shape, x.strides, shape)
-        if viewed is not None:
-            return replace(x, shape=shape, strides=viewed)
-        dense = self.copy_of(x, x.shape, home, origin)
-        return replace(dense, shape=shape, strides=Tensor(shape).strides)
+                _, start = op.strides(x.strides)
+        return replace(x, shape=shape, strides=strides, offset=simplify(x.offset + start))
 
     def compute(self, node: Node, kernel: Kernel) -> None:
         """Launch a kernel; the constants it reads are moved into its body."""

@@ -62,5 +62,6 @@ def test_passes_read_the_balance() -> None:
     (duplicate,) = [p for p in l4 if isinstance(p, DuplicateCheapProducers)]
     assert cheap.intensity == pytest.approx(101) and duplicate.flops == 404
     assert l4.key != dt.TRAINING.on(DEVICES["h100"]).key != dt.TRAINING.key
-    chosen = dt.TRAINING.with_options(RematerializeCheap, intensity=3.0).on(DEVICES["l4"])
-    assert [p.intensity for p in chosen if isinstance(p, RematerializeCheap)] == [3.0]
+    assert cheap.spare == 6 * 10**9
+    chosen = dt.TRAINING.with_options(RematerializeCheap, intensity=3.0, spare=0).on(DEVICES["l4"])
+    assert [(p.intensity, p.spare) for p in chosen if isinstance(p, RematerializeCheap)] == [(3.0, 0)]

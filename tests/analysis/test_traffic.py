@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from daceml_train.analysis.sizes import bind, solve
 from daceml_train.analysis.traffic import Known, traffic
 from daceml_train.graph import Graph, parse
+from daceml_train.lowering.cost import costs
+from daceml_train.lowering.lower import lower
 from tests.graph import programs
 
 s0 = programs.s0
@@ -145,6 +147,30 @@ def test_reads(case: str) -> None:
     text, reads = ALIASES[case]
     nodes = moved(text)
     assert nodes[0 if case == "constants" else -1][0] == reads
+
+
+def test_views_that_strides_cannot_express_are_copies() -> None:
+    """A transposed array has no contiguous rows; a transposed axis of one element changes nothing."""
+    text = """(x: f32[2, 3, 4] input, w: f32[3, 5] parameter) {
+      %k = kernel(x0=%x) { %v0 = exp(%x0) yield %v0 }
+      %t = permute(%k, dims=(0, 2, 1))
+      %r = view(%t, shape=(8, 3))
+      %y = matmul(%r, %w)
+      return %y
+    }"""
+    graph = parse(f"graph g{text}")
+    counted = traffic(graph)
+    assert counted.entries[2].reads == {"k": 96} and counted.entries[2].writes == {"r": 96}
+    assert counted.entries[3].reads == {"r": 96, "w": 60}
+    lowered = lower(graph)
+    found = costs(graph, lowered.launches, lowered.nodes)
+    assert [c.operators for c in found] == ["exp", "copy", "matmul"]
+    assert sum(c.bytes for c in found) == counted.bytes
+    same = parse(f"graph g{text}".replace("[2, 3, 4]", "[2, 3, 1]").replace("(8, 3)", "(2, 3)"))
+    assert [bool(e.bytes) for e in traffic(same).entries] == [True, False, False, True]
+    constant = "(w: f32[3, 2] parameter) { %c = full(value=1.0, shape=(2, 3), dtype=f32) %t = permute(%c, dims=(1, 0))"
+    constant += " %v = view(%t, shape=(2, 3)) %y = add(%v, %v) return %y }"
+    assert moved(constant) == [({}, {"y": 24})]
 
 
 def test_a_constant_for_a_library_call_is_stored() -> None:

@@ -89,6 +89,11 @@ EXTRA = {
         "%y = convolution(%x, %w, stride=(1, 1), padding=(1, 1), dilation=(1, 1), output_padding=(0, 0))",
         "%y",
     ),
+    "concatenate_transposed": program(
+        "a: f32[1, 2, 3, 4], b: f32[1, 2, 3, 4], w: f32[24, 5]",
+        "%y = concat(%a, %b, dim=0)\n%p = permute(%y, dims=(1, 0, 2, 3))\n%v = view(%p, shape=(2, 24))\n%z = matmul(%v, %w)",
+        "%z",
+    ),
     "dead_code": program("x: f32[4]", "%a = exp(%x)\n%b = neg(%x)", "%b"),
     "factor_matmuls": program(
         "a: f32[4, 3, 3], b: f32[4, 3, 16]",

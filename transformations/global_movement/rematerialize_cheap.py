@@ -16,6 +16,8 @@ from daceml_train.transformations.global_movement.live_ranges import LiveRanges
 from daceml_train.transformations.global_movement.remat_costs import FOLLOWING, finished, remat_costs_of
 from daceml_train.transformations.global_movement.rematerialized_graph import rebuilt
 
+SPARE = 0.25
+"""The share of a GPU's memory that a step may take before arrays are rematerialized: until then, only time counts."""
 NEAR = 8
 """The largest distance between an operator that rematerializes an array and a kernel that may absorb it."""
 
@@ -30,7 +32,8 @@ class RematerializeCheap(Pass):
     Of the arrays that are live at the peak, those with the lowest cost per byte go first: activations and
     normalizations, whose operands are kept anyway. `time` bounds the total cost as a share of the step's estimated
     time: bytes moved, and operations at `intensity` per byte (None: what the device does while it moves a byte). An
-    array that a nearby kernel reads is rematerialized within that kernel. Arrays below `min_bytes` are kept.
+    array that a nearby kernel reads is rematerialized within that kernel. Arrays below `min_bytes` are kept. Where the
+    peak is at most `spare` bytes (None: a quarter of a GPU's memory; nothing on a CPU), the graph is unchanged.
     Numbers do not change. `Rematerialize`, in contrast, meets a given budget of bytes and may rematerialize any array.
 
     The peak is measured after the passes that follow in the pipeline; a step whose peak would not shrink is unchanged.
@@ -40,9 +43,12 @@ class RematerializeCheap(Pass):
     time: float = 0.1
     min_bytes: int = 1 << 20
     intensity: float | None = None
+    spare: int | None = None
 
     def on(self, model: DeviceModel) -> Pass:
-        return self if self.intensity is not None else replace(self, intensity=model.balance)
+        intensity = model.balance if self.intensity is None else self.intensity
+        spare = round(SPARE * model.memory) if self.spare is None else self.spare
+        return replace(self, intensity=intensity, spare=spare)
 
     def run(self, graph: Graph) -> Graph:
         return self.run_before(graph, FOLLOWING)
@@ -50,10 +56,14 @@ class RematerializeCheap(Pass):
     def run_before(self, graph: Graph, rest: Sequence[Pass]) -> Graph:
         if self.time <= 0 or graph.kept or not graph.outputs:
             return graph  # a forward graph whose backward pass is another graph has nothing to rematerialize
-        sizes = (graph.tensors[name].bytes for node in graph.nodes for name in node.outputs)
-        if all(isinstance(size, int) and size < self.min_bytes for size in sizes):
+        sizes = [graph.tensors[name].bytes for node in graph.nodes for name in node.outputs]
+        known = [size for size in sizes if isinstance(size, int)]
+        spare = self.spare or 0
+        if len(known) == len(sizes) and (max(known, default=0) < self.min_bytes or sum(known) <= spare):
             return graph
         runs = remat_costs_of(graph, self.intensity or CPU_BALANCE, rest)
+        if runs.peak <= spare:
+            return graph
         spans = LiveRanges(runs)
         spans.lower(self.time * sum(runs.costs), self.min_bytes)
         if not spans.again:

@@ -1,9 +1,12 @@
 """Steps keep less for a little time: peaks shrink as estimated, values stay, matmuls never run twice."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from daceml_train.analysis.device_model import DEVICES
 from daceml_train.analysis.memory import memory
 from daceml_train.analysis.traffic import traffic
 from daceml_train.analysis.verify import verify
@@ -115,6 +118,13 @@ def test_moments_are_kept() -> None:
 def test_nothing_to_do(cheap: RematerializeCheap) -> None:
     graph = network()
     assert cheap.run(graph) is graph
+
+
+def test_nothing_is_rematerialized_where_memory_is_spare() -> None:
+    graph, least = network(), remat_costs_of(network(), 16.0).peak
+    assert replace(CHEAP, spare=least).run(graph) is graph
+    assert rematerialized(replace(CHEAP, spare=least - 1).run(graph))
+    assert CHEAP.on(DEVICES["h100"]).run(graph) is graph
 
 
 def test_the_time_is_kept() -> None:
