@@ -37,7 +37,11 @@ def test_symbolic_sizes() -> None:
 @pytest.mark.parametrize("name", ["y", "p"])
 def test_other_readers(name: str) -> None:
     body = f"{BODY}\n%other = exp(%{name})"
-    check_refused(program(SIGNATURE, body, "%z, %other"), ConcatenateTransposed(), f"%{name} has other readers, which want it as it is")
+    check_refused(
+        program(SIGNATURE, body, "%z, %other"),
+        ConcatenateTransposed(),
+        f"%{name} has other readers, which want it as it is",
+    )
 
 
 def test_views_that_copy_nothing_stay() -> None:
