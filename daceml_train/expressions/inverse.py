@@ -2,7 +2,8 @@
 
 `target[f(i, r)] += value(i, r)` is solved dimension by dimension for the axis of largest extent, whose loop vanishes.
 A coefficient s > 1 divides the result into s phases, each a dense stage with strided stores. What cannot be solved,
-because an index depends on data or is clamped, remains a scatter.
+because an index depends on data, remains a scatter. What a clamped index reads is first added where it would be read
+without the clamp.
 """
 
 from __future__ import annotations
@@ -13,7 +14,23 @@ from math import gcd
 
 from daceml_train.expressions.affine import Map, affine, inside, interval, of_map
 from daceml_train.expressions.program import Stage
-from daceml_train.expressions.term import Array, Axis, Term, apply, at, children, constant, load, rebuilt, substituted
+from daceml_train.expressions.term import (
+    Array,
+    Axis,
+    Term,
+    apply,
+    at,
+    children,
+    constant,
+    load,
+    number,
+    rebuilt,
+    substituted,
+)
+
+
+_AROUND = 4
+"""Elements around a dimension per element in it, up to which what a clamped index reads is added there first."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +62,14 @@ def gathers(target: Array, index: Sequence[Term], domain: Sequence[Axis], value:
     """Stages that add `value`, over `domain`, to `target[index]`."""
     split, change = _split_axes(domain, index)
     index, value = [change(i) for i in index], change(value)
+    for dim, (i, n) in enumerate(zip(index, target.shape, strict=True)):
+        if (around := _around(i, n)) is not None:
+            before, after = around
+            shape = tuple(before + n + after if d == dim else size for d, size in enumerate(target.shape))
+            wide = Array(f"around_{target.name}", shape, target.dtype)
+            unclamped = [apply("add", k.args[0], before) if d == dim else k for d, k in enumerate(index)]
+            parts = gathers(wide, unclamped, split, value)
+            return [*parts, *_folded(target, wide, dim, before, after)] if parts else []
     wrapped = [_wraps(i, n) for i, n in zip(index, target.shape, strict=True)]
     maps = [affine(i.args[0] if w else i) for i, w in zip(index, wrapped, strict=True)]
     known = [m for m in maps if m is not None]
@@ -55,6 +80,43 @@ def gathers(target: Array, index: Sequence[Term], domain: Sequence[Axis], value:
         solve = _wrapped if wrapped[dim] else _solved
         phases = [result for phase in phases for result in solve(phase, dim, target.shape[dim], known[dim])]
     return [_stage(phase, target, value) for phase in phases]
+
+
+def _around(index: Term, size: int) -> tuple[int, int] | None:
+    """How far a clamped affine index leaves a dimension below and above; None for any other, and where it is too far."""
+    if index.op != "clamp" or tuple(map(constant, index.args[1:])) != (0, size - 1):
+        return None
+    found = interval(index.args[0]) if affine(index.args[0]) is not None else None
+    if found is None:
+        return None
+    before, after = max(0, -found[0]), max(0, found[1] - size + 1)
+    return (before, after) if before + after <= _AROUND * size else None
+
+
+def _folded(target: Array, wide: Array, dim: int, before: int, after: int) -> Iterator[Stage]:
+    """Stages that add `wide`, which has more elements around those of `target`, where the nearest element is."""
+    n = target.shape[dim]
+
+    def part(start: int, count: int, place: int, summed: bool) -> Stage:
+        axes = [Axis(count if d == dim else size) for d, size in enumerate(target.shape)]
+        read = [of_map({a: 1, None: start if d == dim else 0}) for d, a in enumerate(axes)]
+        store = [of_map({a: 1, None: place if d == dim else 0}) for d, a in enumerate(axes)]
+        if not summed:
+            return Stage(target, tuple(axes), "point", (), load(wide, read), tuple(store), True)
+        store[dim] = number(place)
+        others = tuple(a for d, a in enumerate(axes) if d != dim)
+        return Stage(target, others, "sum", (axes[dim],), load(wide, read), tuple(store), True)
+
+    if n == 1:
+        yield part(0, wide.shape[dim], 0, True)
+        return
+    low, high = int(before > 0), int(after > 0)
+    if low:
+        yield part(0, before + 1, 0, True)
+    if n - low - high > 0:
+        yield part(before + low, n - low - high, low, False)
+    if high:
+        yield part(before + n - 1, after + 1, n - 1, True)
 
 
 def _stage(phase: _Phase, target: Array, value: Term) -> Stage:
@@ -128,8 +190,8 @@ def _solved(phase: _Phase, dim: int, size: int, coefficients: Map) -> Iterator[_
     index = substituted(of_map(coefficients), phase.values)
     found = affine(index)
     unknown = [a for a in (found or {}) if a is not None and a in phase.alive]
-    number = constant(index)
-    if isinstance(number, int) and 0 <= number < size:  # one element, beside which others may be stored
+    known = constant(index)
+    if isinstance(known, int) and 0 <= known < size:  # one element, beside which others may be stored
         yield _Phase(phase.alive, phase.values, {**phase.place, dim: index}, phase.guards, phase.axes)
         return
     if found is None or not unknown:

@@ -27,6 +27,8 @@ from daceml_train.tensor import DType
 Place = tuple[int, int, int]
 """Where a dimension of a stage's result lies in its target: first index, step, and size of the target's dimension."""
 _ARGUMENTS = {"argmax": "max", "argmin": "min"}
+_COPIES = 8
+"""An array is repeated by an index from so many whole copies on."""
 _REDUCE = {"sum": "sum", "amax": "max", "amin": "min", "prod": "prod"}
 
 
@@ -240,12 +242,21 @@ class Lowering:
 
     def surrounded(self, x: Value, dim: int, n: int, before: int, after: int, kind: str) -> Value:
         """An array with what lies around it copied along one dimension."""
+        if kind == "clamp":
+            edges = [(x.slice(dim, start, start + 1), count) for start, count in ((0, before), (n - 1, after))]
+            low, high = (
+                [e.expand(tuple(count if d == dim else size for d, size in enumerate(e.shape)))] if count else []
+                for e, count in edges
+            )
+            return self.builder.emit(Concat(dim), *low, x, *high)[0]
+        if before // n + after // n < _COPIES:
+            low = [x.slice(dim, n - before % n, n)] if before % n else []
+            high = [x.slice(dim, 0, after % n)] if after % n else []
+            whole = [x] * (before // n + 1 + after // n)
+            return self.builder.emit(Concat(dim), *low, *whole, *high)[0]
         size = before + n + after
         index = self.builder.emit(make("iota", shape=(size,), dim=0, dtype=DType.int64, start=-before))[0]
-        if kind == "clamp":
-            index = self.builder.emit(make("clamp"), index, index.constant(0), index.constant(n - 1))[0]
-        else:
-            index = self.builder.emit(make("remainder"), index, index.constant(n))[0]
+        index = self.builder.emit(make("remainder"), index, index.constant(n))[0]
         return x.apply(Index((dim,)), index)
 
     # ---- stores -----------------------------------------------------------------------------------------------------
@@ -374,8 +385,8 @@ def _forwards(stage: Stage) -> Stage:
     weights: dict[Axis, int] = {}  # the elements that are read forwards, less those that are read backwards
     for term in stage.loads():
         points = prod(a.size for a in _axes_of(term))
-        for index in term.args:
-            for axis, c in (affine(index) or {}).items():
+        for index, n in zip(term.args, term.array.shape if term.array is not None else (), strict=True):
+            for axis, c in (affine(_inner(index, n)) or {}).items():
                 if axis is not None:
                     weights[axis] = weights.get(axis, 0) + (points if c > 0 else -points)
     turned = {a: of_map({a: -1, None: a.size - 1}) for a in stage.reduced if weights.get(a, 0) < 0}

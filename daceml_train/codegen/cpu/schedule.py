@@ -16,6 +16,7 @@ keep NaN.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import dace
@@ -57,6 +58,7 @@ IDENTITY = {
     "all": "true",
 }
 """Reduction -> its neutral element."""
+_NAME, _DEFINITION = re.compile(r"[A-Za-z_]\w*"), re.compile(r"const [\w:]+ (\w+) = (.*);$")
 _OPERAND, _ROW = re.compile(r"[xy]\d+$"), re.compile(r"r\d+$|row_")
 _CLAUSE = {"sum": "+", "prod": "*", "max": "max", "min": "min", "any": "||", "all": "&&"}
 
@@ -114,10 +116,11 @@ class LaneGenerator(TargetCodeGenerator):
         reduced = [e for e in writes if e.data.wcr is not None]
         written = {e.data.data for e in writes}
         ranges = list(zip(entry.map.params, entry.map.range, strict=True))
-        shared = [e for e in reads if e.data.data not in written and _invariant(sdfg, e.data, entry.map.params)]
-        lines = [_read(sdfg, tasklet, e) for e in shared]
-        for name, (first, last, _) in ranges[:-1]:
+        outer, inner = _by_depth(sdfg, tasklet, reads, written, entry.map.params)
+        lines = list(outer[0])
+        for depth, (name, (first, last, _)) in enumerate(ranges[:-1], 1):
             lines.append(f"for (int64_t {name} = {cpp.sym2cpp(first)}; {name} < {cpp.sym2cpp(last + 1)}; ++{name}) {{")
+            lines += outer[depth]
         name, (first, last, _) = ranges[-1]
         begin, end = cpp.sym2cpp(first), cpp.sym2cpp(last + 1)
         if reduced:
@@ -141,10 +144,10 @@ class LaneGenerator(TargetCodeGenerator):
             begin, end = "chunk", "chunk_end"
         lines.append(f"#pragma omp simd{clause}")
         lines.append(f"for (int64_t {name} = {begin}; {name} < {end}; ++{name}) {{")
-        lines += [_read(sdfg, tasklet, e) for e in reads if e not in shared]
+        lines += inner[0]
         for e in writes:
             lines.append(f"{tasklet.out_connectors[e.src_conn].ctype} {e.src_conn};")
-        lines += tasklet.code.as_string.splitlines()
+        lines += inner[1]
         for e in writes:
             if e.data.wcr is None:
                 lines.append(f"{_element(sdfg, e.data)} = {e.src_conn};")
@@ -199,11 +202,34 @@ def _read(sdfg: Any, tasklet: Any, edge: Any) -> str:
     return f"const {tasklet.in_connectors[edge.dst_conn].ctype} {edge.dst_conn} = {_element(sdfg, edge.data)};"
 
 
-def _invariant(sdfg: Any, memlet: Any, params: Any) -> bool:
-    """Whether all lanes read one element: reading it before the loops is free, and makes dependent values provably
-    uniform, which gcc does not always detect.
+def _by_depth(
+    sdfg: Any, tasklet: Any, reads: Any, written: set[str], params: Sequence[str]
+) -> tuple[list[list[str]], tuple[list[str], list[str]]]:
+    """The reads and definitions of a tasklet under the loop that they depend on, and the reads and the code of the last.
+
+    What the innermost loop does not change is read and computed once, outside of it: stores keep gcc from that, and
+    a value that is computed before the loops is provably the same for all lanes. An array that the tasklet writes is
+    read where it is written.
     """
-    return not re.search(rf"\b({'|'.join(params)})\b", _element(sdfg, memlet))
+    depth = {name: place for place, name in enumerate(params, 1)}
+    innermost = len(params)
+    outer: list[list[str]] = [[] for _ in params]
+    loads, code = [], []
+
+    def found(text: str) -> int:
+        return max((depth.get(name, 0) for name in _NAME.findall(text)), default=0)
+
+    for e in reads:
+        place = innermost if e.data.data in written else found(_element(sdfg, e.data))
+        depth[e.dst_conn] = place
+        (loads if place == innermost else outer[place]).append(_read(sdfg, tasklet, e))
+    for line in tasklet.code.as_string.splitlines():
+        defined = _DEFINITION.match(line)
+        place = found(defined[2]) if defined else innermost
+        if defined:
+            depth[defined[1]] = place
+        (code if place == innermost else outer[place]).append(line)
+    return outer, (loads, code)
 
 
 def _element(sdfg: Any, memlet: Any) -> str:

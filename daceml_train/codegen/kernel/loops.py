@@ -80,13 +80,6 @@ class Loops:
         """Split, order and merge the axes; fills `row_axes`, `lane_axes` and `axis_of` (old axis -> loop, factor)."""
         arrays = sorted(self.stores + self.memory, key=self._elements, reverse=True)
         unit = {a: sum(self._elements(s) for s in arrays if same(s.get(a, 0), 1)) for a in self.domain.axes}
-        splits = self.domain.splits
-        self.flat = not splits
-        if splits:
-            split = max(splits, key=lambda s: sum(unit[a] for a in s.lanes) - sum(unit[a] for a in s.rows))
-        else:
-            split = Split(frozenset(), self.domain.axes)
-
         def compare(a: int, b: int) -> int:
             for strides in arrays:
                 x, y = strides.get(a, 0), strides.get(b, 0)
@@ -111,10 +104,19 @@ class Loops:
                     groups.append([axis])
             return groups
 
+        splits = self.domain.splits
+        self.flat = not splits
+        split = Split(frozenset(), self.domain.axes)
+        if splits:
+            last = {s: hint(self._size(merged(s.lanes)[-1])) if s.lanes else 0 for s in splits}
+            vector = {s: last[s] >= NARROW or max(last.values()) < NARROW for s in splits}
+            split = max(
+                splits, key=lambda s: (vector[s], sum(unit[a] for a in s.lanes) - sum(unit[a] for a in s.rows))
+            )
         rows, lanes = merged(split.rows), merged(split.lanes)
         if self.flat and len(lanes) > 1:
-            vector = lanes.pop(self._vector_axis(lanes))
-            rows, lanes = lanes, [vector]
+            chosen = lanes.pop(self._vector_axis(lanes))
+            rows, lanes = lanes, [chosen]
         self.split = split
         self.row_axes = [Axis(f"r{i}", self._size(g)) for i, g in enumerate(rows)]
         self.lane_axes = [Axis(f"l{i}", self._size(g)) for i, g in enumerate(lanes)]
