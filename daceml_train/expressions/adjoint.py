@@ -131,7 +131,8 @@ class _Adjoint:
                 return seed
             case "amax" | "amin":  # a comparison with the result would depend on how the body is rounded
                 place = load(self.places(stage), map(at, stage.axes))
-                return apply("where", apply("eq", of_map(_position(stage.reduced)), place), seed, 0.0)
+                here, place = (cast(i, DType.int32) for i in (of_map(_position(stage.reduced)), place))
+                return apply("where", apply("eq", here, place), seed, 0.0)
             case "lse":
                 return apply("mul", seed, apply("exp", apply("sub", body, y)))
             case "prod":
@@ -172,7 +173,8 @@ def _position(axes: Sequence[Axis]) -> dict[Axis | None, int]:
 
 
 def _places(stage: Stage) -> Stage:
-    target = Array(f"a_{stage.target.name}", stage.target.shape, DType.int64)
+    """The positions in 32 bits, as many as a float has: a loop over both has vectors of one length."""
+    target = Array(f"a_{stage.target.name}", stage.target.shape, DType.int32)
     return Stage(target, stage.axes, f"arg{stage.kind[1:]}", stage.reduced, stage.body)
 
 

@@ -28,7 +28,6 @@ from daceml_train.expressions.term import (
     substituted,
 )
 
-
 _AROUND = 4
 """Elements around a dimension per element in it, up to which what a clamped index reads is added there first."""
 
@@ -83,7 +82,7 @@ def gathers(target: Array, index: Sequence[Term], domain: Sequence[Axis], value:
 
 
 def _around(index: Term, size: int) -> tuple[int, int] | None:
-    """How far a clamped affine index leaves a dimension below and above; None for any other, and where it is too far."""
+    """How far a clamped affine index leaves a dimension below and above; None for any other, or where that is far."""
     if index.op != "clamp" or tuple(map(constant, index.args[1:])) != (0, size - 1):
         return None
     found = interval(index.args[0]) if affine(index.args[0]) is not None else None

@@ -16,11 +16,12 @@ from daceml_train.expressions.contract import Factor, contracted
 from daceml_train.expressions.prepared import prepared
 from daceml_train.expressions.program import Program, Stage
 from daceml_train.expressions.term import Array, Axis, Term, children, constant, substituted
+from daceml_train.expressions.unrolled import unrolled, window
+from daceml_train.expressions.views import plain, turned
 from daceml_train.ops.embedding import AddRows, Embedding
 from daceml_train.ops.indexing import Gather, Index, Scatter, zeros
 from daceml_train.ops.movement import Concat, Pad
 from daceml_train.ops.operator import Builder, Value, make
-from daceml_train.ops.read import Read
 from daceml_train.ops.reduction import wide
 from daceml_train.tensor import DType
 
@@ -38,6 +39,8 @@ class Lowering:
     def __init__(self, builder: Builder, program: Program, operands: Sequence[Value]) -> None:
         self.builder, self.program = builder, prepared(program)
         self.values: dict[Array, Value] = dict(zip(program.inputs, operands, strict=True))
+        self.fixed: dict[Axis, int] = {}
+        """Axes that have one value, while the elements of a window are read one by one."""
 
     def results(self) -> list[Value]:
         """The values of the outputs."""
@@ -72,22 +75,37 @@ class Lowering:
         product = self.contraction(stage)
         if product is not None:
             return product
-        domain = (*stage.axes, *stage.reduced)
-        bare = stage.kind == "point" and self.readable(stage.body)
-        body = self.read(stage.body, domain, True) if bare else self.value(stage.body, domain, {})
-        body = body if stage.kind in _ARGUMENTS else body.cast(stage.target.dtype)
+        around = window(stage, self.readable)
+        reduced = tuple(a for a in stage.reduced if a not in around)
+        domain = (*stage.axes, *reduced)
+        if around:
+            body = unrolled(stage, around, lambda place: self.element(stage.body, domain, place))
+            if not reduced:
+                return body.expand(sizes)
+        else:
+            bare = stage.kind == "point" and self.readable(stage.body)
+            body = self.read(stage.body, domain, True) if bare else self.value(stage.body, domain, {})
+            body = body if stage.kind in _ARGUMENTS else body.cast(stage.target.dtype)
         if stage.kind == "point":
             return body.expand(sizes)
         lead, rank = len(sizes), len(domain)
-        body = body.expand((*body.shape[:lead], *(a.size for a in stage.reduced)))
+        body = body.expand((*body.shape[:lead], *(a.size for a in reduced)))
         dims = tuple(range(lead, rank))
         if stage.kind in _ARGUMENTS:
-            flat = body.view((*body.shape[:lead], prod(a.size for a in stage.reduced)))
-            return self.builder.emit(make("extremum", kind=_ARGUMENTS[stage.kind], dim=lead), flat)[1].expand(sizes)
+            flat = body.view((*body.shape[:lead], prod(a.size for a in reduced)))
+            (_, place) = self.builder.emit(make("extremum", kind=_ARGUMENTS[stage.kind], dim=lead), flat)
+            return place.cast(stage.target.dtype).expand(sizes)
         if stage.kind == "lse":
             return body.apply(make("logsumexp", dims=dims)).expand(sizes)
         body = wide(body) if stage.kind in ("sum", "prod") else body
         return body.reduce(_REDUCE[stage.kind], dims).cast(stage.target.dtype).expand(sizes)
+
+    def element(self, body: Term, domain: Sequence[Axis], place: dict[Axis, int]) -> Value:
+        """A body over `domain`, at one place of its other axes."""
+        self.fixed = place
+        value = self.value(body, domain, {})
+        self.fixed = {}
+        return value
 
     def contraction(self, stage: Stage) -> Value | None:
         """A sum of the products of two reads as a matmul, where it has rows, columns, and a depth."""
@@ -120,6 +138,8 @@ class Lowering:
 
     def computed(self, term: Term, domain: Sequence[Axis], memo: dict[Term, Value]) -> Value:
         rank = len(domain)
+        if term.axis in self.fixed:
+            return self.number(self.fixed[term.axis], DType.int64, rank)
         if term.axis is not None:
             shape = tuple(a.size if a is term.axis else 1 for a in domain)
             dim = next(d for d, a in enumerate(domain) if a is term.axis)
@@ -231,12 +251,15 @@ class Lowering:
         if any(p != (0, 0) for p in pads):
             fill = term.fill if term.fill is not None else 0
             x = x.apply(Pad(tuple(pads), fill))
-        flipped = _turned(maps, x.tensor.strides) if forwards else set[Axis]()
+        for m in maps:
+            for a in [a for a in m if a in self.fixed]:
+                m[None] = m.get(None, 0) + m.pop(a) * self.fixed[a]
+        flipped = turned(maps, x.tensor.strides) if forwards else set[Axis]()
         used = {a for m in maps for a in m}
         shape = tuple(a.size if a in used else 1 for a in domain)
         terms = tuple((domain.index(a), d, c) for d, m in enumerate(maps) for a, c in m.items() if a is not None)
         offsets = tuple(m.get(None, 0) for m in maps)
-        y = _plain(x, shape, terms, offsets)
+        y = plain(x, shape, terms, offsets)
         backwards = tuple(d for d, a in enumerate(domain) if a in flipped)
         return y.apply(make("flip", dims=backwards)) if backwards else y
 
@@ -409,32 +432,3 @@ def _axes_of(term: Term) -> dict[Axis, None]:
 
 def _factors(term: Term) -> list[Term]:
     return [f for a in term.args for f in _factors(a)] if term.op == "mul" else [term]
-
-
-def _turned(maps: list[Map], strides: Sequence[Any]) -> set[Axis]:
-    """Reverse the axes along which a row-major array would be read backwards; returns them."""
-    total: dict[Axis, int] = {}
-    for m, stride in zip(maps, strides, strict=True):
-        for axis, c in m.items():
-            if axis is not None:
-                total[axis] = total.get(axis, 0) + c * stride
-    turned = {axis for axis, stride in total.items() if stride < 0}
-    for m in maps:
-        for axis in [a for a in m if a in turned]:
-            assert axis is not None
-            m[None], m[axis] = m[None] + m[axis] * (axis.size - 1), -m[axis]
-    return turned
-
-
-def _plain(
-    x: Value, shape: tuple[int, ...], terms: tuple[tuple[int, int, int], ...], offsets: tuple[int, ...]
-) -> Value:
-    """A read; as a permutation with sizes of 1 where it is one, which every pass knows."""
-    own = [d for d, _, _ in terms]
-    simple = len(set(own)) == len(own) == len({of for _, of, _ in terms}) and all(c == 1 for _, _, c in terms)
-    whole = all(o == 0 for o in offsets) and all(shape[d] == x.shape[of] for d, of, _ in terms)
-    ones = all(x.shape[of] == 1 for of in range(len(x.shape)) if of not in {t[1] for t in terms})
-    if not (simple and whole and ones):
-        return x.apply(Read(shape, terms, offsets))
-    dims = [of for _, of, _ in sorted(terms)] + [of for of in range(len(x.shape)) if of not in {t[1] for t in terms}]
-    return x.permute(dims).view(shape)

@@ -205,7 +205,7 @@ def _read(sdfg: Any, tasklet: Any, edge: Any) -> str:
 def _by_depth(
     sdfg: Any, tasklet: Any, reads: Any, written: set[str], params: Sequence[str]
 ) -> tuple[list[list[str]], tuple[list[str], list[str]]]:
-    """The reads and definitions of a tasklet under the loop that they depend on, and the reads and the code of the last.
+    """The reads and definitions of a tasklet by the loop that they depend on; the reads and the code of the last one.
 
     What the innermost loop does not change is read and computed once, outside of it: stores keep gcc from that, and
     a value that is computed before the loops is provably the same for all lanes. An array that the tasklet writes is
@@ -214,7 +214,8 @@ def _by_depth(
     depth = {name: place for place, name in enumerate(params, 1)}
     innermost = len(params)
     outer: list[list[str]] = [[] for _ in params]
-    loads, code = [], []
+    loads: list[str] = []
+    code: list[str] = []
 
     def found(text: str) -> int:
         return max((depth.get(name, 0) for name in _NAME.findall(text)), default=0)

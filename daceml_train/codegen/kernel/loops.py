@@ -80,6 +80,7 @@ class Loops:
         """Split, order and merge the axes; fills `row_axes`, `lane_axes` and `axis_of` (old axis -> loop, factor)."""
         arrays = sorted(self.stores + self.memory, key=self._elements, reverse=True)
         unit = {a: sum(self._elements(s) for s in arrays if same(s.get(a, 0), 1)) for a in self.domain.axes}
+
         def compare(a: int, b: int) -> int:
             for strides in arrays:
                 x, y = strides.get(a, 0), strides.get(b, 0)
@@ -110,9 +111,7 @@ class Loops:
         if splits:
             last = {s: hint(self._size(merged(s.lanes)[-1])) if s.lanes else 0 for s in splits}
             vector = {s: last[s] >= NARROW or max(last.values()) < NARROW for s in splits}
-            split = max(
-                splits, key=lambda s: (vector[s], sum(unit[a] for a in s.lanes) - sum(unit[a] for a in s.rows))
-            )
+            split = max(splits, key=lambda s: (vector[s], sum(unit[a] for a in s.lanes) - sum(unit[a] for a in s.rows)))
         rows, lanes = merged(split.rows), merged(split.lanes)
         if self.flat and len(lanes) > 1:
             chosen = lanes.pop(self._vector_axis(lanes))
@@ -167,18 +166,33 @@ class Loops:
         """Whether a value exists per element of the loops rather than once."""
         return self.has_rows(name) or (self.flat and self.has_lanes(name))
 
+    def _follow(self, reductions: Sequence[Leaf]) -> bool:
+        """Whether one of these reductions depends on another."""
+        after: set[str] = set()
+        for name, leaf in self.leaves.items():
+            if any(i in after for i in leaf.inputs):
+                if leaf in reductions:
+                    return True
+                after.add(name)
+            elif leaf in reductions:
+                after.add(name)
+        return False
+
     def _choose_mode(self) -> None:
         """Set `mode`, and how transposed arrays are read."""
         kinds = {self.kind(leaf) for leaf in self.leaves.values()}
         rows = hint(product(a.size for a in self.row_axes))
         lanes = hint(product(a.size for a in self.lane_axes))
         columns = [leaf for leaf in self.leaves.values() if self.kind(leaf) == "column"]
+        per_row = any(
+            self.has_rows(n) and not self.has_lanes(n) and leaf.op is not None for n, leaf in self.leaves.items()
+        )
         tiled = (
             bool(columns)
             and not kinds & {"row", "full"}
             and (lanes >= WIDE or (rows <= 64 and lanes >= 512))
             and all(self.has_lanes(leaf.inputs[0]) for leaf in columns)
-            and all(self.has_lanes(n) for n, leaf in self.leaves.items() if self.has_rows(n) and leaf.op is not None)
+            and not (per_row and self._follow(columns))  # a later phase would read from memory what each tile stores
             and all(frozenset(map(self.axis_of.__getitem__, r.axes)) >= self.lane_set for r in self.domain.results)
         )
         self.mode = "flat" if self.flat else "tiles" if tiled else "rows"
