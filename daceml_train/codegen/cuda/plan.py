@@ -29,6 +29,9 @@ class CudaLoops(Loops):
     Neighboring threads have neighboring elements, however few the innermost loop has.
     """
 
+    def _fills_vector(self, groups: Sequence[Sequence[int]]) -> bool:
+        return True
+
     def _vector_axis(self, groups: Sequence[Sequence[int]]) -> int:
         return -1
 

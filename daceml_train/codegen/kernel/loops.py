@@ -109,8 +109,7 @@ class Loops:
         self.flat = not splits
         split = Split(frozenset(), self.domain.axes)
         if splits:
-            last = {s: hint(self._size(merged(s.lanes)[-1])) if s.lanes else 0 for s in splits}
-            vector = {s: last[s] >= NARROW or max(last.values()) < NARROW for s in splits}
+            vector = {s: self._fills_vector(merged(s.lanes)) for s in splits}
             split = max(splits, key=lambda s: (vector[s], sum(unit[a] for a in s.lanes) - sum(unit[a] for a in s.rows)))
         rows, lanes = merged(split.rows), merged(split.lanes)
         if self.flat and len(lanes) > 1:
@@ -128,6 +127,10 @@ class Loops:
         self.row_set = {a.name for a in self.row_axes}
         self.lane_set = {a.name for a in self.lane_axes}
         self.needs = {name: frozenset(self.axis_of[a] for a in leaf.axes) for name, leaf in self.leaves.items()}
+
+    def _fills_vector(self, groups: Sequence[Sequence[int]]) -> bool:
+        """Whether the innermost of these loops has enough elements for vectors, so that such lanes are preferred."""
+        return bool(groups) and hint(self._size(groups[-1])) >= NARROW
 
     def _vector_axis(self, groups: Sequence[Sequence[int]]) -> int:
         """The position of the loop that is vectorized, of loops from the outermost to the innermost."""
