@@ -78,7 +78,7 @@ class ModuleState:
     """The compiled modules inside one that is parallel, once it was called; see `driver.parallel_modules`."""
 
     def trace(self, module: torch.nn.Module, methods: Iterable[str]) -> None:
-        """Compile these methods anew, at their next calls."""
+        """Compile these methods again at their next calls."""
         dynamic = self.options.dynamic
         self.compiled = {m: traced(getattr(self.source, m), module, self.backend, dynamic=dynamic) for m in methods}
 
@@ -111,7 +111,7 @@ class Backend:
     """Whether PyTorch may not run a call in its place."""
 
     def __reduce__(self) -> Any:
-        """A copy compiles anew."""
+        """A copy compiles its methods again."""
         return type(self), (self.options,)
 
     def __call__(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
