@@ -38,8 +38,18 @@ def _compiled(formula: str) -> Any:
     return compile(formula, formula, "eval")
 
 
+_FINITE = frozenset(
+    {"add", "sub", "mul", "neg", "abs", "maximum", "minimum", "where", "cast", "load", "number", "axis"}
+)
+"""Operators whose derivatives are finite where their operands are."""
+
+
 def partials(body: Term, seed: Term) -> list[tuple[Term, Term]]:
-    """The reads of floating-point arrays in a body, each with its cotangent."""
+    """The reads of floating-point arrays in a body, each with its cotangent.
+
+    Where positions alone decide which branch counts, the other one may not even be defined: it reads what stands in for
+    elements that do not exist. Its derivatives do not count either, also where they are infinite.
+    """
     cotangents: dict[Term, Term] = {body: seed}
     found: list[tuple[Term, Term]] = []
     for term in reversed(list(children(body))):
@@ -48,6 +58,12 @@ def partials(body: Term, seed: Term) -> list[tuple[Term, Term]]:
             continue
         if term.op == "load" and term.dtype is not None and term.dtype.is_float:
             found.append((term, g))
+        elif _guards(term):
+            condition, *branches = term.args
+            for branch, holds in zip(branches, (True, False), strict=True):
+                for read, value in partials(branch, g):
+                    chosen = (value, 0.0) if holds else (0.0, value)
+                    found.append((read, apply("where", condition, *chosen)))
         elif term.op == "cast" and (source := term.args[0].dtype) is not None and source.is_float:
             _add(cotangents, term.args[0], cast(g, source))
         elif term.op in TABLE:
@@ -59,6 +75,14 @@ def partials(body: Term, seed: Term) -> list[tuple[Term, Term]]:
                     assert operand.dtype is not None
                     _add(cotangents, operand, cast(lift(value), operand.dtype))
     return found
+
+
+def _guards(term: Term) -> bool:
+    """Whether a term chooses by position between branches of which one has derivatives that may be infinite."""
+    if term.op != "where" or any(t.op == "load" for t in children(term.args[0])):
+        return False
+    inside = (t for branch in term.args[1:] if _depends(branch) for t in children(branch))
+    return any(t.op not in _FINITE and t.dtype is not None and t.dtype.is_float for t in inside)
 
 
 def _depends(term: Term) -> bool:

@@ -13,7 +13,7 @@ import torch
 import daceml_train as dt
 from daceml_train.analysis.interpret import interpret
 from daceml_train.autodiff.reverse import differentiate
-from daceml_train.expressions import argmax, array, largest, logsumexp, product, size, tanh, total
+from daceml_train.expressions import argmax, array, largest, log, logsumexp, product, size, tanh, total, where
 from daceml_train.expressions.adjoint import derivative
 from daceml_train.expressions.operator import Expression
 from daceml_train.expressions.program import parsed
@@ -164,3 +164,18 @@ def test_compiled() -> None:
     (b,) = torch.autograd.grad(expected, wide, seeds)
     for got, want in zip((*found, a), (*expected, b), strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_branches_by_position_have_derivatives_of_their_own() -> None:
+    """An infinite derivative of the branch that a position does not take is not a factor of zero."""
+
+    @dt.expression
+    def guarded(x: Any) -> Any:
+        (n,) = x.shape
+        return array(where(i >= 1, log(x[i]) * x[i], 2 * x[i]) for i in n)
+
+    x = torch.tensor([0.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
+    (first,) = torch.autograd.grad(guarded(x).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(first.detach(), torch.tensor([2, 1 + math.log(2), 1 + math.log(3)], dtype=torch.float64))
+    torch.testing.assert_close(second, torch.tensor([0, 1 / 2, 1 / 3], dtype=torch.float64))
