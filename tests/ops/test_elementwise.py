@@ -114,6 +114,8 @@ def test_special_points(kind: str) -> None:
     ):  # PyTorch's vectorized and scalar versions differ by zero and infinity
         finite = np.isfinite(xs[0]) & np.isfinite(xs[1]) & (xs[1] != 0)
         xs = [x[finite] for x in xs]
+    if kind == "logit":  # by position in a vector, PyTorch's derivative at -0 has either sign
+        xs = [x[~(np.signbit(x) & (x == 0))] for x in xs]
     if kind == "bce":
         inside = np.all([(x >= 0) & (x <= 1) for x in xs], 0)
         xs = [x[inside] for x in xs]
