@@ -26,7 +26,8 @@ class BlockedAttention(Rewrite):
         q, k, v -> [attention] -> y, logsumexp      =>      q, k, v -> [fused_attention] -> y, logsumexp
 
     PyTorch's flash kernel iterates over blocks of keys and rescales its partial sums after each, which pays off
-    where a row block of scores exceeds the cache. Both kernels read and write the same arrays.
+    where a row block of scores exceeds the cache. Both kernels read and write the same arrays; this one writes the
+    heads of a query side by side, as they are read next.
     """
 
     level = "forward"
@@ -52,7 +53,7 @@ class BlockedAttention(Rewrite):
         yield merged, f"%{y} is not only reshaped with the heads of a query side by side, as the kernel lays them out"
 
     def traffic(self, match: Match) -> Dim:
-        return 0
+        return match.uses.change(self.sweep(match.uses.graph, {id(match.root): match}))
 
     def emit(self, match: Match, builder: Graph, values: Mapping[str, Value]) -> Iterable[Value]:
         op, (q, k, v) = match.root.op, (values[name] for name in match.root.inputs)
