@@ -15,10 +15,12 @@ import daceml_train as dt
 from daceml_train.errors import ExecutionError, Invalid
 from daceml_train.lowering.lane_plan import LanePlan, lane_plan
 from daceml_train.lowering.lanes import Task
+from daceml_train.lowering.program import CallLaunch, Launch
 from daceml_train.runtime import bound_plan, machine_load, tune_lanes
 from daceml_train.runtime.bound_plan import BoundPlan
 from daceml_train.runtime.lane_entries import beside, edges_of
 from daceml_train.runtime.lane_works import works
+from daceml_train.runtime.same_bits import matrix_of, same_matmul
 from daceml_train.runtime.timing import per_launch
 from daceml_train.runtime.tune_lanes import Found, LaneStore, LaneTrial
 from daceml_train.transformations.global_movement.concurrency import Concurrency
@@ -155,12 +157,19 @@ def trained(steps: int = 6, in_lanes: int | None = None, **options: Any) -> tupl
     return [*found, *(t.detach().clone() for t in (*model.parameters(), *model.buffers(), *state))], plans
 
 
+def keeps_bits(plan: Any, launch: Launch) -> bool:
+    """Whether a launch computes the same bits on one thread; only then does a trial run it beside others."""
+    if not isinstance(launch, CallLaunch) or not launch.direct:
+        return True
+    return same_matmul(launch.target, [matrix_of(a, plan.value) for a in launch.arguments], plan.threads, 1)
+
+
 def random_plan(plan: BoundPlan, seed: int) -> LanePlan:
     """A schedule from random seconds."""
     draw, tasks = random.Random(seed), []
-    for index in range(len(plan.program.launches)):
-        one = 10 ** draw.uniform(-6, -4)
-        tasks.append(Task({1: one}, alone=not beside(plan, index) or draw.random() < 0.03))
+    for index, launch in enumerate(plan.program.launches):
+        one, alone = 10 ** draw.uniform(-6, -4), draw.random() < 0.03
+        tasks.append(Task({1: one}, alone=alone or not beside(plan, index) or not keeps_bits(plan, launch)))
     accesses = works(plan, lambda index: not beside(plan, index))
     return lane_plan(accesses, tasks, 2, draw.choice([None, 8]))[0]
 
@@ -227,7 +236,8 @@ class Machine:
 def even(trial: LaneTrial) -> list[Task]:
     """Launches of a tenth of a millisecond each."""
     bound = trial.bound
-    return [Task({1: 1e-4}, alone=not beside(bound, i)) for i in range(len(bound.program.launches))]
+    launches = enumerate(bound.program.launches)
+    return [Task({1: 1e-4}, alone=not (beside(bound, i) and keeps_bits(bound, x))) for i, x in launches]
 
 
 def trial_of(plans: list[BoundPlan]) -> LaneTrial:
