@@ -127,7 +127,7 @@ class _Search:
         expected = None if reference is None else reference.gradients
         if gradients and self.derivatives(case, graph, joint, gradients, arrays, expected):
             return True
-        for transformation in self.pipeline.level("intra_operator"):
+        for transformation in (*self.pipeline.level("distribution"), *self.pipeline.level("intra_operator")):
             after = self.run(transformation, joint, arrays)
             if after is None:
                 return True

@@ -109,7 +109,8 @@ class Loops:
         self.flat = not splits
         split = Split(frozenset(), self.domain.axes)
         if splits:
-            vector = {s: self._fills_vector(merged(s.lanes)) for s in splits}
+            updating = any(result.target is not None for result in self.domain.results)  # of lanes, not of rows
+            vector = {s: not updating and self._fills_vector(merged(s.lanes)) for s in splits}
             split = max(splits, key=lambda s: (vector[s], sum(unit[a] for a in s.lanes) - sum(unit[a] for a in s.rows)))
         rows, lanes = merged(split.rows), merged(split.lanes)
         if self.flat and len(lanes) > 1:
