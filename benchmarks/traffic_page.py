@@ -53,12 +53,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _traffic(results: dict[str, Any]) -> Iterator[str]:
-    levels = [level.replace("_", " ") for level in LEVELS]
+    kept = [level for level in LEVELS if level != "distribution"]  # moves nothing within one process
+    levels = [level.replace("_", " ") for level in kept]
     yield f"| network | eager | captured | {' | '.join(levels)} | share |"
     yield f"|---|---|---|{'---|' * len(levels)}---|"
     for name, row in results["networks"].items():
         title = NETWORKS[name].title if name in NETWORKS else row["title"]
-        stages = " | ".join(bytes_text(size) for size in row["stages"].values())
+        stages = " | ".join(bytes_text(row["stages"][level]) for level in ("captured", *kept))
         yield f"| {title} | {bytes_text(row['eager'])} | {stages} | {row['share']:.2f} |"
     yield f"\nGeometric mean over the networks: **{results['geometric_mean']:.2f}**. Counted {results['date']}.\n"
     layer = results["networks"].get(traffic.LAYER)
