@@ -26,6 +26,3 @@ def sent(graph: Graph) -> Dim:
 def messages(graph: Graph) -> int:
     """The collectives of a graph in which something is sent."""
     return sum(isinstance(node.op, Collective) and sent_by(graph, (node,)) != 0 for node in graph.nodes)
-
-
-__all__ = ["messages", "sent", "sent_by"]

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 
 from daceml_train.analysis.aliases import is_alias
 from daceml_train.analysis.chunks import update_chains
+from daceml_train.analysis.network import sent_by
 from daceml_train.analysis.traffic import Entry, total, traffic
-from daceml_train.graph.graph import Graph, Node
+from daceml_train.graph.graph import Graph
 from daceml_train.lowering.naming import names
 from daceml_train.lowering.program import CallLaunch, ControlLaunch, CopyLaunch, KernelLaunch, Launch
-from daceml_train.ops.collective import Collective, Start
+from daceml_train.ops.collective import Start
 from daceml_train.ops.kernel import described
 from daceml_train.ops.operator import Operator
 from daceml_train.tensor import Dim, Tensor
@@ -66,19 +67,12 @@ def costs(graph: Graph, launches: Sequence[Launch], nodes: Sequence[int]) -> lis
             done[node] += 1
         elif node >= 0 and last[node] == index:
             cost = _computed(launch, graph.nodes[node].op, entries[node], named[node])
-            results.append(replace(cost, network=_network(graph, graph.nodes[node])))
+            results.append(replace(cost, network=sent_by(graph, (graph.nodes[node],))))
             if isinstance(op := graph.nodes[node].op, Start):
                 results[-1] = replace(results[-1], operators=f"start {op.kind}")
         else:
             results.append(_moved(launch))
     return results
-
-
-def _network(graph: Graph, node: Node) -> Dim:
-    """Bytes that each process sends in a collective."""
-    return (
-        node.op.network_bytes(*(graph.tensors[name] for name in node.inputs)) if isinstance(node.op, Collective) else 0
-    )
 
 
 def _share(whole: Cost, k: int, parts: int) -> Cost:
