@@ -40,7 +40,7 @@ def test_everything_takes_the_same_road(kind: str, monkeypatch: pytest.MonkeyPat
     else:
         with torch.no_grad():
             dt.optimize(model, cache=tmp_path)(x)
-    order = ["forward", "adapt", "extend", "intra_operator", "divide", "transform", "lower"]
+    order = ["forward", "adapt", "extend", "distribute", "intra_operator", "divide", "transform", "lower"]
     assert [name for i, name in enumerate(taken) if name not in taken[:i]] == order
     assert taken.count("lower") == {"step": 1, "module": 2, "inference": 2}[kind] or kind == "inference"
 
