@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.variables.builder import VariableBuilder
 
 import daceml_train as dt
 from daceml_train.driver.module import state_of
 from tests.driver.imperative import Imperative, Pair, assert_alike, batches, kept, loss_of
 
+VariableBuilder._type_dispatch()  # TorchDynamo, which stores its methods at its first trace, has run before
 EVERYWHERE: list[Any] = []
 
 

@@ -148,6 +148,7 @@ def _install() -> None:
     if _BoundMethod is not None:
         builders._wrap = wrap_value
     builders.wrap_listlike, effects.codegen_update_mutated = wrap_listlike, codegen_update_mutated
+    builders._type_dispatch_impl.cache_clear()  # holds the replaced method where TorchDynamo has run before
 
 
 traces = Traces(_install)
