@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from benchmarks.fuzz.drawing import Draw, Layer, _text
+from benchmarks.fuzz.sizes import SELECTIONS, SIZES
 
 UNARY = (
     "F.relu(h)",
@@ -442,6 +443,7 @@ PROPOSALS: Sequence[tuple[int, Callable[[Draw], Layer | None]]] = (
     (2, _text(ALIASES)),
     (1, _text(CONTROL)),
     (1, _text(DERIVATIVES)),
+    (3, _text(SIZES, SELECTIONS)),
     (1, _buffer),
     (1, _module),
 )

@@ -21,6 +21,8 @@ SEED = "seed"
 
 def input_tensors(captured: Captured, arguments: Sequence[Any]) -> dict[str, torch.Tensor]:
     """Graph input -> tensor, without the seed and random numbers."""
+    if captured.selection is not None:
+        arguments = [*arguments, *captured.selection(arguments)]
     found: dict[str, torch.Tensor] = {}
     for source in captured.inputs:
         if source.kind == "tensor":

@@ -28,10 +28,12 @@ from daceml_train.driver.denominators import Denominators
 from daceml_train.driver.distribution import described, rows_of
 from daceml_train.driver.fully_sharded import memory_of
 from daceml_train.driver.goals import WholeStep
+from daceml_train.driver.selected import FEW, SelectedInputs
 from daceml_train.driver.source_guard import SourceGuard, follow
 from daceml_train.errors import DeviceMismatch, ExecutionError, Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.frontends.torch.capture.rng_draws import Draw
+from daceml_train.frontends.torch.dynamo import data_sizes
 from daceml_train.frontends.torch.dynamo.tracing import failing_guard
 from daceml_train.lowering.device import GPU
 from daceml_train.runtime.bound_plan import BoundPlan
@@ -54,6 +56,10 @@ def hook_tables(modules: Iterable[torch.nn.Module]) -> list[dict[int, Any]]:
     return [*everywhere, *(getattr(module, name) for module in modules for name in _HOOKS)]
 
 
+SHARED = "an argument shares memory with a buffer that the model updates"
+"""Why a call of a bound step runs in pieces."""
+
+
 class Argument(NamedTuple):
     """An input of the program that is part of a call's arguments, and the strides to which it is copied if need be."""
 
@@ -69,6 +75,8 @@ class BoundStep:
     """The weight of the loss, for a part of a batch."""
     denominators: Denominators | None = None
     """Computed on the whole batch before its parts run."""
+    why = ""
+    """Why the last call could not run."""
     used = False
     """Whether a step that was compiled in the background has been compared with PyTorch's."""
 
@@ -107,7 +115,11 @@ class BoundStep:
         """The code that Dynamo generated, if it does more than compute the loss."""
         program = step.executable.program
         tensors = list(by_name.values())
-        self.plan: BoundPlan = step.executable.plan([tensors[i].shape[d] for i, d in program.symbols.values()])
+        sizes = [tensors[i].shape[d] for i, d in program.symbols.values()]
+        if captured.selection is not None:
+            step.executable.changing = True
+            sizes = [max(data_sizes.LEAST, size) for size in sizes]  # of this plan alone: each call takes the plan of its sizes
+        self.plan: BoundPlan = step.executable.plan(sizes)
         self._observe(modules, bounds, assigned, unstable)
         self._bind_inputs(captured, by_name, flat, scope, code_globals)
         leaves = [t for name, t in by_name.items() if t.requires_grad and t.is_leaf]
@@ -182,9 +194,13 @@ class BoundStep:
         self.alive: list[torch.Tensor] = []
         self.seed: torch.Tensor | None = None
         self.draws: dict[str, tuple[int, Draw, tuple[int, ...]]] = {}
+        self.selected = SelectedInputs.of(captured, by_name, given, known, [entry.name for entry in program.inputs])
+        selected = () if self.selected is None else {place for place, _ in self.selected.places}
         self.mutable: list[torch.Tensor] = []
         fixed: list[torch.Tensor] = []
         for position, entry in enumerate(program.inputs):
+            if position in selected:
+                continue
             strides = tuple(self.plan.value(s) for s in entry.strides)
             if entry.name in by_name:
                 tensor, source = memory_of(by_name[entry.name]), sources[entry.name]
@@ -292,7 +308,7 @@ class BoundStep:
         return "the optimizer has other parameters, or a tensor that the step follows was replaced"
 
     def run(self, flat: Sequence[Any], keep_gradients: bool) -> torch.Tensor | None:
-        """Run on the call's arguments; return None without running if one of them shares a buffer that is written."""
+        """Run on the call's arguments; return None without running if `why` says that the program may not."""
         alive = []
         for position, number, strides in self.arguments:
             tensor = flat[number]
@@ -300,9 +316,13 @@ class BoundStep:
                 alive.append(tensor := in_strides(tensor, strides))
             self.addresses[position] = tensor._cdata
             self.inputs[position] = tensor
+        if self.selected is not None and not self._select(flat):
+            self.why = FEW
+            return None
         if self.shared.found():
             copies = self._unshared()
             if copies is None:
+                self.why = SHARED
                 return None
             alive += copies
         for followed in self.followed:
@@ -344,6 +364,17 @@ class BoundStep:
                 self.optimizer.state[owners[owner]][name] = _laid_out_like(owners[owner], tensor)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at
         return outputs[0]
+
+    def _select(self, flat: Sequence[Any]) -> bool:
+        """Put what the arguments' values select, and take the plan for its sizes."""
+        assert self.selected is not None
+        found = self.selected(flat)
+        for position, tensor in found or ():
+            self._put(position, tensor)
+        if found is not None:
+            executable = self.step.executable
+            self.plan = executable.plan(executable.sizes_of(self.inputs))
+        return found is not None
 
     def _unshared(self) -> list[torch.Tensor] | None:
         """Copies, as inputs, of the arguments that share memory with what is updated; None if that is a buffer."""

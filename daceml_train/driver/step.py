@@ -33,7 +33,7 @@ from daceml_train.driver.settings import Settings
 from daceml_train.driver.user_updates import UserUpdates
 from daceml_train.errors import BudgetInfeasible, DeviceMismatch, Invalid, NotCompiled, Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured, capture
-from daceml_train.frontends.torch.dynamo import floats
+from daceml_train.frontends.torch.dynamo import data_sizes, floats
 from daceml_train.frontends.torch.dynamo.tracing import (
     describe,
     failing_guard,
@@ -58,9 +58,6 @@ Loss = Callable[..., torch.Tensor]
 
 KEPT_BINDINGS = 64
 """The number of kinds of arguments whose bound steps are kept."""
-
-SHARED = "an argument shares memory with a buffer that the model updates"
-"""Why a call of a bound step runs in pieces."""
 
 WAYS = 8
 """Bound steps that are kept for a kind of arguments: ways through the user's code, such as two sides of a branch."""
@@ -188,9 +185,9 @@ class TrainingStep(UserUpdates):
     ) -> torch.Tensor | None:
         loss = bound.run(flat, self.keep_gradients)
         if loss is None:
-            if SHARED not in self.breaks:  # of this call alone: others of its kind may run as one program
-                self.breaks.append(SHARED)
-                logs.event(logs.BREAKS, SHARED)
+            if bound.why not in self.breaks:  # of this call alone: others of its kind may run as one program
+                self.breaks.append(bound.why)
+                logs.event(logs.BREAKS, bound.why)
             return None
         self.gradient_norm = bound.norm
         if bound.effects is not None:
@@ -326,13 +323,18 @@ class TrainingStep(UserUpdates):
         self._worked = self._worked or describe(flat)
         return bound
 
+    @property
+    def selects(self) -> bool:
+        """Whether what the values of arguments select is computed before the program."""
+        return self.whole_batches and self.ranks is None and self.options.dynamic is not True
+
     def _call_traced(self, inputs: Any, targets: tuple[Any, ...]) -> None:
-        with self._capturing():
+        with self._capturing(), data_sizes.admitted(self.selects):
             floats.traced(lambda: self._traced(self, inputs, *targets), self.options.randomness == "seeded")
 
     def _collect(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """A Dynamo backend that captures, and stops instead of running, unless the loss is already known."""
-        captured = loss_first(inside_module(capture(module, examples, self.options.randomness), "model"))
+        captured = loss_first(inside_module(capture(module, examples, self.options.randomness, select=self.selects), "model"))
         captured.graph.name = "training_step"
         self._captures += 1
         if self._known is None and logs.speaks(logs.RECOMPILES) and (changed := recompilation()):

@@ -76,6 +76,7 @@ class BoundPlan:
         most: dict[str, int] | None = None,
         tuner: ThreadTuner | None = None,
         lanes: LanePlan | None = None,
+        changing: bool = False,
     ) -> None:
         self.value, self.base = evaluator(sizes), program
         self.cells = {} if cells is None else cells
@@ -91,7 +92,7 @@ class BoundPlan:
         self.program, self.threads, self.sizes, self.products = program, threads, sizes, products
         self.device, self.work, self.lanes, self.arena = device, work, lanes, arena
         self.touching = touching(program)
-        self.typical = evaluator(rounded(sizes)) if any(map(varies, program.launches)) else self.value
+        self.typical = evaluator(rounded(sizes)) if changing or any(map(varies, program.launches)) else self.value
         """Evaluates the sizes for which libraries of matmuls are chosen."""
         self.onednn = in_onednn(program, products, self.typical, threads) if device is CPU and most is None else {}
         """Matmul launches that run in oneDNN."""

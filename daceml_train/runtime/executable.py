@@ -33,6 +33,9 @@ assert group_collectives.LIBRARY  # its functions are defined by the import
 KEPT_PLANS = 8
 """Plans that an executable keeps for sizes seen before."""
 
+KEPT_CHANGING_PLANS = 64
+"""The same where sizes change from call to call."""
+
 
 class Executable:
     """A compiled program.
@@ -59,6 +62,8 @@ class Executable:
         self._cells: dict[Any, Plan] = {}
         self._lock = threading.Lock()
         self._symbols = list(program.symbols.items())
+        self.changing = False
+        """Whether sizes change from call to call: what is measured is then measured for sizes rounded up, or not at all."""
         self.timing: Timing | None = None
         """Receives the seconds of each launch during a measurement; see `runtime.timing`."""
 
@@ -82,11 +87,12 @@ class Executable:
                 self.work,
                 self.search,
                 self._cells,
-                tuner=self.threads,
+                tuner=None if self.changing else self.threads,
+                changing=self.changing,
             )
             plan.timing = self.timing
             self._plans[key] = plan
-            while len(self._plans) > KEPT_PLANS:
+            while len(self._plans) > (KEPT_CHANGING_PLANS if self.changing else KEPT_PLANS):
                 self._plans.popitem(last=False)
             return plan
 

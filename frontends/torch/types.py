@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import sympy
@@ -21,6 +23,24 @@ def element_type(dtype: torch.dtype) -> DType:
     if dtype not in DTYPES:
         raise Unsupported(f"the element type {dtype}", advice=f"known: {', '.join(d.name for d in DType)}")
     return DTYPES[dtype]
+
+
+@contextlib.contextmanager
+def determined(symbols: Iterable[str]) -> Iterator[None]:
+    """Admit these sizes, which depend on data: the shapes of operands determine them."""
+    token = _determined.set(frozenset(symbols))
+    try:
+        yield
+    finally:
+        _determined.reset(token)
+
+
+def some_determined() -> bool:
+    """Whether sizes that depend on data are admitted."""
+    return bool(_determined.get())
+
+
+_determined: ContextVar[frozenset[str]] = ContextVar("determined", default=frozenset())
 
 
 def size(value: Any) -> Dim:
@@ -60,7 +80,7 @@ def expression(value: Any) -> Dim:
     """PyTorch's size expression over the graph's symbols."""
     value = sympy.sympify(value)
     if value.is_Symbol:
-        if value.name.startswith("u") or value.name.startswith("z"):
+        if value.name[0] in "uz" and value.name not in _determined.get():
             raise Unsupported(f"a size or number that depends on data ({value.name})")
         return symbol(value.name)
     if not value.args:
@@ -91,7 +111,7 @@ def order_of(example: torch.Tensor) -> tuple[int, ...] | None:
         dense = contiguous_strides(shape, order)
         return all(same(n, 1) or same(a, b) for n, a, b in zip(shape, strides, dense, strict=True))
 
-    if example.numel() == 0 or follows(range(len(shape))):
+    if any(n == 0 for n in shape) or follows(range(len(shape))):
         return ()
     hints = [_hint(s) for s in example.stride()]
     order = tuple(sorted(range(len(shape)), key=lambda d: -hints[d]))
@@ -99,4 +119,7 @@ def order_of(example: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def _hint(value: Any) -> int:
-    return int(value.node.hint) if isinstance(value, torch.SymInt) and value.node.hint is not None else int(value)
+    if isinstance(value, torch.SymInt):
+        expression = value.node.expr
+        return int(value.node.hint if value.node.has_hint() else expression.xreplace(dict.fromkeys(expression.free_symbols, 97)))
+    return int(value)

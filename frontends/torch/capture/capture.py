@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from daceml_train.analysis.reachability import required
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch import types
-from daceml_train.frontends.torch.capture import graph_leaves
+from daceml_train.frontends.torch.capture import graph_leaves, selections
 from daceml_train.frontends.torch.capture.operators import custom_functions
 from daceml_train.frontends.torch.capture.rng_draws import Draw, Randomness
 from daceml_train.frontends.torch.capture.trace import fake, fake_mode, first_line, functorch_levels, trace
@@ -87,6 +87,9 @@ class Captured:
     constant_sizes: tuple[str, ...] = ()
     """Which sizes became constants although others were asked for, and why."""
 
+    selection: selections.Selection | None = None
+    """Computes further operands, of sizes that depend on data, from the others."""
+
     @functools.cached_property
     def sized(self) -> bool:
         """Whether the graph is for more than one set of sizes."""
@@ -114,8 +117,19 @@ def capture(
     randomness: Randomness = "seeded",
     *,
     keep_trace: bool = False,
+    select: bool = False,
 ) -> Captured:
-    """The operator graph of `gm`. Raises `Unsupported`, naming the user's line, for what cannot be captured."""
+    """The operator graph of `gm`. Raises `Unsupported`, naming the user's line, for what cannot be captured.
+
+    `select`: what is selected by the values of arguments may be computed before the program; see `selections`.
+    """
+    if select and (hoisted := selections.hoist(gm, example_inputs)) is not None:
+        main, operands, selection = hoisted
+        with types.determined(selection.symbols):
+            captured = capture(main, operands, randomness, keep_trace=keep_trace)
+        if any(source.kind == "input" and source.index >= selection.first for source in captured.outputs):
+            raise Unsupported("a result that consists of what the values of arguments select")
+        return replace(captured, selection=selection)
     grad_enabled = torch.is_grad_enabled()
     mode = fake_mode(example_inputs)
     operands = [
@@ -134,7 +148,8 @@ def capture(
     try:
         captured, trace = _translated(gm, example_inputs, operands, held, attributes, grad_enabled, randomness)
     except Unsupported as error:
-        if not isinstance(error, Unproven) and not any(isinstance(x, torch.SymInt) for x in operands):
+        unproven = isinstance(error, Unproven) or any(isinstance(x, torch.SymInt) for x in operands)
+        if not unproven or types.some_determined():  # sizes that depend on data have no numbers
             raise
         captured, trace = _with_fewer_symbols(gm, example_inputs, operands, held, attributes, grad_enabled, randomness)
     noted = size_limits.traces.noted()

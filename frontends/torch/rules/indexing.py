@@ -9,7 +9,7 @@ from typing import Any
 from daceml_train.frontends.torch.rules.translate import RULES, Translator, rule
 from daceml_train.ops.indexing import indexed
 from daceml_train.ops.operator import Value
-from daceml_train.tensor import Dim, DType, same
+from daceml_train.tensor import Dim, DType, product, same
 
 INDICES = (DType.int64, DType.int32)
 
@@ -155,6 +155,19 @@ def _index_fill(t: Translator, x: Value, dim: int, index: Value, value: Any) -> 
 
 
 # ---- along a dimension ---------------------------------------------------------------------------------------------
+
+
+@rule("masked_scatter.default")
+def _masked_scatter(t: Translator, x: Value, mask: Value, source: Value) -> Value | None:
+    """The n-th true element of the mask takes the n-th element of the source; fewer of them are an invalid index."""
+    shape, size = t.type.shape, product(t.type.shape)
+    if mask.dtype is not DType.bool or same(source.tensor.size, 0) or same(size, 0):
+        return None
+    mask = RULES["aten.expand.default"](t, mask, shape)
+    flat = mask.view((size,))
+    places = t.emit("cumsum", flat.cast(DType.int64), dim=0) - 1
+    chosen = t.emit("index", source.view((source.tensor.size,)), flat.where(places, 0), dims=(0,))
+    return t.emit("where", mask, chosen.view(shape), x)
 
 
 @rule("cumsum.default")

@@ -9,7 +9,7 @@ from typing import Any
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch import types
 from daceml_train.frontends.torch.capture.prepass import MARK
-from daceml_train.frontends.torch.rules.translate import RULES, Translator, rule
+from daceml_train.frontends.torch.rules.translate import RULES, Translator, Unproven, rule
 from daceml_train.ops.operator import Value
 from daceml_train.tensor import Dim, DType, product, same, simplify
 
@@ -81,17 +81,19 @@ def _t(t: Translator, x: Value) -> Value:
     return x.permute(tuple(reversed(range(len(x.shape)))))
 
 
-def _bound(position: Dim | None, size: Dim, default: Dim) -> Dim:
-    """A bound of a slice as PyTorch reads it: negative from the end, then clamped to the size."""
+def _bound(t: Translator, argument: int, dim: int, position: Dim | None, size: Dim) -> Dim:
+    """The first element of a slice as PyTorch reads `position`: negative from the end, then clamped to the size.
+
+    The signs of sizes are those that PyTorch's trace has found, which are conditions of the program.
+    """
     if position is None:
-        return default
-    if isinstance(position, int):
-        if position < 0:
-            position = simplify(size + position)
-        if isinstance(position, int) and isinstance(size, int):
-            return min(max(position, 0), size)
-        return position
-    return simplify(size + position) if position.is_negative else position
+        return 0
+    given, extent = t.integer(argument, position), t.extent(0, dim, size)
+    if t.holds(given < 0):
+        given, position = given + extent, size + position
+    if t.holds(given < 0):
+        return 0
+    return size if t.holds(given > extent) else simplify(position)
 
 
 def _positions(t: Translator, start: Value, size: Dim, count: Dim, step: int = 1) -> Value:
@@ -116,7 +118,7 @@ def _slice(
     if isinstance(start, Value):
         found: Value = RULES["aten.index_select.default"](t, x, dim, _positions(t, start, x.shape[dim], count, step))
         return found
-    first = _bound(start, x.shape[dim], 0)
+    first = _bound(t, 2, dim, start, x.shape[dim])
     return x.slice(dim, first, simplify(first + (count - 1) * step + 1), step)
 
 
@@ -126,7 +128,7 @@ def _select(t: Translator, x: Value, dim: int, index: Dim | Value) -> Value:
     if isinstance(index, Value):
         found: Value = RULES["aten.index_select.default"](t, x, dim, _positions(t, index, x.shape[dim], 1))
         return found
-    first = _bound(index, x.shape[dim], 0)
+    first = _bound(t, 2, dim, index, x.shape[dim])
     return x.slice(dim, first, simplify(first + 1)).view(t.type.shape)
 
 
@@ -181,22 +183,21 @@ def _pad(t: Translator, x: Value, amounts: Sequence[Dim], value: float = 0) -> V
     pads: list[tuple[Dim, Dim]] = [(0, 0)] * rank
     for i in range(len(amounts) // 2):
         dim = rank - 1 - i
-        low, high = amounts[2 * i], amounts[2 * i + 1]
-        start, stop = _cut(low), simplify(x.shape[dim] - _cut(high))
+        low, high = (_cut_and_padding(t, place, amounts[place]) for place in (2 * i, 2 * i + 1))
+        start, stop = low[0], simplify(x.shape[dim] - high[0])
         if not (same(start, 0) and same(stop, x.shape[dim])):
             x = x.slice(dim, start, stop)
-        pads[dim] = (_cut(-low), _cut(-high))
+        pads[dim] = low[1], high[1]
     if all(same(p, 0) for pair in pads for p in pair):
         return x
     filler = bool(value) if x.dtype is DType.bool else float(value) if x.dtype.is_float else int(value)
     return t.emit("pad", x, pads=tuple(pads), value=filler)
 
 
-def _cut(amount: Dim) -> Dim:
-    """What a negative amount of padding removes; 0 for others."""
-    if isinstance(amount, int):
-        return max(-amount, 0)
-    return simplify(-amount) if (-amount).could_extract_minus_sign() is False else 0
+def _cut_and_padding(t: Translator, place: int, amount: Dim) -> tuple[Dim, Dim]:
+    """What an amount of padding removes, if it is negative, and what it adds."""
+    negative = t.holds(t.integer((1, place), amount) < 0)
+    return (simplify(-amount), 0) if negative else (0, amount)
 
 
 @rule("flip.default", "prims.rev.default")
@@ -233,8 +234,16 @@ def _slice_scatter(
         return found
     if step != 1:
         return None
-    first, size = _bound(start, x.shape[dim], 0), x.shape[dim]
-    stop = simplify(first + source.shape[dim])
+    first, size = _bound(t, 3, dim, start, x.shape[dim]), x.shape[dim]
+    stop = size if end is None else _bound(t, 4, dim, end, size)
+    if not same(source.shape[dim], 0) and not same(stop - first, source.shape[dim]):
+        raise Unproven(f"slice_scatter of {source.shape[dim]} elements into {simplify(stop - first)}")
+    return _scattered(t, x, source, dim, first)
+
+
+def _scattered(t: Translator, x: Value, source: Value, dim: int, first: Dim) -> Value:
+    """`x` with `source` in the place of its elements from `first` on."""
+    size, stop = x.shape[dim], simplify(first + source.shape[dim])
     parts = [x.slice(dim, 0, first)] if not same(first, 0) else []
     parts += [source.cast(x.dtype)] if not same(source.shape[dim], 0) else []
     parts += [x.slice(dim, stop, size)] if not same(stop, size) else []
@@ -246,7 +255,10 @@ def _slice_scatter(
 @rule("select_scatter.default")
 def _select_scatter(t: Translator, x: Value, source: Value, dim: int, index: Dim | Value) -> Value | None:
     dim = _axis(dim, len(x.shape))
-    return _slice_scatter(t, x, source.view((*x.shape[:dim], 1, *x.shape[dim + 1 :])), dim, index)
+    row = source.view((*x.shape[:dim], 1, *x.shape[dim + 1 :]))
+    if isinstance(index, Value):
+        return _slice_scatter(t, x, row, dim, index)
+    return _scattered(t, x, row, dim, _bound(t, 3, dim, index, x.shape[dim]))
 
 
 @rule("as_strided.default")

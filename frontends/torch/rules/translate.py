@@ -11,6 +11,7 @@ import sympy
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from daceml_train.errors import DacemlError, Invalid, Unsupported
 from daceml_train.frontends.torch import types
@@ -20,7 +21,7 @@ from daceml_train.graph.graph import Graph, Role
 from daceml_train.ops.fallback import full as constant
 from daceml_train.ops.gradient import Detach
 from daceml_train.ops.operator import Origin, Value, make
-from daceml_train.tensor import Dim, DType, Shape, Tensor, same_shape
+from daceml_train.tensor import Dim, DType, Shape, Tensor, same, same_shape
 
 Rule = Callable[..., Any]
 """`rule(translator, *arguments, **keywords)`: emits one ATen operator; a Value, a tuple of them, or None to decline."""
@@ -114,6 +115,40 @@ class Translator:
         values = self.node.meta["val"]
         values = values if isinstance(values, tuple | list) else (values,)
         return tuple(types.tensor(t) if isinstance(t, torch.Tensor) else None for t in values)
+
+    def integer(self, argument: int | tuple[int, int], expected: Dim) -> Any:
+        """PyTorch's own integer for an argument, or an element of one, of the current node, to be compared by `holds`.
+
+        Raises `Unproven` if it is not `expected`, a size that a rule was called with.
+        """
+        if isinstance(expected, int):
+            return expected
+        first, *rest = argument if isinstance(argument, tuple) else (argument,)
+        found: Any = self.node.args[first] if first < len(self.node.args) else None
+        for index in rest:
+            found = found[index]
+        return self._expected(found.meta.get("val") if isinstance(found, fx.Node) else found, expected)
+
+    def extent(self, argument: int, dim: int, expected: Dim) -> Any:
+        """PyTorch's own size of a tensor that is an argument of the current node, as `integer` gives it."""
+        if isinstance(expected, int):
+            return expected
+        node = self.node.args[argument]
+        example = node.meta["val"] if isinstance(node, fx.Node) else None
+        fits = isinstance(example, torch.Tensor) and dim < example.ndim
+        return self._expected(example.shape[dim] if fits else None, expected)
+
+    def _expected(self, found: Any, expected: Dim) -> Any:
+        if not isinstance(found, int | torch.SymInt) or not same(types.size(found), expected):
+            raise Unproven(f"the sign of {expected}")
+        return found
+
+    def holds(self, condition: bool | torch.SymBool) -> bool:
+        """Whether a condition on sizes holds in this trace; the program is for sizes for which it does or does not."""
+        try:
+            return bool(condition)
+        except GuardOnDataDependentSymNode as error:
+            raise Unproven(f"a condition on sizes that depend on data ({str(error).partition('(unhinted')[0].strip()})") from error
 
     def emit(self, name: str, *operands: Value, **attributes: Any) -> Value:
         """The first result of the operator `name`."""

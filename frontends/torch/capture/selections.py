@@ -1,0 +1,303 @@
+"""Sizes that depend on data: what selects elements is computed from the arguments before the program runs.
+
+`x[mask]`, `masked_select`, `nonzero`, `unique` and `repeat_interleave` have results whose sizes depend on values. Where
+these values are those of arguments, or are computed from arguments alone (`labels != -100`), the indices of what is
+selected are computed by PyTorch before the program, which then gathers by indices of a symbolic size. Where they are
+computed from parameters, the graph remains `Unsupported`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils import _pytree as pytree
+
+from daceml_train.errors import Unsupported
+from daceml_train.frontends.torch.dynamo import data_sizes, origin
+
+_SAME_VALUES = frozenset(
+    """
+    abs add all amax amin and_ any arange argmax argmin argsort argwhere bincount bitwise_and bitwise_not bitwise_or
+    bitwise_xor bool broadcast_to bucketize cat ceil clamp clamp_max clamp_min clone contiguous cumprod cumsum detach
+    diagonal diff div double empty_like eq expand expand_as eye flatten flip float floor floor_divide floordiv full
+    full_like gather ge getitem gt half index_select int inv invert is_nonzero isfinite isin isinf isnan le linspace
+    logical_and logical_not logical_or logical_xor long lt masked_fill masked_select max maximum min minimum mod mul ne
+    neg new_full new_ones new_zeros nonzero not_ one_hot ones ones_like or_ permute pow prod remainder
+    repeat_interleave reshape roll round searchsorted shape short sign size sort squeeze stack sub sum sym_size t take
+    tensor tile to topk transpose tril triu truediv trunc type unbind unflatten unique unique_consecutive unsqueeze view
+    view_as where xor zeros zeros_like
+    """.split()
+)
+"""Functions and methods that draw no random numbers and change no tensor, by name."""
+
+_SELECTING = frozenset("argwhere bincount masked_select nonzero unique unique_consecutive".split())
+"""Functions and methods whose results may have sizes that depend on values, beside `where`, `repeat_interleave` and indices."""
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """Indices, and other values of sizes that depend on data, computed from a captured graph's operands."""
+
+    module: fx.GraphModule
+    positions: tuple[int, ...]
+    """The operands that it reads."""
+    first: int
+    """Its results are the operands from this position on."""
+    conditions: tuple[sympy.Basic, ...]
+    """What PyTorch's trace assumed of the sizes."""
+    sizes: tuple[tuple[str, int, int], ...]
+    """Symbol of a size, and the result and the dimension that have it."""
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """The sizes that depend on data."""
+        return tuple(name for name, _, _ in self.sizes)
+
+    def __call__(self, operands: Sequence[Any] | Mapping[int, Any]) -> tuple[Tensor, ...]:
+        """The results, from the operands of the captured graph."""
+        with torch.no_grad():
+            results: tuple[Tensor, ...] = self.module(*(operands[position] for position in self.positions))
+        return results
+
+    def fits(self, results: Sequence[Tensor]) -> bool:
+        """Whether the program is compiled for sizes such as these."""
+        known = {name: results[index].shape[dim] for name, index, dim in self.sizes}
+        return min(known.values()) >= data_sizes.LEAST and all(_holds(condition, known) for condition in self.conditions)
+
+
+def _holds(condition: sympy.Basic, sizes: Mapping[str, int]) -> bool:
+    values = {s: sizes[s.name] for s in condition.free_symbols if s.name in sizes}
+    return condition.xreplace(values) == sympy.true
+
+
+def hoist(
+    gm: fx.GraphModule, examples: Sequence[Any]
+) -> tuple[fx.GraphModule, list[Any], Selection] | None:
+    """The graph whose selections are operands, its examples, and what computes these operands.
+
+    None for a graph without sizes that depend on data. Raises `Unsupported`, naming the user's line, where such a size
+    depends on more than the arguments.
+    """
+    if not any(_symbols(_example(node)) for node in gm.graph.nodes):
+        return None
+    return _Hoisting(gm, list(examples)).run()
+
+
+class _Hoisting:
+    """Divides a graph: `before` computes selections from the operands, `after` is the graph that takes them."""
+
+    def __init__(self, gm: fx.GraphModule, examples: list[Any]) -> None:
+        self.gm, self.examples = gm, examples
+        self.before, self.after = fx.Graph(), fx.Graph()
+        self.early: dict[fx.Node, fx.Node] = {}
+        """Nodes of the captured graph -> nodes of `before`."""
+        self.late: dict[fx.Node, Any] = {}
+        """Nodes of the captured graph -> nodes of `after`, or tuples of them."""
+        self.results: list[fx.Node] = []
+        """The selections in `before`."""
+        self.operands: list[Tensor] = []
+        """Examples of the selections."""
+        self.known: set[sympy.Symbol] = set()
+        self.sizes: dict[sympy.Symbol, tuple[int, int]] = {}
+        self.node: fx.Node
+        """The node that selects."""
+        self.masks: dict[fx.Node, list[fx.Node]] = {}
+
+    def run(self) -> tuple[fx.GraphModule, list[Any], Selection]:
+        for node in self.gm.graph.find_nodes(op="placeholder"):
+            self.early[node] = self.before.node_copy(node)
+            self.late[node] = self._copy(node)
+        for node in self.gm.graph.nodes:
+            if node.op == "placeholder" or _is_assertion(node):
+                continue
+            sizes = _symbols(_example(node))
+            selects = bool(sizes - self.known) or (bool(sizes) and _selects(node))
+            self.known |= sizes
+            self.late[node] = self._selected(node) if selects else self._copy(node)
+        if missing := self.known - self.sizes.keys():
+            raise Unsupported(f"a size that depends on data ({', '.join(map(str, missing))})")
+        return self._main(), [*self.examples, *self.operands], self._selection()
+
+    def _main(self) -> fx.GraphModule:
+        main = fx.GraphModule(self.gm, self.after)
+        main.meta.update(self.gm.meta)
+        given = [n for n in self.after.nodes if n.op == "placeholder"]
+        for previous, node in itertools.pairwise(given):
+            previous.append(node)
+        for node in [*self.after.nodes][::-1]:  # sizes of which only assertions were made
+            if node.op.startswith("call") and not node.users and isinstance(_example(node), torch.SymInt | torch.SymBool):
+                self.after.erase_node(node)
+        main.recompile()
+        return main
+
+    def _selection(self) -> Selection:
+        self.before.output(tuple(self.results))
+        given = [n for n in self.before.nodes if n.op == "placeholder"]
+        positions = tuple(i for i, node in enumerate(given) if node.users)
+        for node in given:
+            if not node.users:
+                self.before.erase_node(node)
+        sizes = tuple((str(s), index, dim) for s, (index, dim) in self.sizes.items())
+        module = fx.GraphModule({}, self.before)
+        return Selection(module, positions, len(self.examples), self._conditions(), sizes)
+
+    # ---- the two graphs -----------------------------------------------------------------------------------------
+    def _copy(self, node: fx.Node) -> fx.Node:
+        created = self.after.node_copy(node, self.late.__getitem__)
+        if hasattr(node, "_dynamo_source"):
+            created._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+        return created
+
+    def _early(self, node: fx.Node) -> fx.Node:
+        """A node in the graph that runs before the program. Raises `Unsupported` where it may not."""
+        leaves = [leaf for leaf in pytree.tree_leaves(_example(node)) if isinstance(leaf, Tensor)]
+        if any(leaf.requires_grad or leaf._version for leaf in leaves):
+            raise self._refused(node)
+        if node not in self.early:
+            calls = node.op in ("call_function", "call_method")
+            if not calls or _name(node) not in _SAME_VALUES or "out" in node.kwargs:
+                raise self._refused(node)
+            for each in node.all_input_nodes:
+                self._early(each)
+            self.early[node] = self.before.node_copy(node, self.early.__getitem__)
+        return self.early[node]
+
+    def _operand(self, early: fx.Node, example: Tensor, like: fx.Node) -> fx.Node:
+        """An operand of the program for a result of the graph before it."""
+        created = self.after.placeholder(f"selection_{len(self.results)}")
+        created.meta = {key: like.meta[key] for key in ("stack_trace", "nn_module_stack") if key in like.meta}
+        created.meta["example_value"] = example
+        for dim, size in enumerate(example.shape):
+            if isinstance(size, torch.SymInt) and size.node.expr in self.known:
+                self.sizes.setdefault(size.node.expr, (len(self.results), dim))
+        self.results.append(early)
+        self.operands.append(example)
+        return created
+
+    # ---- selections ---------------------------------------------------------------------------------------------
+    def _selected(self, node: fx.Node) -> Any:
+        """What replaces a node whose result has a size that depends on data."""
+        self.node, name, arguments, example = node, _name(node), node.args, _example(node)
+        if name == "getitem" and isinstance(_example_of(arguments[0]), Tensor):
+            return self._indexed(node, *arguments)
+        if name == "masked_select" and len(arguments) == 2 and not node.kwargs:
+            return self._masked(node, *arguments)
+        if name == "repeat_interleave" and len(arguments) + len(node.kwargs) > 1:
+            return self._repeated(node, *arguments, **node.kwargs)
+        early = self._early(node)
+        if isinstance(example, Tensor):
+            return self._operand(early, example, node)
+        if not isinstance(example, tuple | list) or not all(isinstance(e, Tensor) for e in example):
+            raise self._refused(node)
+        parts = [self.before.call_function(operator.getitem, (early, i)) for i in range(len(example))]
+        return tuple(self._operand(part, e, node) for part, e in zip(parts, example, strict=True))
+
+    def _indices(self, mask: fx.Node, like: fx.Node) -> list[fx.Node]:
+        """The operands for the indices of the true elements of a mask in `before`, one per dimension."""
+        if mask not in self.masks:
+            example = _example(like)
+            size = next(s for s in example.shape if isinstance(s, torch.SymInt) and s.node.expr in self.known)
+            with example.fake_mode:
+                indices = torch.empty((size,), dtype=torch.int64, device=example.device)
+            found = self.before.call_method("nonzero", (mask,), {"as_tuple": True})
+            parts = [self.before.call_function(operator.getitem, (found, i)) for i in range(mask.meta["dimensions"])]
+            dense = [self.before.call_method("contiguous", (part,)) for part in parts]
+            self.masks[mask] = [self._operand(part, indices, like) for part in dense]
+        return self.masks[mask]
+
+    def _indexed(self, node: fx.Node, source: fx.Node, index: Any) -> fx.Node:
+        entries: list[Any] = []
+        for entry in index if isinstance(index, tuple | list) else (index,):
+            if _is_mask(entry):
+                mask = self._early(entry)
+                mask.meta["dimensions"] = _example(entry).ndim
+                entries += self._indices(mask, node)
+            else:
+                entries.append(fx.map_arg(entry, self.late.__getitem__))
+        return self._call(node, operator.getitem, self.late[source], tuple(entries))
+
+    def _masked(self, node: fx.Node, source: fx.Node, mask: fx.Node) -> fx.Node:
+        shape = torch.broadcast_shapes(_example_of(source).shape, _example_of(mask).shape)
+        broadcast = self.before.call_method("expand", (self._early(mask), *shape))
+        broadcast.meta["dimensions"] = len(shape)
+        expanded = self.after.call_method("expand", (self.late[source], *shape))
+        expanded.meta = {**node.meta, "example_value": _example_of(source).expand(shape)}
+        return self._call(node, operator.getitem, expanded, tuple(self._indices(broadcast, node)))
+
+    def _repeated(self, node: fx.Node, source: Any, repeats: Any = None, dim: Any = None, **rest: Any) -> fx.Node:
+        if not isinstance(repeats, fx.Node) or dim is None or rest or _example_of(repeats).ndim != 1:
+            raise self._refused(node)
+        rows = self.before.call_function(torch.repeat_interleave, (self._early(repeats),))
+        example = _example(node)
+        with example.fake_mode:
+            indices = torch.empty((example.shape[dim],), dtype=torch.int64, device=example.device)
+        return self._call(node, torch.index_select, self.late[source], dim, self._operand(rows, indices, node))
+
+    def _call(self, like: fx.Node, target: Any, *arguments: Any) -> fx.Node:
+        created = self.after.call_function(target, arguments)
+        created.meta = dict(like.meta)
+        return created
+
+    def _refused(self, node: fx.Node) -> Unsupported:
+        """`node` keeps what is selected from being computed before the program."""
+        through = "" if node is self.node else f", through {_name(node)}"
+        what = f"{_name(self.node)}, whose result's size depends on data{through}"
+        return Unsupported(what, where=str(origin.origin(self.node)))
+
+    def _conditions(self) -> tuple[sympy.Basic, ...]:
+        """What PyTorch's trace has asserted of the sizes so far."""
+        given = (size for example in self.operands for size in example.shape if isinstance(size, torch.SymInt))
+        asserted = next(given).node.shape_env.deferred_runtime_asserts
+        return tuple(each.expr for some in asserted.values() for each in some)
+
+
+def _is_assertion(node: fx.Node) -> bool:
+    """Whether a node asserts what PyTorch's trace assumes of a size, which `Selection.fits` compares."""
+    asserts = node.target is torch.ops.aten._assert_scalar.default
+    return asserts and str(node.args[1]).startswith("Runtime assertion failed for expression")
+
+
+def _selects(node: fx.Node) -> bool:
+    """Whether a node selects by values, perhaps what another node has selected by the same ones."""
+    name, given = _name(node), [*node.args, *node.kwargs.values()]
+    if name == "where":
+        return len(given) == 1
+    if name == "repeat_interleave":
+        return all(isinstance(entry, fx.Node) for entry in given[:2])
+    if name != "getitem":
+        return name in _SELECTING
+    index = node.args[1] if isinstance(node.args[1], tuple | list) else (node.args[1],)
+    return any(_is_mask(entry) for entry in index)
+
+
+def _is_mask(entry: Any) -> bool:
+    example = _example_of(entry)
+    return isinstance(example, Tensor) and example.dtype in (torch.bool, torch.uint8)
+
+
+def _name(node: fx.Node) -> str:
+    target = node.target
+    return target if isinstance(target, str) else str(getattr(target, "__name__", target)).split(".")[0]
+
+
+def _example(node: fx.Node) -> Any:
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def _example_of(value: Any) -> Any:
+    return _example(value) if isinstance(value, fx.Node) else value
+
+
+def _symbols(example: Any) -> set[sympy.Symbol]:
+    """The sizes that depend on data in a result."""
+    kinds = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+    leaves = (leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, kinds))
+    return {s for leaf in leaves for s in free_unbacked_symbols(leaf)}
