@@ -7,7 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from daceml_train.frontends.torch.rules.translate import RULES, Translator, rule
+import sympy
+
+from daceml_train.frontends.torch.rules.translate import RULES, Translator, Unproven, rule
 from daceml_train.ops.operator import Value
 from daceml_train.tensor import DType
 
@@ -90,6 +92,8 @@ def _var(t: Translator, x: Value, dims: Any = None, *, correction: Any = 1, keep
     if not x.shape:
         return None
     correction = 1 if correction is None else correction
+    if isinstance(correction, sympy.Expr):
+        raise Unproven(f"a variance with the correction {correction}")
     return t.emit("variance", x, dims=_dims(x, dims), correction=correction, keepdim=keepdim)
 
 

@@ -74,6 +74,13 @@ _UNARY_NUMBERS = {"Abs": "abs", **{f"OpaqueUnaryFn_{name}": name for name in _MA
 """Functions of `math`, which PyTorch does not simplify -> elementwise operators of one operand."""
 
 
+def _is_ratio(expression: sympy.Expr) -> bool:
+    """Whether a number is one of integers over sizes, as constants of kernels are, or has no sizes in it."""
+    if not expression.free_symbols or expression.is_integer:
+        return True
+    return all(bool(part.is_integer) for part in sympy.fraction(sympy.together(expression)))
+
+
 class Unproven(Unsupported):
     """Sizes that have to be equal cannot be proven equal for all values of their symbols; numbers can."""
 
@@ -180,7 +187,8 @@ class Translator:
             return operand.cast(dtype)
         key = (type(operand), str(operand), dtype)
         if key not in self._constants:
-            self._constants[key] = self.full(operand, (), dtype)
+            irrational = isinstance(operand, sympy.Expr) and not _is_ratio(operand)
+            self._constants[key] = self._real(operand).cast(dtype) if irrational else self.full(operand, (), dtype)
         return self._constants[key]
 
     def seed(self) -> Value:
@@ -377,6 +385,15 @@ class Translator:
         if kind is None:
             raise Unproven(f"the number {expression}")
         return functools.reduce(lambda a, b: self.emit(kind, a, b), map(self._evaluate_integer, expression.args))
+
+    def _real(self, expression: sympy.Expr) -> Value:
+        """An expression over sizes as operators on float64, such as the root of a size."""
+        if _is_ratio(expression):
+            return self.full(expression, (), DType.float64)
+        kind = {sympy.Add: "add", sympy.Mul: "mul", sympy.Pow: "pow"}.get(expression.func)
+        if kind is None:
+            raise Unproven(f"the number {expression}")
+        return functools.reduce(lambda a, b: self.emit(kind, a, b), map(self._real, expression.args))
 
     def _evaluate(self, expression: Any) -> Any:
         """An expression in which numbers of tensor inputs may occur: 0-d tensors then."""
