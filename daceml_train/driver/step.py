@@ -334,7 +334,9 @@ class TrainingStep(UserUpdates):
 
     def _collect(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """A Dynamo backend that captures, and stops instead of running, unless the loss is already known."""
-        captured = loss_first(inside_module(capture(module, examples, self.options.randomness, select=self.selects), "model"))
+        captured = loss_first(
+            inside_module(capture(module, examples, self.options.randomness, select=self.selects), "model")
+        )
         captured.graph.name = "training_step"
         self._captures += 1
         if self._known is None and logs.speaks(logs.RECOMPILES) and (changed := recompilation()):

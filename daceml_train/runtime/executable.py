@@ -63,7 +63,7 @@ class Executable:
         self._lock = threading.Lock()
         self._symbols = list(program.symbols.items())
         self.changing = False
-        """Whether sizes change from call to call: what is measured is then measured for sizes rounded up, or not at all."""
+        """Whether sizes change with each call: libraries are compared for sizes rounded up, and threads not at all."""
         self.timing: Timing | None = None
         """Receives the seconds of each launch during a measurement; see `runtime.timing`."""
 

@@ -121,5 +121,9 @@ def order_of(example: torch.Tensor) -> tuple[int, ...] | None:
 def _hint(value: Any) -> int:
     if isinstance(value, torch.SymInt):
         expression = value.node.expr
-        return int(value.node.hint if value.node.has_hint() else expression.xreplace(dict.fromkeys(expression.free_symbols, 97)))
+        return int(
+            value.node.hint
+            if value.node.has_hint()
+            else expression.xreplace(dict.fromkeys(expression.free_symbols, 97))
+        )
     return int(value)

@@ -350,7 +350,15 @@ print(next(job.process.pid for job in step._compiling.values()), flush=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["", "os._exit(3)", "os.kill(os.getpid(), 9)", "raise KeyboardInterrupt"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        "",
+        pytest.param("os._exit(3)", marks=pytest.mark.wide),
+        "os.kill(os.getpid(), 9)",
+        pytest.param("raise KeyboardInterrupt", marks=pytest.mark.wide),
+    ],
+)
 def test_the_compiler_ends_with_the_process(end: str, tmp_path: Path) -> None:
     environment = {**os.environ, "DACEML_TRAIN_CACHE": str(tmp_path)}
     program = [sys.executable, "-c", textwrap.dedent(PROGRAM.format(end=end))]

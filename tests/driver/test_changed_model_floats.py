@@ -155,7 +155,7 @@ DROPPING: dict[str, Callable[[float], Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.wide), torch.float64])
 @pytest.mark.parametrize("name", DROPPING)
 def test_dropout_inside_attention_and_recurrent_networks(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Values of the probability compile nothing, and train as programs with these constants do, mask by mask.

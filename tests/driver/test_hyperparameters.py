@@ -59,7 +59,7 @@ def eager_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tens
     optimizer.step()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.wide)])
 @pytest.mark.parametrize("kind", CHANGING)
 def test_options_that_change_at_every_step(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     changing = CHANGING[kind]

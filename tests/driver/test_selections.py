@@ -118,6 +118,7 @@ def test_steps_as_in_eager_execution(forward: Callable[..., Tensor]) -> None:
     theirs = copy.deepcopy(ours)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9) for m in (ours, theirs)]
     step = dt.training_step(ours, lambda loss: loss * 1.0, optimizers[0], random="eager")
+    start = copy.deepcopy(theirs.state_dict())
     for number in range(9):
         x, mask = call(number)
         torch.manual_seed(number)

@@ -218,7 +218,7 @@ def with_options(
         (PARTS, {"micro_batches": 2, "clip_norm": 0.05, "shard": "optimizer"}),
     ],
 )
-@pytest.mark.parametrize("scale", [False, True])
+@pytest.mark.parametrize("scale", [pytest.param(False, marks=pytest.mark.wide), True])
 def test_it_goes_with_other_options(
     ranks: Ranks, sizes: tuple[tuple[int, ...], ...], options: dict[str, Any], scale: bool
 ) -> None:

@@ -53,7 +53,7 @@ def test_the_page_shows_the_example() -> None:
 
 @pytest.mark.compiled
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["bert", "dlrm"])
+@pytest.mark.parametrize("model", ["bert", pytest.param("dlrm", marks=pytest.mark.wide)])
 def test_a_job_that_fails_goes_on_from_its_checkpoint_with_another_number_of_processes(
     tmp_path: Path, model: str
 ) -> None:

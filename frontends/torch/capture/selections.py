@@ -23,23 +23,22 @@ from torch.utils import _pytree as pytree
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.dynamo import data_sizes, origin
 
-_SAME_VALUES = frozenset(
-    """
-    abs add all amax amin and_ any arange argmax argmin argsort argwhere bincount bitwise_and bitwise_not bitwise_or
-    bitwise_xor bool broadcast_to bucketize cat ceil clamp clamp_max clamp_min clone contiguous cumprod cumsum detach
-    diagonal diff div double empty_like eq expand expand_as eye flatten flip float floor floor_divide floordiv full
-    full_like gather ge getitem gt half index_select int inv invert is_nonzero isfinite isin isinf isnan le linspace
-    logical_and logical_not logical_or logical_xor long lt masked_fill masked_select max maximum min minimum mod mul ne
-    neg new_full new_ones new_zeros nonzero not_ one_hot ones ones_like or_ permute pow prod remainder
-    repeat_interleave reshape roll round searchsorted shape short sign size sort squeeze stack sub sum sym_size t take
-    tensor tile to topk transpose tril triu truediv trunc type unbind unflatten unique unique_consecutive unsqueeze view
-    view_as where xor zeros zeros_like
-    """.split()
-)
+_NAMES = """
+abs add all amax amin and_ any arange argmax argmin argsort argwhere bincount bitwise_and bitwise_not bitwise_or
+bitwise_xor bool broadcast_to bucketize cat ceil clamp clamp_max clamp_min clone contiguous cumprod cumsum detach
+diagonal diff div double eq expand expand_as eye flatten flip float floor floor_divide floordiv full
+full_like gather ge getitem gt half index_select int inv invert isfinite isin isinf isnan le linspace
+logical_and logical_not logical_or logical_xor long lt masked_fill masked_select max maximum min minimum mod mul ne
+neg new_full new_ones new_zeros nonzero not_ one_hot ones ones_like or_ permute pow prod remainder
+repeat_interleave reshape roll round searchsorted shape short sign size sort squeeze stack sub sum sym_size t take
+tensor tile to topk transpose tril triu truediv trunc type unbind unflatten unique unique_consecutive unsqueeze view
+view_as where xor zeros zeros_like
+"""
+_SAME_VALUES = frozenset(_NAMES.split())
 """Functions and methods that draw no random numbers and change no tensor, by name."""
 
-_SELECTING = frozenset("argwhere bincount masked_select nonzero unique unique_consecutive".split())
-"""Functions and methods whose results may have sizes that depend on values, beside `where`, `repeat_interleave` and indices."""
+_SELECTING = frozenset(["argwhere", "bincount", "masked_select", "nonzero", "unique", "unique_consecutive"])
+"""Functions whose results may have sizes that depend on values, beside `where`, `repeat_interleave` and indices."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,17 +69,17 @@ class Selection:
     def fits(self, results: Sequence[Tensor]) -> bool:
         """Whether the program is compiled for sizes such as these."""
         known = {name: results[index].shape[dim] for name, index, dim in self.sizes}
-        return min(known.values()) >= data_sizes.LEAST and all(_holds(condition, known) for condition in self.conditions)
+        return min(known.values()) >= data_sizes.LEAST and all(
+            _holds(condition, known) for condition in self.conditions
+        )
 
 
 def _holds(condition: sympy.Basic, sizes: Mapping[str, int]) -> bool:
     values = {s: sizes[s.name] for s in condition.free_symbols if s.name in sizes}
-    return condition.xreplace(values) == sympy.true
+    return bool(condition.xreplace(values) == sympy.true)
 
 
-def hoist(
-    gm: fx.GraphModule, examples: Sequence[Any]
-) -> tuple[fx.GraphModule, list[Any], Selection] | None:
+def hoist(gm: fx.GraphModule, examples: Sequence[Any]) -> tuple[fx.GraphModule, list[Any], Selection] | None:
     """The graph whose selections are operands, its examples, and what computes these operands.
 
     None for a graph without sizes that depend on data. Raises `Unsupported`, naming the user's line, where such a size
@@ -133,7 +132,11 @@ class _Hoisting:
         for previous, node in itertools.pairwise(given):
             previous.append(node)
         for node in [*self.after.nodes][::-1]:  # sizes of which only assertions were made
-            if node.op.startswith("call") and not node.users and isinstance(_example(node), torch.SymInt | torch.SymBool):
+            if (
+                node.op.startswith("call")
+                and not node.users
+                and isinstance(_example(node), torch.SymInt | torch.SymBool)
+            ):
                 self.after.erase_node(node)
         main.recompile()
         return main
@@ -153,13 +156,14 @@ class _Hoisting:
     def _copy(self, node: fx.Node) -> fx.Node:
         created = self.after.node_copy(node, self.late.__getitem__)
         if hasattr(node, "_dynamo_source"):
-            created._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+            created._dynamo_source = node._dynamo_source
         return created
 
     def _early(self, node: fx.Node) -> fx.Node:
         """A node in the graph that runs before the program. Raises `Unsupported` where it may not."""
         leaves = [leaf for leaf in pytree.tree_leaves(_example(node)) if isinstance(leaf, Tensor)]
-        if any(leaf.requires_grad or leaf._version for leaf in leaves):
+        given = node.op != "placeholder" or isinstance(_example(node), Tensor)
+        if not given or any(leaf.requires_grad or leaf._version for leaf in leaves):
             raise self._refused(node)
         if node not in self.early:
             calls = node.op in ("call_function", "call_method")
@@ -185,7 +189,8 @@ class _Hoisting:
     # ---- selections ---------------------------------------------------------------------------------------------
     def _selected(self, node: fx.Node) -> Any:
         """What replaces a node whose result has a size that depends on data."""
-        self.node, name, arguments, example = node, _name(node), node.args, _example(node)
+        self.node, name, example = node, _name(node), _example(node)
+        arguments: Sequence[Any] = node.args
         if name == "getitem" and isinstance(_example_of(arguments[0]), Tensor):
             return self._indexed(node, *arguments)
         if name == "masked_select" and len(arguments) == 2 and not node.kwargs:
@@ -226,6 +231,8 @@ class _Hoisting:
 
     def _masked(self, node: fx.Node, source: fx.Node, mask: fx.Node) -> fx.Node:
         shape = torch.broadcast_shapes(_example_of(source).shape, _example_of(mask).shape)
+        if not all(isinstance(size, int) for size in shape):
+            raise self._refused(node)
         broadcast = self.before.call_method("expand", (self._early(mask), *shape))
         broadcast.meta["dimensions"] = len(shape)
         expanded = self.after.call_method("expand", (self.late[source], *shape))
@@ -254,8 +261,8 @@ class _Hoisting:
 
     def _conditions(self) -> tuple[sympy.Basic, ...]:
         """What PyTorch's trace has asserted of the sizes so far."""
-        given = (size for example in self.operands for size in example.shape if isinstance(size, torch.SymInt))
-        asserted = next(given).node.shape_env.deferred_runtime_asserts
+        given: Any = [size for example in self.operands for size in example.shape if isinstance(size, torch.SymInt)]
+        asserted = given[0].node.shape_env.deferred_runtime_asserts
         return tuple(each.expr for some in asserted.values() for each in some)
 
 

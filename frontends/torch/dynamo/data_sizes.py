@@ -1,8 +1,8 @@
 """Captures in which sizes may depend on data: those of what `x[mask]` or `nonzero` select.
 
-TorchDynamo then gives such a size a symbol, where it would break the graph otherwise. `capture.selections` computes what
-is selected before the program, which runs for two elements or more: other counts would make an empty sum, or an axis
-that is broadcast.
+TorchDynamo then gives such a size a symbol, where it would break the graph otherwise. `capture.selections` computes
+what is selected before the program, which runs for two elements or more: none makes an empty sum, and one an axis that
+is broadcast.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _install() -> None:
 
     @functools.wraps(original)
     def constrain(self: Any, a: Any, min: int | None = None, max: int | None = None) -> None:
-        return original(self, a, LEAST if _traces.depth and (min is None or min < LEAST) else min, max)
+        original(self, a, LEAST if _traces.depth and (min is None or min < LEAST) else min, max)
 
     environment._constrain_range_for_size = constrain
 

@@ -142,8 +142,8 @@ class Translator:
             return expected
         node = self.node.args[argument]
         example = node.meta["val"] if isinstance(node, fx.Node) else None
-        fits = isinstance(example, torch.Tensor) and dim < example.ndim
-        return self._expected(example.shape[dim] if fits else None, expected)
+        found = example.shape[dim] if isinstance(example, torch.Tensor) and dim < example.ndim else None
+        return self._expected(found, expected)
 
     def _expected(self, found: Any, expected: Dim) -> Any:
         if not isinstance(found, int | torch.SymInt) or not same(types.size(found), expected):
@@ -155,7 +155,9 @@ class Translator:
         try:
             return bool(condition)
         except GuardOnDataDependentSymNode as error:
-            raise Unproven(f"a condition on sizes that depend on data ({str(error).partition('(unhinted')[0].strip()})") from error
+            raise Unproven(
+                f"a condition on sizes that depend on data ({str(error).partition('(unhinted')[0].strip()})"
+            ) from error
 
     def emit(self, name: str, *operands: Value, **attributes: Any) -> Value:
         """The first result of the operator `name`."""
