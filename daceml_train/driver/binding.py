@@ -9,7 +9,7 @@ import sympy
 import torch
 import torch.utils._pytree as pytree
 
-from daceml_train.errors import Invalid
+from daceml_train.errors import Invalid, Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.frontends.torch.results import OutputSource
 from daceml_train.runtime.gpu.plan import same_strides
@@ -72,6 +72,18 @@ def memory_span(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses of a tensor's first byte and of the byte after its last one."""
     reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size() * bool(tensor.numel())
+
+
+def check_apart(mutable: Sequence[torch.Tensor], fixed: Sequence[torch.Tensor]) -> None:
+    """Raise `Unsupported` if a tensor that the step updates shares memory with another tensor of the step."""
+    both = [*((t, True) for t in mutable), *((t, False) for t in fixed)]
+    spans = sorted((*memory_span(t), written) for t, written in both if t.numel())
+    end, previous_written = 0, False
+    for start, stop, written in spans:
+        if start < end and (written or previous_written):
+            raise Unsupported("parameters, buffers or optimizer state that share memory with one another")
+        previous_written = written if stop >= end else previous_written
+        end = max(end, stop)
 
 
 def changed_often(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from daceml_train.driver.binding import SEED, changed_often, memory_span, raise_versions, sizes_of
+from daceml_train.driver.binding import SEED, changed_often, check_apart, raise_versions, sizes_of
 from daceml_train.driver.bound_optimizer import (
     OptimizerGuard,
     UserOptimizerGuard,
@@ -239,7 +239,7 @@ class BoundStep:
         self._mirror_host_scalars()
         self.draws = {name: self.draws[name] for name in captured.draws if name in self.draws}  # in eager's order
         self.sizes = sizes_of(captured, by_name) if self.draws else {}
-        _check_apart(self.mutable, fixed)
+        check_apart(self.mutable, fixed)
         self.shared = SharedStorage(self.addresses, [a.position for a in self.arguments], self.mutable)
         self.updated = frozenset(t.untyped_storage()._cdata for t in self.mutable)
         self.buffers = frozenset(by_name[n].untyped_storage()._cdata for n in captured.graph.writes if n in by_name)
@@ -448,15 +448,3 @@ def _laid_out_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tenso
     if same_strides(tensor, parameter.stride()):
         return tensor
     return torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(tensor)
-
-
-def _check_apart(mutable: Sequence[torch.Tensor], fixed: Sequence[torch.Tensor]) -> None:
-    """Raise `Unsupported` if a tensor that the step updates shares memory with another tensor of the step."""
-    both = [*((t, True) for t in mutable), *((t, False) for t in fixed)]
-    spans = sorted((*memory_span(t), written) for t, written in both if t.numel())
-    end, previous_written = 0, False
-    for start, stop, written in spans:
-        if start < end and (written or previous_written):
-            raise Unsupported("parameters, buffers or optimizer state that share memory with one another")
-        previous_written = written if stop >= end else previous_written
-        end = max(end, stop)

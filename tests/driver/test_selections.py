@@ -125,7 +125,7 @@ def test_steps_as_in_eager_execution(forward: Callable[..., Tensor]) -> None:
         try:
             expected = theirs(x.double(), mask)
         except (RuntimeError, ValueError, IndexError):
-            assert number == 2  # with no element
+            assert number in (2, 3)  # with one element or none
             with pytest.raises((RuntimeError, ValueError, IndexError)):
                 step((x.double(), mask))
             continue

@@ -26,7 +26,8 @@ from daceml_train.frontends.torch.dynamo import origin, size_limits
 from daceml_train.frontends.torch.dynamo.polyfills import POLYFILLS
 from daceml_train.frontends.torch.results import OutputSource, example_of, outputs_of, shared_bases, version
 from daceml_train.frontends.torch.rules import collectives, fallback, table
-from daceml_train.frontends.torch.rules.translate import Translator, Unproven
+from daceml_train.frontends.torch.rules.size_numbers import Unproven
+from daceml_train.frontends.torch.rules.translate import Translator
 from daceml_train.graph.graph import Graph, Node, Role
 from daceml_train.ops.operator import Origin, Value
 from daceml_train.tensor import Dim, DType, symbol

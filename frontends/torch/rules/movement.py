@@ -9,7 +9,8 @@ from typing import Any
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch import types
 from daceml_train.frontends.torch.capture.prepass import MARK
-from daceml_train.frontends.torch.rules.translate import RULES, Translator, Unproven, rule
+from daceml_train.frontends.torch.rules.size_numbers import Unproven, extent, holds, integer
+from daceml_train.frontends.torch.rules.translate import RULES, Translator, rule
 from daceml_train.ops.operator import Value
 from daceml_train.tensor import Dim, DType, product, same, simplify
 
@@ -88,12 +89,12 @@ def _bound(t: Translator, argument: int, dim: int, position: Dim | None, size: D
     """
     if position is None:
         return 0
-    given, extent = t.integer(argument, position), t.extent(0, dim, size)
-    if t.holds(given < 0):
-        given, position = given + extent, size + position
-    if t.holds(given < 0):
+    given, total = integer(t.node, argument, position), extent(t.node, 0, dim, size)
+    if holds(given < 0):
+        given, position = given + total, size + position
+    if holds(given < 0):
         return 0
-    return size if t.holds(given > extent) else simplify(position)
+    return size if holds(given > total) else simplify(position)
 
 
 def _positions(t: Translator, start: Value, size: Dim, count: Dim, step: int = 1) -> Value:
@@ -196,7 +197,7 @@ def _pad(t: Translator, x: Value, amounts: Sequence[Dim], value: float = 0) -> V
 
 def _cut_and_padding(t: Translator, place: int, amount: Dim) -> tuple[Dim, Dim]:
     """What an amount of padding removes, if it is negative, and what it adds."""
-    negative = t.holds(t.integer((1, place), amount) < 0)
+    negative = holds(integer(t.node, (1, place), amount) < 0)
     return (simplify(-amount), 0) if negative else (0, amount)
 
 

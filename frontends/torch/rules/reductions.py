@@ -9,7 +9,8 @@ from typing import Any
 
 import sympy
 
-from daceml_train.frontends.torch.rules.translate import RULES, Translator, Unproven, rule
+from daceml_train.frontends.torch.rules.size_numbers import Unproven
+from daceml_train.frontends.torch.rules.translate import RULES, Translator, rule
 from daceml_train.ops.operator import Value
 from daceml_train.tensor import DType
 

@@ -11,17 +11,17 @@ import sympy
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from daceml_train.errors import DacemlError, Invalid, Unsupported
 from daceml_train.frontends.torch import types
 from daceml_train.frontends.torch.capture.rng_draws import Draw, Randomness, draw_of, is_random
 from daceml_train.frontends.torch.dynamo.origin import origin
+from daceml_train.frontends.torch.rules.size_numbers import Unproven, is_ratio, real
 from daceml_train.graph.graph import Graph, Role
 from daceml_train.ops.fallback import full as constant
 from daceml_train.ops.gradient import Detach
 from daceml_train.ops.operator import Origin, Value, make
-from daceml_train.tensor import Dim, DType, Shape, Tensor, same, same_shape
+from daceml_train.tensor import Dim, DType, Shape, Tensor, same_shape
 
 Rule = Callable[..., Any]
 """`rule(translator, *arguments, **keywords)`: emits one ATen operator; a Value, a tuple of them, or None to decline."""
@@ -74,17 +74,6 @@ _UNARY_NUMBERS = {"Abs": "abs", **{f"OpaqueUnaryFn_{name}": name for name in _MA
 """Functions of `math`, which PyTorch does not simplify -> elementwise operators of one operand."""
 
 
-def _is_ratio(expression: sympy.Expr) -> bool:
-    """Whether a number is one of integers over sizes, as constants of kernels are, or has no sizes in it."""
-    if not expression.free_symbols or expression.is_integer:
-        return True
-    return all(bool(part.is_integer) for part in sympy.fraction(sympy.together(expression)))
-
-
-class Unproven(Unsupported):
-    """Sizes that have to be equal cannot be proven equal for all values of their symbols; numbers can."""
-
-
 class Translator:
     """Builds `graph` from ATen graphs. One translator per graph: it hands out seeds and numbers random streams."""
 
@@ -123,42 +112,6 @@ class Translator:
         values = values if isinstance(values, tuple | list) else (values,)
         return tuple(types.tensor(t) if isinstance(t, torch.Tensor) else None for t in values)
 
-    def integer(self, argument: int | tuple[int, int], expected: Dim) -> Any:
-        """PyTorch's own integer for an argument, or an element of one, of the current node, to be compared by `holds`.
-
-        Raises `Unproven` if it is not `expected`, a size that a rule was called with.
-        """
-        if isinstance(expected, int):
-            return expected
-        first, *rest = argument if isinstance(argument, tuple) else (argument,)
-        found: Any = self.node.args[first] if first < len(self.node.args) else None
-        for index in rest:
-            found = found[index]
-        return self._expected(found.meta.get("val") if isinstance(found, fx.Node) else found, expected)
-
-    def extent(self, argument: int, dim: int, expected: Dim) -> Any:
-        """PyTorch's own size of a tensor that is an argument of the current node, as `integer` gives it."""
-        if isinstance(expected, int):
-            return expected
-        node = self.node.args[argument]
-        example = node.meta["val"] if isinstance(node, fx.Node) else None
-        found = example.shape[dim] if isinstance(example, torch.Tensor) and dim < example.ndim else None
-        return self._expected(found, expected)
-
-    def _expected(self, found: Any, expected: Dim) -> Any:
-        if not isinstance(found, int | torch.SymInt) or not same(types.size(found), expected):
-            raise Unproven(f"the sign of {expected}")
-        return found
-
-    def holds(self, condition: bool | torch.SymBool) -> bool:
-        """Whether a condition on sizes holds in this trace; the program is for sizes for which it does or does not."""
-        try:
-            return bool(condition)
-        except GuardOnDataDependentSymNode as error:
-            raise Unproven(
-                f"a condition on sizes that depend on data ({str(error).partition('(unhinted')[0].strip()})"
-            ) from error
-
     def emit(self, name: str, *operands: Value, **attributes: Any) -> Value:
         """The first result of the operator `name`."""
         return self.graph.emit(make(name, **attributes), *operands)[0]
@@ -169,7 +122,10 @@ class Translator:
 
     def full(self, value: Any, shape: Shape, dtype: DType) -> Value:
         """A tensor of one constant, given as a Python number or an expression over sizes."""
-        if not isinstance(value, sympy.Expr):
+        if isinstance(value, sympy.Expr):
+            if not is_ratio(value):
+                return real(self.graph, value).cast(dtype).expand(tuple(shape))
+        else:
             value = bool(value) if dtype is DType.bool else value if dtype.is_float else int(value)
             value = float(value) if dtype.is_float and not isinstance(value, complex) else value
         return constant(self.graph, value, tuple(shape), dtype)
@@ -189,8 +145,7 @@ class Translator:
             return operand.cast(dtype)
         key = (type(operand), str(operand), dtype)
         if key not in self._constants:
-            irrational = isinstance(operand, sympy.Expr) and not _is_ratio(operand)
-            self._constants[key] = self._real(operand).cast(dtype) if irrational else self.full(operand, (), dtype)
+            self._constants[key] = self.full(operand, (), dtype)
         return self._constants[key]
 
     def seed(self) -> Value:
@@ -387,15 +342,6 @@ class Translator:
         if kind is None:
             raise Unproven(f"the number {expression}")
         return functools.reduce(lambda a, b: self.emit(kind, a, b), map(self._evaluate_integer, expression.args))
-
-    def _real(self, expression: sympy.Expr) -> Value:
-        """An expression over sizes as operators on float64, such as the root of a size."""
-        if _is_ratio(expression):
-            return self.full(expression, (), DType.float64)
-        kind = {sympy.Add: "add", sympy.Mul: "mul", sympy.Pow: "pow"}.get(expression.func)
-        if kind is None:
-            raise Unproven(f"the number {expression}")
-        return functools.reduce(lambda a, b: self.emit(kind, a, b), map(self._real, expression.args))
 
     def _evaluate(self, expression: Any) -> Any:
         """An expression in which numbers of tensor inputs may occur: 0-d tensors then."""
