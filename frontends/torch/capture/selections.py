@@ -304,7 +304,6 @@ def _example_of(value: Any) -> Any:
 
 
 def _symbols(example: Any) -> set[sympy.Symbol]:
-    """The sizes that depend on data in a result."""
-    kinds = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
-    leaves = (leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, kinds))
-    return {s for leaf in leaves for s in free_unbacked_symbols(leaf)}
+    """The sizes that depend on data in the shapes of a result; numbers that are read from tensors are no sizes."""
+    shapes = (leaf.shape for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor))
+    return {s for shape in shapes for s in free_unbacked_symbols(shape)}
