@@ -26,6 +26,8 @@ from daceml_train.errors import INTERNAL, DacemlError, internal
 from daceml_train.frontends.torch import absent_gradients
 from daceml_train.frontends.torch.capture import gradient_hooks, graph_leaves
 from daceml_train.frontends.torch.dynamo import (
+    caught,
+    coins,
     formats,
     graph_breaks,
     growing,
@@ -57,6 +59,8 @@ _PATCHES: Any = (
     retention,
     size_limits,
     graph_breaks,
+    caught,
+    coins,
 )
 """Modules that change what TorchDynamo does in traces of ours."""
 

@@ -9,6 +9,7 @@ so do Python, NumPy, and all random numbers.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.dynamo.tracing import reason
+from daceml_train.frontends.torch.handlers import is_caught, may_fail
 from daceml_train.frontends.torch.paths import functions, indices, random_functions
 from daceml_train.frontends.torch.paths.functions import name_of
 from daceml_train.frontends.torch.paths.looks import Looks
@@ -54,6 +56,7 @@ class Recorder(Looks):
         super().__init__()
         self.call, self.at, self.sites, self.fetch = call, root, sites, fetch
         self._find_held = held
+        self.caller = sys._getframe(1).f_code
         self.following = fetch is not None
         """Whether operators are left out."""
         self.left = False
@@ -124,8 +127,8 @@ class Recorder(Looks):
 
     def _by_kind(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = name_of(function)
-        if name in functions.REFUSED:
-            self.refuse(f"a call of {name}")
+        if name in functions.REFUSED or (may_fail(name, args) and is_caught(self.caller)):
+            self.refuse(f"a call of {name}" if name in functions.REFUSED else f"an error of {name} that is caught")
             return function(*self._real(args), **self._real(kwargs))
         if function is Tensor.__iter__:
             return iter(self.run(torch.unbind, args, {}))
