@@ -25,12 +25,13 @@ _ERRORS = (IndexError, RuntimeError, AssertionError, ValueError)
 """What such operators raise."""
 _INDEXING = ("getitem", "__getitem__", "setitem", "__setitem__")
 _CHECKED = """
-embedding embedding_bag index_select gather take take_along_dim scatter scatter_ scatter_add scatter_add_ scatter_reduce
-scatter_reduce_ index_add index_add_ index_copy index_copy_ index_fill index_fill_ index_put index_put_ put put_
-bincount one_hot cross_entropy nll_loss nll_loss_nd multi_margin_loss multilabel_margin_loss ctc_loss
-binary_cross_entropy cholesky cholesky_inverse cholesky_solve inverse inv inv_ex pinverse pinv solve solve_ex lu lu_factor lu_solve qr svd
-svdvals eig eigh eigvals eigvalsh lstsq lobpcg matrix_power tensorinv tensorsolve multinomial bernoulli _assert_async
-_assert repeat_interleave unflatten masked_scatter masked_scatter_ max_unpool1d max_unpool2d max_unpool3d
+embedding embedding_bag index_select gather take take_along_dim scatter scatter_ scatter_add scatter_add_
+scatter_reduce scatter_reduce_ index_add index_add_ index_copy index_copy_ index_fill index_fill_ index_put index_put_
+put put_ bincount one_hot cross_entropy nll_loss nll_loss_nd multi_margin_loss multilabel_margin_loss ctc_loss
+binary_cross_entropy cholesky cholesky_inverse cholesky_solve inverse inv inv_ex pinverse pinv solve solve_ex lu
+lu_factor lu_solve qr svd svdvals eig eigh eigvals eigvalsh lstsq lobpcg matrix_power tensorinv tensorsolve
+multinomial bernoulli _assert_async _assert repeat_interleave unflatten masked_scatter masked_scatter_ max_unpool1d
+max_unpool2d max_unpool3d
 """
 _RAISING = frozenset(_CHECKED.split())
 

