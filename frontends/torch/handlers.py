@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-import daceml_train
-
-_LIBRARIES = tuple(str(Path(file).resolve().parent) + "/" for file in (torch.__file__, daceml_train.__file__))
+_LIBRARIES = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/"
+"""The folders of PyTorch and of this package."""
 _ERRORS = (IndexError, RuntimeError, AssertionError, ValueError)
 """What such operators raise."""
 _INDEXING = ("getitem", "__getitem__", "setitem", "__setitem__")
