@@ -396,6 +396,8 @@ class TrainingStep(UserUpdates):
         if any(id(t) in given and t.requires_grad for t in by_name.values()):
             raise Unsupported("an argument requires a gradient")
         device = device_of(self.model, by_name, flat)
+        if captured.selection is not None and isinstance(device, GPU):
+            raise Unsupported("sizes that depend on the values of arguments, on a GPU")
         if self.ranks is not None and isinstance(device, GPU):
             raise Unsupported("collectives of a step on a GPU", advice="they run around the compiled model")
         self._choose_tables(captured.graph, by_name)

@@ -130,7 +130,7 @@ def capture(
             captured = capture(main, operands, randomness, keep_trace=keep_trace)
         if any(source.kind == "input" and source.index >= selection.first for source in captured.outputs):
             raise Unsupported("a result that consists of what the values of arguments select")
-        return replace(captured, selection=selection)
+        return replace(captured, selection=selections.with_conditions(selection, operands))
     grad_enabled = torch.is_grad_enabled()
     mode = fake_mode(example_inputs)
     operands = [

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -50,10 +50,10 @@ class Selection:
     """The operands that it reads."""
     first: int
     """Its results are the operands from this position on."""
-    conditions: tuple[sympy.Basic, ...]
-    """What PyTorch's trace assumed of the sizes."""
     sizes: tuple[tuple[str, int, int], ...]
     """Symbol of a size, and the result and the dimension that have it."""
+    conditions: tuple[sympy.Basic, ...] = ()
+    """What PyTorch's trace assumed of the sizes."""
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -150,7 +150,7 @@ class _Hoisting:
                 self.before.erase_node(node)
         sizes = tuple((str(s), index, dim) for s, (index, dim) in self.sizes.items())
         module = fx.GraphModule({}, self.before)
-        return Selection(module, positions, len(self.examples), self._conditions(), sizes)
+        return Selection(module, positions, len(self.examples), sizes)
 
     # ---- the two graphs -----------------------------------------------------------------------------------------
     def _copy(self, node: fx.Node) -> fx.Node:
@@ -208,10 +208,12 @@ class _Hoisting:
     def _indices(self, mask: fx.Node, like: fx.Node) -> list[fx.Node]:
         """The operands for the indices of the true elements of a mask in `before`, one per dimension."""
         if mask not in self.masks:
-            example = _example(like)
-            size = next(s for s in example.shape if isinstance(s, torch.SymInt) and s.node.expr in self.known)
+            example, present = _example(like), _symbols(_example_of(like.args[0]))
+            sizes = [s for s in example.shape if isinstance(s, torch.SymInt) and not _symbols_of(s) <= present]
+            if len({str(size) for size in sizes}) != 1 or not sizes[0].node.expr.is_Symbol:
+                raise self._refused(like)
             with example.fake_mode:
-                indices = torch.empty((size,), dtype=torch.int64, device=example.device)
+                indices = torch.empty((sizes[0],), dtype=torch.int64, device=example.device)
             found = self.before.call_method("nonzero", (mask,), {"as_tuple": True})
             parts = [self.before.call_function(operator.getitem, (found, i)) for i in range(mask.meta["dimensions"])]
             dense = [self.before.call_method("contiguous", (part,)) for part in parts]
@@ -259,11 +261,12 @@ class _Hoisting:
         what = f"{_name(self.node)}, whose result's size depends on data{through}"
         return Unsupported(what, where=str(origin.origin(self.node)))
 
-    def _conditions(self) -> tuple[sympy.Basic, ...]:
-        """What PyTorch's trace has asserted of the sizes so far."""
-        given: Any = [size for example in self.operands for size in example.shape if isinstance(size, torch.SymInt)]
-        asserted = given[0].node.shape_env.deferred_runtime_asserts
-        return tuple(each.expr for some in asserted.values() for each in some)
+
+def with_conditions(selection: Selection, operands: Sequence[Any]) -> Selection:
+    """The selection with what PyTorch has asserted of the sizes once all of the graph is traced."""
+    given: Any = [size for x in operands[selection.first :] for size in x.shape if isinstance(size, torch.SymInt)]
+    asserted = given[0].node.shape_env.deferred_runtime_asserts
+    return replace(selection, conditions=tuple(each.expr for some in asserted.values() for each in some))
 
 
 def _is_assertion(node: fx.Node) -> bool:
@@ -306,4 +309,8 @@ def _example_of(value: Any) -> Any:
 def _symbols(example: Any) -> set[sympy.Symbol]:
     """The sizes that depend on data in the shapes of a result; numbers that are read from tensors are no sizes."""
     shapes = (leaf.shape for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor))
-    return {s for shape in shapes for s in free_unbacked_symbols(shape)}
+    return {s for shape in shapes for size in shape for s in _symbols_of(size)}
+
+
+def _symbols_of(size: Any) -> set[sympy.Symbol]:
+    return set(free_unbacked_symbols(size)) if isinstance(size, torch.SymInt) else set()
