@@ -118,9 +118,7 @@ class BoundStep:
         sizes = [tensors[i].shape[d] for i, d in program.symbols.values()]
         if captured.selection is not None:
             step.executable.changing = True
-            sizes = [
-                max(data_sizes.LEAST, size) for size in sizes
-            ]  # of this plan alone: each call takes the plan of its sizes
+            sizes = [max(data_sizes.LEAST, size) for size in sizes]  # each call takes the plan of its own sizes
         self.plan: BoundPlan = step.executable.plan(sizes)
         self._observe(modules, bounds, assigned, unstable)
         self._bind_inputs(captured, by_name, flat, scope, code_globals)

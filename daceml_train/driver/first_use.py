@@ -52,7 +52,7 @@ def first_use(bound: BoundStep, flat: Sequence[Any], eager: Callable[[], torch.T
     torch.set_rng_state(random)
     loss = eager()
     if refusal or ours is None:
-        return FirstUse(loss, refusal, refusal or "not compared: an argument shares memory with a buffer")
+        return FirstUse(loss, refusal, refusal or f"not compared: {bound.why}")
     if bound.seed is not None:
         return FirstUse(loss, "", "not compared with PyTorch's step, which draws other random numbers")
     tolerance = LOOSE if half else 1

@@ -12,7 +12,7 @@ from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured, InputSource
 from daceml_train.frontends.torch.capture.selections import Selection
 
-FEW = "fewer than two elements are selected, or as many as a size of another meaning"
+FEW = "fewer than two elements are selected, or their number is one that the trace has ruled out"
 """Why a call of a bound step runs in pieces."""
 
 

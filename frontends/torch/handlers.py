@@ -67,11 +67,12 @@ def is_caught_outside() -> bool:
     return False
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def catches_at(code: CodeType, offset: int) -> bool:
     """Whether an exception at this instruction meets a handler of such errors within its function."""
     if is_library(code):
         return False
+    # private, but nothing else in Python reads the table; 3.11 and 3.12 have it
     blocks, seen = dis._parse_exception_table(code), set[int]()  # type: ignore[attr-defined]
     instructions = [(i.offset, i.opname, i.argval) for i in dis.get_instructions(code)]
     while block := next((b for b in blocks if b.start <= offset < b.end), None):

@@ -12,7 +12,7 @@ import torch
 from torch.utils._sympy import functions as torch_sympy
 
 from daceml_train.errors import Unsupported
-from daceml_train.tensor import Dim, DType, Shape, Tensor, contiguous_strides, same, simplify, symbol
+from daceml_train.tensor import Dim, DType, Shape, Tensor, contiguous_strides, hint, same, simplify, symbol
 
 DTYPES: dict[torch.dtype, DType] = {getattr(torch, dtype.name): dtype for dtype in DType}
 TORCH_DTYPES: dict[DType, torch.dtype] = {ours: theirs for theirs, ours in DTYPES.items()}
@@ -119,11 +119,6 @@ def order_of(example: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def _hint(value: Any) -> int:
-    if isinstance(value, torch.SymInt):
-        expression = value.node.expr
-        return int(
-            value.node.hint
-            if value.node.has_hint()
-            else expression.xreplace(dict.fromkeys(expression.free_symbols, 97))
-        )
-    return int(value)
+    if not isinstance(value, torch.SymInt):
+        return int(value)
+    return int(value.node.hint if value.node.has_hint() else hint(size(value)))

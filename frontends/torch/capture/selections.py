@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.dynamo import data_sizes, origin
+from daceml_train.frontends.torch.results import example_of
 
 _NAMES = """
 abs add all amax amin and_ any arange argmax argmin argsort argwhere bincount bitwise_and bitwise_not bitwise_or
@@ -69,9 +70,8 @@ class Selection:
     def fits(self, results: Sequence[Tensor]) -> bool:
         """Whether the program is compiled for sizes such as these."""
         known = {name: results[index].shape[dim] for name, index, dim in self.sizes}
-        return min(known.values()) >= data_sizes.LEAST and all(
-            _holds(condition, known) for condition in self.conditions
-        )
+        enough = min(known.values()) >= data_sizes.LEAST
+        return enough and all(_holds(condition, known) for condition in self.conditions)
 
 
 def _holds(condition: sympy.Basic, sizes: Mapping[str, int]) -> bool:
@@ -85,7 +85,7 @@ def hoist(gm: fx.GraphModule, examples: Sequence[Any]) -> tuple[fx.GraphModule, 
     None for a graph without sizes that depend on data. Raises `Unsupported`, naming the user's line, where such a size
     depends on more than the arguments.
     """
-    if not any(_symbols(_example(node)) for node in gm.graph.nodes):
+    if not any(_symbols(example_of(node)) for node in gm.graph.nodes):
         return None
     return _Hoisting(gm, list(examples)).run()
 
@@ -117,7 +117,7 @@ class _Hoisting:
         for node in self.gm.graph.nodes:
             if node.op == "placeholder" or _is_assertion(node):
                 continue
-            sizes = _symbols(_example(node))
+            sizes = _symbols(example_of(node))
             selects = bool(sizes - self.known) or (bool(sizes) and _selects(node))
             self.known |= sizes
             self.late[node] = self._selected(node) if selects else self._copy(node)
@@ -132,11 +132,8 @@ class _Hoisting:
         for previous, node in itertools.pairwise(given):
             previous.append(node)
         for node in [*self.after.nodes][::-1]:  # sizes of which only assertions were made
-            if (
-                node.op.startswith("call")
-                and not node.users
-                and isinstance(_example(node), torch.SymInt | torch.SymBool)
-            ):
+            unused = node.op.startswith("call") and not node.users
+            if unused and isinstance(example_of(node), torch.SymInt | torch.SymBool):
                 self.after.erase_node(node)
         main.recompile()
         return main
@@ -161,8 +158,8 @@ class _Hoisting:
 
     def _early(self, node: fx.Node) -> fx.Node:
         """A node in the graph that runs before the program. Raises `Unsupported` where it may not."""
-        leaves = [leaf for leaf in pytree.tree_leaves(_example(node)) if isinstance(leaf, Tensor)]
-        given = node.op != "placeholder" or isinstance(_example(node), Tensor)
+        leaves = [leaf for leaf in pytree.tree_leaves(example_of(node)) if isinstance(leaf, Tensor)]
+        given = node.op != "placeholder" or isinstance(example_of(node), Tensor)
         if not given or any(leaf.requires_grad or leaf._version for leaf in leaves):
             raise self._refused(node)
         if node not in self.early:
@@ -189,7 +186,7 @@ class _Hoisting:
     # ---- selections ---------------------------------------------------------------------------------------------
     def _selected(self, node: fx.Node) -> Any:
         """What replaces a node whose result has a size that depends on data."""
-        self.node, name, example = node, _name(node), _example(node)
+        self.node, name, example = node, _name(node), example_of(node)
         arguments: Sequence[Any] = node.args
         if name == "getitem" and isinstance(_example_of(arguments[0]), Tensor):
             return self._indexed(node, *arguments)
@@ -208,7 +205,7 @@ class _Hoisting:
     def _indices(self, mask: fx.Node, like: fx.Node) -> list[fx.Node]:
         """The operands for the indices of the true elements of a mask in `before`, one per dimension."""
         if mask not in self.masks:
-            example, present = _example(like), _symbols(_example_of(like.args[0]))
+            example, present = example_of(like), _symbols(_example_of(like.args[0]))
             sizes = [s for s in example.shape if isinstance(s, torch.SymInt) and not _symbols_of(s) <= present]
             if len({str(size) for size in sizes}) != 1 or not sizes[0].node.expr.is_Symbol:
                 raise self._refused(like)
@@ -225,7 +222,7 @@ class _Hoisting:
         for entry in index if isinstance(index, tuple | list) else (index,):
             if _is_mask(entry):
                 mask = self._early(entry)
-                mask.meta["dimensions"] = _example(entry).ndim
+                mask.meta["dimensions"] = example_of(entry).ndim
                 entries += self._indices(mask, node)
             else:
                 entries.append(fx.map_arg(entry, self.late.__getitem__))
@@ -245,7 +242,7 @@ class _Hoisting:
         if not isinstance(repeats, fx.Node) or dim is None or rest or _example_of(repeats).ndim != 1:
             raise self._refused(node)
         rows = self.before.call_function(torch.repeat_interleave, (self._early(repeats),))
-        example = _example(node)
+        example = example_of(node)
         with example.fake_mode:
             indices = torch.empty((example.shape[dim],), dtype=torch.int64, device=example.device)
         return self._call(node, torch.index_select, self.late[source], dim, self._operand(rows, indices, node))
@@ -298,12 +295,8 @@ def _name(node: fx.Node) -> str:
     return target if isinstance(target, str) else str(getattr(target, "__name__", target)).split(".")[0]
 
 
-def _example(node: fx.Node) -> Any:
-    return node.meta.get("example_value", node.meta.get("val"))
-
-
 def _example_of(value: Any) -> Any:
-    return _example(value) if isinstance(value, fx.Node) else value
+    return example_of(value) if isinstance(value, fx.Node) else value
 
 
 def _symbols(example: Any) -> set[sympy.Symbol]:
