@@ -104,17 +104,19 @@ def raise_versions(changed: Iterable[tuple[torch.Tensor, int]]) -> None:
 def laid_out(captured: Captured, outputs: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> list[torch.Tensor]:
     """The graph's outputs as eager execution returns them: in its strides, disjoint in memory, of its version.
 
-    Other results of a program are copied: its layouts, and arrays that serve as several results, are its own.
+    Other results of a program are copied: its layouts, arrays that serve as several results, and larger arrays of which
+    a result is a part, are its own.
     """
     results = list(outputs)
     owners: set[int] = set()
     for index, source in captured.arrays:
         tensor = results[index]
+        memory = tensor.untyped_storage()
         strides = None if source.strides is None else tuple(evaluate(s, sizes) for s in source.strides)
         if strides is not None and not same_strides(tensor, strides):
             tensor = _copied(tensor, strides)
-        elif tensor.untyped_storage()._cdata in owners:
-            tensor = _copied(tensor, tensor.stride())
+        elif memory._cdata in owners or (source.whole and memory.nbytes() > tensor.nbytes):
+            tensor = _copied(tensor, tensor.stride() if strides is None else strides)
         if not tensor.is_inference() and tensor._version != source.version:
             torch._C._autograd._unsafe_set_version_counter((tensor,), (source.version,))
         owners.add(tensor.untyped_storage()._cdata)

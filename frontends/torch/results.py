@@ -37,7 +37,8 @@ class OutputSource:
     `kind` is `graph` (graph output `index`, itself, or `view` of it, where results share memory), `input` (the input at
     position `index`, itself, or `view` of it), `size` (`value`, an expression over symbols), or `constant` (`value`).
     `strides` are the eager strides of what `index` names: a view refers to elements in that memory, so only these
-    strides are correct. None: any strides. `version` is the number of in-place changes.
+    strides are correct. None: any strides. `version` is the number of in-place changes. `whole`: in eager execution it
+    covers all of its memory, so that whoever keeps it keeps nothing else.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class OutputSource:
     value: Any = None
     strides: Shape | None = None
     version: int = 0
+    whole: bool = False
 
 
 def example_of(node: fx.Node) -> Any:
@@ -82,7 +84,8 @@ def outputs_of(
                 t.graph.output(t.dependent(value))
             dense = types.order_of(base) is not None
             strides = types.sizes(base.stride()) if dense else None
-            outputs.append(OutputSource("graph", taken[storage], _view(example, base), None, strides, version(base)))
+            view, index = _view(example, base), taken[storage]
+            outputs.append(OutputSource("graph", index, view, None, strides, version(base), is_whole(base)))
         elif isinstance(value, sympy.Expr):
             outputs.append(OutputSource("size", value=value))
         else:

@@ -71,6 +71,12 @@ def reduction(w: Tensor, x: Tensor) -> Any:
 
 
 @case
+def copies_of_windows(w: Tensor, x: Tensor) -> Any:
+    h = w.view(2, 3, 2).unfold(0, 2, 2)[0:1:2, 2:3].contiguous()  # a part of what a program computes
+    return h, h.view(4, 1), w.view(1, 12).unfold(1, 3, 1)[:, 2:4].clone()
+
+
+@case
 def concatenation(w: Tensor, x: Tensor) -> Any:
     h = torch.cat([x.t(), w.t()])
     return h.t(), h[1:], h.view(-1)
