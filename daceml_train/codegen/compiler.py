@@ -8,18 +8,25 @@ same process does not run that compiler again, since every further graph would w
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shlex
 import signal
 import subprocess
 from collections.abc import Sequence
 
-from daceml_train.errors import CompilerError
+from daceml_train.errors import CompilerError, Rejected
 from daceml_train.storage.time_limits import seconds_of
 
 TIMEOUT = "DACEML_TRAIN_COMPILER_TIMEOUT"
 SECONDS = 600.0
 """The default limit: ten times the compile time of the package's largest source."""
+
+_LACKS = tuple(
+    os.strerror(number)
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.EIO)
+)
+"""What a compiler prints when the machine lacks space, memory, processes, or files."""
 
 _hung: dict[str, str] = {}
 """Compiler -> the message of its timeout."""
@@ -62,3 +69,18 @@ def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def failure(result: subprocess.CompletedProcess[str], what: str) -> CompilerError:
+    """The error of a command that failed: the text was refused (`Rejected`), or the machine lacks something.
+
+    A compiler that was killed, in whole or in part, was so for lack of memory, or by whoever stops programs.
+    """
+    printed = (result.stderr or result.stdout).strip()
+    tail = "\n".join(printed.splitlines()[-20:])
+    lacks = [text for text in _LACKS if text.lower() in printed.lower()]
+    if result.returncode < 0 or "killed signal" in printed.lower():
+        lacks.append("it was killed")
+    if lacks:
+        return CompilerError(f"{what} failed: {lacks[0]}\n{tail}")
+    return Rejected(f"{what} failed (exit {result.returncode}):\n{tail}")

@@ -11,9 +11,9 @@ import torch
 
 import daceml_train as dt
 from daceml_train.codegen import compiler
-from daceml_train.codegen.compiler import TIMEOUT, compiler_command, run
+from daceml_train.codegen.compiler import TIMEOUT, compiler_command, failure, run
 from daceml_train.codegen.cpu import compile as compiling
-from daceml_train.errors import CompilerError
+from daceml_train.errors import CompilerError, internal
 
 
 @pytest.fixture
@@ -47,6 +47,25 @@ def test_training_goes_on_with_a_compiler_that_hangs(
     optimized = dt.optimize(model, cache=tmp_path / "cache")
     with pytest.warns(UserWarning, match="did not end within 0.5 s"):
         torch.testing.assert_close(optimized(x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("echo 'error writing to k.o: No space left on device' >&2; exit 1", "No space left on device"),
+        ("echo 'cc1plus: out of memory: Cannot allocate memory' >&2; exit 1", "Cannot allocate memory"),
+        ("echo 'fatal error: Killed signal terminated program cc1plus' >&2; exit 1", "it was killed"),
+        ("kill -9 $$", "it was killed"),
+    ],
+)
+def test_what_the_machine_lacks_is_no_defect_of_the_text(script: str, why: str, tmp_path: Path) -> None:
+    error = failure(run(["sh", "-c", script]), "g++ on a kernel")
+    assert str(error).startswith(f"g++ on a kernel failed: {why}")
+    assert not internal(error)
+
+
+def test_a_text_that_the_compiler_refuses_is_a_defect() -> None:
+    assert internal(failure(run(["sh", "-c", "echo 'error: expected ;' >&2; exit 1"]), "g++ on a kernel"))
 
 
 @pytest.mark.parametrize("given", ["soon", "0", "-1", "nan"])

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from daceml_train.codegen.compiler import compiler_command, run
+from daceml_train.codegen.compiler import compiler_command, failure, run
 from daceml_train.codegen.cpu.launch import KernelCode
-from daceml_train.errors import CompilerError, Rejected
+from daceml_train.errors import CompilerError
 from daceml_train.storage.files import sealed, unsealed
 from daceml_train.storage.folders import locked, to_write, usable
 from daceml_train.storage.remote import fetch, store
@@ -178,8 +178,7 @@ def _run(command: list[str], stem: str) -> None:
     except OSError as error:
         raise CompilerError(f"the C++ compiler {command[0]!r} cannot be started ({error.strerror})") from None
     if result.returncode != 0 or not Path(command[-1]).exists():
-        tail = "\n".join(result.stderr.strip().splitlines()[-20:])
-        raise Rejected(f"{command[0]} failed on {stem} (exit {result.returncode}):\n{tail}")
+        raise failure(result, f"{command[0]} on {stem}")
 
 
 def install(library: Path, path: Path) -> None:

@@ -15,11 +15,11 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from daceml_train.codegen.compiler import run
+from daceml_train.codegen.compiler import failure, run
 from daceml_train.codegen.cpu.compile import install, intact
 from daceml_train.codegen.cpu.compile import load as load_entry
 from daceml_train.codegen.cuda.launch import CudaCode
-from daceml_train.errors import CompilerError, Rejected
+from daceml_train.errors import CompilerError
 from daceml_train.storage.folders import locked, to_write, usable
 from daceml_train.storage.turns import build_once
 
@@ -178,8 +178,7 @@ def run_nvcc(nvcc: Path, options: Sequence[str], arch: str = DEFAULT_ARCHITECTUR
     except OSError as error:
         raise CompilerError(f"{nvcc} cannot be started ({error.strerror}); {ADVICE}") from None
     if result.returncode != 0:
-        tail = "\n".join((result.stderr or result.stdout).strip().splitlines()[-20:])
-        raise Rejected(f"nvcc failed (exit {result.returncode}):\n{tail}")
+        raise failure(result, "nvcc")
     return result.stdout + result.stderr
 
 
