@@ -56,6 +56,17 @@ class NumpyNoise(Program):
         return self.last(self.first(torch.roll(x, shift, 1) * scale).tanh())
 
 
+@named("NumPy mixup")
+class Mixup(Program):
+    """Mixes rows of the batch by a permutation and a share that NumPy draws, and adds an array of its noise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        share = np.random.beta(0.4, 0.4)
+        others = torch.from_numpy(np.random.permutation(len(x)))
+        noise = torch.from_numpy(np.random.normal(0, 0.1, size=x.shape[1]))
+        return self.last(self.first(share * x + (1 - share) * x[others] + noise.float()).tanh())
+
+
 @named("SciPy matching")
 class Matching(Program):
     """Queries are matched to targets by the Hungarian algorithm, as in DETR."""

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -137,6 +138,39 @@ def test_numbers_that_depend_on_data_run_as_pytorch() -> None:
     torch.manual_seed(2)
     with pytest.warns(UserWarning, match="bernoulli.* depend on data"):
         assert torch.equal(ours(x), expected)
+
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "normal": lambda: np.random.normal(0, 1, size=4),
+    "rand": lambda: np.random.rand(4),
+    "permutation": lambda: np.random.permutation(4) + 0.5,
+    "a generator": lambda: np.random.RandomState(3).rand(4),
+    "a number": lambda: np.array(np.random.beta(0.4, 0.4)),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_numbers_that_numpy_draws(name: str) -> None:
+    """TorchDynamo would draw them from PyTorch's generator."""
+    draw = DRAWS[name]
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x + torch.from_numpy(draw()))
+
+    torch.manual_seed(1)
+    model, x, found = Network(), torch.randn(3, 4).double(), []
+    step = dt.training_step(model, total, torch.optim.SGD(model.parameters(), lr=0.0))
+    for run in (lambda: total(model(x)), lambda: total(dt.optimize(model)(x)), lambda: step(x)):
+        np.random.seed(5)
+        torch.manual_seed(5)
+        found.append([*(run().item() for _ in range(2)), np.random.rand(), torch.rand(()).item()])
+    for run in found[1:]:
+        assert run == pytest.approx(found[0], rel=1e-12)
 
 
 def test_what_is_no_choice() -> None:

@@ -1,7 +1,8 @@
-"""Floating-point numbers that Python's `random` draws break the graph: Python draws them.
+"""Random numbers that break the graph: floating-point ones of Python's `random`, and those of NumPy.
 
-TorchDynamo describes such a number in PyTorch's default type, and passes it in double precision. What a tensor of it
-would have for a type is neither.
+TorchDynamo describes a number of Python's in PyTorch's default type, and passes it in double precision. What a tensor
+of it would have for a type is neither. Of what NumPy draws, TorchDynamo makes draws of PyTorch's, which neither heed
+nor advance NumPy's stream.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from torch._dynamo import graph_break_hints
+import numpy as np
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.source import RandomValueSource
 from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.misc import NumpyVariable
 
 from daceml_train.frontends.torch.traces import Traces
 
@@ -29,11 +31,26 @@ def _install() -> None:
                 gb_type="a number that Python draws",
                 context=self.name,
                 explanation="Python's random numbers are drawn by Python.",
-                hints=[*graph_break_hints.SUPPORTABLE],
+                hints=[],
             )
         return wrap(self, value)
 
     builders.wrap_unspecialized_primitive = wrap_unspecialized_primitive
+    functions: Any = NumpyVariable
+    original = functions.call_function
+
+    @functools.wraps(original)
+    def call_function(self: Any, *arguments: Any) -> Any:
+        if traces.depth and isinstance(getattr(self.value, "__self__", None), np.random.RandomState):
+            unimplemented(
+                gb_type="a number that NumPy draws",
+                context=str(self.value),
+                explanation="NumPy's random numbers are drawn by NumPy.",
+                hints=[],
+            )
+        return original(self, *arguments)
+
+    functions.call_function = call_function
 
 
 traces = Traces(_install)
