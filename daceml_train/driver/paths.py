@@ -181,16 +181,16 @@ class Paths:
         except BaseException:
             self._keep_real(recorder)
             raise
+        result = recorder.stands_for(loss)  # also where the call has left its path since the loss was computed
+        if result is not None:
+            loss = None  # nothing but the result itself refers to what stands for it
         if recorder.following:
-            result = recorder.stands_for(loss)
-            if result is not None:
-                loss = None  # nothing but the result itself refers to what stands for it
-                found = self._finished(recorder, values, recorder.at.leaves.get(result))
-                if found is not None:
-                    self.recent.append(False)
-                    return found
+            found = None if result is None else self._finished(recorder, values, recorder.at.leaves.get(result))
+            if found is not None:
+                self.recent.append(False)
+                return found
             recorder.leave()
-            loss = loss if result is None else recorder.values[result]
+        loss = loss if result is None else recorder.values[result]
         self.misses += 1
         return self._recorded(recorder, values, loss, inputs, targets)
 

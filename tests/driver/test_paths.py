@@ -240,6 +240,41 @@ def test_what_is_kept_has_values_after_a_backward_pass_that_raises() -> None:
     assert not pair.ours.last.is_meta and not pair.ours.last.any()  # type: ignore[union-attr, operator]
 
 
+class Late(nn.Module):
+    """Computes its loss, looks at it, and in every third call computes and looks at something else after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls, self.notes = nn.Linear(SIZE, SIZE).double(), 0, list[Any]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        loss = y.square().mean()
+        self.calls += 1
+        self.notes.append(loss.item() < 0.3)
+        if self.calls % 3 == 0:
+            self.notes.append(y.max().item())
+        return loss
+
+
+def test_a_path_that_is_left_after_the_loss_was_computed() -> None:
+    torch.manual_seed(0)
+    ours = Late()
+    theirs = copy.deepcopy(ours)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, theirs)]
+    step = dt.training_step(ours, lambda loss: loss, optimizers[0])
+    for x in batches(8):
+        optimizers[1].zero_grad()
+        expected = theirs(x)
+        expected.backward()
+        optimizers[1].step()
+        torch.testing.assert_close(step(x), expected.detach(), rtol=1e-12, atol=0)
+        torch.testing.assert_close(ours.layer.weight, theirs.layer.weight, rtol=1e-12, atol=0)
+    assert ours.notes == pytest.approx(theirs.notes, rel=1e-12)
+    (paths,) = step.paths.values()
+    assert not paths.refused and paths.misses <= 4
+
+
 class Rows(Imperative):
     """Looks at rows of a result, one after the other, and at what a later layer computes."""
 

@@ -34,6 +34,7 @@ from daceml_train.frontends.torch.dynamo import (
     optimizers,
     polyfills,
     prints,
+    recurrent,
     reentrant,
     retention,
     scalars,
@@ -61,6 +62,7 @@ _PATCHES: Any = (
     graph_breaks,
     caught,
     coins,
+    recurrent,
 )
 """Modules that change what TorchDynamo does in traces of ours."""
 
