@@ -24,6 +24,7 @@ from daceml_train.driver.bound_optimizer import (
     same_strides,
 )
 from daceml_train.driver.checking import forwards_of, same_forwards
+from daceml_train.driver.commit import what_changed
 from daceml_train.driver.denominators import Denominators
 from daceml_train.driver.distribution import described, rows_of
 from daceml_train.driver.fully_sharded import memory_of
@@ -343,7 +344,7 @@ class BoundStep:
             outputs = self._run(on_device, flat)
         except ExecutionError as error:
             if not isinstance(error, RankError) or self.ranks is None or self.ranks.met:
-                error.add_note("The step failed half-way: parameters and optimizer state may be partly updated.")
+                error.add_note(what_changed(self.step.executable.program, error.tag))
             raise
         raise_versions(self.changed_often)
         if self.step.further:

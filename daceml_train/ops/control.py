@@ -23,6 +23,7 @@ class ControlFlow(Operator):
     operands: ClassVar[tuple[str, ...]] = ("*xs",)
     results = ("*ys",)
     vendor = True
+    may_raise = True
 
     @property
     @abstractmethod

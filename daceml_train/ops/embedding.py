@@ -27,6 +27,7 @@ class Embedding(Operator):
     name = "embedding"
     operands = ("weight", "indices")
     vendor = True
+    may_raise = True
     padding_idx: int = -1
     sparse: bool = False
 
@@ -60,6 +61,7 @@ class EmbeddingGrad(Operator):
     name = "embedding_grad"
     operands = ("grad", "indices")
     vendor = True
+    may_raise = True
     rows: Dim
     padding_idx: int = -1
     sparse: bool = False
@@ -99,6 +101,7 @@ class EmbeddingBag(Operator):
     name = "embedding_bag"
     operands = ("weight", "indices", "offsets")
     vendor = True
+    may_raise = True
     sparse: bool = False
 
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
@@ -141,6 +144,7 @@ class AddRows(Operator):
     name = "add_rows"
     operands = ("table", "indices", "rows")
     vendor = True
+    may_raise = True
     in_place: bool = False
 
     @property

@@ -64,6 +64,7 @@ class Aten(Operator):
     operands = ("*xs",)
     results = ("*ys",)
     vendor = True
+    may_raise = True
     target: str
     arguments: tuple[Any, ...]
     types: tuple[Tensor, ...]

@@ -46,6 +46,7 @@ class Index(Operator):
     name = "index"
     operands = ("x", "*indices")
     vendor = True
+    may_raise = True
     dims: tuple[int, ...]
 
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
@@ -95,6 +96,7 @@ class IndexPut(Operator):
     name = "index_put"
     operands = ("x", "values", "*indices")
     vendor = True
+    may_raise = True
     dims: tuple[int, ...]
     accumulate: bool = False
 
@@ -138,6 +140,7 @@ class Gather(Operator):
     name = "gather"
     operands = ("x", "index")
     vendor = True
+    may_raise = True
     dim: int
 
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
@@ -184,6 +187,7 @@ class Scatter(Operator):
     name = "scatter"
     operands = ("x", "index", "values")
     vendor = True
+    may_raise = True
     dim: int
     accumulate: bool = False
 
@@ -224,6 +228,7 @@ class MaskedPut(Operator):
     name = "masked_put"
     operands = ("x", "mask", "values")
     vendor = True
+    may_raise = True
 
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
         x, mask, values = operands
@@ -254,6 +259,7 @@ class MaskedTake(Operator):
     name = "masked_take"
     operands = ("x", "mask")
     vendor = True
+    may_raise = True
     count: Dim
 
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:

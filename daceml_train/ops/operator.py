@@ -217,6 +217,8 @@ class Operator:
     """Names of the inputs; a last name that starts with `*` takes any number."""
     results: ClassVar[tuple[str, ...]] = ("y",)
     vendor: ClassVar[bool] = False
+    may_raise: ClassVar[bool] = False
+    """Whether its library call raises an error for some data: an index out of range, a check that fails."""
     updates: tuple[tuple[int, int], ...] = ()
     """Pairs (position of a result, position of an operand): that result is stored over that operand."""
     own_sizes: ClassVar[frozenset[sympy.Symbol]] = frozenset()

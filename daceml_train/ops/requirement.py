@@ -19,6 +19,7 @@ class Require(Operator):
     name = "require"
     operands = ("holds",)
     vendor = True
+    may_raise = True
     zero_gradient = True
     message: str
 

@@ -162,3 +162,31 @@ def test_not_a_number_stays_one() -> None:
         torch.testing.assert_close(step(x), loss.detach(), equal_nan=True)
     for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, equal_nan=True, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "NAdam", "RAdam", "ASGD", "Adadelta"])
+def test_a_batch_that_is_refused_changes_nothing(kind: str) -> None:
+    """Neither parameters nor state, of which counters depend on no gradient: later steps are those of eager execution."""
+    torch.manual_seed(0)
+    theirs = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 6), nn.Linear(6, 3)).double()
+    ours = copy.deepcopy(theirs)
+    optimizers: list[Any] = [getattr(torch.optim, kind)(m.parameters(), lr=0.1) for m in (theirs, ours)]
+    step = dt.training_step(ours, F.cross_entropy, optimizers[1])
+    for number in range(6):
+        words, classes = torch.randint(0, 7, (5,)), torch.randint(0, 3, (5,))
+        refused = number in (2, 4)
+        (words if number == 2 else classes)[0] += 9 * refused
+        if refused:
+            with pytest.raises(IndexError) as caught:
+                step(words, classes)
+            assert "are those from before the step" in caught.value.__notes__[0]
+            continue
+        optimizers[0].zero_grad()
+        F.cross_entropy(theirs(words), classes).backward()
+        optimizers[0].step()
+        step(words, classes)
+    assert step.breaks == []
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+        for name, value in optimizers[0].state[q].items():
+            torch.testing.assert_close(optimizers[1].state[p][name], value, rtol=1e-9, atol=1e-12)
