@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import builtins
 import dis
-import functools
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -67,9 +66,23 @@ def is_caught_outside() -> bool:
     return False
 
 
-@functools.lru_cache(maxsize=4096)
+_found: dict[tuple[int, int], tuple[CodeType, bool]] = {}
+"""By identity of a code object, which stays alive here, and an instruction of it. Code that TorchDynamo generates has
+constants without a hash, and so none itself."""
+
+
 def catches_at(code: CodeType, offset: int) -> bool:
     """Whether an exception at this instruction meets a handler of such errors within its function."""
+    if (found := _found.get((id(code), offset))) is not None:
+        return found[1]
+    if len(_found) >= 4096:
+        _found.clear()
+    result = _meets_handler(code, offset)
+    _found[id(code), offset] = code, result
+    return result
+
+
+def _meets_handler(code: CodeType, offset: int) -> bool:
     if is_library(code):
         return False
     # private, but nothing else in Python reads the table; 3.11 and 3.12 have it

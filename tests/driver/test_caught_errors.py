@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import daceml_train as dt
+from daceml_train.frontends.torch.handlers import catches_at
 from tests.driver.imperative import SIZE, Imperative, Pair, Streams, assert_alike, batches, kept, loss_of
 
 
@@ -119,3 +120,12 @@ def test_a_module_as_in_eager_execution(model: Callable[[], Imperative]) -> None
         streams[0].assert_equal(streams[1])
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert_alike(a.grad, b.grad, "gradient")
+
+
+def test_code_whose_constants_have_no_hash() -> None:
+    """As TorchDynamo generates it, where a hook of a module is added in the forward pass."""
+    code = OutsideTheTable.forward.__code__
+    generated = code.replace(co_consts=(*code.co_consts, {}))
+    offsets = range(0, len(code.co_code), 2)
+    assert any(catches_at(generated, at) for at in offsets)
+    assert [catches_at(generated, at) for at in offsets] == [catches_at(code, at) for at in offsets]

@@ -28,6 +28,7 @@ from daceml_train.frontends.torch.capture import gradient_hooks, graph_leaves
 from daceml_train.frontends.torch.dynamo import (
     caught,
     coins,
+    float_math,
     formats,
     graph_breaks,
     growing,
@@ -63,6 +64,7 @@ _PATCHES: Any = (
     caught,
     coins,
     recurrent,
+    float_math,
 )
 """Modules that change what TorchDynamo does in traces of ours."""
 
