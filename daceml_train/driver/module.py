@@ -87,6 +87,18 @@ STORM = 8
 """How many programs of one function may be compiled for one condition of which none runs more than twice."""
 
 
+@dataclass(eq=False)
+class Refused:
+    """A graph that PyTorch runs; counts how often."""
+
+    forward: Callable[..., Any]
+    runs: int = 0
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.runs += 1
+        return self.forward(*arguments)
+
+
 @dataclass
 class Backend:
     """A TorchDynamo backend: captures, differentiates and compiles each graph Dynamo hands over.
@@ -102,8 +114,8 @@ class Backend:
     graphs: int = 0
     cuda_graphs: list[CudaGraphPairs] = field(default_factory=list)
     """The CUDA graphs of forward and backward passes, per captured graph."""
-    programs: dict[int | None, list[CompiledGraph]] = field(default_factory=dict)
-    """The last programs of each function of the user's."""
+    programs: dict[int | None, list[CompiledGraph | Refused]] = field(default_factory=dict)
+    """The last graphs of each function of the user's."""
     changes: dict[int | None, list[str]] = field(default_factory=dict)
     """Per function, why each of its programs was compiled, without numbers."""
     __name__ = "daceml_train"
@@ -135,7 +147,9 @@ class Backend:
         except Exception as error:  # training continues whatever fails in here
             scalars.start_over()
             self.break_off(why(error))
-        return as_eager(module).forward
+        refused = Refused(as_eager(module).forward)
+        self.programs[frame()] = [*recent[1 - STORM :], refused]
+        return refused
 
     def break_off(self, reason: str) -> None:
         """Record, and warn once, why something runs in PyTorch."""

@@ -36,6 +36,9 @@ KEPT_PLANS = 8
 KEPT_CHANGING_PLANS = 64
 """The same where sizes change from call to call."""
 
+MANY_SIZES = 4
+"""After plans for so many sets of sizes, they are known to change from call to call."""
+
 
 class Executable:
     """A compiled program.
@@ -63,7 +66,9 @@ class Executable:
         self._lock = threading.Lock()
         self._symbols = list(program.symbols.items())
         self.changing = False
-        """Whether sizes change with each call: libraries are compared for sizes rounded up, and threads not at all."""
+        """Whether sizes change from call to call: libraries are compared for sizes rounded up, and threads not at all."""
+        self._seen: set[tuple[int, ...]] = set()
+        """The first sets of sizes."""
         self.timing: Timing | None = None
         """Receives the seconds of each launch during a measurement; see `runtime.timing`."""
 
@@ -74,6 +79,9 @@ class Executable:
             if key in self._plans:
                 self._plans.move_to_end(key)
                 return self._plans[key]
+            if not self.changing:
+                self._seen.add(tuple(sizes))
+                self.changing = len(self._seen) > MANY_SIZES
             names = [name for name, _ in self._symbols]
             values = dict(zip(names, sizes, strict=True))
             plan = BoundPlan(

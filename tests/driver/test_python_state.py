@@ -173,6 +173,33 @@ def test_a_storm_of_recompilations_ends_and_is_named(way: str, tmp_path: Path) -
     assert any("seen" in str(w.message) for w in caught)
 
 
+class Rounding(torch.autograd.Function):
+    """Takes a number, and so is no part of a graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, levels: int) -> Tensor:
+        return (x * levels).round() / levels
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class Quantized(Model):
+    """A counter in a model that PyTorch runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return Rounding.apply(self.l(x).tanh(), 2 ** (8 - self.calls % 4))
+
+
+def test_a_storm_of_graphs_that_pytorch_runs_ends_as_well(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        programs, breaks = train(Quantized(), "optimize", tmp_path, 2 * STORM + 4)
+    assert programs <= STORM + 4 and any("calls" in text for text in breaks), (programs, breaks)
+
+
 class ListOfSix(Model):
     """A list that grows in the first six calls."""
 

@@ -26,6 +26,7 @@ from daceml_train.errors import INTERNAL, DacemlError, internal
 from daceml_train.frontends.torch import absent_gradients
 from daceml_train.frontends.torch.capture import gradient_hooks, graph_leaves
 from daceml_train.frontends.torch.dynamo import (
+    attributes,
     caught,
     coins,
     float_math,
@@ -65,6 +66,7 @@ _PATCHES: Any = (
     coins,
     recurrent,
     float_math,
+    attributes,
 )
 """Modules that change what TorchDynamo does in traces of ours."""
 

@@ -1,0 +1,73 @@
+"""Modules and parameters that `object.__setattr__` keeps out of `state_dict`: a copy of a layer that is renewed, a head."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import daceml_train as dt
+
+pytestmark = pytest.mark.compiled
+
+
+class Renewed(nn.Module):
+    """A copy of a layer that is renewed in every third call; the copy breaks TorchDynamo's graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(4, 4).double(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.calls % 3 == 0:
+            object.__setattr__(self, "copy", copy.deepcopy(self.layer).requires_grad_(False))
+        self.calls += 1
+        hidden = self.layer(x)
+        return (hidden - self.copy(x)).square().mean() + hidden.mean()  # type: ignore[operator]
+
+
+class Borrowed(nn.Module):
+    """A layer of another module, and a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(4, 4).double() for _ in range(2)]
+        self.first = self.layers[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        object.__setattr__(self, "last", self.layers[1])
+        object.__setattr__(self, "scale", self.layers[1].bias)
+        return (self.last(self.first(x)) * self.scale).mean()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("way", ["optimize", "step"])
+@pytest.mark.parametrize("kind", [Renewed, Borrowed])
+def test_they_stay_hidden(kind: Callable[[], nn.Module], way: str) -> None:
+    torch.manual_seed(0)
+    theirs = kind()
+    ours = copy.deepcopy(theirs)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (theirs, ours)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimized = dt.optimize(ours)
+        step = dt.training_step(ours, lambda loss: loss, optimizers[1])
+        for number in range(9):
+            x = torch.full((2, 4), float(number), dtype=torch.float64)
+            optimizers[0].zero_grad()
+            expected = theirs(x)
+            expected.backward()
+            optimizers[0].step()
+            if way == "step":
+                found = step(x)
+            else:
+                optimizers[1].zero_grad()
+                found = optimized(x)
+                found.backward()
+                optimizers[1].step()
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+            assert ours.state_dict().keys() == theirs.state_dict().keys()
+            assert vars(ours).keys() == vars(theirs).keys()
