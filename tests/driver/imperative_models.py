@@ -196,7 +196,9 @@ class Attending(Imperative):
         self.notes.append(weights.detach().sum().item())
         b, _ = self.attention(h, h, h, need_weights=False)
         c = F.scaled_dot_product_attention(a, b, h, dropout_p=0.2, is_causal=True)
-        return self.r((a + b + c)[0]) * F.gumbel_softmax(h[0], tau=2.0)
+        padding = torch.arange(BATCH)[:, None] > torch.zeros(BATCH)  # the first row attends to nothing
+        d = F.scaled_dot_product_attention(a, b, c, padding, dropout_p=0.2)
+        return self.r((a + b + c + d)[0]) * F.gumbel_softmax(h[0], tau=2.0)
 
 
 class DroppingWithoutBatch(Dropping):

@@ -92,6 +92,12 @@ class _Interpreter(fx.Interpreter):
         if target is torch._C._set_grad_enabled:
             self.state.grad_enabled = bool(args[0])
             return None
+        if target is torch.autograd.grad_mode._enter_inference_mode:
+            before, self.state.grad_enabled = self.state.grad_enabled, not args[0]
+            return before
+        if target is torch.autograd.grad_mode._exit_inference_mode:
+            self.state.grad_enabled = args[0]
+            return None
         name = _name(target)
         if target is torch.autograd.grad:
             return self._inner_gradients()

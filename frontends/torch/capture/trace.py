@@ -58,7 +58,10 @@ def fake(mode: FakeTensorMode, operand: Any, name: str, source: Source | None = 
 
 @contextlib.contextmanager
 def functorch_levels() -> Iterator[None]:
-    """Leave the transforms of `torch.func` that are active as they are, also where a trace fails inside of one."""
+    """Leave the transforms of `torch.func` that are active as they are, also where a trace fails inside of one, and
+    gradients enabled or disabled as they are.
+    """
+    enabled = torch.is_grad_enabled()
     depth, forward = torch._C._functorch.get_dynamic_layer_stack_depth(), torch._C._is_fwd_grad_enabled()
     dual = _in_dual_level()
     try:
@@ -67,6 +70,7 @@ def functorch_levels() -> Iterator[None]:
         if torch._C._functorch.get_dynamic_layer_stack_depth() > depth:
             torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
         torch._C._set_fwd_grad_enabled(forward)
+        torch._C._set_grad_enabled(enabled)
         if _in_dual_level() and not dual:
             torch._C._exit_dual_level(level=0)
         raise

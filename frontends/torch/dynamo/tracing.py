@@ -31,6 +31,7 @@ from daceml_train.frontends.torch.dynamo import (
     coins,
     float_math,
     formats,
+    generators,
     graph_breaks,
     growing,
     optimizers,
@@ -67,6 +68,7 @@ _PATCHES: Any = (
     recurrent,
     float_math,
     attributes,
+    generators,
 )
 """Modules that change what TorchDynamo does in traces of ours."""
 

@@ -100,6 +100,8 @@ def attention(
     scores = (query * factor) @ (key.transpose(-2, -1) * factor)
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         attn_mask = torch.zeros(attn_mask.shape, dtype=query.dtype).masked_fill(~attn_mask, -math.inf)
-    if attn_mask is not None:
-        scores = scores + attn_mask
-    return F.dropout(scores.softmax(-1), dropout_p) @ value
+    if attn_mask is None:
+        return F.dropout(scores.softmax(-1), dropout_p) @ value
+    alive = (attn_mask != -math.inf).any(-1, keepdim=True)  # a row that is fully masked attends to nothing
+    weights = (scores + attn_mask.where(alive, 0.0)).softmax(-1).where(alive, 0.0)
+    return F.dropout(weights, dropout_p) @ value

@@ -42,6 +42,19 @@ def test_enable_grad_inside_no_grad() -> None:
     assert captured.detached == (False, False)
 
 
+def test_results_of_inference_mode_are_constants() -> None:
+    def f(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.inference_mode():
+            angle = (x * 2).sin()
+            with torch.inference_mode(False):
+                y = x.exp()
+            z = x.sin()
+        return angle.clone() * x, y, z.clone() + x
+
+    check(f, leaf(3, 4))
+    assert torch.is_grad_enabled()
+
+
 @torch.no_grad()
 def _norms(x: torch.Tensor) -> torch.Tensor:
     return x.norm(dim=-1, keepdim=True)

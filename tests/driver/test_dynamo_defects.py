@@ -1,10 +1,13 @@
-"""Modules and parameters that `object.__setattr__` keeps out of `state_dict`: a copy of a layer that is renewed, a head."""
+"""What TorchDynamo does otherwise than Python, with any backend: attributes that a module does not register, generators
+to which values are sent, inference mode before a graph break.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 import pytest
 import torch
@@ -71,3 +74,58 @@ def test_they_stay_hidden(kind: Callable[[], nn.Module], way: str) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
             assert ours.state_dict().keys() == theirs.state_dict().keys()
             assert vars(ours).keys() == vars(theirs).keys()
+
+
+class Sending(nn.Module):
+    """A generator that reads what is sent to it, across looks at values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4).double()
+
+    def stages(self, x: Tensor) -> Generator[Tensor, float, None]:
+        for _ in range(3):
+            x = self.layer(x).tanh()
+            x = x * (yield x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        stages = self.stages(x)
+        y = next(stages)
+        with contextlib.suppress(StopIteration):
+            while True:
+                y = stages.send(0.5 if y.norm().item() > 1 else 2.0)
+        return y.sum()
+
+
+class Judging(nn.Module):
+    """Looks at what it has computed in inference mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.notes = nn.Linear(4, 4).double(), list[float]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            confidence = self.layer(x).softmax(-1).amax(-1)
+        self.notes.append(confidence.mean().item())
+        return (self.layer(x) * confidence.clone()[:, None]).sum()
+
+
+@pytest.mark.parametrize("kind", [Sending, Judging])
+def test_modules(kind: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    theirs = kind()
+    ours = copy.deepcopy(theirs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimized = dt.optimize(ours)
+        for number in range(4):
+            x = torch.full((2, 4), float(number), dtype=torch.float64)
+            expected, found = theirs(x), optimized(x)
+            expected.backward()
+            found.backward()
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+            assert torch.is_grad_enabled()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
+    assert not any("internal error" in text for text in optimized._daceml_train.backend.breaks)
