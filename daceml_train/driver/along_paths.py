@@ -11,9 +11,10 @@ from typing import Any, cast
 import torch
 import torch._dynamo
 
+from daceml_train import logs
 from daceml_train.driver.bound_step import UNGUARDED, BoundStep
 from daceml_train.driver.distribution import parallel_wrapper
-from daceml_train.driver.faster import SLOWER, WARM_PATHS, Faster
+from daceml_train.driver.faster import NEW_KINDS_SLOWER, SLOWER, WARM_PATHS, Faster, NewKinds
 from daceml_train.driver.goals import WholeStep
 from daceml_train.driver.module import state_of
 from daceml_train.driver.on_ranks import OnRanks
@@ -65,6 +66,8 @@ class AlongPaths(OnRanks):
         self.faster = Faster(compiled=None if self.whole_batches else True)
         self.along = Faster(warm=WARM_PATHS)
         """Whether calls along paths are faster than PyTorch: operators of a few elements may not be."""
+        self.kinds = NewKinds()
+        """Whether calls with sizes of their own are worth binding a program to them."""
         self.paths: dict[Any, Paths] = {}
         """Per number of threads, the ways through the user's code of calls that are not one program."""
         self._unbound: dict[Any, int] = {}
@@ -103,6 +106,26 @@ class AlongPaths(OnRanks):
             if paths.refused in (ENDLESS, SLOWER) and self.faster.compiled is None:
                 self.faster.compiled = False
                 self.breaks.append(paths.refused)
+
+    def _run(self, key: Any, flat: Sequence[Any], bound: BoundStep | None, inputs: Any, targets: Any) -> torch.Tensor:
+        """A step by the program that is bound for these arguments, along a path, or in pieces."""
+        loss = None if bound is None else self._run_bound(key, flat, bound, inputs, targets)
+        if loss is None and bound is None:
+            loss = self._along_a_path(key, flat, inputs, targets)
+        return self._run_in_pieces(key, inputs, targets) if loss is None else loss
+
+    def _of_a_new_kind(self, key: Any, flat: Sequence[Any], inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:
+        """A step on arguments for which no program is bound; PyTorch runs it if nearly all are, and that is faster."""
+        start = time.thread_time()
+        binds = self.kinds.binds() or not self.whole_batches or self.ranks is not None
+        if binds:
+            loss = self._run(key, flat, self._bind(key, inputs, targets, flat), inputs, targets)
+        else:
+            loss = self._train_in_pieces(self._loss_in_pieces(key, inputs, targets, False), inputs, targets)
+        if self.kinds.ran(binds, time.thread_time() - start):
+            self.breaks.append(NEW_KINDS_SLOWER)
+            logs.event(logs.BREAKS, NEW_KINDS_SLOWER)
+        return loss
 
     def _outgrown(self, key: Any) -> None:
         """Forget the programs of a kind of arguments that follows paths, if no call runs them any more."""
@@ -178,6 +201,9 @@ class AlongPaths(OnRanks):
             assigned,
             self.unstable,
         )
+
+    def _bind(self, key: Any, inputs: Any, targets: tuple[Any, ...], flat: Sequence[Any]) -> BoundStep | None:
+        raise NotImplementedError
 
     def _new_cuda_graphs(self, device: Device) -> CudaGraphs | None:
         if self.schedule == "plain" or not isinstance(device, GPU):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 
 WARM, TIMED = 5, 4
 """So many calls compile and settle; after them, so many are timed with the pieces, and as many without."""
@@ -12,6 +13,12 @@ CLEARLY = 0.97
 
 WARM_PATHS = 8
 """So many calls along paths come before their timing: a step of many ways has met most of them."""
+
+RECENT_KINDS, NEW_KINDS = 16, 14
+"""Where so many of the last calls were of a kind of their own, nearly every call is."""
+
+NEW_KINDS_SLOWER = "nearly every call has sizes of its own, and binding a program takes longer than PyTorch's step"
+"""Why PyTorch runs a step whose calls differ in sizes."""
 
 SLOWER = "the compiled pieces are slower than PyTorch, which runs the model"
 """Why a model in pieces has none."""
@@ -41,6 +48,33 @@ class Faster:
             return False
         self.compiled = self.best[True] <= CLEARLY * self.best[False]
         return not self.compiled
+
+
+class NewKinds:
+    """Whether a call of a kind of arguments that was not met before is worth binding a program to it.
+
+    Where nearly every call has sizes of its own, binding may take longer than PyTorch's whole step: then calls that
+    bind and calls that do not take turns, and both are timed.
+    """
+
+    def __init__(self) -> None:
+        self.recent: deque[bool] = deque(maxlen=RECENT_KINDS)
+        """Whether each of the last calls was of a new kind."""
+        self.faster = Faster(warm=0)
+
+    @property
+    def many(self) -> bool:
+        """Whether nearly every call is of a new kind."""
+        return sum(self.recent) >= NEW_KINDS
+
+    def binds(self) -> bool:
+        """Note a call of a new kind; whether it is to be bound."""
+        self.recent.append(True)
+        return not self.many or self.faster.takes_pieces()
+
+    def ran(self, bound: bool, seconds: float) -> bool:
+        """Note the time of such a call; whether it has settled that PyTorch is faster."""
+        return self.many and self.faster.ran(bound, seconds)
 
 
 class FasterModule:

@@ -117,7 +117,7 @@ class Backend:
     programs: dict[int | None, list[CompiledGraph | Refused]] = field(default_factory=dict)
     """The last graphs of each function of the user's."""
     changes: dict[int | None, list[str]] = field(default_factory=dict)
-    """Per function, why each of its programs was compiled, without numbers."""
+    """Per function, why each of its programs was compiled, without numbers and values."""
     __name__ = "daceml_train"
     alone = False
     """Whether PyTorch may not run a call in its place."""
@@ -132,7 +132,7 @@ class Backend:
             return as_eager(module).forward
         recent, changes = self.programs.setdefault(frame(), []), self.changes.setdefault(frame(), [])
         changed = recompilation().split("  #")[0].split(" # ")[0]
-        changes.append(re.sub(r"[\d.]+", "0", changed))
+        changes.append(re.sub(r"[\d.]+", "0", changed.partition(" == ")[0]))
         del changes[: 1 - STORM]
         same = len(set(changes)) == 1  # one condition, and not a module that is called in many modes
         if len(recent) >= STORM and same and all(program.runs <= 2 for program in recent):

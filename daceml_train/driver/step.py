@@ -147,14 +147,20 @@ class TrainingStep(UserUpdates):
                 return self._step(inputs, targets)
 
     def _local_step(self, inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:
-        key, flat, bound = self._find(inputs, targets)
-        loss = None if bound is None else self._run_bound(key, flat, bound, inputs, targets)
-        if loss is None and bound is None:
-            loss = self._along_a_path(key, flat, inputs, targets)
-        return self._run_in_pieces(key, inputs, targets) if loss is None else loss
+        key, flat, bound = self._bound_for(inputs, targets)
+        if bound is None and key not in self._in_pieces:
+            return self._of_a_new_kind(key, flat, inputs, targets)
+        self.kinds.recent.append(False)
+        bound = self._bind(key, inputs, targets, flat) if bound is None else bound
+        return self._run(key, flat, bound, inputs, targets)
 
     def _find(self, inputs: Any, targets: tuple[Any, ...]) -> tuple[Any, Sequence[Any], BoundStep | None]:
         """The kind of these arguments, their leaves, and the step bound for them, if it is one program."""
+        key, flat, bound = self._bound_for(inputs, targets)
+        return key, flat, self._bind(key, inputs, targets, flat) if bound is None else bound
+
+    def _bound_for(self, inputs: Any, targets: tuple[Any, ...]) -> tuple[Any, Sequence[Any], BoundStep | None]:
+        """The kind of these arguments, their leaves, and the step that is bound for them already."""
         flat: Sequence[Any] = (inputs, *targets)
         for argument in flat:
             if not isinstance(argument, torch.Tensor):
@@ -164,21 +170,16 @@ class TrainingStep(UserUpdates):
         scope, ways = {"self": self, "inputs": inputs, "targets": targets}, self._bound.get(key, [])
         for bound in ways:
             if bound.valid(scope):
-                break
-        else:
-            bound = None
-        if bound is None:
-            self._outgrown(key)
-            if ways and logs.speaks(logs.RECOMPILES):
-                changed = ways[0].changed(scope)
-                logs.event(logs.RECOMPILES, f"training step of {type(self.model).__name__} is rebound: {changed}")
-            bound = self._bind(key, inputs, targets, flat)
-        else:
-            self._unbound.pop(key, None)
-            if bound is not ways[0]:
-                ways.remove(bound)
-                ways.insert(0, bound)
-        return key, flat, bound
+                self._unbound.pop(key, None)
+                if bound is not ways[0]:
+                    ways.remove(bound)
+                    ways.insert(0, bound)
+                return key, flat, bound
+        self._outgrown(key)
+        if ways and logs.speaks(logs.RECOMPILES):
+            changed = ways[0].changed(scope)
+            logs.event(logs.RECOMPILES, f"training step of {type(self.model).__name__} is rebound: {changed}")
+        return key, flat, None
 
     def _run_bound(
         self, key: Any, flat: Sequence[Any], bound: BoundStep, inputs: Any, targets: tuple[Any, ...]

@@ -198,7 +198,8 @@ class Attending(Imperative):
         c = F.scaled_dot_product_attention(a, b, h, dropout_p=0.2, is_causal=True)
         padding = torch.arange(BATCH)[:, None] > torch.zeros(BATCH)  # the first row attends to nothing
         d = F.scaled_dot_product_attention(a, b, c, padding, dropout_p=0.2)
-        return self.r((a + b + c + d)[0]) * F.gumbel_softmax(h[0], tau=2.0)
+        chosen = F.gumbel_softmax(h[0], tau=0.5, hard=True)
+        return self.r((a + b + c + d)[0]) * F.gumbel_softmax(h[0], tau=2.0) + chosen + F.dropout(h[0], 1.0)
 
 
 class DroppingWithoutBatch(Dropping):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -126,7 +126,7 @@ def _install() -> None:
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         ours = NETWORKS.get(self.value) if traces.depth else None
         if ours is not None and not kwargs and _any_length(*args):
-            return UserFunctionVariable(ours).call_function(tx, args, kwargs)
+            return UserFunctionVariable(cast(Any, ours)).call_function(tx, args, kwargs)
         return original(self, tx, args, kwargs)
 
     functions.call_function = call_function

@@ -107,5 +107,6 @@ def noise(x: Tensor, p: float, dimensions: int) -> Tensor:
         drawn = torch.empty(shape, dtype=x.dtype)
     else:
         drawn = torch.empty_like(x)
-    drawn.bernoulli_(1 - p)
-    return drawn.div_(1 - p) if p < 1 else drawn.zero_()
+    if p == 1:  # PyTorch draws nothing
+        return drawn.zero_()
+    return drawn.bernoulli_(1 - p).div_(1 - p)

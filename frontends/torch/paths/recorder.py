@@ -145,7 +145,7 @@ class Recorder(Looks):
             with self:
                 return body(*args, **kwargs)
         if function in functions.LIKE and not (function is torch.full_like and tensors(args[1:])):
-            return function(self._like(args[0]), *args[1:], **kwargs)
+            return self._at_once(function, (self._like(args[0]), *args[1:]), kwargs)
         if function is Tensor.__getitem__ and (at := indices.scalar_index(args[1])) is not None:
             found = indices.selected(self.run, args[0], args[1], at)
             self.selected.append((found, args[0], self.sites.of(function)))
