@@ -32,7 +32,7 @@ from daceml_train.lowering.lower import lower
 from daceml_train.lowering.program import CallLaunch, KernelLaunch, Program
 from daceml_train.ops.fallback import Aten
 from daceml_train.passes.pipeline import Step, Watcher
-from daceml_train.runtime.bound_plan import AnyArena, new_arena
+from daceml_train.runtime.arenas import AnyArena, new_arena
 from daceml_train.runtime.executable import Executable
 from daceml_train.runtime.gpu.autotune import Autotuner
 from daceml_train.runtime.schedules import scheduled

@@ -27,7 +27,7 @@ from daceml_train.frontends.torch.capture.capture import Captured, capture
 from daceml_train.frontends.torch.dynamo.tracing import reason
 from daceml_train.graph.graph import Graph
 from daceml_train.lowering.device import Device
-from daceml_train.runtime.bound_plan import new_arena
+from daceml_train.runtime.arenas import new_arena
 from daceml_train.training.joint import Trained, joint_graph
 
 

@@ -17,7 +17,7 @@ from daceml_train.graph.graph import Graph, Input, Role
 from daceml_train.lowering.device import CPU, Device
 from daceml_train.lowering.program import BufferView
 from daceml_train.passes.base import without_dead_code
-from daceml_train.runtime.bound_plan import AnyArena
+from daceml_train.runtime.arenas import AnyArena
 from daceml_train.runtime.executable import Executable
 from daceml_train.storage.storable import storable
 from daceml_train.tensor import Tensor, channels_last, same_shape

@@ -48,7 +48,7 @@ from daceml_train.frontends.torch.paths.threads import watched
 from daceml_train.frontends.torch.paths.trie import Call, Number, Result, Step, note_writes, numbers_of
 from daceml_train.frontends.torch.paths.values import memory
 from daceml_train.lowering.device import CPU
-from daceml_train.runtime.bound_plan import AnyArena, new_arena
+from daceml_train.runtime.arenas import AnyArena, new_arena
 from daceml_train.training.gradients import GradientOptions
 
 EARLY_PATHS = 12

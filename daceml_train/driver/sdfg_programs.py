@@ -19,7 +19,7 @@ from daceml_train.graph.graph import Graph, Input
 from daceml_train.graph.text import canonical_text
 from daceml_train.lowering.device import Device
 from daceml_train.passes.base import without_dead_code
-from daceml_train.runtime.bound_plan import AnyArena
+from daceml_train.runtime.arenas import AnyArena
 from daceml_train.training.joint import Joint, StepInterface
 
 Extent = Literal["step", "loss", "module"]

@@ -46,7 +46,7 @@ from daceml_train.frontends.torch.dynamo.tracing import (
 from daceml_train.graph.graph import Graph
 from daceml_train.lowering.device import GPU, Device
 from daceml_train.passes.pipeline import Pipeline
-from daceml_train.runtime.bound_plan import AnyArena, new_arena
+from daceml_train.runtime.arenas import AnyArena, new_arena
 from daceml_train.runtime.gpu.cuda_graph import CudaGraphs
 from daceml_train.runtime.ranks import RankError
 from daceml_train.training.gradients import SCALER, Clipping

@@ -31,8 +31,9 @@ from daceml_train.lowering.program import (
     touching,
 )
 from daceml_train.ops.levels import ROWS
+from daceml_train.runtime.arenas import AnyArena
 from daceml_train.runtime.chosen_matmuls import in_onednn
-from daceml_train.runtime.executor import Arena, Plan, PlanView
+from daceml_train.runtime.executor import Plan, PlanView
 from daceml_train.runtime.gpu.arena import DeviceArena
 from daceml_train.runtime.gpu.autotune import Autotuner
 from daceml_train.runtime.gpu.binding import biggest, placed
@@ -48,12 +49,8 @@ from daceml_train.runtime.tune_matmul import MatmulTuner, onednn_call
 from daceml_train.runtime.tune_threads import ThreadTuner
 from daceml_train.tensor import Dim, DType, Tensor
 
-AnyArena = Arena | DeviceArena
-
-
-def new_arena(device: Device) -> AnyArena:
-    """An arena for programs on this device."""
-    return DeviceArena(device) if isinstance(device, GPU) else Arena()
+KEPT_BODIES = 16
+"""Plans that are kept of a body of control flow."""
 
 
 class BoundPlan:
@@ -77,11 +74,15 @@ class BoundPlan:
         tuner: ThreadTuner | None = None,
         lanes: LanePlan | None = None,
         changing: bool = False,
+        bodies: dict[Any, list[BoundPlan]] | None = None,
     ) -> None:
-        self.value, self.base = evaluator(sizes), program
+        self.read: set[str] = set()
+        """The symbols on whose values the plan depends."""
+        self.value, self.base = evaluator(sizes, self.read), program
         self.cells = {} if cells is None else cells
         """Plans of cells of levels, which take their number of rows at run time: sizes share them."""
-        self.planned = self.value if most is None else evaluator({**sizes, **most})
+        self.bodies = {} if bodies is None else bodies
+        self.planned = self.value if most is None else evaluator({**sizes, **most}, self.read)
         """Evaluates the sizes for which the arena is planned: a cell's for the most rows it may have."""
         self.compared = (0, 0)
         """How many kernels were autotuned, and how many of them changed."""
@@ -92,7 +93,8 @@ class BoundPlan:
         self.program, self.threads, self.sizes, self.products = program, threads, sizes, products
         self.device, self.work, self.lanes, self.arena = device, work, lanes, arena
         self.touching = touching(program)
-        self.typical = evaluator(rounded(sizes)) if changing or any(map(varies, program.launches)) else self.value
+        rough = changing or any(map(varies, program.launches))
+        self.typical = evaluator(rounded(sizes), self.read) if rough else self.value
         """Evaluates the sizes for which libraries of matmuls are chosen."""
         self.onednn = in_onednn(program, products, self.typical, threads) if device is CPU and most is None else {}
         """Matmul launches that run in oneDNN."""
@@ -242,10 +244,7 @@ class BoundPlan:
             operands = [self._view(p) for p in launch.shared]
             add_levels(plan, bodies, operands, launch.returns, launch.cells, counts, launch.reverse, index)
             return
-        inner = [
-            BoundPlan(body, addresses, self.sizes, self.threads, arena, self.products, self.device).plan
-            for body in launch.bodies
-        ]
+        inner = [self._body(body, addresses, arena) for body in launch.bodies]
         trips = self.value(launch.trips)
         strides = [self.value(p.strides[0]) * p.dtype.bytes for p in launch.slices]
         first = [replace(p, shape=p.shape[1:], strides=p.strides[1:]) for p in launch.slices] if trips else []
@@ -261,6 +260,17 @@ class BoundPlan:
             launch.reverse,
             tag=index,
         )
+
+    def _body(self, body: Program, addresses: dict[str, int], arena: Any) -> Any:
+        """The plan of a body; plans for other sizes, as of other numbers of steps, share it where it reads none of them."""
+        plans = self.bodies.setdefault((id(body), self.threads), [])
+        found = next((b for b in plans if all(b.sizes[name] == self.sizes[name] for name in b.read)), None)
+        if found is None:
+            own = (self.sizes, self.threads, arena, self.products, self.device)
+            plans.append(found := BoundPlan(body, addresses, *own, bodies=self.bodies))
+            del plans[:-KEPT_BODIES]
+        self.read |= found.read
+        return found.plan
 
     def _cell(self, body: Program, count: int, addresses: dict[str, int]) -> Plan:
         """The plan of a cell for any number of rows up to at least `count`."""

@@ -18,7 +18,8 @@ from daceml_train.lowering.program import (
     Program,
 )
 from daceml_train.runtime import group_collectives
-from daceml_train.runtime.bound_plan import AnyArena, BoundPlan, new_arena
+from daceml_train.runtime.arenas import AnyArena, new_arena
+from daceml_train.runtime.bound_plan import BoundPlan
 from daceml_train.runtime.executor import Plan
 from daceml_train.runtime.gpu.autotune import Autotuner
 from daceml_train.runtime.lane_entries import edges_of
@@ -63,6 +64,7 @@ class Executable:
         self.arena, self.products = arena or new_arena(device), products or MatmulTuner()
         self._plans: OrderedDict[tuple[int, ...], BoundPlan] = OrderedDict()
         self._cells: dict[Any, Plan] = {}
+        self._bodies: dict[Any, list[BoundPlan]] = {}
         self._lock = threading.Lock()
         self._symbols = list(program.symbols.items())
         self.changing = False
@@ -97,6 +99,7 @@ class Executable:
                 self._cells,
                 tuner=None if self.changing else self.threads,
                 changing=self.changing,
+                bodies=self._bodies,
             )
             plan.timing = self.timing
             self._plans[key] = plan

@@ -22,8 +22,11 @@ def rounded(sizes: dict[str, int]) -> dict[str, int]:
     return {name: 1 << max(size - 1, 0).bit_length() for name, size in sizes.items()}
 
 
-def evaluator(sizes: dict[str, int]) -> Callable[..., int]:
-    """A function from size expressions to integers; `blocks` may be given where the expression has it."""
+def evaluator(sizes: dict[str, int], read: set[str] | None = None) -> Callable[..., int]:
+    """A function from size expressions to integers; `blocks` may be given where the expression has it.
+
+    The symbols of the expressions are added to `read`.
+    """
     known: dict[Any, int] = {}
 
     @functools.cache
@@ -36,6 +39,8 @@ def evaluator(sizes: dict[str, int]) -> Callable[..., int]:
         key = (size, blocks) if free(size) else size
         if key not in known:
             known[key] = evaluate(size, {**sizes, "blocks": blocks})
+            if read is not None:
+                read.update(sizes.keys() & {str(symbol) for symbol in size.free_symbols})
         return known[key]
 
     return value

@@ -85,7 +85,7 @@ def outputs_of(
             dense = types.order_of(base) is not None
             strides = types.sizes(base.stride()) if dense else None
             view, index = _view(example, base), taken[storage]
-            outputs.append(OutputSource("graph", index, view, None, strides, version(base), is_whole(base)))
+            outputs.append(OutputSource("graph", index, view, None, strides, version(base), _keeps_nothing_else(base)))
         elif isinstance(value, sympy.Expr):
             outputs.append(OutputSource("size", value=value))
         else:
@@ -124,6 +124,14 @@ def is_whole(example: Tensor) -> bool:
     size = types.size(example.untyped_storage().nbytes())
     whole = same(size, types.size(example.numel()) * example.element_size())
     return whole and types.order_of(example) is not None and not example.is_conj() and not example.is_neg()
+
+
+def _keeps_nothing_else(example: Tensor) -> bool:
+    """Whether a tensor is known to be all of its memory; one whose sizes depend on data is not."""
+    try:
+        return is_whole(example)
+    except Unsupported:
+        return False
 
 
 def _storage(example: Tensor) -> int:

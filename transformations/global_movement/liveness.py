@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from daceml_train.analysis.aliases import is_alias
 from daceml_train.analysis.memory import Blocks, number
-from daceml_train.analysis.reachability import required
-from daceml_train.graph.graph import Graph, Node, Role
+from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.collective import Collective
 from daceml_train.ops.control import draws
 from daceml_train.ops.elementwise import Full, Iota
+from daceml_train.transformations.global_movement.checks import last_check, needed_by
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,13 @@ def liveness_of(graph: Graph, over: Mapping[str, Sequence[str]] | None = None) -
                 pairs.append((a, b))
         overwrites.append(tuple(pairs))
     check = last_check(graph)
+    checked = needed_by(graph, check)
     for index, node in enumerate(nodes):
         for _, argument in node.op.updates:
             name = node.inputs[argument]
             name = blocks.base.get(name, name)
             before[index].update(i for i in family[name] if i != index)
-            if check is not None and _is_trained(graph, name):
+            if check is not None and name in graph.writes and not checked.intersection(node.outputs):
                 before[index] |= producer[check.outputs[0]] - {index}
     kept = {numbered(name) for name in graph.results} - {None}
     return Liveness(
@@ -139,42 +140,6 @@ def liveness_of(graph: Graph, over: Mapping[str, Sequence[str]] | None = None) -
         tuple(overwrites),
         tuple(numbers),
     )
-
-
-def _is_trained(graph: Graph, name: str) -> bool:
-    """Whether an array belongs to what the optimizer updates."""
-    entry = graph.inputs.get(name)
-    return entry is not None and entry.role in (Role.parameter, Role.state)
-
-
-def last_check(graph: Graph) -> Node | None:
-    """The last operator that may raise an error about data and on which the loss depends, the first output."""
-    needed = required(graph.nodes, graph.outputs[:1])[0]
-    return next((node for node in reversed(needed) if node.op.may_raise), None)
-
-
-def committed(graph: Graph) -> Graph:
-    """The graph in which the optimizer's updates come after the last check of data (`last_check`): a step whose data
-    are refused has changed no parameter and no state. What the check depends on stays where it is.
-    """
-    check = last_check(graph)
-    if check is None:
-        return graph
-    end = graph.nodes.index(check)
-    early, late, delayed = list[Node](), list[Node](), set[str]()
-    for node in graph.nodes[:end]:
-        updated = [node.inputs[argument] for _, argument in node.op.updates]
-        if any(_is_trained(graph, name) for name in updated) or not delayed.isdisjoint(node.inputs):
-            late.append(node)
-            delayed.update(node.outputs)
-        else:
-            early.append(node)
-    overwritten = {node.inputs[argument] for node in early for _, argument in node.op.updates}
-    if not late or not delayed.isdisjoint(check.inputs) or any(overwritten.intersection(n.inputs) for n in late):
-        return graph
-    result = graph.copy()
-    result.nodes = [*early, *graph.nodes[end : end + 1], *late, *graph.nodes[end + 1 :]]
-    return result
 
 
 def reordered(graph: Graph, nodes: Iterable[Node]) -> Graph:

@@ -18,6 +18,7 @@ from daceml_train.ops.kernel import Kernel
 from daceml_train.ops.operator import Operator
 from daceml_train.passes.base import Pass
 from daceml_train.tensor import Tensor, same_memory
+from daceml_train.transformations.global_movement.checks import SMALL, last_check, needed_by
 from daceml_train.transformations.global_movement.scalar_updates import as_kernel, with_scalar_updates
 
 
@@ -30,7 +31,7 @@ class UpdateInPlace(Pass):
     The gradient's memory is free from then on. A kernel qualifies if it reads each element before it overwrites it and
     never after, which `codegen.kernel.plan` decides, and if every other reader of the input can run before it. Values
     of rank 0, which all elements read, get a kernel of their own. `add_rows` qualifies, too: it touches only the rows
-    that its indices name.
+    that its indices name. Small arrays that a check of the data depends on keep their old values until the end.
     """
 
     level = "global_movement"
@@ -41,6 +42,7 @@ class UpdateInPlace(Pass):
         readers = readers_of_memory(graph, base)
         seen = {base[name] for name in graph.outputs} | {base[n] for t, n in graph.writes.items() if base[n] != t}
         targets = {value: target for target, value in graph.writes.items()}
+        checked = needed_by(graph, last_check(graph))
         results = {name: index for index, node in enumerate(graph.nodes) for name in node.outputs}
         nodes, wanted = list(graph.nodes), [float(i) for i in range(len(graph.nodes))]
         for index, node in enumerate(graph.nodes):
@@ -53,6 +55,8 @@ class UpdateInPlace(Pass):
                 target = targets.get(name, "")
                 if target not in node.inputs or (graph.tensors[name].rank == 0 and not _only_scalars(graph, node)):
                     continue
+                if name in checked and small(graph.tensors[name]):
+                    continue  # a batch that is refused leaves it as it was
                 once = [base[i] for i in node.inputs].count(target) == 1
                 if once and target not in seen and (kernel is None or alike(graph, name, target)):
                     others = [r for r in readers[target] if r != index]
@@ -112,6 +116,12 @@ def _plannable(kernel: Kernel, operands: tuple[Layout, ...], results: tuple[Layo
     except Refused:
         return False
     return True
+
+
+def small(tensor: Tensor) -> bool:
+    """Whether an array is so small that a copy costs nothing; sizes that vary are not."""
+    size = tensor.bytes
+    return isinstance(size, int) and size <= SMALL
 
 
 def alike(graph: Graph, a: str, b: str) -> bool:

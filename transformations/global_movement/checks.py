@@ -1,0 +1,46 @@
+"""Checks of data: operators that raise an error for some data, before which a step may change nothing.
+
+A batch that is refused (an index out of range, a class that does not exist) then leaves parameters, the optimizer's
+state and buffers as they were.
+"""
+
+from __future__ import annotations
+
+from daceml_train.analysis.reachability import ancestors, required
+from daceml_train.graph.graph import Graph, Node
+
+SMALL = 1 << 16
+"""Bytes up to which an array that a check depends on is copied at the end rather than updated before the check."""
+
+
+def last_check(graph: Graph) -> Node | None:
+    """The last operator that may raise an error about data and on which the first output, the loss, depends."""
+    needed = required(graph.nodes, graph.outputs[:1])[0]
+    return next((node for node in reversed(needed) if node.op.may_raise), None)
+
+
+def needed_by(graph: Graph, check: Node | None) -> set[str]:
+    """The values on which a check depends."""
+    return set() if check is None else ancestors(graph.nodes, check.outputs)
+
+
+def committed(graph: Graph) -> Graph:
+    """The graph in which arrays of the user's are updated after the last check, but for those that it depends on."""
+    check = last_check(graph)
+    if check is None:
+        return graph
+    end, needed = graph.nodes.index(check), needed_by(graph, check)
+    early, late, delayed = list[Node](), list[Node](), set[str]()
+    for node in graph.nodes[:end]:
+        updates = any(node.inputs[argument] in graph.writes for _, argument in node.op.updates)
+        if needed.isdisjoint(node.outputs) and (updates or not delayed.isdisjoint(node.inputs)):
+            late.append(node)
+            delayed.update(node.outputs)
+        else:
+            early.append(node)
+    overwritten = {node.inputs[argument] for node in early for _, argument in node.op.updates}
+    if not late or any(not overwritten.isdisjoint(node.inputs) for node in late):
+        return graph
+    result = graph.copy()
+    result.nodes = [*early, check, *late, *graph.nodes[end + 1 :]]
+    return result
