@@ -37,6 +37,7 @@ from daceml_train.frontends.torch.capture import gradient_hooks
 from daceml_train.frontends.torch.capture.capture import Captured, capture
 from daceml_train.frontends.torch.capture.checkpointed import as_eager
 from daceml_train.frontends.torch.capture.copies import copied_inputs
+from daceml_train.frontends.torch.capture.stages import Stages, stages_of
 from daceml_train.frontends.torch.dynamo import graph_breaks, scalars
 from daceml_train.frontends.torch.dynamo.tracing import (
     describe,
@@ -114,7 +115,7 @@ class Backend:
     graphs: int = 0
     cuda_graphs: list[CudaGraphPairs] = field(default_factory=list)
     """The CUDA graphs of forward and backward passes, per captured graph."""
-    programs: dict[int | None, list[CompiledGraph | Refused]] = field(default_factory=dict)
+    programs: dict[int | None, list[CompiledGraph | Refused | Stages]] = field(default_factory=dict)
     """The last graphs of each function of the user's."""
     changes: dict[int | None, list[str]] = field(default_factory=dict)
     """Per function, why each of its programs was compiled, without numbers and values."""
@@ -141,7 +142,12 @@ class Backend:
         try:
             if (divided := of_local_tensors(module, examples, self.compile)) is not None:
                 return divided
-            result = self.compile(module, examples)
+            result: CompiledGraph | Stages
+            if (stages := stages_of(module)) is not None and not self.alone:
+                stages.compile(examples, self.compile)
+                result = stages
+            else:
+                result = self.compile(module, examples)
             self.programs[frame()] = [*recent[1 - STORM :], result]
             return result
         except Exception as error:  # training continues whatever fails in here

@@ -262,7 +262,7 @@ class BoundPlan:
         )
 
     def _body(self, body: Program, addresses: dict[str, int], arena: Any) -> Any:
-        """The plan of a body; plans for other sizes, as of other numbers of steps, share it where it reads none of them."""
+        """The plan of a body, which plans for other sizes share if it reads none of them, as other numbers of steps."""
         plans = self.bodies.setdefault((id(body), self.threads), [])
         found = next((b for b in plans if all(b.sizes[name] == self.sizes[name] for name in b.read)), None)
         if found is None:

@@ -68,7 +68,7 @@ class Executable:
         self._lock = threading.Lock()
         self._symbols = list(program.symbols.items())
         self.changing = False
-        """Whether sizes change from call to call: libraries are compared for sizes rounded up, and threads not at all."""
+        """Whether sizes change from call to call: libraries are compared for sizes rounded up, threads not at all."""
         self._seen: set[tuple[int, ...]] = set()
         """The first sets of sizes."""
         self.timing: Timing | None = None

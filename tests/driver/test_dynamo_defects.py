@@ -1,5 +1,5 @@
 """What TorchDynamo does otherwise than Python, with any backend: attributes that a module does not register, generators
-to which values are sent, inference mode before a graph break.
+to which values are sent, inference mode before a graph break, and what autograd knows of results after one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import daceml_train as dt
 
@@ -129,3 +130,77 @@ def test_modules(kind: Callable[[], nn.Module]) -> None:
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
     assert not any("internal error" in text for text in optimized._daceml_train.backend.breaks)
+
+
+def _hook(model: Broken, h: Tensor, y: Tensor, loss: Tensor) -> Tensor:
+    h.register_hook(lambda g: g * 0.5)
+    return loss
+
+
+def _gradient(model: Broken, h: Tensor, y: Tensor, loss: Tensor) -> Tensor:
+    model.notes.append(torch.autograd.grad(loss, h, retain_graph=True)[0].sum().item())
+    return loss
+
+
+def _penalty(model: Broken, h: Tensor, y: Tensor, loss: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad(loss, y, create_graph=True)
+    return loss + gradient.square().sum()
+
+
+def _retained(model: Broken, h: Tensor, y: Tensor, loss: Tensor) -> Tensor:
+    h.retain_grad()
+    model.kept = h
+    return loss
+
+
+def _overwritten(model: Broken, h: Tensor, y: Tensor, loss: Tensor) -> Tensor:
+    y.mul_(2)
+    return y.mean() + h.sum()
+
+
+AFTER = (_hook, _gradient, _penalty, _retained, _overwritten)
+
+
+class Broken(nn.Module):
+    """Looks at a value, and uses results of before."""
+
+    kept: Tensor | None = None
+
+    def __init__(self, after: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.after, self.notes = (
+            nn.Linear(4, 4).double(),
+            nn.Linear(4, 3).double(),
+            after,
+            list[float](),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).tanh()
+        y = self.b(F.dropout(h, 0.0))
+        loss = y.square().mean()
+        if loss.item() > 100:
+            self.notes.append(0.0)
+        return self.after(self, h, y, loss)
+
+
+@pytest.mark.parametrize("after", AFTER)
+def test_results_after_a_graph_break(after: Callable[..., Tensor]) -> None:
+    torch.manual_seed(0)
+    theirs = Broken(after)
+    ours = copy.deepcopy(theirs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimized = dt.optimize(ours)
+        for number in range(3):
+            x = torch.full((2, 4), float(number), dtype=torch.float64)
+            expected, found = theirs(x), optimized(x)
+            expected.backward()
+            found.backward()
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+            if theirs.kept is not None and ours.kept is not None:
+                torch.testing.assert_close(ours.kept.grad, theirs.kept.grad, rtol=1e-12, atol=1e-12)
+    assert ours.notes == pytest.approx(theirs.notes, rel=1e-12)
+    assert optimized._daceml_train.backend.graphs
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)

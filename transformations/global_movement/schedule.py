@@ -22,8 +22,8 @@ class Schedule(Pass):
     makes ready: a weight gradient with the update that consumes it. All others keep their order (list scheduling;
     Graham, "Bounds on Multiprocessing Timing Anomalies", 1969), or operators that allocate more than they free wait for
     their first reader, if that peak is lower. Then operators are moved out of the peak one by one while that lowers it,
-    at most `moves` times. The bytes moved do not change. Updates come after the last check of the data, so that a step whose
-    data are refused has changed nothing (`checks`).
+    at most `moves` times. The bytes moved do not change. Updates come after the last check of the data, so that a step
+    whose data are refused has changed nothing (`checks`).
     """
 
     level = "global_movement"

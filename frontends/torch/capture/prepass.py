@@ -72,7 +72,7 @@ class _Interpreter(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self.node = n
-        refuse_lost_writes(n, _changed_in_place(n))
+        refuse_lost_writes(n, changed_in_place(n))
         try:
             result = super().run_node(n)
         except DacemlError:
@@ -116,7 +116,7 @@ class _Interpreter(fx.Interpreter):
 
     def _inner_gradients(self) -> Any:
         """`torch.autograd.grad`; without `create_graph` no gradient flows through its result."""
-        if inner_gradients.written_before(self.node, _changed_in_place):
+        if inner_gradients.written_before(self.node, changed_in_place):
             raise Unsupported("a gradient inside a graph that changes tensors in place", where=str(origin(self.node)))
         node, self.state.nesting = self.node, self.state.nesting + 1
         try:
@@ -183,7 +183,7 @@ class _Interpreter(fx.Interpreter):
 
         The owner of the memory keeps its derivative; memory without one gets none from the written values.
         """
-        changed = _changed_in_place(self.node)
+        changed = changed_in_place(self.node)
         owner = self._gradient_owner(changed) if changed is not None else None
         if changed is None:
             yield
@@ -202,7 +202,7 @@ class _Interpreter(fx.Interpreter):
     @contextlib.contextmanager
     def _grafted_where_detached(self) -> Iterator[None]:
         """An in-place change through `x.detach()` or `x.data`: the values of `x` change, its derivative does not."""
-        changed = _changed_in_place(self.node)
+        changed = changed_in_place(self.node)
         example = _example(changed) if changed is not None else None
         if changed is None or not isinstance(example, torch.Tensor) or not self._is_detached(changed):
             yield
@@ -217,7 +217,7 @@ class _Interpreter(fx.Interpreter):
     @contextlib.contextmanager
     def _overwritten(self) -> Iterator[None]:
         """Values that are replaced in place have a gradient of zeros in PyTorch, rather than none."""
-        changed = _changed_in_place(self.node)
+        changed = changed_in_place(self.node)
         tensor = self.env[changed] if changed is not None else None
         if (
             not isinstance(tensor, torch.Tensor)
@@ -265,7 +265,7 @@ class _Interpreter(fx.Interpreter):
         bodies = [a for a in args if isinstance(a, fx.GraphModule)]
         if name in _INLINED and len(bodies) == 1:
             if name == "tag_activation_checkpoint" and self.state.grad_enabled:
-                refuse_repeated_changes(bodies[0], _changed_in_place)
+                refuse_repeated_changes(bodies[0], changed_in_place)
                 given = [_example(n) for n in self.node.all_input_nodes]
                 refuse_absent_gradients(given, kwargs, str(origin(self.node)))
             operands = [a for a in args if not isinstance(a, fx.GraphModule | str)]
@@ -274,7 +274,7 @@ class _Interpreter(fx.Interpreter):
 
     def _hooked(self, x: torch.Tensor, body: fx.GraphModule, *free: Any) -> torch.Tensor:
         """The tensor with a hook on its gradient, which all later uses see under either name."""
-        gradient_hooks.refuse_unhookable(self.node, _changed_in_place)
+        gradient_hooks.refuse_unhookable(self.node, changed_in_place)
         if self.state.nesting or not all(isinstance(f, torch.Tensor) for f in free):
             why = "inside torch.func" if self.state.nesting else "that reads sizes"
             raise Unsupported(f"register_hook {why}", where=str(origin(self.node)))
@@ -361,7 +361,7 @@ def _carries_gradient(node: fx.Node) -> bool:
     return example is None or any(isinstance(t, torch.Tensor) and t.requires_grad for t in leaves)
 
 
-def _changed_in_place(node: fx.Node) -> fx.Node | None:
+def changed_in_place(node: fx.Node) -> fx.Node | None:
     """The node of the tensor that `node` changes in place, by PyTorch's naming; None if it changes none."""
     name = _name(node.target)
     out = node.kwargs.get("out")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
 from types import CodeType
 from typing import Any
 
@@ -21,7 +22,7 @@ def receives(code: CodeType) -> bool:
     """Whether a generator's code reads what is sent to it."""
     names = [instruction.opname for instruction in dis.get_instructions(code)]
     names = [name for name in names if name not in ("RESUME", "CACHE", "EXTENDED_ARG")]
-    pairs = zip(names, names[1:], strict=False)
+    pairs = itertools.pairwise(names)
     return any(name == "YIELD_VALUE" and following != "POP_TOP" for name, following in pairs)
 
 
