@@ -1,11 +1,13 @@
 """What TorchDynamo does otherwise than Python, with any backend: attributes that a module does not register, generators
-to which values are sent, inference mode before a graph break, and what autograd knows of results after one.
+to which values are sent, cached functions, inference mode before a graph break, and what autograd knows of results
+after one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import warnings
 from collections.abc import Callable, Generator
 
@@ -112,7 +114,28 @@ class Judging(nn.Module):
         return (self.layer(x) * confidence.clone()[:, None]).sum()
 
 
-@pytest.mark.parametrize("kind", [Sending, Judging])
+@functools.cache
+def _projection(size: int) -> Tensor:
+    return torch.randn(size, size).double()
+
+
+@functools.cache
+def _table(size: int) -> Tensor:
+    return torch.arange(size).double().cos()
+
+
+class Cached(nn.Module):
+    """A projection that is drawn once, and a table that may be computed at any time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((self.layer(x) * _table(4)) @ _projection(4)).sum()
+
+
+@pytest.mark.parametrize("kind", [Sending, Judging, Cached])
 def test_modules(kind: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     theirs = kind()

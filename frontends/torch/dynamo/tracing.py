@@ -27,6 +27,7 @@ from daceml_train.frontends.torch import absent_gradients
 from daceml_train.frontends.torch.capture import gradient_hooks, graph_leaves
 from daceml_train.frontends.torch.dynamo import (
     attributes,
+    cached_functions,
     caught,
     coins,
     float_math,
@@ -69,6 +70,7 @@ _PATCHES: Any = (
     float_math,
     attributes,
     generators,
+    cached_functions,
 )
 """Modules that change what TorchDynamo does in traces of ours."""
 
