@@ -56,7 +56,7 @@ class Filling(Imperative):
         weights[worst] = 1.0
         self.filled, self.weights = filled.detach(), weights
         self.notes.append((filled.sum().item(), sorted(worst.tolist())))
-        return self.r(filled) * weights[:, None]
+        return self.r(filled) * weights[:, None] * h.new(h.size()).fill_(1.0)
 
 
 class Elements(Imperative):

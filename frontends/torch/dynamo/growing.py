@@ -93,7 +93,9 @@ def _growing(builder: Any, value: Any) -> Any:
 
 def _read(found: Any) -> None:
     """Make a list the one that TorchDynamo knows."""
-    read = found.__dict__.pop("read")
+    read = found.__dict__.pop("read", None)
+    if read is None:  # by an argument of the call whose method was looked up before
+        return
     del found.appended
     found.__class__ = found.known
     read()

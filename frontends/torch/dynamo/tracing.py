@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dis
 import functools
@@ -17,6 +18,7 @@ import torch
 import torch._dynamo
 import torch.utils._pytree as pytree
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import get_metrics_context
 from torch._guards import CompileContext
 from torch.fx.experimental import _config as symbols
@@ -35,6 +37,7 @@ from daceml_train.frontends.torch.dynamo import (
     generators,
     graph_breaks,
     growing,
+    number_ranges,
     optimizers,
     polyfills,
     prints,
@@ -48,6 +51,9 @@ from daceml_train.frontends.torch.dynamo import (
 
 RECOMPILATIONS = 64
 """Programs per module or step before Dynamo stops: modes, frozen sets of parameters and kinds of arguments."""
+
+FAILURES = 2
+"""How often TorchDynamo may stumble over a function before Python runs it for good."""
 
 _KNOWN = inspect.signature(torch.compile).parameters
 _copies = itertools.count()
@@ -71,6 +77,7 @@ _PATCHES: Any = (
     attributes,
     generators,
     cached_functions,
+    number_ranges,
 )
 """Modules that change what TorchDynamo does in traces of ours."""
 
@@ -109,7 +116,9 @@ def compiled(function: Callable[..., Any], backend: Callable[..., Any], limits: 
     result = torch.compile(function, backend=backend, **options)
     cells = dict(zip(result.__code__.co_freevars, result.__closure__ or (), strict=True))
     if "callback" in cells:
-        cells["callback"].cell_contents = _Callback(cells["callback"].cell_contents, limits or {})
+        note = None if options.get("fullgraph") else getattr(backend, "break_off", None)
+        own = getattr(function, "__code__", None)
+        cells["callback"].cell_contents = _Callback(cells["callback"].cell_contents, limits or {}, own, note)
         return result
 
     @functools.wraps(result)
@@ -121,16 +130,29 @@ def compiled(function: Callable[..., Any], backend: Callable[..., Any], limits: 
 
 
 class _Callback:
-    """What TorchDynamo calls for a function that it has no code for, with our settings."""
+    """What TorchDynamo calls for a function that it has no code for, with our settings.
 
-    def __init__(self, callback: Callable[..., Any], limits: dict[str, Any]) -> None:
+    Python runs a function over which TorchDynamo stumbles, with a `note` of why. Only an error about the outermost
+    function, whose code is `own`, reaches the caller: nothing has run then, and the call can be repeated.
+    """
+
+    def __init__(self, callback: Callable[..., Any], limits: dict[str, Any], own: Any, note: Any) -> None:
         functools.wraps(callback)(self)
         self._torchdynamo_orig_backend = callback  # by which TorchDynamo finds whose code it is
-        self.limits = limits
+        self.limits, self.own, self.note = limits, own, note
+        self.failures: collections.Counter[int] = collections.Counter()
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, frame: Any, *arguments: Any) -> Any:
         with torch._dynamo.config.patch(self.limits), tracing(), collector.paused():
-            return self._torchdynamo_orig_backend(*arguments)
+            try:
+                return self._torchdynamo_orig_backend(frame, *arguments)
+            except Exception as error:
+                code = frame.f_code
+                if self.note is None or code is self.own:
+                    raise
+                self.note(reason(error))
+                self.failures[id(code)] += 1  # an argument may be at fault once
+                return ConvertFrameReturn(apply_to_code=self.failures[id(code)] > FAILURES)
 
 
 @contextlib.contextmanager

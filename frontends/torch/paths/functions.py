@@ -110,3 +110,11 @@ def noise(x: Tensor, p: float, dimensions: int) -> Tensor:
     if p == 1:  # PyTorch draws nothing
         return drawn.zero_()
     return drawn.bernoulli_(1 - p).div_(1 - p)
+
+
+def size_of_new(*sizes: Any, **options: Any) -> tuple[int, ...] | None:
+    """The size that a call of `Tensor.new` asks for; None if it is given data."""
+    if options or not sizes:
+        return None
+    given = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], torch.Size) else sizes
+    return tuple(given) if all(type(size) is int for size in given) else None

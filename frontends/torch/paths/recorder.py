@@ -126,6 +126,8 @@ class Recorder(Looks):
         return x, index, *value
 
     def _by_kind(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if function is Tensor.new and (size := functions.size_of_new(*args[1:], **kwargs)) is not None:
+            function, args, kwargs = Tensor.new_empty, (args[0], size), {}
         name = name_of(function)
         if name in functions.REFUSED or (may_fail(name, args) and is_caught(self.caller)):
             self.refuse(f"a call of {name}" if name in functions.REFUSED else f"an error of {name} that is caught")

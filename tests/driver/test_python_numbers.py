@@ -1,0 +1,115 @@
+"""Python's numbers and lists in a model, where programs have others: exact integers, errors of divisions, windows of lists,
+and effects that happen once although TorchDynamo stumbles.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import daceml_train as dt
+
+pytestmark = pytest.mark.compiled
+
+
+class Counting(nn.Module):
+    """A layer, a list and a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen, self.calls = nn.Linear(4, 4).double(), list[Any](), 0
+
+
+class Dividing(Counting):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x).mean() + 1 / (4 - self.calls)
+
+
+class Overflowing(Counting):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 2**62
+        return self.layer(x).mean() + self.calls % 3
+
+
+class Hashing(Counting):
+    """A linear congruential generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = (self.calls * 6364136223846793005 + 1442695040888963407) % 2**64
+        return self.layer(x).mean() + (self.calls >> 33) % 5
+
+
+class Window(Counting):
+    """A window of a list that is sorted, after a look at a value."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h = self.layer(x + random.random())
+        if h.mean().item() > 0:
+            h = h * 2
+        self.seen.append(self.calls * 3 % 5)
+        self.seen.sort()
+        self.seen[:] = self.seen[-3:]
+        self.seen = self.seen[-2:]
+        return h.mean() + sum(self.seen)
+
+
+def trained(model: Counting, way: str) -> list[Any]:
+    """Losses or errors of eight steps, and what they leave."""
+    random.seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    step = dt.training_step(model, lambda loss: loss, optimizer) if way == "step" else None
+    called: Any = dt.optimize(model) if way == "optimize" else model
+    found: list[Any] = []
+    for _ in range(8):
+        x = torch.ones(2, 4, dtype=torch.float64)
+        try:
+            if step is not None:
+                loss = step(x)
+            else:
+                optimizer.zero_grad()
+                loss = called(x)
+                loss.backward()
+                optimizer.step()
+            found.append(loss.item())
+        except ZeroDivisionError as error:
+            found.append(str(error))
+    return [*found, model.calls, *model.seen, *model.layer.bias.tolist(), random.random()]
+
+
+@pytest.mark.parametrize("way", ["optimize", "step"])
+@pytest.mark.parametrize("kind", [Dividing, Overflowing, Hashing, Window])
+def test_as_in_python(kind: Callable[[], Counting], way: str) -> None:
+    torch.manual_seed(0)
+    theirs = kind()
+    ours = copy.deepcopy(theirs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected, found = trained(theirs, "eager"), trained(ours, way)
+    for a, b in zip(found, expected, strict=True):
+        assert a == (pytest.approx(b, rel=1e-12) if isinstance(b, float) else b)
+
+
+def test_a_stumble_after_a_graph_break_repeats_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is done before the break is not done again, whatever fails in the trace of what follows."""
+    from daceml_train.frontends.torch.dynamo import growing
+
+    def fail(found: Any) -> None:
+        raise KeyError("read")
+
+    monkeypatch.setattr(growing, "_read", fail)
+    torch.manual_seed(0)
+    theirs = Window()
+    ours = copy.deepcopy(theirs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected, found = trained(theirs, "eager"), trained(ours, "optimize")
+    assert found == pytest.approx(expected, rel=1e-12)
