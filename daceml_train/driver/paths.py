@@ -280,7 +280,6 @@ class Paths:
         alive = {r: weakref.ref(t) for r, t in recorder.values.items() if r is not result}
         self._keep_real(recorder)
         recorder.values.clear()
-        recorder.selected.clear()
         if recorder.again:
             return trained
         call, at = recorder.call, recorder.at
