@@ -76,8 +76,7 @@ class BoundPlan:
         changing: bool = False,
         bodies: dict[Any, list[BoundPlan]] | None = None,
     ) -> None:
-        self.read: set[str] = set()
-        """The symbols on whose values the plan depends."""
+        self.read = set[str]()  # the symbols on whose values the plan depends
         self.value, self.base = evaluator(sizes, self.read), program
         self.cells = {} if cells is None else cells
         """Plans of cells of levels, which take their number of rows at run time: sizes share them."""
@@ -93,8 +92,8 @@ class BoundPlan:
         self.program, self.threads, self.sizes, self.products = program, threads, sizes, products
         self.device, self.work, self.lanes, self.arena = device, work, lanes, arena
         self.touching = touching(program)
-        rough = changing or any(map(varies, program.launches))
-        self.typical = evaluator(rounded(sizes), self.read) if rough else self.value
+        changing = changing or any(map(varies, program.launches))
+        self.typical = evaluator(rounded(sizes), self.read) if changing else self.value
         """Evaluates the sizes for which libraries of matmuls are chosen."""
         self.onednn = in_onednn(program, products, self.typical, threads) if device is CPU and most is None else {}
         """Matmul launches that run in oneDNN."""

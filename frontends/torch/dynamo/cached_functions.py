@@ -1,7 +1,7 @@
 """Functions under `functools.lru_cache` that draw random numbers or have effects break the graph: Python calls them.
 
 TorchDynamo traces what they wrap, as if nothing were cached. That is right for functions that return the same at each
-call; a random projection that is drawn once would be drawn anew in each step.
+call; a random projection that is drawn once would be another one in each step.
 """
 
 from __future__ import annotations
