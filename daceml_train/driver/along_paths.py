@@ -114,15 +114,21 @@ class AlongPaths(OnRanks):
             loss = self._along_a_path(key, flat, inputs, targets)
         return self._run_in_pieces(key, inputs, targets) if loss is None else loss
 
-    def _of_a_new_kind(self, key: Any, flat: Sequence[Any], inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:
-        """A step on arguments for which no program is bound; PyTorch runs it if nearly all are, and that is faster."""
+    def _of_some_kind(
+        self, key: Any, flat: Sequence[Any], bound: BoundStep | None, inputs: Any, targets: tuple[Any, ...]
+    ) -> torch.Tensor:
+        """A step whose sizes may be new; PyTorch runs it if nearly all are, and that is faster than binding."""
         start = time.thread_time()
-        binds = self.kinds.binds() or not self.whole_batches or self.ranks is not None
+        free = self.whole_batches and self.ranks is None
+        binds = not free or self.kinds.binds(key if bound is None else None)
+        new = bound is None or not binds
         if binds:
-            loss = self._run(key, flat, self._bind(key, inputs, targets, flat), inputs, targets)
+            bound = self._bind(key, inputs, targets, flat) if bound is None else bound
+            loss = self._run(key, flat, bound, inputs, targets)
+            new = new or (bound is not None and bound.new_sizes)
         else:
             loss = self._train_in_pieces(self._loss_in_pieces(key, inputs, targets, False), inputs, targets)
-        if self.kinds.ran(binds, time.thread_time() - start):
+        if self.kinds.ran(binds, new, time.thread_time() - start):
             self.breaks.append(NEW_KINDS_SLOWER)
             logs.event(logs.BREAKS, NEW_KINDS_SLOWER)
         return loss

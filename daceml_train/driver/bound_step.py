@@ -74,6 +74,7 @@ class BoundStep:
 
     share = 1.0
     """The weight of the loss, for a part of a batch."""
+    new_sizes = False  # whether what the last call selected was the first of its sizes
     denominators: Denominators | None = None
     """Computed on the whole batch before its parts run."""
     why = ""
@@ -373,8 +374,8 @@ class BoundStep:
         for position, tensor in found or ():
             self._put(position, tensor)
         if found is not None:
-            executable = self.step.executable
-            self.plan = executable.plan(executable.sizes_of(self.inputs))
+            self.plan = self.step.executable.plan(self.step.executable.sizes_of(self.inputs))
+            self.new_sizes, self.plan.ran = not self.plan.ran, True
         return found is not None
 
     def _unshared(self) -> list[torch.Tensor] | None:

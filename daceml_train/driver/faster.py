@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import OrderedDict, deque
+from typing import Any
 
 WARM, TIMED = 5, 4
 """So many calls compile and settle; after them, so many are timed with the pieces, and as many without."""
@@ -14,8 +15,11 @@ CLEARLY = 0.97
 WARM_PATHS = 8
 """So many calls along paths come before their timing: a step of many ways has met most of them."""
 
-RECENT_KINDS, NEW_KINDS = 16, 14
+RECENT_KINDS, NEW_KINDS = 8, 7
 """Where so many of the last calls were of a kind of their own, nearly every call is."""
+
+LEFT_KINDS = 4096
+"""Kinds that are remembered."""
 
 NEW_KINDS_SLOWER = "nearly every call has sizes of its own, and binding a program takes longer than PyTorch's step"
 """Why PyTorch runs a step whose calls differ in sizes."""
@@ -54,12 +58,14 @@ class NewKinds:
     """Whether a call of a kind of arguments that was not met before is worth binding a program to it.
 
     Where nearly every call has sizes of its own, binding may take longer than PyTorch's whole step: then calls that
-    bind and calls that do not take turns, and both are timed.
+    bind and calls that do not take turns, and both are timed. A kind that is met again is bound in any case.
     """
 
     def __init__(self) -> None:
         self.recent: deque[bool] = deque(maxlen=RECENT_KINDS)
         """Whether each of the last calls was of a new kind."""
+        self.left: OrderedDict[Any, None] = OrderedDict()
+        """Kinds that PyTorch ran."""
         self.faster = Faster(warm=0)
 
     @property
@@ -67,14 +73,21 @@ class NewKinds:
         """Whether nearly every call is of a new kind."""
         return sum(self.recent) >= NEW_KINDS
 
-    def binds(self) -> bool:
-        """Note a call of a new kind; whether it is to be bound."""
-        self.recent.append(True)
-        return not self.many or self.faster.takes_pieces()
+    def binds(self, kind: Any) -> bool:
+        """Whether a program is to run the next call, whose kind is new, or None if only the program can tell."""
+        if not self.many or kind in self.left or self.faster.takes_pieces():
+            self.left.pop(kind, None)
+            return True
+        if kind is not None:
+            self.left[kind] = None
+            if len(self.left) > LEFT_KINDS:
+                self.left.popitem(last=False)
+        return False
 
-    def ran(self, bound: bool, seconds: float) -> bool:
-        """Note the time of such a call; whether it has settled that PyTorch is faster."""
-        return self.many and self.faster.ran(bound, seconds)
+    def ran(self, bound: bool, new: bool, seconds: float) -> bool:
+        """Note a call, by a program or not, of a new kind or not; whether that has settled that PyTorch is faster."""
+        self.recent.append(new)
+        return new and self.many and self.faster.ran(bound, seconds)
 
 
 class FasterModule:

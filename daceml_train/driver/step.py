@@ -148,8 +148,8 @@ class TrainingStep(UserUpdates):
 
     def _local_step(self, inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:
         key, flat, bound = self._bound_for(inputs, targets)
-        if bound is None and key not in self._in_pieces:
-            return self._of_a_new_kind(key, flat, inputs, targets)
+        if key not in self._in_pieces if bound is None else bound.selected is not None:
+            return self._of_some_kind(key, flat, bound, inputs, targets)
         self.kinds.recent.append(False)
         bound = self._bind(key, inputs, targets, flat) if bound is None else bound
         return self._run(key, flat, bound, inputs, targets)

@@ -58,6 +58,8 @@ class BoundPlan:
     launch configurations. With `lanes`, its launches run side by side, in memory that is planned for that.
     """
 
+    ran = False  # for those who count the sizes of what they ran
+
     def __init__(
         self,
         program: Program,

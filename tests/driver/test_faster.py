@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import daceml_train as dt
 from daceml_train.driver import faster
-from daceml_train.driver.faster import TIMED, WARM, FasterModule
+from daceml_train.driver.faster import NEW_KINDS_SLOWER, TIMED, WARM, FasterModule, NewKinds
 from daceml_train.driver.module import state_of
 from tests.driver.imperative import SIZE, Imperative, batches
 
@@ -94,3 +94,48 @@ def test_a_module_in_pieces_is_timed_and_reads_copies_that_outlive_their_source(
     torch.testing.assert_close(ours.queue, theirs.queue)
     state = state_of(module)
     assert state is not None and state.faster.compiled is not None
+
+
+@pytest.mark.parametrize(("binding", "eager"), [(2.0, 1.0), (1.0, 2.0)])
+def test_kinds_that_are_new_at_every_call(binding: float, eager: float) -> None:
+    kinds, found = NewKinds(), list[bool]()
+    for number in range(40):
+        binds = kinds.binds(number)
+        kinds.ran(binds, True, binding if binds else eager)
+        found.append(binds)
+    assert all(found[:7]) and False in found[7:16]
+    assert found[20:] == [binding < eager] * 20
+    left = found.index(False)
+    assert kinds.binds(left)  # it is met again
+    for _ in range(8):
+        kinds.ran(True, False, binding)
+    assert kinds.binds(99)  # few calls are new by now
+
+
+class Ragged(Imperative):
+    """Rows of lengths that differ at each call."""
+
+    def forward(self, rows: list[Tensor]) -> Tensor:
+        sizes = [len(row) for row in rows]
+        h = self.l(torch.cat(rows))
+        return self.r(torch.stack([part.sum(0) for part in h.split(sizes)]))
+
+
+def test_a_step_whose_sizes_never_recur(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faster, "CLEARLY", 0.0)  # PyTorch counts as faster
+    torch.manual_seed(0)
+    ours = Ragged().double()
+    theirs = copy.deepcopy(ours)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (ours, theirs)]
+    step = dt.training_step(ours, torch.sum, optimizers[0])
+    for number in range(24):
+        sizes = (2 + number, 3 + number % 3, 2 + number % 5)
+        rows = [torch.randn(size, SIZE, dtype=torch.float64) for size in sizes]
+        optimizers[1].zero_grad()
+        loss = theirs(rows).sum()
+        loss.backward()
+        optimizers[1].step()
+        torch.testing.assert_close(step((rows,)), loss.detach(), rtol=1e-9, atol=1e-9)
+    assert step.breaks == [NEW_KINDS_SLOWER]
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
