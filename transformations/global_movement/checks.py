@@ -13,10 +13,14 @@ SMALL = 1 << 16
 """Bytes up to which an array that a check depends on is copied at the end rather than updated before the check."""
 
 
+def checks(graph: Graph) -> list[Node]:
+    """The operators that may raise an error about data and on which the first output, the loss, depends, in order."""
+    return [node for node in required(graph.nodes, graph.outputs[:1])[0] if node.op.may_raise]
+
+
 def last_check(graph: Graph) -> Node | None:
-    """The last operator that may raise an error about data and on which the first output, the loss, depends."""
-    needed = required(graph.nodes, graph.outputs[:1])[0]
-    return next((node for node in reversed(needed) if node.op.may_raise), None)
+    """The last of them."""
+    return next(reversed(checks(graph)), None)
 
 
 def needed_by(graph: Graph, check: Node | None) -> set[str]:

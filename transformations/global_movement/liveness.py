@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.collective import Collective
 from daceml_train.ops.control import draws
 from daceml_train.ops.elementwise import Full, Iota
-from daceml_train.transformations.global_movement.checks import last_check, needed_by
+from daceml_train.transformations.global_movement.checks import checks, needed_by
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,12 @@ def liveness_of(graph: Graph, over: Mapping[str, Sequence[str]] | None = None) -
             if a is not None and b is not None:
                 pairs.append((a, b))
         overwrites.append(tuple(pairs))
-    check = last_check(graph)
+    refusing = checks(graph)
+    check = refusing[-1] if refusing else None
     checked = needed_by(graph, check)
+    for earlier, later in itertools.pairwise(refusing):  # they keep their order, so that updates wait for all of them
+        (index,) = producer[later.outputs[0]]
+        before[index] |= producer[earlier.outputs[0]]
     for index, node in enumerate(nodes):
         for _, argument in node.op.updates:
             name = node.inputs[argument]
