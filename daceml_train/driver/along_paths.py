@@ -119,8 +119,8 @@ class AlongPaths(OnRanks):
     ) -> torch.Tensor:
         """A step whose sizes may be new; PyTorch runs it if nearly all are, and that is faster than binding."""
         start = time.thread_time()
-        free = self.whole_batches and self.ranks is None
-        binds = not free or self.kinds.binds(key if bound is None else None)
+        fixed = not self.whole_batches or self.ranks is not None or any(p.is_cuda for p in self._parameters())
+        binds = fixed or self.kinds.binds(key if bound is None else None)
         new = bound is None or not binds
         if binds:
             bound = self._bind(key, inputs, targets, flat) if bound is None else bound
