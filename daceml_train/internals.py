@@ -81,6 +81,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
         "torch.fx.experimental.proxy_tensor.handle_sym_dispatch",
         "torch.fx.experimental.sym_node.SymNode",
         "torch.nn.modules.batchnorm._BatchNorm.forward",
+        "torch.utils._sympy.printers.PythonPrinter",
         "torch.utils._sympy.symbol.SymT",
         "torch.utils._sympy.symbol.symbol_is_type",
     ),

@@ -5,11 +5,13 @@ and effects that happen once although TorchDynamo stumbles.
 from __future__ import annotations
 
 import copy
+import math
 import random
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -47,6 +49,32 @@ class Hashing(Counting):
         return self.layer(x).mean() + (self.calls >> 33) % 5
 
 
+class Rounding(Counting):
+    """Digits of an integer, a number of NumPy's type, a comparison, and a text that is a key."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 5
+        names = {f"k{self.calls % 3}": 1, "k1": 2}
+        y = self.layer(x).mean() * np.float32(self.calls * 0.1) + round(self.calls, -1) + len(names)
+        return y + y.detach() * (self.calls % 3 == 0)
+
+
+class Logarithm(Counting):
+    """A logarithm that is undefined from the fourth call on, an exponential that overflows, and a root."""
+
+    rate, scale = 1.0, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rate -= 0.3
+        self.scale *= 7
+        small = 1 / math.exp(self.scale) if self.scale < 700 else 0.0
+        try:
+            return self.layer(x).mean() * (math.log(self.rate) + small)
+        except ValueError:
+            self.seen.append("undefined")
+            return self.layer(x).mean() * math.sqrt(self.rate)
+
+
 class Window(Counting):
     """A window of a list that is sorted, after a look at a value."""
 
@@ -80,13 +108,13 @@ def trained(model: Counting, way: str) -> list[Any]:
                 loss.backward()
                 optimizer.step()
             found.append(loss.item())
-        except ZeroDivisionError as error:
-            found.append(str(error))
+        except (ZeroDivisionError, ValueError) as error:
+            found.append(type(error).__name__)
     return [*found, model.calls, *model.seen, *model.layer.bias.tolist(), random.random()]
 
 
 @pytest.mark.parametrize("way", ["optimize", "step"])
-@pytest.mark.parametrize("kind", [Dividing, Overflowing, Hashing, Window])
+@pytest.mark.parametrize("kind", [Dividing, Overflowing, Hashing, Rounding, Logarithm, Window])
 def test_as_in_python(kind: Callable[[], Counting], way: str) -> None:
     torch.manual_seed(0)
     theirs = kind()
@@ -113,3 +141,20 @@ def test_a_stumble_after_a_graph_break_repeats_no_effect(monkeypatch: pytest.Mon
         warnings.simplefilter("ignore")
         expected, found = trained(theirs, "eager"), trained(ours, "optimize")
     assert found == pytest.approx(expected, rel=1e-12)
+
+
+CONSTANTS: dict[str, Callable[[], Tensor]] = {
+    "single": lambda: torch.full((4,), 1.1).double(),
+    "half": lambda: torch.full((4,), 70000.0).half().double(),
+    "bfloat16": lambda: torch.ones(4, dtype=torch.bfloat16).mul(1.1).double(),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_constants_of_narrow_types_are_rounded(name: str) -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * CONSTANTS[name]()
+
+    x = torch.linspace(-1, 2, 4, dtype=torch.float64)
+    torch.testing.assert_close(dt.optimize(Scaled())(x), x * CONSTANTS[name](), rtol=1e-15, atol=0)

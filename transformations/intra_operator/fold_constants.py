@@ -27,8 +27,8 @@ class FoldConstants(Peephole):
 
     The pass looks through views, permutations, expansions and slices of constants but does not fold them: they are
     free, and a `full` of an expanded size might have to be stored where its source is not. Floats are computed in
-    float64 and rounded once, to the element type, when they are used. NaN, expressions over sizes and complex numbers
-    are not folded. The bytes never grow.
+    float64 and rounded once, to the element type, when they are used or become another type. NaN, expressions over
+    sizes and complex numbers are not folded. The bytes never grow.
     """
 
     def rules(self) -> Rules:
@@ -42,6 +42,30 @@ def elementwise_of_full(s: Site) -> Value | None:
         return None
     (y,) = s.op.evaluate(*(_array(n, v.dtype) for n, v in zip(numbers, s.operands, strict=True) if n is not None))
     return _full(s, y.item())
+
+
+def cast_of_full(s: Site) -> Value | None:
+    """cast(full(a)) => full(a), rounded to the type that it had"""
+    number = s.constant(s.x)
+    if number is None or isinstance(number, complex):
+        return None
+    (y,) = s.op.evaluate(_array(_rounded(number, s.x.dtype), s.x.dtype))
+    return _full(s, y.item())
+
+
+def _rounded(number: float | int | bool, dtype: DType) -> float | int | bool:
+    """A number as its element type holds it."""
+    if not dtype.is_float or dtype is DType.float64:
+        return number
+    with np.errstate(over="ignore"):
+        if dtype is DType.float16:
+            return float(np.float16(number))
+        single = np.float32(number)
+    if dtype is DType.float32 or not np.isfinite(single):
+        return float(single)
+    bits = int(single.view(np.uint32))  # bfloat16: the upper half, rounded to even
+    bits += 0x7FFF + ((bits >> 16) & 1)
+    return float(np.uint32(bits & 0xFFFF0000).view(np.float32))
 
 
 def scalar_operand(s: Site) -> Value | None:
@@ -108,6 +132,6 @@ _RULES: Rules = {
     **dict.fromkeys(("reduce.sum", "reduce.max", "reduce.min"), _REDUCE),
     "pad": (pad_of_full,),
     "concat": (concat_of_full,),
-    "cast": (elementwise_of_full,),
+    "cast": (cast_of_full,),
     "elementwise": (elementwise_of_full, scalar_operand),
 }

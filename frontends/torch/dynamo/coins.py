@@ -15,6 +15,7 @@ from torch._dynamo.exc import unimplemented
 from torch._dynamo.source import RandomValueSource
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.misc import NumpyVariable
+from torch._dynamo.variables.tensor import SymNodeVariable
 
 from daceml_train.frontends.torch.traces import Traces
 
@@ -40,7 +41,15 @@ def _install() -> None:
     original = functions.call_function
 
     @functools.wraps(original)
-    def call_function(self: Any, *arguments: Any) -> Any:
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        scalar = isinstance(self.value, type) and issubclass(self.value, np.generic)
+        if traces.depth and scalar and any(isinstance(arg.realize(), SymNodeVariable) for arg in args):
+            unimplemented(
+                gb_type="a number of NumPy's",
+                context=str(self.value),
+                explanation=f"NumPy rounds a number to {self.value.__name__}.",
+                hints=[],
+            )
         if traces.depth and isinstance(getattr(self.value, "__self__", None), np.random.RandomState):
             unimplemented(
                 gb_type="a number that NumPy draws",
@@ -48,7 +57,7 @@ def _install() -> None:
                 explanation="NumPy's random numbers are drawn by NumPy.",
                 hints=[],
             )
-        return original(self, *arguments)
+        return original(self, tx, args, kwargs)
 
     functions.call_function = call_function
 

@@ -19,9 +19,14 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, handle_sym_dispat
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy import functions as torch_sympy
+from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
+from daceml_train.frontends.torch.dynamo.number_ranges import require
 from daceml_train.frontends.torch.traces import Traces
+
+_DOMAINS = {"exp": (-math.inf, 709.0), "log": (0.0, math.inf)}
+"""Function -> the bounds within which Python returns a number."""
 
 
 def _symbolic(name: str) -> Callable[[Any], Any]:
@@ -34,6 +39,7 @@ def _symbolic(name: str) -> Callable[[Any], Any]:
         if get_proxy_mode() is not None:
             return handle_sym_dispatch(function, (a,), {})
         node = a.node
+        require(node, *_DOMAINS.get(name, (-math.inf, math.inf)), strict=True)
         hint = plain(node.hint) if node.has_hint() else None
         return torch.SymFloat(SymNode(opaque(node.expr), node.shape_env, float, hint))
 
@@ -44,8 +50,18 @@ def _symbolic(name: str) -> Callable[[Any], Any]:
 FUNCTIONS = {getattr(math, name): _symbolic(name) for name in ("exp", "log", "asinh")}
 
 
+def _printed(name: str) -> Callable[[Any, Any], str]:
+    """How a guard writes a function of `math`, for a printer of PyTorch's."""
+    return lambda printer, call: f"math.{name}({printer._print(call.args[0])})"
+
+
 @functools.cache
 def _install() -> None:
+    printer: Any = PythonPrinter
+    for function in FUNCTIONS:
+        name = function.__name__
+        if not hasattr(printer, f"_print_OpaqueUnaryFn_{name}"):
+            setattr(printer, f"_print_OpaqueUnaryFn_{name}", _printed(name))
     functions: Any = TorchInGraphFunctionVariable
     call = functions.call_function
 

@@ -1,14 +1,17 @@
-"""Python's integers and divisions where programs have others: numbers beyond 53 bits, and divisors that may be zero.
+"""Python's numbers where programs have others: integers beyond 53 bits, and what Python refuses to compute.
 
-A program computes with 64-bit integers and doubles, and a division by zero is infinite. So an integer that is large is
-a constant, as is one from which a large one is computed, and that a divisor is not zero is a condition of the program.
+A program computes with 64-bit integers and doubles; a division by zero is infinite, the logarithm of a negative number
+is NaN. So an integer that is large is a constant, as is one from which a large one is computed. That a divisor is not
+zero, and that an argument is in the domain of its function, are conditions of the program; elsewhere Python runs.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
+import torch
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.variables.builder import VariableBuilder
@@ -51,6 +54,64 @@ def _within_range(compute: Any) -> Any:
     return computed
 
 
+def require(number: Any, low: float, high: float, strict: bool = False) -> None:
+    """Make it a condition of the program that a number (a `SymNode`) is within these bounds, the lower one `strict`."""
+    if not _tracing() or number.is_constant() or not number.has_hint():
+        return
+    above = number.gt if strict else number.ge
+    inside = low == -math.inf or above(number.wrap_float(low)).guard_bool("", 0)
+    if not inside or (high != math.inf and not number.le(number.wrap_float(high)).guard_bool("", 0)):
+        unimplemented(
+            gb_type="a number outside of a function's domain",
+            context=str(number),
+            explanation="Python raises an error for it, or returns a complex or large number.",
+            hints=[],
+        )
+
+
+def _in_domain(compute: Any, low: float, high: float, strict: bool = False) -> Any:
+    @functools.wraps(compute)
+    def computed(self: Any, *arguments: Any) -> Any:
+        if self.pytype is float:
+            require(self, low, high, strict)
+        return compute(self, *arguments)
+
+    return computed
+
+
+def _rounded(rounded: Any) -> Any:
+    @functools.wraps(rounded)
+    def computed(self: Any, digits: int | None = None) -> Any:
+        if _tracing() and digits is not None and digits < 0:  # which PyTorch ignores
+            unimplemented(gb_type="digits of an integer", context=str(self), explanation="Python rounds it.", hints=[])
+        return rounded(self, digits)
+
+    return computed
+
+
+def _of_positive_base(power: Any) -> Any:
+    @functools.wraps(power)
+    def computed(self: Any, exponent: Any) -> Any:
+        known = exponent.maybe_as_float() if exponent.is_constant() else None
+        if known is None or not float(known).is_integer():
+            require(self, 0.0, math.inf)
+        return power(self, exponent)
+
+    return computed
+
+
+_DOMAINS: dict[str, tuple[float, float, bool]] = {
+    "sym_sqrt": (0.0, math.inf, False),
+    "sym_log2": (0.0, math.inf, True),
+    "sym_acos": (-1.0, 1.0, False),
+    "sym_asin": (-1.0, 1.0, False),
+    "sym_cosh": (-700.0, 700.0, False),
+    "sym_sinh": (-700.0, 700.0, False),
+    **{name: (-float(LARGE), float(LARGE), False) for name in ("trunc", "floor", "ceil", "round")},
+}
+"""Function -> the bounds of its argument, and whether the lower one is excluded."""
+
+
 def _tracing() -> bool:
     """Whether TorchDynamo traces for us, and has not come to the backend."""
     return traces.depth > 0 and TracingContext.try_get() is not None
@@ -71,6 +132,11 @@ def _install() -> None:
     builder.wrap_symint = wrap_symint
     for name in _DIVISIONS:
         setattr(SymNode, name, _checking_divisor(getattr(SymNode, name)))
+    for name, domain in _DOMAINS.items():
+        setattr(SymNode, name, _in_domain(getattr(SymNode, name), *domain))
+    torch.SymInt.__round__ = _rounded(torch.SymInt.__round__)  # type: ignore[method-assign]
+    nodes: Any = SymNode
+    nodes.float_pow = _of_positive_base(nodes.float_pow)
     for name in _GROWING:
         setattr(SymNode, name, _within_range(getattr(SymNode, name)))
 

@@ -111,6 +111,8 @@ def _any_length(x: Any, hidden: Any, weights: Any, *options: Any) -> bool:
     example = x.as_proxy().node.meta.get("example_value")
     if len(options) != 6 or not isinstance(example, Tensor) or example.device.type != "cpu":
         return False
+    if not options[0].is_python_constant():  # the weights, of packed sequences
+        return False
     if torch.is_autocast_enabled("cpu") or not options[5].is_python_constant():
         return False
     length = example.shape[1 if options[5].as_python_constant() else 0]

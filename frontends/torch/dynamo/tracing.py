@@ -47,6 +47,7 @@ from daceml_train.frontends.torch.dynamo import (
     scalars,
     selection,
     size_limits,
+    texts,
 )
 
 RECOMPILATIONS = 64
@@ -78,6 +79,7 @@ _PATCHES: Any = (
     generators,
     cached_functions,
     number_ranges,
+    texts,
 )
 """Modules that change what TorchDynamo does in traces of ours."""
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import sympy
 import torch
 import torch.utils._pytree as pytree
+from sympy.logic.boolalg import BooleanAtom
 from torch import fx
 
 from daceml_train.errors import DacemlError, Invalid, Unsupported
@@ -143,6 +144,8 @@ class Translator:
         """A tensor operand cast to `dtype`, or a number as a 0-d constant of it."""
         if isinstance(operand, Value):
             return operand.cast(dtype)
+        if isinstance(operand, BooleanAtom):  # a comparison of numbers
+            operand = bool(operand)
         key = (type(operand), str(operand), dtype)
         if key not in self._constants:
             self._constants[key] = self.full(operand, (), dtype)

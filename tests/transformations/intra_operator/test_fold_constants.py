@@ -12,6 +12,7 @@ CASES = {
     "chain": (TWO + "%a = exp(%c)\n%b = log(%a)\n%y = add(%b, %d)", "full(value=5.0, shape=(3, 4))"),
     "infinite": (one(0.0) + "%y = log(%c)", "full(value=-inf)"),
     "cast": (one(2.7, "(3,)") + "%y = cast(%c, dtype=i64)", "full(value=2, shape=(3,), dtype=i64)"),
+    "cast to a wider type": (one(1.1) + "%y = cast(%c, dtype=f64)", "full(value=1.100000023841858, dtype=f64)"),
     "view": (one(2.0, "(3, 4)") + "%y = view(%c, shape=(12,))", None),
     "expand": (one(2.0) + "%y = expand(%c, shape=(s0, 2))", None),
     "sum of expand": (
@@ -56,7 +57,7 @@ def test_rule(name: str) -> None:
         assert str(folded.nodes[-1].op.label) == expected.split("(")[0]
         assert f" = {expected}\n" in str(folded)
         assert len(folded.nodes) == 1 + expected.startswith("mul")
-    if "large" not in name:
+    if "large" not in name and "wider" not in name:  # the interpreter computes in float64
         check_same(graph, folded, s0=3)
         assert traffic(folded, {"s0": 3}).bytes <= traffic(graph, {"s0": 3}).bytes
     assert str(FoldConstants().run(folded)) == str(folded)
