@@ -122,19 +122,11 @@ def liveness_of(graph: Graph, over: Mapping[str, Sequence[str]] | None = None) -
             if a is not None and b is not None:
                 pairs.append((a, b))
         overwrites.append(tuple(pairs))
-    refusing = checks(graph)
-    check = refusing[-1] if refusing else None
-    checked = needed_by(graph, check)
-    for earlier, later in itertools.pairwise(refusing):  # they keep their order, so that updates wait for all of them
-        (index,) = producer[later.outputs[0]]
-        before[index] |= producer[earlier.outputs[0]]
     for index, node in enumerate(nodes):
         for _, argument in node.op.updates:
             name = node.inputs[argument]
-            name = blocks.base.get(name, name)
-            before[index].update(i for i in family[name] if i != index)
-            if check is not None and name in graph.writes and not checked.intersection(node.outputs):
-                before[index] |= producer[check.outputs[0]] - {index}
+            before[index].update(i for i in family[blocks.base.get(name, name)] if i != index)
+    _wait_for_checks(graph, nodes, before, producer)
     kept = {numbered(name) for name in graph.results} - {None}
     return Liveness(
         tuple(nodes),
@@ -145,6 +137,23 @@ def liveness_of(graph: Graph, over: Mapping[str, Sequence[str]] | None = None) -
         tuple(overwrites),
         tuple(numbers),
     )
+
+
+def _wait_for_checks(
+    graph: Graph, nodes: Sequence[Node], before: Sequence[set[int]], producer: Mapping[str, Iterable[int]]
+) -> None:
+    """Let updates of what the graph writes wait for all checks, which keep their order, but for what these depend on."""
+    refusing = checks(graph)
+    if not refusing:
+        return
+    for earlier, later in itertools.pairwise(refusing):
+        for index in producer[later.outputs[0]]:
+            before[index].update(producer[earlier.outputs[0]])
+    checked = needed_by(graph, refusing[-1])
+    for index, node in enumerate(nodes):
+        updates = any(node.inputs[argument] in graph.writes for _, argument in node.op.updates)
+        if updates and checked.isdisjoint(node.outputs):
+            before[index].update(i for i in producer[refusing[-1].outputs[0]] if i != index)
 
 
 def reordered(graph: Graph, nodes: Iterable[Node]) -> Graph:
