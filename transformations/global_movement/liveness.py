@@ -142,7 +142,7 @@ def liveness_of(graph: Graph, over: Mapping[str, Sequence[str]] | None = None) -
 def _wait_for_checks(
     graph: Graph, nodes: Sequence[Node], before: Sequence[set[int]], producer: Mapping[str, Iterable[int]]
 ) -> None:
-    """Let updates of what the graph writes wait for all checks, which keep their order, but for what these depend on."""
+    """Let updates wait for all checks, which keep their order, except those on which a check depends."""
     refusing = checks(graph)
     if not refusing:
         return
