@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch.utils._pytree as pytree
+from torch._dynamo import external_utils
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import get_metrics_context
@@ -118,7 +119,8 @@ def compiled(function: Callable[..., Any], backend: Callable[..., Any], limits: 
     result = torch.compile(function, backend=backend, **options)
     cells = dict(zip(result.__code__.co_freevars, result.__closure__ or (), strict=True))
     if "callback" in cells:
-        note = None if options.get("fullgraph") else getattr(backend, "break_off", None)
+        whole = options.get("fullgraph") or getattr(backend, "alone", False)
+        note = None if whole else getattr(backend, "break_off", None)
         own = getattr(function, "__code__", None)
         cells["callback"].cell_contents = _Callback(cells["callback"].cell_contents, limits or {}, own, note)
         return result
@@ -150,8 +152,8 @@ class _Callback:
                 return self._torchdynamo_orig_backend(frame, *arguments)
             except Exception as error:
                 code = frame.f_code
-                if self.note is None or code is self.own:
-                    raise
+                if self.note is None or code is self.own or code.co_filename == external_utils.__file__:
+                    raise  # also about the wrapper around a function of PyTorch's
                 self.note(reason(error))
                 self.failures[id(code)] += 1  # an argument may be at fault once
                 return ConvertFrameReturn(apply_to_code=self.failures[id(code)] > FAILURES)
