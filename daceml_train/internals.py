@@ -41,6 +41,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
         "torch._dynamo.bytecode_transformation.create_call_method",
         "torch._dynamo.bytecode_transformation.create_instruction",
         "torch._dynamo.exc.unimplemented",
+        "torch._dynamo.external_utils",
         "torch._dynamo.graph_break_hints",
         "torch._dynamo.guards.GuardBuilder",
         "torch._dynamo.guards.install_guard",
