@@ -54,7 +54,7 @@ class Network(nn.Module):
         return torch.randn((2, length, 4) if first.batch_first else (length, 2, 4), generator=generator).double()
 
 
-@pytest.mark.parametrize("begin", [False, True], ids=["zeros", "states"])
+@pytest.mark.parametrize("begin", [False, pytest.param(True, marks=pytest.mark.wide)], ids=["zeros", "states"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_optimize(name: str, begin: bool) -> None:
     torch.manual_seed(0)
