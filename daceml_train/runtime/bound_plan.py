@@ -49,8 +49,7 @@ from daceml_train.runtime.tune_matmul import MatmulTuner, onednn_call
 from daceml_train.runtime.tune_threads import ThreadTuner
 from daceml_train.tensor import Dim, DType, Tensor
 
-KEPT_BODIES = 16
-"""Plans that are kept of a body of control flow."""
+KEPT_BODIES = 16  # plans that are kept of a body of control flow
 
 
 class BoundPlan:
@@ -283,6 +282,7 @@ class BoundPlan:
             for s in size.free_symbols
         }
         known = {name: size for name, size in self.sizes.items() if name in own and name != ROWS.name}
+        self.read |= known.keys()
         most = {ROWS.name: capacity(count)}
         key = (id(body), self.threads, *most.values(), *known.items())
         if key not in self.cells:

@@ -18,22 +18,16 @@ def checks(graph: Graph) -> list[Node]:
     return [node for node in required(graph.nodes, graph.outputs[:1])[0] if node.op.may_raise]
 
 
-def last_check(graph: Graph) -> Node | None:
-    """The last of them."""
-    return next(reversed(checks(graph)), None)
-
-
-def needed_by(graph: Graph, check: Node | None) -> set[str]:
-    """The values on which a check depends."""
-    return set() if check is None else ancestors(graph.nodes, check.outputs)
+def checked(graph: Graph) -> set[str]:
+    """The values on which a check depends, its own included."""
+    return ancestors(graph.nodes, [name for check in checks(graph) for name in check.outputs])
 
 
 def committed(graph: Graph) -> Graph:
-    """The graph in which arrays of the user's are updated after the last check, but for those that it depends on."""
-    check = last_check(graph)
-    if check is None:
+    """The graph in which arrays of the user's are updated after the last check, but for those that checks depend on."""
+    if not (refusing := checks(graph)):
         return graph
-    end, needed = graph.nodes.index(check), needed_by(graph, check)
+    end, needed = graph.nodes.index(refusing[-1]), checked(graph)
     early, late, delayed = list[Node](), list[Node](), set[str]()
     for node in graph.nodes[:end]:
         updates = any(node.inputs[argument] in graph.writes for _, argument in node.op.updates)
@@ -46,5 +40,5 @@ def committed(graph: Graph) -> Graph:
     if not late or any(not overwritten.isdisjoint(node.inputs) for node in late):
         return graph
     result = graph.copy()
-    result.nodes = [*early, check, *late, *graph.nodes[end + 1 :]]
+    result.nodes = [*early, refusing[-1], *late, *graph.nodes[end + 1 :]]
     return result

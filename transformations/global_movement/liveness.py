@@ -12,7 +12,7 @@ from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.collective import Collective
 from daceml_train.ops.control import draws
 from daceml_train.ops.elementwise import Full, Iota
-from daceml_train.transformations.global_movement.checks import checks, needed_by
+from daceml_train.transformations.global_movement.checks import checked, checks
 
 
 @dataclass(frozen=True)
@@ -149,10 +149,10 @@ def _wait_for_checks(
     for earlier, later in itertools.pairwise(refusing):
         for index in producer[later.outputs[0]]:
             before[index].update(producer[earlier.outputs[0]])
-    checked = needed_by(graph, refusing[-1])
+    needed = checked(graph)
     for index, node in enumerate(nodes):
         updates = any(node.inputs[argument] in graph.writes for _, argument in node.op.updates)
-        if updates and checked.isdisjoint(node.outputs):
+        if updates and needed.isdisjoint(node.outputs):
             before[index].update(i for i in producer[refusing[-1].outputs[0]] if i != index)
 
 

@@ -18,7 +18,7 @@ from daceml_train.ops.kernel import Kernel
 from daceml_train.ops.operator import Operator
 from daceml_train.passes.base import Pass
 from daceml_train.tensor import Tensor, same_memory
-from daceml_train.transformations.global_movement.checks import SMALL, last_check, needed_by
+from daceml_train.transformations.global_movement.checks import SMALL, checked
 from daceml_train.transformations.global_movement.scalar_updates import as_kernel, with_scalar_updates
 
 
@@ -42,7 +42,7 @@ class UpdateInPlace(Pass):
         readers = readers_of_memory(graph, base)
         seen = {base[name] for name in graph.outputs} | {base[n] for t, n in graph.writes.items() if base[n] != t}
         targets = {value: target for target, value in graph.writes.items()}
-        checked = needed_by(graph, last_check(graph))
+        needed = checked(graph)
         results = {name: index for index, node in enumerate(graph.nodes) for name in node.outputs}
         nodes, wanted = list(graph.nodes), [float(i) for i in range(len(graph.nodes))]
         for index, node in enumerate(graph.nodes):
@@ -55,7 +55,7 @@ class UpdateInPlace(Pass):
                 target = targets.get(name, "")
                 if target not in node.inputs or (graph.tensors[name].rank == 0 and not _only_scalars(graph, node)):
                     continue
-                if name in checked and small(graph.tensors[name]):
+                if name in needed and small(graph.tensors[name]):
                     continue  # a batch that is refused leaves it as it was
                 once = [base[i] for i in node.inputs].count(target) == 1
                 if once and target not in seen and (kernel is None or alike(graph, name, target)):

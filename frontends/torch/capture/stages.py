@@ -70,6 +70,8 @@ def stages_of(module: fx.GraphModule) -> Stages | None:
     (end,) = (node for node in nodes if node.op == "output")
     results = list(end.args[0]) if isinstance(end.args[0], tuple | list) else [end.args[0]]
     cuts = _cuts(nodes, results)
+    if any(isinstance(r, fx.Node) and r.op == "get_attr" for r in results):
+        return None
     if not cuts or len(cuts) >= MOST or any(map(_is_stateful, nodes)):
         return None
     divided = _divided(module, nodes, results, cuts)
