@@ -13,12 +13,13 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from daceml_train.analysis.interpret import interpret
-from daceml_train.driver.binding import SEED, differentiable_outputs, input_tensors
+from daceml_train.driver.binding import differentiable_outputs, input_tensors
 from daceml_train.driver.module import original
 from daceml_train.errors import DacemlError
 from daceml_train.frontends.torch.capture.capture import Captured, capture
 from daceml_train.frontends.torch.dynamo.tracing import traced, tracing
 from daceml_train.graph.graph import Graph, Node
+from daceml_train.graph.node import SEED
 from daceml_train.ops.operator import Array, Value
 
 TOLERANCE = 1e-5

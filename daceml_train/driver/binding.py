@@ -15,9 +15,6 @@ from daceml_train.frontends.torch.results import OutputSource
 from daceml_train.runtime.gpu.plan import same_strides
 from daceml_train.tensor import evaluate
 
-SEED = "seed"
-"""The graph input for the seed of a call's random numbers."""
-
 
 def input_tensors(captured: Captured, arguments: Sequence[Any]) -> dict[str, torch.Tensor]:
     """Graph input -> tensor, without the seed and random numbers."""

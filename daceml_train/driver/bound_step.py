@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from daceml_train.driver.binding import SEED, changed_often, check_apart, raise_versions, sizes_of
+from daceml_train.driver.binding import changed_often, check_apart, raise_versions, sizes_of
 from daceml_train.driver.bound_optimizer import (
     OptimizerGuard,
     UserOptimizerGuard,
@@ -36,6 +36,7 @@ from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.frontends.torch.capture.rng_draws import Draw
 from daceml_train.frontends.torch.dynamo import data_sizes
 from daceml_train.frontends.torch.dynamo.tracing import failing_guard
+from daceml_train.graph.node import SEED
 from daceml_train.lowering.device import GPU
 from daceml_train.runtime.bound_plan import BoundPlan
 from daceml_train.runtime.collectives import communicating
@@ -198,8 +199,7 @@ class BoundStep:
         self.draws: dict[str, tuple[int, Draw, tuple[int, ...]]] = {}
         self.selected = SelectedInputs.of(captured, by_name, given, known, [entry.name for entry in program.inputs])
         selected = () if self.selected is None else {place for place, _ in self.selected.places}
-        self.mutable: list[torch.Tensor] = []
-        fixed: list[torch.Tensor] = []
+        self.mutable, fixed = list[torch.Tensor](), list[torch.Tensor]()
         for position, entry in enumerate(program.inputs):
             if position in selected:
                 continue

@@ -9,7 +9,6 @@ import torch
 import torch.utils._pytree as pytree
 
 from daceml_train.driver.binding import (
-    SEED,
     differentiable_outputs,
     input_tensors,
     laid_out,
@@ -21,6 +20,7 @@ from daceml_train.driver.goals import Differentiable
 from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.frontends.torch.results import OutputSource
 from daceml_train.graph.graph import Role
+from daceml_train.graph.node import SEED
 from daceml_train.lowering.device import GPU
 from daceml_train.runtime.executable import Executable
 from daceml_train.runtime.executor import InputMismatch

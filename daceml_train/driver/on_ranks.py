@@ -10,16 +10,18 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.utils._pytree as pytree
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from daceml_train.analysis.links import Link
+from daceml_train.analysis.reachability import descendants
 from daceml_train.driver.distribution import begin_as_equals, check_wrapper, rows_of
 from daceml_train.driver.fully_sharded import FullySharded, make_state
 from daceml_train.driver.pieces import InPieces
 from daceml_train.driver.sharded_embedding import ShardedEmbedding, sharded_embeddings
 from daceml_train.errors import Invalid, Unsupported
-from daceml_train.graph.graph import Graph
+from daceml_train.graph.graph import Graph, Role
 from daceml_train.ops.collective import shard_size
 from daceml_train.ops.embedding import Embedding, EmbeddingBag
 from daceml_train.passes.base import Pass
@@ -106,6 +108,8 @@ class OnRanks(InPieces):
 
     _tables: tuple[tuple[str, int], ...] = ()
     """The inputs of the captured graph that are tables, and the most rows of each that any rank reads."""
+    _drift: str = ""
+    """Why ranks would not keep equal parameters."""
     _divided_inputs: tuple[str, ...] = ()
     """The inputs of the captured graph that are parameters in `fully_shard`."""
     _rows_read: dict[int, int] | None = None
@@ -117,7 +121,8 @@ class OnRanks(InPieces):
         self._check_divided()
         if self.ranks is None:
             return
-        modules = [m for m in (self.model, self.loss) if isinstance(m, torch.nn.Module)]
+        self._check_embeddings()
+        modules = [m for m in (self.model, self.loss) if isinstance(m, nn.Module)]
         told = {**options, **{f.name: getattr(sharing, f.name) for f in fields(sharing)}}
         del told["ranks"], told["wrapper"]
         told["passes"] = ", ".join(map(str, self.options.pipeline.level(LEVEL)))
@@ -189,6 +194,8 @@ class OnRanks(InPieces):
 
     def _run_in_pieces(self, key: Any, inputs: Any, targets: Sequence[Any]) -> torch.Tensor:
         """As of any step; a model in `fully_shard` then trains by PyTorch's hooks, on all ranks."""
+        if self._drift:
+            raise Invalid(self._drift, advice="change it between steps, on all ranks")
         if (sharded := self.sharing.sharded) is not None and self.ranks is not None:
             self.ranks.begin("a step in pieces, see its `breaks`", rows_of(pytree.tree_leaves((inputs, targets))))
             self.ranks.agreed()
@@ -261,6 +268,7 @@ class OnRanks(InPieces):
 
         All ranks tell each other in the first step that succeeds, if that is what their choice depends on.
         """
+        self._check_changes(graph, by_name)
         self._tables = ()
         choosing = next((p for p in self.options.pipeline.level(LEVEL) if isinstance(p, ChooseRows)), None)
         if self.ranks is None or choosing is None or choosing.how == "dense":
@@ -278,6 +286,28 @@ class OnRanks(InPieces):
             self._rows_read = {id(by_name[n]): rows for n, rows in most.items()}
         known = ((name, self._rows_read.get(id(by_name[name]), 0)) for name in tables)
         self._tables = tuple(sorted((name, rows) for name, rows in known if rows))
+
+    def _check_changes(self, graph: Graph, by_name: Mapping[str, torch.Tensor]) -> None:
+        """Refuse a model that changes a parameter by what is in the batch, which differs by rank: in pieces, too."""
+        if self.ranks is None or not (changed := [n for n in graph.writes if by_name[n].requires_grad]):
+            return
+        given = [name for name, entry in graph.inputs.items() if entry.role is Role.input]
+        of_batch = descendants(graph.nodes, given)
+        if found := [graph.inputs[name].path for name in changed if graph.writes[name] in of_batch]:
+            self._drift = f"the model changes {found[0]} by its batch, and ranks would drift apart"
+            raise Unsupported(self._drift)
+
+    def _check_embeddings(self) -> None:
+        """Raise `Invalid` for an embedding whose options depend on which rows a rank reads."""
+        for part in (self.model, self.loss):
+            for path, module in part.named_modules() if isinstance(part, nn.Module) else ():
+                if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                    continue
+                if module.max_norm is not None:
+                    advice = "scale the rows between steps, on all ranks"
+                    raise Invalid(f"{path} has max_norm: ranks scale the rows that they read alone", advice=advice)
+                if module.scale_grad_by_freq:
+                    raise Invalid(f"{path} has scale_grad_by_freq: a rank counts its own part of the batch alone")
 
     def _gathers(self, table: torch.Tensor, rows: int) -> bool:
         """Whether rows of a table's gradient are exchanged if each rank reads so many of them."""
@@ -321,7 +351,7 @@ class OnRanks(InPieces):
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
     @property
-    def _given(self) -> torch.nn.Module:
+    def _given(self) -> nn.Module:
         """The model as the user has it."""
         return self.sharing.sharded.model if self.sharing.sharded else self.model
 

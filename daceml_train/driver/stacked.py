@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from daceml_train.driver.binding import SEED
 from daceml_train.driver.bound_optimizer import in_strides
 from daceml_train.driver.bound_step import BoundStep
 from daceml_train.driver.checking import kind_of
@@ -26,6 +25,7 @@ from daceml_train.driver.step import TrainingStep
 from daceml_train.errors import Invalid, Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.graph.graph import Graph
+from daceml_train.graph.node import SEED
 from daceml_train.lowering.device import CPU
 from daceml_train.training.joint import Joint, Trained, joint_graph
 from daceml_train.training.stacked import stacked

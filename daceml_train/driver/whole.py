@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 
 from daceml_train.analysis.sizes import bind
 from daceml_train.autodiff.whole_batch import ADVICE, Batch, Split, split_loss
-from daceml_train.driver.binding import SEED, sizes_of
+from daceml_train.driver.binding import sizes_of
 from daceml_train.driver.capture_only import CapturedCall
 from daceml_train.driver.denominators import Denominators
 from daceml_train.driver.goals import compile_differentiable
@@ -22,6 +22,7 @@ from daceml_train.frontends.torch.capture.capture import Captured, InputSource
 from daceml_train.frontends.torch.dynamo.tracing import reason
 from daceml_train.graph.graph import Graph
 from daceml_train.graph.leaves import leaves
+from daceml_train.graph.node import SEED
 from daceml_train.lowering.device import Device
 from daceml_train.passes.base import without_dead_code
 from daceml_train.runtime.torch_types import torch_dtype

@@ -17,7 +17,7 @@ import sympy
 from daceml_train.errors import Invalid
 from daceml_train.graph.lanes import Lanes
 from daceml_train.graph.networkx import to_networkx
-from daceml_train.graph.node import Input, Node, Role
+from daceml_train.graph.node import SEED, Input, Node, Role
 from daceml_train.graph.printer import show
 from daceml_train.ops.operator import Operator, Origin, Value
 from daceml_train.tensor import Tensor
@@ -48,7 +48,7 @@ class Graph:
     # ---- building -----------------------------------------------------------------------------------------------
     def fresh(self, base: str) -> str:
         """An unused array name: `base`, or `base_1`, `base_2`, ..."""
-        if base not in self.tensors:
+        if base not in self.tensors and base != SEED:
             return base
         count = self._counter.get(base, 0)
         while True:

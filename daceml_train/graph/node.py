@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from daceml_train.ops.operator import Operator, Origin
 from daceml_train.tensor import Tensor
 
+SEED = "seed"
+"""The input for the seed of a call's random numbers; no other array has this name."""
+
 
 class Role(enum.Enum):
     """What an input is to the user."""

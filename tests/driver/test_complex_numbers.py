@@ -72,6 +72,19 @@ def overwritten(w: Tensor, x: Tensor) -> Any:
     return torch.view_as_real(z + z.sum())
 
 
+def written_views(w: Tensor, x: Tensor) -> Any:
+    """Slices, rows and diagonals, of numbers with a gradient and of constants; PyTorch has no derivative by its scatters."""
+    z = torch.complex(x * w, x)
+    modes = torch.zeros_like(z)
+    modes[..., :2] = z[..., 1:3] * 2
+    modes[:, ::2] += z[..., 2:].conj()
+    modes[2] = z[0] * 1j
+    modes.diagonal()[:] = z.diagonal() ** 2
+    real = torch.zeros_like(z)
+    real[1:] = z.real[:2]
+    return torch.view_as_real(modes * z), torch.view_as_real(real * 1j)
+
+
 def changed_without_gradients(w: Tensor, x: Tensor) -> Any:
     z = torch.complex(x * w, x).clone()
     with torch.no_grad():
@@ -88,7 +101,7 @@ def replaced(w: Tensor, x: Tensor) -> Any:
 @pytest.mark.compiled
 @pytest.mark.parametrize(
     "program",
-    [two_uses, broadcast, views, one_part, detached, overwritten, changed_without_gradients, replaced],
+    [two_uses, broadcast, views, one_part, detached, overwritten, written_views, changed_without_gradients, replaced],
     ids=lambda p: p.__name__,
 )
 def test_gradients_of_complex_values_in_one_graph(program: Any) -> None:

@@ -193,6 +193,45 @@ def test_ranks_that_differ_stop_with_an_error_that_names_them(ranks: Ranks, how:
         assert re.search(message, error, re.DOTALL), error
 
 
+class Renormalized(nn.Module):
+    """An embedding by PyTorch's function, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.last = nn.Parameter(torch.randn(9, 6)), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(F.embedding(x, self.weight, max_norm=1.0))
+
+
+def drifting(rank: int, how: str) -> str:
+    """The error of a step in which each rank would change a table by the rows that it reads alone."""
+    models = {
+        "max_norm": lambda: nn.Sequential(nn.Embedding(9, 6, max_norm=1.0), nn.Linear(6, 4)),
+        "scale_grad_by_freq": lambda: nn.Sequential(nn.EmbeddingBag(9, 6, scale_grad_by_freq=True), nn.Linear(6, 4)),
+        "function": Renormalized,
+    }
+    model = models[how]()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    with pytest.raises(dt.Invalid) as error:
+        dt.training_step(model, F.cross_entropy, optimizer, mesh=dist.group.WORLD)(
+            torch.tensor([rank, 3]), torch.tensor([0, 1])
+        )
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("max_norm", "0 has max_norm: ranks scale the rows that they read alone"),
+        ("scale_grad_by_freq", "0 has scale_grad_by_freq: a rank counts its own part of the batch alone"),
+        ("function", "the model changes weight by its batch, and ranks would drift apart"),
+    ],
+)
+def test_tables_that_would_drift_apart_are_refused(ranks: Ranks, how: str, message: str) -> None:
+    assert all(message in error for error in ranks(drifting, how))
+
+
 def damaged(rank: int) -> str:
     """The error of a step whose parameters change on their way to one rank."""
     model, sent = dense(), distribution.Ranks.broadcast

@@ -185,21 +185,23 @@ def images(sizes: tuple[int, ...], step: int, rank: int | None) -> tuple[Tensor,
 
 
 def normalized(
-    rank: int, wrap: bool, sizes: list[tuple[int, ...]]
+    rank: int, wrap: bool, sizes: list[tuple[int, ...]], shard: str | None
 ) -> tuple[dict[str, Tensor], list[str], list[Tensor]]:
     torch.manual_seed(0)
     model = Images()
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     given = DistributedDataParallel(model) if wrap else model
     mesh = {} if wrap else {"mesh": dist.group.WORLD}
-    step = dt.training_step(given, F.cross_entropy, optimizer, sync_batch_norm=True, **mesh)
+    step = dt.training_step(given, F.cross_entropy, optimizer, sync_batch_norm=True, shard=shard, **mesh)
     losses = [step(*images(of_ranks, number, rank)) for number, of_ranks in enumerate(sizes)]
     return model.state_dict(), step.breaks, losses
 
 
-@pytest.mark.parametrize("wrap", [False, True])
+@pytest.mark.parametrize(("wrap", "shard"), [(False, None), (True, None), (False, "optimizer")])
 @pytest.mark.parametrize("sizes", [[(4, 2, 3, 3)] * 3, [(4, 2, 3, 3), (5, 0, 4, 3), (0, 0, 12, 0)]])
-def test_batch_norm_has_the_statistics_of_all_ranks(ranks: Ranks, wrap: bool, sizes: list[tuple[int, ...]]) -> None:
+def test_batch_norm_has_the_statistics_of_all_ranks(
+    ranks: Ranks, wrap: bool, sizes: list[tuple[int, ...]], shard: str | None
+) -> None:
     """A rank without data has the running statistics of the others, too."""
     torch.manual_seed(0)
     theirs = Images()
@@ -211,7 +213,7 @@ def test_batch_norm_has_the_statistics_of_all_ranks(ranks: Ranks, wrap: bool, si
         expected.append(F.cross_entropy(theirs(x), y))
         expected[-1].backward()
         optimizer.step()
-    for state, breaks, losses in ranks(normalized, wrap, sizes):
+    for state, breaks, losses in ranks(normalized, wrap, sizes, shard):
         assert breaks == []
         torch.testing.assert_close(losses, [loss.detach() for loss in expected], **ROUNDING)
         for name, value in theirs.state_dict().items():

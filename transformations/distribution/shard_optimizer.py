@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import sympy
 
 from daceml_train.analysis.network import sent, sent_by
 from daceml_train.graph.graph import Graph, Node, Role
@@ -128,9 +129,10 @@ class _Shards:
         reduced = {id(node) for nodes in self.updates.values() for node in nodes}
         self.position = positions(graph)
         self.ranks = _ranks(graph)
-        self.constants = {
-            n.outputs[0]: float(n.op.value) for n in graph.nodes if isinstance(n.op, Full) and not n.op.shape
-        }
+        for node in graph.nodes:
+            op = node.op
+            if isinstance(op, Full) and not op.shape and sympy.sympify(op.value).is_number:  # not one of sizes
+                self.constants[node.outputs[0]] = float(op.value)
         self._inputs()
         for node in graph.nodes:
             with self.other.at(node.origin):

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from daceml_train.driver.binding import SEED
 from daceml_train.driver.function import run_with_layout
 from daceml_train.driver.goals import compile_differentiable
 from daceml_train.driver.settings import Settings
 from daceml_train.errors import Invalid
 from daceml_train.exploration.session.subject import Subject
 from daceml_train.graph.graph import Graph
+from daceml_train.graph.node import SEED
 from daceml_train.runtime.executable import Executable
 from daceml_train.runtime.torch_types import torch_dtype
 from daceml_train.training.gradients import scaler_state

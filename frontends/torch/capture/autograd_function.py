@@ -20,6 +20,7 @@ from daceml_train.frontends.torch.capture.trace import trace
 from daceml_train.frontends.torch.rules.fallback import body_of
 from daceml_train.frontends.torch.rules.translate import Translator, rule
 from daceml_train.graph.graph import Graph
+from daceml_train.graph.node import SEED
 from daceml_train.ops.fallback import Body
 from daceml_train.ops.gradient import CustomVJP
 from daceml_train.ops.operator import Value
@@ -49,7 +50,7 @@ def _traced(t: Translator, module: fx.GraphModule, operands: Sequence[FakeTensor
     graph = Graph("body")
     inner = Translator(graph, t.fallback, t.randomness)
     results = inner.run(traced, [graph.input(f"x{i}", types.tensor(o)) for i, o in enumerate(operands)])
-    if "seed" in graph.inputs or inner.draws:
+    if SEED in graph.inputs or inner.draws:
         raise Unsupported("random numbers inside an autograd.Function")
     t.fallbacks += inner.fallbacks
     if gradients is None:

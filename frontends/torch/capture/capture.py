@@ -29,6 +29,7 @@ from daceml_train.frontends.torch.rules import collectives, fallback, table
 from daceml_train.frontends.torch.rules.size_numbers import Unproven
 from daceml_train.frontends.torch.rules.translate import Translator
 from daceml_train.graph.graph import Graph, Node, Role
+from daceml_train.graph.node import SEED
 from daceml_train.ops.operator import Origin, Value
 from daceml_train.tensor import Dim, DType, symbol
 from daceml_train.tensor import Tensor as TensorType
@@ -109,7 +110,7 @@ class Captured:
     @functools.cached_property
     def random(self) -> bool:
         """Whether random numbers are drawn: the graph then has the input `seed`, or inputs with the numbers."""
-        return "seed" in self.graph.inputs or bool(self.draws)
+        return SEED in self.graph.inputs or bool(self.draws)
 
 
 def capture(

@@ -15,6 +15,7 @@ from daceml_train.frontends.torch.capture.trace import trace
 from daceml_train.frontends.torch.rules.translate import Translator, rule
 from daceml_train.graph.bodies import body_of
 from daceml_train.graph.graph import Graph, Role
+from daceml_train.graph.node import SEED
 from daceml_train.ops.control import Cond, ControlFlow, Scan, While, dense
 from daceml_train.ops.fallback import Body
 from daceml_train.ops.operator import Value
@@ -93,10 +94,10 @@ def _body(
     t.count_streams_with(inner)
     t.fallbacks += inner.fallbacks
     constants = []
-    if "seed" in graph.inputs:
+    if SEED in graph.inputs:
         if control.name != "cond":
             raise Unsupported(f"random numbers inside {control.name}")
-        constants.append(("seed", t.seed()))
+        constants.append((SEED, t.seed()))
     if inner.draws:
         raise Unsupported(f"random numbers of eager execution inside {control.name}")
     for name, tensor in inner.constants.items():

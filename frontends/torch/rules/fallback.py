@@ -21,12 +21,18 @@ from daceml_train.frontends.torch.rules.collectives import refuse_collectives
 from daceml_train.frontends.torch.rules.translate import Translator
 from daceml_train.graph.graph import Graph
 from daceml_train.ops.fallback import Aten, Body, Operand
-from daceml_train.ops.gradient import Detach
 from daceml_train.ops.kernel import Statement
 from daceml_train.ops.operator import Value
 
 _COPY = torch.ops.aten.copy.default
 """A copy over a tensor, called for complex numbers alone; autograd has no derivative for this form of it."""
+
+_VIEW_OF: dict[object, Any] = {
+    getattr(torch.ops.aten, f"{name}_scatter").default: getattr(torch.ops.aten, name)
+    for name in ("slice", "select", "diagonal", "as_strided")
+}
+"""The view that each operator writes to a copy of its operand: for complex numbers, autograd refuses the operators, but
+differentiates the write."""
 
 
 def emit(t: Translator, node: fx.Node, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
@@ -59,8 +65,6 @@ def emit(t: Translator, node: fx.Node, arguments: Sequence[Any], keywords: dict[
         op = Aten(op.target, op.arguments, op.types, op.keywords, op.random, _derivative(t, node, op, operands))
     t.fallbacks.append((op.target, t.graph.origin))
     results = iter(t.graph.emit(op, *operands))
-    if target is _COPY and op.backward is None:  # of constants, over what may have a gradient, which ends there
-        results = iter(t.graph.emit(Detach(), *results))
     return pytree.tree_unflatten([next(results) if isinstance(e, Tensor) else e for e in examples], structure)
 
 
@@ -94,6 +98,10 @@ def _call(node: fx.Node, tensors: Sequence[Tensor]) -> Any:
     assert isinstance(target, torch._ops.OpOverload)
     if target is _COPY and torch.is_grad_enabled():
         return args[1].to(args[0].dtype).expand(args[0].shape)
+    if target in _VIEW_OF and args[0].is_complex() and torch.is_grad_enabled():
+        result = args[0].clone()
+        _VIEW_OF[target](result, *args[2:], **kwargs).copy_(args[1])
+        return result
     return target(*args, **kwargs)
 
 
@@ -190,7 +198,10 @@ def _traced_derivative(t: Translator, node: fx.Node, op: Aten, operands: Sequenc
     with mode, torch.enable_grad():
         leaves = [_as_here(n.meta["val"], v).requires_grad_(t.active(v)) for n, v in zip(nodes, operands, strict=True)]
         read = _read(node)
-        differentiable = [i for i, r in enumerate(call(*leaves)) if r.requires_grad and (not read or i in read)]
+        results = call(*leaves)
+        if not any(r.requires_grad for r in results):  # as of `full_like`: gradients end here in PyTorch, too
+            return body_of(_Signature(op, operands).graph, [None] * len(operands))
+        differentiable = [i for i, r in enumerate(results) if r.requires_grad and (not read or i in read)]
         wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
         if not differentiable or not wanted:
             return None
@@ -213,6 +224,16 @@ def _read(node: fx.Node) -> list[int]:
     return sorted({int(user.args[1]) for user in node.users})  # type: ignore[arg-type]
 
 
+class _Signature:
+    """A graph with the inputs of the body of a derivative."""
+
+    def __init__(self, op: Aten, operands: Sequence[Value]) -> None:
+        self.graph = graph = Graph("derivative")
+        self.xs = [graph.input(f"x{i}", v.tensor) for i, v in enumerate(operands)]
+        self.ys = [graph.input(f"y{i}", result) for i, result in enumerate(op.types)]
+        self.cotangents = {i: graph.input(f"g{i}", r) for i, r in enumerate(op.types) if r.dtype.is_float}
+
+
 def _body(
     joint: fx.GraphModule,
     node: fx.Node,
@@ -222,28 +243,25 @@ def _body(
     wanted: list[int],
 ) -> Body:
     """The body of a traced forward and backward, in which the operator's own results replace the forward."""
-    graph = Graph("derivative")
-    xs = [graph.input(f"x{i}", v.tensor) for i, v in enumerate(operands)]
-    ys = [graph.input(f"y{i}", outputs) for i, outputs in enumerate(op.types)]
-    cotangents = {i: graph.input(f"g{i}", outputs) for i, outputs in enumerate(op.types) if outputs.dtype.is_float}
-    if not all(i in cotangents for i in differentiable):
+    inputs = _Signature(op, operands)
+    if not all(i in inputs.cotangents for i in differentiable):
         raise Unsupported(f"the derivative of {op.label}")
-    t = Translator(graph, emit)
+    t = Translator(inputs.graph, emit)
     first = next((n for n in joint.graph.nodes if n.target is node.target), None)
     if first is not None:
         examples, structure = pytree.tree_flatten(node.meta["val"])
-        results = iter(ys)
+        results = iter(inputs.ys)
         t.given[first] = pytree.tree_unflatten(
             [next(results) if isinstance(e, Tensor) else e for e in examples], structure
         )
     elif op.random:
         raise Unsupported(f"the derivative of {op.label}, which is random")
-    outputs = t.run(joint, [*xs, *(cotangents[i] for i in differentiable)])[len(differentiable) :]
+    outputs = t.run(joint, [*inputs.xs, *(inputs.cotangents[i] for i in differentiable)])[len(differentiable) :]
     gradients: list[str | None] = [None] * len(operands)
     for position, value in zip(_gradient_positions(outputs, wanted, len(operands)), outputs, strict=True):
         if isinstance(value, Value):
             gradients[position] = value.name
-    return body_of(graph, gradients)
+    return body_of(inputs.graph, gradients)
 
 
 def _gradient_positions(results: Sequence[Any], wanted: Sequence[int], count: int) -> Sequence[int]:

@@ -19,6 +19,7 @@ from daceml_train.frontends.torch.capture.rng_draws import Draw, Randomness, dra
 from daceml_train.frontends.torch.dynamo.origin import origin
 from daceml_train.frontends.torch.rules.size_numbers import Unproven, is_ratio, real
 from daceml_train.graph.graph import Graph, Role
+from daceml_train.graph.node import SEED
 from daceml_train.ops.fallback import full as constant
 from daceml_train.ops.gradient import Detach
 from daceml_train.ops.operator import Origin, Value, make
@@ -153,9 +154,9 @@ class Translator:
 
     def seed(self) -> Value:
         """The one seed input of the graph; created at first use."""
-        if "seed" not in self.graph.inputs:
-            return self.graph.input("seed", Tensor((), DType.int64), Role.state, "seed")
-        return self.graph.value("seed")
+        if SEED not in self.graph.inputs:
+            return self.graph.input(SEED, Tensor((), DType.int64), Role.state, SEED)
+        return self.graph.value(SEED)
 
     def stream(self) -> int:
         """A number that no other random operator of the graph has."""
