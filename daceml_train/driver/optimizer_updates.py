@@ -3,7 +3,8 @@
 PyTorch launches about ten operators per parameter. A hook that is called before every `step()` runs one program for all
 parameters of an optimizer that trains a module from `optimize`, and lets PyTorch's own step find nothing to do. The
 state remains in the optimizer, under PyTorch's names. What is not as usual is left to PyTorch: a closure, hooks around
-the step, a sparse gradient, an optimizer without an update of ours, and the first step, which makes the state.
+the step, a sparse gradient, an optimizer without an update of ours, and the first step, which makes the state. Where a
+loop makes a new optimizer for parameters that had one, the first steps are, too: it may make one for every task.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ from daceml_train.training.optimizers import number_types, ready, update_of
 PROGRAMS = 8
 """How many programs an optimizer may have: for sets of parameters with gradients, and for options. Then PyTorch's own
 step is used: options change from step to step."""
+
+NEXT = 24
+"""How many steps a further optimizer of the same parameters takes by itself. A program is bound in the time of some 10 to
+30 steps of PyTorch's."""
 
 
 @dataclass
@@ -139,11 +144,11 @@ def _trained(optimizer: torch.optim.Optimizer, graded: Sequence[int]) -> tuple[l
 class OptimizerUpdates:
     """The updates of one optimizer."""
 
-    def __init__(self, settings: Settings, names: dict[int, str]) -> None:
+    def __init__(self, settings: Settings, names: dict[int, str], by_itself: int = 1) -> None:
         self.settings, self.names = settings, names
         self.bound: dict[tuple[int, ...], BoundUpdate] = {}
-        self.started = False
-        """Whether PyTorch has taken the first step, which makes the state."""
+        self.by_itself = by_itself
+        """How many more steps are left to PyTorch, of which the first makes the state."""
         self.compiled = 0
         self.why = ""
         """Why PyTorch takes all further steps."""
@@ -159,8 +164,8 @@ class OptimizerUpdates:
         bound = self.bound.get(key)
         if bound is not None and bound.run(optimizer, gradients):
             return True
-        if not self.started:
-            self.started = True
+        if self.by_itself:
+            self.by_itself -= 1
             return False
         if bound is not None and bound.guard.holds(optimizer):
             return False  # of this step alone: a gradient of another kind
@@ -183,6 +188,8 @@ _known: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, OptimizerUpd
 _known = weakref.WeakKeyDictionary()
 _settings: weakref.WeakKeyDictionary[torch.nn.Module, Settings] = weakref.WeakKeyDictionary()
 """The modules from `optimize`."""
+_trained_before: weakref.WeakKeyDictionary[torch.nn.Module, set[int]] = weakref.WeakKeyDictionary()
+"""The parameters, by identity, of each of these modules that an optimizer has updated."""
 _count = 0
 """How many there have been: an optimizer that trained none of them may train a later one."""
 
@@ -223,7 +230,10 @@ def _updates_of(optimizer: torch.optim.Optimizer) -> OptimizerUpdates | None:
     for module, settings in _settings.items():
         names = {id(p): name for name, p in module.named_parameters()}
         if not own.isdisjoint(names):
-            return OptimizerUpdates(settings, names)
+            before = _trained_before.setdefault(module, set())
+            by_itself = 1 if own.isdisjoint(before) else NEXT
+            before |= own
+            return OptimizerUpdates(settings, names, by_itself)
     return None
 
 

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import daceml_train as dt
 from daceml_train.driver import optimizer_updates
-from daceml_train.driver.optimizer_updates import PROGRAMS, BoundUpdate
+from daceml_train.driver.optimizer_updates import NEXT, PROGRAMS, BoundUpdate
 from daceml_train.driver.step import ALLOWED_CHANGES
 from tests.driver.test_optimizers import TOLERANCE, assert_alike, batch, model_of
 from tests.ops.test_adaptive_optimizers import OPTIONS
@@ -161,6 +161,18 @@ def test_options_that_change_at_every_step_end_in_pytorch(runs: list[bool]) -> N
         pair.step(number)
         pair.check()
     assert runs.count(True) == PROGRAMS
+
+
+def test_a_new_optimizer_for_every_task(runs: list[bool]) -> None:
+    """A program that is bound for a few steps costs more than it saves: one that stays has it later."""
+    pair = Pair()
+    for task in range(5):
+        for number in range(3 if task < 4 else NEXT + 2):
+            pair.step(number)
+        assert runs.count(True) == (2 if task < 4 else 4)
+        pair.check()
+        if task < 4:
+            pair.optimizers = [pair._optimizer("AdamW", m, {}) for m in (pair.ours, pair.theirs)]
 
 
 def test_a_scaler(runs: list[bool]) -> None:
