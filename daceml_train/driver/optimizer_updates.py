@@ -35,8 +35,8 @@ PROGRAMS = 8
 step is used: options change from step to step."""
 
 NEXT = 24
-"""How many steps a further optimizer of the same parameters takes by itself. A program is bound in the time of some 10 to
-30 steps of PyTorch's."""
+"""How many steps a further optimizer of the same parameters takes by itself: binding a program takes as long as some 10
+to 30 steps of PyTorch's."""
 
 
 @dataclass

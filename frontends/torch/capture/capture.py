@@ -5,20 +5,18 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.experimental.symbolic_shapes import guard_int
 from torch.utils import _pytree as pytree
 
 from daceml_train.analysis.reachability import required
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch import types
-from daceml_train.frontends.torch.capture import graph_leaves, selections
+from daceml_train.frontends.torch.capture import graph_leaves, selections, size_symbols
 from daceml_train.frontends.torch.capture.operators import custom_functions
 from daceml_train.frontends.torch.capture.rng_draws import Draw, Randomness
 from daceml_train.frontends.torch.capture.trace import fake, fake_mode, first_line, functorch_levels, trace
@@ -31,7 +29,7 @@ from daceml_train.frontends.torch.rules.translate import Translator
 from daceml_train.graph.graph import Graph, Node, Role
 from daceml_train.graph.node import SEED
 from daceml_train.ops.operator import Origin, Value
-from daceml_train.tensor import Dim, DType, symbol
+from daceml_train.tensor import DType
 from daceml_train.tensor import Tensor as TensorType
 
 assert table.RULES  # filled by importing the table
@@ -138,7 +136,7 @@ def capture(
         fake(mode, x, node.name, getattr(node, "_dynamo_source", None))
         for node, x in zip(_placeholders(gm), example_inputs, strict=True)
     ]
-    _specialize(operands, _told(operands), _without_shapes(gm, operands))
+    size_symbols.specialize(operands, size_symbols.told(operands), size_symbols.without_shapes(gm, operands))
     held = dict(gm.named_parameters(remove_duplicate=False)) | dict(gm.named_buffers(remove_duplicate=False))
     attributes = {name: fake(mode, t, name) for name, t in held.items()}
     _annotate(gm, mode, operands, held, attributes)
@@ -148,7 +146,7 @@ def capture(
     if grad_enabled:
         collectives.refuse_in_place(gm.graph.nodes)
     try:
-        captured, trace = _translated(gm, example_inputs, operands, held, attributes, grad_enabled, randomness)
+        captured, trace = _with_equal_sizes(gm, example_inputs, operands, held, attributes, grad_enabled, randomness)
     except Unsupported as error:
         unproven = isinstance(error, Unproven) or any(isinstance(x, torch.SymInt) for x in operands)
         if not unproven or types.some_determined():  # sizes that depend on data have no numbers
@@ -158,10 +156,27 @@ def capture(
     return replace(captured, trace=trace if keep_trace else None, constant_sizes=noted)
 
 
+def _with_equal_sizes(
+    gm: fx.GraphModule, example_inputs: Sequence[object], operands: Any, *more: Any
+) -> tuple[Captured, Trace]:
+    """The translation; once more where PyTorch's derivative of an operator has found that sizes have to be equal.
+
+    That is a guard of the graph, and these sizes have one symbol from then on.
+    """
+    shape_env = size_symbols.shape_env_of(operands)
+    known = 0 if shape_env is None else len(shape_env.replacements)
+    try:
+        return _translated(gm, example_inputs, operands, *more)
+    except Unproven:
+        if shape_env is None or len(shape_env.replacements) == known:
+            raise
+    return _translated(gm, example_inputs, operands, *more)
+
+
 def _with_fewer_symbols(gm: fx.GraphModule, example_inputs: Sequence[object], operands: Any, *more: Any) -> Any:
     """The translation without the symbols of sizes in PyTorch's equations, or else without any symbol."""
-    for kept in (_told(operands) - _tied(operands), set[sympy.Symbol]()):
-        _specialize(operands, kept)
+    for kept in (size_symbols.told(operands) - size_symbols.tied(operands), set[sympy.Symbol]()):
+        size_symbols.specialize(operands, kept)
         try:
             return _translated(gm, example_inputs, operands, *more)
         except Unproven:
@@ -286,51 +301,6 @@ def _annotate(
             raise Unsupported(f"a graph that PyTorch cannot run without data: {first_line(error)}") from error
 
 
-def _told(operands: Sequence[Any]) -> set[sympy.Symbol]:
-    """The size symbols that the shapes of the tensors determine."""
-    shapes = [types.sizes(x.shape) for x in operands if isinstance(x, Tensor)]
-    return {s for shape in shapes for size in shape for s in _free(size)}
-
-
-def _tied(operands: Sequence[Any]) -> set[sympy.Symbol]:
-    """The size symbols in equations that hold for the present sizes; PyTorch recompiles where they do not."""
-    given: list[Any] = [size for x in operands if isinstance(x, Tensor) for size in x.shape]
-    symbolic = next((size for size in given if isinstance(size, torch.SymInt)), None)
-    guards = symbolic.node.shape_env.guards if symbolic is not None else ()
-    equations = [guard.expr for guard in guards if isinstance(guard.expr, sympy.Eq)]
-    return {symbol(s.name) for equation in equations for s in equation.free_symbols}
-
-
-def _specialize(
-    operands: Sequence[Any], symbols: set[sympy.Symbol], numbers: AbstractSet[sympy.Symbol] = frozenset()
-) -> None:
-    """Burn in all sizes but those over `symbols`, each with a guard: Dynamo recompiles for others.
-
-    Graphs take their sizes from shapes alone, so integers that no shape tells are burned in, but for `numbers`, which
-    reach no shape.
-    """
-    for x in operands:
-        for size in x.shape if isinstance(x, Tensor) else (x,):
-            if isinstance(size, torch.SymInt) and not _free(types.size(size)) <= symbols | numbers:
-                guard_int(size)
-
-
-def _without_shapes(gm: fx.GraphModule, operands: Sequence[Any]) -> set[sympy.Symbol]:
-    """The symbols of integer operands that occur in no tensor's sizes, strides or offset."""
-    given = {s for x in operands if isinstance(x, torch.SymInt) for s in _free(types.size(x))}
-    for node in gm.graph.nodes if given else ():
-        for example in pytree.tree_leaves(example_of(node)):
-            if isinstance(example, Tensor) and example.layout is torch.strided:
-                for size in (*example.shape, *example.stride(), example.storage_offset()):
-                    if isinstance(size, torch.SymInt):
-                        given -= {symbol(str(s)) for s in size.node.expr.free_symbols}
-    return given
-
-
-def _free(size: Dim) -> set[sympy.Symbol]:
-    return set() if isinstance(size, int) else set(size.free_symbols)
-
-
 def _refuse_gradients_into_inputs(gm: fx.GraphModule, grad_enabled: bool) -> None:
     """Raise if an input that needs no gradient is overwritten by values that have one."""
     for node in _placeholders(gm):
@@ -376,7 +346,7 @@ def _inputs(
             sources.append(InputSource("tensor", position, name, text, None, copy, number))
         elif isinstance(example, torch.SymInt):
             size = types.size(example)
-            if isinstance(size, sympy.Symbol) and size not in _told(operands):
+            if isinstance(size, sympy.Symbol) and size not in size_symbols.told(operands):
                 name = t.graph.fresh(re.sub(r"\W+", "_", _path(node)).strip("_") or "number")
                 t.number(str(size), t.graph.input(name, TensorType((), DType.int64), Role.input, _path(node)))
                 sources.append(InputSource("number", position, name, text, size, number=True))

@@ -18,6 +18,7 @@ from daceml_train.frontends.torch import types
 from daceml_train.frontends.torch.capture.decompositions import derivative_table
 from daceml_train.frontends.torch.dynamo.origin import origin
 from daceml_train.frontends.torch.rules.collectives import refuse_collectives
+from daceml_train.frontends.torch.rules.size_numbers import Unproven
 from daceml_train.frontends.torch.rules.translate import Translator
 from daceml_train.graph.graph import Graph
 from daceml_train.ops.fallback import Aten, Body, Operand
@@ -178,6 +179,8 @@ def _derivative(t: Translator, node: fx.Node, op: Aten, operands: Sequence[Value
         return _traced[key]
     try:
         found = _traced_derivative(t, node, op, operands)
+    except Unproven:
+        raise  # with fewer symbols, or those that PyTorch's derivative takes to be equal, there may be one
     except (DacemlError, RuntimeError, NotImplementedError, AssertionError):
         found = None  # the reverse pass raises, naming the operator, if a gradient has to flow through it
     if not symbolic:
