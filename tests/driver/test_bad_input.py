@@ -6,6 +6,8 @@ Either way model and optimizer are as they were, and the next good call works.
 from __future__ import annotations
 
 import copy
+import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -145,6 +147,36 @@ def test_a_fallback_names_module_and_line() -> None:
     optimized = dt.optimize(model)
     with pytest.warns(UserWarning, match=r"sparse tensor.*\(at 0\.0 test_bad_input\.py:\d+\)"):
         optimized(torch.tensor([[1, 2]]))
+
+
+class Replacing(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.bias.data = self.bias.data * 0.5
+        return super().forward(x)
+
+
+class Locking(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with threading.Lock():
+            return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (
+            Replacing,
+            r"a tensor whose memory is replaced \(x\.data = \.\.\.\); x\.data\.copy_\(\.\.\.\) keeps the memory",
+        ),
+        (Locking, r"Attempted to call function marked as skipped: Dynamo does not know how to trace .*allocate_lock.*"),
+    ],
+)
+def test_a_reason_is_one_sentence_without_hints(kind: type[nn.Linear], reason: str) -> None:
+    model = kind(4, 4)
+    step = dt.training_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    step(torch.randn(2, 4), torch.randn(2, 4))
+    assert re.match(reason, step.breaks[0].removeprefix("Unsupported: ")), step.breaks
+    assert not any("\n" in text or "Hint" in text for text in step.breaks)
 
 
 def test_not_a_number_stays_one() -> None:

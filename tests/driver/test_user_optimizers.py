@@ -177,7 +177,7 @@ def test_a_scheduler_may_wrap_the_step() -> None:
 OTHERS = [
     (users.Lookahead, "graph_break"),
     (users.Looking, "Data-dependent branching"),
-    (users.Replacing, "cannot trace"),
+    (users.Replacing, "memory is replaced"),
 ]
 
 

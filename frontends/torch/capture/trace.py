@@ -97,6 +97,11 @@ def _without_onednn() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(enabled)
 
 
+_REPLACED = "a set_ on a graph input"
+"""A part of PyTorch's error for an assignment to `.data` of a tensor that the graph is given."""
+_KEPT = "x.data.copy_(...) keeps the memory, and is part of the graph"
+
+
 def trace(
     module: fx.GraphModule,
     attributes: dict[str, Tensor],
@@ -120,6 +125,8 @@ def trace(
     except DacemlError:
         raise
     except Exception as error:
+        if _REPLACED in str(error):
+            raise Unsupported("a tensor whose memory is replaced (x.data = ...)", advice=_KEPT) from error
         raise Unsupported(f"PyTorch cannot trace this graph: {first_line(error)}") from error
     assert isinstance(graph, fx.GraphModule)
     return graph, signature
