@@ -39,6 +39,10 @@ def draw_seed() -> torch.Tensor:
     return torch.empty((), dtype=torch.int64).random_()
 
 
+COUNTERS = 16
+"""Elements of an input that is copied for the backward pass, which takes about a microsecond."""
+
+
 def run_with_layout(executable: Executable, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Run; an input whose memory is not laid out as the program's, or that is conjugated or negated lazily, is copied.
 
@@ -91,6 +95,8 @@ class CompiledGraph:
         self.copied = {names.index(s.name) for s in captured.inputs if s.name in names and s.position in copied}
         """Inputs of which user code reads a copy: programs read the input itself, which may change before they do."""
         fixed = [name for name in names if name != SEED and name not in captured.draws]
+        if not isinstance(compiled.forward.device, GPU):
+            self.copied |= {names.index(name) for name in compiled.kept if name in fixed and _counts(captured, name)}
         self.written = [fixed.index(name) for name in captured.graph.writes]
         self.changes = [(names.index(name), count) for name, count in captured.changes.items()]
         self.wanted = {names.index(name): k for k, name in enumerate(compiled.gradients)}
@@ -214,6 +220,16 @@ def shares_memory(tensors: Sequence[torch.Tensor], written: Sequence[int]) -> bo
                 if start < last and first < end:
                     return True
     return False
+
+
+def _counts(captured: Captured, name: str) -> bool:
+    """Whether an input may be a counter or a number of the model: later code may change it before the backward pass.
+
+    Autograd keeps it where a derivative reads it, a program also where a result is computed once more.
+    """
+    entry = captured.graph.inputs[name]
+    size = entry.tensor.size
+    return entry.role is not Role.parameter and isinstance(size, int) and size <= COUNTERS
 
 
 class _Function(torch.autograd.Function):

@@ -26,8 +26,6 @@ class Named(nn.Module):
         self.notes: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.seed_1 += 0.1
         for name in NAMES[:6]:
             x = torch.tanh(x * getattr(self, name)) + self.seed_1
         if self.dropout:
@@ -36,6 +34,8 @@ class Named(nn.Module):
             self.notes.append(round(float(x.detach().max()), 2))
         for name in NAMES[6:]:
             x = torch.tanh(x + getattr(self, name))
+        with torch.no_grad():
+            self.seed_1 += 0.1  # which a piece has read that recomputes results in its backward pass
         return x
 
 
