@@ -14,12 +14,12 @@ import torch._dynamo
 from daceml_train import logs
 from daceml_train.driver.bound_step import UNGUARDED, BoundStep
 from daceml_train.driver.distribution import parallel_wrapper
-from daceml_train.driver.faster import NEW_KINDS_SLOWER, SLOWER, WARM_PATHS, Faster, NewKinds
+from daceml_train.driver.faster import COSTLY, ENDLESS, NEW_KINDS_SLOWER, SLOWER, WARM_PATHS, Faster, NewKinds
 from daceml_train.driver.goals import WholeStep
 from daceml_train.driver.module import state_of
 from daceml_train.driver.on_ranks import OnRanks
 from daceml_train.driver.options import ScheduleKind
-from daceml_train.driver.paths import ENDLESS, Owner, Paths, unsuited
+from daceml_train.driver.paths import Owner, Paths, unsuited
 from daceml_train.driver.recursion import recursion_of
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured
@@ -94,8 +94,11 @@ class AlongPaths(OnRanks):
                 self._warn_of_paths(key, paths)
             else:
                 loss = self._train_in_pieces(self._loss_in_pieces(key, inputs, targets, False), inputs, targets)
-            if paths.misses == misses and self.along.ran(followed, time.thread_time() - start):
+            seconds = time.thread_time() - start
+            if paths.misses == misses and self.along.ran(followed, seconds):
                 paths.end(SLOWER)
+            elif paths.misses == misses and followed:
+                paths.costs.ran(seconds, self.along.best[False])
             return loss
         except Exception as error:
             if paths.calls == 1:
@@ -103,7 +106,7 @@ class AlongPaths(OnRanks):
                 self._at_fault(key, error, inputs, targets)
             raise
         finally:
-            if paths.refused in (ENDLESS, SLOWER) and self.faster.compiled is None:
+            if paths.refused in (COSTLY, ENDLESS, SLOWER) and self.faster.compiled is None:
                 self.faster.compiled = False
                 self.breaks.append(paths.refused)
 

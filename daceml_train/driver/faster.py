@@ -18,11 +18,18 @@ WARM_PATHS = 8
 RECENT_KINDS, NEW_KINDS = 8, 7
 """Where so many of the last calls were of a kind of their own, nearly every call is."""
 
+LEFT_CALLS = 16
+"""Where so many more calls have no program than have one, because of its cost, PyTorch runs all."""
+
 LEFT_KINDS = 4096
 """Kinds that are remembered."""
 
 NEW_KINDS_SLOWER = "nearly every call has sizes of its own, and binding a program takes longer than PyTorch's step"
 """Why PyTorch runs a step whose calls differ in sizes."""
+
+ENDLESS = "nearly every call takes a path of its own"
+COSTLY = "there are so many paths that compiling them costs more than their programs save"
+"""Why a search for paths has ended."""
 
 SLOWER = "the compiled pieces are slower than PyTorch, which runs the model"
 """Why a model in pieces has none."""
@@ -52,6 +59,37 @@ class Faster:
             return False
         self.compiled = self.best[True] <= CLEARLY * self.best[False]
         return not self.compiled
+
+
+class PathCosts:
+    """What the programs of paths have cost in seconds, against what they have saved.
+
+    The first paths have programs at once. All later ones together may cost as much again, and as much as calls by
+    programs have saved: where Python chooses among hundreds of ways, most calls would wait for a compiler.
+    """
+
+    def __init__(self) -> None:
+        self.early = self.late = self.saved = 0.0
+        self.left = 0
+        """How many more of the last calls had no program because of its cost than had one."""
+
+    def allow(self) -> bool:
+        """Whether a later path may have a program."""
+        return self.late <= self.early + self.saved
+
+    def paid(self, seconds: float, early: bool) -> None:
+        """Note what a program has cost."""
+        self.early, self.late = (self.early + seconds, self.late) if early else (self.early, self.late + seconds)
+
+    def ran(self, seconds: float, by_pytorch: float) -> None:
+        """Note a call by a program, and what PyTorch takes for one, infinity if that is not known."""
+        self.saved += max(by_pytorch - seconds, 0.0) if by_pytorch < float("inf") else 0.0
+        self.left = max(self.left - 1, 0)
+
+    def leave(self) -> bool:
+        """Note a call without a program; whether there are too many of them."""
+        self.left += 1
+        return self.left >= LEFT_CALLS
 
 
 class NewKinds:

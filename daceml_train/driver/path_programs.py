@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from daceml_train.analysis.reachability import ancestors, required
@@ -220,3 +221,27 @@ def divided(found: PathGraph, options: Settings) -> PathGraph:
     looked = graph.outputs[end:]
     graph.outputs = graph.outputs[:end]
     return replace(found, captured=replace(found.captured, graph=graph), looked=looked)
+
+
+class _WithoutGraph(torch.autograd.Function):
+    """What user code keeps of a step with its gradient: as in eager execution, a second backward pass is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, source: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError(
+            "Trying to backward through the graph a second time: daceml_train has run the step that computed it"
+        )
+
+
+_SOURCE = torch.zeros(0, requires_grad=True)
+"""From which such tensors have their gradient."""
+
+
+def without_graph(value: Tensor) -> Tensor:
+    """A value that seems to have a gradient, and whose backward pass is an error."""
+    found: Tensor = _WithoutGraph.apply(value, _SOURCE)  # type: ignore[no-untyped-call]
+    return found

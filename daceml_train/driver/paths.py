@@ -10,6 +10,7 @@ Nothing is updated before. A call that leaves all known paths is completed in Py
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -24,6 +25,7 @@ from daceml_train.driver.binding import raise_versions
 from daceml_train.driver.bound_optimizer import changed_step, in_strides
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks
 from daceml_train.driver.compile import compile_graph
+from daceml_train.driver.faster import COSTLY, ENDLESS, PathCosts
 from daceml_train.driver.goals import WholeStep
 from daceml_train.driver.path_programs import (
     CallValues,
@@ -33,6 +35,7 @@ from daceml_train.driver.path_programs import (
     Values,
     divided,
     nearly_computed,
+    without_graph,
 )
 from daceml_train.driver.records import Record
 from daceml_train.driver.settings import Settings
@@ -60,8 +63,6 @@ RECENT, NEW = 16, 14
 MANY = 4
 """Where paths part into so many that differ in sizes or integers alone, there may be any number of them: a path is
 compiled when it was taken twice, and half as many calls end the search."""
-ENDLESS = "nearly every call takes a path of its own"
-"""Why a search has ended."""
 
 
 class Owner(Protocol):
@@ -123,24 +124,6 @@ class PathProgram:
     generation: int
 
 
-class _WithoutGraph(torch.autograd.Function):
-    """What user code keeps of a step with its gradient: as in eager execution, a second backward pass is an error."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, source: Tensor) -> Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise RuntimeError(
-            "Trying to backward through the graph a second time: daceml_train has run the step that computed it"
-        )
-
-
-_SOURCE = torch.zeros(0, requires_grad=True)
-"""From which such tensors have their gradient."""
-
-
 class Paths:
     """The paths of a step."""
 
@@ -148,6 +131,7 @@ class Paths:
         self.owner, self.root = owner, Step()
         self.compiled, self.calls, self.misses, self.generation = 0, 0, 0, 0
         self.leaves: list[Leaf] = []
+        self.costs = PathCosts()
         self.widest = 0
         """Into how many paths that differ in sizes or integers alone some path parts."""
         self.sites = Sites()
@@ -248,7 +232,7 @@ class Paths:
                 raise_versions([(values_of[first], program.versions.get(first, 0))])
             if kept in held:
                 value = values_of[first].detach()
-                value = _WithoutGraph.apply(value, _SOURCE) if kept.requires_grad else value  # type: ignore[no-untyped-call]
+                value = without_graph(value) if kept.requires_grad else value
                 torch.utils.swap_tensors(kept.renew(), value)
         return result if program.bound.mean is None else program.bound.mean
 
@@ -306,7 +290,10 @@ class Paths:
         early = 2 * self.misses <= self.calls or len(self.leaves) <= EARLY_PATHS
         self.widest = max(self.widest, recorder.ways)
         if not self.refused and self.calls > 1 and (leaf.seen > 1 or (early and self.widest < MANY)):
-            self._compile(leaf, recorder, values)
+            if self.compiled < EARLY_PATHS or self.costs.allow():
+                self._compile(leaf, recorder, values)
+            elif self.costs.leave():
+                self.refused = COSTLY
         share = 1 if self.widest < MANY else 2
         if sum(list(self.recent)[-RECENT // share :]) >= NEW // share:
             self.refused = ENDLESS
@@ -338,7 +325,9 @@ class Paths:
                 raise Unsupported(why)
             if self.compiled >= PATHS:
                 raise Unsupported("too many paths")
+            start = time.perf_counter()
             leaf.program = self._program(leaf, recorder.call, values)
+            self.costs.paid(time.perf_counter() - start, self.compiled < EARLY_PATHS)
             self.compiled += 1
         except Exception as error:
             self.refused = reason(error, ours=True)

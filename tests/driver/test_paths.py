@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import daceml_train as dt
+from daceml_train.driver.faster import COSTLY, LEFT_CALLS, PathCosts
+from daceml_train.driver.paths import EARLY_PATHS
 from tests.driver.imperative import BATCH, SIZE, Imperative, Pair, assert_alike, batches, kept, loss_of
 from tests.driver.imperative_models import OTHERS, REFUSED, Averages
 from tests.driver.imperative_programs import NOT_FOLLOWED, PROGRAMS
@@ -380,3 +382,34 @@ def test_paths_that_never_recur_end_the_search() -> None:
     pair = Pair(Endless())
     pair.train(batches(30))
     assert pair.paths.refused and len(pair.step.records) <= 20
+
+
+class Ways(Imperative):
+    """32 ways, each of which recurs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(5):
+            x = self.l(x).tanh() if random.random() < 0.5 else self.r(x) * 0.9
+        return x
+
+
+def test_paths_whose_programs_cost_more_than_they_save_end_in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PathCosts, "allow", lambda self: False)
+    pair = Pair(Ways())
+    pair.train(batches(150))
+    assert pair.paths.refused == COSTLY and COSTLY in pair.step.breaks
+    assert pair.paths.compiled == EARLY_PATHS
+
+
+def test_programs_may_cost_as_much_as_the_first_ones_and_what_they_saved() -> None:
+    costs = PathCosts()
+    costs.paid(2.0, early=True)
+    assert costs.allow()
+    costs.paid(3.0, early=False)
+    assert not costs.allow()
+    costs.ran(0.5, float("inf"))
+    costs.ran(0.5, 0.25)
+    assert not costs.allow()
+    costs.ran(0.5, 2.0)
+    assert costs.allow()
+    assert [costs.leave() for _ in range(LEFT_CALLS)] == [False] * (LEFT_CALLS - 1) + [True]
