@@ -55,6 +55,8 @@ def _unsuited(leaf: Any) -> bool:
 class AlongPaths(OnRanks):
     """What a `TrainingStep` does where Python has to run its model."""
 
+    _calls_itself = False
+    """Whether the model calls itself over data."""
     whole_batches = True
     """Whether the step is one forward pass and one update."""
     schedule: ScheduleKind
@@ -152,9 +154,18 @@ class AlongPaths(OnRanks):
         elif why is not None and not paths.refused:
             self._warn_once(f"daceml_train runs a training step along paths, as Python takes them: {why}")
 
-    @functools.cached_property
+    @property
     def _has_paths(self) -> bool:
-        """Whether calls may follow paths at all."""
+        """Whether calls may follow paths: not where the model calls itself over data, unless levels do not serve."""
+        if not self._may_follow or not self._calls_itself:
+            return self._may_follow
+        state = state_of(self.pieces) if self.pieces is not None else None
+        recursion = state.recursions.get("forward") if state is not None else None
+        return recursion is not None and not recursion.serves
+
+    @functools.cached_property
+    def _may_follow(self) -> bool:
+        """Whether a step of this kind may follow paths at all."""
         model = self.model
         recursive = recursion_of(model, type(model).forward) is not None
         wrapped = parallel_wrapper(model) is not None or any(map(_compiled_by_others, self._modules()))

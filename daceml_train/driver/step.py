@@ -128,7 +128,8 @@ class TrainingStep(UserUpdates):
     def __repr__(self) -> str:
         name = type(self.model).__name__
         loss = "the model's own loss" if self.loss is None else getattr(self.loss, "__name__", type(self.loss).__name__)
-        runs = f", in pieces for {len(self.breaks)} kinds of arguments" if self.breaks else ""
+        kinds = len(self._in_pieces)
+        runs = f", in pieces for {kinds} kind{'s' * (kinds != 1)} of arguments" if kinds else ""
         return f"<{type(self).__name__} of {name}, {loss}, {type(self.optimizer).__name__}{runs}>"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -281,6 +282,7 @@ class TrainingStep(UserUpdates):
             self._break(key, wrapped)
             return None
         if recursion_of(self.model, type(self.model).forward, arguments=(inputs, *targets)) is not None:
+            self._calls_itself = True
             self._break(key, Unsupported("the model calls itself over data, which runs level by level"))
             return None
         scope = {"self": self, "inputs": inputs, "targets": targets}
@@ -366,9 +368,9 @@ class TrainingStep(UserUpdates):
 
     def _break(self, key: Any, error: BaseException, ours: bool = False) -> None:
         """Record that arguments of this kind run in pieces, and why."""
-        self._in_pieces[key] = reason(error, ours)
-        self.breaks.append(self._in_pieces[key])
-        logs.event(logs.BREAKS, self._in_pieces[key])
+        self._in_pieces[key] = why = reason(error, ours)
+        self.breaks[:] = [*(text for text in self.breaks if text != why), why]  # once for all sizes, the last one last
+        logs.event(logs.BREAKS, why)
 
     def _bind_captured(
         self, captured: Captured, arguments: Sequence[Any], flat: Sequence[Any], scope: dict[str, Any]

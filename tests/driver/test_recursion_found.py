@@ -1,6 +1,7 @@
 """Functions that call themselves without a name for it: found in the code, and run level by level."""
 
 import copy
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -210,12 +211,15 @@ def test_training_steps_over_trees_of_unchanged_code() -> None:
     twin = copy.deepcopy(model)
     optimizer, other = (torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, twin))
     step = dt.training_step(model, nn.functional.mse_loss, optimizer)
-    for trees in (TREES, OTHERS, TREES):
+    deeper = [[functools.reduce(lambda tree, leaf: (tree, leaf), range(leaves)), leaves] for leaves in range(3, 10)]
+    for trees in (TREES, OTHERS, TREES, *deeper):
         target = torch.ones(len(trees), 6)
         loss = nn.functional.mse_loss(twin(trees), target)
         other.zero_grad()
         loss.backward()
         other.step()
         torch.testing.assert_close(step((trees,), target), loss.detach())
+    assert not step.paths, "a shape of trees has a program"
+    assert "level by level" in step.breaks[0]
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q)
