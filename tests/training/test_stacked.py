@@ -11,9 +11,9 @@ from torch import nn
 import daceml_train as dt
 from daceml_train.analysis.interpret import interpret
 from daceml_train.analysis.verify import verify
-from daceml_train.driver.binding import SEED
 from daceml_train.errors import Unsupported
 from daceml_train.graph.graph import Graph, Role
+from daceml_train.graph.node import SEED
 from daceml_train.ops.operator import Origin
 from daceml_train.ops.random import Uniform
 from daceml_train.tensor import DType, Tensor
