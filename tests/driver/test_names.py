@@ -40,9 +40,10 @@ class Named(nn.Module):
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("in_pieces", [False, True])
-@pytest.mark.parametrize("dropout", [False, True])
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    ("whole", "dropout", "in_pieces"),
+    [(False, False, False), (False, True, True), (True, False, True), (True, True, False)],
+)
 def test_parameters_named_as_arrays_of_programs(whole: bool, dropout: bool, in_pieces: bool) -> None:
     ours = Named(in_pieces, dropout)
     theirs = copy.deepcopy(ours)
