@@ -89,6 +89,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     "capture: a graph of ATen operators with symbolic sizes": (
         "torch._C.DisableTorchFunction",
         "torch._C.DispatchKey",
+        "torch._C._dispatch_has_kernel_for_dispatch_key",
         "torch._C._enter_dual_level",
         "torch._C._exit_dual_level",
         "torch._C._functorch.get_dynamic_layer_stack_depth",

@@ -16,6 +16,7 @@ from torch._dynamo.exc import TorchDynamoException
 from daceml_train.driver.module import original
 from daceml_train.errors import DacemlError
 from daceml_train.frontends.torch.capture.capture import capture
+from daceml_train.frontends.torch.dynamo.graph_breaks import explained
 from daceml_train.frontends.torch.dynamo.tracing import reason, traced, tracing
 from daceml_train.graph.graph import Graph
 from daceml_train.passes.base import Match
@@ -154,9 +155,7 @@ def near_misses(graph: Graph) -> Iterator[tuple[str, str, str]]:
 
 
 def _sentence(text: str) -> str:
-    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    explained = [line.removeprefix("Explanation:").strip() for line in lines if line.startswith("Explanation:")]
-    return f"{lines[0]}: {explained[0]}" if explained else lines[0]
+    return explained(text) or text.strip().splitlines()[0]
 
 
 def _line(stack: Sequence[Any] | None) -> str:

@@ -40,7 +40,7 @@ def draw_seed() -> torch.Tensor:
 
 
 COUNTERS = 16
-"""Elements of an input that is copied for the backward pass, which takes about a microsecond."""
+"""Elements of a buffer that is copied for the backward pass, which takes about a microsecond."""
 
 
 def run_with_layout(executable: Executable, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -93,7 +93,7 @@ class CompiledGraph:
         self.names = names
         self.kept = [names.index(name) for name in compiled.kept]
         self.copied = {names.index(s.name) for s in captured.inputs if s.name in names and s.position in copied}
-        """Inputs of which user code reads a copy: programs read the input itself, which may change before they do."""
+        """Inputs that are copied for the backward pass: later code may change them before it runs."""
         fixed = [name for name in names if name != SEED and name not in captured.draws]
         if not isinstance(compiled.forward.device, GPU):
             self.copied |= {names.index(name) for name in compiled.kept if name in fixed and _counts(captured, name)}
@@ -225,11 +225,12 @@ def shares_memory(tensors: Sequence[torch.Tensor], written: Sequence[int]) -> bo
 def _counts(captured: Captured, name: str) -> bool:
     """Whether an input may be a counter or a number of the model: later code may change it before the backward pass.
 
-    Autograd keeps it where a derivative reads it, a program also where a result is computed once more.
+    Autograd keeps it where a derivative reads it, a program also where a result is computed once more. An argument that
+    changes is an error, as in PyTorch.
     """
     entry = captured.graph.inputs[name]
     size = entry.tensor.size
-    return entry.role is not Role.parameter and isinstance(size, int) and size <= COUNTERS
+    return entry.role is Role.buffer and isinstance(size, int) and size <= COUNTERS
 
 
 class _Function(torch.autograd.Function):

@@ -86,6 +86,7 @@ class _Accumulating(_Part):
 
     def _choose_tables(self, graph: Graph, by_name: Mapping[str, torch.Tensor]) -> None:
         """Gradients are exchanged with the last part."""
+        self._check_changes(graph, by_name)
 
 
 class MicroBatchedStep(_Part):
@@ -199,6 +200,7 @@ class MicroBatchedStep(_Part):
     def _parts_in_pieces(self, owner: TrainingStep, parts: Sequence[tuple[Any, tuple[Any, ...]]]) -> torch.Tensor:
         """The same step with PyTorch's autograd and optimizer around the compiled model."""
         self.breaks += [why for why in owner.breaks if why not in self.breaks]
+        self._drift = self._drift or owner._drift
         parameters = self._parameters()
         for parameter in parameters:
             parameter.grad = None

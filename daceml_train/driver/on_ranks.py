@@ -194,14 +194,17 @@ class OnRanks(InPieces):
 
     def _run_in_pieces(self, key: Any, inputs: Any, targets: Sequence[Any]) -> torch.Tensor:
         """As of any step; a model in `fully_shard` then trains by PyTorch's hooks, on all ranks."""
-        if self._drift:
-            raise Invalid(self._drift, advice="change it between steps, on all ranks")
         if (sharded := self.sharing.sharded) is not None and self.ranks is not None:
             self.ranks.begin("a step in pieces, see its `breaks`", rows_of(pytree.tree_leaves((inputs, targets))))
             self.ranks.agreed()
             self.model, self.ranks, self.sharing = sharded.model, None, Sharing()
             self._bound.clear()
         return super()._run_in_pieces(key, inputs, targets)
+
+    def _loss_in_pieces(self, key: Any, inputs: Any, targets: Sequence[Any], compiled: bool = True) -> torch.Tensor:
+        if self._drift:
+            raise Invalid(self._drift, advice="change it between steps, on all ranks")
+        return super()._loss_in_pieces(key, inputs, targets, compiled)
 
     def _step_without_data(self, inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:
         """Take part in the collectives and in the update, with gradients that are zero.

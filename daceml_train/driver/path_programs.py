@@ -241,7 +241,9 @@ _SOURCE = torch.zeros(0, requires_grad=True)
 """From which such tensors have their gradient."""
 
 
+_APPLY: Callable[[Tensor, Tensor], Tensor] = _WithoutGraph.apply
+
+
 def without_graph(value: Tensor) -> Tensor:
     """A value that seems to have a gradient, and whose backward pass is an error."""
-    found: Tensor = _WithoutGraph.apply(value, _SOURCE)  # type: ignore[no-untyped-call]
-    return found
+    return _APPLY(value, _SOURCE)

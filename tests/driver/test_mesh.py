@@ -211,12 +211,12 @@ def drifting(rank: int, how: str) -> str:
         "scale_grad_by_freq": lambda: nn.Sequential(nn.EmbeddingBag(9, 6, scale_grad_by_freq=True), nn.Linear(6, 4)),
         "function": Renormalized,
     }
-    model = models[how]()
+    model = models[how.removesuffix(", in parts")]()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
+    parts: dict[str, Any] = {"micro_batches": 2, "reduction": "mean"} if how.endswith("in parts") else {}
     with pytest.raises(dt.Invalid) as error:
-        dt.training_step(model, F.cross_entropy, optimizer, mesh=dist.group.WORLD)(
-            torch.tensor([rank, 3]), torch.tensor([0, 1])
-        )
+        step = dt.training_step(model, F.cross_entropy, optimizer, mesh=dist.group.WORLD, **parts)
+        step(torch.tensor([rank, 3]), torch.tensor([0, 1]))
     return str(error.value)
 
 
@@ -226,6 +226,7 @@ def drifting(rank: int, how: str) -> str:
         ("max_norm", "0 has max_norm: ranks scale the rows that they read alone"),
         ("scale_grad_by_freq", "0 has scale_grad_by_freq: a rank counts its own part of the batch alone"),
         ("function", "the model changes weight by its batch, and ranks would drift apart"),
+        ("function, in parts", "the model changes weight by its batch, and ranks would drift apart"),
     ],
 )
 def test_tables_that_would_drift_apart_are_refused(ranks: Ranks, how: str, message: str) -> None:

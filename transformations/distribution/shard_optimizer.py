@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import sympy
 
 from daceml_train.analysis.network import sent, sent_by
 from daceml_train.graph.graph import Graph, Node, Role
@@ -129,10 +128,8 @@ class _Shards:
         reduced = {id(node) for nodes in self.updates.values() for node in nodes}
         self.position = positions(graph)
         self.ranks = _ranks(graph)
-        for node in graph.nodes:
-            op = node.op
-            if isinstance(op, Full) and not op.shape and sympy.sympify(op.value).is_number:  # not one of sizes
-                self.constants[node.outputs[0]] = float(op.value)
+        scalars = [(n.outputs[0], n.op.value) for n in graph.nodes if isinstance(n.op, Full) and not n.op.shape]
+        self.constants = {name: float(value) for name, value in scalars if not getattr(value, "free_symbols", ())}
         self._inputs()
         for node in graph.nodes:
             with self.other.at(node.origin):

@@ -28,6 +28,13 @@ def _install() -> None:
     translators.log_graph_break = log
 
 
+def explained(text: str) -> str | None:
+    """A text of TorchDynamo's as one sentence with its explanation, without hints; None if it has no explanation."""
+    lines = [line.strip() for line in text.strip().splitlines()]
+    found = next((line for line in lines if line.startswith("Explanation:")), None)
+    return None if found is None else f"{lines[0]}: {found.removeprefix('Explanation:').strip().rstrip('.')}"
+
+
 def _text(error: Exception) -> str:
     """What broke the graph and its explanation, without TorchDynamo's hints to its developers."""
     stack = getattr(error, "real_stack", None)

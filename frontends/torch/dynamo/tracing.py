@@ -274,16 +274,10 @@ def reason(error: BaseException, ours: bool = False) -> str:
             break
         cause = following
     kind = "" if isinstance(cause, DacemlError) else f"{type(cause).__name__}: "
-    text = kind + _sentence(str(cause).strip().split("\n\n")[0])
+    paragraph = str(cause).strip().split("\n\n")[0]
+    text = kind + (graph_breaks.explained(paragraph) or paragraph)
     text = f"{INTERNAL}, {text}" if ours and internal(cause) else text
     return text if " (at " in text else text + where
-
-
-def _sentence(paragraph: str) -> str:
-    """A paragraph of TorchDynamo's on one line, without hints to its developers; another text as it is."""
-    first, *lines = (line.strip() for line in paragraph.splitlines() or [""])
-    explained = next((line for line in lines if line.startswith("Explanation: ")), None)
-    return paragraph if explained is None else f"{first}: {explained.removeprefix('Explanation: ').rstrip('.')}"
 
 
 def describe(arguments: Sequence[Any]) -> str:

@@ -165,8 +165,17 @@ _traced: dict[tuple[object, ...], Body | None] = {}
 """Derivatives of calls without symbolic sizes: equal layers of a model share them, and a trace is slow."""
 
 
+def _has_derivative(target: torch._ops.OpOverload) -> bool:
+    """Whether autograd knows the operator. If not, its kernel may have a gradient, which PyTorch's trace leaves out."""
+    keys = ("Autograd", "AutogradCPU", "AutogradCUDA", "CompositeImplicitAutograd")
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), key) for key in keys)
+
+
 def _derivative(t: Translator, node: fx.Node, op: Aten, operands: Sequence[Value]) -> Body | None:
     """PyTorch's derivative of this one call as a body; None if PyTorch has none."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    if not _has_derivative(node.target):
+        return None
     key = (  # by its text, since 1, 1.0 and True are equal
         repr(op),
         tuple(v.tensor for v in operands),
@@ -202,7 +211,7 @@ def _traced_derivative(t: Translator, node: fx.Node, op: Aten, operands: Sequenc
         leaves = [_as_here(n.meta["val"], v).requires_grad_(t.active(v)) for n, v in zip(nodes, operands, strict=True)]
         read = _read(node)
         results = call(*leaves)
-        if not any(r.requires_grad for r in results):  # as of `full_like`: gradients end here in PyTorch, too
+        if op.target.startswith("aten.") and not any(r.requires_grad for r in results):  # as of `full_like`
             return body_of(_Signature(op, operands).graph, [None] * len(operands))
         differentiable = [i for i, r in enumerate(results) if r.requires_grad and (not read or i in read)]
         wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import daceml_train as dt
 from daceml_train.ops.fallback import Aten
 from tests.frontends.torch.check import check, operators
 
@@ -215,3 +216,33 @@ def test_random_numbers_come_from_the_seed() -> None:
     assert not captured.fallbacks and operators(captured).count("uniform") == 5
     streams = [n.op.stream for n in captured.graph.nodes if n.op.label == "uniform"]
     assert len(set(streams)) == len(streams)
+
+
+_LIBRARY = torch.library.Library("daceml_train_unregistered", "DEF")
+_LIBRARY.define("double(Tensor x) -> Tensor")
+_LIBRARY.impl("double", lambda x: x * 2, "CPU")
+torch.library.register_fake("daceml_train_unregistered::double", torch.empty_like, lib=_LIBRARY)
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore")
+def test_an_operator_that_autograd_does_not_know_has_the_gradient_of_its_kernel() -> None:
+    """PyTorch's trace of it has none, and `torch.compile` drops it."""
+    layer = torch.nn.Linear(3, 3)
+
+    class Doubled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.daceml_train_unregistered.double(self.layer(x))
+
+    model = Doubled()
+    found = []
+    for call in (model, dt.optimize(model)):
+        layer.weight.grad = None
+        call(torch.ones(2, 3)).sum().backward()
+        found.append(layer.weight.grad)
+    assert found[0] is not None and torch.equal(found[0], torch.full((3, 3), 4.0))
+    torch.testing.assert_close(found[1], found[0])
