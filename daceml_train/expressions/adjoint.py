@@ -100,7 +100,7 @@ class _Adjoint:
     def __init__(self, program: Program, seeds: dict[Array, Array], wanted: Sequence[Array]) -> None:
         self.program, self.seeds = program, seeds
         self.stages: list[Stage] = []
-        self.pending: dict[Array, list[tuple[Sequence[Term], Sequence[Axis], Term]]] = {}
+        self.pending: dict[Array, list[tuple[Term, Sequence[Axis], Term]]] = {}
         self.gradients: dict[Array, Array] = {}
         self.zeros: set[Array] = set()
         """Gradients without a stage: every read lies outside."""
@@ -122,8 +122,8 @@ class _Adjoint:
         if seed is not None:
             axes = tuple(map(Axis, result.shape))
             self.stages.append(Stage(result, axes, "point", (), load(seed, map(at, axes)), (), True))
-        for index, domain, value in parts:
-            self.stages += gathers(result, index, domain, value)
+        for read, domain, value in parts:
+            self.stages += gathers(result, read.args, domain, value, read.fill is None)
         if not any(stage.target is result for stage in self.stages):
             self.zeros.add(result)
         self.gradients[array] = result
@@ -135,14 +135,14 @@ class _Adjoint:
             target = stage.target
             if target not in self.active or (target not in self.pending and not self._reached(target)):
                 continue
-            outside = 0.0 if stage.scatters else None
+            outside = 0.0 if stage.scatters and not stage.checked else None
             found = self.gradient(target)
             if found in self.zeros:
                 continue
             seed = load(found, stage.store, outside)
             for read, value in partials(stage.body, self.seed(stage, seed)):
                 if read.array in self.active and read.array is not None:
-                    self.pending.setdefault(read.array, []).append((read.args, (*stage.axes, *stage.reduced), value))
+                    self.pending.setdefault(read.array, []).append((read, (*stage.axes, *stage.reduced), value))
 
     def _reached(self, target: Array) -> bool:
         return target in self.seeds or target in self.gradients

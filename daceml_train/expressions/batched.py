@@ -38,6 +38,7 @@ def _with_axis(stage: Stage, axis: Axis, arrays: dict[Array, Array]) -> Stage:
         rebuilt(stage.body, change),
         (at(axis), *(rebuilt(s, change) for s in stage.store)),
         stage.adds,
+        stage.checked,
     )
 
 

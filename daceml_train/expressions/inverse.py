@@ -57,8 +57,10 @@ def _axes(term: Term) -> list[Axis]:
     return [t.axis for t in children(term) if t.axis is not None]
 
 
-def gathers(target: Array, index: Sequence[Term], domain: Sequence[Axis], value: Term) -> list[Stage]:
-    """Stages that add `value`, over `domain`, to `target[index]`."""
+def gathers(
+    target: Array, index: Sequence[Term], domain: Sequence[Axis], value: Term, checked: bool = False
+) -> list[Stage]:
+    """Stages that add `value`, over `domain`, to `target[index]`; a `checked` index is inside."""
     split, change = _split_axes(domain, index)
     index, value = [change(i) for i in index], change(value)
     for dim, (i, n) in enumerate(zip(index, target.shape, strict=True)):
@@ -67,13 +69,13 @@ def gathers(target: Array, index: Sequence[Term], domain: Sequence[Axis], value:
             shape = tuple(before + n + after if d == dim else size for d, size in enumerate(target.shape))
             wide = Array(f"around_{target.name}", shape, target.dtype)
             unclamped = [apply("add", k.args[0], before) if d == dim else k for d, k in enumerate(index)]
-            parts = gathers(wide, unclamped, split, value)
+            parts = gathers(wide, unclamped, split, value, checked)
             return [*parts, *_folded(target, wide, dim, before, after)] if parts else []
     wrapped = [_wraps(i, n) for i, n in zip(index, target.shape, strict=True)]
     maps = [affine(i.args[0] if w else i) for i, w in zip(index, wrapped, strict=True)]
     known = [m for m in maps if m is not None]
     if len(known) < len(maps):
-        return [Stage(target, tuple(split), "point", (), value, tuple(index), True)]
+        return [Stage(target, tuple(split), "point", (), value, tuple(index), True, checked)]
     phases = [_Phase(dict.fromkeys(split))]
     for dim in sorted(range(len(maps)), key=lambda d: len([a for a in known[d] if a is not None])):
         solve = _wrapped if wrapped[dim] else _solved

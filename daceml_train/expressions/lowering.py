@@ -7,18 +7,20 @@ elementwise operators over the axes of its stage, a reduction follows, and phase
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 from daceml_train.errors import Unsupported
 from daceml_train.expressions.affine import Map, affine, interval, of_map
 from daceml_train.expressions.contract import Factor, contracted
+from daceml_train.expressions.lookups import Lookup, axes_of, lookup
 from daceml_train.expressions.prepared import prepared
 from daceml_train.expressions.program import Program, Stage
-from daceml_train.expressions.term import Array, Axis, Term, children, constant, substituted
+from daceml_train.expressions.term import Array, Axis, Term, constant, substituted
 from daceml_train.expressions.unrolled import unrolled, window
 from daceml_train.expressions.views import plain, turned
-from daceml_train.ops.embedding import AddRows, Embedding
+from daceml_train.ops.embedding import AddRows, Embedding, EmbeddingGrad
 from daceml_train.ops.indexing import Gather, Index, Scatter, zeros
 from daceml_train.ops.movement import Concat, Pad
 from daceml_train.ops.operator import Builder, Value, make
@@ -53,7 +55,9 @@ class Lowering:
                 self.values[stage.target] = result
             elif stage.scatters:
                 whole = [(0, 1, n) for n in stage.target.shape]
-                pending.setdefault(stage.target, []).append((whole, self.scattered(stage, result)))
+                parts = pending.setdefault(stage.target, [])
+                added = parts.pop()[1] if parts and parts[-1][0] == whole else None
+                parts.append((whole, self.scattered(stage, result, added)))
             else:
                 places, result = self.placed(stage, result)
                 pending.setdefault(stage.target, []).append((places, result))
@@ -119,7 +123,7 @@ class Lowering:
         maps = [self.maps(t) for t in loads]
         if None in maps:
             return None
-        factors = [Factor([a for a in m or {} if a is not None]) for m in (_axes_of(t) for t in loads)]
+        factors = [Factor([a for a in m or {} if a is not None]) for m in (axes_of(t) for t in loads)]
         layout = contracted(stage.axes, stage.reduced, factors)
         if layout is None:
             return None
@@ -177,36 +181,35 @@ class Lowering:
         x, shape = self.values[term.array], term.array.shape
         if 0 in shape and term.fill is not None:
             return self.number(term.fill, term.array.dtype, len(domain))
-        rows = _whole(term.args, shape)
-        number, inside = self.row_number(term.args, shape, rows, domain, memo, term.fill is None)
-        width, flat = prod(a.size for a in rows), number.view((prod(number.shape),))
-        table = x.view((prod(shape) // width, width)) if width > 1 else x.view((prod(shape),))
-        taken = table.apply(Embedding() if width > 1 else Gather(0), flat)
-        dims = [domain.index(a) for a in rows]
-        others = [d for d in range(len(domain)) if d not in dims]
-        taken = taken.view((*(number.shape[d] for d in others), *(a.size for a in rows)))
-        taken = taken.permute(_inverse([*others, *dims]))
-        if term.fill is None or inside is None:
-            return taken
-        return inside.where(taken, taken.constant(term.fill))
+        found = lookup(term.args, shape, domain)
+        number, inside = self.row_number(term.args, shape, found, term.fill is None)
+        lead, width = tuple(a.size for a in found.along), prod(a.size for a in found.rows)
+        left = number.shape[len(lead) : len(lead) + len(found.between)]
+        if found.rows:
+            table = x.view((prod(shape) // width, width))
+            taken = table.apply(Embedding(), number.view((prod(left),)))
+        else:
+            places = number.view((*number.shape[: len(lead)], prod(left))).expand((*lead, prod(left)))
+            taken = x.view((*lead, prod(shape) // prod(lead))).apply(Gather(len(lead)), places)
+        taken = taken.view((*lead, *left, *(a.size for a in found.rows)))
+        if term.fill is not None and inside is not None:
+            taken = inside.where(taken, taken.constant(term.fill))
+        sizes = dict(zip(found.axes, taken.shape, strict=True))
+        order = sorted(range(len(sizes)), key=lambda d: domain.index(found.axes[d]))
+        return taken.permute(order).view(tuple(sizes.get(a, 1) for a in domain))
 
     def row_number(
-        self,
-        indices: Sequence[Term],
-        shape: Sequence[int],
-        rows: Sequence[Axis],
-        domain: Sequence[Axis],
-        memo: dict[Term, Value],
-        checked: bool,
+        self, indices: Sequence[Term], shape: Sequence[int], found: Lookup, checked: bool
     ) -> tuple[Value, Value | None]:
-        """Which row of an array, whose last dimensions are `rows`, the other indices name; whether they are inside.
+        """Which row of an array the indices between name, over the axes of a lookup; whether they are inside.
 
         A `checked` one that is not becomes an error of the library call, any other is row 0.
         """
-        lead = list(zip(indices, shape, strict=True))[: len(shape) - len(rows)]
+        memo: dict[Term, Value] = {}
+        lead = list(zip(indices, shape, strict=True))[len(found.along) : len(shape) - len(found.rows)]
         number, inside = None, None
         for i, n in lead:
-            value, bounds = self.typed(i, domain, memo), interval(i)
+            value, bounds = self.typed(i, found.axes, memo), interval(i)
             if bounds is None or bounds[0] < 0 or bounds[1] >= n:
                 within = self.builder.emit(make("logical_and"), value.compare("ge", 0), value.compare("lt", n))[0]
                 inside = within if inside is None else self.builder.emit(make("logical_and"), inside, within)[0]
@@ -283,23 +286,36 @@ class Lowering:
         return x.apply(Index((dim,)), index)
 
     # ---- stores -----------------------------------------------------------------------------------------------------
-    def scattered(self, stage: Stage, result: Value) -> Value:
-        """Zeros to which the results are added at indices that depend on data; those outside are dropped."""
-        target, axes = stage.target, stage.axes
-        rows = _whole(stage.store, target.shape)
-        number, inside = self.row_number(stage.store, target.shape, rows, axes, {}, checked=False)
-        if inside is not None:
-            result = inside.where(result, result.constant(0.0)).expand(tuple(a.size for a in axes))
-        dims = [axes.index(a) for a in rows]
-        others = [d for d in range(len(axes)) if d not in dims]
-        count, width = prod(axes[d].size for d in others), prod(a.size for a in rows)
-        number = number.expand(tuple(1 if d in dims else a.size for d, a in enumerate(axes))).view((count,))
-        added, height = result.permute((*others, *dims)), prod(target.shape) // width
-        if width == 1:
-            flat = zeros(self.builder, (height,), target.dtype)
-            return flat.apply(Scatter(0, accumulate=True), number, added.view((count,))).view(target.shape)
-        table = zeros(self.builder, (height, width), target.dtype)
-        return table.apply(AddRows(), number, added.view((count, width))).view(target.shape)
+    def scattered(self, stage: Stage, result: Value, total: Value | None) -> Value:
+        """`total`, or zeros, to which results are added at indices that depend on data; those outside are dropped."""
+        shape, dtype = stage.target.shape, stage.target.dtype
+        found = lookup(stage.store, shape, stage.axes)
+        number, inside = self.row_number(stage.store, shape, found, stage.checked)
+        unnamed = [a for a in stage.axes if a not in found.axes]
+        lead, rows = tuple(a.size for a in found.along), tuple(a.size for a in found.rows)
+        left = tuple(a.size for a in (*found.between, *unnamed))
+        order = (*found.along, *found.between, *unnamed, *found.rows)
+        result = result.permute(tuple(map(stage.axes.index, order)))
+
+        def wider(x: Value) -> Value:
+            """What depends on a lookup, over its leading axes and those of `left`, with ones for those of rows."""
+            n = len(lead) + len(found.between)
+            x = x.view((*x.shape[:n], *(1,) * (len(unnamed) + len(rows))))
+            return x.expand((*x.shape[: len(lead)], *left, *(1,) * len(rows)))
+
+        if inside is not None and not stage.checked:
+            result = wider(inside).where(result, result.constant(0.0)).expand(result.shape)
+        number, count = wider(number), prod(left)
+        table = (prod(shape) // prod(rows), prod(rows)) if rows else (*lead, prod(shape) // prod(lead))
+        if rows and total is None:
+            added = result.view((*lead, *left, prod(rows)))
+            return added.apply(EmbeddingGrad(table[0]), number.view((*lead, *left))).view(shape)
+        start = zeros(self.builder, table, dtype) if total is None else total.view(table)
+        if rows:
+            return start.apply(AddRows(), number.view((count,)), result.view((count, prod(rows)))).view(shape)
+        places = number.view((*number.shape[: len(lead)], count)).expand((*lead, count))
+        put = Scatter(len(lead), accumulate=True)
+        return start.apply(put, places, result.view((*lead, count))).view(shape)
 
     def placed(self, stage: Stage, result: Value) -> tuple[list[Place], Value]:
         """Where the dimensions of a result lie in its target."""
@@ -387,18 +403,6 @@ class Lowering:
         return joined.slice(dim, 0, n) if whole * step > n else joined
 
 
-def _whole(indices: Sequence[Term], shape: Sequence[int]) -> list[Axis]:
-    """The axes that index the last dimensions, from end to end and nothing else, so that rows lie in one piece."""
-    found: list[Axis] = []
-    for d in reversed(range(1, len(shape))):
-        axis = indices[d].axis
-        others = (*indices[:d], *indices[d + 1 :])
-        if axis is None or axis.size != shape[d] or any(axis in _axes_of(i) for i in others):
-            break
-        found.insert(0, axis)
-    return found
-
-
 def _inverse(order: Sequence[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
@@ -407,7 +411,7 @@ def _forwards(stage: Stage) -> Stage:
     """The same stage with reduced axes reversed that are read backwards: views have no negative strides."""
     weights: dict[Axis, int] = {}  # the elements that are read forwards, less those that are read backwards
     for term in stage.loads():
-        points = prod(a.size for a in _axes_of(term))
+        points = prod(a.size for a in axes_of(term))
         for index, n in zip(term.args, term.array.shape if term.array is not None else (), strict=True):
             for axis, c in (affine(_inner(index, n)) or {}).items():
                 if axis is not None:
@@ -416,7 +420,7 @@ def _forwards(stage: Stage) -> Stage:
     if not turned or stage.kind in _ARGUMENTS:
         return stage
     body = substituted(stage.body, turned)
-    return Stage(stage.target, stage.axes, stage.kind, stage.reduced, body, stage.store, stage.adds)
+    return replace(stage, body=body)
 
 
 def _inner(index: Term, size: int) -> Term:
@@ -424,10 +428,6 @@ def _inner(index: Term, size: int) -> Term:
     wraps = index.op == "remainder" and constant(index.args[1]) == size
     clamps = index.op == "clamp" and tuple(map(constant, index.args[1:])) == (0, size - 1)
     return index.args[0] if wraps or clamps else index
-
-
-def _axes_of(term: Term) -> dict[Axis, None]:
-    return {t.axis: None for t in children(term) if t.axis is not None}
 
 
 def _factors(term: Term) -> list[Term]:

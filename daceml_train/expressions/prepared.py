@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 
 from daceml_train.expressions.affine import of_map
 from daceml_train.expressions.program import Program, Stage
@@ -55,7 +56,7 @@ def _guarded(stage: Stage) -> Iterator[Stage]:
     value: Term = load(total, map(at, axes))
     for guard in reversed(guards):
         value = apply("where", guard, value, 0.0)
-    yield Stage(stage.target, stage.axes, "point", (), value, stage.store, stage.adds)
+    yield replace(stage, kind="point", reduced=(), body=value)
 
 
 def _split(stage: Stage) -> Stage:
@@ -73,7 +74,7 @@ def _split(stage: Stage) -> Stage:
         whole = {axis: of_map({high: step, low: 1})}
         body, *store = (substituted(rebuilt(t, digit), whole) for t in (stage.body, *stage.store))
         axes = tuple(new for a in stage.axes for new in ((high, low) if a is axis else (a,)))
-        stage = Stage(stage.target, axes, stage.kind, stage.reduced, body, tuple(store), stage.adds)
+        stage = replace(stage, axes=axes, body=body, store=tuple(store))
     return stage
 
 

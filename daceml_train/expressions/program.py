@@ -38,6 +38,8 @@ class Stage:
     body: Term
     store: tuple[Term, ...] = ()
     adds: bool = False
+    checked: bool = False
+    """Whether all places are inside: they are those of a read that raises otherwise."""
 
     def __post_init__(self) -> None:
         if not self.store:
@@ -127,7 +129,8 @@ class _Writer:
             body = f"{stage.kind}({', '.join([body, *(self.axes[a] for a in stage.reduced)])})"
         loops = "".join(f" for {name} in {axis.size}" for axis, name in self.axes.items())
         store = ", ".join(map(self.term, stage.store)) or "()"
-        return f"{self.arrays[stage.target]}[{store}] {'+=' if stage.adds else '='} {body}{loops}"
+        checked = "checked " if stage.checked else ""
+        return f"{checked}{self.arrays[stage.target]}[{store}] {'+=' if stage.adds else '='} {body}{loops}"
 
     def term(self, term: Term) -> str:
         if term in self.named:
@@ -201,8 +204,8 @@ class _Reader:
         return self.arrays[name]
 
     def stage(self, line: str) -> Stage:
-        adds = " += " in line
-        place, _, rest = line.partition(" += " if adds else " = ")
+        adds, checked = " += " in line, line.startswith("checked ")
+        place, _, rest = line.removeprefix("checked ").partition(" += " if adds else " = ")
         generator = ast.parse(f"({rest})", mode="eval").body
         loops: list[ast.comprehension] = []
         body: ast.expr = generator
@@ -222,7 +225,7 @@ class _Reader:
         assert isinstance(left, ast.Subscript) and isinstance(left.value, ast.Name)
         store = tuple(self.term(e) for e in _elements(left.slice))
         axes = tuple(a for a in self.axes.values() if a not in reduced)
-        return Stage(self.arrays[left.value.id], axes, kind, reduced, term, store, adds)
+        return Stage(self.arrays[left.value.id], axes, kind, reduced, term, store, adds, checked)
 
     def term(self, tree: ast.expr) -> Term:
         match tree:

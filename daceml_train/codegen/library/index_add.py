@@ -12,7 +12,7 @@ from daceml_train.analysis.aliases import view_strides
 from daceml_train.codegen.cpu.launch import KernelCode
 from daceml_train.codegen.kernel.loops import Layout
 from daceml_train.codegen.library.launch import launch_of
-from daceml_train.ops.embedding import AddRows
+from daceml_train.ops.embedding import AddRows, EmbeddingGrad
 from daceml_train.ops.operator import Operator
 from daceml_train.tensor import Dim, DType, product, simplify
 
@@ -24,12 +24,19 @@ def add_rows(op: Operator, operands: Sequence[Layout], results: Sequence[Layout]
     return rows_between(table, indices, rows, 0, table.shape[0]) if op.in_place else None
 
 
+def row_gradient(op: Operator, operands: Sequence[Layout], results: Sequence[Layout]) -> KernelCode | None:
+    """The code of `embedding_grad`: `embedding_dense_backward` takes three times as long."""
+    assert isinstance(op, EmbeddingGrad)
+    (rows, indices), (table,) = operands, results
+    return rows_between(table, indices, rows, 0, table.shape[0], op.padding_idx, "gradient")
+
+
 def rows_between(
-    table: Layout, indices: Layout, rows: Layout, first: Dim, last: Dim, skipped: int = -1
+    table: Layout, indices: Layout, rows: Layout, first: Dim, last: Dim, skipped: int = -1, function: str = "add"
 ) -> KernelCode | None:
     """The code that adds to rows `first` to `last` of the table, the chunk that is in memory.
 
-    Nothing is added to row `skipped`.
+    Nothing is added to row `skipped`. The `function` `gradient` adds to zeros.
     None if there is none for these types, if indices do not lie along one stride, or rows along more than two: those
     of bags lie along one for bags and none within a bag, whose indices share a row.
     """
@@ -38,7 +45,7 @@ def rows_between(
     lying = next(filter(None, (_along(rows, group) for group in range(len(rows.shape) - 1, -1, -1))), None)
     if table.dtype not in (DType.float32, DType.float64) or places is None or lying is None:
         return None
-    call = f"rows::add<{table.dtype.c}, {indices.dtype.c}>"
+    call = f"rows::{function}<{table.dtype.c}, {indices.dtype.c}>"
     lines = simplify((width + 15) // 16) if isinstance(width, int) else width
     numbers = (count, width, first, last, skipped, *table.strides, *places, *lying)
     return launch_of("index_add.h", call, numbers, lines, simplify(count * width))

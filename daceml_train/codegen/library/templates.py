@@ -14,7 +14,7 @@ import sympy
 from daceml_train.codegen.cpu.launch import KernelCode, Layout
 from daceml_train.codegen.library.depthwise import depthwise_weight_gradient
 from daceml_train.codegen.library.im2col import sums_of, windows_of
-from daceml_train.codegen.library.index_add import add_rows
+from daceml_train.codegen.library.index_add import add_rows, row_gradient
 from daceml_train.codegen.library.launch import launch_of
 from daceml_train.ops.fused_attention import FusedAttention, FusedAttentionGrad, Masked, threshold
 from daceml_train.ops.operator import Operator
@@ -102,5 +102,6 @@ TEMPLATES: dict[str, Rule] = {
     "im2col": windows_of,
     "col2im": sums_of,
     "add_rows": add_rows,
+    "embedding_grad": row_gradient,
 }
 """Operator -> the kernel for these layouts, None if the library or generated code is better."""
