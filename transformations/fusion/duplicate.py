@@ -10,6 +10,7 @@ from daceml_train.ops.random import Uniform
 from daceml_train.passes.base import Candidate, Measured, Pass
 from daceml_train.tensor import Tensor
 from daceml_train.transformations.fusion.grouping import CONSTANT, MOVEMENT, POINTWISE, Group, Grouping, Item
+from daceml_train.transformations.fusion.repetition import OFTEN, spent, times
 from daceml_train.transformations.fusion.siblings import magnitude
 
 FLOAT = 4
@@ -24,11 +25,13 @@ class DuplicateCheapProducers(Pass):
 
     Normalized activations are recomputed from the convolution's output; random numbers and their masks depend on a
     seed alone, so they are never stored. `flops` bounds the operations per element that a value may cost (None: what
-    the device does while it moves a float32, 64 on a CPU).
+    the device does while it moves a float32, 64 on a CPU), and `repeated` those of one that a kernel would compute 8
+    times or more, because it has dimensions that the value lacks.
     """
 
     level = "fusion"
     flops: int | None = None
+    repeated: int = 9
     limit: int = 96
 
     @property
@@ -79,7 +82,10 @@ class DuplicateCheapProducers(Pass):
             producer = grouping.producer.get(base)
             if producer is None or producer.group is None or magnitude(grouping.tensors[base].size) < 2:
                 continue
-            cone = self.cone(grouping, name, bases)
+            most = float(self.most)
+            if times(grouping, name, group) >= OFTEN:
+                most = min(most, self.repeated - spent(grouping, group))
+            cone = self.cone(grouping, name, bases, most)
             if cone is None or len(group.items) + len(cone) > self.limit:
                 continue
             items = frozenset(grouping.producer[grouping.source(n)[0]] for n in cone)
@@ -87,9 +93,9 @@ class DuplicateCheapProducers(Pass):
                 return cone
         return None
 
-    def cone(self, grouping: Grouping, name: str, bases: set[str]) -> list[str] | None:
-        """The results of the cheap operators from arrays in memory to `name`, last first; None if they would read as
-        many bytes as they save.
+    def cone(self, grouping: Grouping, name: str, bases: set[str], most: float) -> list[str] | None:
+        """The results of the operators from arrays in memory to `name`, last first; None if they take more than `most`
+        operations per element, or would read as many bytes as they save.
         """
         base = grouping.source(name)[0]
         tensor = grouping.tensors[base]
@@ -119,7 +125,7 @@ class DuplicateCheapProducers(Pass):
         readers = {id(r.group) for r in grouping.consumers(base)} - {id(grouping.producer[base].group)}
         saved = magnitude(tensor.bytes) * (1 + (base not in grouping.visible) / max(len(readers), 1))
         copied = {grouping.source(n)[0] for n in order}
-        if flops > self.most * magnitude(tensor.size) or not all(self.pointwise(grouping, c) for c in copied):
+        if flops > most * magnitude(tensor.size) or not all(self.pointwise(grouping, c) for c in copied):
             return None
         return list(order) if sum(magnitude(grouping.tensors[e].bytes) for e in extra) < saved else None
 

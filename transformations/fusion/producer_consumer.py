@@ -12,6 +12,7 @@ from daceml_train.graph.graph import Graph
 from daceml_train.passes.base import Pass
 from daceml_train.transformations.fusion.grouping import Group, Grouping
 from daceml_train.transformations.fusion.matches import FusionMatch
+from daceml_train.transformations.fusion.repetition import repeated
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,10 @@ class Fusion(Pass):
     @abstractmethod
     def joins(self, producer: Group, consumer: Group) -> bool:
         """Whether this pass handles such a pair."""
+
+    def pays(self, grouping: Grouping, producer: Group, consumer: Group) -> bool:
+        """Whether a pair that can be joined should be."""
+        return True
 
     def matches(self, graph: Graph) -> list[FusionMatch]:
         """Every pair that this pass handles, refused ones included."""
@@ -50,7 +55,7 @@ class Fusion(Pass):
             for producer in producers:
                 if id(producer) in refused or not producer.fusible or not self.joins(producer, consumer):
                     continue
-                if grouping.refusal(producer, consumer, self.limit) is None:
+                if self.pays(grouping, producer, consumer) and not grouping.refusal(producer, consumer, self.limit):
                     consumer = grouping.join(producer, consumer)
                     refused.clear()
                     break
@@ -64,10 +69,19 @@ class FuseElementwise(Fusion):
     """Compute a chain of elementwise operators in one kernel; intermediate values never reach memory.
 
     x -> [f] -> t -> [g] -> y      =>      x -> [f; g] -> y
+
+    Not if t has fewer dimensions than y, so that the kernel would recompute f for 8 elements of y or more, and f costs
+    more than `repeated` operations per element: such as the sines of positions, for all heads. Where loops over the
+    dimensions of t compute f once, it does not count.
     """
+
+    repeated: int = 9
 
     def joins(self, producer: Group, consumer: Group) -> bool:
         return not producer.reduces and not consumer.reduces
+
+    def pays(self, grouping: Grouping, producer: Group, consumer: Group) -> bool:
+        return not repeated(grouping, producer, consumer, self.repeated)
 
 
 @dataclass(frozen=True)
@@ -75,10 +89,17 @@ class FuseIntoReduction(Fusion):
     """Compute a reduction's operand in the kernel of the reduction.
 
     x -> [f] -> t -> [sum] -> y      =>      x -> [f; sum] -> y
+
+    `repeated` is that of `fuse_elementwise`.
     """
+
+    repeated: int = 9
 
     def joins(self, producer: Group, consumer: Group) -> bool:
         return not producer.reduces and consumer.reduces
+
+    def pays(self, grouping: Grouping, producer: Group, consumer: Group) -> bool:
+        return not repeated(grouping, producer, consumer, self.repeated)
 
 
 @dataclass(frozen=True)

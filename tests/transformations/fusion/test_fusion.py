@@ -176,6 +176,56 @@ def test_an_expensive_value_is_stored() -> None:
     assert traffic(after).bytes == traffic(DUPLICATE).bytes
 
 
+ROTATION = """
+    %a = cos(%t)
+    %v = view(%a, shape={inner})
+    %e = expand(%v, shape={shape})
+    %y = mul(%e, %x)
+    """
+PASSES = FuseElementwise(), FuseIntoReduction(), DuplicateCheapProducers()
+
+
+@pytest.mark.parametrize(
+    ("inner", "shape", "apart"),
+    [
+        ((1, 1, 128, 64), (4, 12, 128, 64), True),
+        ((128, 1, 64), (128, 48, 64), True),
+        ((128, 64, 1), (128, 64, 48), False),  # a loop over the others computes it once
+        ((1, 128, 64), (4, 128, 64), False),  # four times
+        ((128, 1, 64), (128, 4, 64), False),
+    ],
+)
+@pytest.mark.parametrize("end", ["", '%s = reduce(%y, kind="sum", dims=(0,), keepdim=True)'], ids=["", "sum"])
+def test_what_many_elements_share_is_computed_once(
+    inner: tuple[int, ...], shape: tuple[int, ...], apart: bool, end: str
+) -> None:
+    """The cosines of positions are stored rather than computed for every head."""
+    sizes = ", ".join(map(str, shape))
+    body = f"{ROTATION.format(inner=inner, shape=shape)}\n{end}"
+    graph = program(f"t: f32[128, 64], x: f32[{sizes}]", body, "%s" if end else "%y")
+    after = graph
+    for transformation in PASSES:
+        after = transformation.run(after)
+    check_same(graph, after, exact=False)
+    assert (len([n for n in after.nodes if n.op.label not in ("view", "expand")]) > 1) is apart
+    cheap = program(f"t: f32[128, 64], x: f32[{sizes}]", body.replace("cos", "neg"), "%s" if end else "%y")
+    for transformation in PASSES:
+        cheap = transformation.run(cheap)
+    assert len(cheap.nodes) == 1
+
+
+def test_costs_of_what_is_shared_add_up() -> None:
+    """Each of these is cheap; twelve of them for every head are not."""
+    steps = [f"%p{k + 1} = add(%p{k}, %t)" for k in range(12)]
+    ends = [f"%e{k} = expand(%p{k}, shape=(48, 128, 64))\n%y{k} = mul(%y{k - 1}, %e{k})" for k in range(1, 13)]
+    body = "\n".join(["%p0 = neg(%t)", *steps, "%y0 = neg(%x)", *ends])
+    graph = program("t: f32[128, 64], x: f32[48, 128, 64]", body, "%y12")
+    after = DuplicateCheapProducers().run(FuseElementwise().run(graph))
+    check_same(graph, after, exact=False)
+    largest = max((n for n in after.nodes if isinstance(n.op, Kernel)), key=lambda n: len(n.op.statements))
+    assert sum(s.op.label == "add" for s in largest.op.statements) < 12
+
+
 def test_random_numbers_are_made_again_rather_than_stored() -> None:
     graph = program(
         "x: f32[8, 8], seed: i64[], w: f32[8, 8]",
