@@ -28,9 +28,9 @@ def repeated(grouping: Grouping, producer: Group, consumer: Group, flops: int) -
 
 
 def spent(grouping: Grouping, group: Group) -> float:
-    """Operations per element of a kernel on values with fewer elements than it has."""
+    """Operations per element of a kernel on values with fewer elements than it has, but for single numbers."""
     most = max(_size(grouping, item) for item in group.items)
-    return sum(_each(grouping, item) for item in group.items if _size(grouping, item) * OFTEN <= most)
+    return sum(_each(grouping, item) for item in group.items if 1 < _size(grouping, item) <= most / OFTEN)
 
 
 def _read(grouping: Grouping, producer: Group, consumer: Group) -> Iterator[str]:
@@ -65,13 +65,13 @@ def times(grouping: Grouping, name: str, consumer: Group) -> float:
 
 
 def _added(shape: Shape, wider: Shape) -> Dim:
-    """The elements of dimensions along which an array is repeated; 1 if these are the last ones: a loop over the
-    others computes the value once.
+    """The elements of dimensions along which an array is repeated; 1 if these are the last ones, or all: a loop over
+    the others computes the value once.
     """
     shape = (1,) * (len(wider) - len(shape)) + tuple(shape)
     new = [d for d, (a, b) in enumerate(zip(shape, wider, strict=True)) if same(a, 1) and not same(b, 1)]
     own = [d for d, a in enumerate(shape) if not same(a, 1)]
-    return 1 if new and own and max(own) < min(new) else product(wider[d] for d in new)
+    return 1 if not own or (new and max(own) < min(new)) else product(wider[d] for d in new)
 
 
 __all__ = ["OFTEN", "repeated", "spent", "times"]
