@@ -56,7 +56,8 @@ class Lowering:
             elif stage.scatters:
                 whole = [(0, 1, n) for n in stage.target.shape]
                 parts = pending.setdefault(stage.target, [])
-                added = parts.pop()[1] if parts and parts[-1][0] == whole else None
+                covers = parts and parts[-1][0] == whole and parts[-1][1].shape == stage.target.shape
+                added = parts.pop()[1] if covers else None
                 parts.append((whole, self.scattered(stage, result, added)))
             else:
                 places, result = self.placed(stage, result)
