@@ -128,6 +128,13 @@ class NewKinds:
         return new and self.many and self.faster.ran(bound, seconds)
 
 
+LEVELS = 1.25
+"""Levels are kept if they take at most this share of PyTorch's time: batches of trees differ in size."""
+
+SLOWER_LEVELS = "a recursion over so few values that its levels are slower than PyTorch, which runs the model"
+"""Why a recursion has no levels."""
+
+
 class FasterModule:
     """Times a module in the user's loop, from one call to the next, so that backward pass and update count.
 
@@ -135,10 +142,10 @@ class FasterModule:
     after them without.
     """
 
-    def __init__(self) -> None:
-        self.calls = 0
+    def __init__(self, share: float = CLEARLY) -> None:
+        self.calls, self.share = 0, share
         self.compiled: bool | None = None
-        """Whether the compiled pieces are faster, once that is known."""
+        """Whether the compiled pieces are faster, once that is known: they take at most this share of the time."""
         self._programs = self._runs = 0
         self._start = self._seconds = 0.0
 
@@ -164,5 +171,5 @@ class FasterModule:
                 self.compiled = ran > 0  # nothing is compiled, or one program is all of it
             self._seconds, self._start = now - self._start, now
         elif self.calls == WARM + 2 * TIMED:
-            self.compiled = self._seconds <= CLEARLY * (time.thread_time() - self._start)
+            self.compiled = self._seconds <= self.share * (time.thread_time() - self._start)
         return self.calls < WARM + TIMED if self.compiled is None else self.compiled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +13,16 @@ from daceml_train.driver.function import run_with_layout
 from daceml_train.driver.goals import Differentiable, compile_differentiable
 from daceml_train.driver.records import Record
 from daceml_train.driver.settings import Settings
-from daceml_train.errors import DacemlError
+from daceml_train.frontends.torch.recursion.arguments import reason_of
 from daceml_train.frontends.torch.recursion.batch import Batch, Members
 from daceml_train.frontends.torch.recursion.cells import Cell
+from daceml_train.frontends.torch.recursion.derivatives import first_only
 from daceml_train.frontends.torch.recursion.kinds import DATA, Layout
 from daceml_train.frontends.torch.recursion.runs import Run
 from daceml_train.runtime.levels import last_seconds
+
+MOST, SECONDS = 8, 30.0
+"""From how many programs and seconds on new cells are no reason to compile."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ class _Levels(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_only
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         program: ForestProgram = ctx.program
         compiled = program.compiled
@@ -122,6 +127,10 @@ class Forests:
         """How many programs were compiled."""
         self.refused: set[Cell] = set()
         """Cells that no program can have, which PyTorch runs level by level."""
+        self.closed = False
+        """Whether no further program is compiled."""
+        self.spent = 0.0
+        """Seconds of compiling."""
 
     def run(self, structures: Any, runs: Sequence[Run]) -> Batch | None:
         """The values of runs that a compiled program has computed; None if PyTorch has to."""
@@ -139,18 +148,26 @@ class Forests:
         for program in self.programs:
             if program.layout.serves(members):
                 return program
+        if self.closed:
+            return None
         cells = list(members)
         replaced = [p for p in self.programs if not set(cells).isdisjoint(p.layout.cells)]
         cells = list(dict.fromkeys([*(c for p in replaced for c in p.layout.cells), *cells]))
         for cell in cells:  # grows
             found = dict.fromkeys(s[0] for sources in cell.sources for s in sources if s is not DATA)
             cells += [c for c in found if c not in cells]
+        start = time.perf_counter()
         try:
             result = self._compiled(Layout(cells))
-        except DacemlError as error:
-            self.note(f"a recursion whose levels PyTorch runs: {error}")
-            self.refused.update(cells)
+        except Exception as error:  # of PyTorch's batching rules, too, which do not know every operator
+            self.note(f"a recursion whose levels PyTorch runs: {reason_of(error)}")
+            self.refused.update([c for c in cells if not c.batches] or cells)
             return None
+        self.spent += time.perf_counter() - start
+        self.closed = self.compiled >= MOST and self.spent > SECONDS
+        if self.closed:
+            kinds = f"{len(cells)} kinds of cells by now"
+            self.note(f"a recursion whose cells are others in many batches, {kinds}: PyTorch runs levels with new ones")
         self.programs = [p for p in self.programs if p not in replaced] + [result]
         return result
 

@@ -20,7 +20,7 @@ from daceml_train.driver.binding import differentiable_outputs, input_tensors
 from daceml_train.driver.capture_only import capture_call
 from daceml_train.driver.checking import forwards_of, same_forwards
 from daceml_train.driver.events import first_line
-from daceml_train.driver.faster import SLOWER, FasterModule
+from daceml_train.driver.faster import SLOWER, SLOWER_LEVELS, FasterModule
 from daceml_train.driver.forests import Forests
 from daceml_train.driver.function import CompiledGraph
 from daceml_train.driver.goals import compile_differentiable
@@ -273,6 +273,8 @@ def _call(
         forests = Forests(state.options, state.backend.records, state.backend.note)
         state.recursions[name] = recursion_of(module, source, forests, (*arguments, *keywords.values()))
     if (recursion := state.recursions[name]) is not None and recursion.serves:
+        if _leaves_levels(module, state, recursion):
+            return source(module, *arguments, **keywords)
         return recursion(module, source, arguments, keywords, state.backend.note)
     if not same_forwards(state.forwards):
         state.forwards = {}
@@ -327,6 +329,22 @@ def _gives_up(module: torch.nn.Module, state: ModuleState, name: str) -> bool:
     if faster.compiled is False:
         backend.breaks.append(SLOWER)
         logs.event(logs.BREAKS, SLOWER)
+    return not takes
+
+
+def _leaves_levels(module: torch.nn.Module, state: ModuleState, recursion: Recursion) -> bool:
+    """Whether PyTorch runs a call of a recursion because that is faster, or to find out."""
+    faster = recursion.faster
+    if faster.compiled is not None:
+        return not faster.compiled
+    training = module.training and torch.is_grad_enabled()
+    if not training or recursion.refused or any(p.is_cuda for p in module.parameters()):
+        faster.disturbed()
+        return False
+    takes = faster.takes_pieces(recursion.programs, recursion.tried, True)
+    if faster.compiled is False:
+        state.backend.breaks.append(SLOWER_LEVELS)
+        logs.event(logs.BREAKS, SLOWER_LEVELS)
     return not takes
 
 

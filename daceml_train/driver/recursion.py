@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
+from daceml_train.driver.faster import LEVELS, FasterModule
 from daceml_train.driver.forests import Forests
 from daceml_train.frontends.torch.recursion import columns
 from daceml_train.frontends.torch.recursion.detect import MARKED, cycles, over_data, reachable
@@ -42,10 +44,17 @@ class Recursion:
         self.outlined = outlined(whole, self.structures.codes, self.structures.blocks)
         self.refused = ""
         """Why PyTorch runs all calls."""
+        self.faster = FasterModule(LEVELS)
         self.tried = 0
         self.serves = True
         """Whether functions that were found call themselves, and compute something below such a call."""
         self.codes = [*functions, *self.outlined.values()]
+
+    @property
+    def programs(self) -> int:
+        """How many programs were compiled."""
+        forests = self.structures.programs
+        return 0 if forests is None else int(forests.compiled)
 
     def __call__(
         self,
@@ -65,6 +74,10 @@ class Recursion:
             return entry()
         if self.refused or recording() is not None:
             return source(module, *arguments, **keywords)  # within the recursion: `entry` is where it begins
+        if torch.is_inference_mode_enabled():  # whose tensors a recording cannot keep for later calls
+            with torch.inference_mode(False), torch.no_grad():
+                found = self(module, source, arguments, keywords, note)
+            return tree_map_only(torch.Tensor, torch.clone, found)
         tensors = [*module.parameters(), *module.buffers()]
         recorder = Recorder(self.structures, tensors, entry.__code__, note, state_of(list(module.modules())))
         collecting = gc.isenabled()

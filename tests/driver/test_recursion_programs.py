@@ -171,16 +171,6 @@ def test_autocast() -> None:
 
 
 @pytest.mark.compiled
-def test_a_second_derivative_is_refused() -> None:
-    compiled, _ = pair(Plain)
-    (gradient,) = torch.autograd.grad(
-        compiled(trees(3)).square().sum(), [compiled.gate.weight, compiled.join.weight][1:], create_graph=True
-    )
-    with pytest.raises(RuntimeError, match="differentiat|grad"):
-        gradient.square().sum().backward()
-
-
-@pytest.mark.compiled
 def test_two_backward_passes_and_states_that_nodes_keep() -> None:
     compiled, twin = pair(Plain)
     ours, theirs = trees(4), trees(4)

@@ -136,10 +136,10 @@ class Batch:
 
     @property
     def shared_arrays(self) -> set[int]:
-        """The positions of shared tensors that calls of this batch read."""
+        """The positions of shared tensors on which calls of this batch depend with a gradient."""
         first = len(self.layout.kinds)
         kinds = [k for k, runs in zip(self.layout.kinds, self.calls[:first], strict=True) if runs]
-        used = {s for kind in kinds if kind.cell is not None for s in kind.cell.shared}
+        used = {s for kind in kinds if kind.cell is not None for s in kind.cell.differentiated}
         return {k for k, s in enumerate(self.layout.shared, 1) if s in used}
 
     # ---- structure ----------------------------------------------------------------------------------------------

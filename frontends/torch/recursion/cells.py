@@ -11,12 +11,14 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from daceml_train.analysis.sizes import bind
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.capture.capture import capture
+from daceml_train.frontends.torch.recursion.arguments import reason_of
 from daceml_train.frontends.torch.recursion.counts import COUNTS, for_any_count
 from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, known, meta, meta_of
 from daceml_train.frontends.torch.recursion.runs import Given, Reference, Run, Shared, Step, decoded
@@ -24,6 +26,7 @@ from daceml_train.graph.graph import Graph
 from daceml_train.tensor import Dim
 
 IN_PLACE = "changes a tensor in place"
+EFFECT = "does more than compute a value"
 LOOK = "a look at a value"
 RANDOM = "draws random numbers, whose order is the user's program's"
 
@@ -37,16 +40,19 @@ class _Watch(TorchDispatchMode):
     def __init__(self, operands: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operands = [(t, t._version) for t in operands]
-        self.random = False
+        self.random = self.moved = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        # its schema does not say that it moves the running statistics
+        statistics = func is torch.ops.aten.native_batch_norm.default and args[5] and args[3] is not None
+        self.moved = self.moved or bool(statistics)
         return func(*args, **(kwargs or {}))
 
     @property
     def reason(self) -> str:
         """Why what was watched cannot wait; empty if it can."""
-        if any(t._version != version for t, version in self.operands):
+        if self.moved or any(t._version != version for t, version in self.operands):
             return IN_PLACE
         return RANDOM if self.random else ""
 
@@ -109,6 +115,9 @@ def step(structures: Any, at: Step, run: Run, key: tuple[Any, ...], keywords: bo
     output = Step(before=at, operator=key, keywords=keywords)
     args = [decoded(e, of) for e in key[2:]]
     kwargs = args.pop() if keywords else {}
+    output.refused = _of_all_indices(key[0], args, kwargs)
+    if output.refused:
+        return output
     watch = _Watch([a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)])
     try:
         with torch._C.DisableTorchFunction(), fakes.mode, watch, torch.set_grad_enabled(key[1]):
@@ -131,12 +140,37 @@ def step(structures: Any, at: Step, run: Run, key: tuple[Any, ...], keywords: bo
     elif any(isinstance(r, torch.Tensor) for r in pytree.tree_leaves(result)):
         output.refused = f"it returns {type(result).__name__}"
         return output
-    else:
+    elif _plain(result):
         output.constant = result
+        return output
+    else:
+        output.refused = EFFECT if result is None else f"it returns {type(result).__name__}"
         return output
     output.made = tuple(map(meta_of, output.examples))
     output.count = at.count + len(output.made)
     return output
+
+
+def _of_all_indices(function: Any, args: list[Any], kwargs: Any) -> str:
+    """Why the gradient of a table is another one if it is that of many calls; empty if it is their sum."""
+    position = {F.embedding: 6, F.embedding_bag: 7}.get(function)
+    if position is None:
+        return ""
+    if kwargs.get("scale_grad_by_freq") or args[5:6] == [True]:
+        return "scale_grad_by_freq counts the indices of a call"
+    return "its gradient is a sparse tensor" if kwargs.get("sparse") or args[position:][:1] == [True] else ""
+
+
+def _plain(result: Any) -> bool:
+    """Whether a result is one of Python or a property of tensors, which is the same for all of this type."""
+    if isinstance(result, tuple | list):
+        return all(map(_plain, result))
+    return (
+        isinstance(
+            result, bool | int | float | complex | str | torch.dtype | torch.device | torch.layout | torch.memory_format
+        )
+        or result is NotImplemented
+    )
 
 
 def evaluate(operators: Sequence[Step], inputs: Sequence[Any], shared: Callable[[Shared], Any]) -> list[torch.Tensor]:
@@ -195,6 +229,10 @@ class Cell:
         """The types of the inputs; a cell without any takes the number of the call."""
         self.sources: list[dict[Any, None]] = [{} for _ in self.inputs]
         """Per input, what it was ever taken from, in the order of learning; see `kinds`."""
+        self.uses = 0
+        """How often rows were computed: a trace takes as long as many calls, and a cell may never come again."""
+        self.alone = ""
+        """Why calls are computed one by one; empty if PyTorch has computed several at once."""
 
     def want(self, outputs: set[int]) -> None:
         """Have at least these outputs."""
@@ -209,12 +247,49 @@ class Cell:
 
     def rows(self, inputs: Sequence[torch.Tensor], shared: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
         """The outputs of `count` calls, whose inputs are rows."""
-        if count == 1:
-            results = self.single([t[0] for t in inputs], shared)
-            return [t.unsqueeze(0) for t in results]
-        if not inputs:
-            return self._mapped(inputs, shared, count)
-        return list(self._any_count()(*inputs, *shared))
+        self.uses += 1
+        if count > 1 and not self.alone and (self.uses > 1 or self.traced is not None):
+            try:
+                return self._mapped(inputs, shared, count) if not inputs else list(self._any_count()(*inputs, *shared))
+            except Exception as error:  # PyTorch does not batch an operator, or one raises, as it will again
+                results = self._one_by_one(inputs, shared, count)
+                self.alone = reason_of(error)
+                return results
+        return self._one_by_one(inputs, shared, count)
+
+    def _one_by_one(
+        self, inputs: Sequence[torch.Tensor], shared: Sequence[torch.Tensor], count: int
+    ) -> list[torch.Tensor]:
+        calls = [self.single([t[k] for t in inputs], shared) for k in range(count)]
+        return [torch.stack(results) for results in zip(*calls, strict=True)]
+
+    @property
+    def batches(self) -> bool:
+        """Whether there is a trace for any number of calls."""
+        try:
+            return self._any_count() is not None
+        except Exception:  # whatever it is, `graph` has told it
+            return False
+
+    @property
+    def differentiated(self) -> set[Shared]:
+        """The shared tensors on which outputs depend with a gradient."""
+        flows: list[set[Shared]] = []
+        found: set[Shared] = set()
+
+        def note(entry: Any) -> None:
+            if type(entry) is Shared and entry.tensor.requires_grad:
+                found.add(entry)
+            elif type(entry) is Reference and entry.local:
+                found.update(flows[entry.number])
+
+        for each in self.operators:
+            assert each.operator is not None
+            found = set()
+            for entry in each.operator[2:]:
+                decoded(entry, note)
+            flows += [found if m.requires_grad else set() for m in each.made]
+        return set().union(*(flows[k] for k in self.outputs))
 
     def _mapped(self, inputs: Sequence[torch.Tensor], shared: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
         number = torch.arange(count)

@@ -66,7 +66,8 @@ def for_any_count(traces: Mapping[int, fx.GraphModule]) -> fx.GraphModule:
             return {name: joined([v[name] for v in values]) for name in one}
         if isinstance(one, int) and not isinstance(one, bool):
             return size(values)
-        if isinstance(one, float | bool | str) and len(set(values)) != 1:
+        same = len(set(map(repr, values))) == 1  # NaN is NaN
+        if isinstance(one, float | bool | str) and not same:
             raise Unsupported("a constant within a cell depends on the number of its rows")
         return one
 

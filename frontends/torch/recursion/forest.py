@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from daceml_train.frontends.torch.recursion.cells import Cell
+from daceml_train.frontends.torch.recursion.derivatives import first_only
 from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, known
 from daceml_train.frontends.torch.recursion.runs import Pick, Run, Shared
 
@@ -183,7 +184,7 @@ class _Levels(torch.autograd.Function):
         return results
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_only
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         if ctx.saved is None:
             raise RuntimeError("a second backward pass through a recursion; the first needs retain_graph=True")

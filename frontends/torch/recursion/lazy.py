@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -87,6 +88,14 @@ class Lazy:
         """Whether it has a gradient."""
         return self.meta.requires_grad
 
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        recorder, function = recording(), torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+        if recorder is None:
+            function(self.tensor(), value)
+        else:
+            recorder.call(function, (self, value), {})
+
     @property
     def ndim(self) -> int:
         """The number of dimensions."""
@@ -170,6 +179,18 @@ recording = RECORDER.get
 """The recorder of this thread, or None. A context variable is read in a tenth of the time of a thread's own data."""
 record_by = RECORDER.set
 """Sets the recorder of this thread, or None."""
+
+
+@contextmanager
+def outside(grad: bool) -> Iterator[None]:
+    """PyTorch as without a recorder, with gradients or none, whatever user code has around what it looks at."""
+    before = recording()
+    record_by(None)
+    try:
+        with torch._C.DisableTorchFunction(), torch.set_grad_enabled(grad):
+            yield
+    finally:
+        record_by(before)
 
 
 _OWN = {

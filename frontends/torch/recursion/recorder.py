@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 from torch.overrides import TorchFunctionMode
 
 from daceml_train.frontends.torch.recursion import cells, columns
 from daceml_train.frontends.torch.recursion.arguments import joined_type, laziness, lazy_values, name_of
+from daceml_train.frontends.torch.recursion.effects import GRAPH, Held, may_change
 from daceml_train.frontends.torch.recursion.forest import Forest, gathered, rows
 from daceml_train.frontends.torch.recursion.lazy import (
     Lazy,
@@ -21,10 +22,10 @@ from daceml_train.frontends.torch.recursion.lazy import (
     lazy_of,
     meta,
     meta_of,
-    record_by,
-    recording,
+    outside,
     take_added,
 )
+from daceml_train.frontends.torch.recursion.native_calls import APPLY, give_values
 from daceml_train.frontends.torch.recursion.outside import Results
 from daceml_train.frontends.torch.recursion.runs import (
     INPUTS,
@@ -43,6 +44,7 @@ from daceml_train.frontends.torch.recursion.runs import (
     run_of,
     slot,
 )
+from daceml_train.frontends.torch.recursion.scalars import SCALED, with_data
 
 _GETTER = type(vars(torch.Tensor.__mro__[1])["shape"].__get__)
 _ITEM = torch.Tensor.__getitem__
@@ -95,12 +97,19 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         super().__init__()
         take_added()
+        give_values()
         self.structures, self.note = structures, note
+        tensors = list(tensors)
         self.shared = structures.shared_by(tensors)
+        self.held = Held(tensors)
+        self.grad = torch.is_grad_enabled()
+        """Whether values have gradients, unless what computes them was called where they have none."""
         self.entry = entry
-        self.frames = dict.fromkeys(structures.codes, True) | {id(entry): False}
+        self.frames = dict.fromkeys(structures.codes, True) | {id(entry): False, id(APPLY): False}
         self.pending: list[Run] = []
         self.solos: list[Solo] = []
+        self.traced: dict[types.FrameType, Run] = {}
+        """The runs of calls, under a debugger."""
         self.looks = 0
         self.events = 0
         """How often something happened that is not recorded."""
@@ -119,11 +128,19 @@ class Recorder(TorchFunctionMode):
         if kwargs:
             state |= laziness(kwargs.values())
         if not state & 3 or self.eager:
-            return function(*known(args), **known(kwargs)) if state & 4 or self.eager else function(*args, **kwargs)
+            return self._now(state, function, args, kwargs)
+        if peek_interpreter_stack() is not None:  # within `torch.func`, whose values are not those of this level
+            return function(*known(args), **known(kwargs))
+        if function in GRAPH:
+            if state & 1:
+                self.abandon(f"{name_of(function)} {cells.EFFECT}")
+            return function(*known(args), **known(kwargs))
         frame = self._frame()
+        if type(frame) is bool:
+            return function(*known(args), **known(kwargs))
         if frame is None:
             if not state & 1:
-                return function(*known(args), **known(kwargs)) if state & 4 else function(*args, **kwargs)
+                return self._now(state, function, args, kwargs)
             run = self._outer(function, args, kwargs)
             if run is None:
                 return self._solo(function, args, kwargs)
@@ -132,15 +149,36 @@ class Recorder(TorchFunctionMode):
                 return function(*args, **kwargs)
             if function is _ITEM and state == 2 and (picked := self._pick(*args)) is not None:
                 return picked
-            held: Any = frame
-            run = held.f_trace
-            if type(run) is not Run or run.sealed or run.recorder is not self:
-                run = held.f_trace = self._new(outer=False)
-                self.structures.nested = self.structures.nested or self._nested(frame)
+            run = self._run_of(frame)
         return self._record(run, function, args, kwargs)
+
+    def _now(self, state: int, function: Any, args: Any, kwargs: Any) -> Any:
+        """The result of a function of tensors that need not wait; operators that do are computed if it changes them."""
+        if self.pending and may_change(function, args, kwargs):
+            with torch._C.DisableTorchFunction():
+                changes = self.held.by(self.pending, self.solos, args, kwargs)
+            if changes:
+                self.flush()
+        return function(*known(args), **known(kwargs)) if state & 4 or self.eager else function(*args, **kwargs)
+
+    def _run_of(self, frame: types.FrameType) -> Run:
+        """The run of a call. It is kept in the frame, or, under a debugger, which has its own there, in a dict."""
+        traced = sys.gettrace() is not None
+        held: Any = frame
+        run = self.traced.get(frame) if traced else held.f_trace
+        if type(run) is not Run or run.sealed or run.recorder is not self:
+            run = self._new(outer=False)
+            if traced:
+                self.traced[frame] = run
+            else:
+                held.f_trace = run
+            self.structures.nested = self.structures.nested or self._nested(frame)
+        return run
 
     def _record(self, run: Run, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         at, inputs = run.at, len(run.inputs)
+        if function in SCALED:
+            args = with_data(at, function, args)
         before = run.height, run.stage
         try:
             key = (function, torch.is_grad_enabled(), *[self._encode(run, a) for a in args])
@@ -221,19 +259,22 @@ class Recorder(TorchFunctionMode):
     def _at_once(self, function: Any, args: Any, kwargs: Any, why: str) -> Any:
         """The result of a function that PyTorch runs now, at its place in the user's program."""
         self.events += 1
-        if why == cells.IN_PLACE:
+        if why in (cells.IN_PLACE, cells.EFFECT):
             self.abandon(f"{name_of(function)} {why}")
         elif why not in ("", cells.LOOK):
             self.note(f"{name_of(function)} within a recursion: {why}; PyTorch runs it")
         return function(*known(args), **known(kwargs))
 
     # ---- where operators go -------------------------------------------------------------------------------------
-    def _frame(self) -> types.FrameType | None:
+    def _frame(self) -> types.FrameType | bool | None:
+        """The call of the recursion that computes; None outside of it, `False` within a function for autograd."""
         frame: types.FrameType | None = sys._getframe(2)
         frames = self.frames
         while frame is not None:
             inside = frames.get(id(frame.f_code))
             if inside is not None:
+                if frame.f_code is APPLY:
+                    return False
                 return frame if inside and not self.outermost(frame) else None
             frame = frame.f_back
         return None
@@ -322,17 +363,18 @@ class Recorder(TorchFunctionMode):
             self.flush()
         if value.value is not None:
             return value.value
-        with _outside(self):  # or reading the row would be recorded
+        with outside(self.grad):  # or reading the row would be recorded
             found: torch.Tensor = run.forest.value(value)
         return found
 
     def flush(self) -> None:
         """Compute what is recorded."""
         self.events += 1
-        with _outside(self):
+        with outside(self.grad):
             pending: list[Any] = self.pending
             solos: list[Any] = self.solos
             self.pending, self.solos = [], []
+            self.held.cleared()
             by_stage: dict[int, list[Run]] = columns.seal(pending)
             for stage in sorted({*by_stage, *[solo.stage for solo in solos]}):
                 for solo in solos:
@@ -343,7 +385,9 @@ class Recorder(TorchFunctionMode):
                     batch = None if compiled is None else compiled.run(self.structures, runs)
                     if batch is None:
                         _with_tensors(runs)
-                        Forest(self.structures, runs)
+                        for why in dict.fromkeys(g.cell.alone for g in Forest(self.structures, runs).groups):
+                            if why:
+                                self.note(f"calls of a recursion that PyTorch runs one by one: {why}")
 
     def _run_solo(self, solo: Solo) -> None:
         function, args = solo.function, solo.args
@@ -363,7 +407,7 @@ class Recorder(TorchFunctionMode):
         self.last = {}
         self.events += 1
         self.note(f"{why} within a recursion; PyTorch runs the forward pass")
-        with _outside(self):
+        with outside(self.grad):
             pending: list[Any] = self.pending
             solos: list[Any] = self.solos
             self.pending, self.solos = [], []
@@ -383,18 +427,6 @@ def _with_tensors(runs: Iterable[Run]) -> None:
         run.inputs = [torch.tensor(a) if type(a) is list else a for a in run.inputs]
 
 
-@contextmanager
-def _outside(recorder: Recorder) -> Iterator[None]:
-    """PyTorch as without a recorder."""
-    before = recording()
-    record_by(None)
-    try:
-        with torch._C.DisableTorchFunction():
-            yield
-    finally:
-        record_by(before)
-
-
 def computed(recorder: Recorder, found: Any) -> Any:
     """A result of user code with tensors in place of lazy ones."""
     import torch.utils._pytree as pytree
@@ -405,7 +437,7 @@ def computed(recorder: Recorder, found: Any) -> Any:
         if type(value.source) is Run:
             value.source.use(value.index)
     recorder.flush()
-    with _outside(recorder):
+    with outside(recorder.grad):
         gathered(None, [lazies])
         leaves = [known(leaf) if type(leaf) is Lazy else leaf for leaf in leaves]
     return pytree.tree_unflatten(leaves, spec)

@@ -81,7 +81,7 @@ _CONSTANTS: dict[Any, Constant] = {}
 
 def constant(value: Any) -> Constant:
     """The one object that stands for a constant."""
-    key = (type(value), value, str(value))  # 0.0 and -0.0 differ
+    key = (type(value), str(value))  # 0.0 and -0.0 differ, and NaN is NaN
     found = _CONSTANTS.get(key)
     if found is None:
         found = _CONSTANTS[key] = Constant(value)
@@ -130,6 +130,8 @@ class Step:
     """Why this operator runs in PyTorch at once; empty if it is recorded."""
     constant: Any = None
     """The result of an operator that returns no tensor."""
+    numbers: dict[Any, set[Any]] = field(default_factory=dict)
+    """Python's numbers that the next operator was ever given; see `scalars`."""
     cell: Any = None
     keywords: bool = False
     """Whether the last entry of the key has keyword arguments."""

@@ -419,8 +419,8 @@ def _same(t: Translator, x: Value, **options: Any) -> Value:
 
 
 @rule("_to_copy.default", "prims.convert_element_type.default", "to.dtype")
-def _cast(t: Translator, x: Value, *position: Any, **options: Any) -> Value:
-    return x.cast(t.type.dtype)
+def _cast(t: Translator, x: Value | Number, *position: Any, **options: Any) -> Value:
+    return x.cast(t.type.dtype) if isinstance(x, Value) else t.value(x, t.type.dtype)
 
 
 @rule("copy.default")

@@ -1,0 +1,111 @@
+"""Effects: functions of PyTorch that do more than compute a result, and therefore cannot wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from daceml_train.frontends.torch.recursion.lazy import Lazy
+from daceml_train.frontends.torch.recursion.runs import Pick, Run
+
+_TENSOR: Any = torch.Tensor
+GRAPH = frozenset(
+    {
+        *(_TENSOR.register_hook, _TENSOR.retain_grad, _TENSOR.backward, _TENSOR.requires_grad_),
+        *(_TENSOR.register_post_accumulate_grad_hook, _TENSOR.requires_grad.__set__),
+        *(torch.autograd.backward, torch.autograd.grad),
+    }
+)
+"""Functions that read or change PyTorch's own graph of a value, which a batch of many values has not."""
+
+_IN_PLACE = frozenset(
+    f"__i{name}__"
+    for name in (
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "truediv",
+        "floordiv",
+        "mod",
+        "pow",
+        "and",
+        "or",
+        "xor",
+        "lshift",
+        "rshift",
+    )
+) | {"__setitem__", "__set__", "__delete__"}
+_ALWAYS, _PERHAPS, _NEVER = range(3)
+_KINDS: dict[Any, int] = {}
+
+
+def may_change(function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether a function may change a tensor that it is given."""
+    kind = _KINDS.get(function)
+    if kind is None:
+        kind = _KINDS[function] = _kind(function)
+    if kind == _NEVER:
+        return bool(kwargs) and kwargs.get("out") is not None
+    return kind == _ALWAYS or any(a is True for a in args) or any(a is True for a in kwargs.values())
+
+
+def _kind(function: Callable[..., Any]) -> int:
+    name = getattr(function, "__name__", "")
+    if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+        return _ALWAYS
+    # functions of Python take `inplace=True`, or `training=True` for statistics that run along
+    return _PERHAPS if getattr(function, "__module__", "") == torch.nn.functional.__name__ else _NEVER
+
+
+class Held:
+    """The memory that recorded operators will read: what changes it has to wait for them."""
+
+    def __init__(self, shared: Iterable[torch.Tensor]) -> None:
+        self.shared = shared
+        self.fixed: set[int] | None = None
+        """The memory of parameters and buffers; None if nothing has asked for it."""
+        self.read: set[int] = set()
+        self.looked = 0
+        """Of how many runs `read` has everything."""
+
+    def cleared(self) -> None:
+        """Note that nothing is recorded any more; what follows may give a parameter other memory."""
+        self.fixed, self.read, self.looked = None, set(), 0
+
+    def by(self, runs: list[Run], solos: list[Any], args: Any, kwargs: Any) -> bool:
+        """Whether recorded operators read the memory of one of these arguments."""
+        given = {_memory(t) for t in _tensors((*args, *kwargs.values()))}
+        if not given:
+            return False
+        with torch._C.DisableTorchFunction():
+            if self.fixed is None:
+                self.fixed = {_memory(t) for t in self.shared}
+            whole = True
+            for run in runs[self.looked :]:
+                self.read.update(map(_memory, _tensors(run.inputs)))
+                whole = whole and run.sealed
+                self.looked += whole
+            waiting = {_memory(t) for solo in solos for t in _tensors((*solo.args, *solo.kwargs.values()))}
+        return not given.isdisjoint(self.fixed | self.read | waiting)
+
+
+def _tensors(found: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for a in found:
+        kind = type(a)
+        if kind is Lazy:
+            if type(a.source) is Pick:
+                yield a.source.tensor
+        elif kind in (list, tuple):
+            yield from _tensors(a)
+        elif isinstance(a, torch.Tensor):
+            yield a
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # a sparse tensor
+        return id(tensor)
