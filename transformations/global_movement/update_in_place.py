@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -44,7 +45,8 @@ class UpdateInPlace(Pass):
         targets = {value: target for target, value in graph.writes.items()}
         needed = checked(graph)
         results = {name: index for index, node in enumerate(graph.nodes) for name in node.outputs}
-        nodes, wanted = list(graph.nodes), [float(i) for i in range(len(graph.nodes))]
+        kernels: dict[int, tuple[Kernel | None, list[tuple[int, int]]]] = {}
+        wanted = [float(i) for i in range(len(graph.nodes))]
         for index, node in enumerate(graph.nodes):
             rows = isinstance(node.op, AddRows)
             kernel = as_kernel(node)
@@ -65,13 +67,66 @@ class UpdateInPlace(Pass):
             if kernel is not None:
                 pairs = storable(graph, blocks, node, kernel, pairs)
             if pairs:
-                nodes[index] = replace(node, op=over(node.op if kernel is None else kernel, tuple(pairs)))
+                kernels[index] = kernel, pairs
                 needs = [results[i] for i in node.inputs if i in results]
                 needs += [r for _, argument in pairs for r in readers[node.inputs[argument]] if r != index]
                 wanted[index] = max(needs, default=-1) + 0.5
+        before = {
+            index: {p: set(readers[graph.nodes[index].inputs[p[1]]]) - {index} for p in pairs}
+            for index, (_, pairs) in kernels.items()
+        }
+        order, dropped = ordered(graph, wanted, before)
+        nodes = list(graph.nodes)
+        for index, (kernel, pairs) in kernels.items():
+            node, kept = nodes[index], [p for p in pairs if (index, p) not in dropped]
+            if kernel is not None and len(kept) < len(pairs):
+                kept = storable(graph, blocks, node, kernel, kept)
+            if kept:
+                nodes[index] = replace(node, op=over(node.op if kernel is None else kernel, tuple(kept)))
         other = graph.copy()
-        other.nodes = [nodes[i] for i in sorted(range(len(nodes)), key=lambda i: (wanted[i], i))]
+        other.nodes = [nodes[i] for i in order]
         return other
+
+
+def ordered(
+    graph: Graph, wanted: Sequence[float], before: Mapping[int, Mapping[tuple[int, int], set[int]]]
+) -> tuple[list[int], set[tuple[int, tuple[int, int]]]]:
+    """Nodes after their operands, and after those that read what they store over (`before`), by `wanted` otherwise.
+
+    Two kernels may each read what the other one stores over. Then the one that comes first cannot store there: such
+    pairs are returned, too.
+    """
+    producer = {name: index for index, node in enumerate(graph.nodes) for name in node.outputs}
+    operands = [{producer[i] for i in node.inputs if i in producer} for node in graph.nodes]
+    waits = [set(found) for found in operands]
+    for index, pairs in before.items():
+        waits[index].update(*pairs.values())
+    readers: dict[int, list[int]] = {}
+    for index, found in enumerate(waits):
+        for other in found:
+            readers.setdefault(other, []).append(index)
+    order: list[int] = []
+    dropped: set[tuple[int, tuple[int, int]]] = set()
+    done: set[int] = set()
+    ready = [(wanted[i], i) for i, found in enumerate(waits) if not found]
+    heapq.heapify(ready)
+    while len(order) < len(waits):
+        if not ready:  # a cycle, in which one waits for others only because of what it stores over
+            index = min((i for i in before if i not in done and operands[i] <= done), key=lambda i: (wanted[i], i))
+            dropped.update((index, pair) for pair, found in before[index].items() if not found <= done)
+            waits[index] = set()
+            ready = [(wanted[index], index)]
+        _, index = heapq.heappop(ready)
+        if index in done:
+            continue
+        order.append(index)
+        done.add(index)
+        for reader in readers.get(index, ()):
+            if index in waits[reader]:
+                waits[reader].discard(index)
+                if not waits[reader]:
+                    heapq.heappush(ready, (wanted[reader], reader))
+    return order, dropped
 
 
 def _only_scalars(graph: Graph, node: Node) -> bool:

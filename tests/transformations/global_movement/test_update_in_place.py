@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from daceml_train.analysis.verify import verify
 from daceml_train.graph.graph import Graph
 from daceml_train.lowering.lower import lower
 from daceml_train.lowering.program import CopyLaunch, KernelLaunch
@@ -174,3 +175,34 @@ def test_a_column_that_later_rows_read_is_copied() -> None:
     graph = updated("g: f32[50, 40], x: f32[50, 40], w: f32[40]", body, "%y")
     kernels = [node for node in graph.nodes if "w" in node.inputs and len(node.outputs) == 2]
     assert not kernels or "w" not in in_place(graph)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_kernels_that_read_what_others_store_over(count: int) -> None:
+    """Each of them has to come before another one: one stores elsewhere. The scale of normalized channels is so."""
+    names = [f"p{k}" for k in range(count)]
+    steps = [f"%g{k} = mul(%x{k}, %p{(k + 1) % count})\n%n{k} = sub(%p{k}, %g{k})" for k in range(count)]
+    body = "\n".join([*steps, *(f"write p{k} <- %n{k}" for k in range(count))])
+    signature = ", ".join([*(f"{p}: f32[4, 6]" for p in names), *(f"x{k}: f32[4, 6]" for k in range(count))])
+    graph = program(signature, body)
+    for transformation in (FuseElementwise(), UpdateInPlace()):
+        graph = transformation.run(graph)
+    verify(graph)
+    check_same(program(signature, body), graph, exact=False)
+    assert len(in_place(graph)) == count - 1
+
+
+def test_a_kernel_that_waits_is_waited_for() -> None:
+    """The first kernel stores over `p` after its last reader, so what the first one reads is stored over later."""
+    body = """
+    %n = sub(%p, %q)
+    %m = sub(%q, %x)
+    %y = mul(%p, %x)
+    write p <- %n
+    write q <- %m
+    """
+    graph = program("p: f32[4, 6], q: f32[4, 6], x: f32[4, 6]", body, "%y")
+    after = UpdateInPlace().run(FuseElementwise().run(graph))
+    verify(after)
+    check_same(graph, after, exact=False)
+    assert in_place(after) == {"p", "q"}
