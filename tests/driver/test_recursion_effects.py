@@ -385,3 +385,25 @@ def test_a_recursion_over_few_values_is_left_to_pytorch() -> None:
     assert recursion.faster.compiled or any(
         "a recursion over so few values" in why for why in dt.report(compiled).breaks
     )
+
+
+class Enabled(Pairs):
+    """Gradients where the caller has none."""
+
+    def forward(self, trees: Any) -> Tensor:
+        """The states of roots."""
+        with torch.enable_grad():
+            return super().forward(trees)
+
+
+def test_gradients_within_a_call_without() -> None:
+    torch.manual_seed(0)
+    eager = Enabled()
+    compiled = dt.optimize(copy.deepcopy(eager))
+    for _ in range(2):
+        with torch.no_grad():
+            found = [module(TREES) for module in (compiled, eager)]
+        assert [values.requires_grad for values in found] == [True, True]
+        for values in found:
+            values.sum().backward()
+        torch.testing.assert_close(compiled.join.weight.grad, eager.join.weight.grad)

@@ -363,14 +363,14 @@ class Recorder(TorchFunctionMode):
             self.flush()
         if value.value is not None:
             return value.value
-        with outside(self.grad):  # or reading the row would be recorded
+        with outside(self.grad or value.meta.requires_grad):  # or reading the row would be recorded
             found: torch.Tensor = run.forest.value(value)
         return found
 
     def flush(self) -> None:
         """Compute what is recorded."""
         self.events += 1
-        with outside(self.grad):
+        with outside(self._has_gradients()):
             pending: list[Any] = self.pending
             solos: list[Any] = self.solos
             self.pending, self.solos = [], []
@@ -388,6 +388,10 @@ class Recorder(TorchFunctionMode):
                         for why in dict.fromkeys(g.cell.alone for g in Forest(self.structures, runs).groups):
                             if why:
                                 self.note(f"calls of a recursion that PyTorch runs one by one: {why}")
+
+    def _has_gradients(self) -> bool:
+        """Whether something that is recorded has: user code may call for gradients where the caller does not."""
+        return self.grad or any(run.at.operator is not None and run.at.operator[1] for run in self.pending)
 
     def _run_solo(self, solo: Solo) -> None:
         function, args = solo.function, solo.args
@@ -407,7 +411,7 @@ class Recorder(TorchFunctionMode):
         self.last = {}
         self.events += 1
         self.note(f"{why} within a recursion; PyTorch runs the forward pass")
-        with outside(self.grad):
+        with outside(self._has_gradients()):
             pending: list[Any] = self.pending
             solos: list[Any] = self.solos
             self.pending, self.solos = [], []
@@ -437,7 +441,7 @@ def computed(recorder: Recorder, found: Any) -> Any:
         if type(value.source) is Run:
             value.source.use(value.index)
     recorder.flush()
-    with outside(recorder.grad):
+    with outside(recorder.grad or any(value.meta.requires_grad for value in lazies)):
         gathered(None, [lazies])
         leaves = [known(leaf) if type(leaf) is Lazy else leaf for leaf in leaves]
     return pytree.tree_unflatten(leaves, spec)
