@@ -16,6 +16,7 @@ from daceml_train.driver.forests import Forests
 from daceml_train.frontends.torch.recursion import columns
 from daceml_train.frontends.torch.recursion.detect import MARKED, cycles, over_data, reachable
 from daceml_train.frontends.torch.recursion.lazy import RECORDER, Lazy, record_by, recording
+from daceml_train.frontends.torch.recursion.native_calls import values_given
 from daceml_train.frontends.torch.recursion.outline import outlined, with_codes
 from daceml_train.frontends.torch.recursion.paths import located
 from daceml_train.frontends.torch.recursion.recorder import Recorder, Structures, computed
@@ -84,7 +85,7 @@ class Recursion:
         record_by(recorder)
         try:
             gc.disable()  # what is recorded is freed without it, and would make it examine all objects of the process
-            with with_codes(self.outlined), recorder:
+            with with_codes(self.outlined), values_given(), recorder:
                 result = call_deeply(entry)
             record_by(None)
             result = computed(recorder, result)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,8 +25,6 @@ _PLACES: tuple[tuple[Any, str], ...] = (
     (eager_transforms, "_vjp_with_argnums"),
     (eager_transforms, "_jvp_with_argnums"),
     (eager_transforms, "_wrap_all_tensors_to_functional"),
-    (torch._C.ScriptFunction, "__call__"),
-    (torch._C.ScriptMethod, "__call__"),
 )
 
 
@@ -32,12 +32,44 @@ APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-def
 """What runs the `forward` of a user's function for autograd, whose results have to be tensors."""
 
 
+_LOCK = threading.Lock()
+_USERS = [0]
+
+
+@contextmanager
+def values_given() -> Iterator[None]:
+    """Have these functions called with tensors in place of lazy values.
+
+    Only meanwhile: TorchDynamo knows some of them by identity.
+    """
+    _teach_script()
+    with _LOCK:
+        _USERS[0] += 1
+        if _USERS[0] == 1:
+            for owner, name, _, taught in _functions():
+                setattr(owner, name, taught)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _USERS[0] -= 1
+            if not _USERS[0]:
+                for owner, name, original, _ in _functions():
+                    setattr(owner, name, original)
+
+
 @functools.cache
-def give_values() -> None:
-    """Have these functions called with tensors in place of lazy values, from here on."""
-    for owner, name in _PLACES:
-        if (original := getattr(owner, name, None)) is not None:
-            setattr(owner, name, _with_values(original))
+def _functions() -> tuple[tuple[Any, str, Any, Any], ...]:
+    """Where functions are, they themselves, and what takes their place."""
+    originals = [getattr(owner, name) for owner, name in _PLACES]
+    return tuple((*place, f, _with_values(f)) for place, f in zip(_PLACES, originals, strict=True))
+
+
+@functools.cache
+def _teach_script() -> None:
+    """The same for TorchScript, whose classes of native code do not take their methods back."""
+    for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod):
+        kind.__call__ = _with_values(kind.__call__)  # type: ignore[method-assign]
 
 
 def _with_values(original: Callable[..., Any]) -> Callable[..., Any]:

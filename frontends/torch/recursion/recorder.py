@@ -25,7 +25,7 @@ from daceml_train.frontends.torch.recursion.lazy import (
     outside,
     take_added,
 )
-from daceml_train.frontends.torch.recursion.native_calls import APPLY, give_values
+from daceml_train.frontends.torch.recursion.native_calls import APPLY
 from daceml_train.frontends.torch.recursion.outside import Results
 from daceml_train.frontends.torch.recursion.runs import (
     INPUTS,
@@ -97,7 +97,6 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         super().__init__()
         take_added()
-        give_values()
         self.structures, self.note = structures, note
         tensors = list(tensors)
         self.shared = structures.shared_by(tensors)
