@@ -12,6 +12,7 @@ import torch
 
 from daceml_train.driver.forests import Forests
 from daceml_train.frontends.torch.recursion import columns
+from daceml_train.frontends.torch.recursion.custom import on_values
 from daceml_train.frontends.torch.recursion.detect import MARKED, cycles, over_data, reachable
 from daceml_train.frontends.torch.recursion.lazy import RECORDER, Lazy, record_by, recording
 from daceml_train.frontends.torch.recursion.outline import outlined, with_codes
@@ -19,7 +20,7 @@ from daceml_train.frontends.torch.recursion.paths import located
 from daceml_train.frontends.torch.recursion.recorder import Recorder, Structures, computed
 from daceml_train.frontends.torch.recursion.repeats import MISS
 from daceml_train.frontends.torch.recursion.runs import Run
-from daceml_train.frontends.torch.recursion.simple import state_of
+from daceml_train.frontends.torch.recursion.state import hooked_at_results, state_of
 from daceml_train.runtime.deep_calls import call_deeply
 from daceml_train.runtime.records import functions as native_functions
 
@@ -65,13 +66,19 @@ class Recursion:
             return entry()
         if self.refused or recording() is not None:
             return source(module, *arguments, **keywords)  # within the recursion: `entry` is where it begins
+        modules = list(module.modules())
+        if hooked_at_results(modules):
+            note(
+                "a recursion with hooks by register_backward_hook, which PyTorch runs; see register_full_backward_hook"
+            )
+            return entry()
         tensors = [*module.parameters(), *module.buffers()]
-        recorder = Recorder(self.structures, tensors, entry.__code__, note, state_of(list(module.modules())))
+        recorder = Recorder(self.structures, tensors, entry.__code__, note, state_of(modules))
         collecting = gc.isenabled()
         record_by(recorder)
         try:
             gc.disable()  # what is recorded is freed without it, and would make it examine all objects of the process
-            with with_codes(self.outlined), recorder:
+            with with_codes(self.outlined), on_values(), recorder:
                 result = call_deeply(entry)
             record_by(None)
             result = computed(recorder, result)

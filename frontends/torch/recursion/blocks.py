@@ -13,7 +13,7 @@ import torch
 from daceml_train.frontends.torch.recursion.lazy import Lazy, meta_of, recording
 from daceml_train.frontends.torch.recursion.repeats import (
     MISS,
-    SCALARS,
+    Alias,
     Known,
     Numbers,
     Operand,
@@ -24,6 +24,7 @@ from daceml_train.frontends.torch.recursion.repeats import (
 )
 from daceml_train.frontends.torch.recursion.runs import Run
 from daceml_train.frontends.torch.recursion.simple import only_computes
+from daceml_train.frontends.torch.recursion.state import SCALARS, State
 
 
 class Unkept(Exception):
@@ -125,9 +126,13 @@ class Block:
     def _described(self, recorder: Any, operands: Sequence[Any], given: Sequence[Any]) -> list[Operand] | None:
         """What is compared before a record is repeated; None where it cannot be."""
         found: list[Operand] = []
+        modules = _modules(recorder)
+        first: dict[int, int] = {}
         for k, a in enumerate(operands):
             kind = type(a)
-            if k in self.numbers:
+            if isinstance(a, torch.Tensor) and first.setdefault(id(a), k) != k:
+                found.append(Alias(first[id(a)]))
+            elif k in self.numbers:
                 types_ = set(map(type, a))
                 if len(types_) != 1 or not types_ <= {int, float}:
                     return None
@@ -139,7 +144,7 @@ class Block:
             elif kind in SCALARS:
                 found.append((kind, a))
             elif isinstance(a, types.MethodType | torch.nn.Module):
-                if not only_computes(a):
+                if not only_computes(a, modules):
                     return None
                 found.append(a)
             elif kind is torch.Tensor or kind is torch.nn.Parameter:
@@ -157,15 +162,21 @@ def _structure(a: Any) -> Any:
     return (kind, a, str(a)) if kind in SCALARS else kind
 
 
+def _modules(recorder: Any) -> frozenset[int]:
+    """The identities of the modules whose state is that of the recorder's records."""
+    states = [state for state, memo in recorder.structures.memo.items() if memo is recorder.memo]
+    return states[0].modules if states and isinstance(states[0], State) else frozenset()
+
+
 def _positions(operands: Sequence[Any], shared: Any) -> dict[int, Place]:
-    """Where tensors are among the operands, each of them once."""
+    """Where tensors are first among the operands; those in lists are nowhere else."""
     found: dict[int, Place] = {}
     for k, a in enumerate(operands):
         for j, b in enumerate(a) if type(a) is list else ((None, a),):
             if isinstance(b, torch.Tensor) and id(b) not in shared:
-                if id(b) in found:
+                place = found.setdefault(id(b), Place(k, j))
+                if place != Place(k, j) and (j is not None or place.element is not None):
                     raise Unkept
-                found[id(b)] = Place(k, j)
     return found
 
 

@@ -11,6 +11,7 @@ import contextlib
 import threading
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -22,7 +23,11 @@ from daceml_train.frontends.torch.recursion.pure import Checker, calls, named, p
 
 
 class _Parameters(ast.NodeTransformer):
-    """Replaces what a block reads by parameters: names, attributes, and `torch.tensor` of Python's numbers."""
+    """Replaces what a block reads by parameters: names, attributes, and `torch.tensor` of Python's numbers.
+
+    A name is one parameter wherever it is read. Attributes are read as often as the user's code does it: they may be
+    properties, which compute, count, or consume.
+    """
 
     def __init__(self, checker: Checker, inside: set[str]) -> None:
         self.checker, self.inside = checker, inside
@@ -31,7 +36,8 @@ class _Parameters(ast.NodeTransformer):
         """Parameters that are given as Python's numbers, of which a tensor is made."""
 
     def _parameter(self, node: ast.expr) -> ast.expr:
-        name, _ = self.found.setdefault(ast.dump(node), (f"p{len(self.found)}", node))
+        key = node.id if isinstance(node, ast.Name) else f"{len(self.found)} {ast.dump(node)}"
+        name, _ = self.found.setdefault(key, (f"p{len(self.found)}", node))
         return ast.copy_location(ast.Name(name, ast.Load()), node)
 
     def _tensor(self, node: ast.Call) -> ast.expr:
@@ -41,7 +47,8 @@ class _Parameters(ast.NodeTransformer):
             isinstance(e, ast.List | ast.Tuple | ast.Starred) for e in given.elts
         ):
             return self._parameter(node)
-        name, _ = self.found.setdefault(f"numbers {ast.dump(given)}", (f"p{len(self.found)}", given))
+        name = f"p{len(self.found)}"
+        self.found[f"{name} {ast.dump(given)}"] = name, given
         self.numbers.add(name)
         return ast.copy_location(ast.Name(name, ast.Load()), node)
 
@@ -218,6 +225,7 @@ def outlined(
             continue
         assert isinstance(function, types.FunctionType)
         found[function] = results[0]
+        _SOURCES[results[0]] = function.__code__
         for code in (results[0], *(block.function.__code__ for block in results[1])):
             codes[id(code)] = code
         blocks.update(block.function.__code__ for block in results[1])
@@ -225,6 +233,8 @@ def outlined(
 
 
 _LOCK = threading.Lock()
+_SOURCES: weakref.WeakKeyDictionary[types.CodeType, types.CodeType] = weakref.WeakKeyDictionary()
+"""Code without blocks, by the code with them."""
 _USERS: dict[types.FunctionType, int] = {}
 """How many recordings run functions with blocks now, which have the same results everywhere."""
 
@@ -233,6 +243,8 @@ _USERS: dict[types.FunctionType, int] = {}
 def with_codes(found: dict[types.FunctionType, types.CodeType]) -> Iterator[None]:
     """Run functions with blocks."""
     with _LOCK:
+        # what was given other code since is run as it is
+        found = {f: code for f, code in found.items() if _USERS.get(f) or f.__code__ is _SOURCES.get(code)}
         before = {function: function.__code__ for function in found if not _USERS.get(function)}
         for function, code in found.items():
             _USERS[function] = _USERS.get(function, 0) + 1

@@ -32,7 +32,8 @@ class Checker:
     """Whether expressions only compute with tensors."""
 
     def __init__(self, function: types.FunctionType) -> None:
-        self.modules = modules_of(function)
+        code = function.__code__
+        self.modules = modules_of(function).difference(code.co_varnames, code.co_freevars, code.co_cellvars)
         self.own = function.__code__.co_varnames[: function.__code__.co_argcount][:1]
 
     def chain(self, node: ast.expr) -> bool:
@@ -108,11 +109,11 @@ def named(targets: list[ast.expr]) -> list[str] | None:
 def parsed(function: types.FunctionType) -> ast.FunctionDef | None:
     """The function's syntax tree at its lines; None if its source is not known."""
     try:
-        lines, first = inspect.getsourcelines(function)
+        lines, first = inspect.getsourcelines(function.__code__)  # of the function itself, where it wraps another one
         tree = ast.parse(textwrap.dedent("".join(lines))).body[0]
     except (OSError, TypeError, SyntaxError, IndexError):
         return None
-    if not isinstance(tree, ast.FunctionDef):
+    if not isinstance(tree, ast.FunctionDef) or tree.name != function.__code__.co_name:
         return None
     ast.increment_lineno(tree, first - 1)
     tree.decorator_list = []
