@@ -33,6 +33,7 @@ class Recursion:
         functions: Mapping[types.CodeType, types.FunctionType],
         programs: Forests | None = None,
         marked: bool = True,
+        modules: Sequence[torch.nn.Module] = (),
     ) -> None:
         _use_native()
         self.structures = Structures(functions)
@@ -40,7 +41,7 @@ class Recursion:
         self.marked = marked
         """Whether `recursive` names the functions."""
         whole = [function for code, function in functions.items() if function.__code__ is code]
-        self.outlined = outlined(whole, self.structures.codes, self.structures.blocks)
+        self.outlined = outlined(whole, self.structures.codes, self.structures.blocks, modules)
         self.refused = ""
         """Why PyTorch runs all calls."""
         self.tried = 0
@@ -150,4 +151,4 @@ def recursion_of(
     by_name = cycles(source, owners)
     marked = {code: MARKED[code] for code in reachable(source, owners) if code in MARKED} if MARKED else {}
     functions = marked | (by_name if data else {})
-    return Recursion(functions, programs, bool(marked)) if functions else None
+    return Recursion(functions, programs, bool(marked), list(module.modules())) if functions else None

@@ -314,3 +314,70 @@ def test_hooks_of_gradients(name: str) -> None:
     for _ in range(2):
         compare(model, compiled, twin, (nodes(),), 1e-5)
         assert calls[0] == calls[1] and calls[1]
+
+
+LEVEL = 1.0
+
+
+class Ordered(Model):
+    """A recursion that changes what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.total = 1.0, torch.zeros(1, 4)
+
+    def forward(self, roots: list[Any]) -> Tensor:
+        """The states of roots."""
+        global LEVEL
+        self.scale, self.total, LEVEL = 1.0, torch.zeros(1, 4), 1.0
+        return super().forward(roots)
+
+    def leaf(self, n: Any) -> Tensor:
+        """The embedding of a node."""
+        global LEVEL
+        self.scale, self.total, LEVEL = self.scale + 0.5, self.total + 1, LEVEL + 0.5
+        return self.words(torch.tensor([n.word]))
+
+    def noted(self, x: Tensor) -> Tensor:
+        """A method with an effect."""
+        self.scale += 0.5
+        return self.gate(x)
+
+
+class Later(Ordered):
+    """A number is read after a method has changed it."""
+
+    @dt.recursive
+    def visit(self, n: Any) -> Tensor:
+        """The state of a node."""
+        x = self.words(torch.tensor([n.word]))
+        for part in n.parts:
+            x = x + self.visit(part)
+        a = self.noted(x)
+        b = a.tanh() * self.scale
+        return b
+
+
+class Before(Ordered):
+    """Numbers, tensors, and globals are read before calls that change them."""
+
+    @dt.recursive
+    def visit(self, n: Any) -> Tensor:
+        """The state of a node."""
+        if not n.parts:
+            return self.leaf(n)
+        x = self.gate(self.scale * self.visit(n.parts[0]))
+        y = self.total.add(self.visit(n.parts[-1]))
+        z = torch.mul(LEVEL, self.visit(n.parts[0]))
+        return torch.cat([x, y, self.scale * self.visit(n.parts[0]) * self.scale, z]).sum(0, keepdim=True).tanh()
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("kind", [Later, Before])
+def test_reads_and_changes_are_in_order(kind: type[Ordered]) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    twin, compiled = copy.deepcopy(model), dt.optimize(model)
+    for _ in range(3):
+        compare(model, compiled, twin, (nodes(),), 1e-5)
+        assert model.scale == twin.scale

@@ -12,14 +12,15 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
+import torch.nn
 
 from daceml_train.frontends.torch.recursion.blocks import Block
 from daceml_train.frontends.torch.recursion.lifting import Lifter
 from daceml_train.frontends.torch.recursion.pure import Checker, calls, named, parsed
+from daceml_train.frontends.torch.recursion.simple import called_computes
 
 
 class _Parameters(ast.NodeTransformer):
@@ -62,9 +63,7 @@ class _Parameters(ast.NodeTransformer):
             if checker.library(func):
                 if func.attr == "tensor" and read.isdisjoint(self.inside):
                     return self._tensor(node)
-            elif checker.called(func) and not (
-                isinstance(func.value, ast.Attribute) and hasattr(torch.Tensor, func.attr)
-            ):
+            elif checker.of_model(func):
                 node.func = self._parameter(func)
             else:
                 func.value = self.visit(func.value)
@@ -82,8 +81,14 @@ class _Parameters(ast.NodeTransformer):
 class Outliner:
     """Replaces runs of statements that only compute by calls of blocks."""
 
-    def __init__(self, function: types.FunctionType, tree: ast.FunctionDef, marked: frozenset[str]) -> None:
-        self.function, self.tree, self.marked = function, tree, marked
+    def __init__(
+        self,
+        function: types.FunctionType,
+        tree: ast.FunctionDef,
+        marked: frozenset[str],
+        computes: Callable[[ast.expr], bool],
+    ) -> None:
+        self.function, self.tree, self.marked, self.computes = function, tree, marked, computes
         self.checker = Checker(function)
         self.lifter = Lifter(self.checker, marked)
         self.blocks: list[Block] = []
@@ -91,11 +96,16 @@ class Outliner:
 
     def statement(self, node: ast.stmt) -> bool:
         """Whether a statement can be in a block."""
-        if isinstance(node, ast.Return):
-            return node.value is not None and calls(node.value) and self.checker.pure(node.value, self.marked)
-        if not isinstance(node, ast.Assign) or named(node.targets) is None:
+        if not isinstance(node, ast.Return | ast.Assign) or node.value is None:
             return False
-        return calls(node.value) and self.checker.pure(node.value, self.marked)
+        if isinstance(node, ast.Assign) and named(node.targets) is None:
+            return False
+        return calls(node.value) and self.checker.pure(node.value, self.marked) and self.without_effects(node.value)
+
+    def without_effects(self, value: ast.expr) -> bool:
+        """Whether what an expression calls of the model only computes: a block reads all operands before such calls."""
+        functions = [n.func for n in ast.walk(value) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+        return all(self.computes(f) for f in functions if self.checker.of_model(f))
 
     def body(self, statements: list[ast.stmt]) -> list[ast.stmt]:
         """Statements with blocks."""
@@ -193,14 +203,16 @@ def _compiled(tree: ast.FunctionDef, function: types.FunctionType) -> types.Code
     return next(c for c in code.co_consts if isinstance(c, types.CodeType))
 
 
-def outline(function: Callable[..., Any], marked: frozenset[str]) -> tuple[types.CodeType, list[Block]] | None:
-    """The code of a recursive function with blocks, and these; None if there are none, or no source."""
+def outline(
+    function: Callable[..., Any], marked: frozenset[str], modules: Sequence[torch.nn.Module] = ()
+) -> tuple[types.CodeType, list[Block]] | None:
+    """The code of a recursive function of a model's modules with blocks, and these; None without any, or a source."""
     if not isinstance(function, types.FunctionType) or function.__code__.co_freevars:
         return None
     tree = parsed(function)
     if tree is None or any(isinstance(n, ast.Global | ast.Nonlocal | ast.Yield | ast.Await) for n in ast.walk(tree)):
         return None
-    outliner = Outliner(function, tree, marked)
+    outliner = Outliner(function, tree, marked, called_computes(function, modules))
     tree.body = outliner.whole()
     if not outliner.blocks:
         return None
@@ -211,9 +223,12 @@ def outline(function: Callable[..., Any], marked: frozenset[str]) -> tuple[types
 
 
 def outlined(
-    functions: Iterable[Callable[..., Any]], codes: dict[int, types.CodeType], blocks: set[types.CodeType]
+    functions: Iterable[Callable[..., Any]],
+    codes: dict[int, types.CodeType],
+    blocks: set[types.CodeType],
+    modules: Sequence[torch.nn.Module],
 ) -> dict[types.FunctionType, types.CodeType]:
-    """The code with blocks of each function that has any.
+    """The code with blocks of each function that has any, for a model of these modules.
 
     `codes` and `blocks` receive what belongs to the recursion.
     """
@@ -221,7 +236,7 @@ def outlined(
     marked = frozenset(getattr(f, "__name__", "") for f in functions)
     found: dict[types.FunctionType, types.CodeType] = {}
     for function in functions:
-        if (results := outline(function, marked)) is None:
+        if (results := outline(function, marked, modules)) is None:
             continue
         assert isinstance(function, types.FunctionType)
         found[function] = results[0]

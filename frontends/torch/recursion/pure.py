@@ -33,6 +33,7 @@ class Checker:
 
     def __init__(self, function: types.FunctionType) -> None:
         code = function.__code__
+        self.locals = frozenset(code.co_varnames)
         self.modules = modules_of(function).difference(code.co_varnames, code.co_freevars, code.co_cellvars)
         self.own = function.__code__.co_varnames[: function.__code__.co_argcount][:1]
 
@@ -81,6 +82,11 @@ class Checker:
     def called(self, node: ast.Attribute) -> bool:
         """Whether this is an attribute of the model."""
         return self.chain(node) and self.root(node) in self.own
+
+    def of_model(self, node: ast.Attribute) -> bool:
+        """Whether this is what the model has to call, and no method of a tensor of it."""
+        of_tensor = isinstance(node.value, ast.Attribute) and hasattr(torch.Tensor, node.attr)
+        return self.called(node) and not of_tensor
 
     def method(self, node: ast.Attribute, marked: frozenset[str]) -> bool:
         """Whether this is a method of a tensor that is computed or named."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import types
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,26 @@ def only_computes(a: Any, modules: Collection[int]) -> bool:
     if isinstance(a, torch.nn.Module):
         return _module_computes(a, modules)
     return not isinstance(a, types.MethodType) or _Method(a, modules, ()).computes()
+
+
+def called_computes(function: types.FunctionType, modules: Sequence[torch.nn.Module]) -> Callable[[ast.expr], bool]:
+    """Tells of attributes of a function's first parameter whether calling what they are now only computes.
+
+    The parameter is any of the modules that have the function as a method, or any of all if it is none.
+    """
+    identities = frozenset(map(id, modules))
+    owners = [m for m in modules if any(f is function for c in type(m).__mro__ for f in vars(c).values())]
+
+    def computes(node: ast.expr) -> bool:
+        found = []
+        for owner in owners or modules:
+            method = _Method(types.MethodType(function, owner), identities, ())
+            value = method.read(node)
+            if value is not _REFUSED or owners:
+                found.append(method.called_computes(value))
+        return bool(found) and all(found)
+
+    return computes
 
 
 def _module_computes(a: torch.nn.Module, modules: Collection[int]) -> bool:
@@ -94,24 +114,25 @@ class _Method:
             if checker.library(node):
                 return True
             if checker.chain(node) and checker.root(node) in checker.own:
-                return self._called_computes(self._read(node))
+                return self.called_computes(self.read(node))
             if isinstance(node, ast.Attribute) and not hasattr(torch.Tensor, node.attr):
                 return False
         return all(self._known(each) for each in ast.iter_child_nodes(node) if not isinstance(each, ast.expr_context))
 
-    def _called_computes(self, value: Any) -> bool:
+    def called_computes(self, value: Any) -> bool:
+        """Whether calling what was read, or computing with it, only computes."""
         if isinstance(value, torch.nn.Module):
             return _module_computes(value, self.modules)
         if isinstance(value, types.MethodType):
             return _Method(value, self.modules, self.callers).computes()
         return value is not _REFUSED
 
-    def _read(self, node: ast.expr) -> Any:
+    def read(self, node: ast.expr) -> Any:
         """What attributes of the method's object are now, if that is state of modules."""
         if isinstance(node, ast.Name):
             return self.owner
         assert isinstance(node, ast.Attribute | ast.Subscript)
-        value = self._read(node.value)
+        value = self.read(node.value)
         if isinstance(value, torch.nn.Module):
             return self._of_module(value, node)
         if isinstance(value, torch.Tensor):  # what follows is its type's, or a part of it
