@@ -1,8 +1,12 @@
-"""explain: the graphs of a model, what breaks them, what falls back, with the user's line and what to change."""
+"""explain: the graphs of a model, what breaks them, what falls back, with the user's line and what to change.
+
+A model that calls itself over data has no graphs: what is told of it is what was recorded, and runs level by level.
+"""
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +17,11 @@ from rich.console import Console
 from rich.table import Table
 from torch._dynamo.exc import TorchDynamoException
 
-from daceml_train.driver.module import original
-from daceml_train.errors import DacemlError
+from daceml_train.driver.module import optimized, original, state_of
+from daceml_train.driver.recursion import recursion_of
+from daceml_train.driver.settings import Settings
+from daceml_train.driver.step import TrainingStep
+from daceml_train.errors import DacemlError, Invalid
 from daceml_train.frontends.torch.capture.capture import capture
 from daceml_train.frontends.torch.dynamo.graph_breaks import explained
 from daceml_train.frontends.torch.dynamo.tracing import reason, traced, tracing
@@ -54,7 +61,9 @@ _FALLBACK = (
     "docs/guide/writing-an-operator.md"
 )
 
-
+_LEVELS = (
+    "it runs in PyTorch, and the rest level by level; dt.report of the compiled model has the time of each program"
+)
 _NEAR = "it is compiled; written as the pass expects it, it would be faster"
 
 
@@ -77,11 +86,13 @@ class Explanation:
     graphs: list[int] = field(default_factory=list)
     """Operators of each graph; 0 for one that runs in PyTorch."""
     notes: list[Note] = field(default_factory=list)
+    levels: str = ""
+    """What a recursion runs as, if the model is one."""
 
     @property
     def whole(self) -> bool:
-        """Whether the model is one graph without fallbacks."""
-        return len(self.graphs) == 1 and len(self.of("near miss")) == len(self.notes)
+        """Whether the model is one graph, or levels of a recursion, without fallbacks."""
+        return (len(self.graphs) == 1 or bool(self.levels)) and len(self.of("near miss")) == len(self.notes)
 
     def of(self, kind: str) -> list[Note]:
         """The notes of one kind."""
@@ -90,7 +101,8 @@ class Explanation:
     def __rich__(self) -> Table:
         count = len(self.graphs)
         operators = f"{sum(self.graphs)} operators in {count} graph{'s' if count != 1 else ''}"
-        table = Table("", "what", "where", "what to change", title=f"{self.name}: {operators}", title_justify="left")
+        title = f"{self.name}: {self.levels or operators}"
+        table = Table("", "what", "where", "what to change", title=title, title_justify="left")
         if len(self.of("near miss")) == len(self.notes):
             table.add_row("", "everything is compiled", "", "")
         for note in self.notes:
@@ -106,9 +118,19 @@ class Explanation:
 
 
 def explain(model: torch.nn.Module, *inputs: Any, **keywords: Any) -> Explanation:
-    """How `model` is captured on these inputs; it runs once, on a copy, in PyTorch."""
+    """How `model` is captured on these inputs; it runs once, on a copy, in PyTorch.
+
+    A model that calls itself over data is compiled and runs once on a copy, with the options of `model`.
+    """
+    if isinstance(model, TrainingStep):
+        name = type(model.model).__name__
+        advice = "dt.report(step) says what the step runs; dt.debug.explain(step.model, *inputs) what its model is"
+        raise Invalid(f"explain takes a module, given a training step of {name}", advice=advice)
+    state = state_of(model)
     model = copy.deepcopy(original(model))
     explanation = Explanation(type(model).__name__)
+    if _by_levels(explanation, model, state.options if state else Settings(), inputs, keywords):
+        return explanation
     found: dict[tuple[str, str, str], tuple[str, int]] = {}
 
     def note(kind: str, what: str, where: str, advice: str) -> None:
@@ -143,6 +165,35 @@ def explain(model: torch.nn.Module, *inputs: Any, **keywords: Any) -> Explanatio
         note("refused", f"TorchDynamo finds nothing that it can compile in {explanation.name}.forward", "", _OTHERWISE)
     explanation.notes = [Note(*key, advice, count) for key, (advice, count) in found.items()]
     return explanation
+
+
+def _by_levels(
+    explanation: Explanation, model: torch.nn.Module, options: Settings, inputs: Sequence[Any], keywords: dict[str, Any]
+) -> bool:
+    """Whether the model is a recursion, of which the explanation then tells what runs."""
+    if recursion_of(model, type(model).forward, arguments=(*inputs, *keywords.values())) is None:
+        return False
+    random = torch.random.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are the notes
+        compiled: Any = optimized(copy.deepcopy(model), options)
+        compiled(*inputs, **keywords)
+    state = state_of(compiled)
+    recursion = state.recursions.get("forward") if state else None
+    if state is None or recursion is None or not recursion.serves:
+        torch.random.set_rng_state(random)
+        return False
+    programs = len(recursion.structures.programs.programs)
+    kinds = len(recursion.structures.cells)
+    runs = f"in {programs} program{'s' * (programs != 1)}" if programs else "in PyTorch"
+    explanation.levels = (
+        f"a recursion that PyTorch runs call by call: {recursion.refused}"
+        if recursion.refused
+        else f"a recursion, recorded and run level by level: {kinds} kind{'s' * (kinds != 1)} of cells {runs}"
+    )
+    for reason_ in dict.fromkeys(state.backend.breaks):
+        explanation.notes.append(Note("fallback", reason_, "", _LEVELS))
+    return True
 
 
 def near_misses(graph: Graph) -> Iterator[tuple[str, str, str]]:

@@ -22,7 +22,7 @@ from daceml_train.frontends.torch.recursion.paths import located
 from daceml_train.frontends.torch.recursion.recorder import Recorder, Structures, computed
 from daceml_train.frontends.torch.recursion.repeats import MISS
 from daceml_train.frontends.torch.recursion.runs import Run
-from daceml_train.frontends.torch.recursion.simple import state_of
+from daceml_train.frontends.torch.recursion.state import hooked_at_results, state_of
 from daceml_train.runtime.deep_calls import call_deeply
 from daceml_train.runtime.records import functions as native_functions
 
@@ -35,6 +35,7 @@ class Recursion:
         functions: Mapping[types.CodeType, types.FunctionType],
         programs: Forests | None = None,
         marked: bool = True,
+        modules: Sequence[torch.nn.Module] = (),
     ) -> None:
         _use_native()
         self.structures = Structures(functions)
@@ -42,7 +43,7 @@ class Recursion:
         self.marked = marked
         """Whether `recursive` names the functions."""
         whole = [function for code, function in functions.items() if function.__code__ is code]
-        self.outlined = outlined(whole, self.structures.codes, self.structures.blocks)
+        self.outlined = outlined(whole, self.structures.codes, self.structures.blocks, modules)
         self.refused = ""
         """Why PyTorch runs all calls."""
         self.faster = FasterModule(LEVELS)
@@ -79,8 +80,14 @@ class Recursion:
             with torch.inference_mode(False), torch.no_grad():
                 found = self(module, source, arguments, keywords, note)
             return tree_map_only(torch.Tensor, torch.clone, found)
+        modules = list(module.modules())
+        if hooked_at_results(modules):
+            note(
+                "a recursion with hooks by register_backward_hook, which PyTorch runs; see register_full_backward_hook"
+            )
+            return entry()
         tensors = [*module.parameters(), *module.buffers()]
-        recorder = Recorder(self.structures, tensors, entry.__code__, note, state_of(list(module.modules())))
+        recorder = Recorder(self.structures, tensors, entry.__code__, note, state_of(modules))
         collecting = gc.isenabled()
         record_by(recorder)
         try:
@@ -157,4 +164,4 @@ def recursion_of(
     by_name = cycles(source, owners)
     marked = {code: MARKED[code] for code in reachable(source, owners) if code in MARKED} if MARKED else {}
     functions = marked | (by_name if data else {})
-    return Recursion(functions, programs, bool(marked)) if functions else None
+    return Recursion(functions, programs, bool(marked), list(module.modules())) if functions else None

@@ -83,3 +83,43 @@ def test_the_command(factory: str, tmp_path: Path, capsys: pytest.CaptureFixture
     message = capsys.readouterr().out
     assert "user_model.py:12" in message
     assert "bessel" in message
+
+
+class Tree(nn.Module):
+    """A recursion, one operator of which is run in PyTorch if that is asked for."""
+
+    def __init__(self, looks: bool = False) -> None:
+        super().__init__()
+        self.words, self.join, self.looks = nn.Embedding(10, 4), nn.Linear(4, 4), looks
+
+    def visit(self, t: object) -> Tensor:
+        if not isinstance(t, tuple):
+            return self.words(torch.tensor([t]))
+        x = torch.cat([self.visit(part) for part in t]).sum(0, keepdim=True)
+        if self.looks and float(x.detach().sum()) > 100:
+            return x
+        return self.join(x).tanh()
+
+    def forward(self, trees: list[object]) -> Tensor:
+        return torch.cat([self.visit(t) for t in trees])
+
+
+@pytest.mark.compiled
+def test_recursions_run_level_by_level() -> None:
+    trees = [((1, 2), 3), (4, 5)]
+    for model in (Tree(), dt.optimize(Tree())):
+        told = explain(model, trees)
+        assert told.whole and not told.graphs
+        assert "recorded and run level by level:" in told.levels and "in 1 program" in told.levels
+        assert str(told).startswith("Tree: a recursion, recorded and run level by level:")
+    told = explain(Tree(looks=True), trees)
+    assert not told.whole and "level by level" in told.levels
+    assert "looks at values" in told.notes[0].what
+
+
+def test_steps_are_told_of_by_the_report() -> None:
+    model = Tree()
+    step = dt.training_step(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters()))
+    with pytest.raises(dt.Invalid, match="given a training step of Tree") as caught:
+        explain(step, [1])  # type: ignore[arg-type]
+    assert "dt.report(step)" in str(caught.value)

@@ -55,6 +55,45 @@ class Module(Method):
         return self.join(torch.cat([self(left), self(right)], 1)).tanh()
 
 
+class Short(Method):
+    """Methods that name their object otherwise."""
+
+    def visit(s, tree: Any) -> Tensor:
+        """The state of a tree."""
+        if isinstance(tree, int):
+            return s.words(torch.tensor([tree]))
+        return s.join(torch.cat([s.visit(part) for part in tree], 1)).tanh()
+
+
+class ShortModule(Module):
+    """A module that calls itself, and names itself otherwise."""
+
+    def forward(this, trees: Any) -> Tensor:
+        """The states of trees, or of one."""
+        if isinstance(trees, list):
+            return torch.cat([this(tree) for tree in trees])
+        if isinstance(trees, int):
+            return this.words(torch.tensor([trees]))
+        left, right = trees
+        return this.join(torch.cat([this(left), this(right)], 1)).tanh()
+
+
+class ShortLocal(Method):
+    """Two methods that call each other from functions in them, and name their object otherwise."""
+
+    def visit(m, tree: Any) -> Tensor:
+        """The state of a tree."""
+
+        def parts() -> list[Tensor]:
+            return [m.other(part) for part in tree]
+
+        return m.words(torch.tensor([tree])) if isinstance(tree, int) else m.join(torch.cat(parts(), 1)).tanh()
+
+    def other(m, tree: Any) -> Tensor:
+        """Minus the state of a tree."""
+        return -m.visit(tree)
+
+
 class Local(Method):
     """A local function that calls itself."""
 
@@ -97,7 +136,7 @@ class Straight(Method):
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("kind", [Method, Derived, Module, Local, Global])
+@pytest.mark.parametrize("kind", [Method, Derived, Module, Short, ShortModule, ShortLocal, Local, Global])
 def test_functions_that_call_themselves_are_found(kind: type[Method]) -> None:
     torch.manual_seed(0)
     model = kind()
@@ -115,7 +154,11 @@ def test_functions_that_call_themselves_are_found(kind: type[Method]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "count"), [(Method, 1), (Derived, 1), (Module, 1), (Local, 1), (Global, 1), (Straight, 0)]
+    ("kind", "count"),
+    [
+        *((Method, 1), (Derived, 1), (Module, 1), (Local, 1), (Global, 1), (Straight, 0)),
+        *((Short, 1), (ShortModule, 1), (ShortLocal, 2)),
+    ],
 )
 def test_cycles_are_by_name(kind: type[Method], count: int) -> None:
     assert len(cycles(kind.forward, [kind, nn.Linear, nn.Embedding])) == count

@@ -76,7 +76,7 @@ struct OperandPlace {
 
 // A record that is repeated: see `frontends.torch.recursion.repeats`, which describes it.
 struct Record {
-  enum Kind : int64_t { lazy, list, numbers, same, method, scalar };
+  enum Kind : int64_t { lazy, list, numbers, same, method, scalar, again };
   struct Guard {
     Kind kind;
     OperandPlace place;
@@ -109,6 +109,7 @@ struct Record {
         return 1;
       }
       case same: return a == guard.object;
+      case again: return a == given[guard.count];
       case method:
         return type_of(a) == classes->types[2] && PyMethod_Self(a) == PyMethod_Self(guard.object) &&
                PyMethod_Function(a) == PyMethod_Function(guard.object);

@@ -13,7 +13,7 @@ import torch
 from daceml_train.frontends.torch.recursion.lazy import Lazy, meta_of, recording
 from daceml_train.frontends.torch.recursion.repeats import (
     MISS,
-    SCALARS,
+    Alias,
     Known,
     Numbers,
     Operand,
@@ -24,6 +24,7 @@ from daceml_train.frontends.torch.recursion.repeats import (
 )
 from daceml_train.frontends.torch.recursion.runs import Run
 from daceml_train.frontends.torch.recursion.simple import only_computes
+from daceml_train.frontends.torch.recursion.state import SCALARS, State
 
 
 class Unkept(Exception):
@@ -41,6 +42,8 @@ class Kept:
 
 MOST = 32
 """How many records are kept for one structure of operands, and how often keeping them is tried in vain."""
+FAILED = 256
+"""How often that is tried in vain for all structures."""
 
 
 class Block:
@@ -59,10 +62,12 @@ class Block:
         """Its code; None where it is native, and has no frames."""
         self.keyed: tuple[int, ...] = ()
         """The positions of operands that were ever scalars or lists."""
+        self.failed = 0
+        """How often nothing could be kept, as where each call has numbers of its own."""
 
     def _run(self, *operands: Any) -> Any:
         recorder = recording()
-        if recorder is None or recorder.eager:
+        if recorder is None or recorder.eager or self.failed >= FAILED:
             return self.function(*self._tensors(operands))
         kept = recorder.memo.get(self if not self.keyed else (self, *[_structure(operands[k]) for k in self.keyed]))
         if kept is not None:
@@ -105,6 +110,7 @@ class Block:
             template = _template(result, run, positions)
         except Unkept:
             kept.failed += 1
+            self.failed += 1
             return result
         run.sealed = True
         run.used.update(returned(template))
@@ -125,9 +131,13 @@ class Block:
     def _described(self, recorder: Any, operands: Sequence[Any], given: Sequence[Any]) -> list[Operand] | None:
         """What is compared before a record is repeated; None where it cannot be."""
         found: list[Operand] = []
+        modules = _modules(recorder)
+        first: dict[int, int] = {}
         for k, a in enumerate(operands):
             kind = type(a)
-            if k in self.numbers:
+            if isinstance(a, torch.Tensor) and first.setdefault(id(a), k) != k:
+                found.append(Alias(first[id(a)]))
+            elif k in self.numbers:
                 types_ = set(map(type, a))
                 if len(types_) != 1 or not types_ <= {int, float}:
                     return None
@@ -139,7 +149,7 @@ class Block:
             elif kind in SCALARS:
                 found.append((kind, a))
             elif isinstance(a, types.MethodType | torch.nn.Module):
-                if not only_computes(a):
+                if not only_computes(a, modules):
                     return None
                 found.append(a)
             elif kind is torch.Tensor or kind is torch.nn.Parameter:
@@ -157,15 +167,21 @@ def _structure(a: Any) -> Any:
     return (kind, a, str(a)) if kind in SCALARS else kind
 
 
+def _modules(recorder: Any) -> frozenset[int]:
+    """The identities of the modules whose state is that of the recorder's records."""
+    states = [state for state, memo in recorder.structures.memo.items() if memo is recorder.memo]
+    return states[0].modules if states and isinstance(states[0], State) else frozenset()
+
+
 def _positions(operands: Sequence[Any], shared: Any) -> dict[int, Place]:
-    """Where tensors are among the operands, each of them once."""
+    """Where tensors are first among the operands; those in lists are nowhere else."""
     found: dict[int, Place] = {}
     for k, a in enumerate(operands):
         for j, b in enumerate(a) if type(a) is list else ((None, a),):
             if isinstance(b, torch.Tensor) and id(b) not in shared:
-                if id(b) in found:
+                place = found.setdefault(id(b), Place(k, j))
+                if place != Place(k, j) and (j is not None or place.element is not None):
                     raise Unkept
-                found[id(b)] = Place(k, j)
     return found
 
 

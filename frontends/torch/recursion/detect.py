@@ -90,10 +90,14 @@ def reachable(entry: Callable[..., Any], owners: list[type]) -> dict[types.CodeT
     return found
 
 
+def _static(owner: type, name: str) -> bool:
+    return isinstance(vars(owner).get(name), staticmethod)
+
+
 # ---- functions that call themselves, without a name for them ------------------------------------------------------
 def _called(code: types.CodeType, this: str) -> Iterator[tuple[str, str]]:
-    """What code calls by name: ("self", "visit") for a method of its own object, ("self", "forward") for the object
-    itself, and ("", "visit") for a function.
+    """What code calls by name: ("self", "visit") for a method of its own object, which it names `this`,
+    ("self", "forward") for the object itself, and ("", "visit") for a function.
     """
     skipped = ("CACHE", "COPY_FREE_VARS", "EXTENDED_ARG", "RESUME")
     instructions = [i for i in dis.get_instructions(code) if i.opname not in skipped]
@@ -101,7 +105,7 @@ def _called(code: types.CodeType, this: str) -> Iterator[tuple[str, str]]:
         if one.opname in ("LOAD_FAST", "LOAD_DEREF") and one.argval == this:
             if after is not None and after.opname in ("LOAD_METHOD", "LOAD_ATTR"):
                 yield "self", str(after.argval)
-            elif before is not None and before.opname == "PUSH_NULL":  # `self(...)`
+            elif before is not None and before.opname == "PUSH_NULL":  # a call of the object
                 yield "self", "forward"
         elif one.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME"):
             yield "", str(one.argval)
@@ -110,14 +114,16 @@ def _called(code: types.CodeType, this: str) -> Iterator[tuple[str, str]]:
 def cycles(entry: Callable[..., Any], owners: list[type]) -> dict[types.CodeType, types.FunctionType]:
     """Code below `entry` that calls itself by name, directly or by way of others, with its function.
 
-    A method calls itself as `self.visit(...)`, or `self(...)` for `forward`; a function by its name. A call of a method
-    of the base class is no call of itself.
+    A method calls itself as `self.visit(...)`, or `self(...)` for `forward`, whatever its first parameter is named; a
+    function by its name. A call of a method of the base class is no call of itself.
     """
     found = reachable(entry, owners)
     targets: dict[types.CodeType, set[types.CodeType]] = {}
     for code, function in found.items():
         own = function.__code__
-        this = own.co_varnames[0] if own.co_argcount and own.co_varnames[0] == "self" else ""
+        bases = [b for o in owners for b in o.__mro__]
+        method = any(_own(vars(b).get(own.co_name)) is function and not _static(b, own.co_name) for b in bases)
+        this = own.co_varnames[0] if own.co_argcount and (method or own.co_varnames[0] == "self") else ""
         # comprehensions run where they are
         results = targets[code] = {c for c in _nested(code) if c.co_name.startswith("<")}
         own_classes = [o for o in owners if any(_own(vars(b).get(own.co_name)) is function for b in o.__mro__)]

@@ -11,18 +11,24 @@ import contextlib
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
+import torch.nn
 
 from daceml_train.frontends.torch.recursion.blocks import Block
 from daceml_train.frontends.torch.recursion.lifting import Lifter
 from daceml_train.frontends.torch.recursion.pure import Checker, calls, named, parsed
+from daceml_train.frontends.torch.recursion.simple import called_computes
 
 
 class _Parameters(ast.NodeTransformer):
-    """Replaces what a block reads by parameters: names, attributes, and `torch.tensor` of Python's numbers."""
+    """Replaces what a block reads by parameters: names, attributes, and `torch.tensor` of Python's numbers.
+
+    A name is one parameter wherever it is read. Attributes are read as often as the user's code does it: they may be
+    properties, which compute, count, or consume.
+    """
 
     def __init__(self, checker: Checker, inside: set[str]) -> None:
         self.checker, self.inside = checker, inside
@@ -31,7 +37,8 @@ class _Parameters(ast.NodeTransformer):
         """Parameters that are given as Python's numbers, of which a tensor is made."""
 
     def _parameter(self, node: ast.expr) -> ast.expr:
-        name, _ = self.found.setdefault(ast.dump(node), (f"p{len(self.found)}", node))
+        key = node.id if isinstance(node, ast.Name) else f"{len(self.found)} {ast.dump(node)}"
+        name, _ = self.found.setdefault(key, (f"p{len(self.found)}", node))
         return ast.copy_location(ast.Name(name, ast.Load()), node)
 
     def _tensor(self, node: ast.Call) -> ast.expr:
@@ -41,7 +48,8 @@ class _Parameters(ast.NodeTransformer):
             isinstance(e, ast.List | ast.Tuple | ast.Starred) for e in given.elts
         ):
             return self._parameter(node)
-        name, _ = self.found.setdefault(f"numbers {ast.dump(given)}", (f"p{len(self.found)}", given))
+        name = f"p{len(self.found)}"
+        self.found[f"{name} {ast.dump(given)}"] = name, given
         self.numbers.add(name)
         return ast.copy_location(ast.Name(name, ast.Load()), node)
 
@@ -55,9 +63,7 @@ class _Parameters(ast.NodeTransformer):
             if checker.library(func):
                 if func.attr == "tensor" and read.isdisjoint(self.inside):
                     return self._tensor(node)
-            elif checker.called(func) and not (
-                isinstance(func.value, ast.Attribute) and hasattr(torch.Tensor, func.attr)
-            ):
+            elif checker.of_model(func):
                 node.func = self._parameter(func)
             else:
                 func.value = self.visit(func.value)
@@ -75,8 +81,14 @@ class _Parameters(ast.NodeTransformer):
 class Outliner:
     """Replaces runs of statements that only compute by calls of blocks."""
 
-    def __init__(self, function: types.FunctionType, tree: ast.FunctionDef, marked: frozenset[str]) -> None:
-        self.function, self.tree, self.marked = function, tree, marked
+    def __init__(
+        self,
+        function: types.FunctionType,
+        tree: ast.FunctionDef,
+        marked: frozenset[str],
+        computes: Callable[[ast.expr], bool],
+    ) -> None:
+        self.function, self.tree, self.marked, self.computes = function, tree, marked, computes
         self.checker = Checker(function)
         self.lifter = Lifter(self.checker, marked)
         self.blocks: list[Block] = []
@@ -84,11 +96,16 @@ class Outliner:
 
     def statement(self, node: ast.stmt) -> bool:
         """Whether a statement can be in a block."""
-        if isinstance(node, ast.Return):
-            return node.value is not None and calls(node.value) and self.checker.pure(node.value, self.marked)
-        if not isinstance(node, ast.Assign) or named(node.targets) is None:
+        if not isinstance(node, ast.Return | ast.Assign) or node.value is None:
             return False
-        return calls(node.value) and self.checker.pure(node.value, self.marked)
+        if isinstance(node, ast.Assign) and named(node.targets) is None:
+            return False
+        return calls(node.value) and self.checker.pure(node.value, self.marked) and self.without_effects(node.value)
+
+    def without_effects(self, value: ast.expr) -> bool:
+        """Whether what an expression calls of the model only computes: a block reads all operands before such calls."""
+        functions = [n.func for n in ast.walk(value) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+        return all(self.computes(f) for f in functions if self.checker.of_model(f))
 
     def body(self, statements: list[ast.stmt]) -> list[ast.stmt]:
         """Statements with blocks."""
@@ -186,14 +203,16 @@ def _compiled(tree: ast.FunctionDef, function: types.FunctionType) -> types.Code
     return next(c for c in code.co_consts if isinstance(c, types.CodeType))
 
 
-def outline(function: Callable[..., Any], marked: frozenset[str]) -> tuple[types.CodeType, list[Block]] | None:
-    """The code of a recursive function with blocks, and these; None if there are none, or no source."""
+def outline(
+    function: Callable[..., Any], marked: frozenset[str], modules: Sequence[torch.nn.Module] = ()
+) -> tuple[types.CodeType, list[Block]] | None:
+    """The code of a recursive function of a model's modules with blocks, and these; None without any, or a source."""
     if not isinstance(function, types.FunctionType) or function.__code__.co_freevars:
         return None
     tree = parsed(function)
     if tree is None or any(isinstance(n, ast.Global | ast.Nonlocal | ast.Yield | ast.Await) for n in ast.walk(tree)):
         return None
-    outliner = Outliner(function, tree, marked)
+    outliner = Outliner(function, tree, marked, called_computes(function, modules))
     tree.body = outliner.whole()
     if not outliner.blocks:
         return None
@@ -204,9 +223,12 @@ def outline(function: Callable[..., Any], marked: frozenset[str]) -> tuple[types
 
 
 def outlined(
-    functions: Iterable[Callable[..., Any]], codes: dict[int, types.CodeType], blocks: set[types.CodeType]
+    functions: Iterable[Callable[..., Any]],
+    codes: dict[int, types.CodeType],
+    blocks: set[types.CodeType],
+    modules: Sequence[torch.nn.Module],
 ) -> dict[types.FunctionType, types.CodeType]:
-    """The code with blocks of each function that has any.
+    """The code with blocks of each function that has any, for a model of these modules.
 
     `codes` and `blocks` receive what belongs to the recursion.
     """
@@ -214,10 +236,11 @@ def outlined(
     marked = frozenset(getattr(f, "__name__", "") for f in functions)
     found: dict[types.FunctionType, types.CodeType] = {}
     for function in functions:
-        if (results := outline(function, marked)) is None:
+        if (results := outline(function, marked, modules)) is None:
             continue
         assert isinstance(function, types.FunctionType)
         found[function] = results[0]
+        _SOURCES[results[0]] = function.__code__
         for code in (results[0], *(block.function.__code__ for block in results[1])):
             codes[id(code)] = code
         blocks.update(block.function.__code__ for block in results[1])
@@ -225,6 +248,8 @@ def outlined(
 
 
 _LOCK = threading.Lock()
+_SOURCES: weakref.WeakKeyDictionary[types.CodeType, types.CodeType] = weakref.WeakKeyDictionary()
+"""Code without blocks, by the code with them."""
 _USERS: dict[types.FunctionType, int] = {}
 """How many recordings run functions with blocks now, which have the same results everywhere."""
 
@@ -233,6 +258,8 @@ _USERS: dict[types.FunctionType, int] = {}
 def with_codes(found: dict[types.FunctionType, types.CodeType]) -> Iterator[None]:
     """Run functions with blocks."""
     with _LOCK:
+        # what was given other code since is run as it is
+        found = {f: code for f, code in found.items() if _USERS.get(f) or f.__code__ is _SOURCES.get(code)}
         before = {function: function.__code__ for function in found if not _USERS.get(function)}
         for function, code in found.items():
             _USERS[function] = _USERS.get(function, 0) + 1

@@ -68,8 +68,15 @@ def _calls(error: Exception, codes: Collection[types.CodeType]) -> Iterator[list
         if frame.f_code in known:
             code, values = frame.f_code, frame.f_locals
             names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-            yield [values[n] for n in names if n in values and n != "self"]
+            own = names[:1] if names and _of_method(code, values.get(names[0])) else ()
+            yield [values[n] for n in names if n in values and n not in own]
         trace = trace.tb_next
+
+
+def _of_method(code: types.CodeType, first: Any) -> bool:
+    """Whether code is that of a method of its first argument."""
+    _, _, scope = code.co_qualname.removesuffix(f".{code.co_name}").rpartition(".")
+    return scope not in ("<locals>", code.co_name) and hasattr(type(first), code.co_name)
 
 
 def _next(before: Any, call: Sequence[Any], arguments: Mapping[str, Any]) -> tuple[Any, str]:

@@ -32,7 +32,9 @@ class Checker:
     """Whether expressions only compute with tensors."""
 
     def __init__(self, function: types.FunctionType) -> None:
-        self.modules = modules_of(function)
+        code = function.__code__
+        self.locals = frozenset(code.co_varnames)
+        self.modules = modules_of(function).difference(code.co_varnames, code.co_freevars, code.co_cellvars)
         self.own = function.__code__.co_varnames[: function.__code__.co_argcount][:1]
 
     def chain(self, node: ast.expr) -> bool:
@@ -81,6 +83,11 @@ class Checker:
         """Whether this is an attribute of the model."""
         return self.chain(node) and self.root(node) in self.own
 
+    def of_model(self, node: ast.Attribute) -> bool:
+        """Whether this is what the model has to call, and no method of a tensor of it."""
+        of_tensor = isinstance(node.value, ast.Attribute) and hasattr(torch.Tensor, node.attr)
+        return self.called(node) and not of_tensor
+
     def method(self, node: ast.Attribute, marked: frozenset[str]) -> bool:
         """Whether this is a method of a tensor that is computed or named."""
         named = self.root(node) not in self.modules and hasattr(torch.Tensor, node.attr)
@@ -108,11 +115,11 @@ def named(targets: list[ast.expr]) -> list[str] | None:
 def parsed(function: types.FunctionType) -> ast.FunctionDef | None:
     """The function's syntax tree at its lines; None if its source is not known."""
     try:
-        lines, first = inspect.getsourcelines(function)
+        lines, first = inspect.getsourcelines(function.__code__)  # of the function itself, where it wraps another one
         tree = ast.parse(textwrap.dedent("".join(lines))).body[0]
     except (OSError, TypeError, SyntaxError, IndexError):
         return None
-    if not isinstance(tree, ast.FunctionDef):
+    if not isinstance(tree, ast.FunctionDef) or tree.name != function.__code__.co_name:
         return None
     ast.increment_lineno(tree, first - 1)
     tree.decorator_list = []

@@ -16,7 +16,6 @@ from daceml_train.frontends.torch.recursion import columns
 from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, meta_of, recording
 from daceml_train.frontends.torch.recursion.runs import Run, Shared
 
-SCALARS = (int, float, bool, str, type(None))
 MISS = object()
 """Stands for operands that a record was not made for."""
 
@@ -45,8 +44,15 @@ class Place:
     element: int | None = None
 
 
+@dataclass(frozen=True)
+class Alias:
+    """The object that an operand before this one is."""
+
+    operand: int
+
+
 Operand: TypeAlias = (
-    "Meta | list[Meta] | Numbers | Known | Shared | torch.nn.Module | types.MethodType | tuple[type, Any]"
+    "Meta | list[Meta] | Numbers | Known | Alias | Shared | torch.nn.Module | types.MethodType | tuple[type, Any]"
 )
 
 
@@ -77,6 +83,8 @@ class _Source:
         elif isinstance(operand, Known):
             yield f"type({a}) is {self.name(operand.kind)} and id({a}) not in recorder.shared"
             yield f"meta_of({a}) is {self.name(operand.meta)}"
+        elif isinstance(operand, Alias):
+            yield f"{a} is a{operand.operand}"
         elif isinstance(operand, Shared):
             yield f"{a} is {self.name(operand.tensor)}"
         elif isinstance(operand, types.MethodType):
@@ -170,7 +178,7 @@ def repeat(
 
 
 # ---- native functions -----------------------------------------------------------------------------------------------
-LAZY, IS_LIST, NUMBERS, SAME, METHOD, SCALAR = range(6)
+LAZY, IS_LIST, NUMBERS, SAME, METHOD, SCALAR, AGAIN = range(7)
 """Kinds of guards in `runtime/native/records.h`."""
 
 
@@ -189,6 +197,8 @@ def _native_guards(operands: Sequence[Operand]) -> tuple[Any, ...] | None:
             found += [(LAZY, k, j, 0, meta) for j, meta in enumerate(operand)]
         elif isinstance(operand, Numbers):
             found.append((NUMBERS, k, -1, operand.count, operand.kind))
+        elif isinstance(operand, Alias):
+            found.append((AGAIN, k, -1, operand.operand, None))
         elif isinstance(operand, Shared):
             found.append((SAME, k, -1, 0, operand.tensor))
         elif isinstance(operand, types.MethodType):
